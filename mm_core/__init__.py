@@ -1,0 +1,35 @@
+"""mm_core: a training platform for multimodal models.
+
+`import mm_core` imports no torch: the names below resolve when they are first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from mm_core.errors import MMError
+from mm_core.plugin.component import Component
+from mm_core.plugin.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from mm_core.config.load import load_config
+    from mm_core.plugin.registry import build
+    from mm_core.train.run import train
+    from mm_core.train.sampling import sample
+
+__version__ = "0.1.0"
+__all__ = ["Component", "MMError", "__version__", "build", "hookimpl", "load_config", "sample", "train"]
+
+_LAZY = {
+    "build": "mm_core.plugin.registry",
+    "load_config": "mm_core.config.load",
+    "sample": "mm_core.train.sampling",
+    "train": "mm_core.train.run",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'mm_core' has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)

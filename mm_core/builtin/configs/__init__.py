@@ -1,0 +1,1 @@
+"""Config dataclasses of the built-in components: torch-free."""

@@ -1,0 +1,157 @@
+"""The built-in plugin `core`: what mm_core ships, registered through the same hooks as everybody's."""
+
+from __future__ import annotations
+
+from mm_core.plugin.component import Component
+from mm_core.plugin.hookspecs import hookimpl
+
+_CONFIG = "mm_core.builtin.configs"
+
+
+@hookimpl
+def mm_tasks() -> list[Component]:
+    return [
+        Component(
+            name="text_to_video",
+            target="mm_core.tasks.text_to_video:TextToVideo",
+            config=f"{_CONFIG}.text_to_video:TextToVideoConfig",
+            summary="diffusion training of captioned clips; sampling with classifier-free guidance",
+        )
+    ]
+
+
+@hookimpl
+def mm_engines() -> list[Component]:
+    return [
+        Component(
+            name="fsdp2",
+            target="mm_core.engines.fsdp2:FSDP2Engine",
+            config=f"{_CONFIG}.engines:FSDP2Config",
+            summary="PyTorch fully_shard: one process, replicated, sharded and hybrid",
+            paper="https://arxiv.org/abs/2304.11277",
+        )
+    ]
+
+
+@hookimpl
+def mm_schedulers() -> list[Component]:
+    return [
+        Component(
+            name="flow_match",
+            target="mm_core.diffusion.flow_match:FlowMatch",
+            config=f"{_CONFIG}.diffusion:FlowMatchConfig",
+            summary="rectified flow: x_t = (1-sigma) x0 + sigma eps, target eps - x0, Euler sampling",
+            paper="https://arxiv.org/abs/2209.03003",
+        )
+    ]
+
+
+@hookimpl
+def mm_autoencoders() -> list[Component]:
+    return [
+        Component(
+            name="pixel",
+            target="mm_core.diffusion.pixel:PixelAutoencoder",
+            config=f"{_CONFIG}.diffusion:PixelConfig",
+            summary="lossless space-to-depth and time-to-depth; no weights",
+        )
+    ]
+
+
+@hookimpl
+def mm_text_encoders() -> list[Component]:
+    return [
+        Component(
+            name="bytes",
+            target="mm_core.diffusion.text:ByteTextEncoder",
+            config=f"{_CONFIG}.diffusion:ByteTextConfig",
+            summary="deterministic byte-level hidden states; nothing to download",
+        ),
+        Component(
+            name="hf_text",
+            target="mm_core.diffusion.text:HFTextEncoder",
+            config=f"{_CONFIG}.diffusion:HFTextConfig",
+            summary="any Transformers text encoder directory, frozen",
+        ),
+    ]
+
+
+@hookimpl
+def mm_datasets() -> list[Component]:
+    return [
+        Component(
+            name="video_text",
+            target="mm_core.data.video_text:VideoTextDataset",
+            config=f"{_CONFIG}.data:VideoTextConfig",
+            summary="clips and captions from a JSON or JSONL annotation file",
+        )
+    ]
+
+
+@hookimpl
+def mm_video_readers() -> list[Component]:
+    return [
+        Component(
+            name="pyav",
+            target="mm_core.data.readers:PyAVReader",
+            config=f"{_CONFIG}.data:PyAVConfig",
+            summary="FFmpeg through PyAV; notices corrupt frames, honours rotation and variable frame rates",
+        ),
+        Component(
+            name="decord",
+            target="mm_core.data.readers:DecordReader",
+            config=f"{_CONFIG}.data:DecordConfig",
+            summary="decord 0.6 (x86_64 Linux wheels only; no AV1, does not notice bit rot)",
+        ),
+    ]
+
+
+@hookimpl
+def mm_optimizers() -> list[Component]:
+    return [
+        Component(
+            name="adamw",
+            target="mm_core.train.optimizers:adamw",
+            config=f"{_CONFIG}.training:AdamWConfig",
+            summary="torch.optim.AdamW (decoupled weight decay)",
+            capabilities={"state_tensors": 2},
+            paper="https://arxiv.org/abs/1711.05101",
+        )
+    ]
+
+
+@hookimpl
+def mm_lr_schedules() -> list[Component]:
+    return [
+        Component(
+            name="constant",
+            target="mm_core.train.lr_schedules:Constant",
+            config=f"{_CONFIG}.training:ConstantConfig",
+            summary="linear warm-up, then constant",
+        ),
+        Component(
+            name="cosine",
+            target="mm_core.train.lr_schedules:Cosine",
+            config=f"{_CONFIG}.training:CosineConfig",
+            summary="linear warm-up, then half a cosine down to min_lr_ratio",
+            paper="https://arxiv.org/abs/1608.03983",
+        ),
+    ]
+
+
+@hookimpl
+def mm_trackers() -> list[Component]:
+    return [
+        Component(
+            name="tensorboard",
+            target="mm_core.train.trackers:TensorBoardTracker",
+            config=f"{_CONFIG}.training:TensorBoardConfig",
+            summary="scalars under <run>/tensorboard",
+        ),
+        Component(
+            name="jsonl",
+            target="mm_core.train.trackers:JsonlTracker",
+            config=f"{_CONFIG}.training:JsonlConfig",
+            summary="<run>/metrics.jsonl, one object a logged step (always on)",
+        ),
+    ]

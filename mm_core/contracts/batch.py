@@ -1,0 +1,112 @@
+"""Typed batches and losses: what moves between data, task, engine and loop."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+
+class SampleKey(NamedTuple):
+    """One draw of one sample: the seed path of everything random about it."""
+
+    epoch: int
+    index: int
+
+
+@dataclass
+class Batch:
+    """A micro-batch. Subclasses add the tensors of their modality.
+
+    keys: one SampleKey a sample; with the run's seed it determines all of the sample's randomness.
+    weights: [B] float32; 0 for samples that only fill up a ragged batch (they cost a forward, so
+        that all ranks run the same modules, and count for nothing).
+    ids: what a person would call each sample (a path, a row), for reports.
+    """
+
+    keys: list[SampleKey]
+    weights: Tensor
+    ids: list[str]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
+        """The same batch with every tensor on `device`, except `weights`, which stays on CPU."""
+        moved = {
+            f.name: getattr(self, f.name).to(device, non_blocking=non_blocking)
+            for f in dataclasses.fields(self)
+            if f.name != "weights" and isinstance(getattr(self, f.name), Tensor)
+        }
+        return dataclasses.replace(self, **moved)
+
+    def pin_memory(self) -> Self:
+        """The same batch with every tensor in page-locked memory (called by torch's DataLoader)."""
+        moved = {
+            f.name: getattr(self, f.name).pin_memory()
+            for f in dataclasses.fields(self)
+            if isinstance(getattr(self, f.name), Tensor)
+        }
+        return dataclasses.replace(self, **moved)
+
+
+@dataclass
+class VideoTextBatch(Batch):
+    """Clips and captions.
+
+    pixels: [B,3,F,Y,X] float32 in [-1, 1].
+    captions: B strings.
+    text_ids, text_mask: [B,L] int64 and bool, filled by the task's batch transform in the worker.
+    """
+
+    pixels: Tensor
+    captions: list[str]
+    text_ids: Tensor | None = None
+    text_mask: Tensor | None = None
+
+
+@dataclass
+class Loss:
+    """A loss as a sum and the weight that it is a sum over, so that means are exact anywhere.
+
+    total: scalar tensor with a graph: the weighted SUM over the micro-batch.
+    weight: equals `Task.weight(batch)`.
+    metrics: further detached scalar tensors, each also a weighted sum (the logger divides).
+    """
+
+    total: Tensor
+    weight: float
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """What to generate. None leaves a value to the task's own default.
+
+    prompts: one clip each. negative_prompt: the unconditional branch of guidance ("" by default).
+    seed: noise of clip i comes from (seed, i) alone. steps: solver steps. guidance: classifier-free
+    guidance scale (1 switches it off). num_frames, height, width: F, Y, X in pixels. fps: 1/s.
+    """
+
+    prompts: tuple[str, ...]
+    negative_prompt: str = ""
+    seed: int = 0
+    steps: int | None = None
+    guidance: float | None = None
+    num_frames: int | None = None
+    height: int | None = None
+    width: int | None = None
+    fps: float | None = None
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A generated clip: pixels [3,F,Y,X] float32 in [-1, 1] on CPU, frames a second, its prompt."""
+
+    pixels: Tensor
+    fps: float
+    prompt: str
+    extras: dict[str, Any] = field(default_factory=dict)

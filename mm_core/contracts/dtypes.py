@@ -1,0 +1,12 @@
+"""Dtype names of the config and the torch dtypes they stand for."""
+
+from __future__ import annotations
+
+import torch
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """`bf16` -> `torch.bfloat16` (names are checked by the config: see `DType`)."""
+    return _DTYPES[name]

@@ -1,0 +1,113 @@
+"""Errors a user can cause. Each says what happened, where, what is accepted and what to do next."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class MMError(ValueError):
+    """A fault that the user can mend.
+
+    Args:
+        what: one sentence: what was found and why it is wrong.
+        where: file, line, key path, component or rank that it was found in.
+        accepted: what would have been accepted.
+        hint: what to do next.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        accepted: str | None = None,
+        hint: str | None = None,
+    ) -> None:
+        self.what = what
+        self.where = where
+        self.accepted = accepted
+        self.hint = hint
+        super().__init__(self.render())
+
+    def render(self) -> str:
+        """The text that a person reads: one line, or one line and its remedies indented below."""
+        lines = [f"{self.where}: {self.what}" if self.where else self.what]
+        if self.accepted:
+            lines.append(f"  accepted: {self.accepted}")
+        if self.hint:
+            lines.append(f"  hint: {self.hint}")
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exceptions pickle by their args; ours are keyword-only, and data workers send them across.
+        return (_rebuild, (type(self), dict(self.__dict__)))
+
+
+def _rebuild(cls: type[MMError], state: dict[str, object]) -> MMError:
+    error = cls.__new__(cls)
+    error.__dict__.update(state)
+    ValueError.__init__(error, error.render())
+    return error
+
+
+class ConfigError(MMError):
+    """A config file or an override that does not check. `faults` holds every one that was found."""
+
+    def __init__(self, faults: Sequence[MMError] | str, **details: str | None) -> None:
+        if isinstance(faults, str):
+            self.faults: tuple[MMError, ...] = ()
+            super().__init__(faults, **details)
+        else:
+            self.faults = tuple(faults)
+            count = len(self.faults)
+            super().__init__(f"{count} fault{'s' if count != 1 else ''} in the config", **details)
+
+    def render(self) -> str:
+        """Every fault, one below the other."""
+        head = super().render()
+        return "\n".join([head, *(fault.render() for fault in self.faults)])
+
+
+class PluginError(MMError):
+    """A plugin or component that is missing, broken, ambiguous or made for another API version."""
+
+
+class DataError(MMError):
+    """Annotations or media that can not be read as described."""
+
+
+class CheckpointError(MMError):
+    """A checkpoint that is missing, incomplete, damaged, or of another model."""
+
+
+class ContractError(MMError):
+    """A component that breaks the contract of its kind (shapes, names, dtypes)."""
+
+
+class PlanError(MMError):
+    """A run that does not fit its world: batch sizes, mesh sizes, module patterns."""
+
+
+class TrainingError(MMError):
+    """A step that must not be taken: a non-finite loss or gradient, a rank that failed."""
+
+
+class PeerError(MMError):
+    """Another rank failed; its own sentence is the one to read, so this one stays quiet."""
+
+
+def nearest(word: str, known: Iterable[str], count: int = 3) -> list[str]:
+    """The known words most like `word`, best first (also by their last dotted or slashed part)."""
+    known = list(known)
+    found = difflib.get_close_matches(word, known, n=count, cutoff=0.6)
+    if not found:
+        tails = {name.rsplit("/", 1)[-1]: name for name in known}
+        found = [tails[t] for t in difflib.get_close_matches(word, tails, n=count, cutoff=0.6)]
+    return found
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str | None:
+    """`did you mean 'x'?`, or None when nothing is near."""
+    found = nearest(word, known, 2)
+    return f"did you mean {' or '.join(repr(name) for name in found)}?" if found else None

@@ -1,0 +1,71 @@
+"""What a plugin's hooks return: a description of one component, with nothing imported."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from mm_core.errors import PluginError
+
+KINDS: Mapping[str, str] = MappingProxyType(
+    {
+        "predictor": "mm_predictors",
+        "autoencoder": "mm_autoencoders",
+        "text_encoder": "mm_text_encoders",
+        "scheduler": "mm_schedulers",
+        "dataset": "mm_datasets",
+        "task": "mm_tasks",
+        "engine": "mm_engines",
+        "optimizer": "mm_optimizers",
+        "lr_schedule": "mm_lr_schedules",
+        "tracker": "mm_trackers",
+        "video_reader": "mm_video_readers",
+    }
+)
+"""Each kind of component and the hook that lists the components of that kind."""
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9_.\-]*\Z")
+_TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*\Z")
+
+
+@dataclass(frozen=True)
+class Component:
+    """One component that a plugin offers.
+
+    Args:
+        name: bare name; the qualified name is `<plugin namespace>/<name>`.
+        target: `package.module:Callable`, imported only when the component is built and called
+            with the config's fields as keyword arguments.
+        config: `package.module:Dataclass`, a torch-free dataclass whose fields are the keys a YAML
+            may set. Left out, the target's own signature serves (checking then imports the target).
+        summary: one line for `mm plugins list`.
+        aliases: further bare names (ids that users' older configs hold).
+        capabilities: facts that the core or a user may ask for before anything is imported.
+        licence: SPDX identifier of the weights or code behind the component.
+        paper: address of the paper or code that the component implements.
+    """
+
+    name: str
+    target: str
+    config: str | None = None
+    summary: str = ""
+    aliases: tuple[str, ...] = ()
+    capabilities: Mapping[str, object] = field(default_factory=dict)
+    licence: str | None = None
+    paper: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in (self.name, *self.aliases):
+            if not _NAME.match(name.lower()) or "/" in name:
+                raise PluginError(
+                    f"component name {name!r} is not a name",
+                    accepted="letters, digits, '_', '-', '.' (the namespace is added by the core)",
+                )
+        for role, target in (("target", self.target), ("config", self.config)):
+            if target is not None and not _TARGET.match(target):
+                raise PluginError(
+                    f"component {self.name!r}: {role} {target!r} is not an import path",
+                    accepted="'package.module:Name'",
+                )

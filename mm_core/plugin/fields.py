@@ -1,0 +1,53 @@
+"""Torch-free vocabulary of config dataclasses: component references, ranges, dtype names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+DType = Literal["fp32", "bf16", "fp16"]
+"""Names of floating dtypes as a YAML writes them."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Marks a config field as a component of a kind: `Annotated[ComponentConfig, Kind("predictor")]`."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bounds of a number in a config field: `Annotated[int, Range(ge=1)]`. Unset bounds are open."""
+
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+
+    def __str__(self) -> str:
+        signs = ((">=", self.ge), (">", self.gt), ("<=", self.le), ("<", self.lt))
+        return " and ".join(f"{sign} {bound:g}" for sign, bound in signs if bound is not None)
+
+    def admits(self, value: float) -> bool:
+        """Whether `value` lies within the bounds."""
+        return (
+            (self.ge is None or value >= self.ge)
+            and (self.gt is None or value > self.gt)
+            and (self.le is None or value <= self.le)
+            and (self.lt is None or value < self.lt)
+        )
+
+
+@dataclass(frozen=True)
+class ComponentConfig:
+    """A checked reference to a component: what a YAML mapping with `type:` becomes.
+
+    `type` is the qualified name (`core/adamw`); `options` holds one value for each field of the
+    component's config, defaults filled, nested components being ComponentConfig themselves.
+    """
+
+    kind: str
+    type: str
+    options: Mapping[str, Any] = field(default_factory=dict)

@@ -1,0 +1,79 @@
+"""The hooks of mm_core. A plugin module answers any of them with a list of `Component`.
+
+Each hook's docstring states how the core calls the target of such a component: `fields` stands for
+the component's config fields, passed by keyword. The hooks page of the documentation is made from
+this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pluggy
+
+from mm_core.plugin.component import Component
+
+hookspec = pluggy.HookspecMarker("mm_core")
+hookimpl = pluggy.HookimplMarker("mm_core")
+
+
+@hookspec
+def mm_predictors() -> Iterable[Component]:  # type: ignore[empty-body]
+    """Networks that a diffusion task trains: `target(**fields)` -> `mm_core.contracts.Predictor`."""
+
+
+@hookspec
+def mm_autoencoders() -> Iterable[Component]:  # type: ignore[empty-body]
+    """Pixel <-> latent codecs: `target(**fields)` -> `mm_core.contracts.Autoencoder`."""
+
+
+@hookspec
+def mm_text_encoders() -> Iterable[Component]:  # type: ignore[empty-body]
+    """Captions -> hidden states: `target(**fields)` -> `mm_core.contracts.TextEncoder`."""
+
+
+@hookspec
+def mm_schedulers() -> Iterable[Component]:  # type: ignore[empty-body]
+    """Noise schedules: `target(**fields)` -> `mm_core.contracts.NoiseScheduler`."""
+
+
+@hookspec
+def mm_datasets() -> Iterable[Component]:  # type: ignore[empty-body]
+    """Training samples: `target(**fields)` -> `mm_core.contracts.Dataset`."""
+
+
+@hookspec
+def mm_tasks() -> Iterable[Component]:  # type: ignore[empty-body]
+    """What is computed in a step: `target(**fields)` -> `mm_core.contracts.Task`.
+
+    Fields that are components themselves arrive built.
+    """
+
+
+@hookspec
+def mm_engines() -> Iterable[Component]:  # type: ignore[empty-body]
+    """How a task is spread over devices: `target(**fields)` -> `mm_core.contracts.Engine`."""
+
+
+@hookspec
+def mm_optimizers() -> Iterable[Component]:  # type: ignore[empty-body]
+    """Update rules: `target(parameters, **fields)` -> `torch.optim.Optimizer`.
+
+    The capability `state_tensors` says how many tensors of a parameter's size the optimizer keeps
+    (2 for AdamW); the plan's memory estimate reads it.
+    """
+
+
+@hookspec
+def mm_lr_schedules() -> Iterable[Component]:  # type: ignore[empty-body]
+    """Learning-rate schedules: `target(total_steps, **fields)` -> `mm_core.contracts.LRSchedule`."""
+
+
+@hookspec
+def mm_trackers() -> Iterable[Component]:  # type: ignore[empty-body]
+    """Where metrics go: `target(run_dir, **fields)` -> `mm_core.contracts.Tracker` (on rank 0)."""
+
+
+@hookspec
+def mm_video_readers() -> Iterable[Component]:  # type: ignore[empty-body]
+    """Video decoders: `target(**fields)` -> `mm_core.contracts.VideoReader`."""

@@ -1,0 +1,1 @@
+"""The tutorial's CustomDiT as an mm_core plugin."""
