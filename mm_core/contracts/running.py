@@ -158,7 +158,9 @@ class Engine(Protocol):
         updates, clears. Returns the global gradient norm before clipping."""
         ...
 
-    def set_lr(self, lr: float) -> None: ...
+    def scale_lr(self, factor: float) -> float:
+        """Sets every parameter group's rate to its base rate times `factor`; returns the first's."""
+        ...
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The trained parameters by their path in the task."""
@@ -166,6 +168,11 @@ class Engine(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """{"model": ..., "optimizer": ...}: tensors only, by name, for DCP."""
+        ...
+
+    def state_template(self, stepped: bool) -> dict[str, Any]:
+        """Like `state_dict`, with optimizer tensors made if training has `stepped`: DCP loads into
+        it in place."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...

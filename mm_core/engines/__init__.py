@@ -1,1 +1,1 @@
-"""TODO room docstring."""
+"""Engines: how a task is spread over devices."""

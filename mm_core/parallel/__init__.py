@@ -1,1 +1,1 @@
-"""TODO room docstring."""
+"""How modules are spread: path patterns, sharding layout, recomputation, initialisation."""

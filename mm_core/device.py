@@ -1,0 +1,127 @@
+"""The device stack: the only file that names accelerators and their communication backends.
+
+`cuda` speaks nccl, Ascend `npu` (through torch_npu, found by import) speaks hccl, `cpu` speaks gloo.
+Every process group also carries gloo for CPU tensors: the loop's small collectives and checkpoints
+use it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import resource
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from types import ModuleType
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from mm_core.errors import MMError
+
+_BACKENDS = {"cuda": "nccl", "npu": "hccl"}
+
+
+@dataclass(frozen=True)
+class World:
+    """Who this process is. rank of world_size processes; local_rank on its host."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+
+def environment_world() -> World:
+    """What the launcher's environment says; a lone process without one is rank 0 of 1."""
+    read = os.environ.get
+    try:
+        rank, local = int(read("RANK", "0")), int(read("LOCAL_RANK", read("RANK", "0")))
+        return World(rank, local, int(read("WORLD_SIZE", "1")))
+    except ValueError as fault:
+        raise MMError(
+            f"RANK, LOCAL_RANK and WORLD_SIZE must be integers ({fault})",
+            where="environment",
+            hint="let mm-train --nproc or torchrun set them",
+        ) from None
+
+
+@cache
+def device_type() -> str:
+    """`npu`, `cuda` or `cpu`: the accelerator at hand; MM_DEVICE overrides it."""
+    wanted = os.environ.get("MM_DEVICE")
+    found = "cpu"
+    if torch.cuda.is_available():
+        found = "cuda"
+    elif importlib.util.find_spec("torch_npu") is not None:
+        importlib.import_module("torch_npu")
+        if _module("npu").is_available():
+            found = "npu"
+    if wanted and wanted != found and wanted != "cpu":
+        raise MMError(
+            f"MM_DEVICE={wanted} is not available here",
+            where="environment",
+            accepted="cpu" if found == "cpu" else f"{found}, cpu",
+            hint="install the accelerator's build of torch, or unset MM_DEVICE",
+        )
+    return wanted or found
+
+
+def _module(kind: str) -> ModuleType:
+    return cast(ModuleType, getattr(torch, kind))
+
+
+def device_count() -> int:
+    """Accelerators on this host; 0 on CPU."""
+    return 0 if device_type() == "cpu" else int(_module(device_type()).device_count())
+
+
+def current_device() -> torch.device:
+    """This rank's device."""
+    kind = device_type()
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, environment_world().local_rank)
+
+
+def start_process_group(timeout: timedelta = timedelta(minutes=30)) -> World:
+    """Joins the default process group (a group of one for a lone process) and binds the device."""
+    world, kind = environment_world(), device_type()
+    if kind != "cpu":
+        if world.local_rank >= device_count():
+            raise MMError(
+                f"local rank {world.local_rank} has no {kind} device: this host has {device_count()}",
+                hint=f"launch at most {device_count()} ranks a host (--nproc auto)",
+            )
+        _module(kind).set_device(world.local_rank)
+    backend = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{_BACKENDS[kind]}"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    return world
+
+
+def synchronize() -> None:
+    """Waits for the device's queue."""
+    if device_type() != "cpu":
+        _module(device_type()).synchronize()
+
+
+def peak_memory_bytes() -> int:
+    """Most memory held at once since the last reset: the device's allocator, or the process on CPU."""
+    if device_type() != "cpu":
+        return int(_module(device_type()).max_memory_allocated())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def device_stack() -> dict[str, str]:
+    """Names and versions of the stack below torch, for the run's manifest."""
+    kind = device_type()
+    stack = {"device": kind, "torch": str(torch.__version__)}
+    if kind == "cuda":
+        stack |= {"name": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
+    elif kind == "npu":
+        stack |= {"name": _module("npu").get_device_name(), "torch_npu": sys.modules["torch_npu"].__version__}
+    return stack

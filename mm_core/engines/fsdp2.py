@@ -1,0 +1,230 @@
+"""The engine on PyTorch's `fully_shard` (FSDP2).
+
+One process, replicated and hybrid training are its cases: the mesh is always (replicas, shards),
+and (W, 1) is replicated training. Reference: https://arxiv.org/abs/2304.11277 and the
+documentation of torch.distributed.fsdp.fully_shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from mm_core.builtin.configs.engines import FSDP2Config
+from mm_core.contracts import EnginePlan, Loss, Randomness, torch_dtype
+from mm_core.device import current_device
+from mm_core.errors import PlanError, TrainingError
+from mm_core.parallel.casting import cast_inputs
+from mm_core.parallel.initialise import initialise
+from mm_core.parallel.layout import decide_layout, mesh_shape
+from mm_core.parallel.recompute import recompute
+
+
+class FSDP2Engine:
+    """Shards the task's trainable modules, trains them in mixed precision, owns the optimizer.
+
+    Its fields are those of `FSDP2Config`, where each is described.
+    """
+
+    def __init__(self, **fields: Any) -> None:
+        self.config = FSDP2Config(**fields)
+        self.device = current_device()
+        self._trained: dict[str, nn.Module] = {}
+        self._roots: list[FSDPModule] = []
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._base_lrs: list[float] = []
+
+    # -- plan ----------------------------------------------------------------------------------
+
+    def plan(self, task: nn.Module, world: int, optimizer_state_tensors: int) -> EnginePlan:
+        """The layout for `world` ranks. Bytes are those of rank 0, which holds the largest shards."""
+        config = self.config
+        replicas, shards = mesh_shape(world, config.sharding_size)
+        layout = decide_layout(
+            task,
+            task.trainable,  # type: ignore[arg-type]
+            wrap=config.sub_modules_to_wrap,
+            recompute=config.recompute_modules,
+            ignore=config.ignored_modules,
+        )
+        own = 0
+        for root in layout.roots:
+            for name, parameter in task.get_submodule(root).named_parameters(prefix=root):
+                if parameter.dim() == 0:
+                    raise PlanError(
+                        f"parameter {name!r} is a scalar, which can not be sharded",
+                        where="engine",
+                        accepted="parameters of at least one dimension: shape (1,) instead of ()",
+                    )
+                rows = -(-parameter.shape[0] // shards)
+                own += rows * prod(parameter.shape[1:]) * parameter.element_size()
+        return EnginePlan(
+            world=world,
+            data_parallel=world,
+            mesh={"replicate": replicas, "shard": shards},
+            wrapped=layout.wrapped,
+            recomputed=layout.recomputed,
+            ignored=layout.ignored,
+            parameter_bytes=own,
+            gradient_bytes=own,
+            optimizer_bytes=own * optimizer_state_tensors,
+        )
+
+    # -- prepare -------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        task: nn.Module,
+        plan: EnginePlan,
+        optimizer: Callable[[Any], torch.optim.Optimizer],
+        rng: Randomness,
+    ) -> None:
+        """Recompute -> shard -> materialise -> initialise -> optimizer; `task` changes in place."""
+        names: tuple[str, ...] = task.trainable  # type: ignore[assignment]
+        self._trained = {name: task.get_submodule(name) for name in names}
+        for path in plan.recomputed:
+            recompute(task.get_submodule(path), self.config.use_reentrant)
+        self._shard(task, plan)
+        home = torch.device("cpu") if self.config.offload_to_cpu else self.device
+        for name, module in self._trained.items():
+            module.to_empty(device=home)
+            initialise(module, name, rng)
+            if self.config.offload_to_cpu:
+                for buffer_owner in module.modules():  # offloading moves parameters; buffers are computed with
+                    for key, buffer in buffer_owner.named_buffers(recurse=False):
+                        setattr(buffer_owner, key, buffer.to(self.device))
+            self._parameters |= dict(module.named_parameters(prefix=name))
+        self._optimizer = optimizer([p for p in self._parameters.values() if p.requires_grad])
+        self._base_lrs = [float(group["lr"]) for group in self._optimizer.param_groups]
+
+    def _shard(self, task: nn.Module, plan: EnginePlan) -> None:
+        config = self.config
+        shape = (plan.mesh["replicate"], plan.mesh["shard"])
+        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
+        if shape[0] == 1:
+            mesh = mesh["shard"]
+        param_dtype = torch_dtype(config.param_dtype) if config.param_dtype else None
+        policy = {
+            "param_dtype": param_dtype,
+            "reduce_dtype": torch_dtype(config.reduce_dtype) if config.reduce_dtype else None,
+            "cast_forward_inputs": False,  # ours below spares the timestep
+        }
+        output = torch_dtype(config.output_dtype) if config.output_dtype else None
+        common: dict[str, Any] = {
+            "mesh": mesh,
+            "reshard_after_forward": config.reshard_after_forward,
+            "offload_policy": CPUOffloadPolicy(pin_memory=self._pins()) if config.offload_to_cpu else OffloadPolicy(),
+        }
+        inner = sorted(plan.wrapped, key=lambda path: -path.count("."))
+        for path in inner:
+            fully_shard(task.get_submodule(path), mp_policy=MixedPrecisionPolicy(**policy), **common)
+        for root in self._trained.values():
+            fully_shard(root, mp_policy=MixedPrecisionPolicy(**policy, output_dtype=output), **common)
+        if param_dtype is not None and config.cast_forward_inputs:
+            for module in (*(task.get_submodule(p) for p in inner), *self._trained.values()):
+                cast_inputs(module, param_dtype)
+        self._roots = [root for root in self._trained.values() if isinstance(root, FSDPModule)]
+        self._prefetch([m for p in plan.wrapped if isinstance(m := task.get_submodule(p), FSDPModule)])
+
+    def _pins(self) -> bool:
+        return self.config.pin_memory and self.device.type != "cpu"
+
+    def _prefetch(self, chain: list[FSDPModule]) -> None:
+        ahead, behind = self.config.num_to_forward_prefetch, self.config.num_to_backward_prefetch
+        for index, module in enumerate(chain):
+            if ahead:
+                module.set_modules_to_forward_prefetch(chain[index + 1 : index + 1 + ahead])
+            if behind:
+                module.set_modules_to_backward_prefetch(chain[max(0, index - behind) : index][::-1])
+
+    # -- step ----------------------------------------------------------------------------------
+
+    def micro_step(self, compute: Callable[[], Loss], *, last: bool, scale: float) -> Loss:
+        """Forward, backward of `total * scale`; gradients are reduced (averaged) on the last one."""
+        for root in self._roots:
+            root.set_requires_gradient_sync(last)
+            root.set_is_last_backward(last)
+        loss = compute()
+        (loss.total * scale).backward()  # type: ignore[no-untyped-call]
+        return Loss(loss.total.detach(), loss.weight, loss.metrics)
+
+    def step(self, clip_grad_norm: float | None) -> float:
+        """Clips and updates. TrainingError on every rank, before the update, for a non-finite norm."""
+        assert self._optimizer is not None
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        total = torch.nn.utils.get_total_norm(gradients)
+        if isinstance(total, DTensor):
+            total = total.full_tensor()
+        norm = float(total)
+        if not norm < float("inf"):
+            self._optimizer.zero_grad()
+            raise TrainingError(
+                f"the gradient norm is {norm}; no parameter was changed",
+                hint="lower the learning rate, check the samples of this step, or train in fp32",
+            )
+        if clip_grad_norm is not None and norm > clip_grad_norm:
+            torch._foreach_mul_(gradients, clip_grad_norm / (norm + 1e-6))
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return norm
+
+    def scale_lr(self, factor: float) -> float:
+        """Sets each group's rate to its base rate times `factor`; returns the first group's."""
+        assert self._optimizer is not None
+        for group, base in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
+            group["lr"] = base * factor
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    # -- state ---------------------------------------------------------------------------------
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The trained parameters (sharded) by their path in the task."""
+        yield from self._parameters.items()
+
+    def state_dict(self) -> dict[str, Any]:
+        """{"model": {path: tensor}, "optimizer": {path.state: tensor}}; live tensors, not copies."""
+        assert self._optimizer is not None
+        model = {
+            f"{name}.{key}": tensor
+            for name, module in self._trained.items()
+            for key, tensor in module.state_dict().items()
+        }
+        state = self._optimizer.state
+        optimizer = {
+            f"{path}.{key}": value
+            for path, parameter in self._parameters.items()
+            for key, value in state.get(parameter, {}).items()
+            if isinstance(value, Tensor)
+        }
+        return {"model": model, "optimizer": optimizer}
+
+    def state_template(self, stepped: bool) -> dict[str, Any]:
+        """A state to load into in place; with the optimizer's tensors when it has `stepped` before."""
+        assert self._optimizer is not None
+        if stepped and not self._optimizer.state:
+            rates = [group["lr"] for group in self._optimizer.param_groups]
+            for group in self._optimizer.param_groups:
+                group["lr"] = 0.0  # the step below only makes the state tensors
+            for parameter in self._parameters.values():
+                if parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+        return self.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Copies tensors of `state_dict`'s shape into place."""
+        for part, tensors in self.state_template(bool(state["optimizer"])).items():
+            for key, tensor in tensors.items():
+                with torch.no_grad():
+                    tensor.copy_(state[part][key])

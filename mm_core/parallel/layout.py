@@ -1,0 +1,93 @@
+"""Which modules are wrapped, ignored and recomputed, on what mesh: decided on meta modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from mm_core.errors import PlanError
+from mm_core.parallel.patterns import match
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Module paths relative to the task, in module order."""
+
+    roots: tuple[str, ...]
+    wrapped: tuple[str, ...]
+    recomputed: tuple[str, ...]
+    ignored: tuple[str, ...]
+
+
+Patterns = Literal["auto"] | Sequence[str]
+
+
+def decide_layout(
+    task: nn.Module, trainable: Sequence[str], *, wrap: Patterns, recompute: Patterns, ignore: Sequence[str]
+) -> Layout:
+    """Resolves the patterns against the task's modules. PlanError for one that matches nothing, or
+    that would leave trained parameters out of the sharding."""
+    paths = [name for name, _ in task.named_modules() if name]
+    blocks = [path for root in trainable for path in like_blocks(task.get_submodule(root), root)]
+
+    def resolve(patterns: Patterns, key: str) -> tuple[str, ...]:
+        return tuple(blocks) if patterns == "auto" else tuple(match(list(patterns), paths, key))
+
+    ignored = resolve(ignore, "engine.ignored_modules")
+    for path in ignored:
+        trained = [name for name in _trained(task, path, trainable)]
+        if trained:
+            raise PlanError(
+                f"{path!r} holds {len(trained)} trained parameters, such as {trained[0]!r}; ignoring it would "
+                "leave their gradients out of the reduction",
+                where="engine.ignored_modules",
+                accepted="frozen modules, or modules without parameters",
+                hint="take it out of the list",
+            )
+    wrapped = tuple(p for p in resolve(wrap, "engine.sub_modules_to_wrap") if p not in trainable)
+    recomputed = resolve(recompute, "engine.recompute_modules")
+    for key, chosen in (("sub_modules_to_wrap", wrapped), ("recompute_modules", recomputed)):
+        outside = [p for p in chosen if not any(p == r or p.startswith(r + ".") for r in trainable)]
+        if outside:
+            raise PlanError(
+                f"{outside[0]!r} is not part of a trained module",
+                where=f"engine.{key}",
+                accepted=f"paths below {', '.join(trainable)}",
+            )
+    return Layout(tuple(trainable), wrapped, recomputed, ignored)
+
+
+def like_blocks(module: nn.Module, prefix: str) -> list[str]:
+    """Paths of the repeated blocks: what `_no_split_modules` names, else lists of like modules."""
+    names = set(module._no_split_modules or ()) if hasattr(module, "_no_split_modules") else set()
+    if names:
+        return [f"{prefix}.{n}" for n, m in module.named_modules() if n and type(m).__name__ in names]
+    return [
+        f"{prefix}.{name}.{index}"
+        for name, child in module.named_modules()
+        if isinstance(child, nn.ModuleList) and len(child) > 1 and len({type(m) for m in child}) == 1
+        for index in range(len(child))
+    ]
+
+
+def _trained(task: nn.Module, path: str, trainable: Sequence[str]) -> Iterator[str]:
+    for name, parameter in task.get_submodule(path).named_parameters(prefix=path):
+        inside = any(name == root or name.startswith(root + ".") for root in trainable)
+        if inside and parameter.requires_grad:
+            yield name
+
+
+def mesh_shape(world: int, sharding_size: int | Literal["auto"]) -> tuple[int, int]:
+    """(replicas, shards): a shard group of `sharding_size` ranks, replicated over the others."""
+    shards = world if sharding_size == "auto" else sharding_size
+    if world % shards:
+        sizes = [str(n) for n in range(1, world + 1) if world % n == 0]
+        raise PlanError(
+            f"sharding_size {shards} does not divide {world} ranks",
+            where="engine.sharding_size",
+            accepted=f"auto, {', '.join(sizes)}",
+        )
+    return world // shards, shards

@@ -1,0 +1,114 @@
+"""The path grammar of module patterns: one for wrap, ignore, recompute (later freeze and LoRA).
+
+`predictor.blocks.{*}` any one name; `{0-23}` a range, ends included; `{1,3,5}` a list;
+`{0-20,22-40}` both; several braces in a path.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from mm_core.errors import PlanError, nearest
+
+_BRACE = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(\d+)-(\d+)\Z")
+
+
+def match(patterns: Sequence[str], paths: Iterable[str], key: str) -> list[str]:
+    """The paths that any pattern matches, in the order of `paths`.
+
+    Raises PlanError, naming `key`, for a pattern (or a number listed in one) that matches nothing.
+    """
+    known = list(paths)
+    chosen: set[str] = set()
+    for pattern in patterns:
+        chosen |= _match_one(pattern, known, key)
+    return [path for path in known if path in chosen]
+
+
+def _match_one(pattern: str, paths: list[str], key: str) -> set[str]:
+    braces = [_parse(text, pattern, key) for text in _BRACE.findall(pattern)]
+    literal = [re.escape(part) for part in _BRACE.split(pattern)[::2]]
+    if any(brace in part for part in _BRACE.split(pattern)[::2] for brace in "{}"):
+        raise _bad_grammar(pattern, key)
+    expression = re.compile("([^.]+)".join(literal) + r"\Z")
+    seen: list[set[str]] = [set() for _ in braces]
+    found: set[str] = set()
+    for path in paths:
+        hit = expression.match(path)
+        if hit and all(_admits(brace, value) for brace, value in zip(braces, hit.groups(), strict=True)):
+            found.add(path)
+            for values, value in zip(seen, hit.groups(), strict=True):
+                values.add(value)
+    if not found:
+        raise PlanError(
+            f"pattern {pattern!r} matches no module",
+            where=key,
+            accepted="a path such as " + ", ".join(_examples(pattern, paths)),
+        )
+    for brace, values in zip(braces, seen, strict=True):
+        absent = [item for item in brace or () if not any(_admits([item], value) for value in values)]
+        over = [item for item in brace or () if isinstance(item, tuple) and str(item[1]) not in values]
+        if absent or over:
+            names = ", ".join(_show(item) for item in absent or over)
+            raise PlanError(
+                f"pattern {pattern!r}: {names} reaches beyond the modules that exist",
+                where=key,
+                accepted=f"{', '.join(sorted(values, key=_natural))}",
+                hint="write {*} for all of them",
+            )
+    return found
+
+
+Item = str | tuple[int, int]
+
+
+def _parse(text: str, pattern: str, key: str) -> list[Item] | None:
+    """The items of one pair of braces; None for `*`."""
+    if text.strip() == "*":
+        return None
+    items: list[Item] = []
+    for part in (part.strip() for part in text.split(",")):
+        bounds = _RANGE.match(part)
+        if bounds and int(bounds[1]) <= int(bounds[2]):
+            items.append((int(bounds[1]), int(bounds[2])))
+        elif re.match(r"\w+\Z", part):
+            items.append(part)
+        else:
+            raise _bad_grammar(pattern, key)
+    return items
+
+
+def _bad_grammar(pattern: str, key: str) -> PlanError:
+    return PlanError(
+        f"{pattern!r} is not a module pattern",
+        where=key,
+        accepted="names joined by dots, with {*}, {0-23}, {1,3,5} or {0-20,22-40} in place of a name",
+    )
+
+
+def _admits(items: list[Item] | None, value: str) -> bool:
+    if items is None:
+        return True
+    return any(
+        item == value
+        if isinstance(item, str)
+        else value.isdigit() and str(int(value)) == value and item[0] <= int(value) <= item[1]
+        for item in items
+    )
+
+
+def _show(item: Item) -> str:
+    return item if isinstance(item, str) else f"{item[0]}-{item[1]}"
+
+
+def _natural(name: str) -> tuple[int, str]:
+    return (int(name), "") if name.isdigit() else (-1, name)
+
+
+def _examples(pattern: str, paths: list[str]) -> list[str]:
+    """Real paths near a pattern, numbered siblings folded to `{*}`."""
+    folded = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|\Z)", "{*}", path) for path in paths if path))
+    plain = _BRACE.sub("{*}", pattern)
+    return [repr(path) for path in nearest(plain, folded, 3) or folded[:3]]

@@ -1,0 +1,31 @@
+"""Activation recomputation, applied to modules from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+def recompute(module: nn.Module, use_reentrant: bool) -> None:
+    """Makes `module` keep its inputs only and run its forward again in backward.
+
+    The bound `forward` is replaced, so parameter paths stay what they were, and hooks (those of
+    fully_shard too) stay outside of the recomputation.
+    """
+    forward = module.forward
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        names, values = tuple(kwargs), tuple(kwargs.values())
+
+        def run(*flat: Any) -> Any:
+            # Keywords travel as positions: the reentrant form tracks gradients of positions only.
+            split = len(flat) - len(names)
+            return forward(*flat[:split], **dict(zip(names, flat[split:], strict=True)))
+
+        return checkpoint(run, *args, *values, use_reentrant=use_reentrant)
+
+    replacement: Callable[..., Any] = recomputed
+    module.forward = replacement
