@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,12 +21,14 @@ def recompute(module: nn.Module, use_reentrant: bool) -> None:
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         names, values = tuple(kwargs), tuple(kwargs.values())
 
-        def run(*flat: Any) -> Any:
+        def run(_: torch.Tensor, *flat: Any) -> Any:
             # Keywords travel as positions: the reentrant form tracks gradients of positions only.
             split = len(flat) - len(names)
             return forward(*flat[:split], **dict(zip(names, flat[split:], strict=True)))
 
-        return checkpoint(run, *args, *values, use_reentrant=use_reentrant)
+        # Without an input that requires a gradient, the reentrant form would drop the parameters'.
+        anchor = torch.empty(0, requires_grad=torch.is_grad_enabled())
+        return checkpoint(run, anchor, *args, *values, use_reentrant=use_reentrant)
 
     replacement: Callable[..., Any] = recomputed
     module.forward = replacement

@@ -1,0 +1,192 @@
+"""The plan of a run: everything that depends on the world, computed once, before anything is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from mm_core.config.schema import RunConfig
+from mm_core.contracts import Engine, EnginePlan, Frozen
+from mm_core.errors import PlanError
+from mm_core.plugin.fields import ComponentConfig
+from mm_core.plugin.registry import build, get_registry
+
+
+@dataclass(frozen=True)
+class ComponentFact:
+    """One component of the run: where it stands in the config and where it comes from."""
+
+    key: str
+    type: str
+    distribution: str
+    version: str
+
+
+@dataclass(frozen=True)
+class ModuleFact:
+    """One sub-module of the task. parameters counts elements; frozen ones may read theirs later."""
+
+    name: str
+    trainable: bool
+    parameters: int
+    missing_files: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Facts of a run at a given world size. Sizes are in samples, bytes are a rank's largest share."""
+
+    name: str
+    engine: EnginePlan
+    components: tuple[ComponentFact, ...]
+    modules: tuple[ModuleFact, ...]
+    steps: int
+    micro_batch_size: int
+    global_batch_size: int
+    accumulation: int
+
+    @property
+    def missing_files(self) -> tuple[str, ...]:
+        """Files that frozen components will need and that do not exist."""
+        return tuple(path for module in self.modules for path in module.missing_files)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The plan as plain values, for `--dry-run --json`."""
+        return {**asdict(self), "missing_files": list(self.missing_files)}
+
+    def render(self) -> str:
+        """The plan as `mm-train --dry-run` prints it."""
+        engine = self.engine
+        mesh = " x ".join(f"{name} {size}" for name, size in engine.mesh.items())
+        lines = [f"plan of run {self.name!r}: {engine.world} rank{'s' * (engine.world != 1)} ({mesh})", ""]
+        width = max(len(c.key) for c in self.components)
+        kind_width = max(len(c.type) for c in self.components)
+        lines += ["components"]
+        lines += [
+            f"  {c.key:<{width}}  {c.type:<{kind_width}}  {c.distribution} {c.version}"
+            for c in self.components
+        ]
+        lines += ["", "modules"]
+        for module in self.modules:
+            state = "trained" if module.trainable else "frozen"
+            lines.append(f"  {module.name:<{width}}  {state:<8} {module.parameters:>15,} parameters")
+            lines += [f"    missing: {path} (needed to train)" for path in module.missing_files]
+        lines += ["", "sharding"]
+        for label, paths in (
+            ("wrapped", engine.wrapped),
+            ("recomputed", engine.recomputed),
+            ("ignored", engine.ignored),
+        ):
+            lines.append(f"  {label:<11} {len(paths):>4}  {_abridged(paths)}")
+        lines += [
+            "",
+            "batches",
+            f"  {self.global_batch_size} samples a step = {self.micro_batch_size} a micro-batch"
+            f" x {self.accumulation} accumulated x {engine.data_parallel} data-parallel ranks",
+            f"  {self.steps:,} steps = {self.steps * self.global_batch_size:,} samples",
+            "",
+            "memory a rank, without activations",
+        ]
+        sizes = {
+            "parameters": engine.parameter_bytes,
+            "gradients": engine.gradient_bytes,
+            "optimizer": engine.optimizer_bytes,
+        }
+        sizes["together"] = sum(sizes.values())
+        lines += [f"  {label:<11} {size:>18,} bytes  {_gib(size)}" for label, size in sizes.items()]
+        return "\n".join(lines)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**28 else f"{size / 2**20:.2f} MiB"
+
+
+def _abridged(paths: tuple[str, ...]) -> str:
+    return ", ".join(paths) if len(paths) <= 4 else f"{paths[0]}, {paths[1]}, ... {paths[-1]}"
+
+
+def build_task(config: RunConfig) -> nn.Module:
+    """The task with its trainable modules on the meta device and its frozen ones not yet loaded."""
+    with torch.device("meta"):
+        task = build("task", config.task)
+    assert isinstance(task, nn.Module)
+    return task
+
+
+def make_plan(
+    config: RunConfig, world: int, task: nn.Module | None = None, engine: Engine | None = None
+) -> RunPlan:
+    """The plan for `world` ranks. ContractError or PlanError for a run that can not work."""
+    task = build_task(config) if task is None else task
+    engine = build("engine", config.engine) if engine is None else engine
+    assert engine is not None
+    data = config.data.train.options
+    task.check(data)  # type: ignore[operator]
+    registry = get_registry(config.plugins.path)
+    optimizer = registry.resolve("optimizer", config.optimizer.type)
+    states = optimizer.component.capabilities.get("state_tensors", 2)
+    assert isinstance(states, int)
+    layout = engine.plan(task, world, states)
+    micro = config.train.micro_batch_size
+    wave = micro * layout.data_parallel
+    size = config.train.global_batch_size or wave
+    if size % wave:
+        near = sorted({max(wave, size // wave * wave), (size // wave + 1) * wave})
+        raise PlanError(
+            f"global_batch_size {size} does not divide into micro-batches of {micro}"
+            f" on {layout.data_parallel} data-parallel ranks",
+            where="train.global_batch_size",
+            accepted=f"a multiple of {wave}: {', '.join(map(str, near))}, ...",
+        )
+    return RunPlan(
+        name=config.run.name,
+        engine=layout,
+        components=tuple(_components(config)),
+        modules=tuple(_modules(task)),
+        steps=config.train.steps,
+        micro_batch_size=micro,
+        global_batch_size=size,
+        accumulation=size // wave,
+    )
+
+
+def _modules(task: nn.Module) -> list[ModuleFact]:
+    facts = []
+    for trainable, names in ((True, task.trainable), (False, task.frozen)):
+        for name in names:  # type: ignore[union-attr]
+            module = getattr(task, name)
+            count = sum(p.numel() for p in module.parameters()) if isinstance(module, nn.Module) else 0
+            missing = tuple(module.missing_files()) if isinstance(module, Frozen) else ()
+            facts.append(ModuleFact(name, trainable, count, missing))
+    return facts
+
+
+def _components(config: RunConfig) -> list[ComponentFact]:
+    registry = get_registry(config.plugins.path)
+    facts = []
+    for key, component in walk_components(config):
+        found = registry.resolve(component.kind, component.type)
+        facts.append(ComponentFact(key, component.type, found.distribution or "", found.version or ""))
+    return facts
+
+
+def walk_components(value: Any, key: str = "") -> list[tuple[str, ComponentConfig]]:
+    """Every component of a config with its key path, outer ones first."""
+    inner: list[tuple[str, Any]] = []
+    found: list[tuple[str, ComponentConfig]] = []
+    if isinstance(value, ComponentConfig):
+        found.append((key, value))
+        inner = list(value.options.items())
+    elif is_dataclass(value):
+        inner = [(f.name, getattr(value, f.name)) for f in fields(value)]
+    elif isinstance(value, Mapping):
+        inner = list(value.items())
+    elif isinstance(value, (tuple, list)):
+        inner = [(str(index), item) for index, item in enumerate(value)]
+    for name, item in inner:
+        found += walk_components(item, f"{key}.{name}" if key else str(name))
+    return found
