@@ -1,0 +1,82 @@
+"""Layouts: `auto` patterns, what may be ignored, and meshes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from torch import nn
+
+from mm_core.engines.fsdp2 import FSDP2Engine
+from mm_core.errors import PlanError
+from mm_core.parallel.layout import decide_layout, mesh_shape
+
+
+class Lists(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.heads = nn.ModuleList([nn.Linear(8, 8), nn.GELU()])
+
+
+class ListTask(nn.Module):
+    trainable = ("predictor",)
+    frozen = ("autoencoder",)
+
+    def __init__(self, predictor: nn.Module) -> None:
+        super().__init__()
+        self.predictor = predictor
+        self.autoencoder = nn.Conv3d(3, 4, 1)
+
+
+def layout(task, wrap="auto", recompute=(), ignore=()):
+    return decide_layout(task, task.trainable, wrap=wrap, recompute=recompute, ignore=ignore)
+
+
+def test_auto_takes_lists_of_like_blocks():
+    assert layout(ListTask(Lists())).wrapped == tuple(f"predictor.layers.{i}" for i in range(3))
+
+
+def test_auto_takes_what_the_model_names():
+    wan = WanTransformer3DModel(
+        num_layers=2, num_attention_heads=2, attention_head_dim=12, ffn_dim=16, text_dim=8, freq_dim=8
+    )
+    assert layout(ListTask(wan)).wrapped == ("predictor.blocks.0", "predictor.blocks.1")
+
+
+def test_frozen_modules_may_be_ignored_and_trained_ones_not():
+    task = ListTask(Lists())
+    assert layout(task, ignore=["autoencoder"]).ignored == ("autoencoder",)
+    with pytest.raises(PlanError, match="'predictor.stem' holds 2 trained parameters"):
+        layout(task, ignore=["predictor.stem"])
+
+
+def test_wrapping_a_frozen_module_is_refused():
+    with pytest.raises(PlanError, match="'autoencoder' is not part of a trained module"):
+        layout(ListTask(Lists()), wrap=["autoencoder"])
+
+
+@pytest.mark.parametrize(
+    ("world", "size", "mesh"), [(8, "auto", (1, 8)), (8, 1, (8, 1)), (8, 4, (2, 4)), (1, "auto", (1, 1))]
+)
+def test_meshes(world, size, mesh):
+    assert mesh_shape(world, size) == mesh
+
+
+def test_a_sharding_size_that_does_not_divide():
+    with pytest.raises(PlanError) as fault:
+        mesh_shape(8, 3)
+    assert str(fault.value) == (
+        "engine.sharding_size: sharding_size 3 does not divide 8 ranks\n  accepted: auto, 1, 2, 4, 8"
+    )
+
+
+def test_planned_bytes_are_those_of_the_largest_shard():
+    with torch.device("meta"):
+        task = ListTask(Lists())
+    plan = FSDP2Engine().plan(task, 3, 2)
+    # Of 8 rows over 3 ranks rank 0 holds 3: five weights of 8x8 less the GELU, and as many biases of 8.
+    linears = 5
+    expected = linears * (3 * 8 + 3) * 4
+    assert (plan.parameter_bytes, plan.gradient_bytes, plan.optimizer_bytes) == (expected, expected, 2 * expected)
