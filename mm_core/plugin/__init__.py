@@ -1,0 +1,39 @@
+"""Plugins: what they may register, how they are found, and how their components are built.
+
+Importing this room costs no discovery: the names of `registry` resolve when they are first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from mm_core.plugin.component import KINDS, Component
+from mm_core.plugin.fields import ComponentConfig, DType, Kind, Range
+from mm_core.plugin.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from mm_core.plugin.registry import PluginRecord, Registered, Registry, build, get_registry
+
+__all__ = [
+    "KINDS",
+    "Component",
+    "ComponentConfig",
+    "DType",
+    "Kind",
+    "PluginRecord",
+    "Range",
+    "Registered",
+    "Registry",
+    "build",
+    "get_registry",
+    "hookimpl",
+]
+
+_LAZY = frozenset({"PluginRecord", "Registered", "Registry", "build", "get_registry"})
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'mm_core.plugin' has no attribute {name!r}")
+    return getattr(import_module("mm_core.plugin.registry"), name)

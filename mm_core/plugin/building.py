@@ -1,0 +1,104 @@
+"""From a checked reference to the object: nested components first, then the target is called."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from mm_core.errors import ConfigError, ContractError, PluginError
+from mm_core.plugin.fields import ComponentConfig
+
+if TYPE_CHECKING:
+    from mm_core.plugin.registry import Registry
+
+
+def build(kind: str, config: ComponentConfig | Mapping[str, Any] | str, *args: Any) -> Any:
+    """Builds a component: `build("scheduler", {"type": "flow_match", "shift": 5.0})`.
+
+    `config` is a name, a mapping with `type` (checked first: ConfigError with every fault), or a
+    checked ComponentConfig. Fields that are components are built before the component that holds
+    them. `args` are what the core passes by position to targets of this kind (see hookspecs).
+    """
+    from mm_core.plugin.registry import get_registry
+
+    registry = get_registry()
+    if isinstance(config, ComponentConfig):
+        checked = config
+    else:
+        from mm_core.plugin.checking import check_component
+
+        mapping = {"type": config} if isinstance(config, str) else config
+        checked = check_component(kind, mapping, registry, kind)
+    if checked.kind != kind:
+        raise PluginError(f"{checked.type!r} was given as {checked.kind}, and {kind} is to be built")
+    return _build(checked, registry, args)
+
+
+def _build(config: ComponentConfig, registry: Registry, args: tuple[Any, ...] = ()) -> Any:
+    registered = registry.resolve(config.kind, config.type)
+    options = dict(config.options)
+    if registered.component.config is not None:  # without one, the target holds its own defaults
+        options = _complete(options, registered.config_class(), f"{config.kind} {registered.qualified!r}")
+    fields = {name: _built(value, registry) for name, value in options.items()}
+    target = registered.load_target()
+    _check_call(
+        target, args, fields, f"plugin {registered.namespace!r}, {config.kind} {registered.qualified!r}"
+    )
+    return target(*args, **fields)
+
+
+def _complete(options: dict[str, Any], cls: type[Any], where: str) -> dict[str, Any]:
+    """Fills defaults of a reference that was written in Python with some options left out."""
+    complete: dict[str, Any] = {}
+    faults = []
+    for field in dataclasses.fields(cls):
+        if field.name in options:
+            complete[field.name] = options.pop(field.name)
+        elif field.default is not dataclasses.MISSING:
+            complete[field.name] = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            complete[field.name] = field.default_factory()
+        else:
+            faults.append(ConfigError(f"the key {field.name!r} is missing", where=where))
+    faults += [ConfigError(f"there is no key {name!r}", where=where) for name in options]
+    if faults:
+        raise ConfigError(faults)
+    return complete
+
+
+def _built(value: Any, registry: Registry) -> Any:
+    """`value` with every ComponentConfig in it built, within tuples, lists, mappings, dataclasses."""
+    if isinstance(value, ComponentConfig):
+        return _build(value, registry)
+    if type(value) in (tuple, list):
+        return type(value)(_built(item, registry) for item in value)
+    if isinstance(value, Mapping):
+        return {key: _built(item, registry) for key, item in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.replace(
+            value,
+            **{f.name: _built(getattr(value, f.name), registry) for f in dataclasses.fields(value) if f.init},
+        )
+    return value
+
+
+def _check_call(
+    target: Callable[..., Any], args: tuple[Any, ...], fields: Mapping[str, Any], where: str
+) -> None:
+    """ContractError when the call does not fit the signature. What the target itself raises stays
+    as it is: it is a bug to be seen, or a sentence of the component's own."""
+    try:
+        signature = inspect.signature(target)
+    except (TypeError, ValueError):
+        return  # some built-in callables have none
+    try:
+        signature.bind(*args, **fields)
+    except TypeError as error:
+        raise ContractError(
+            f"the target can not be called with its config's fields: {error}",
+            where=where,
+            accepted=f"{getattr(target, '__name__', target)}{signature}",
+            hint="the fields of config= and the parameters of target= must have the same names",
+        ) from error

@@ -1,0 +1,108 @@
+"""Checks of what a plugin module says: its hooks, their arguments, what they return."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from types import FunctionType, ModuleType
+from typing import Any
+
+from mm_core.errors import did_you_mean
+from mm_core.plugin.component import KINDS, Component
+
+_HOOKS = frozenset(KINDS.values())
+_MARK = "mm_core_impl"  # the attribute that pluggy's hookimpl marker sets
+
+
+class HookFault(Exception):
+    """Why a plugin's hooks can not be used. `refused`: they must not be, rather than do not work."""
+
+    def __init__(self, sentence: str, refused: bool = False) -> None:
+        super().__init__(sentence)
+        self.refused = refused
+
+
+def check_hooks(module: ModuleType) -> None:
+    """HookFault naming every fault of the hooks in `module`. None is called."""
+    faults: list[str] = []
+    wrappers = False
+    for name, value in vars(module).items():
+        if not inspect.isroutine(value):
+            continue
+        options = getattr(value, _MARK, None)
+        if options is None:
+            if (
+                name.startswith("mm_")
+                and isinstance(value, FunctionType)
+                and value.__module__ == module.__name__
+            ):
+                faults.append(_unmarked(name))
+            continue
+        hook = options.get("specname") or name
+        if options.get("wrapper") or options.get("hookwrapper"):
+            wrappers = True
+            faults.append(f"hook {name!r} is a wrapper, which could rewrite the components of others")
+        elif hook not in _HOOKS:
+            if not options.get("optionalhook"):
+                faults.append(_unknown(hook))
+        else:
+            faults += _argument_faults(hook, value)
+    if faults:
+        raise HookFault("; ".join(faults), refused=wrappers)
+
+
+def _unknown(hook: str) -> str:
+    hint = did_you_mean(hook, sorted(_HOOKS)) or f"the hooks are {', '.join(sorted(_HOOKS))}"
+    return f"there is no hook {hook!r}: {hint}"
+
+
+def _unmarked(name: str) -> str:
+    if name in _HOOKS:
+        return f"function {name!r} is not marked as a hook: put @hookimpl above it"
+    hint = did_you_mean(name, sorted(_HOOKS))
+    return f"function {name!r} is no hook: {hint or 'names that begin with mm_ are for hooks'}"
+
+
+def _argument_faults(hook: str, function: Any) -> list[str]:
+    """The hooks take no arguments, so every one without a default is wrong."""
+    wrong = [
+        parameter.name
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if not wrong:
+        return []
+    return [f"hook {hook!r} takes no arguments, and this one asks for {', '.join(map(repr, wrong))}"]
+
+
+def checked_components(hook: str, returned: Any) -> list[Component]:
+    """What a hook returned, as a list. HookFault when it is not an iterable of Component."""
+    if isinstance(returned, Component):
+        raise HookFault(f"hook {hook!r} returned one Component: put it in a list")
+    if isinstance(returned, (str, bytes)) or not isinstance(returned, Iterable):
+        raise HookFault(f"hook {hook!r} returned {_described(returned)} instead of a list of Component")
+    components = []
+    for item in returned:
+        if not isinstance(item, Component):
+            raise HookFault(
+                f"hook {hook!r} returned a list with {_described(item)} in it instead of a Component"
+            )
+        components.append(item)
+    return components
+
+
+def _described(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def check_names(kind: str, components: Iterable[Component]) -> None:
+    """HookFault when two components of a kind claim one name or alias."""
+    owners: dict[str, str] = {}
+    for component in components:
+        for name in (component.name, *component.aliases):
+            if name in owners:
+                raise HookFault(
+                    f"{kind} {component.name!r} claims the name {name!r} of {kind} {owners[name]!r}"
+                )
+            owners[name] = component.name

@@ -1,0 +1,62 @@
+"""One-file plugins that a config names: `plugins: {path: [./my_dit.py]}`, namespace `local`."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from mm_core.plugin.records import PluginRecord
+
+NAMESPACE = "local"
+
+
+def local_record(path: Path) -> PluginRecord:
+    """The record of a one-file plugin before its import. Its version is its content, so that ranks
+    that see different files notice."""
+    try:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    except OSError as error:
+        return PluginRecord(
+            NAMESPACE,
+            path.stem,
+            str(path),
+            "?",
+            "failed",
+            f"plugin file {str(path)!r} can not be read: {error.strerror}",
+        )
+    record = PluginRecord(NAMESPACE, module_name(path), path.name, f"sha256:{digest}")
+    if path.suffix != ".py" or not path.stem.isidentifier():
+        return PluginRecord(
+            NAMESPACE,
+            path.stem,
+            path.name,
+            record.version,
+            "failed",
+            f"plugin file {str(path)!r} must be named like a Python module: letters, digits, '_', then '.py'",
+        )
+    return record
+
+
+def module_name(path: Path) -> str:
+    """A name in sys.modules that no package and no other file has."""
+    return f"mm_local_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}_{path.stem}"
+
+
+def import_file(path: Path) -> ModuleType:
+    """Imports the file under its unique name. Dataclasses and pickles look their module up there."""
+    name = module_name(path)
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # local_record has checked the suffix
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

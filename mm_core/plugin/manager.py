@@ -1,0 +1,236 @@
+"""Finds plugins, checks them, asks their hooks. A plugin that breaks becomes a record, never a crash."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pluggy
+
+from mm_core import __version__ as CORE_VERSION
+from mm_core.errors import MMError, PluginError, did_you_mean
+from mm_core.plugin import hookspecs
+from mm_core.plugin.component import KINDS, Component
+from mm_core.plugin.hooks import HookFault, check_hooks, check_names, checked_components
+from mm_core.plugin.local import NAMESPACE as LOCAL
+from mm_core.plugin.local import import_file, local_record
+from mm_core.plugin.records import PluginRecord, Registered, one_line
+from mm_core.plugin.requirements import admits, read_identity
+
+GROUP = "mm_core.plugins"
+CORE = "core"
+CORE_MODULE = "mm_core.builtin.plugin"
+_NAMESPACE = re.compile(r"[a-z0-9][a-z0-9_.\-]*\Z")
+
+
+@dataclass
+class _Found:
+    """A plugin on its way from its entry point or file to its record."""
+
+    record: PluginRecord
+    path: Path | None = None  # of a one-file plugin
+
+    def stop(self, status: str, error: str) -> None:
+        self.record = replace(self.record, status=status, error=error, components=())  # type: ignore[arg-type]
+
+
+def discover(local_paths: Sequence[str], environ: Mapping[str, str]) -> tuple[PluginRecord, ...]:
+    """Every plugin that is installed or named, loaded where it may be, with what became of it.
+
+    PluginError only for what the caller asked for and does not exist: names in MM_PLUGINS*.
+    """
+    installed = [_Found(record) for record in entry_point_records()]
+    paths = [Path(path).expanduser().resolve() for path in local_paths]
+    local = [_Found(local_record(path), path) for path in dict.fromkeys(paths)]
+    _switch_off(installed, local, environ)
+    _refuse(installed)
+    found = installed + local
+    _ask(found)
+    _refuse_shared_local_names([f for f in local if f.record.status == "ok"])
+    return tuple(f.record for f in found)
+
+
+@lru_cache(maxsize=1)
+def entry_point_records() -> tuple[PluginRecord, ...]:
+    """One record an entry point, read from metadata alone; `core` first, then by name."""
+    from importlib.metadata import entry_points  # 20 ms, which `mm --help` does not pay
+
+    records = []
+    for point in entry_points(group=GROUP):
+        text = (
+            (point.dist.read_text("METADATA") or point.dist.read_text("PKG-INFO") or "") if point.dist else ""
+        )
+        name, version, requirements = read_identity(text)
+        record = PluginRecord(
+            namespace=point.name,
+            module=point.value,
+            distribution=name or "unknown distribution",
+            version=version or "?",
+            requirement=", ".join(requirements) or None,
+        )
+        unfit = [r for r in requirements if _unfit(r)]
+        if unfit:
+            error = f"needs {unfit[0]!r}, and this is mm-core {CORE_VERSION}"
+            record = replace(record, status="refused", error=error)
+        records.append(record)
+    if not any(r.namespace == CORE and r.module == CORE_MODULE for r in records):
+        # Run from a source tree that was never installed: the core is there all the same.
+        records.append(PluginRecord(CORE, CORE_MODULE, "mm-core", CORE_VERSION))
+    return tuple(sorted(records, key=lambda r: (r.module != CORE_MODULE, r.namespace, r.distribution)))
+
+
+def _unfit(requirement: str) -> bool:
+    try:
+        return admits(requirement, CORE_VERSION) is False
+    except ValueError:  # packaging's errors: a requirement that is none admits nothing
+        return True
+
+
+def _switch_off(installed: list[_Found], local: list[_Found], environ: Mapping[str, str]) -> None:
+    """Applies MM_PLUGINS (only these and core) and MM_PLUGINS_DISABLE (not these)."""
+    known = sorted({f.record.namespace for f in installed} | {LOCAL})
+    if "MM_PLUGINS" in environ:
+        allowed = _names(environ, "MM_PLUGINS", known)
+        for f in installed:
+            if f.record.namespace not in allowed and f.record.module != CORE_MODULE:
+                f.stop("disabled", f"not in MM_PLUGINS={environ['MM_PLUGINS']}")
+    disabled = _names(environ, "MM_PLUGINS_DISABLE", known)
+    if CORE in disabled:
+        raise PluginError("the plugin 'core' can not be switched off", where="MM_PLUGINS_DISABLE")
+    for f in installed + local:
+        if f.record.namespace in disabled:
+            f.stop("disabled", f"in MM_PLUGINS_DISABLE={environ['MM_PLUGINS_DISABLE']}")
+
+
+def _names(environ: Mapping[str, str], variable: str, known: Sequence[str]) -> set[str]:
+    names = {part.strip() for part in environ.get(variable, "").split(",")} - {""}
+    for name in sorted(names - set(known)):
+        raise PluginError(
+            f"no plugin {name!r} is installed",
+            where=f"{variable}={environ[variable]}",
+            accepted=", ".join(known),
+            hint=did_you_mean(name, known),
+        )
+    return names
+
+
+def _refuse(installed: list[_Found]) -> None:
+    """Refuses what must not even be imported: bad, reserved and doubly claimed namespaces."""
+    owners: dict[str, list[_Found]] = defaultdict(list)
+    for f in installed:
+        record = f.record
+        if record.status == "disabled":
+            continue
+        if record.namespace in (CORE, LOCAL) and record.module != CORE_MODULE:
+            f.stop("refused", f"the entry-point name {record.namespace!r} is reserved")
+        elif not _NAMESPACE.match(record.namespace):
+            f.stop(
+                "refused",
+                f"the entry-point name {record.namespace!r} is no name: lower-case letters, digits, '_-.'",
+            )
+        else:
+            owners[record.namespace].append(f)
+    for namespace, claimants in owners.items():
+        if len(claimants) > 1:
+            who = " and ".join(
+                f"{f.record.distribution} {f.record.version} ({f.record.module})" for f in claimants
+            )
+            for f in claimants:
+                f.stop("refused", f"the entry-point name {namespace!r} is claimed by {who}: uninstall one")
+
+
+def _ask(found: list[_Found]) -> None:
+    """Imports the plugins, registers them with pluggy, and collects what their hooks return."""
+    manager = pluggy.PluginManager("mm_core")
+    manager.add_hookspecs(hookspecs)
+    for index, f in enumerate(found):
+        if f.record.status == "ok":
+            with _isolated(f):
+                _register(manager, f, str(index))
+    returned: dict[int, list[tuple[str, Component]]] = defaultdict(list)
+    for kind, hook in KINDS.items():
+        for implementation in getattr(manager.hook, hook).get_hookimpls():
+            index = int(implementation.plugin_name)
+            with _isolated(found[index], f"hook {hook!r} failed: "):
+                components = checked_components(hook, implementation.function())
+                returned[index] += [(kind, component) for component in components]
+    for index, pairs in returned.items():
+        if found[index].record.status == "ok":
+            with _isolated(found[index]):
+                _complete(found[index], pairs)
+
+
+@contextmanager
+def _isolated(f: _Found, doing: str = "") -> Iterator[None]:
+    """Turns whatever one plugin's code raises into that plugin's status, which everyone is shown.
+    (What a stranger's module may raise at import has no bound: SystemExit belongs to it.)"""
+    try:
+        yield
+    except HookFault as fault:
+        f.stop("refused" if fault.refused else "failed", str(fault))
+    except MMError as error:
+        f.stop("failed", doing + " ".join(line.strip() for line in error.render().splitlines()))
+    except (Exception, SystemExit) as error:
+        f.stop("failed", doing + one_line(error))
+
+
+def _register(manager: pluggy.PluginManager, f: _Found, name: str) -> None:
+    torch_before = "torch" in sys.modules
+    try:
+        module = _import(f)
+    except (Exception, SystemExit) as error:
+        f.stop("failed", f"import of {f.path or f.record.module} failed: {one_line(error)}")
+        return
+    finally:
+        f.record = replace(f.record, imports_torch="torch" in sys.modules and not torch_before)
+    check_hooks(module)
+    manager.register(module, name=name)
+
+
+def _import(f: _Found) -> ModuleType:
+    if f.path is not None:
+        return import_file(f.path)
+    if ":" in f.record.module:
+        raise PluginError(
+            f"the entry point {f.record.module!r} must be a module, without ':'",
+        )
+    return import_module(f.record.module)
+
+
+def _complete(f: _Found, pairs: list[tuple[str, Component]]) -> None:
+    by_kind: dict[str, list[Component]] = defaultdict(list)
+    for kind, component in pairs:
+        by_kind[kind].append(component)
+    for kind, components in by_kind.items():
+        check_names(kind, components)
+    modules = {f.path.stem: f.record.module} if f.path is not None else {}
+    record = f.record
+    f.record = replace(
+        record,
+        components=tuple(
+            Registered(kind, component, record.namespace, record.distribution, record.version, modules)
+            for kind, component in pairs
+        ),
+    )
+
+
+def _refuse_shared_local_names(local: list[_Found]) -> None:
+    """All one-file plugins share the namespace `local`: two that claim one name are both refused."""
+    owners: dict[tuple[str, str], list[_Found]] = defaultdict(list)
+    for f in local:
+        for registered in f.record.components:
+            for name in registered.names:
+                owners[registered.kind, name].append(f)
+    for (kind, name), claimants in owners.items():
+        if len(claimants) > 1:
+            who = " and ".join(str(f.path) for f in claimants)
+            for f in claimants:
+                f.stop("refused", f"the {kind} 'local/{name}' is defined by {who}")

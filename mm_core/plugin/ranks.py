@@ -1,0 +1,43 @@
+"""All ranks must have the same plugins: what is compared, and the sentence when they have not."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+
+from mm_core.errors import PluginError
+
+
+def check_ranks_agree(tables: Sequence[Mapping[str, str]]) -> None:
+    """PluginError naming the ranks that differ from most, and in what. `tables[r]` is rank r's
+    `Registry.fingerprint_table()`; the caller gathers them."""
+    keys = [tuple(sorted(table.items())) for table in tables]
+    if len(set(keys)) <= 1:
+        return
+    common = max(Counter(keys).items(), key=lambda item: (item[1], item[0] == keys[0]))[0]
+    others = [rank for rank, key in enumerate(keys) if key != common]
+    lines = []
+    for name in sorted({name for table in tables for name in table}):
+        holders: dict[str, list[int]] = defaultdict(list)
+        for rank, table in enumerate(tables):
+            holders[table.get(name, "not loaded")].append(rank)
+        if len(holders) > 1:
+            lines.append(f"{name}: " + "; ".join(f"{text} on {ranks_text(r)}" for text, r in holders.items()))
+    verb = "has" if len(others) == 1 else "have"
+    raise PluginError(
+        f"of {len(tables)} ranks, {ranks_text(others)} {verb} other plugins than the rest: {'. '.join(lines)}",
+        accepted="the same plugins in the same versions on all ranks",
+        hint="compare `mm plugins list` on the machines of these ranks",
+    )
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0-2, 5`."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"

@@ -1,0 +1,150 @@
+"""What discovery finds: plugins and their components, still without importing any target."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, Literal
+
+from mm_core.errors import MMError, PluginError, did_you_mean
+from mm_core.plugin.component import Component
+
+Status = Literal["ok", "failed", "disabled", "refused"]
+
+
+def one_line(error: BaseException) -> str:
+    """An exception as one line: its type, its first line, and the line of code that raised it."""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    text = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    if isinstance(error, SyntaxError):
+        return text  # its message already names file and line
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "importlib" not in frame.filename and not frame.filename.startswith("<")
+    ]
+    return f"{text} ({frames[-1].filename}, line {frames[-1].lineno})" if frames else text
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A component with the plugin that offers it.
+
+    `modules` translates module names of the targets: a one-file plugin `my_dit.py` is loaded under
+    a unique name, and its targets still say `my_dit:MyDiT`.
+    """
+
+    kind: str
+    component: Component
+    namespace: str
+    distribution: str
+    version: str
+    modules: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def qualified(self) -> str:
+        """`namespace/name`: the name that is always unique."""
+        return f"{self.namespace}/{self.component.name}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The bare name and its aliases."""
+        return (self.component.name, *self.component.aliases)
+
+    def module_of(self, path: str) -> str:
+        """The name under which the module part of a target `module:Name` is imported."""
+        module = path.partition(":")[0]
+        return self.modules.get(module, module)
+
+    def load_target(self) -> Callable[..., Any]:
+        """Imports and returns the target. PluginError naming plugin and target when it can not."""
+        target = self._load("target", self.component.target)
+        if not callable(target):
+            raise PluginError(
+                f"the target {self.component.target!r} is not callable: it is {type(target).__name__}",
+                where=self._place(),
+            )
+        return target  # type: ignore[no-any-return]
+
+    def config_class(self) -> type[Any]:
+        """The dataclass of the component's fields.
+
+        Without `config=`, it is made from the target's signature, which imports the target.
+        """
+        if self.component.config is None:
+            from mm_core.plugin.signatures import signature_config
+
+            return signature_config(self)
+        cls = self._load("config", self.component.config)
+        if not isinstance(cls, type) or "__dataclass_fields__" not in vars(cls):
+            raise PluginError(
+                f"the config {self.component.config!r} is not a dataclass",
+                where=self._place(),
+                hint="decorate it with @dataclass(frozen=True)",
+            )
+        return cls
+
+    def _place(self) -> str:
+        return (
+            f"plugin {self.namespace!r} ({self.distribution} {self.version}), {self.kind} {self.qualified!r}"
+        )
+
+    def _load(self, role: str, path: str) -> Any:
+        try:
+            found: Any = import_module(self.module_of(path))
+            for part in path.partition(":")[2].split("."):
+                if not hasattr(found, part):
+                    raise self._no_attribute(role, path, part, found)
+                found = getattr(found, part)
+        except MMError:
+            raise
+        except Exception as error:
+            missing = error.name if isinstance(error, ModuleNotFoundError) else None
+            raise PluginError(
+                f"the {role} {path!r} can not be imported: {one_line(error)}",
+                where=self._place(),
+                hint=f"is the package of {missing!r} installed?" if missing else None,
+            ) from error
+        return found
+
+    def _no_attribute(self, role: str, path: str, part: str, owner: Any) -> PluginError:
+        public = [name for name in dir(owner) if not name.startswith("_")]
+        return PluginError(
+            f"the {role} {path!r} does not exist: {owner.__name__} has no {part!r}",
+            where=self._place(),
+            hint=did_you_mean(part, public),
+        )
+
+
+@dataclass(frozen=True)
+class PluginRecord:
+    """One plugin that was found, whatever became of it.
+
+    status: `ok`; `failed` (its import or a hook broke); `refused` (it must not be loaded: API range,
+        namespace taken twice or reserved, hook wrappers); `disabled` (by MM_PLUGINS or MM_PLUGINS_DISABLE).
+    error: one sentence, for every status but `ok`.
+    requirement: its requirement of mm-core, which is its API range; None when it declares none.
+    imports_torch: importing the plugin imported torch (not seen when torch was there before).
+    """
+
+    namespace: str
+    module: str
+    distribution: str
+    version: str
+    status: Status = "ok"
+    error: str | None = None
+    components: tuple[Registered, ...] = ()
+    imports_torch: bool = False
+    requirement: str | None = None
+
+    @property
+    def label(self) -> str:
+        """How messages call it."""
+        return f"plugin {self.namespace!r} ({self.distribution} {self.version})"
+
+    @property
+    def broken(self) -> bool:
+        """Whether it should have loaded and did not."""
+        return self.status in ("failed", "refused")

@@ -1,0 +1,202 @@
+"""The table of components: resolving names, and building what a config describes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+
+from mm_core.errors import PluginError, did_you_mean
+from mm_core.plugin.building import build
+from mm_core.plugin.component import KINDS
+from mm_core.plugin.manager import discover, entry_point_records
+from mm_core.plugin.ranks import check_ranks_agree
+from mm_core.plugin.records import PluginRecord, Registered
+
+__all__ = [
+    "PluginRecord",
+    "Registered",
+    "Registry",
+    "build",
+    "check_ranks_agree",
+    "clear_cache",
+    "get_registry",
+]
+
+
+class Registry:
+    """Every plugin that was found and the components of those that work.
+
+    plugins: all of them, `core` first, the broken and the disabled included.
+    """
+
+    def __init__(self, plugins: tuple[PluginRecord, ...]) -> None:
+        self.plugins = plugins
+        self._by_name: dict[str, dict[str, list[Registered]]] = {kind: defaultdict(list) for kind in KINDS}
+        for registered in self.components():
+            for name in registered.names:
+                table = self._by_name[registered.kind]
+                table[name].append(registered)
+                table[f"{registered.namespace}/{name}"].append(registered)
+
+    def components(self, kind: str | None = None) -> tuple[Registered, ...]:
+        """All components, or those of one kind."""
+        return tuple(c for plugin in self.plugins for c in plugin.components if kind in (None, c.kind))
+
+    def resolve(self, kind: str, name: str) -> Registered:
+        """The component that `name` stands for: qualified, bare while unique, or an alias.
+
+        PluginError when there is none (with near names and the plugins that failed to load) or
+        when a bare name is ambiguous.
+        """
+        if kind not in KINDS:
+            raise PluginError(
+                f"there is no kind {kind!r}", accepted=", ".join(KINDS), hint=did_you_mean(kind, KINDS)
+            )
+        matches = self._by_name[kind].get(name, [])
+        if len(matches) == 1:
+            return matches[0]
+        if matches:
+            raise PluginError(
+                f"the {kind} name {name!r} is ambiguous: {len(matches)} plugins have one",
+                accepted=", ".join(sorted(match.qualified for match in matches)),
+                hint="write the qualified name",
+            )
+        raise self._not_found(kind, name)
+
+    def _not_found(self, kind: str, name: str) -> PluginError:
+        known = self._by_name[kind]
+        qualified = "/" in name
+        hints = [did_you_mean(name, [other for other in known if ("/" in other) == qualified])]
+        for other, table in self._by_name.items():
+            if other != kind and name in table:
+                article = "an" if other[0] in "aeiou" else "a"
+                hints.insert(
+                    0, f"{name!r} is {article} {other}, not {'an' if kind[0] in 'aeiou' else 'a'} {kind}"
+                )
+        namespace = name.partition("/")[0] if qualified else None
+        lost = [p for p in self.plugins if p.status != "ok"]
+        own = [p for p in lost if p.namespace == namespace]
+        for plugin in own or [p for p in lost if not qualified or p.namespace not in self._namespaces()]:
+            state = "is disabled" if plugin.status == "disabled" else f"was {plugin.status}"
+            state = "failed to load" if plugin.status == "failed" else state
+            hints.append(f"{plugin.label} {state}: {plugin.error}")
+        if namespace is not None and not own and namespace not in self._namespaces():
+            hints.append(f"no plugin {namespace!r} is installed")
+        names = sorted({registered.qualified for registered in self.components(kind)})
+        return PluginError(
+            f"no {kind} is named {name!r}",
+            accepted=", ".join(names) or f"nothing: no plugin offers a {kind}",
+            hint="; ".join(dict.fromkeys(hint for hint in hints if hint)) or None,
+        )
+
+    def _namespaces(self) -> set[str]:
+        return {plugin.namespace for plugin in self.plugins if plugin.status == "ok"}
+
+    def fingerprint_table(self) -> dict[str, str]:
+        """One line a plugin that is not disabled: distribution, version, status, hash of its components."""
+        table = {}
+        for plugin in self.plugins:
+            if plugin.status == "disabled":
+                continue
+            key = f"{plugin.namespace} ({plugin.distribution})"
+            table[key] = (
+                f"{plugin.version}, {plugin.status}, components {_digest(_component_rows(plugin))[:8]}"
+            )
+        return table
+
+    def fingerprint(self) -> str:
+        """A hash that is equal on all ranks when they have the same plugins and components."""
+        return _digest(sorted(self.fingerprint_table().items()))
+
+
+def _component_rows(plugin: PluginRecord) -> list[str]:
+    return sorted(
+        repr(
+            (r.kind, c.name, c.target, c.config, sorted(c.aliases), sorted(map(repr, c.capabilities.items())))
+        )
+        for r in plugin.components
+        for c in [r.component]
+    )
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+@dataclass
+class _Process:
+    """What this process has found so far."""
+
+    registries: dict[tuple[object, ...], Registry]
+    current: tuple[str, ...]
+    reported: set[str]
+
+
+_process = _Process({}, (), set())
+_VARIABLES = ("MM_PLUGINS", "MM_PLUGINS_DISABLE", "MM_PLUGINS_STRICT")
+
+
+def get_registry(local_paths: tuple[str, ...] | None = None) -> Registry:
+    """The registry of this process, with the one-file plugins of `local_paths`; found once, then kept.
+
+    None means the paths of the last call that named any: those of the config that was loaded last.
+    PluginError when a named file does not load, and under MM_PLUGINS_STRICT when any plugin does
+    not. Otherwise a broken plugin is one line on stderr, once a process, on the first rank only.
+    """
+    if local_paths is None:
+        local_paths = _process.current
+    paths = tuple(os.path.abspath(os.path.expanduser(path)) for path in local_paths)  # noqa: PTH100, PTH111
+    key = (paths, *(os.environ.get(variable) for variable in _VARIABLES))
+    if key not in _process.registries:
+        registry = Registry(discover(paths, os.environ))
+        _report(registry.plugins)
+        _raise_if_needed(registry.plugins)
+        _process.registries[key] = registry
+    _process.current = paths
+    return _process.registries[key]
+
+
+def clear_cache() -> None:
+    """Forgets what was found, so that the next `get_registry` looks again (imports stay)."""
+    _process.registries.clear()
+    _process.reported.clear()
+    _process.current = ()
+    entry_point_records.cache_clear()
+
+
+def lines_of(plugins: tuple[PluginRecord, ...]) -> list[str]:
+    """What a person is told: one line a broken plugin and one a plugin that imports torch."""
+    lines = [f"{p.label} {p.status}: {p.error}" for p in plugins if p.broken]
+    for plugin in plugins:
+        if plugin.imports_torch and plugin.namespace != "local":
+            lines.append(
+                f"{plugin.label} imports torch when it is listed, which makes every command slow: "
+                "import it in the target's module only"
+            )
+    return lines
+
+
+def _report(plugins: tuple[PluginRecord, ...]) -> None:
+    if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) != "0":
+        return
+    for line in lines_of(plugins):
+        if line not in _process.reported:
+            _process.reported.add(line)
+            sys.stderr.write(f"mm: warning: {line}\n")
+
+
+def _raise_if_needed(plugins: tuple[PluginRecord, ...]) -> None:
+    strict = os.environ.get("MM_PLUGINS_STRICT", "")
+    if strict not in ("", "0", "1"):
+        raise PluginError(f"the value {strict!r} is neither 0 nor 1", where="MM_PLUGINS_STRICT")
+    fatal = [p for p in plugins if p.broken and (strict == "1" or p.namespace == "local")]
+    if fatal:
+        raise PluginError(
+            "; ".join(f"{p.label} {p.status}: {p.error}" for p in fatal),
+            where="MM_PLUGINS_STRICT=1" if strict == "1" else "plugins.path",
+            hint="`mm plugins check` lists every fault",
+        )

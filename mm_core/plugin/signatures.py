@@ -1,0 +1,66 @@
+"""Config dataclasses for components without one, and what a target's signature accepts."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from types import MappingProxyType
+from typing import Any, get_type_hints
+
+from mm_core.errors import PluginError
+from mm_core.plugin.records import Registered
+
+LEADING: Mapping[str, int] = MappingProxyType({"optimizer": 1, "lr_schedule": 1, "tracker": 1})
+"""How many arguments the core passes by position before the fields (see hookspecs)."""
+
+
+def signature_config(registered: Registered) -> type[Any]:
+    """The dataclass that a target's signature amounts to: one field a parameter.
+
+    An annotation that can not be resolved counts as Any: the target then checks the value itself.
+    """
+    target = registered.load_target()
+    try:
+        return _from_signature(target, LEADING.get(registered.kind, 0))
+    except (TypeError, ValueError) as error:
+        raise PluginError(
+            f"the signature of {registered.component.target!r} can not serve as its config: {error}",
+            where=f"plugin {registered.namespace!r}, {registered.kind} {registered.qualified!r}",
+            hint="give the component a config= dataclass",
+        ) from error
+
+
+@cache
+def _from_signature(target: Callable[..., Any], leading: int) -> type[Any]:
+    parameters = list(inspect.signature(target).parameters.values())[leading:]
+    hints = _hints(target)
+    fields: list[tuple[str, Any, Any]] = []
+    for parameter in parameters:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise TypeError(f"parameter {parameter.name!r} can not be passed by keyword")
+        annotation = hints.get(parameter.name, Any)
+        fields.append((parameter.name, annotation, _default(parameter.default)))
+    name = f"{target.__name__}Config" if isinstance(target, type) else "SignatureConfig"
+    return dataclasses.make_dataclass(name, fields, frozen=True, kw_only=True)
+
+
+def _default(value: Any) -> Any:
+    if value is inspect.Parameter.empty:
+        return dataclasses.field()
+    if type(value).__hash__ is None:  # a dataclass refuses mutable defaults
+        return dataclasses.field(default_factory=partial(copy.deepcopy, value))
+    return dataclasses.field(default=value)
+
+
+def _hints(target: Callable[..., Any]) -> dict[str, Any]:
+    owner = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
+    try:
+        return get_type_hints(owner, include_extras=True)
+    except (NameError, AttributeError):  # names that exist only for type checkers
+        raw = inspect.get_annotations(owner)
+        return {name: value for name, value in raw.items() if not isinstance(value, str)}
