@@ -1,0 +1,185 @@
+"""A run from its config to its last checkpoint: what `mm-train` calls on every rank."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mm_core.config.dump import to_yaml
+from mm_core.config.schema import RunConfig
+from mm_core.contracts import Dataset, Engine, Randomness
+from mm_core.data.loader import MicroBatchLoader
+from mm_core.data.sampler import SamplePlan
+from mm_core.data.skipped import SkipLedger
+from mm_core.device import device_stack, start_process_group
+from mm_core.errors import CheckpointError, PlanError
+from mm_core.plan import RunPlan, build_task, make_plan
+from mm_core.plugin.registry import build, check_ranks_agree, get_registry
+from mm_core.train.checkpoint import CheckpointStore
+from mm_core.train.loop import StopRequest, Training, run_steps
+from mm_core.train.reporting import RunReporter
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Where a run ended. stopped: why it ended before its last step, or None."""
+
+    run_dir: Path
+    step: int
+    stopped: str | None
+
+
+@dataclass(frozen=True)
+class NeverStop:
+    """A run that no signal stops: the default of `train` when it is called as a library."""
+
+    requested: str | None = None
+
+
+def train(config: RunConfig, *, resume: str = "auto", stop: StopRequest | None = None) -> RunResult:
+    """Trains as the rank that the environment names (a lone process without a launcher).
+
+    Args:
+        config: a checked run, from `mm_core.load_config`.
+        resume: `auto` (the newest complete checkpoint of the run, else from zero), `never`, or the
+            path of a checkpoint or run directory.
+        stop: asked after every step whether to save and end.
+
+    Raises:
+        MMError: ConfigError, PlanError, ContractError, DataError, CheckpointError, TrainingError;
+            PeerError where another rank is the one to blame.
+    """
+    with process_group():
+        return _train(config, resume, stop or NeverStop())
+
+
+def _train(config: RunConfig, resume: str, stop: StopRequest) -> RunResult:
+    tables: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(tables, get_registry(config.plugins.path).fingerprint_table())
+    check_ranks_agree(tables)
+    rng = Randomness(config.run.seed)
+    task = build_task(config)
+    engine: Engine = build("engine", config.engine)
+    plan = make_plan(config, dist.get_world_size(), task, engine)
+    if plan.missing_files:
+        raise PlanError(f"files of frozen components are missing: {', '.join(plan.missing_files)}")
+    run_dir = Path(config.run.dir) / config.run.name
+    store = CheckpointStore(run_dir, config.checkpoint.keep)
+    source = find_start(store, resume)
+    dataset: Dataset = build("dataset", config.data.train)
+    sampler = SamplePlan(
+        length=len(dataset),
+        micro_batch_size=plan.micro_batch_size,
+        global_batch_size=plan.global_batch_size,
+        seed=config.run.seed,
+        order=config.data.loader.sampler,
+        drop_last=config.data.loader.drop_last,
+    )
+    load_frozen(task, engine.device)
+    engine.prepare(task, plan.engine, partial(build, "optimizer", config.optimizer), rng)
+    start = restore(store, source, engine) if source else 0
+    if dist.get_rank() == 0:
+        write_run_files(run_dir, config, plan)
+    dist.barrier()
+    ledger = SkipLedger(run_dir, config.data.loader.max_failed_share)
+    loader = MicroBatchLoader(
+        dataset,
+        sampler,
+        config.data.loader,
+        task.batch_transform(),  # type: ignore[operator]
+        rng=rng,
+        rank=dist.get_rank(),
+        data_parallel=plan.engine.data_parallel,
+        start_step=start,
+        end_step=plan.steps,
+        device=engine.device,
+    )
+    reporter = RunReporter(run_dir, config, plan, start)
+    training = Training(
+        plan=plan,
+        task=task,  # type: ignore[arg-type]
+        engine=engine,
+        batches=ledger.watch(loader),
+        lr_schedule=build("lr_schedule", config.lr_schedule, plan.steps),
+        rng=rng,
+        report=reporter,
+        save=partial(save, store, engine, config, plan),
+        stop=stop,
+        clip_grad_norm=config.train.clip_grad_norm,
+        save_every=config.checkpoint.every,
+    )
+    try:
+        step = run_steps(training, start)
+    finally:
+        loader.close()
+        reporter.close()
+    return RunResult(run_dir, step, stop.requested if step < plan.steps else None)
+
+
+@contextmanager
+def process_group() -> Iterator[None]:
+    """The default process group for the length of a run; one that the caller made is left alone."""
+    if dist.is_initialized():
+        yield
+        return
+    start_process_group()
+    yield
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def find_start(store: CheckpointStore, resume: str) -> Path | None:
+    """The checkpoint to start from, the same on all ranks; None starts at zero."""
+    if resume == "never" and (newest := store.latest()) is not None:
+        raise CheckpointError(
+            f"the run already holds checkpoints up to {newest.name}, which --resume never would overwrite",
+            where=str(newest.parent),
+            hint="choose another run.name, move the folder away, or resume with --resume auto",
+        )
+    return store.resolve(resume)
+
+
+def restore(store: CheckpointStore, source: Path, engine: Engine) -> int:
+    """Loads model and optimizer in place; returns the number of steps already taken."""
+    step = store.read_facts(source)["step"]
+    state = engine.state_template(stepped=step > 0)
+    store.load(source, state)
+    return int(step)
+
+
+def save(store: CheckpointStore, engine: Engine, config: RunConfig, plan: RunPlan, step: int) -> Path:
+    """One checkpoint: state, config, and where the data stood (a function of the step alone)."""
+    facts = {"step": step, "seed": config.run.seed, "world": plan.engine.world, "plugins": plugin_table(plan)}
+    return store.save(step, engine.state_dict(), facts, to_yaml(config))
+
+
+def load_frozen(task: nn.Module, device: torch.device) -> None:
+    """Weights of the frozen components, onto the device."""
+    names: Sequence[str] = task.frozen  # type: ignore[assignment]
+    for name in names:
+        getattr(task, name).load(device)
+
+
+def plugin_table(plan: RunPlan) -> list[dict[str, str]]:
+    """The components of the run and the distributions that they come from."""
+    return [asdict(component) for component in plan.components]
+
+
+def write_run_files(run_dir: Path, config: RunConfig, plan: RunPlan) -> None:
+    """config.yaml (every default filled) and manifest.json."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    manifest = {"plugins": plugin_table(plan), "devices": device_stack(), "plan": plan.to_mapping()}
+    for name, text in (("config.yaml", to_yaml(config)), ("manifest.json", json.dumps(manifest, indent=2))):
+        staged = run_dir / f".{name}.tmp"
+        staged.write_text(text + "\n" * (not text.endswith("\n")), encoding="utf-8")
+        os.replace(staged, run_dir / name)
