@@ -25,7 +25,7 @@ def check_ranks_agree(tables: Sequence[Mapping[str, str]]) -> None:
             lines.append(f"{name}: " + "; ".join(f"{text} on {ranks_text(r)}" for text, r in holders.items()))
     verb = "has" if len(others) == 1 else "have"
     raise PluginError(
-        f"of {len(tables)} ranks, {ranks_text(others)} {verb} other plugins than the rest: {'. '.join(lines)}",
+        f"{ranks_text(others)} of {len(tables)} {verb} other plugins than the rest: {'. '.join(lines)}",
         accepted="the same plugins in the same versions on all ranks",
         hint="compare `mm plugins list` on the machines of these ranks",
     )

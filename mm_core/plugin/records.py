@@ -6,12 +6,16 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal
 
 from mm_core.errors import MMError, PluginError, did_you_mean
 from mm_core.plugin.component import Component
 
 Status = Literal["ok", "failed", "disabled", "refused"]
+
+
+_HERE = str(Path(__file__).parent)  # our own frames around a plugin's code tell its author nothing
 
 
 def one_line(error: BaseException) -> str:
@@ -23,7 +27,7 @@ def one_line(error: BaseException) -> str:
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if "importlib" not in frame.filename and not frame.filename.startswith("<")
+        if not frame.filename.startswith(("<frozen ", _HERE)) and "importlib" not in frame.filename
     ]
     return f"{text} ({frames[-1].filename}, line {frames[-1].lineno})" if frames else text
 
@@ -64,7 +68,7 @@ class Registered:
         if not callable(target):
             raise PluginError(
                 f"the target {self.component.target!r} is not callable: it is {type(target).__name__}",
-                where=self._place(),
+                where=self.place,
             )
         return target  # type: ignore[no-any-return]
 
@@ -81,12 +85,14 @@ class Registered:
         if not isinstance(cls, type) or "__dataclass_fields__" not in vars(cls):
             raise PluginError(
                 f"the config {self.component.config!r} is not a dataclass",
-                where=self._place(),
+                where=self.place,
                 hint="decorate it with @dataclass(frozen=True)",
             )
         return cls
 
-    def _place(self) -> str:
+    @property
+    def place(self) -> str:
+        """How messages call it."""
         return (
             f"plugin {self.namespace!r} ({self.distribution} {self.version}), {self.kind} {self.qualified!r}"
         )
@@ -102,9 +108,13 @@ class Registered:
             raise
         except Exception as error:
             missing = error.name if isinstance(error, ModuleNotFoundError) else None
+            if missing is not None and f"{self.module_of(path)}.".startswith(f"{missing}."):
+                raise PluginError(
+                    f"the {role} {path!r} does not exist: there is no module {missing!r}", where=self.place
+                ) from error
             raise PluginError(
                 f"the {role} {path!r} can not be imported: {one_line(error)}",
-                where=self._place(),
+                where=self.place,
                 hint=f"is the package of {missing!r} installed?" if missing else None,
             ) from error
         return found
@@ -113,7 +123,7 @@ class Registered:
         public = [name for name in dir(owner) if not name.startswith("_")]
         return PluginError(
             f"the {role} {path!r} does not exist: {owner.__name__} has no {part!r}",
-            where=self._place(),
+            where=self.place,
             hint=did_you_mean(part, public),
         )
 

@@ -24,6 +24,7 @@ __all__ = [
     "check_ranks_agree",
     "clear_cache",
     "get_registry",
+    "survey",
 ]
 
 
@@ -77,15 +78,7 @@ class Registry:
                 hints.insert(
                     0, f"{name!r} is {article} {other}, not {'an' if kind[0] in 'aeiou' else 'a'} {kind}"
                 )
-        namespace = name.partition("/")[0] if qualified else None
-        lost = [p for p in self.plugins if p.status != "ok"]
-        own = [p for p in lost if p.namespace == namespace]
-        for plugin in own or [p for p in lost if not qualified or p.namespace not in self._namespaces()]:
-            state = "is disabled" if plugin.status == "disabled" else f"was {plugin.status}"
-            state = "failed to load" if plugin.status == "failed" else state
-            hints.append(f"{plugin.label} {state}: {plugin.error}")
-        if namespace is not None and not own and namespace not in self._namespaces():
-            hints.append(f"no plugin {namespace!r} is installed")
+        hints += self._lost_hints(name)
         names = sorted({registered.qualified for registered in self.components(kind)})
         return PluginError(
             f"no {kind} is named {name!r}",
@@ -93,8 +86,33 @@ class Registry:
             hint="; ".join(dict.fromkeys(hint for hint in hints if hint)) or None,
         )
 
-    def _namespaces(self) -> set[str]:
-        return {plugin.namespace for plugin in self.plugins if plugin.status == "ok"}
+    def _lost_hints(self, name: str) -> list[str]:
+        """Which plugins did not load that may hold `name`: all of them, or the one of its namespace."""
+        lost = [plugin for plugin in self.plugins if plugin.status != "ok"]
+        if "/" in name:
+            namespace = name.partition("/")[0]
+            if any(plugin.namespace == namespace for plugin in self.plugins):
+                lost = [plugin for plugin in lost if plugin.namespace == namespace]
+            else:
+                return [f"no plugin {namespace!r} is installed"] + [_state(plugin) for plugin in lost]
+        return [_state(plugin) for plugin in lost]
+
+    def find(self, name: str) -> tuple[Registered, ...]:
+        """The components of any kind that `name` may stand for. PluginError when there is none."""
+        found = tuple(r for table in self._by_name.values() for r in table.get(name, ()))
+        if not found:
+            known = {
+                other
+                for table in self._by_name.values()
+                for other in table
+                if ("/" in other) == ("/" in name)
+            }
+            raise PluginError(
+                f"no component is named {name!r}",
+                hint="; ".join(filter(None, [did_you_mean(name, sorted(known)), *self._lost_hints(name)]))
+                or None,
+            )
+        return found
 
     def fingerprint_table(self) -> dict[str, str]:
         """One line a plugin that is not disabled: distribution, version, status, hash of its components."""
@@ -113,14 +131,26 @@ class Registry:
         return _digest(sorted(self.fingerprint_table().items()))
 
 
+def _state(plugin: PluginRecord) -> str:
+    words = {"failed": "failed to load", "refused": "was refused", "disabled": "is disabled"}
+    return f"{plugin.label} {words[plugin.status]}: {plugin.error}"
+
+
 def _component_rows(plugin: PluginRecord) -> list[str]:
     return sorted(
-        repr(
-            (r.kind, c.name, c.target, c.config, sorted(c.aliases), sorted(map(repr, c.capabilities.items())))
+        json.dumps(
+            [r.kind, c.name, c.target, c.config, sorted(c.aliases), dict(c.capabilities)], default=_plain
         )
         for r in plugin.components
         for c in [r.component]
     )
+
+
+def _plain(value: object) -> object:
+    """What JSON does not know, the same in every process: a set has no order, an object an address."""
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(repr, value))
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _digest(value: object) -> str:
@@ -160,6 +190,11 @@ def get_registry(local_paths: tuple[str, ...] | None = None) -> Registry:
     return _process.registries[key]
 
 
+def survey(local_paths: tuple[str, ...] = ()) -> Registry:
+    """A registry for looking at plugins: nothing is reported, and broken plugins stop nothing."""
+    return Registry(discover(local_paths, os.environ))
+
+
 def clear_cache() -> None:
     """Forgets what was found, so that the next `get_registry` looks again (imports stay)."""
     _process.registries.clear()
@@ -170,7 +205,7 @@ def clear_cache() -> None:
 
 def lines_of(plugins: tuple[PluginRecord, ...]) -> list[str]:
     """What a person is told: one line a broken plugin and one a plugin that imports torch."""
-    lines = [f"{p.label} {p.status}: {p.error}" for p in plugins if p.broken]
+    lines = [_state(plugin) for plugin in plugins if plugin.broken]
     for plugin in plugins:
         if plugin.imports_torch and plugin.namespace != "local":
             lines.append(
@@ -196,7 +231,7 @@ def _raise_if_needed(plugins: tuple[PluginRecord, ...]) -> None:
     fatal = [p for p in plugins if p.broken and (strict == "1" or p.namespace == "local")]
     if fatal:
         raise PluginError(
-            "; ".join(f"{p.label} {p.status}: {p.error}" for p in fatal),
+            "; ".join(map(_state, fatal)),
             where="MM_PLUGINS_STRICT=1" if strict == "1" else "plugins.path",
             hint="`mm plugins check` lists every fault",
         )

@@ -1,0 +1,126 @@
+"""`mm` and `mm-train`: choose a subcommand, run it, turn errors into sentences and exit codes.
+
+Exit codes: 0 done; 1 an error that was printed as a sentence; 2 a command line that does not parse;
+130 interrupted; 141 the reader of the output went away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from types import MappingProxyType
+from typing import NoReturn
+
+from mm_core.errors import MMError, PeerError, did_you_mean
+
+COMMANDS = MappingProxyType(
+    {
+        "train": ("mm_core.cli.train", "train what a YAML describes (mm-train is the same)"),
+        "sample": ("mm_core.cli.sample", "generate clips from a trained run"),
+        "validate": ("mm_core.cli.validate", "check YAML files without training"),
+        "plugins": ("mm_core.cli.plugins", "list, show and check plugins and their components"),
+    }
+)
+"""Subcommand -> (module with `configure(parser)` and `execute(args) -> int`, one-line summary)."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that names the nearest choice or option when one is misspelt."""
+
+    def error(self, message: str) -> NoReturn:
+        """Prints usage and the fault, exits 2."""
+        hint = None
+        if match := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
+            hint = did_you_mean(match[1], re.findall(r"[\w-]+", match[2]))
+        elif match := re.search(r"unrecognized arguments: (--[\w-]+)", message):
+            hint = did_you_mean(match[1], [o for action in self._actions for o in action.option_strings])
+        self.print_usage(sys.stderr)
+        self.exit(2, f"{self.prog}: error: {message}{'; ' + hint if hint else ''}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command `mm`. Returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    return _guarded(arguments, "mm")
+
+
+def train_main(argv: Sequence[str] | None = None) -> int:
+    """The command `mm-train`: the same as `mm train`."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    return _guarded(["train", *arguments], "mm-train")
+
+
+def _guarded(arguments: list[str], program: str) -> int:
+    try:
+        code = _run(arguments, program)
+        sys.stdout.flush()  # a closed pipe shows here, not at interpreter exit
+        return code
+    except SystemExit as stop:  # argparse: --help, --version, usage errors
+        if stop.code is None or isinstance(stop.code, int):
+            return stop.code or 0
+        raise
+    except PeerError:
+        return 1  # the rank that failed prints its own sentence
+    except MMError as error:
+        if os.environ.get("MM_DEBUG", "0") not in ("", "0"):
+            import traceback
+
+            traceback.print_exc()
+        print(f"mm: error: {error.render()}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("mm: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit; give it somewhere to write.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _run(arguments: list[str], program: str) -> int:
+    name = arguments[0] if arguments else "--help"
+    if name in COMMANDS:
+        module_name, summary = COMMANDS[name]
+        module = import_module(module_name)
+        prog = program if program == "mm-train" else f"mm {name}"
+        # Without abbreviations: an option added later never changes what a script means.
+        parser = Parser(prog=prog, description=f"{summary[0].upper()}{summary[1:]}.", allow_abbrev=False)
+        module.configure(parser)
+        code: int = module.execute(parser.parse_args(arguments[1:]))
+        return code
+    parser = _top_level()
+    if not name.startswith("-"):
+        hint = did_you_mean(name, COMMANDS) or f"the commands are {', '.join(COMMANDS)}"
+        parser.print_usage(sys.stderr)
+        parser.exit(2, f"mm: error: there is no command {name!r}; {hint}\n")
+    parser.parse_args(arguments or ["--help"])
+    parser.error("no command was given")
+
+
+def _top_level() -> Parser:
+    """The parser of `mm --help`: it knows the subcommands' names and summaries, nothing of them."""
+    from mm_core import __version__
+
+    width = max(map(len, COMMANDS))
+    parser = Parser(
+        prog="mm",
+        usage="mm [-h] [--version] COMMAND ...",
+        description="Train multimodal models: plugins, one YAML, FSDP2.",
+        epilog="\n".join(
+            ["commands:"]
+            + [f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items()]
+            + ["", "mm COMMAND --help shows a command's options. MM_DEBUG=1 shows tracebacks."]
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"mm {__version__}")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

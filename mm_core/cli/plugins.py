@@ -1,0 +1,175 @@
+"""`mm plugins list|show|check`: what is installed, what a component is, what is broken."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from mm_core.plugin.component import KINDS
+from mm_core.plugin.records import PluginRecord, Registered
+from mm_core.plugin.registry import Registry, survey
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the three actions and their options."""
+    actions = parser.add_subparsers(dest="action", metavar="list|show|check", required=True)
+    listing = actions.add_parser("list", help="all plugins and components", allow_abbrev=False)
+    listing.add_argument("--kind", choices=tuple(KINDS), metavar="KIND", help=f"one of {', '.join(KINDS)}")
+    show = actions.add_parser("show", help="one component: fields, defaults, origin", allow_abbrev=False)
+    show.add_argument("name", metavar="NAME", help="bare or qualified name, or an alias")
+    check = actions.add_parser("check", help="exit 1 when anything is broken", allow_abbrev=False)
+    check.add_argument("--import", action="store_true", dest="import_targets", help="import every target too")
+    for action in (listing, show, check):
+        action.add_argument("--json", action="store_true", help="print JSON")
+        action.add_argument(
+            "--path", action="append", default=[], metavar="FILE", help="also this one-file plugin"
+        )
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Runs the chosen action."""
+    registry = survey(tuple(arguments.path))
+    if arguments.action == "list":
+        return _list(registry, arguments.kind, arguments.json)
+    if arguments.action == "show":
+        return _show(registry.find(arguments.name), arguments.json)
+    return _check(registry, arguments.import_targets, arguments.json)
+
+
+def _list(registry: Registry, kind: str | None, as_json: bool) -> int:
+    if as_json:
+        _print_json({"plugins": [_plugin_json(plugin, kind) for plugin in registry.plugins]})
+        return 0
+    rows = [("PLUGIN", "VERSION", "STATUS", "DISTRIBUTION")]
+    rows += [(p.namespace, p.version, p.status, p.distribution) for p in registry.plugins]
+    _print_table(rows)
+    for each in KINDS if kind is None else [kind]:
+        components = registry.components(each)
+        if components or kind is not None:
+            print(f"\n{each}")
+            _print_table([(c.qualified, c.component.summary) for c in components], indent="  ")
+    broken = [plugin for plugin in registry.plugins if plugin.status != "ok"]
+    if broken:
+        print("\nnot loaded")
+        for plugin in broken:
+            print(f"  {plugin.label} {plugin.status}: {plugin.error}")
+    return 0
+
+
+def _show(found: Sequence[Registered], as_json: bool) -> int:
+    from mm_core.plugin.describe import describe_fields
+
+    described = [(r, describe_fields(r.config_class())) for r in found]
+    if as_json:
+        _print_json(
+            {
+                "components": [
+                    {**_component_json(r), "source": _source(r), "fields": [vars(field) for field in fields]}
+                    for r, fields in described
+                ]
+            }
+        )
+        return 0
+    for number, (r, fields) in enumerate(described):
+        print("\n" * bool(number) + f"{r.qualified}  ({r.kind})")
+        facts = [
+            ("summary", r.component.summary),
+            ("distribution", f"{r.distribution} {r.version}"),
+            ("target", r.component.target),
+            ("config", r.component.config or "the target's signature"),
+            ("source", _source(r)),
+            ("aliases", ", ".join(r.component.aliases)),
+            ("capabilities", ", ".join(f"{k}={v!r}" for k, v in r.component.capabilities.items())),
+            ("licence", r.component.licence),
+            ("paper", r.component.paper),
+        ]
+        _print_table([(name, value) for name, value in facts if value], indent="  ")
+        print("\n  fields" if fields else "\n  no fields")
+        _print_table(
+            [
+                (
+                    f.name,
+                    f.type,
+                    "required" if f.default is None else f.default,
+                    f.comment and f"# {f.comment}",
+                )
+                for f in fields
+            ],
+            indent="    ",
+        )
+    return 0
+
+
+def _check(registry: Registry, import_targets: bool, as_json: bool) -> int:
+    from mm_core.plugin.inspection import inspect_plugins
+
+    findings = inspect_plugins(registry, import_targets)
+    faults = sum(finding.severity == "fault" for finding in findings)
+    if as_json:
+        plugins = [_plugin_json(plugin, None) for plugin in registry.plugins]
+        _print_json(
+            {"ok": not faults, "findings": [vars(finding) for finding in findings], "plugins": plugins}
+        )
+    else:
+        for finding in findings:
+            print(f"{finding.severity}: {finding.sentence}")
+        counts = (
+            (len(registry.plugins), "plugin"),
+            (len(registry.components()), "component"),
+            (faults, "fault"),
+            (len(findings) - faults, "warning"),
+        )
+        print(", ".join(f"{count} {word}{'s' if count != 1 else ''}" for count, word in counts))
+    return 1 if faults else 0
+
+
+def _source(registered: Registered) -> str | None:
+    from mm_core.plugin.locate import source_file
+
+    return source_file(registered.module_of(registered.component.target))
+
+
+def _plugin_json(plugin: PluginRecord, kind: str | None) -> dict[str, Any]:
+    return {
+        "namespace": plugin.namespace,
+        "module": plugin.module,
+        "distribution": plugin.distribution,
+        "version": plugin.version,
+        "status": plugin.status,
+        "error": plugin.error,
+        "requirement": plugin.requirement,
+        "imports_torch": plugin.imports_torch,
+        "components": [_component_json(r) for r in plugin.components if kind in (None, r.kind)],
+    }
+
+
+def _component_json(registered: Registered) -> dict[str, Any]:
+    component = registered.component
+    return {
+        "name": registered.qualified,
+        "kind": registered.kind,
+        "summary": component.summary,
+        "target": component.target,
+        "config": component.config,
+        "aliases": list(component.aliases),
+        "capabilities": dict(component.capabilities),
+        "licence": component.licence,
+        "paper": component.paper,
+        "distribution": registered.distribution,
+        "version": registered.version,
+    }
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    print(json.dumps(value, indent=2, default=str, ensure_ascii=False))
+
+
+def _print_table(rows: Iterable[Sequence[str | None]], indent: str = "") -> None:
+    """Rows in aligned columns, two spaces apart."""
+    cells = [[cell or "" for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print((indent + "  ".join(padded)).rstrip())

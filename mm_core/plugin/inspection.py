@@ -1,0 +1,113 @@
+"""Everything that can be wrong with installed plugins, found without importing torch if possible."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from mm_core.errors import MMError
+from mm_core.plugin.describe import describe_fields
+from mm_core.plugin.local import NAMESPACE as LOCAL
+from mm_core.plugin.locate import fault_of
+from mm_core.plugin.records import PluginRecord, Registered, one_line
+from mm_core.plugin.registry import Registry
+from mm_core.plugin.signatures import LEADING
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong. A fault breaks something; a warning does not."""
+
+    severity: Literal["fault", "warning"]
+    plugin: str
+    sentence: str
+
+
+def inspect_plugins(registry: Registry, import_targets: bool = False) -> list[Finding]:
+    """Checks every plugin: its record, its components' configs, that targets exist.
+
+    Targets are looked up in files; with `import_targets` they are imported, and their signatures
+    compared with their configs' fields.
+    """
+    findings = []
+    for plugin in registry.plugins:
+        findings += [Finding("fault", plugin.namespace, s) for s in _faults(plugin, import_targets)]
+        findings += [Finding("warning", plugin.namespace, s) for s in _warnings(plugin)]
+    return findings
+
+
+def _warnings(plugin: PluginRecord) -> Iterator[str]:
+    if plugin.status == "disabled" or plugin.namespace == LOCAL:
+        return
+    if plugin.imports_torch:
+        yield f"{plugin.label} imports torch when it is listed: import it in the target's module only"
+    if plugin.requirement is None and plugin.namespace != "core":
+        yield (
+            f"{plugin.label} requires no mm-core, so nobody knows which versions it fits: "
+            "add 'mm-core>=0.1,<0.2' to its dependencies"
+        )
+
+
+def _faults(plugin: PluginRecord, import_targets: bool) -> Iterator[str]:
+    if plugin.broken:
+        yield f"{plugin.label} {plugin.status}: {plugin.error}"
+    for registered in plugin.components:
+        yield from _config_faults(registered)
+        try:
+            fault = _import_fault(registered) if import_targets else _file_fault(registered)
+        except MMError as error:
+            fault = _flat(error)
+        if fault:
+            yield fault
+
+
+def _config_faults(registered: Registered) -> Iterator[str]:
+    if registered.component.config is None:
+        return
+    torch_before = "torch" in sys.modules
+    try:
+        describe_fields(registered.config_class())
+    except MMError as error:
+        yield _flat(error)
+    except Exception as error:  # an annotation is code of the plugin's: it may raise anything
+        path = registered.component.config
+        yield f"{registered.place}: the types of {path!r} do not resolve: {one_line(error)}"
+    if "torch" in sys.modules and not torch_before and registered.namespace != LOCAL:
+        yield (
+            f"{registered.place}: the config {registered.component.config!r} imports torch, "
+            "which makes every validation slow: keep it free of torch"
+        )
+
+
+def _file_fault(registered: Registered) -> str | None:
+    path = registered.component.target
+    fault = fault_of(registered.module_of(path), path.partition(":")[2])
+    return f"{registered.place}: the target {path!r} does not exist: {fault}" if fault else None
+
+
+def _import_fault(registered: Registered) -> str | None:
+    target = registered.load_target()
+    if registered.component.config is None:
+        registered.config_class()
+        return None
+    leading = [None] * LEADING.get(registered.kind, 0)
+    names = dict.fromkeys(field.name for field in fields(registered.config_class()))
+    try:
+        signature = inspect.signature(target)
+    except (TypeError, ValueError):
+        return None  # some built-in callables have none
+    try:
+        signature.bind(*leading, **names)
+    except TypeError as error:
+        return (
+            f"{registered.place}: the target {registered.component.target!r} does not take the fields of "
+            f"{registered.component.config!r}: {error}"
+        )
+    return None
+
+
+def _flat(error: MMError) -> str:
+    return " ".join(line.strip() for line in error.render().splitlines())

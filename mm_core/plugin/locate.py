@@ -1,0 +1,70 @@
+"""Whether a `module:Name` exists, found from files alone: importing it could take torch and seconds."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+
+from mm_core.errors import did_you_mean
+
+
+def source_file(module: str) -> str | None:
+    """The file of a module, None when it has none or does not exist."""
+    spec = find_module(module)
+    return spec.origin if spec is not None and spec.has_location else None
+
+
+def find_module(name: str) -> ModuleSpec | None:
+    """Like importlib.util.find_spec, without importing the parent packages of `name`."""
+    if name in sys.modules:
+        return sys.modules[name].__spec__
+    top, *rest = name.split(".")
+    spec = find_spec(top)
+    for part in rest:
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        try:
+            folders = list(spec.submodule_search_locations)
+        except KeyError:  # a namespace package within one that is not imported can not be listed
+            return find_spec(name)
+        spec = PathFinder.find_spec(f"{spec.name}.{part}", folders)
+    return spec
+
+
+def fault_of(module: str, attribute: str) -> str | None:
+    """Why `module:attribute` can not be imported, as far as files tell; None when they see no reason."""
+    spec = find_module(module)
+    if spec is None:
+        return f"there is no module {module!r}"
+    if not spec.origin or not spec.origin.endswith(".py"):
+        return None  # compiled: only an import could tell
+    try:
+        tree = ast.parse(Path(spec.origin).read_bytes())
+    except (SyntaxError, ValueError) as error:
+        return f"{spec.origin} does not parse: {error}"
+    names = _top_level_names(tree)
+    first = attribute.partition(".")[0]
+    if first in names or "*" in names or "__getattr__" in names:
+        return None
+    hint = did_you_mean(first, names)
+    return f"module {module!r} has no {first!r}" + (f": {hint}" if hint else "")
+
+
+def _top_level_names(tree: ast.Module) -> set[str]:
+    """Names that a module binds outside functions and classes; `*` for a star import."""
+    names: set[str] = set()
+    stack: list[ast.AST] = [tree]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+            continue
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+        stack.extend(ast.iter_child_nodes(node))
+    return names
