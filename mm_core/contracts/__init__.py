@@ -1,6 +1,6 @@
 """Contracts between rooms: protocols, typed batches, derived randomness."""
 
-from mm_core.contracts.batch import Batch, Clip, Loss, SampleKey, SampleRequest, VideoTextBatch
+from mm_core.contracts.batch import Batch, Clip, FailureRecord, Loss, SampleKey, SampleRequest, VideoTextBatch
 from mm_core.contracts.components import (
     Autoencoder,
     Frozen,
@@ -32,6 +32,7 @@ __all__ = [
     "Dataset",
     "Engine",
     "EnginePlan",
+    "FailureRecord",
     "Frozen",
     "LRSchedule",
     "Loss",

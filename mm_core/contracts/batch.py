@@ -17,6 +17,18 @@ class SampleKey(NamedTuple):
     index: int
 
 
+@dataclass(frozen=True)
+class FailureRecord:
+    """A sample that could not be read and that another one stands in for.
+
+    id: what a person would look for (a path). index: its place in the dataset. reason: a sentence.
+    """
+
+    id: str
+    index: int
+    reason: str
+
+
 @dataclass
 class Batch:
     """A micro-batch. Subclasses add the tensors of their modality.
@@ -25,11 +37,13 @@ class Batch:
     weights: [B] float32; 0 for samples that only fill up a ragged batch (they cost a forward, so
         that all ranks run the same modules, and count for nothing).
     ids: what a person would call each sample (a path, a row), for reports.
+    failures: samples that could not be read while this batch was put together (set by the loader).
     """
 
     keys: list[SampleKey]
     weights: Tensor
     ids: list[str]
+    failures: list[FailureRecord] = field(default_factory=list, kw_only=True)
 
     def __len__(self) -> int:
         return len(self.keys)

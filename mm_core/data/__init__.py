@@ -1,1 +1,1 @@
-"""TODO room docstring."""
+"""Reading samples: annotations, video readers, transforms, the sampler, the loader, the skip ledger."""
