@@ -1,0 +1,138 @@
+"""What starting costs: `mm --help` beside a bare interpreter, and `mm plugins list` with 50 plugins more.
+
+Every pair is measured alternately in one run and compared by medians, so that a machine that
+changes its speed changes both sides. Usage: python benchmarks/startup.py [--rounds N] [--plugins N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+RATIO_BAR = 10.0
+PLUGIN_BAR_MS = 0.5
+MM = [sys.executable, "-m", "mm_core.cli.main"]
+FORBIDDEN = ("torch", "transformers", "diffusers", "rich", "omegaconf", "numpy")
+HELP_FORBIDDEN = (*FORBIDDEN, "importlib.metadata", "mm_core.plugin.manager", "mm_core.cli.plugins")
+
+PLUGIN = '''"""A plugin like any other: one predictor."""
+
+from mm_core import Component, hookimpl
+
+
+@hookimpl
+def mm_predictors():
+    return [Component(name="dit", target="{package}.model:DiT", config="{package}.config:DiTConfig",
+                      summary="the transformer of plugin {package}")]
+'''
+METADATA = (
+    """Metadata-Version: 2.4
+Name: {name}
+Version: 1.2.3
+Summary: a plugin
+Requires-Python: >=3.11
+Requires-Dist: mm-core<0.2,>=0.1
+Requires-Dist: torch<2.14,>=2.7
+
+# {name}
+
+"""
+    + "A line of the description that every real distribution carries along.\n" * 40
+)
+
+
+def write_plugins(folder: Path, count: int) -> None:
+    """Lays out `count` plugins as pip would: a package and a dist-info each."""
+    for number in range(count):
+        package = f"mm_bench_{number:03d}"
+        (folder / package).mkdir()
+        (folder / package / "__init__.py").write_text("")
+        (folder / package / "plugin.py").write_text(PLUGIN.format(package=package))
+        info = folder / f"{package}-1.2.3.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(METADATA.format(name=package.replace("_", "-")))
+        (info / "entry_points.txt").write_text(f"[mm_core.plugins]\nbench_{number:03d} = {package}.plugin\n")
+
+
+def seconds(command: list[str], path: str) -> float:
+    """Wall time of one run of `command` with `path` as PYTHONPATH."""
+    environment = {**os.environ, "PYTHONPATH": path}
+    start = time.perf_counter()
+    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - start
+
+
+def paired(
+    first: tuple[list[str], str], second: tuple[list[str], str], rounds: int
+) -> tuple[list[float], ...]:
+    """Times of two commands, run alternately after one run of each that warms the caches."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for round_ in range(rounds + 1):
+        for command, into in zip((first, second), times, strict=True):
+            elapsed = seconds(*command)
+            if round_:
+                into.append(elapsed)
+    return times
+
+
+def imported(arguments: list[str], path: str, forbidden: tuple[str, ...]) -> list[str]:
+    """Which forbidden modules a command of `mm` leaves in sys.modules."""
+    code = (
+        "import sys; from mm_core.cli.main import main; main(sys.argv[2:]);"
+        "print(','.join(set(sys.argv[1].split(',')) & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, ",".join(forbidden), *arguments],
+        env={**os.environ, "PYTHONPATH": path},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return [name for name in done.stderr.strip().splitlines()[-1:] if name]
+
+
+def result(name: str, value: float, bar: float) -> bool:
+    """Prints the line that machines read."""
+    good = value <= bar
+    print(f"RESULT {name} {value:.3f} {bar:g} {'ok' if good else 'short'}")
+    return good
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--plugins", type=int, default=50)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as many, tempfile.TemporaryDirectory() as none:
+        write_plugins(Path(many), options.plugins)
+        bare, helped = paired(([sys.executable, "-c", "pass"], none), ([*MM, "--help"], none), options.rounds)
+        listing = [*MM, "plugins", "list"]
+        without, with_many = paired((listing, none), (listing, many), options.rounds)
+        heavy = imported(["--help"], many, HELP_FORBIDDEN) + imported(["plugins", "list"], many, FORBIDDEN)
+    rows = [
+        ("python -c pass", bare),
+        ("mm --help", helped),
+        ("mm plugins list", without),
+        (f"mm plugins list, {options.plugins} plugins more", with_many),
+    ]
+    print(f"{'command':<36}  {'median ms':>9}  {'fastest ms':>10}")
+    for name, times in rows:
+        print(f"{name:<36}  {statistics.median(times) * 1e3:>9.1f}  {min(times) * 1e3:>10.1f}")
+    print(f"heavy modules imported: {', '.join(heavy) or 'none'}")
+    a_plugin = (statistics.median(with_many) - statistics.median(without)) * 1e3 / options.plugins
+    good = [
+        result("startup_help_ratio", statistics.median(helped) / statistics.median(bare), RATIO_BAR),
+        result("startup_ms_a_plugin", a_plugin, PLUGIN_BAR_MS),
+        result("startup_heavy_modules", len(heavy), 0),
+    ]
+    return 0 if all(good) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
