@@ -24,12 +24,12 @@ class Constant:
 
 
 class Cosine:
-    """Linear warm-up from 0 over `warmup_steps`, then half a cosine from 1 to `min_lr_ratio` at `total_steps`.
+    """Linear warm-up from 0 over `warmup_steps`, then half a cosine from 1 down to `min_lr_ratio`.
 
     Reference: https://arxiv.org/abs/1608.03983 (equation 5, one cycle).
     """
 
-    def __init__(self, total_steps: int, warmup_steps: int = 0, min_lr_ratio: float = 0.0) -> None:
+    def __init__(self, total_steps: int, warmup_steps: int, min_lr_ratio: float) -> None:
         check_warmup(total_steps, warmup_steps)
         self.total_steps = total_steps
         self.warmup_steps = warmup_steps

@@ -11,10 +11,10 @@ from torch import nn
 
 def adamw(
     parameters: Iterable[nn.Parameter],
-    lr: float = 1.0e-5,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1.0e-8,
-    weight_decay: float = 0.01,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
 ) -> torch.optim.AdamW:
     """AdamW over `parameters` (plain tensors or DTensors), by the fastest kernel that their device has.
 

@@ -1,0 +1,197 @@
+"""torch.distributed.checkpoint made safe: nothing in a checkpoint directory can run code.
+
+Two of its files' parts are pickles by nature. `.metadata` is read by an unpickler that knows a dozen harmless
+names; tensors are read by torch with `weights_only`; items that are no tensors, which torch would unpickle
+freely, are refused.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import warnings
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from mm_core.errors import CheckpointError
+from mm_core.train.checkpoint_io import METADATA, listed
+
+_ALLOWED: dict[tuple[str, str], Any] = {
+    **{
+        (metadata.__name__, name): getattr(metadata, name)
+        for name in (
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorStorageMetadata",
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "_MEM_FORMAT_ENCODING",
+        )
+    },
+    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+}
+_DTYPES = {name: kind for name, kind in vars(torch).items() if isinstance(kind, torch.dtype)}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Finds only the names that a `.metadata` is made of."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
+        if (module, name) in _ALLOWED:
+            return _ALLOWED[module, name]
+        raise CheckpointError(f".metadata asks for {module}.{name}, which no checkpoint of ours needs")
+
+
+class _Writer(FileSystemWriter):
+    """Leaves out where the checkpoint was written: it may be moved, and the path is nobody's business."""
+
+    def storage_meta(self) -> StorageMeta | None:
+        return StorageMeta(save_id=self.save_id)
+
+
+class _Reader(FileSystemReader):
+    """Reads by metadata that has been checked already."""
+
+    def __init__(self, folder: Path, checked: Metadata) -> None:
+        super().__init__(folder)
+        self._checked = checked
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._checked
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """Loads tensors only."""
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> NoReturn:
+        raise CheckpointError(f"{read_item.storage_index.fqn} is not a tensor")
+
+
+def write_tensors(folder: Path, tensors: Mapping[str, Mapping[str, Any]], *, alone: bool) -> None:
+    """This rank's share of the tensors, and on rank 0 `.metadata`; files are on disk when it returns.
+
+    Replicated tensors are written once, by the rank with the least to write. One thread only: with more,
+    torch reports success when a helper thread finds the disk full.
+    """
+    writer = _Writer(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
+    with _quiet(alone):
+        save(_sections(tensors), storage_writer=writer, planner=DefaultSavePlanner(), no_dist=alone)
+
+
+def read_tensors(
+    folder: Path, checked: Metadata, tensors: Mapping[str, Mapping[str, Any]], *, alone: bool
+) -> None:
+    """Fills `tensors` in place from a checkpoint whose metadata has been checked against them."""
+    with _quiet(alone):
+        load(
+            _sections(tensors), storage_reader=_Reader(folder, checked), planner=_LoadPlanner(), no_dist=alone
+        )
+
+
+def read_metadata(folder: Path, files: Collection[str]) -> Metadata:
+    """`.metadata`, read without running anything in it and checked to speak only of tensors in `files`."""
+    try:
+        with (folder / METADATA).open("rb") as stream:
+            found = _MetadataUnpickler(stream).load()
+        _check_metadata(found, files)
+    except CheckpointError as fault:
+        raise CheckpointError(fault.what, where=str(folder), hint="do not trust this checkpoint") from None
+    except Exception as fault:
+        # A pickle can fail in any way that the calls inside it can; all mean the same to the user.
+        raise CheckpointError(
+            f".metadata can not be read ({type(fault).__name__}: {fault})", where=str(folder)
+        ) from None
+    assert isinstance(found, Metadata)
+    return found
+
+
+def _check_metadata(found: Any, files: Collection[str]) -> None:
+    """That every entry is a tensor, wholly covered by chunks, in a file of this checkpoint."""
+    if type(found) is not Metadata or not isinstance(found.storage_data, dict):
+        raise CheckpointError(".metadata does not describe a checkpoint")
+    for name, entry in found.state_dict_metadata.items():
+        if type(entry) is not TensorStorageMetadata:
+            raise CheckpointError(f".metadata lists {name!r}, which is not a tensor")
+        if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size):
+            raise CheckpointError(f".metadata does not cover the whole of {name!r}")
+    for index, stored in found.storage_data.items():
+        if (
+            type(index) is not MetadataIndex
+            or stored.relative_path not in files
+            or stored.transform_descriptors
+        ):
+            raise CheckpointError(".metadata points outside the files of this checkpoint")
+
+
+def compare(
+    checked: Metadata, tensors: Mapping[str, Mapping[str, Any]], folder: Path, *, exact: bool
+) -> None:
+    """CheckpointError that lists every missing, unexpected and misshapen tensor; nothing is touched.
+
+    exact: also compares dtypes, and refuses tensors of the checkpoint that are not asked for.
+    """
+    wanted = {f"{part}.{name}": tensor for part, named in tensors.items() for name, tensor in named.items()}
+    parts = tuple(f"{part}." for part in tensors)
+    stored = {
+        name: entry for name, entry in checked.state_dict_metadata.items() if exact or name.startswith(parts)
+    }
+    missing = sorted(wanted.keys() - stored.keys())
+    unexpected = sorted(stored.keys() - wanted.keys())
+    misshapen = [
+        f"{name} ({found} in the checkpoint, {needed} in the model)"
+        for name in sorted(wanted.keys() & stored.keys())
+        if (found := _kind(stored[name].size, stored[name].properties.dtype, exact))  # type: ignore[union-attr]
+        != (needed := _kind(wanted[name].shape, wanted[name].dtype, exact))
+    ]
+    kinds = (("missing", missing), ("unexpected", unexpected), ("misshapen", misshapen))
+    if any(names for _, names in kinds):
+        lines = [f"{len(names)} {kind}: {listed(names)}" for kind, names in kinds if names]
+        raise CheckpointError(
+            "this checkpoint is of another model or optimizer: " + "; ".join(lines),
+            where=str(folder),
+            hint="compare its config.yaml with yours, or choose another run.name to begin anew",
+        )
+
+
+def _kind(shape: torch.Size, dtype: torch.dtype, exact: bool) -> str:
+    size = "x".join(map(str, shape)) or "scalar"
+    return f"{size} {str(dtype).removeprefix('torch.')}" if exact else size
+
+
+def check_tensors(tensors: Mapping[str, Mapping[str, Any]]) -> None:
+    """CheckpointError for state that is no tensor: such state belongs into the facts."""
+    for part, named in tensors.items():
+        for name, value in named.items():
+            if not isinstance(value, Tensor):
+                raise CheckpointError(
+                    f"{part}.{name} is a {type(value).__name__}",
+                    accepted="tensors",
+                    hint="put other state in facts",
+                )
+
+
+def _sections(tensors: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    # An empty dict would count as a leaf that is no tensor.
+    return {part: dict(named) for part, named in tensors.items() if named}
+
+
+def _quiet(alone: bool) -> AbstractContextManager[Any]:
+    """Without torch's warning that there is no process group: here that is meant."""
+    return warnings.catch_warnings(action="ignore", category=UserWarning) if alone else nullcontext()

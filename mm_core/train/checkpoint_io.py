@@ -1,0 +1,134 @@
+"""Files of a checkpoint: written to last, checked by checksum, published by rename."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mm_core.errors import CheckpointError
+
+CHECKSUMS = "checksums.json"
+METADATA = ".metadata"
+FACTS = "facts.json"
+CONFIG = "config.yaml"
+FORMAT = 1
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Checksum:
+    """Size in bytes and crc32 of a file."""
+
+    size: int
+    crc32: int
+
+
+def checksum(path: Path) -> Checksum:
+    """Reads the whole file."""
+    size = crc = 0
+    with path.open("rb") as stream:
+        while chunk := stream.read(_CHUNK):
+            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+    return Checksum(size, crc)
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Writes a text file and waits until the disk has it."""
+    with path.open("w", encoding="utf-8", newline="\n") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Waits until the disk has the folder's entries: a rename is lasting only after it."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def move_text(path: Path, text: str) -> None:
+    """Replaces a small file in one step: a reader sees the old text or the new, never neither."""
+    staged = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    write_durably(staged, text)
+    staged.replace(path)
+    sync_folder(path.parent)
+
+
+def write_manifest(folder: Path, files: Mapping[str, Checksum]) -> None:
+    """Writes the checksums of all files of a checkpoint; a checkpoint without them is incomplete."""
+    rows = {
+        name: {"size": entry.size, "crc32": f"{entry.crc32:08x}"} for name, entry in sorted(files.items())
+    }
+    write_durably(folder / CHECKSUMS, json.dumps({"format": FORMAT, "files": rows}, indent=1) + "\n")
+
+
+def read_manifest(folder: Path) -> dict[str, Checksum]:
+    """The checksums that a checkpoint was completed with."""
+    path = folder / CHECKSUMS
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        version, rows = document["format"], document["files"]
+        files = {str(name): Checksum(int(row["size"]), int(row["crc32"], 16)) for name, row in rows.items()}
+    except FileNotFoundError:
+        raise CheckpointError(
+            "this checkpoint is incomplete: it has no checksums.json", where=str(folder), hint=_OTHER
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as fault:
+        raise CheckpointError(
+            f"checksums.json can not be read ({type(fault).__name__})", where=str(folder), hint=_OTHER
+        ) from None
+    if version != FORMAT:
+        raise CheckpointError(
+            f"this checkpoint has format {version}",
+            where=str(folder),
+            accepted=f"format {FORMAT}",
+            hint=_UPGRADE,
+        )
+    odd = [name for name in files if Path(name).name != name or name in {"", ".", ".."}]
+    needed = {METADATA, FACTS, CONFIG} - files.keys()
+    if odd or needed:
+        fault_text = f"names {odd[0]!r}" if odd else f"does not list {', '.join(sorted(needed))}"
+        raise CheckpointError(f"checksums.json {fault_text}", where=str(folder), hint=_OTHER)
+    return files
+
+
+def check_present(folder: Path, files: Mapping[str, Checksum]) -> None:
+    """CheckpointError that names every file that is missing or has another size."""
+    faults = []
+    for name, entry in files.items():
+        path = folder / name
+        if not path.is_file():
+            faults.append(f"{name} is missing")
+        elif (size := path.stat().st_size) != entry.size:
+            faults.append(f"{name} has {size} bytes instead of {entry.size}")
+    _refuse(folder, faults)
+
+
+def check_contents(folder: Path, files: Mapping[str, Checksum], names: Iterable[str]) -> None:
+    """CheckpointError that names every file of `names` whose bytes have changed."""
+    _refuse(
+        folder,
+        [f"{name} does not match its checksum" for name in names if checksum(folder / name) != files[name]],
+    )
+
+
+def _refuse(folder: Path, faults: list[str]) -> None:
+    if faults:
+        raise CheckpointError(f"this checkpoint is damaged: {listed(faults)}", where=str(folder), hint=_OTHER)
+
+
+def listed(items: list[str], most: int = 10) -> str:
+    """Items joined by commas; beyond `most`, how many more there are."""
+    rest = f", and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(items[:most]) + rest
+
+
+_OTHER = "resume from another checkpoint: --resume PATH"
+_UPGRADE = "load it with the version of mm-core that wrote it, or a newer one"
