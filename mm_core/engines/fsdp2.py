@@ -21,6 +21,7 @@ from mm_core.builtin.configs.engines import FSDP2Config
 from mm_core.contracts import EnginePlan, Loss, Randomness, torch_dtype
 from mm_core.device import current_device
 from mm_core.errors import PlanError, TrainingError
+from mm_core.parallel.averaging import average_by_sum
 from mm_core.parallel.casting import cast_inputs
 from mm_core.parallel.initialise import initialise
 from mm_core.parallel.layout import decide_layout, mesh_shape
@@ -132,7 +133,9 @@ class FSDP2Engine:
             for module in (*(task.get_submodule(p) for p in inner), *self._trained.values()):
                 cast_inputs(module, param_dtype)
         self._roots = [root for root in self._trained.values() if isinstance(root, FSDPModule)]
-        self._prefetch([m for p in plan.wrapped if isinstance(m := task.get_submodule(p), FSDPModule)])
+        chain = [m for p in plan.wrapped if isinstance(m := task.get_submodule(p), FSDPModule)]
+        average_by_sum(self.device, [*chain, *self._roots])
+        self._prefetch(chain)
 
     def _pins(self) -> bool:
         return self.config.pin_memory and self.device.type != "cpu"

@@ -1,0 +1,41 @@
+"""Gradient averaging on gloo, over torch versions.
+
+fully_shard reduces fp32 and bf16 gradients by ReduceOp.AVG. In torch 2.7 gloo's reduce-scatter takes
+AVG and returns the SUM without a word (gradients too large by the number of ranks), and its
+all-reduce raises. Summing and dividing apart is right everywhere: newer versions offer that as a
+setting; the older one divides apart only for a device named `mtia`, so that name is passed on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+_SETTING = "set_force_sum_reduction_for_comms"
+_FACTORS = "_get_gradient_divide_factors"
+
+
+def average_by_sum(device: torch.device, modules: Iterable[FSDPModule]) -> None:
+    """Makes gloo reduce gradients by SUM and an explicit division. Other backends keep AVG."""
+    if device.type != "cpu":
+        return
+    for module in modules:
+        if hasattr(module, _SETTING):
+            getattr(module, _SETTING)(True)
+        else:
+            _divide_apart()
+
+
+def _divide_apart() -> None:
+    original = getattr(_fsdp_collectives, _FACTORS)
+    if original.__module__ == __name__:
+        return
+
+    def divide_apart(scatter: Any, reduce: Any, dtype: torch.dtype, device_type: str = "") -> Any:
+        return original(scatter, reduce, dtype, "mtia" if device_type == "cpu" else device_type)
+
+    setattr(_fsdp_collectives, _FACTORS, divide_apart)
