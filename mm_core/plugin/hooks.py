@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from types import FunctionType, ModuleType
 from typing import Any
 
-from mm_core.errors import did_you_mean
+from mm_core.errors import nearest
 from mm_core.plugin.component import KINDS, Component
 
 _HOOKS = frozenset(KINDS.values())
@@ -52,14 +52,19 @@ def check_hooks(module: ModuleType) -> None:
 
 
 def _unknown(hook: str) -> str:
-    hint = did_you_mean(hook, sorted(_HOOKS)) or f"the hooks are {', '.join(sorted(_HOOKS))}"
+    hint = _near(hook) or f"the hooks are {', '.join(sorted(_HOOKS))}"
     return f"there is no hook {hook!r}: {hint}"
+
+
+def _near(name: str) -> str | None:
+    found = nearest(name, sorted(_HOOKS), 1)
+    return f"did you mean {found[0]!r}?" if found else None
 
 
 def _unmarked(name: str) -> str:
     if name in _HOOKS:
         return f"function {name!r} is not marked as a hook: put @hookimpl above it"
-    hint = did_you_mean(name, sorted(_HOOKS))
+    hint = _near(name)
     return f"function {name!r} is no hook: {hint or 'names that begin with mm_ are for hooks'}"
 
 

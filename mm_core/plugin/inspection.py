@@ -10,7 +10,6 @@ from typing import Literal
 
 from mm_core.errors import MMError
 from mm_core.plugin.describe import describe_fields
-from mm_core.plugin.local import NAMESPACE as LOCAL
 from mm_core.plugin.locate import fault_of
 from mm_core.plugin.records import PluginRecord, Registered, one_line
 from mm_core.plugin.registry import Registry
@@ -40,7 +39,7 @@ def inspect_plugins(registry: Registry, import_targets: bool = False) -> list[Fi
 
 
 def _warnings(plugin: PluginRecord) -> Iterator[str]:
-    if plugin.status == "disabled" or plugin.namespace == LOCAL:
+    if plugin.status == "disabled" or plugin.file is not None:
         return
     if plugin.imports_torch:
         yield f"{plugin.label} imports torch when it is listed: import it in the target's module only"
@@ -59,7 +58,7 @@ def _faults(plugin: PluginRecord, import_targets: bool) -> Iterator[str]:
         try:
             fault = _import_fault(registered) if import_targets else _file_fault(registered)
         except MMError as error:
-            fault = _flat(error)
+            fault = one_line(error)
         if fault:
             yield fault
 
@@ -71,11 +70,11 @@ def _config_faults(registered: Registered) -> Iterator[str]:
     try:
         describe_fields(registered.config_class())
     except MMError as error:
-        yield _flat(error)
+        yield one_line(error)
     except Exception as error:  # an annotation is code of the plugin's: it may raise anything
         path = registered.component.config
         yield f"{registered.place}: the types of {path!r} do not resolve: {one_line(error)}"
-    if "torch" in sys.modules and not torch_before and registered.namespace != LOCAL:
+    if "torch" in sys.modules and not torch_before and not registered.modules:
         yield (
             f"{registered.place}: the config {registered.component.config!r} imports torch, "
             "which makes every validation slow: keep it free of torch"
@@ -107,7 +106,3 @@ def _import_fault(registered: Registered) -> str | None:
             f"{registered.component.config!r}: {error}"
         )
     return None
-
-
-def _flat(error: MMError) -> str:
-    return " ".join(line.strip() for line in error.render().splitlines())

@@ -26,8 +26,9 @@ def local_record(path: Path) -> PluginRecord:
             "?",
             "failed",
             f"plugin file {str(path)!r} can not be read: {error.strerror}",
+            file=str(path),
         )
-    record = PluginRecord(NAMESPACE, module_name(path), path.name, f"sha256:{digest}")
+    record = PluginRecord(NAMESPACE, module_name(path), path.name, f"sha256:{digest}", file=str(path))
     if path.suffix != ".py" or not path.stem.isidentifier():
         return PluginRecord(
             NAMESPACE,
@@ -36,6 +37,7 @@ def local_record(path: Path) -> PluginRecord:
             record.version,
             "failed",
             f"plugin file {str(path)!r} must be named like a Python module: letters, digits, '_', then '.py'",
+            file=str(path),
         )
     return record
 

@@ -16,7 +16,7 @@ from types import ModuleType
 import pluggy
 
 from mm_core import __version__ as CORE_VERSION
-from mm_core.errors import MMError, PluginError, did_you_mean
+from mm_core.errors import PluginError, did_you_mean
 from mm_core.plugin import hookspecs
 from mm_core.plugin.component import KINDS, Component
 from mm_core.plugin.hooks import HookFault, check_hooks, check_names, checked_components
@@ -95,7 +95,7 @@ def _unfit(requirement: str) -> bool:
 
 
 def _switch_off(installed: list[_Found], local: list[_Found], environ: Mapping[str, str]) -> None:
-    """Applies MM_PLUGINS (only these and core) and MM_PLUGINS_DISABLE (not these)."""
+    """Applies MM_PLUGINS (of the installed, only these and core) and MM_PLUGINS_DISABLE (not these)."""
     known = sorted({f.record.namespace for f in installed} | {LOCAL})
     if "MM_PLUGINS" in environ:
         allowed = _names(environ, "MM_PLUGINS", known)
@@ -154,7 +154,7 @@ def _ask(found: list[_Found]) -> None:
     for index, f in enumerate(found):
         if f.record.status == "ok":
             with _isolated(f):
-                _register(manager, f, str(index))
+                _register(manager, found, index)
     returned: dict[int, list[tuple[str, Component]]] = defaultdict(list)
     for kind, hook in KINDS.items():
         for implementation in getattr(manager.hook, hook).get_hookimpls():
@@ -176,32 +176,35 @@ def _isolated(f: _Found, doing: str = "") -> Iterator[None]:
         yield
     except HookFault as fault:
         f.stop("refused" if fault.refused else "failed", str(fault))
-    except MMError as error:
-        f.stop("failed", doing + " ".join(line.strip() for line in error.render().splitlines()))
     except (Exception, SystemExit) as error:
         f.stop("failed", doing + one_line(error))
 
 
-def _register(manager: pluggy.PluginManager, f: _Found, name: str) -> None:
+def _register(manager: pluggy.PluginManager, found: list[_Found], index: int) -> None:
+    f = found[index]
     torch_before = "torch" in sys.modules
     try:
         module = _import(f)
+    except HookFault:
+        raise
     except (Exception, SystemExit) as error:
         f.stop("failed", f"import of {f.path or f.record.module} failed: {one_line(error)}")
         return
     finally:
         f.record = replace(f.record, imports_torch="torch" in sys.modules and not torch_before)
+    taken = manager.get_name(module)
+    if taken is not None:
+        owner = found[int(taken)].record.namespace
+        raise PluginError(f"its module {f.record.module!r} is already the plugin {owner!r}")
     check_hooks(module)
-    manager.register(module, name=name)
+    manager.register(module, name=str(index))
 
 
 def _import(f: _Found) -> ModuleType:
     if f.path is not None:
         return import_file(f.path)
     if ":" in f.record.module:
-        raise PluginError(
-            f"the entry point {f.record.module!r} must be a module, without ':'",
-        )
+        raise HookFault(f"the entry point {f.record.module!r} must be a module, without ':'")
     return import_module(f.record.module)
 
 

@@ -19,7 +19,10 @@ _HERE = str(Path(__file__).parent)  # our own frames around a plugin's code tell
 
 
 def one_line(error: BaseException) -> str:
-    """An exception as one line: its type, its first line, and the line of code that raised it."""
+    """An exception as one line: its type, its first line, and the line of code that raised it.
+    An MMError says all that itself."""
+    if isinstance(error, MMError):
+        return "; ".join(line.strip() for line in error.render().splitlines())
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     text = f"{type(error).__name__}: {first}" if first else type(error).__name__
     if isinstance(error, SyntaxError):
@@ -136,6 +139,7 @@ class PluginRecord:
         namespace taken twice or reserved, hook wrappers); `disabled` (by MM_PLUGINS or MM_PLUGINS_DISABLE).
     error: one sentence, for every status but `ok`.
     requirement: its requirement of mm-core, which is its API range; None when it declares none.
+    file: the path of a one-file plugin.
     imports_torch: importing the plugin imported torch (not seen when torch was there before).
     """
 
@@ -148,6 +152,7 @@ class PluginRecord:
     components: tuple[Registered, ...] = ()
     imports_torch: bool = False
     requirement: str | None = None
+    file: str | None = None
 
     @property
     def label(self) -> str:

@@ -183,8 +183,8 @@ def get_registry(local_paths: tuple[str, ...] | None = None) -> Registry:
     key = (paths, *(os.environ.get(variable) for variable in _VARIABLES))
     if key not in _process.registries:
         registry = Registry(discover(paths, os.environ))
-        _report(registry.plugins)
         _raise_if_needed(registry.plugins)
+        _report(registry.plugins)
         _process.registries[key] = registry
     _process.current = paths
     return _process.registries[key]
@@ -207,7 +207,7 @@ def lines_of(plugins: tuple[PluginRecord, ...]) -> list[str]:
     """What a person is told: one line a broken plugin and one a plugin that imports torch."""
     lines = [_state(plugin) for plugin in plugins if plugin.broken]
     for plugin in plugins:
-        if plugin.imports_torch and plugin.namespace != "local":
+        if plugin.imports_torch and plugin.file is None:
             lines.append(
                 f"{plugin.label} imports torch when it is listed, which makes every command slow: "
                 "import it in the target's module only"
@@ -216,6 +216,7 @@ def lines_of(plugins: tuple[PluginRecord, ...]) -> list[str]:
 
 
 def _report(plugins: tuple[PluginRecord, ...]) -> None:
+    """Tells a person once, on the first rank only."""
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) != "0":
         return
     for line in lines_of(plugins):
@@ -228,7 +229,7 @@ def _raise_if_needed(plugins: tuple[PluginRecord, ...]) -> None:
     strict = os.environ.get("MM_PLUGINS_STRICT", "")
     if strict not in ("", "0", "1"):
         raise PluginError(f"the value {strict!r} is neither 0 nor 1", where="MM_PLUGINS_STRICT")
-    fatal = [p for p in plugins if p.broken and (strict == "1" or p.namespace == "local")]
+    fatal = [p for p in plugins if p.broken and (strict == "1" or p.file is not None)]
     if fatal:
         raise PluginError(
             "; ".join(map(_state, fatal)),
