@@ -21,7 +21,7 @@ from mm_core.builtin.configs.engines import FSDP2Config
 from mm_core.contracts import EnginePlan, Loss, Randomness, torch_dtype
 from mm_core.device import current_device
 from mm_core.errors import PlanError, TrainingError
-from mm_core.parallel.averaging import average_by_sum
+from mm_core.parallel.averaging import average_by_sum, check_replicas
 from mm_core.parallel.casting import cast_inputs
 from mm_core.parallel.initialise import initialise
 from mm_core.parallel.layout import decide_layout, mesh_shape
@@ -49,6 +49,7 @@ class FSDP2Engine:
         """The layout for `world` ranks. Bytes are those of rank 0, which holds the largest shards."""
         config = self.config
         replicas, shards = mesh_shape(world, config.sharding_size)
+        check_replicas(self.device, replicas)
         layout = decide_layout(
             task,
             task.trainable,  # type: ignore[arg-type]

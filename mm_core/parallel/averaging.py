@@ -15,6 +15,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
+from mm_core.errors import PlanError
+
 _SETTING = "set_force_sum_reduction_for_comms"
 _FACTORS = "_get_gradient_divide_factors"
 
@@ -28,6 +30,16 @@ def average_by_sum(device: torch.device, modules: Iterable[FSDPModule]) -> None:
             getattr(module, _SETTING)(True)
         else:
             _divide_apart()
+
+
+def check_replicas(device: torch.device, replicas: int) -> None:
+    """PlanError where this torch can not replicate on CPU (2.7: an assertion inside fully_shard)."""
+    if device.type == "cpu" and replicas > 1 and not hasattr(FSDPModule, _SETTING):
+        raise PlanError(
+            f"torch {torch.__version__} can not keep replicas on CPU",
+            where="engine.sharding_size",
+            accepted="auto (every rank a shard); replicas need torch 2.8 or newer on CPU, or an accelerator",
+        )
 
 
 def _divide_apart() -> None:
