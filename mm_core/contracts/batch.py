@@ -14,7 +14,7 @@ class SampleKey(NamedTuple):
     """One draw of one sample: the seed path of everything random about it."""
 
     epoch: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody calls on a key
 
 
 @dataclass(frozen=True)

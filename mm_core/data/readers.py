@@ -253,7 +253,8 @@ def _rgb(frame: Any) -> np.ndarray[Any, Any]:
 
 def _quarter_turns(frame: Any) -> int:
     """Counter-clockwise quarter turns that make the frame upright."""
-    return round(frame.rotation / 90) % 4
+    turns: int = round(frame.rotation / 90)
+    return turns % 4
 
 
 def _checked(seconds: Sequence[float], path: Path) -> list[float]:

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from mm_core.plugin.fields import ComponentConfig, Kind, Range
 
+_PYAV = ComponentConfig("video_reader", "core/pyav")
+
 
 @dataclass(frozen=True)
 class VideoTextConfig:
@@ -20,9 +22,7 @@ class VideoTextConfig:
     fps: Annotated[float, Range(gt=0)] | None = None  # frames sampled a second; none: each clip's own rate
     random_start: bool = False  # where a clip starts in a longer video; false: at its beginning
     interpolation: Literal["bicubic", "bilinear"] = "bicubic"  # of the resize, always antialiased
-    reader: Annotated[ComponentConfig, Kind("video_reader")] = ComponentConfig(
-        "video_reader", "core/pyav"
-    )  # decoder
+    reader: Annotated[ComponentConfig, Kind("video_reader")] = _PYAV  # decoder of the videos
 
 
 @dataclass(frozen=True)

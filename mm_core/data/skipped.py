@@ -1,0 +1,123 @@
+"""The account of samples that could not be read: runs/<name>/skipped.jsonl."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mm_core.contracts import Batch, FailureRecord
+from mm_core.errors import DataError
+
+MIN_DRAWS = 20
+"""Samples drawn before the failed share is judged: one bad file among the first few proves nothing."""
+
+
+class UnreadableError(DataError):
+    """Neither a sample nor any of its replacements could be read. `failures` lists them."""
+
+    def __init__(self, what: str, failures: Sequence[FailureRecord], **details: str | None) -> None:
+        self.failures = list(failures)
+        super().__init__(what, **details)
+
+
+class SkipLedger:
+    """Writes each skipped sample once and stops the run when too many are skipped.
+
+    Several ranks may share the file: each line is appended under a lock, after a look at what the
+    others wrote. The share is of the distinct samples that this rank has met since it started.
+
+    Args:
+        run_dir: the run's folder; `skipped.jsonl` is made in it with the first failure.
+        max_failed_share: share of distinct samples that may be unreadable.
+        min_draws: samples drawn before the share is judged.
+    """
+
+    def __init__(self, run_dir: Path, max_failed_share: float, min_draws: int = MIN_DRAWS) -> None:
+        self.path = Path(run_dir) / "skipped.jsonl"
+        self.max_failed_share = max_failed_share
+        self.min_draws = min_draws
+        self.draws = 0
+        self._failed: set[int] = set()
+        self._seen = bytearray()  # one byte a sample of the dataset
+        self._seen_count = 0
+        self._written: set[tuple[str, int]] = set()
+        self._offset = 0
+
+    @property
+    def failed(self) -> int:
+        """Distinct samples that could not be read."""
+        return len(self._failed)
+
+    @property
+    def seen(self) -> int:
+        """Distinct samples met, readable or not."""
+        return self._seen_count
+
+    def watch(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The same batches, each entered in the ledger before it is handed on."""
+        try:
+            for batch in batches:
+                self.add(batch)
+                yield batch
+        except UnreadableError as error:
+            self.record(error.failures)
+            raise
+
+    def add(self, batch: Batch) -> None:
+        """Enters a batch. DataError when the failed share has grown above the limit."""
+        self.draws += len(batch) + len(batch.failures)
+        for key in batch.keys:
+            self._meet(key.index)
+        self.record(batch.failures)
+        share = self.failed / self.seen
+        if batch.failures and self.draws >= self.min_draws and share > self.max_failed_share:
+            last = batch.failures[-1]
+            raise DataError(
+                f"{self.failed} of {self.seen} samples could not be read ({share:.0%}), more than "
+                f"data.loader.max_failed_share={self.max_failed_share:g} admits; "
+                f"the last: {last.id}: {last.reason}",
+                where=str(self.path),
+                hint="mend or drop the files that are listed there, or raise the share",
+            )
+
+    def record(self, failures: Sequence[FailureRecord]) -> None:
+        """Counts failures and appends those that the file does not list yet."""
+        for failure in failures:
+            self._meet(failure.index)
+            self._failed.add(failure.index)
+        fresh = [failure for failure in failures if (failure.id, failure.index) not in self._written]
+        if not fresh:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a+b") as file:
+            with suppress(OSError):  # a file system without locks: at worst a line stands twice
+                fcntl.flock(file, fcntl.LOCK_EX)
+            self._catch_up(file)
+            for failure in fresh:
+                if (failure.id, failure.index) not in self._written:
+                    file.write((json.dumps(asdict(failure), ensure_ascii=False) + "\n").encode())
+                    self._written.add((failure.id, failure.index))
+            file.flush()
+            os.fsync(file.fileno())
+            self._offset = file.tell()
+
+    def _catch_up(self, file: Any) -> None:
+        """Reads the lines that other ranks, or an earlier start of this run, have written."""
+        file.seek(self._offset)
+        for line in file.read().splitlines():
+            with suppress(ValueError, KeyError, TypeError):  # a line torn by a crash lists nothing
+                entry = json.loads(line)
+                self._written.add((entry["id"], entry["index"]))
+
+    def _meet(self, index: int) -> None:
+        if index >= len(self._seen):
+            self._seen.extend(bytes(index + 1 - len(self._seen)))
+        if not self._seen[index]:
+            self._seen[index] = 1
+            self._seen_count += 1
