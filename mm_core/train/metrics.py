@@ -1,0 +1,138 @@
+"""Metrics between two log lines: summed on the device, fetched and averaged over ranks once."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mm_core.contracts import Loss
+from mm_core.errors import ContractError
+
+Gather = Callable[[Tensor], Sequence[Tensor]]
+"""A float64 vector on CPU -> the vectors of all ranks."""
+
+_BLOCK = 32
+
+
+def gather_over_ranks(vector: Tensor) -> Sequence[Tensor]:
+    """`vector` of every rank of the default process group; of this one alone when there is none."""
+    if not dist.is_initialized():
+        return [vector]
+    table = [torch.empty_like(vector) for _ in range(dist.get_world_size())]
+    dist.all_gather(table, vector)
+    return table
+
+
+class MetricsWindow:
+    """Sums losses, metrics and times from one `flush` to the next.
+
+    `micro` and `step` cost no host synchronisation; `flush` costs one transfer and one small collective.
+    A task names the same metrics on every rank; so must its ranks do here.
+
+    Args:
+        memory: peak memory of this rank in bytes.
+        gather: the collective that `flush` runs.
+        samples_seen: samples trained on before this window began (at a resume).
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        memory: Callable[[], int],
+        gather: Gather = gather_over_ranks,
+        samples_seen: float = 0.0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.samples_seen = samples_seen
+        self._memory, self._gather, self._clock = memory, gather, clock
+        self._reset()
+        self.restart_clock()
+
+    def _reset(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._weight = self._samples = 0.0
+        self._step_time = self._data_wait = self._grad_norm = 0.0
+        self._steps = 0
+
+    def restart_clock(self) -> None:
+        """The next step's time counts from now: call it after what is no part of a step (saving, say)."""
+        self._mark = self._clock()
+
+    def micro(self, loss: Loss) -> None:
+        """Adds one micro-batch: its sums stay where they are."""
+        self._weight += loss.weight
+        for name, value in (("loss", loss.total), *loss.metrics.items()):
+            value = value.detach().to(loss.total.device, torch.float32)
+            self._sums[name] = self._sums[name] + value if name in self._sums else value.clone()
+
+    def step(self, *, grad_norm: float, data_wait: float, samples: float) -> None:
+        """Ends a step.
+
+        Args:
+            grad_norm: the global norm before clipping.
+            data_wait: seconds that this rank waited for its samples.
+            samples: samples of the step, over all ranks.
+        """
+        now = self._clock()
+        self._step_time += now - self._mark
+        self._mark = now
+        self._steps += 1
+        self._grad_norm += grad_norm
+        self._data_wait += data_wait
+        self._samples += samples
+        self.samples_seen += samples
+
+    def flush(self) -> dict[str, float]:
+        """The window's metrics, the same on every rank; a new window begins. Called by all ranks.
+
+        loss and the task's metrics: exact means over the samples of all ranks. grad_norm: mean over steps.
+        step_time, data_wait: seconds a step, of the slowest rank. samples_per_second: over all ranks.
+        samples: trained on since step 0. memory: peak bytes of the rank that has most.
+        """
+        names = sorted(self._sums)
+        ranks = self._exchange(names)
+        steps = max(1, self._steps)
+        weight = float(ranks[:, 0].sum())
+        step_time, data_wait, memory = (float(value) for value in ranks[:, 1:4].max(dim=0).values)
+        sums = ranks[:, _HEAD : _HEAD + len(names)].sum(dim=0).tolist()
+        means = {
+            name: total / weight if weight else float("nan") for name, total in zip(names, sums, strict=True)
+        }
+        metrics = {
+            **({"loss": means.pop("loss")} if "loss" in means else {}),
+            **means,
+            "grad_norm": self._grad_norm / steps,
+            "step_time": step_time / steps,
+            "data_wait": data_wait / steps,
+            "samples_per_second": self._samples / step_time if step_time else 0.0,
+            "samples": self.samples_seen,
+            "memory": memory,
+        }
+        self._reset()
+        return metrics
+
+    def _exchange(self, names: Sequence[str]) -> Tensor:
+        """One row a rank: weight, step time, data wait, memory, fingerprint of the names, sums."""
+        fingerprint = zlib.crc32("\n".join(names).encode())
+        head = [self._weight, self._step_time, self._data_wait, float(self._memory()), float(fingerprint)]
+        # Padded, so that ranks whose names differ can still tell each other so.
+        row = torch.zeros(-(-(_HEAD + len(names)) // _BLOCK) * _BLOCK, dtype=torch.float64)
+        row[:_HEAD] = torch.tensor(head, dtype=torch.float64)
+        if names:
+            row[_HEAD : _HEAD + len(names)] = torch.stack([self._sums[name] for name in names]).cpu().double()
+        ranks = torch.stack(list(self._gather(row)))
+        odd = (ranks[:, _HEAD - 1] != fingerprint).nonzero().flatten().tolist()
+        if odd:
+            raise ContractError(
+                f"ranks {odd} report other metrics than this one ({', '.join(names) or 'none'})",
+                hint="a task's loss must name the same metrics on every rank, with zeros where it has none",
+            )
+        return ranks
+
+
+_HEAD = 5

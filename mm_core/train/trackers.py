@@ -1,0 +1,132 @@
+"""Built-in trackers, and the set that keeps a failing tracker from ending a run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mm_core.contracts import Tracker
+
+METRICS_FILE = "metrics.jsonl"
+_logger = logging.getLogger(__name__)
+
+
+class JsonlTracker:
+    """`<run_dir>/metrics.jsonl`: one JSON object a logged step, appended, on disk line by line.
+
+    JSON has no numbers for what is not finite: those are written as the strings "NaN", "Infinity" and
+    "-Infinity", which `float()` reads.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        path = Path(run_dir) / METRICS_FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._stream = path.open("a", encoding="utf-8", buffering=1)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Appends one line."""
+        row = {"step": step, **{name: _number(value) for name, value in metrics.items()}}
+        self._stream.write(json.dumps(row, allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._stream.close()
+
+
+class TensorBoardTracker:
+    """Scalars under `<run_dir>/tensorboard`. After a resume, TensorBoard hides what the dead run had logged
+    beyond the step that the new one starts at."""
+
+    def __init__(self, run_dir: Path, flush_secs: int) -> None:
+        self._folder = Path(run_dir) / "tensorboard"
+        self._flush_secs = flush_secs
+        self._writer: Any = None
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds one point to each curve."""
+        if self._writer is None:
+            # Importing it takes a second, and only now is the first step known.
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._folder), purge_step=step, flush_secs=self._flush_secs)
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flushes and closes the event file, if there is one."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+class TrackerSet:
+    """Several trackers by name. One that fails is reported once and switched off; the run goes on."""
+
+    def __init__(self, trackers: Mapping[str, Tracker]) -> None:
+        self._trackers = dict(trackers)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Hands one step's metrics to every tracker that still works."""
+        for name, tracker in list(self._trackers.items()):
+            try:
+                tracker.log(step, metrics)
+            except Exception as fault:
+                del self._trackers[name]
+                _logger.warning(
+                    "tracker %s failed at step %d and is switched off: %s: %s",
+                    name,
+                    step,
+                    type(fault).__name__,
+                    fault,
+                )
+
+    def close(self) -> None:
+        """Closes every tracker that still works."""
+        for name, tracker in self._trackers.items():
+            try:
+                tracker.close()
+            except Exception as fault:
+                _logger.warning("tracker %s could not be closed: %s: %s", name, type(fault).__name__, fault)
+        self._trackers.clear()
+
+
+def truncate_after(run_dir: Path, step: int) -> int:
+    """Drops the lines of `metrics.jsonl` beyond `step`, where a run resumes, and lines that are not whole;
+    returns how many went. The file is replaced in one move."""
+    path = Path(run_dir) / METRICS_FILE
+    if not path.exists():
+        return 0
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    kept = [line for line in lines if (row := _row(line)) is not None and row["step"] <= step]
+    if len(kept) < len(lines):
+        staged = path.with_name(f".{path.name}.tmp")
+        staged.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        staged.replace(path)
+    return len(lines) - len(kept)
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The whole lines of a run's `metrics.jsonl`; [] when nothing was logged."""
+    path = Path(run_dir) / METRICS_FILE
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return [row for row in map(_row, lines) if row is not None]
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    """The object on a line; None for a line that a crash cut short."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def _number(value: float) -> float | str:
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
