@@ -75,6 +75,9 @@ def _value_text(value: Any) -> str:
     """A default as a YAML would write it."""
     if isinstance(value, ComponentConfig):
         return f"{{type: {value.type}}}"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        pairs = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
+        return f"{{{', '.join(f'{name}: {_value_text(item)}' for name, item in pairs)}}}"
     if isinstance(value, (tuple, list)):
         return f"[{', '.join(map(_value_text, value))}]"
     words = {None: "none", True: "true", False: "false"}

@@ -229,10 +229,16 @@ def _raise_if_needed(plugins: tuple[PluginRecord, ...]) -> None:
     strict = os.environ.get("MM_PLUGINS_STRICT", "")
     if strict not in ("", "0", "1"):
         raise PluginError(f"the value {strict!r} is neither 0 nor 1", where="MM_PLUGINS_STRICT")
-    fatal = [p for p in plugins if p.broken and (strict == "1" or p.file is not None)]
-    if fatal:
+    if strict == "1" and (broken := [plugin for plugin in plugins if plugin.broken]):
         raise PluginError(
-            "; ".join(map(_state, fatal)),
-            where="MM_PLUGINS_STRICT=1" if strict == "1" else "plugins.path",
+            "; ".join(map(_state, broken)),
+            where="MM_PLUGINS_STRICT=1",
             hint="`mm plugins check` lists every fault",
+        )
+    # A config that names a file needs it.
+    if broken := [plugin for plugin in plugins if plugin.broken and plugin.file is not None]:
+        raise PluginError(
+            "; ".join(f"{plugin.error}" for plugin in broken),
+            where="plugins.path",
+            hint="`mm plugins check --path FILE` looks at such a file alone",
         )
