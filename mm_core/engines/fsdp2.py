@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from mm_core.builtin.configs.engines import FSDP2Config
@@ -100,7 +106,9 @@ class FSDP2Engine:
             module.to_empty(device=home)
             initialise(module, name, rng)
             if self.config.offload_to_cpu:
-                for buffer_owner in module.modules():  # offloading moves parameters; buffers are computed with
+                for (
+                    buffer_owner
+                ) in module.modules():  # offloading moves parameters; buffers are computed with
                     for key, buffer in buffer_owner.named_buffers(recurse=False):
                         setattr(buffer_owner, key, buffer.to(self.device))
             self._parameters |= dict(module.named_parameters(prefix=name))
@@ -123,7 +131,9 @@ class FSDP2Engine:
         common: dict[str, Any] = {
             "mesh": mesh,
             "reshard_after_forward": config.reshard_after_forward,
-            "offload_policy": CPUOffloadPolicy(pin_memory=self._pins()) if config.offload_to_cpu else OffloadPolicy(),
+            "offload_policy": CPUOffloadPolicy(pin_memory=self._pins())
+            if config.offload_to_cpu
+            else OffloadPolicy(),
         }
         inner = sorted(plan.wrapped, key=lambda path: -path.count("."))
         for path in inner:

@@ -78,9 +78,7 @@ def run_steps(training: Training, start: int) -> int:
             )
             training.report.micro(loss)
         grad_norm = take_update(training, step, batches)
-        training.report.step(
-            step + 1, lr=lr, grad_norm=grad_norm, data_wait=data_wait, samples=agreed.weight
-        )
+        training.report.step(step + 1, lr=lr, grad_norm=grad_norm, data_wait=data_wait, samples=agreed.weight)
         if agreed.stop or (step + 1) % training.save_every == 0 or step + 1 == plan.steps:
             training.save(step + 1)
             saved = step + 1
@@ -122,7 +120,9 @@ def take_update(training: Training, step: int, batches: list[Batch]) -> float:
     except TrainingError as fault:
         samples = [name for batch in batches for name in batch.ids]
         raise TrainingError(
-            fault.what, where=f"step {step + 1}, rank {dist.get_rank()}, samples {samples[:8]}", hint=fault.hint
+            fault.what,
+            where=f"step {step + 1}, rank {dist.get_rank()}, samples {samples[:8]}",
+            hint=fault.hint,
         ) from None
 
 

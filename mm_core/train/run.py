@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -18,11 +17,11 @@ from torch import nn
 from mm_core.config.dump import to_yaml
 from mm_core.config.schema import RunConfig
 from mm_core.contracts import Dataset, Engine, Randomness
-from mm_core.data.loader import MicroBatchLoader
-from mm_core.data.sampler import SamplePlan
+from mm_core.data.loader import MicroBatchLoader, worker_death
+from mm_core.data.sampler import BatchPlan
 from mm_core.data.skipped import SkipLedger
 from mm_core.device import device_stack, start_process_group
-from mm_core.errors import CheckpointError, PlanError
+from mm_core.errors import PlanError
 from mm_core.plan import RunPlan, build_task, make_plan
 from mm_core.plugin.registry import build, check_ranks_agree, get_registry
 from mm_core.train.checkpoint import CheckpointStore
@@ -75,10 +74,10 @@ def _train(config: RunConfig, resume: str, stop: StopRequest) -> RunResult:
         raise PlanError(f"files of frozen components are missing: {', '.join(plan.missing_files)}")
     run_dir = Path(config.run.dir) / config.run.name
     store = CheckpointStore(run_dir, config.checkpoint.keep)
-    source = find_start(store, resume)
+    source = store.resolve(resume)
     dataset: Dataset = build("dataset", config.data.train)
-    sampler = SamplePlan(
-        length=len(dataset),
+    order = BatchPlan(
+        num_samples=len(dataset),
         micro_batch_size=plan.micro_batch_size,
         global_batch_size=plan.global_batch_size,
         seed=config.run.seed,
@@ -88,23 +87,29 @@ def _train(config: RunConfig, resume: str, stop: StopRequest) -> RunResult:
     load_frozen(task, engine.device)
     engine.prepare(task, plan.engine, partial(build, "optimizer", config.optimizer), rng)
     start = restore(store, source, engine) if source else 0
+    store.begin(start)
     if dist.get_rank() == 0:
         write_run_files(run_dir, config, plan)
     dist.barrier()
     ledger = SkipLedger(run_dir, config.data.loader.max_failed_share)
+    section = config.data.loader
     loader = MicroBatchLoader(
         dataset,
-        sampler,
-        config.data.loader,
-        task.batch_transform(),  # type: ignore[operator]
+        order,
+        batch_transform=task.batch_transform(),  # type: ignore[operator]
         rng=rng,
         rank=dist.get_rank(),
         data_parallel=plan.engine.data_parallel,
         start_step=start,
         end_step=plan.steps,
-        device=engine.device,
+        workers=section.workers,
+        prefetch=section.prefetch,
+        pin_memory=section.pin_memory,
+        device_type=engine.device.type,
     )
     reporter = RunReporter(run_dir, config, plan, start)
+    if source is not None:
+        reporter.note(f"resumed {source} at step {start} of {plan.steps}")
     training = Training(
         plan=plan,
         task=task,  # type: ignore[arg-type]
@@ -113,15 +118,19 @@ def _train(config: RunConfig, resume: str, stop: StopRequest) -> RunResult:
         lr_schedule=build("lr_schedule", config.lr_schedule, plan.steps),
         rng=rng,
         report=reporter,
-        save=partial(save, store, engine, config, plan),
+        save=partial(save, store, engine, config, plan, reporter),
         stop=stop,
         clip_grad_norm=config.train.clip_grad_norm,
         save_every=config.checkpoint.every,
     )
     try:
         step = run_steps(training, start)
+    except RuntimeError as error:
+        # torch reports a dead data worker from a signal handler, wherever the process happens to be.
+        if (death := worker_death(error)) is None:
+            raise
+        raise death from error
     finally:
-        loader.close()
         reporter.close()
     return RunResult(run_dir, step, stop.requested if step < plan.steps else None)
 
@@ -138,17 +147,6 @@ def process_group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def find_start(store: CheckpointStore, resume: str) -> Path | None:
-    """The checkpoint to start from, the same on all ranks; None starts at zero."""
-    if resume == "never" and (newest := store.latest()) is not None:
-        raise CheckpointError(
-            f"the run already holds checkpoints up to {newest.name}, which --resume never would overwrite",
-            where=str(newest.parent),
-            hint="choose another run.name, move the folder away, or resume with --resume auto",
-        )
-    return store.resolve(resume)
-
-
 def restore(store: CheckpointStore, source: Path, engine: Engine) -> int:
     """Loads model and optimizer in place; returns the number of steps already taken."""
     step = store.read_facts(source)["step"]
@@ -157,10 +155,15 @@ def restore(store: CheckpointStore, source: Path, engine: Engine) -> int:
     return int(step)
 
 
-def save(store: CheckpointStore, engine: Engine, config: RunConfig, plan: RunPlan, step: int) -> Path:
+def save(
+    store: CheckpointStore, engine: Engine, config: RunConfig, plan: RunPlan, reporter: RunReporter, step: int
+) -> Path:
     """One checkpoint: state, config, and where the data stood (a function of the step alone)."""
     facts = {"step": step, "seed": config.run.seed, "world": plan.engine.world, "plugins": plugin_table(plan)}
-    return store.save(step, engine.state_dict(), facts, to_yaml(config))
+    path = store.save(step, engine.state_dict(), facts, to_yaml(config))
+    reporter.note(f"saved {path}")
+    reporter.pause()
+    return path
 
 
 def load_frozen(task: nn.Module, device: torch.device) -> None:
@@ -182,4 +185,4 @@ def write_run_files(run_dir: Path, config: RunConfig, plan: RunPlan) -> None:
     for name, text in (("config.yaml", to_yaml(config)), ("manifest.json", json.dumps(manifest, indent=2))):
         staged = run_dir / f".{name}.tmp"
         staged.write_text(text + "\n" * (not text.endswith("\n")), encoding="utf-8")
-        os.replace(staged, run_dir / name)
+        staged.replace(run_dir / name)

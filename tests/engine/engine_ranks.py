@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,7 +26,8 @@ class Toy(nn.Module):
     def __init__(self, width: int = 24, depth: int = 3) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 3 * width), nn.GELU(), nn.Linear(3 * width, width)) for _ in range(depth)
+            nn.Sequential(nn.Linear(width, 3 * width), nn.GELU(), nn.Linear(3 * width, width))
+            for _ in range(depth)
         )
         self.norm = nn.LayerNorm(width)
         self.register_buffer("table", torch.empty(width), persistent=False)
@@ -79,6 +81,12 @@ def rows(step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Ten
     return x, y, timestep, weight
 
 
+def rows_loss(task: ToyTask, batch: tuple[torch.Tensor, ...], cut: slice) -> Loss:
+    x, y, timestep, weight = (tensor[cut] for tensor in batch)
+    error = (task.predictor(x, timestep=timestep).float() - y).square().mean(1)
+    return Loss((error * weight).sum(), float(weight.sum()))
+
+
 def train(steps: int, micro: int, **fields) -> dict[str, object]:
     """`steps` AdamW steps of the same global batches, whatever the world and micro-batch size."""
     task, engine = make(**fields)
@@ -86,15 +94,10 @@ def train(steps: int, micro: int, **fields) -> dict[str, object]:
     first: dict[str, torch.Tensor] = {}
     losses = []
     for step in range(steps):
-        x, y, timestep, weight = rows(step)
+        weight = rows(step)[-1]
         mine = [m for m in range(8 // micro) if m % world == rank]
         for index, m in enumerate(mine):
-            cut = slice(m * micro, (m + 1) * micro)
-
-            def compute(cut: slice = cut) -> Loss:
-                error = (task.predictor(x[cut], timestep=timestep[cut]).float() - y[cut]).square().mean(1)
-                return Loss((error * weight[cut]).sum(), float(weight[cut].sum()))
-
+            compute = partial(rows_loss, task, rows(step), slice(m * micro, (m + 1) * micro))
             scale = world / float(weight.sum())
             loss = engine.micro_step(compute, last=index == len(mine) - 1, scale=scale)
             losses.append(float(loss.total))
@@ -126,10 +129,16 @@ def main() -> None:
     elif case == "bf16":
         result = train(1, 4, param_dtype="bf16", sub_modules_to_wrap=("predictor.blocks.{*}",))
     elif case == "recompute":
-        result = [train(3, 4), train(3, 4, recompute_modules="auto"), train(3, 4, recompute_modules="auto", use_reentrant=True)]
+        result = [
+            train(3, 4),
+            train(3, 4, recompute_modules="auto"),
+            train(3, 4, recompute_modules="auto", use_reentrant=True),
+        ]
     else:
         micro, size = case.split(",")
-        result = train(20, int(micro), sharding_size=int(size) if size != "auto" else "auto", reduce_dtype=None)
+        result = train(
+            20, int(micro), sharding_size=int(size) if size != "auto" else "auto", reduce_dtype=None
+        )
     if dist.get_rank() == 0:
         torch.save(result, out)
     dist.barrier()

@@ -39,9 +39,15 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "micro", "shard"), [(1, 4, "auto"), (2, 4, "auto"), (2, 4, 1), (2, 2, "auto"), (4, 2, 2)])
+@pytest.mark.parametrize(
+    ("world", "micro", "shard"), [(1, 4, "auto"), (2, 4, "auto"), (2, 4, 1), (2, 2, "auto"), (4, 2, 2)]
+)
 def test_every_split_equals_one_whole_batch(tmp_path, whole, world, micro, shard):
-    if shard != "auto" and world // shard > 1 and not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
+    if (
+        shard != "auto"
+        and world // shard > 1
+        and not hasattr(FSDPModule, "set_force_sum_reduction_for_comms")
+    ):
         with pytest.raises(AssertionError, match="can not keep replicas on CPU"):
             outcome(tmp_path, world, f"{micro},{shard}")
         return

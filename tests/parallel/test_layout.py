@@ -48,7 +48,7 @@ def test_auto_takes_what_the_model_names():
 def test_frozen_modules_may_be_ignored_and_trained_ones_not():
     task = ListTask(Lists())
     assert layout(task, ignore=["autoencoder"]).ignored == ("autoencoder",)
-    with pytest.raises(PlanError, match="'predictor.stem' holds 2 trained parameters"):
+    with pytest.raises(PlanError, match=r"'predictor\.stem' holds 2 trained parameters"):
         layout(task, ignore=["predictor.stem"])
 
 
@@ -79,4 +79,8 @@ def test_planned_bytes_are_those_of_the_largest_shard():
     # Of 8 rows over 3 ranks rank 0 holds 3: five weights of 8x8 less the GELU, and as many biases of 8.
     linears = 5
     expected = linears * (3 * 8 + 3) * 4
-    assert (plan.parameter_bytes, plan.gradient_bytes, plan.optimizer_bytes) == (expected, expected, 2 * expected)
+    assert (plan.parameter_bytes, plan.gradient_bytes, plan.optimizer_bytes) == (
+        expected,
+        expected,
+        2 * expected,
+    )
