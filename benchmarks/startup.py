@@ -7,6 +7,7 @@ changes its speed changes both sides. Usage: python benchmarks/startup.py [--rou
 from __future__ import annotations
 
 import argparse
+import compileall
 import os
 import statistics
 import subprocess
@@ -58,6 +59,7 @@ def write_plugins(folder: Path, count: int) -> None:
         info.mkdir()
         (info / "METADATA").write_text(METADATA.format(name=package.replace("_", "-")))
         (info / "entry_points.txt").write_text(f"[mm_core.plugins]\nbench_{number:03d} = {package}.plugin\n")
+    compileall.compile_dir(folder, quiet=2)  # pip does so when it installs
 
 
 def seconds(command: list[str], path: str) -> float:

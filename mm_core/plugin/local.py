@@ -28,7 +28,7 @@ def local_record(path: Path) -> PluginRecord:
             f"plugin file {str(path)!r} can not be read: {error.strerror}",
             file=str(path),
         )
-    record = PluginRecord(NAMESPACE, module_name(path), path.name, f"sha256:{digest}", file=str(path))
+    record = PluginRecord(NAMESPACE, module_name(path, digest), path.name, f"sha256:{digest}", file=str(path))
     if path.suffix != ".py" or not path.stem.isidentifier():
         return PluginRecord(
             NAMESPACE,
@@ -42,14 +42,13 @@ def local_record(path: Path) -> PluginRecord:
     return record
 
 
-def module_name(path: Path) -> str:
-    """A name in sys.modules that no package and no other file has."""
-    return f"mm_local_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}_{path.stem}"
+def module_name(path: Path, digest: str) -> str:
+    """A name in sys.modules that no package, no other file, and no other content of this file has."""
+    return f"mm_local_{hashlib.sha256(f'{path} {digest}'.encode()).hexdigest()[:8]}_{path.stem}"
 
 
-def import_file(path: Path) -> ModuleType:
-    """Imports the file under its unique name. Dataclasses and pickles look their module up there."""
-    name = module_name(path)
+def import_file(path: Path, name: str) -> ModuleType:
+    """Imports the file as module `name`. Dataclasses and pickles look their module up there."""
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)

@@ -202,7 +202,7 @@ def _register(manager: pluggy.PluginManager, found: list[_Found], index: int) ->
 
 def _import(f: _Found) -> ModuleType:
     if f.path is not None:
-        return import_file(f.path)
+        return import_file(f.path, f.record.module)
     if ":" in f.record.module:
         raise HookFault(f"the entry point {f.record.module!r} must be a module, without ':'")
     return import_module(f.record.module)

@@ -15,7 +15,7 @@ from mm_core.plugin.component import Component
 Status = Literal["ok", "failed", "disabled", "refused"]
 
 
-_HERE = str(Path(__file__).parent)  # our own frames around a plugin's code tell its author nothing
+_HERE = str(Path(__file__).parent / "_")[:-1]  # our own frames around a plugin's code tell its author nothing
 
 
 def one_line(error: BaseException) -> str:

@@ -11,7 +11,6 @@ from mm_core.config.schema import RunConfig
 from mm_core.plugin.describe import FieldInfo, describe_fields, type_text
 from mm_core.plugin.fields import ComponentConfig, DType, Kind, Range
 
-
 REFERENCE = ComponentConfig("predictor", "a/b")
 
 
