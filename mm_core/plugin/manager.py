@@ -12,6 +12,7 @@ from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import pluggy
 
@@ -24,6 +25,9 @@ from mm_core.plugin.local import NAMESPACE as LOCAL
 from mm_core.plugin.local import import_file, local_record
 from mm_core.plugin.records import PluginRecord, Registered, one_line
 from mm_core.plugin.requirements import admits, read_identity
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 GROUP = "mm_core.plugins"
 CORE = "core"
@@ -63,28 +67,50 @@ def entry_point_records() -> tuple[PluginRecord, ...]:
     """One record an entry point, read from metadata alone; `core` first, then by name."""
     from importlib.metadata import entry_points  # 20 ms, which `mm --help` does not pay
 
-    records = []
-    for point in entry_points(group=GROUP):
-        text = (
-            (point.dist.read_text("METADATA") or point.dist.read_text("PKG-INFO") or "") if point.dist else ""
-        )
-        name, version, requirements = read_identity(text)
-        record = PluginRecord(
-            namespace=point.name,
-            module=point.value,
-            distribution=name or "unknown distribution",
-            version=version or "?",
-            requirement=", ".join(requirements) or None,
-        )
-        unfit = [r for r in requirements if _unfit(r)]
-        if unfit:
-            error = f"needs {unfit[0]!r}, and this is mm-core {CORE_VERSION}"
-            record = replace(record, status="refused", error=error)
-        records.append(record)
+    try:
+        records = [_entry_point_record(point) for point in entry_points(group=GROUP)]
+    except Exception:  # one damaged distribution spoils the listing of all: find which
+        records = _records_one_by_one()
     if not any(r.namespace == CORE and r.module == CORE_MODULE for r in records):
         # Run from a source tree that was never installed: the core is there all the same.
         records.append(PluginRecord(CORE, CORE_MODULE, "mm-core", CORE_VERSION))
     return tuple(sorted(records, key=lambda r: (r.module != CORE_MODULE, r.namespace, r.distribution)))
+
+
+def _entry_point_record(point: EntryPoint) -> PluginRecord:
+    text = (point.dist.read_text("METADATA") or point.dist.read_text("PKG-INFO") or "") if point.dist else ""
+    name, version, requirements = read_identity(text)
+    unfit = [requirement for requirement in requirements if _unfit(requirement)]
+    return PluginRecord(
+        namespace=point.name,
+        module=point.value,
+        distribution=name or "unknown distribution",
+        version=version or "?",
+        status="refused" if unfit else "ok",
+        error=f"needs {unfit[0]!r}, and this is mm-core {CORE_VERSION}" if unfit else None,
+        requirement=", ".join(requirements) or None,
+    )
+
+
+def _records_one_by_one() -> list[PluginRecord]:
+    """The slow way: a distribution whose metadata can not be read becomes a failed record."""
+    from importlib.metadata import distributions
+
+    records = []
+    seen: set[str] = set()
+    for distribution in distributions():
+        folder = str(getattr(distribution, "_path", "unknown folder"))
+        name = Path(folder).stem.partition("-")[0].lower().replace(".", "_")
+        if name in seen:
+            continue  # shadowed by one earlier on sys.path, as in `entry_points`
+        seen.add(name)
+        try:
+            points = [point for point in distribution.entry_points if point.group == GROUP]
+            records += [_entry_point_record(point) for point in points]
+        except Exception as error:
+            sentence = f"the metadata in {folder} can not be read: {one_line(error)}"
+            records.append(PluginRecord(name, "?", name, "?", "failed", sentence))
+    return records
 
 
 def _unfit(requirement: str) -> bool:

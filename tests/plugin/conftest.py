@@ -85,9 +85,10 @@ class Site:
 
     def run(self, *command: str, **environ: str) -> subprocess.CompletedProcess[str]:
         """`python ...` in a process of its own that sees this site."""
+        path = os.pathsep.join(filter(None, [str(self.folder), os.environ.get("PYTHONPATH")]))
         return subprocess.run(
             [sys.executable, *command],
-            env={**os.environ, "PYTHONPATH": str(self.folder), **environ},
+            env={**os.environ, "PYTHONPATH": path, **environ},
             capture_output=True,
             text=True,
             timeout=60,

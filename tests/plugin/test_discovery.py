@@ -183,6 +183,24 @@ def test_whatever_an_import_raises_stays_one_line(site: Any, source: str, error:
     assert "\n" not in found.error
 
 
+@pytest.mark.parametrize("file", ["entry_points.txt", "METADATA"])
+def test_damaged_metadata_harms_no_other(site: Any, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.good("alpha")
+    site.plugin("torn", HEAD)
+    shadowed = site.folder.parent / "shadowed"  # later on sys.path: another mm-alpha, which does not count
+    shadowed.mkdir()
+    type(site)(shadowed).good("alpha", version="0.5")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(shadowed)])
+    (site.folder / "mm_torn-1.0.dist-info" / file).write_bytes(b"[mm_core.plugins]\nName: \xff\xfe")
+    registry = site.registry()
+    (torn,) = [plugin for plugin in registry.plugins if "torn" in plugin.namespace]
+    assert torn.status == "failed"
+    assert torn.error is not None
+    assert "mm_torn-1.0.dist-info can not be read: UnicodeDecodeError" in torn.error
+    assert registry.resolve("predictor", "dit").namespace == "alpha"
+    assert registry.resolve("optimizer", "adamw").namespace == "core"
+
+
 def test_a_plugin_that_imports_torch_is_named(site: Any) -> None:
     site.plugin("heavy", "import torch\n" + HEAD)
     done = site.run("-c", "from mm_core.plugin.registry import get_registry; get_registry()")
