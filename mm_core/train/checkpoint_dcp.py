@@ -22,8 +22,11 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from mm_core.errors import CheckpointError
 from mm_core.train.checkpoint_io import METADATA, listed
@@ -60,10 +63,20 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class _Writer(FileSystemWriter):
-    """Leaves out where the checkpoint was written: it may be moved, and the path is nobody's business."""
+    """Leaves out where the checkpoint was written: it may be moved, and the path is nobody's business.
+    Says why a write failed."""
 
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta(save_id=self.save_id)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as fault:
+            # When the disk is full, torch.save's own complaint ("unexpected pos") hides the system's.
+            if isinstance(fault.__context__, OSError):
+                raise fault.__context__ from None
+            raise
 
 
 class _Reader(FileSystemReader):

@@ -1,0 +1,117 @@
+"""Trackers: what is written, what a resume drops, and that a broken one harms nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+
+import pytest
+
+from mm_core.train.trackers import JsonlTracker, TensorBoardTracker, TrackerSet, read_metrics, truncate_after
+
+
+def write(run: Path, steps: range) -> None:
+    tracker = JsonlTracker(run)
+    for step in steps:
+        tracker.log(step, {"loss": 1.0 / step})
+    tracker.close()
+
+
+def test_one_line_a_step_on_disk_at_once(tmp_path):
+    tracker = JsonlTracker(tmp_path / "run")
+    tracker.log(1, {"loss": 0.5, "lr": 1e-5})
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 1, "loss": 0.5, "lr": 1e-05}\n'
+    tracker.close()
+
+
+def test_what_is_not_finite_is_valid_json_that_float_reads(tmp_path):
+    tracker = JsonlTracker(tmp_path)
+    tracker.log(1, {"a": math.nan, "b": math.inf, "c": -math.inf})
+    tracker.close()
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    row = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert row == {"step": 1, "a": "NaN", "b": "Infinity", "c": "-Infinity"}
+    assert math.isnan(float(row["a"])) and float(row["b"]) == math.inf and float(row["c"]) == -math.inf
+
+
+def test_a_resume_drops_what_lies_beyond_it_and_goes_on(tmp_path):
+    write(tmp_path, range(1, 8))
+    with (tmp_path / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 8, "lo')  # a crash in the middle of a line
+    assert truncate_after(tmp_path, 5) == 3
+    write(tmp_path, range(6, 8))
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6, 7]
+    assert truncate_after(tmp_path, 7) == 0
+    assert truncate_after(tmp_path / "absent", 0) == 0
+    assert truncate_after(tmp_path, 0) == 7
+    assert read_metrics(tmp_path) == []
+
+
+def scalars(folder: Path) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars("loss")]
+
+
+def test_tensorboard_shows_a_resumed_run_once(tmp_path):
+    for steps, value in ((range(1, 6), 1.0), (range(4, 8), 2.0)):
+        tracker = TensorBoardTracker(tmp_path, flush_secs=1)
+        for step in steps:
+            tracker.log(step, {"loss": value})
+        tracker.close()
+    assert scalars(tmp_path / "tensorboard") == [(1, 1.0), (2, 1.0), (3, 1.0)] + [
+        (s, 2.0) for s in (4, 5, 6, 7)
+    ]
+
+
+class Broken:
+    """A tracker whose server has gone."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def log(self, step, metrics) -> None:
+        self.calls += 1
+        raise ConnectionError("the server is gone")
+
+    def close(self) -> None:
+        raise AssertionError("switched off trackers are left alone")
+
+
+def test_a_tracker_that_fails_is_named_once_and_switched_off(tmp_path, caplog):
+    broken = Broken()
+    trackers = TrackerSet({"acme/server": broken, "core/jsonl": JsonlTracker(tmp_path)})
+    with caplog.at_level(logging.WARNING):
+        for step in (1, 2, 3):
+            trackers.log(step, {"loss": 1.0})
+        trackers.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "tracker acme/server failed at step 1 and is switched off: ConnectionError: the server is gone"
+    ]
+    assert broken.calls == 1
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
+
+
+def test_a_tracker_that_can_not_close_does_not_end_the_run(tmp_path, caplog):
+    class Stuck(JsonlTracker):
+        def close(self) -> None:
+            raise OSError("disk full")
+
+    with caplog.at_level(logging.WARNING):
+        TrackerSet({"acme/stuck": Stuck(tmp_path)}).close()
+    assert "tracker acme/stuck could not be closed: OSError: disk full" in caplog.text
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_tensorboard_takes_what_is_not_finite(tmp_path, value):
+    tracker = TensorBoardTracker(tmp_path, flush_secs=1)
+    tracker.log(1, {"loss": value})
+    tracker.close()
+    assert str(scalars(tmp_path / "tensorboard")[0][1]) == str(value)
