@@ -1,1 +1,1 @@
-"""TODO room docstring."""
+"""The config of a run: schema, strict loading, and writing it again. Imports no torch."""

@@ -45,8 +45,15 @@ class TrainSection:
 
     steps: Annotated[int, Range(ge=0)]  # optimizer steps in all
     micro_batch_size: Annotated[int, Range(ge=1)] = 1  # samples a forward on one rank
-    global_batch_size: Annotated[int, Range(ge=1)] | None = None  # samples a step over all ranks; none: no accumulation
+    global_batch_size: Annotated[int, Range(ge=1)] | None = (
+        None  # samples a step over all ranks; none: no accumulation
+    )
     clip_grad_norm: Annotated[float, Range(gt=0)] | None = 1.0  # global L2 norm; none: only measured
+
+    def __post_init__(self) -> None:
+        size, micro = self.global_batch_size, self.micro_batch_size
+        if size is not None and size % micro:
+            raise ValueError(f"global_batch_size {size} is not a multiple of micro_batch_size {micro}")
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,9 @@ class RunConfig:
     train: TrainSection
     engine: Annotated[ComponentConfig, Kind("engine")] = ComponentConfig("engine", "core/fsdp2")
     optimizer: Annotated[ComponentConfig, Kind("optimizer")] = ComponentConfig("optimizer", "core/adamw")
-    lr_schedule: Annotated[ComponentConfig, Kind("lr_schedule")] = ComponentConfig("lr_schedule", "core/constant")
+    lr_schedule: Annotated[ComponentConfig, Kind("lr_schedule")] = ComponentConfig(
+        "lr_schedule", "core/constant"
+    )
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     log: LogSection = field(default_factory=LogSection)
     plugins: PluginsSection = field(default_factory=PluginsSection)
