@@ -7,7 +7,7 @@ documentation of torch.distributed.fsdp.fully_shard.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -122,7 +122,7 @@ class FSDP2Engine:
         if shape[0] == 1:
             mesh = mesh["shard"]
         param_dtype = torch_dtype(config.param_dtype) if config.param_dtype else None
-        policy = {
+        policy: dict[str, Any] = {
             "param_dtype": param_dtype,
             "reduce_dtype": torch_dtype(config.reduce_dtype) if config.reduce_dtype else None,
             "cast_forward_inputs": False,  # ours below spares the timestep
@@ -151,7 +151,7 @@ class FSDP2Engine:
     def _pins(self) -> bool:
         return self.config.pin_memory and self.device.type != "cpu"
 
-    def _prefetch(self, chain: list[FSDPModule]) -> None:
+    def _prefetch(self, chain: Sequence[FSDPModule]) -> None:
         ahead, behind = self.config.num_to_forward_prefetch, self.config.num_to_backward_prefetch
         for index, module in enumerate(chain):
             if ahead:

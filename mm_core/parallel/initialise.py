@@ -22,7 +22,18 @@ from mm_core.errors import ContractError
 
 _RANDOM_METHODS = frozenset(
     getattr(Tensor, name)
-    for name in (["normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_", "bernoulli_", "random_"])
+    for name in (
+        [
+            "normal_",
+            "uniform_",
+            "exponential_",
+            "cauchy_",
+            "log_normal_",
+            "geometric_",
+            "bernoulli_",
+            "random_",
+        ]
+    )
 )
 _DRAWING = _RANDOM_METHODS | frozenset(
     function

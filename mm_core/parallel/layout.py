@@ -38,11 +38,11 @@ def decide_layout(
 
     ignored = resolve(ignore, "engine.ignored_modules")
     for path in ignored:
-        trained = [name for name in _trained(task, path, trainable)]
+        trained = list(_trained(task, path, trainable))
         if trained:
             raise PlanError(
-                f"{path!r} holds {len(trained)} trained parameters, such as {trained[0]!r}; ignoring it would "
-                "leave their gradients out of the reduction",
+                f"{path!r} holds {len(trained)} trained parameters, such as {trained[0]!r}; "
+                "ignoring it would leave their gradients out of the reduction",
                 where="engine.ignored_modules",
                 accepted="frozen modules, or modules without parameters",
                 hint="take it out of the list",
@@ -62,7 +62,8 @@ def decide_layout(
 
 def like_blocks(module: nn.Module, prefix: str) -> list[str]:
     """Paths of the repeated blocks: what `_no_split_modules` names, else lists of like modules."""
-    names = set(module._no_split_modules or ()) if hasattr(module, "_no_split_modules") else set()
+    # The field's models carry this list by convention; it is no attribute of nn.Module.
+    names: set[str] = set(getattr(module, "_no_split_modules", None) or ())
     if names:
         return [f"{prefix}.{n}" for n, m in module.named_modules() if n and type(m).__name__ in names]
     return [

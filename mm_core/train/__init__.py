@@ -1,1 +1,1 @@
-"""TODO room docstring."""
+"""Training: the loop, its parts, the run around it, and the launcher of its ranks."""
