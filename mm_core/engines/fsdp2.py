@@ -155,9 +155,9 @@ class FSDP2Engine:
         ahead, behind = self.config.num_to_forward_prefetch, self.config.num_to_backward_prefetch
         for index, module in enumerate(chain):
             if ahead:
-                module.set_modules_to_forward_prefetch(chain[index + 1 : index + 1 + ahead])
+                module.set_modules_to_forward_prefetch(list(chain[index + 1 : index + 1 + ahead]))
             if behind:
-                module.set_modules_to_backward_prefetch(chain[max(0, index - behind) : index][::-1])
+                module.set_modules_to_backward_prefetch(list(chain[max(0, index - behind) : index])[::-1])
 
     # -- step ----------------------------------------------------------------------------------
 

@@ -65,7 +65,7 @@ class _SeededInit(TorchFunctionMode):
             if isinstance(target, DTensor):
                 raise ContractError(
                     f"init_weights draws into a view of a parameter by {func.__name__}",
-                    accepted="whole parameters: nn.init functions and in-place methods on the parameter itself",
+                    accepted="whole parameters: nn.init functions and methods on the parameter itself",
                     hint="draw the whole parameter first, then overwrite a part of it",
                 )
             return func(*args, **kwargs)
@@ -116,7 +116,8 @@ def initialise(module: nn.Module, prefix: str, rng: Randomness) -> None:
             unset.append(name)
     if unset:
         raise ContractError(
-            f"init_weights of {type(module).__name__} left {len(unset)} tensors unset: {', '.join(unset[:8])}",
+            f"init_weights of {type(module).__name__} left {len(unset)} tensors unset: "
+            + ", ".join(unset[:8]),
             where=prefix,
             accepted="every parameter and buffer filled in place, non-persistent tables included",
         )

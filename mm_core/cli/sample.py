@@ -1,0 +1,72 @@
+"""`mm sample`: clips from a trained run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from mm_core.errors import MMError
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument(
+        "--run", required=True, metavar="DIR", help="a run's folder, or one of its checkpoints"
+    )
+    parser.add_argument(
+        "--prompt", action="append", default=[], help="what to show; may be given several times"
+    )
+    parser.add_argument("--prompts", metavar="FILE", help="one prompt a line, or JSON/JSONL")
+    parser.add_argument("--negative-prompt", default="", help="what guidance leads away from")
+    parser.add_argument("--seed", type=int, default=0, help="clip i's noise comes from (seed, i)")
+    parser.add_argument("--steps", type=_count, help="solver steps")
+    parser.add_argument("--guidance", type=float, help="classifier-free guidance scale; 1 switches it off")
+    parser.add_argument("--num-frames", type=_count, help="frames (default: as trained)")
+    parser.add_argument("--height", type=_count, help="pixels (default: as trained)")
+    parser.add_argument("--width", type=_count, help="pixels (default: as trained)")
+    parser.add_argument("--fps", type=float, help="frames a second of the files")
+    parser.add_argument("--batch-size", type=_count, default=8, help="prompts generated together (default 8)")
+    parser.add_argument(
+        "--out", metavar="DIR", help="folder of the files (default: samples/ in the run's folder)"
+    )
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Writes one mp4 a prompt and a contact sheet."""
+    run = Path(args.run)
+    if not run.exists():
+        raise MMError("there is no such run", where=args.run, hint="mm-train prints the run's folder")
+    prompts = list(args.prompt)
+    if not prompts and not args.prompts:
+        raise MMError("there is no prompt", accepted="--prompt TEXT, or --prompts FILE")
+    from mm_core.train.sampling import read_prompts, sample
+
+    if args.prompts:
+        prompts += read_prompts(Path(args.prompts))
+    root = run.parent.parent if run.parent.name == "checkpoints" else run
+    out = Path(args.out) if args.out else root / "samples"
+    clips = sample(
+        run,
+        prompts=prompts,
+        negative_prompt=args.negative_prompt,
+        seed=args.seed,
+        steps=args.steps,
+        guidance=args.guidance,
+        num_frames=args.num_frames,
+        height=args.height,
+        width=args.width,
+        fps=args.fps,
+        out=out,
+        batch_size=args.batch_size,
+    )
+    print(
+        f"{len(clips)} clip{'s' * (len(clips) != 1)} in {out}; all at a glance: {out / 'contact_sheet.png'}"
+    )
+    return 0
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return value
