@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -16,7 +16,7 @@ from torch import nn
 
 from mm_core.config.dump import to_yaml
 from mm_core.config.schema import RunConfig
-from mm_core.contracts import Dataset, Engine, Randomness
+from mm_core.contracts import Batch, Dataset, Engine, Randomness
 from mm_core.data.loader import MicroBatchLoader, worker_death
 from mm_core.data.sampler import BatchPlan
 from mm_core.data.skipped import SkipLedger
@@ -63,9 +63,32 @@ def train(config: RunConfig, *, resume: str = "auto", stop: StopRequest | None =
 
 
 def _train(config: RunConfig, resume: str, stop: StopRequest) -> RunResult:
-    tables: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(tables, get_registry(config.plugins.path).fingerprint_table())
-    check_ranks_agree(tables)
+    run = assemble(config, resume, stop)
+    try:
+        step = run_steps(run.training, run.start)
+    except RuntimeError as error:
+        # torch reports a dead data worker from a signal handler, wherever the process happens to be.
+        if (death := worker_death(error)) is None:
+            raise
+        raise death from error
+    finally:
+        run.reporter.close()
+    return RunResult(run.folder, step, stop.requested if step < run.training.plan.steps else None)
+
+
+@dataclass
+class Assembly:
+    """A run ready to step: what `assemble` returns. start: steps already taken."""
+
+    folder: Path
+    training: Training
+    reporter: RunReporter
+    start: int
+
+
+def assemble(config: RunConfig, resume: str = "auto", stop: StopRequest | None = None) -> Assembly:
+    """Plan, data, engine, restored state: everything before the first step, within a process group."""
+    check_plugins(config)
     rng = Randomness(config.run.seed)
     task = build_task(config)
     engine: Engine = build("engine", config.engine)
@@ -76,14 +99,7 @@ def _train(config: RunConfig, resume: str, stop: StopRequest) -> RunResult:
     store = CheckpointStore(run_dir, config.checkpoint.keep)
     source = store.resolve(resume)
     dataset: Dataset = build("dataset", config.data.train)
-    order = BatchPlan(
-        num_samples=len(dataset),
-        micro_batch_size=plan.micro_batch_size,
-        global_batch_size=plan.global_batch_size,
-        seed=config.run.seed,
-        order=config.data.loader.sampler,
-        drop_last=config.data.loader.drop_last,
-    )
+    order = sample_order(config, plan, len(dataset))
     load_frozen(task, engine.device)
     engine.prepare(task, plan.engine, partial(build, "optimizer", config.optimizer), rng)
     start = restore(store, source, engine) if source else 0
@@ -91,13 +107,62 @@ def _train(config: RunConfig, resume: str, stop: StopRequest) -> RunResult:
     if dist.get_rank() == 0:
         write_run_files(run_dir, config, plan)
     dist.barrier()
-    ledger = SkipLedger(run_dir, config.data.loader.max_failed_share)
+    reporter = RunReporter(run_dir, config, plan, start)
+    if source is not None:
+        reporter.note(f"resumed {source} at step {start} of {plan.steps}")
+    transform = task.batch_transform()  # type: ignore[operator]
+    loader = make_loader(config, plan, dataset, order, transform, start, engine.device)
+    training = Training(
+        plan=plan,
+        task=task,  # type: ignore[arg-type]
+        engine=engine,
+        batches=SkipLedger(run_dir, config.data.loader.max_failed_share).watch(loader),
+        lr_schedule=build("lr_schedule", config.lr_schedule, plan.steps),
+        rng=rng,
+        report=reporter,
+        save=partial(save, store, engine, config, plan, reporter),
+        stop=stop or NeverStop(),
+        clip_grad_norm=config.train.clip_grad_norm,
+        save_every=config.checkpoint.every,
+    )
+    return Assembly(run_dir, training, reporter, start)
+
+
+def check_plugins(config: RunConfig) -> None:
+    """PluginError, on every rank, when the ranks have other plugins or versions."""
+    tables: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(tables, get_registry(config.plugins.path).fingerprint_table())
+    check_ranks_agree(tables)
+
+
+def sample_order(config: RunConfig, plan: RunPlan, num_samples: int) -> BatchPlan:
+    """Which samples each step sees."""
+    return BatchPlan(
+        num_samples=num_samples,
+        micro_batch_size=plan.micro_batch_size,
+        global_batch_size=plan.global_batch_size,
+        seed=config.run.seed,
+        order=config.data.loader.sampler,
+        drop_last=config.data.loader.drop_last,
+    )
+
+
+def make_loader(
+    config: RunConfig,
+    plan: RunPlan,
+    dataset: Dataset,
+    order: BatchPlan,
+    transform: Callable[[Batch], Batch],
+    start: int,
+    device: torch.device,
+) -> MicroBatchLoader:
+    """This rank's micro-batches from step `start` to the end."""
     section = config.data.loader
-    loader = MicroBatchLoader(
+    return MicroBatchLoader(
         dataset,
         order,
-        batch_transform=task.batch_transform(),  # type: ignore[operator]
-        rng=rng,
+        batch_transform=transform,
+        rng=Randomness(config.run.seed),
         rank=dist.get_rank(),
         data_parallel=plan.engine.data_parallel,
         start_step=start,
@@ -105,34 +170,8 @@ def _train(config: RunConfig, resume: str, stop: StopRequest) -> RunResult:
         workers=section.workers,
         prefetch=section.prefetch,
         pin_memory=section.pin_memory,
-        device_type=engine.device.type,
+        device_type=device.type,
     )
-    reporter = RunReporter(run_dir, config, plan, start)
-    if source is not None:
-        reporter.note(f"resumed {source} at step {start} of {plan.steps}")
-    training = Training(
-        plan=plan,
-        task=task,  # type: ignore[arg-type]
-        engine=engine,
-        batches=ledger.watch(loader),
-        lr_schedule=build("lr_schedule", config.lr_schedule, plan.steps),
-        rng=rng,
-        report=reporter,
-        save=partial(save, store, engine, config, plan, reporter),
-        stop=stop,
-        clip_grad_norm=config.train.clip_grad_norm,
-        save_every=config.checkpoint.every,
-    )
-    try:
-        step = run_steps(training, start)
-    except RuntimeError as error:
-        # torch reports a dead data worker from a signal handler, wherever the process happens to be.
-        if (death := worker_death(error)) is None:
-            raise
-        raise death from error
-    finally:
-        reporter.close()
-    return RunResult(run_dir, step, stop.requested if step < plan.steps else None)
 
 
 @contextmanager
