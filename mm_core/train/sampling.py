@@ -113,7 +113,7 @@ def with_trained_size(request: SampleRequest, config: RunConfig) -> SampleReques
     """Sizes that neither the request nor the task's `sample` sets: those of the training data."""
     defaults: Any = config.task.options.get("sample")
     trained = config.data.train.options
-    filled = {}
+    filled: dict[str, Any] = {}
     for name in ("num_frames", "height", "width", "fps"):
         if getattr(request, name) is None and (defaults is None or getattr(defaults, name) is None):
             filled[name] = trained.get(name)

@@ -1,0 +1,214 @@
+"""A step of mm_core against a hand-written FSDP2 loop on the same model, data and arithmetic.
+
+    python benchmarks/loop_overhead.py [--ranks 2] [--rounds 20] [--steps 10]
+
+Both train in one process (of each rank), turn by turn: a round is `steps` steps of one and then of the
+other, and the ratio is taken round by round, so that a machine whose speed drifts harms neither. The
+hand-written loop reads the same clips through torch's DataLoader with as many workers, encodes with the
+same components, clips, steps, and fetches its loss as often as mm_core logs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+BAR = 1.03
+
+
+def main() -> int:
+    """Starts the ranks, or runs as one of them."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=10)
+    args = parser.parse_args()
+    if "RANK" in os.environ:
+        return run_rank(args.rounds, args.steps)
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        render = [
+            sys.executable,
+            ROOT / "examples/shapes/render.py",
+            "--out",
+            f"{folder}/shapes",
+            "--clips",
+            "128",
+        ]
+        subprocess.run(render, check=True, stdout=subprocess.DEVNULL)
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, __file__, *sys.argv[1:]],
+                env=os.environ
+                | {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(args.ranks),
+                    "OMP_NUM_THREADS": "1",
+                }
+                | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "BENCH_DIR": folder},
+            )
+            for rank in range(args.ranks)
+        ]
+        return max(abs(process.wait()) for process in ranks)
+
+
+def run_rank(rounds: int, steps: int) -> int:
+    """Times both loops turn by turn; rank 0 prints."""
+    import torch
+    import torch.distributed as dist
+
+    import mm_core
+    from mm_core.device import start_process_group
+    from mm_core.train.loop import run_steps
+    from mm_core.train.run import assemble
+
+    folder, world = os.environ["BENCH_DIR"], int(os.environ["WORLD_SIZE"])
+    start_process_group()
+    config = mm_core.load_config(
+        ROOT / "configs/custom_dit/quickstart.yaml",
+        [
+            f"run.dir={folder}/runs",
+            f"data.train.annotations={folder}/shapes/data.json",
+            f"data.train.folder={folder}/shapes",
+            f"train.steps={(rounds + 1) * steps}",
+            f"train.micro_batch_size={16 // world}",
+            "train.global_batch_size=16",
+        ],
+    )
+    run = assemble(config, "never")
+    training = run.training
+    whole = training.plan
+    training.save = lambda step: None
+    manual = HandWritten(config, training.task, run)
+    times: dict[str, list[float]] = {"mm_core": [], "hand": []}
+    for round_ in range(rounds + 1):
+        first = round_ * steps
+        for name in ("mm_core", "hand") if round_ % 2 else ("hand", "mm_core"):
+            dist.barrier()
+            began = time.perf_counter()
+            if name == "mm_core":
+                training.plan = dataclasses.replace(whole, steps=first + steps)
+                run_steps(training, first)
+            else:
+                manual.run(steps, config.log.every)
+            dist.barrier()
+            times[name].append((time.perf_counter() - began) / steps)
+    run.reporter.close()
+    if dist.get_rank() == 0:
+        report({name: values[1:] for name, values in times.items()}, world)  # the first round warms up
+    dist.barrier()
+    torch.distributed.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+class HandWritten:
+    """What a person writes who needs no platform: FSDP2, AdamW, a DataLoader, and nothing else."""
+
+    def __init__(self, config, task, run) -> None:
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        from torch.utils.data import DataLoader, DistributedSampler
+
+        from mm_core.contracts import SampleKey
+        from mm_core.plugin.registry import build
+
+        torch.manual_seed(0)
+        self.task, self.lr = task, config.optimizer.options["lr"]
+        self.model = build("predictor", config.task.options["predictor"])
+        self.model.init_weights()
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for block in self.model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        options = config.optimizer.options
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=self.lr,
+            betas=options["betas"],
+            eps=options["eps"],
+            weight_decay=options["weight_decay"],
+            fused=True,
+        )
+        dataset = build("dataset", config.data.train)
+        transform = task.batch_transform()
+
+        def collate(samples):
+            rows = [{**s, "key": SampleKey(0, i), "weight": 1.0} for i, s in enumerate(samples)]
+            return transform(dataset.collate(rows))
+
+        loader = DataLoader(
+            dataset,
+            batch_size=config.train.micro_batch_size,
+            sampler=DistributedSampler(dataset, drop_last=True),
+            num_workers=config.data.loader.workers,
+            prefetch_factor=config.data.loader.prefetch if config.data.loader.workers else None,
+            collate_fn=collate,
+            drop_last=True,
+            persistent_workers=bool(config.data.loader.workers),
+        )
+        self.batches = self.forever(loader)
+        self.losses: list[float] = []
+        self.taken = 0
+
+    @staticmethod
+    def forever(loader):
+        """The loader again and again."""
+        while True:
+            yield from loader
+
+    def run(self, steps: int, log_every: int) -> None:
+        """`steps` optimizer steps."""
+        import torch
+
+        task, model = self.task, self.model
+        for _ in range(steps):
+            batch = next(self.batches)
+            with torch.no_grad():
+                latents = task.autoencoder.encode(batch.pixels).mode()
+                text, mask = task.text_encoder.encode(batch.text_ids, batch.text_mask)
+                noise = torch.randn_like(latents)
+                uniform = torch.rand(len(batch))
+                sigma = 5 * uniform / (1 + 4 * uniform)
+                weight = sigma.view(-1, 1, 1, 1, 1)
+                noisy = (1 - weight) * latents + weight * noise
+            velocity = model(noisy, timestep=1000 * sigma, text=text, text_mask=mask)
+            loss = (velocity.float() - (noise - latents)).square().mean()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.taken += 1
+            if self.taken % log_every == 0:
+                self.losses.append(loss.item())
+
+
+def report(times: dict[str, list[float]], world: int) -> None:
+    """The table, and the line that a script reads."""
+    ratios = [ours / theirs for ours, theirs in zip(times["mm_core"], times["hand"], strict=True)]
+    print(f"{world} ranks, {len(ratios)} paired rounds")
+    print(f"{'loop':<14}{'median ms a step':>18}{'least':>10}{'most':>10}")
+    for name, values in times.items():
+        milli = sorted(1000 * value for value in values)
+        print(f"{name:<14}{statistics.median(milli):>18.1f}{milli[0]:>10.1f}{milli[-1]:>10.1f}")
+    ratio = statistics.median(ratios)
+    print(f"ratio round by round: median {ratio:.3f}, {min(ratios):.3f} to {max(ratios):.3f}")
+    print(f"RESULT loop_overhead {ratio:.3f} {BAR} {'ok' if ratio <= BAR else 'short'}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
