@@ -1,1 +1,1 @@
-"""TODO room docstring."""
+"""Flow matching, samplers, and the codecs and text encoders that the core ships."""

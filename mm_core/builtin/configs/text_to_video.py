@@ -1,0 +1,38 @@
+"""Config of the built-in task `text_to_video`: torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from mm_core.plugin.fields import ComponentConfig, Kind, Range
+
+_Size = Annotated[int, Range(ge=1)]
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """What `mm sample` and validation generate unless they are told otherwise."""
+
+    steps: _Size = 50  # solver steps
+    guidance: Annotated[float, Range(ge=0)] = 5.0  # classifier-free guidance scale; 1 switches it off
+    num_frames: _Size | None = None  # frames; none: as in data.train
+    height: _Size | None = None  # pixels; none: as in data.train
+    width: _Size | None = None  # pixels; none: as in data.train
+    fps: Annotated[float, Range(gt=0)] | None = None  # frames a second; none: as in data.train
+    batch_size: _Size = 4  # clips generated together
+
+
+@dataclass(frozen=True)
+class TextToVideoConfig:
+    """Diffusion training of captioned clips."""
+
+    predictor: Annotated[ComponentConfig, Kind("predictor")]  # what is trained
+    autoencoder: Annotated[ComponentConfig, Kind("autoencoder")]  # pixels <-> latents, frozen
+    text_encoder: Annotated[ComponentConfig, Kind("text_encoder")]  # captions -> hidden states, frozen
+    scheduler: Annotated[ComponentConfig, Kind("scheduler")]  # noise, targets, sampling
+    caption_dropout: Annotated[float, Range(ge=0, le=1)] = (
+        0.0  # share of captions replaced by ""; needed for guidance
+    )
+    latents: Literal["mode", "sample"] = "mode"  # of the autoencoder's posterior
+    sample: SampleConfig = field(default_factory=SampleConfig)

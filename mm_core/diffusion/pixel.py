@@ -1,0 +1,80 @@
+"""The autoencoder `pixel`: latents are the pixels themselves, rearranged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from mm_core.builtin.configs.diffusion import PixelConfig
+from mm_core.errors import ContractError
+
+
+class PixelPosterior:
+    """A distribution without spread: latents[B,C,T,H,W] themselves are its moments."""
+
+    def __init__(self, moments: Tensor) -> None:
+        self.moments = moments
+
+    def sample(self, generators: Sequence[torch.Generator]) -> Tensor:
+        """The latents."""
+        return self.moments
+
+    def mode(self) -> Tensor:
+        """The latents."""
+        return self.moments
+
+
+class PixelAutoencoder(nn.Module):
+    """Space-to-depth and time-to-depth: a block of temporal x spatial x spatial pixels becomes one
+    latent of 3 * temporal * spatial^2 channels, in [-1, 1]. Lossless; satisfies `Autoencoder`.
+    """
+
+    def __init__(self, spatial: int = PixelConfig.spatial, temporal: int = PixelConfig.temporal) -> None:
+        super().__init__()
+        self.stride = (temporal, spatial, spatial)
+        self.latent_channels = 3 * temporal * spatial * spatial
+
+    def load(self, device: torch.device) -> None:
+        """There is nothing to read."""
+
+    def missing_files(self) -> list[str]:
+        """None are needed."""
+        return []
+
+    def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+        """(C,T,H,W) of a clip. ContractError unless F, Y and X are multiples of the stride."""
+        sizes = {"num_frames": num_frames, "height": height, "width": width}
+        faults = [
+            f"{name} {size} (nearest: {', '.join(map(str, _multiples_near(size, stride)))})"
+            for (name, size), stride in zip(sizes.items(), self.stride, strict=True)
+            if size < 1 or size % stride
+        ]
+        if faults:
+            raise ContractError(
+                f"the autoencoder 'pixel' can not encode clips with {' and '.join(faults)}",
+                accepted="num_frames, height and width that are multiples of "
+                + ", ".join(map(str, self.stride)),
+            )
+        t, y, x = self.stride
+        return self.latent_channels, num_frames // t, height // y, width // x
+
+    def encode(self, pixels: Tensor) -> PixelPosterior:
+        """pixels[B,3,F,Y,X] -> latents[B,C,T,H,W]."""
+        self.latent_shape(*pixels.shape[2:])
+        t, y, x = self.stride
+        return PixelPosterior(
+            rearrange(pixels, "b c (t pt) (h ph) (w pw) -> b (c pt ph pw) t h w", pt=t, ph=y, pw=x)
+        )
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """latents[B,C,T,H,W] -> pixels[B,3,F,Y,X]."""
+        t, y, x = self.stride
+        return rearrange(latents, "b (c pt ph pw) t h w -> b c (t pt) (h ph) (w pw)", pt=t, ph=y, pw=x)
+
+
+def _multiples_near(size: int, stride: int) -> list[int]:
+    below = size // stride * stride
+    return [multiple for multiple in (below, below + stride) if multiple > 0]

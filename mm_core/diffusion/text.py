@@ -1,0 +1,288 @@
+"""Text encoders: `bytes`, which needs no weights, and `hf_text`, any Transformers encoder directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mm_core.builtin.configs.diffusion import ByteTextConfig, HFTextConfig
+from mm_core.contracts import Randomness, Tokenizer, torch_dtype
+from mm_core.errors import CheckpointError
+from mm_core.plugin.fields import DType
+
+END, PAD = 256, 257
+"""Tokens beside the 256 bytes: the end of every caption, and padding."""
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "spiece.model", "vocab.txt", "vocab.json")
+_PICKLED = ("*.bin", "*.pt", "*.pth")
+
+
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """UTF-8 bytes, cut to max_length - 1, and an end token. Rows are padded to the longest."""
+
+    max_length: int
+
+    def __call__(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """ids[B,L] int64, mask[B,L] bool."""
+        rows = [[*caption.encode()[: self.max_length - 1], END] for caption in captions]
+        longest = max(map(len, rows))
+        ids = torch.tensor([row + [PAD] * (longest - len(row)) for row in rows])
+        return ids, ids != PAD
+
+
+class ByteTextEncoder(nn.Module):
+    """Hidden states from fixed random tables, the same on every machine. Satisfies `TextEncoder`.
+
+    A token's state is the sum of its byte's vector, of a vector for the word up to it (so that a
+    word can be told by its last byte), and of sinusoidal positions (Vaswani et al. 2017).
+    """
+
+    _WORDS = 4096  # vectors for words; two words in 4096 share one by chance
+    _SEED = 20240229
+
+    table: Tensor | None
+    words: Tensor | None
+
+    def __init__(
+        self, hidden_size: int = ByteTextConfig.hidden_size, max_length: int = ByteTextConfig.max_length
+    ) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.max_length = max_length
+        self.register_buffer("table", None, persistent=False)
+        self.register_buffer("words", None, persistent=False)
+
+    def load(self, device: torch.device) -> None:
+        """Draws the tables; nothing is read."""
+        if self.table is None:
+            rng = Randomness(self._SEED)
+            self.table = rng.normal((PAD + 1, self.hidden_size), "bytes")
+            self.words = rng.normal((self._WORDS, self.hidden_size), "words")
+        assert self.words is not None
+        self.table, self.words = self.table.to(device), self.words.to(device)
+
+    def missing_files(self) -> list[str]:
+        """None are needed."""
+        return []
+
+    def tokenizer(self) -> Tokenizer:
+        """The half for data workers."""
+        return ByteTokenizer(self.max_length)
+
+    def encode(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """ids[B,L], mask[B,L] -> hidden[B,L,D] float32 of unit scale, mask[B,L]."""
+        assert self.table is not None and self.words is not None, "load() comes first"
+        positions = sinusoids(ids.shape[1], self.hidden_size).to(ids.device)
+        hidden = self.table[ids] + self.words[self._word_so_far(ids)] + positions
+        return hidden / 3**0.5, mask
+
+    def _word_so_far(self, ids: Tensor) -> Tensor:
+        """[B,L]: a hash of the bytes since the last space, this one included."""
+        state = torch.zeros_like(ids[:, 0])
+        states = []
+        for column in ids.unbind(1):
+            state = torch.where(column == ord(" "), 0, (state * 31 + column + 1) % 1_000_003)
+            states.append(state)
+        return torch.stack(states, dim=1) % self._WORDS
+
+
+def sinusoids(length: int, width: int) -> Tensor:
+    """[L,D]: sin and cos of position / 10000^(2i/D) (Vaswani et al. 2017, section 3.5), at unit scale."""
+    position = torch.arange(length, dtype=torch.float64)[:, None]
+    angles = position / 10000 ** (torch.arange(0, width, 2, dtype=torch.float64) / width)
+    table = torch.stack([angles.sin(), angles.cos()], dim=2).flatten(1)[:, :width]
+    return (table * 2**0.5).float()
+
+
+@dataclass
+class HFTokenizer:
+    """A Transformers tokenizer of a folder, opened where it is first used (in the data worker)."""
+
+    folder: str
+    max_length: int
+    _opened: Any = field(default=None, init=False, repr=False, compare=False)
+
+    def __call__(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """ids[B,L] int64, mask[B,L] bool; rows are padded on the right to the longest."""
+        if self._opened is None:
+            self._opened = open_tokenizer(self.folder)
+        rows = self._opened(
+            list(captions),
+            padding="longest",
+            truncation=True,
+            max_length=self.max_length,
+            return_attention_mask=True,
+            return_tensors="pt",
+        )
+        return rows["input_ids"].long(), rows["attention_mask"].bool()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": None}
+
+
+def open_tokenizer(folder: str) -> Any:
+    """The tokenizer in `folder`. CheckpointError when none can be made of what is there."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, ImportError, KeyError) as fault:
+        raise CheckpointError(
+            f"no tokenizer can be made of this folder: {_first_line(fault)}",
+            where=folder,
+            accepted="a folder that Transformers' AutoTokenizer opens",
+            hint="set tokenizer: to the tokenizer's own folder where it is not the model's",
+        ) from fault
+    tokenizer.padding_side = "right"
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token is None:
+        raise CheckpointError("the tokenizer has neither a padding token nor an end token", where=folder)
+    return tokenizer
+
+
+class HFTextEncoder(nn.Module):
+    """The last hidden states of a Transformers text encoder, frozen. Satisfies `TextEncoder`.
+
+    Of encoder-decoder families (T5, UMT5) the encoder alone is read. Nothing is ever downloaded, and
+    weights are read from safetensors only. Fields are those of `HFTextConfig`.
+    """
+
+    model: nn.Module | None
+
+    def __init__(
+        self,
+        from_pretrained: str,
+        tokenizer: str | None = HFTextConfig.tokenizer,
+        max_length: int = HFTextConfig.max_length,
+        dtype: DType = HFTextConfig.dtype,
+    ) -> None:
+        super().__init__()
+        self.folder = Path(from_pretrained)
+        self.tokenizer_folder = Path(tokenizer) if tokenizer is not None else self.folder
+        self.max_length = max_length
+        self.dtype = torch_dtype(dtype)
+        self.register_module("model", None)
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of a hidden state, as config.json says. CheckpointError when it says nothing."""
+        return int(self._config().hidden_size)
+
+    def missing_files(self) -> list[str]:
+        """Of config.json, the weights and the tokenizer, those that do not exist."""
+        missing = [] if self._has("config.json") else [str(self.folder / "config.json")]
+        if not self._pickled_only():  # those are there, and load() says why it refuses them
+            missing += [str(self.folder / name) for name in self._weight_files() if not self._has(name)]
+        if not any((self.tokenizer_folder / name).is_file() for name in _TOKENIZER_FILES):
+            missing.append(str(self.tokenizer_folder / _TOKENIZER_FILES[0]))
+        return missing
+
+    def load(self, device: torch.device) -> None:
+        """Reads the weights in `dtype`. CheckpointError for a folder that holds no such model."""
+        if self.model is not None:
+            return
+        config = self._config()
+        if self._pickled_only():
+            raise CheckpointError(
+                "the weights are pickled, which can run code when they are read",
+                where=str(self.folder),
+                accepted="safetensors",
+                hint="convert them: load the model where you trust it and call "
+                "save_pretrained(..., safe_serialization=True)",
+            )
+        if missing := self.missing_files():
+            raise CheckpointError(f"files are missing: {', '.join(missing)}", where=str(self.folder))
+        open_tokenizer(str(self.tokenizer_folder))
+        self.model = _read_model(self.folder, config, self.dtype).to(device).eval().requires_grad_(False)
+
+    def tokenizer(self) -> Tokenizer:
+        """The half for data workers."""
+        return HFTokenizer(str(self.tokenizer_folder), self.max_length)
+
+    @torch.no_grad()
+    def encode(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """ids[B,L], mask[B,L] -> hidden[B,L,D] in the encoder's dtype, mask[B,L]."""
+        assert self.model is not None, "load() comes first"
+        return self.model(input_ids=ids, attention_mask=mask.long()).last_hidden_state, mask
+
+    def train(self, mode: bool = True) -> HFTextEncoder:
+        """Stays in evaluation mode: a frozen encoder has no dropout."""
+        return super().train(False)
+
+    def _has(self, name: str) -> bool:
+        return (self.folder / name).is_file()
+
+    def _weight_files(self) -> list[str]:
+        """The safetensors files that the folder's index lists, or the one file of small models."""
+        index = self.folder / "model.safetensors.index.json"
+        if not index.is_file():
+            return ["model.safetensors"]
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+
+    def _pickled_only(self) -> bool:
+        pickled = any(path for pattern in _PICKLED for path in self.folder.glob(pattern))
+        return pickled and not any(self.folder.glob("*.safetensors"))
+
+    def _config(self) -> Any:
+        """The model's config, of the text part where there are several. CheckpointError for none."""
+        from transformers import AutoConfig
+
+        if not self._has("config.json"):
+            raise CheckpointError(
+                "the folder of the text encoder holds no config.json",
+                where=str(self.folder),
+                accepted="a folder as Transformers' save_pretrained writes it",
+                hint="in Diffusers' layout that is the sub-folder text_encoder",
+            )
+        try:
+            config = AutoConfig.from_pretrained(self.folder, local_files_only=True)
+        except (OSError, ValueError, KeyError) as fault:
+            raise CheckpointError(
+                f"config.json describes no model that Transformers knows: {_first_line(fault)}",
+                where=str(self.folder),
+            ) from fault
+        if not hasattr(config, "vocab_size") or not hasattr(config, "hidden_size"):
+            raise CheckpointError(
+                f"a model of type {config.model_type!r} is no text encoder: it has no vocabulary",
+                where=str(self.folder),
+                accepted="T5, UMT5, BERT, CLIP's text model and other Transformers encoders of text",
+            )
+        return config
+
+
+def _read_model(folder: Path, config: Any, dtype: torch.dtype) -> nn.Module:
+    import transformers
+    from packaging.version import Version
+    from transformers import AutoModel, AutoModelForTextEncoding
+    from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING
+
+    known = type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING
+    if config.is_encoder_decoder and not known:
+        raise CheckpointError(
+            f"Transformers has no encoder on its own for the encoder-decoder type {config.model_type!r}",
+            where=str(folder),
+            accepted="T5, MT5, UMT5, T5Gemma, or a model that is an encoder only",
+        )
+    # Transformers renamed the argument; the old name is gone in later versions.
+    key = "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
+    try:
+        model: nn.Module = (AutoModelForTextEncoding if known else AutoModel).from_pretrained(
+            folder, local_files_only=True, use_safetensors=True, **{key: dtype}
+        )
+    except (OSError, ValueError, RuntimeError) as fault:
+        raise CheckpointError(
+            f"the text encoder can not be read: {_first_line(fault)}", where=str(folder)
+        ) from fault
+    return model
+
+
+def _first_line(fault: BaseException) -> str:
+    return next(iter(str(fault).splitlines()), type(fault).__name__)

@@ -1,0 +1,266 @@
+"""The task `text_to_video`: diffusion training of captioned clips, and sampling with guidance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from mm_core.builtin.configs.text_to_video import SampleConfig, TextToVideoConfig
+from mm_core.contracts import (
+    Autoencoder,
+    Batch,
+    Clip,
+    Loss,
+    NoiseScheduler,
+    Predictor,
+    Randomness,
+    SampleRequest,
+    TextEncoder,
+    Tokenizer,
+    VideoTextBatch,
+)
+from mm_core.errors import ContractError
+from mm_core.tasks.text_to_video_checks import collect_faults
+
+
+@dataclass(frozen=True)
+class TokenizeCaptions:
+    """Fills `text_ids` and `text_mask` of a batch from its captions, in the data worker."""
+
+    tokenizer: Tokenizer
+
+    def __call__(self, batch: Batch) -> Batch:
+        """The batch with its captions as tokens."""
+        assert isinstance(batch, VideoTextBatch)
+        ids, mask = self.tokenizer(batch.captions)
+        return replace(batch, text_ids=ids, text_mask=mask)
+
+
+@dataclass
+class TextToVideoInputs:
+    """What a forward needs, on the device, in float32.
+
+    noisy, target: [B,C,T,H,W]. timestep: [B]. text: [B,L,D]. text_mask: [B,L].
+    factors: [B], loss weight of the timestep times weight of the sample. weight: of the batch.
+    """
+
+    noisy: Tensor
+    timestep: Tensor
+    text: Tensor
+    text_mask: Tensor
+    target: Tensor
+    factors: Tensor
+    weight: float
+
+
+class TextToVideo(nn.Module):
+    """Trains a predictor on latents of clips, conditioned on their captions. Satisfies `Task`.
+
+    The loss is the mean squared error over (C,T,H,W) of each sample, times its weights, summed over
+    the batch. Noise, timesteps and dropped captions derive from (seed, purpose, epoch, sample).
+    Classifier-free guidance: Ho and Salimans 2022, https://arxiv.org/abs/2207.12598.
+    Fields are those of `TextToVideoConfig`, with components built.
+    """
+
+    trainable = ("predictor",)
+    frozen = ("autoencoder", "text_encoder")
+
+    def __init__(
+        self,
+        predictor: Predictor,
+        autoencoder: Autoencoder,
+        text_encoder: TextEncoder,
+        scheduler: NoiseScheduler,
+        caption_dropout: float = TextToVideoConfig.caption_dropout,
+        latents: str = TextToVideoConfig.latents,
+        sample: SampleConfig | None = None,
+    ) -> None:
+        super().__init__()
+        self.predictor = predictor
+        self.autoencoder = autoencoder
+        self.text_encoder = text_encoder
+        self.scheduler = scheduler
+        self.caption_dropout = caption_dropout
+        self.latents = latents
+        self.sample_defaults = SampleConfig() if sample is None else sample
+        self._empty_caption: tuple[Tensor, Tensor] | None = None
+
+    # -- training ------------------------------------------------------------------------------
+
+    def weight(self, batch: Batch) -> float:
+        """The sum of the samples' weights."""
+        return float(batch.weights.sum())
+
+    def batch_transform(self) -> TokenizeCaptions:
+        """Tokenizing, for data workers."""
+        return TokenizeCaptions(self.text_encoder.tokenizer())
+
+    @torch.no_grad()
+    def prepare(self, batch: Batch, rng: Randomness) -> TextToVideoInputs:
+        """Encodes pixels and captions, draws noise and timesteps. `rng` is the run's root."""
+        assert isinstance(batch, VideoTextBatch)
+        device = batch.pixels.device
+        latents = self._encode_pixels(batch, rng).float()
+        shape = tuple(latents.shape[1:])
+        noise = torch.stack([rng.normal(shape, "noise", *key) for key in batch.keys]).to(device)
+        timestep = self.scheduler.sample_timesteps([rng.generator("timestep", *key) for key in batch.keys])
+        timestep = timestep.to(device)
+        text, mask = self._encode_text(*self._tokens(batch, rng))
+        factors = self.scheduler.loss_weight(timestep) * batch.weights.to(device)
+        return TextToVideoInputs(
+            noisy=self.scheduler.add_noise(latents, noise, timestep),
+            timestep=self.scheduler.model_timestep(timestep),
+            text=text,
+            text_mask=mask,
+            target=self.scheduler.target(latents, noise, timestep),
+            factors=factors,
+            weight=self.weight(batch),
+        )
+
+    def loss(self, inputs: TextToVideoInputs) -> Loss:
+        """Squared error of the prediction, in float32, as a weighted sum over samples."""
+        predicted = self._predict(inputs.noisy, inputs.timestep, inputs.text, inputs.text_mask)
+        if predicted.shape != inputs.target.shape:
+            raise ContractError(
+                f"the predictor returned {tuple(predicted.shape)} for targets {tuple(inputs.target.shape)}",
+                where="task.predictor",
+            )
+        error = (predicted.float() - inputs.target).square().flatten(1).mean(1)
+        return Loss((error * inputs.factors).sum(), inputs.weight)
+
+    def _encode_pixels(self, batch: VideoTextBatch, rng: Randomness) -> Tensor:
+        posterior = self.autoencoder.encode(batch.pixels)
+        if self.latents == "mode":
+            return posterior.mode()
+        return posterior.sample([rng.generator("posterior", *key) for key in batch.keys])
+
+    def _tokens(self, batch: VideoTextBatch, rng: Randomness) -> tuple[Tensor, Tensor]:
+        """ids[B,L], mask[B,L] of the captions, some of them dropped."""
+        ids, mask = batch.text_ids, batch.text_mask
+        if ids is None or mask is None:
+            ids, mask = self.text_encoder.tokenizer()(batch.captions)
+        ids, mask = ids.to(batch.pixels.device), mask.to(batch.pixels.device)
+        rate = self.caption_dropout
+        dropped = [rate > 0 and rng.uniform("caption_dropout", *key) < rate for key in batch.keys]
+        if not any(dropped):
+            return ids, mask
+        empty_ids, empty_mask = self._empty()
+        length = max(ids.shape[1], empty_ids.shape[1])
+        ids, mask = _pad(ids, length), _pad(mask, length)
+        rows = torch.tensor(dropped, device=ids.device)[:, None]
+        empty_ids, empty_mask = _pad(empty_ids, length).to(ids), _pad(empty_mask, length).to(mask)
+        return torch.where(rows, empty_ids, ids), torch.where(rows, empty_mask, mask)
+
+    def _empty(self) -> tuple[Tensor, Tensor]:
+        if self._empty_caption is None:
+            self._empty_caption = self.text_encoder.tokenizer()([""])
+        return self._empty_caption
+
+    def _encode_text(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden states in float32 (the engine lowers them), padded as the predictor wants."""
+        text, mask = self.text_encoder.encode(ids, mask)
+        text = text.float().masked_fill(~mask[..., None], 0)
+        padding = self.predictor.text_padding
+        if isinstance(padding, tuple):
+            length = padding[1]
+            text, mask = _pad(text[:, :length], length), _pad(mask[:, :length], length)
+        return text, mask
+
+    def _predict(self, latents: Tensor, timestep: Tensor, text: Tensor, mask: Tensor) -> Tensor:
+        # Sharded parameters are float32 here and the engine casts; a lone bf16 predictor needs it done.
+        dtype = next(cast(nn.Module, self.predictor).parameters()).dtype
+        return self.predictor(
+            latents=latents.to(dtype), timestep=timestep.float(), text=text.to(dtype), text_mask=mask
+        )
+
+    # -- sampling ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def sample(self, request: SampleRequest) -> list[Clip]:
+        """One clip a prompt. Clip i starts from the noise of (seed, i), whatever is generated with it."""
+        wanted = self._complete(request)
+        shape = self._sample_shape(wanted)
+        clips: list[Clip] = []
+        for first, prompts in _chunks(wanted.prompts, self.sample_defaults.batch_size):
+            noise = torch.stack(
+                [Randomness(wanted.seed).normal(shape, "sample", first + i) for i in range(len(prompts))]
+            )
+            pixels = self._generate(prompts, noise, wanted).float().clamp(-1, 1).cpu()
+            assert wanted.fps is not None
+            clips += [Clip(p, wanted.fps, prompt) for p, prompt in zip(pixels, prompts, strict=True)]
+        return clips
+
+    def _complete(self, request: SampleRequest) -> SampleRequest:
+        """The request with the task's own defaults. ContractError when one is set nowhere."""
+        names = ("steps", "guidance", "num_frames", "height", "width", "fps")
+        values = {name: getattr(request, name) for name in names}
+        values |= {name: getattr(self.sample_defaults, name) for name in names if values[name] is None}
+        if unset := [name for name, value in values.items() if value is None]:
+            raise ContractError(
+                f"what to sample is not fully said, unset: {', '.join(unset)}",
+                where="task.sample",
+                hint="set them in the request or under task.sample in the config",
+            )
+        if values["steps"] < 1:
+            raise ContractError(f"sampling takes at least one step, not {values['steps']}", where="steps")
+        return replace(request, **values)
+
+    def _sample_shape(self, request: SampleRequest) -> tuple[int, int, int, int]:
+        sizes = {name: getattr(request, name) for name in ("num_frames", "height", "width")}
+        if faults := collect_faults(self, {"clip to sample": sizes}, sizes_only=True):
+            raise faults[0]
+        return self.autoencoder.latent_shape(**sizes)
+
+    def _generate(self, prompts: Sequence[str], noise: Tensor, request: SampleRequest) -> Tensor:
+        """pixels[B,3,F,Y,X] from noise[B,C,T,H,W]."""
+        device = next(cast(nn.Module, self.predictor).parameters()).device
+        guidance, steps = request.guidance, request.steps
+        assert guidance is not None and steps is not None
+        guided = guidance != 1
+        captions = [*prompts, *[request.negative_prompt] * (len(prompts) if guided else 0)]
+        ids, mask = self.text_encoder.tokenizer()(captions)
+        text, mask = self._encode_text(ids.to(device), mask.to(device))
+
+        def velocity(latents: Tensor, timestep: Tensor) -> Tensor:
+            timestep = self.scheduler.model_timestep(timestep)
+            if not guided:
+                return self._predict(latents, timestep, text, mask).float()
+            both = self._predict(latents.repeat(2, 1, 1, 1, 1), timestep.repeat(2), text, mask)
+            conditional, unconditional = both.float().chunk(2)
+            return unconditional + guidance * (conditional - unconditional)
+
+        return self.autoencoder.decode(self.scheduler.integrate(velocity, noise.to(device), steps))
+
+    # -- checks --------------------------------------------------------------------------------
+
+    def check(self, batch_spec: Mapping[str, Any]) -> None:
+        """ContractError with every misfit of the components, the data's sizes and the sizes to sample."""
+        names = ("num_frames", "height", "width")
+        sizes = {"data.train": {name: batch_spec.get(name) for name in names}}
+        own = {name: getattr(self.sample_defaults, name) or batch_spec.get(name) for name in names}
+        if own != sizes["data.train"]:
+            sizes["task.sample"] = own
+        faults = collect_faults(self, sizes)
+        if len(faults) == 1:
+            raise faults[0]
+        if faults:
+            raise ContractError(
+                "\n".join([f"{len(faults)} components do not fit:", *(fault.render() for fault in faults)])
+            )
+
+
+def _pad(tensor: Tensor, length: int) -> Tensor:
+    """[B,L] or [B,L,D] with zeros behind, up to `length` tokens."""
+    missing = length - tensor.shape[1]
+    if missing <= 0:
+        return tensor
+    return torch.cat([tensor, tensor.new_zeros(tensor.shape[0], missing, *tensor.shape[2:])], dim=1)
+
+
+def _chunks(prompts: Sequence[str], size: int) -> Iterator[tuple[int, Sequence[str]]]:
+    for first in range(0, len(prompts), size):
+        yield first, prompts[first : first + size]

@@ -1,0 +1,112 @@
+"""Whether the components of a text-to-video task fit each other and the clips: one sentence a misfit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from mm_core.contracts import Autoencoder, Predictor, TextEncoder
+from mm_core.errors import ContractError
+
+
+class Parts(Protocol):
+    """The components that are checked."""
+
+    predictor: Predictor
+    autoencoder: Autoencoder
+    text_encoder: TextEncoder
+
+
+Sizes = Mapping[str, int | None]
+"""num_frames, height, width in pixels; None where the data do not say."""
+
+
+def collect_faults(
+    parts: Parts, sizes: Mapping[str, Sizes], *, sizes_only: bool = False
+) -> list[ContractError]:
+    """Every misfit. `sizes` maps the place that clip sizes are written in to the sizes."""
+    faults = [] if sizes_only else [*_channel_faults(parts), *_text_faults(parts)]
+    for where, clip in sizes.items():
+        if all(value is not None for value in clip.values()):
+            known = {name: value for name, value in clip.items() if value is not None}
+            faults += _size_faults(parts, where, known)
+    return faults
+
+
+def _channel_faults(parts: Parts) -> list[ContractError]:
+    predictor, channels = parts.predictor, parts.autoencoder.latent_channels
+    return [
+        ContractError(
+            f"{name} is {value}, but the autoencoder's latents have {channels} channels",
+            where=f"task.predictor.{name}",
+            accepted=str(channels),
+        )
+        for name, value in (("in_channels", predictor.in_channels), ("out_channels", predictor.out_channels))
+        if value != channels
+    ]
+
+
+def _text_faults(parts: Parts) -> list[ContractError]:
+    predictor, encoder = parts.predictor, parts.text_encoder
+    faults = []
+    # The width stands in the encoder's files, which a dry run may do without.
+    if not encoder.missing_files() and predictor.text_dim != encoder.hidden_size:
+        faults.append(
+            ContractError(
+                f"text_dim is {predictor.text_dim}, but the text encoder's hidden states are "
+                f"{encoder.hidden_size} wide",
+                where="task.predictor.text_dim",
+                accepted=str(encoder.hidden_size),
+            )
+        )
+    padding = predictor.text_padding
+    if isinstance(padding, tuple) and encoder.max_length > padding[1]:
+        faults.append(
+            ContractError(
+                f"max_length is {encoder.max_length}, but the predictor takes {padding[1]} tokens",
+                where="task.text_encoder.max_length",
+                accepted=f"at most {padding[1]}",
+            )
+        )
+    return faults
+
+
+def _size_faults(parts: Parts, where: str, sizes: Mapping[str, int]) -> list[ContractError]:
+    """What the autoencoder says of the clip, or what does not divide into the predictor's patches."""
+    try:
+        shape = parts.autoencoder.latent_shape(**sizes)
+    except ContractError as fault:
+        return [ContractError(fault.what, where=where, accepted=fault.accepted, hint=fault.hint)]
+    faults = []
+    patches = parts.predictor.patch_size
+    for place, (name, stride) in enumerate(zip(sizes, parts.autoencoder.stride, strict=True)):
+        patch = patches[place]
+        if shape[1 + place] % patch:
+            near = _near(sizes[name], stride * patch, _divides(parts, sizes, name, place))
+            faults.append(
+                ContractError(
+                    f"{name} {sizes[name]} makes {shape[1 + place]} latents, which do not divide into "
+                    f"patches of {patch}",
+                    where=f"{where}.{name}",
+                    accepted=f"{' or '.join(map(str, near))}, for example",
+                )
+            )
+    return faults
+
+
+def _divides(parts: Parts, sizes: Mapping[str, int], name: str, place: int) -> Callable[[int], bool]:
+    def valid(size: int) -> bool:
+        try:
+            shape = parts.autoencoder.latent_shape(**{**sizes, name: size})
+        except ContractError:
+            return False
+        return shape[1 + place] % parts.predictor.patch_size[place] == 0
+
+    return valid
+
+
+def _near(size: int, period: int, valid: Callable[[int], bool]) -> list[int]:
+    """The nearest valid sizes below and above."""
+    below = next((s for s in range(size - 1, max(0, size - 2 * period), -1) if valid(s)), None)
+    above = next((s for s in range(size + 1, size + 2 * period) if valid(s)), None)
+    return [found for found in (below, above) if found is not None]

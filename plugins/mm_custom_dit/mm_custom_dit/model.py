@@ -1,0 +1,206 @@
+"""CustomDiT: the tutorial's text-to-video diffusion transformer, built from Diffusers' Wan parts.
+
+Architecture: Wan (https://arxiv.org/abs/2503.20314), a DiT (https://arxiv.org/abs/2212.09748) with 3D
+rotary positions and text by cross-attention. With equal weights and a full text mask it computes what
+`diffusers.WanTransformer3DModel` computes.
+
+Letters: B batch; C,T,H,W latents; L,D text; N tokens, M width.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from diffusers.models.attention import FeedForward
+from diffusers.models.normalization import FP32LayerNorm
+from diffusers.models.transformers.transformer_wan import (
+    WanAttention,
+    WanAttnProcessor,
+    WanRotaryPosEmbed,
+    WanTimeTextImageEmbedding,
+)
+from einops import rearrange
+from torch import Tensor, nn
+
+from mm_core.errors import ContractError
+from mm_custom_dit.config import CustomDiTConfig
+
+Rotary = tuple[Tensor, Tensor]
+
+
+class CustomDiTBlock(nn.Module):
+    """Self-attention, cross-attention and feed-forward; the timestep scales, shifts and gates (AdaLN)."""
+
+    def __init__(
+        self, num_heads: int, head_dim: int, ffn_dim: int, cross_attn_norm: bool, eps: float
+    ) -> None:
+        super().__init__()
+        dim = num_heads * head_dim
+        heads = {"dim": dim, "heads": num_heads, "dim_head": head_dim, "eps": eps}
+        self.norm1 = FP32LayerNorm(dim, eps, elementwise_affine=False)
+        self.attn1 = WanAttention(**heads, processor=WanAttnProcessor())
+        self.norm2 = FP32LayerNorm(dim, eps, elementwise_affine=True) if cross_attn_norm else nn.Identity()
+        self.attn2 = WanAttention(**heads, cross_attention_dim_head=head_dim, processor=WanAttnProcessor())
+        self.norm3 = FP32LayerNorm(dim, eps, elementwise_affine=False)
+        self.ffn = FeedForward(dim, inner_dim=ffn_dim, activation_fn="gelu-approximate")
+        self.scale_shift_table = nn.Parameter(torch.empty(1, 6, dim))
+
+    def forward(
+        self, x: Tensor, text: Tensor, text_mask: Tensor, modulation: Tensor, rotary: Rotary
+    ) -> Tensor:
+        """x[B,N,M], text[B,L,M], text_mask[B,1,1,L], modulation[B,6,M] or [B,N,6,M] -> [B,N,M]."""
+        shift1, scale1, gate1, shift2, scale2, gate2 = modulate(self.scale_shift_table, modulation)
+        normed = (self.norm1(x.float()) * (1 + scale1) + shift1).type_as(x)
+        x = (x.float() + self.attn1(normed, rotary_emb=rotary) * gate1).type_as(x)
+        normed = self.norm2(x.float()).type_as(x)
+        x = x + self.attn2(normed, encoder_hidden_states=text, attention_mask=text_mask)
+        normed = (self.norm3(x.float()) * (1 + scale2) + shift2).type_as(x)
+        return (x.float() + self.ffn(normed).float() * gate2).type_as(x)
+
+
+class CustomDiT(nn.Module):
+    """Predicts the velocity of noisy latents. Satisfies `mm_core.contracts.Predictor`.
+
+    Fields are those of `CustomDiTConfig`, where each is described. Text behind the mask changes
+    nothing; a row without any text attends to zeros.
+    """
+
+    _no_split_modules = ("CustomDiTBlock",)
+    text_padding = "masked"
+
+    def __init__(
+        self,
+        num_layers: int = CustomDiTConfig.num_layers,
+        num_heads: int = CustomDiTConfig.num_heads,
+        head_dim: int = CustomDiTConfig.head_dim,
+        patch_size: tuple[int, int, int] = CustomDiTConfig.patch_size,
+        in_channels: int = CustomDiTConfig.in_channels,
+        out_channels: int = CustomDiTConfig.out_channels,
+        text_dim: int = CustomDiTConfig.text_dim,
+        freq_dim: int = CustomDiTConfig.freq_dim,
+        ffn_dim: int = CustomDiTConfig.ffn_dim,
+        cross_attn_norm: bool = CustomDiTConfig.cross_attn_norm,
+        eps: float = CustomDiTConfig.eps,
+        rope_max_seq_len: int = CustomDiTConfig.rope_max_seq_len,
+    ) -> None:
+        super().__init__()
+        if head_dim % 2 or head_dim < 6:
+            raise ContractError(
+                f"head_dim {head_dim} can not hold rotary positions of three axes",
+                accepted="an even number, 6 or more",
+            )
+        dim = num_heads * head_dim
+        self.patch_size = (patch_size[0], patch_size[1], patch_size[2])
+        self.in_channels, self.out_channels, self.text_dim = in_channels, out_channels, text_dim
+        self.head_dim, self.rope_max_seq_len = head_dim, rope_max_seq_len
+        self.rope = self._rotary_tables()
+        self.patch_embedding = nn.Linear(in_channels * prod(patch_size), dim)
+        self.condition_embedder = WanTimeTextImageEmbedding(
+            dim=dim, time_freq_dim=freq_dim, time_proj_dim=6 * dim, text_embed_dim=text_dim
+        )
+        self.blocks = nn.ModuleList(
+            CustomDiTBlock(num_heads, head_dim, ffn_dim, cross_attn_norm, eps) for _ in range(num_layers)
+        )
+        self.norm_out = FP32LayerNorm(dim, eps, elementwise_affine=False)
+        self.scale_shift_table = nn.Parameter(torch.empty(1, 2, dim))
+        self.proj_out = nn.Linear(dim, out_channels * prod(patch_size))
+        if self.patch_embedding.weight.device.type != "meta":
+            with torch.no_grad():
+                self.init_weights()
+
+    def forward(self, latents: Tensor, timestep: Tensor, text: Tensor, text_mask: Tensor) -> Tensor:
+        """Velocity[B,C,T,H,W] in the dtype of the latents.
+
+        Args:
+            latents: [B,C,T,H,W], T, H and W multiples of patch_size.
+            timestep: [B], or [B,N] one a token, float32 in 0 .. 1000.
+            text: hidden states [B,L,D] in the dtype of the latents.
+            text_mask: bool [B,L], true for real tokens.
+
+        Raises:
+            ContractError: latents that do not divide into patches or reach beyond the rotary tables.
+        """
+        grid = self._grid(latents)
+        x = self.patch_embedding(self._patchify(latents))
+        text = text.masked_fill(~text_mask[..., None], 0)  # also keeps NaN in the padding out
+        # Attention over nothing would be NaN: a row without text attends to its zeros.
+        visible = (text_mask | ~text_mask.any(1, keepdim=True))[:, None, None, :]
+        tokens = timestep.shape[1] if timestep.dim() == 2 else None
+        time, modulation, text, _ = self.condition_embedder(timestep.flatten(), text, timestep_seq_len=tokens)
+        modulation = rearrange(modulation, "... (six m) -> ... six m", six=6)
+        rotary = self.rope(latents)
+        for block in self.blocks:
+            x = block(x, text, visible, modulation, rotary)
+        shift, scale = modulate(self.scale_shift_table, time[..., None, :])
+        x = (self.norm_out(x.float()) * (1 + scale) + shift).type_as(x)
+        return self._unpatchify(self.proj_out(x), grid).to(latents.dtype)
+
+    def init_weights(self) -> None:
+        """Fills every parameter and buffer as Wan does: Xavier, 0.02 in the embedders, a zero head."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
+            elif isinstance(module, (nn.RMSNorm, nn.LayerNorm)) and module.elementwise_affine:
+                nn.init.ones_(module.weight)
+                if isinstance(module, nn.LayerNorm):
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, (CustomDiT, CustomDiTBlock)):
+                nn.init.normal_(module.scale_shift_table, std=module.scale_shift_table.shape[-1] ** -0.5)
+        embedder = self.condition_embedder
+        for linear in (
+            embedder.text_embedder.linear_1,
+            embedder.text_embedder.linear_2,
+            embedder.time_embedder.linear_1,
+            embedder.time_embedder.linear_2,
+        ):
+            nn.init.normal_(linear.weight, std=0.02)
+        nn.init.zeros_(self.proj_out.weight)
+        with torch.device("cpu"):
+            tables = self._rotary_tables()
+        for name, table in tables.named_buffers():
+            self.rope.get_buffer(name).copy_(table)
+
+    def _rotary_tables(self) -> WanRotaryPosEmbed:
+        return WanRotaryPosEmbed(self.head_dim, self.patch_size, self.rope_max_seq_len)
+
+    def _grid(self, latents: Tensor) -> tuple[int, int, int]:
+        """Tokens along (t, h, w)."""
+        sizes = tuple(latents.shape[2:])
+        if any(size % patch for size, patch in zip(sizes, self.patch_size, strict=True)):
+            raise ContractError(
+                f"latents of (T, H, W) = {sizes} do not divide into patches of {self.patch_size}",
+                where="custom_dit",
+                accepted=f"multiples of {self.patch_size}",
+            )
+        t, h, w = (size // patch for size, patch in zip(sizes, self.patch_size, strict=True))
+        if max(t, h, w) > self.rope_max_seq_len:
+            raise ContractError(
+                f"a clip of {t} x {h} x {w} tokens reaches beyond the rotary tables of "
+                f"{self.rope_max_seq_len} positions",
+                where="custom_dit",
+                accepted=f"at most {self.rope_max_seq_len} tokens along an axis",
+                hint=f"set rope_max_seq_len to {max(t, h, w)} or more, or make the clip smaller",
+            )
+        return t, h, w
+
+    def _patchify(self, latents: Tensor) -> Tensor:
+        t, h, w = self.patch_size
+        return rearrange(latents, "b c (t pt) (h ph) (w pw) -> b (t h w) (c pt ph pw)", pt=t, ph=h, pw=w)
+
+    def _unpatchify(self, x: Tensor, grid: tuple[int, int, int]) -> Tensor:
+        (t, h, w), (pt, ph, pw) = grid, self.patch_size
+        latents = rearrange(
+            x, "b (t h w) (pt ph pw c) -> b c (t pt) (h ph) (w pw)", t=t, h=h, w=w, pt=pt, ph=ph, pw=pw
+        )
+        # A fresh tensor: FSDP2 may drop its backward hook when its root returns a view.
+        return latents.clone(memory_format=torch.contiguous_format)
+
+
+def modulate(table: Tensor, modulation: Tensor) -> list[Tensor]:
+    """table[1,K,M] + modulation[B,K,M] or [B,N,K,M] in float32 -> K tensors [B,1,M] or [B,N,M]."""
+    together = table.float() + modulation.float()
+    if together.dim() == 4:
+        return [part.squeeze(2) for part in together.chunk(together.shape[2], dim=2)]
+    return list(together.chunk(together.shape[1], dim=1))
