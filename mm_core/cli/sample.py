@@ -25,7 +25,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--height", type=_count, help="pixels (default: as trained)")
     parser.add_argument("--width", type=_count, help="pixels (default: as trained)")
     parser.add_argument("--fps", type=float, help="frames a second of the files")
-    parser.add_argument("--batch-size", type=_count, default=8, help="prompts generated together (default 8)")
     parser.add_argument(
         "--out", metavar="DIR", help="folder of the files (default: samples/ in the run's folder)"
     )
@@ -57,7 +56,6 @@ def execute(args: argparse.Namespace) -> int:
         width=args.width,
         fps=args.fps,
         out=out,
-        batch_size=args.batch_size,
     )
     print(
         f"{len(clips)} clip{'s' * (len(clips) != 1)} in {out}; all at a glance: {out / 'contact_sheet.png'}"

@@ -103,7 +103,6 @@ class SampleRequest:
     prompts: one clip each. negative_prompt: the unconditional branch of guidance ("" by default).
     seed: noise of clip i comes from (seed, i) alone. steps: solver steps. guidance: classifier-free
     guidance scale (1 switches it off). num_frames, height, width: F, Y, X in pixels. fps: 1/s.
-    first_index: i of the first prompt, where a longer list is generated in parts.
     """
 
     prompts: tuple[str, ...]
@@ -115,7 +114,6 @@ class SampleRequest:
     height: int | None = None
     width: int | None = None
     fps: float | None = None
-    first_index: int = 0
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,9 @@ from mm_core.train.checkpoint import find_checkpoint, load_model_only
 if TYPE_CHECKING:
     from torch import nn
 
+PLAYBACK_FPS = 16.0
+"""Frames a second of written files where neither the config nor the data names a rate."""
+
 from mm_core.contracts import Randomness
 
 
@@ -41,7 +44,6 @@ def sample(
     width: int | None = None,
     fps: float | None = None,
     out: str | Path | None = None,
-    batch_size: int = 8,
 ) -> list[Clip]:
     """Generates one clip a prompt from a run's newest complete checkpoint.
 
@@ -49,12 +51,11 @@ def sample(
         run: a run's folder, or one of its checkpoints.
         prompt, prompts: what to show; `prompt` comes first when both are given.
         negative_prompt: what guidance leads away from.
-        seed: clip i's noise comes from (seed, i), whatever the batch size.
+        seed: clip i's noise comes from (seed, i).
         steps: solver steps. guidance: classifier-free guidance scale, 1 switches it off.
         num_frames, height, width, fps: size in pixels and frames, and frames a second; None takes
             the task's `sample` defaults, then what the run was trained on.
         out: folder for mp4 files and a contact sheet; None writes nothing.
-        batch_size: prompts generated together.
 
     Raises:
         MMError: no prompt, no checkpoint, a size that the model can not make.
@@ -65,7 +66,7 @@ def sample(
     checkpoint = find_checkpoint(Path(run))
     config = load_config(checkpoint / "config.yaml")
     request = SampleRequest(
-        prompts=(),
+        prompts=tuple(texts),
         negative_prompt=negative_prompt,
         seed=seed,
         steps=steps,
@@ -77,13 +78,8 @@ def sample(
     )
     request = with_trained_size(request, config)
     task = load_task(config, checkpoint)
-    clips: list[Clip] = []
     with torch.no_grad():
-        for start in range(0, len(texts), batch_size):
-            part = dataclasses.replace(
-                request, prompts=tuple(texts[start : start + batch_size]), first_index=start
-            )
-            clips += task.sample(part)  # type: ignore[operator]
+        clips: list[Clip] = task.sample(request)  # type: ignore[operator]
     if out is not None:
         write_clips(clips, Path(out))
     return clips
@@ -116,7 +112,7 @@ def with_trained_size(request: SampleRequest, config: RunConfig) -> SampleReques
     filled: dict[str, Any] = {}
     for name in ("num_frames", "height", "width", "fps"):
         if getattr(request, name) is None and (defaults is None or getattr(defaults, name) is None):
-            filled[name] = trained.get(name)
+            filled[name] = trained.get(name) or (PLAYBACK_FPS if name == "fps" else None)
     return dataclasses.replace(request, **filled)
 
 
