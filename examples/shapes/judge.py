@@ -26,6 +26,7 @@ AREA = (0.01, 0.35)  # share of a frame that a shape may cover
 AGREEMENT = 0.7  # share of coloured pixels, weighed by saturation, that must be of one colour
 TRAVEL = 0.15  # share of the frame's side that a shape must move
 STRAIGHT = 2.0  # times that the motion along its axis must exceed the motion across it
+STEADY = 0.7  # share of the motion along its axis that a straight line over time must explain
 ROUND = 0.89  # covered share of the bounding box: a square fills 1, a circle pi / 4
 
 
@@ -133,9 +134,16 @@ def _direction(cover: np.ndarray) -> str | None:
     x = (cover.sum(1) @ np.arange(width)) / mass / width
     y = (cover.sum(2) @ np.arange(height)) / mass / height
     when = np.arange(frames)
-    moved = np.array([np.polyfit(when, x, 1)[0], np.polyfit(when, y, 1)[0]]) * (frames - 1)
+    lines = [np.polyfit(when, path, 1) for path in (x, y)]
+    moved = np.array([line[0] for line in lines]) * (frames - 1)
     axis = int(abs(moved).argmax())
     if abs(moved[axis]) < TRAVEL or abs(moved[axis]) < STRAIGHT * abs(moved[1 - axis]):
+        return None
+    path = (x, y)[axis]
+    if (
+        np.square(path - np.polyval(lines[axis], when)).sum()
+        > (1 - STEADY) * np.square(path - path.mean()).sum()
+    ):
         return None
     step = [0, 0]
     step[axis] = 1 if moved[axis] > 0 else -1

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
+import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
+from multiprocessing.sharedctypes import RawValue
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +26,9 @@ T = TypeVar("T")
 
 ATTEMPTS = 8
 """Samples tried in place of an unreadable one before the run is stopped."""
+
+
+_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
 
 class WorkerTraceback(Exception):
@@ -92,7 +100,7 @@ class MicroBatchLoader:
             prefetch_factor=prefetch if workers else None,
             collate_fn=_unchanged,
             pin_memory=pin_memory and device_type != "cpu",
-            worker_init_fn=_start_worker,
+            worker_init_fn=_StartWorker(_leaving()),
             generator=torch.Generator().manual_seed(0),  # torch's own draw must not move the global one
         )
 
@@ -101,22 +109,26 @@ class MicroBatchLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Starts the workers, then yields. Closing the iterator (or losing it) ends them."""
-        return self._drain(iter(self._loader))
+        # Workers inherit the mask and lift it when they are ready, so no signal finds them unprepared.
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        try:
+            return self._drain(iter(self._loader))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
     def _drain(self, items: Iterator[Any]) -> Iterator[Batch]:
-        while True:
-            try:
-                item = next(items)
-            except StopIteration:
-                return
-            except RuntimeError as error:
-                death = worker_death(error)
-                if death is None:
-                    raise
-                raise death from error
-            if isinstance(item, _Fault):
-                raise item.error from WorkerTraceback(item.trace)
-            yield item
+        try:
+            for item in items:
+                if isinstance(item, _Fault):
+                    raise item.error from WorkerTraceback(item.trace)
+                yield item
+        except RuntimeError as error:
+            death = worker_death(error)
+            if death is None:
+                raise
+            raise death from error
+        finally:
+            del items  # a traceback may keep this frame; the workers end with the last reference
 
 
 def worker_death(error: RuntimeError) -> DataError | None:
@@ -227,8 +239,28 @@ def _unchanged(item: Any) -> Any:
     return item
 
 
-def _start_worker(worker: int) -> None:
-    # A signal to the process group must not end the readers before the run has saved.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    torch.set_num_threads(1)
+class _StartWorker:
+    """Runs first in every worker: one thread, and no end by a signal to the process group, which
+    must not take the readers away before the run has saved. `leaving` says that the training
+    process is at its exit: then multiprocessing ends its children by SIGTERM and waits for them."""
+
+    def __init__(self, leaving: Any) -> None:
+        self.leaving = leaving
+
+    def __call__(self, worker: int) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, self._terminated)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        torch.set_num_threads(1)
+
+    def _terminated(self, number: int, frame: Any) -> None:
+        if self.leaving.value:
+            os._exit(0)
+
+
+@cache
+def _leaving() -> Any:
+    """A flag in shared memory that is raised when this process exits."""
+    flag = RawValue(ctypes.c_bool, False)
+    atexit.register(setattr, flag, "value", True)  # registered after multiprocessing's, so run before it
+    return flag

@@ -20,7 +20,7 @@ from mm_core.contracts import VideoInfo
 from mm_core.errors import DataError
 
 _SEEK_FROM = 1.0  # seconds; below, decoding from the start costs less than a second index look-up
-_EPSILON = 1e-4  # seconds; times and timestamps are compared within this (containers round to 1e-3)
+_EPSILON = 1e-3  # seconds; times and timestamps are compared within this (Matroska rounds to it)
 _BT709 = 1  # AVCOL_SPC_BT709, as frames carry it
 
 

@@ -110,7 +110,10 @@ class SkipLedger:
     def _catch_up(self, file: Any) -> None:
         """Reads the lines that other ranks, or an earlier start of this run, have written."""
         file.seek(self._offset)
-        for line in file.read().splitlines():
+        added = file.read()
+        if added and not added.endswith(b"\n"):
+            file.write(b"\n")  # a crash tore the last line: the next one begins afresh
+        for line in added.splitlines():
             with suppress(ValueError, KeyError, TypeError):  # a line torn by a crash lists nothing
                 entry = json.loads(line)
                 self._written.add((entry["id"], entry["index"]))

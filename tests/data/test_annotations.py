@@ -1,0 +1,147 @@
+"""Annotation files: what is accepted, and the sentence for everything else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mm_core.data.annotations import Annotation, inside, read_annotations
+from mm_core.errors import DataError
+
+
+def fault(tmp_path: Path, text: str, name: str = "data.json") -> DataError:
+    file = tmp_path / name
+    file.write_text(text)
+    with pytest.raises(DataError) as caught:
+        read_annotations(file)
+    assert str(caught.value.where).startswith(str(file))
+    return caught.value
+
+
+def test_rows_are_read_with_their_facts_and_further_columns_ignored(tmp_path: Path) -> None:
+    rows = [
+        {"path": "a.mp4", "cap": "one"},
+        {
+            "path": "b/b.mp4",
+            "cap": ["one", "two"],
+            "num_frames": 49,
+            "fps": 23.976,
+            "resolution": {"height": 480, "width": 832},
+            "aesthetic_score": 5.5,
+        },
+    ]
+    expected = [
+        Annotation(1, "a.mp4", ("one",)),
+        Annotation(2, "b/b.mp4", ("one", "two"), 49, 23.976, 480, 832),
+    ]
+    lines = "\n".join(json.dumps(row) for row in rows)
+    for name, text in {
+        "list.json": json.dumps(rows, indent=2),
+        "lines.jsonl": lines + "\n\n",
+        "lines_called_json.json": lines,
+        "bom.json": "\ufeff" + json.dumps(rows),
+    }.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        assert read_annotations(tmp_path / name) == expected, name
+
+
+def test_captions_may_hold_any_line_separator(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"path": "a.mp4", "cap": "x\u2028y"}\n', encoding="utf-8")
+    assert read_annotations(file)[0].captions == ("x\u2028y",)
+
+
+def test_the_published_example_that_is_no_json_is_explained(tmp_path: Path) -> None:
+    # As tutorials print it: a resolution in braces without names.
+    text = '[\n  {\n    "path": "a.mp4",\n    "cap": "a",\n    "resolution": {480, 832}\n  }\n]\n'
+    error = fault(tmp_path, text)
+    assert error.where == f"{tmp_path / 'data.json'}:5"
+    assert "not JSON" in error.what and '"resolution": {480, 832}' in error.what
+    assert error.hint and '{"height": 480, "width": 832}' in error.hint
+    assert error.accepted and '"path"' in error.accepted and '"cap"' in error.accepted
+
+
+def test_a_broken_line_of_jsonl_is_named(tmp_path: Path) -> None:
+    error = fault(tmp_path, '{"path": "a", "cap": "b"}\n{"path": "a", "cap": \n', "x.jsonl")
+    assert str(error.where).endswith("x.jsonl:2")
+
+
+def test_missing_keys_are_listed_with_their_rows(tmp_path: Path) -> None:
+    rows = [{"path": "a", "cap": "b"}, {"video": "a", "cap": "b"}, {"path": "a"}, {"path": "a"}]
+    error = fault(tmp_path, json.dumps(rows))
+    assert error.what.splitlines() == [
+        "3 rows can not be used",
+        "  row 2: no 'path' (found: cap, video)",
+        "  row 3, row 4: no 'cap' (found: path)",
+    ]
+
+
+def test_thousands_of_like_faults_stay_one_line(tmp_path: Path) -> None:
+    error = fault(tmp_path, json.dumps([{"path": "a"}] * 5000))
+    assert "row 1, row 2" in error.what and "and 4990 more" in error.what and len(error.what) < 400
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        (["a"], "a list instead of a row"),
+        ({"path": 3, "cap": "x"}, "path is a number, not a file name"),
+        ({"path": "", "cap": "x"}, "path is empty text, not a file name"),
+        ({"path": "a", "cap": []}, "cap is empty list, not a caption"),
+        ({"path": "a", "cap": ["x", 3]}, "cap is a list, not a caption or a list of captions"),
+        ({"path": "a", "cap": None}, "cap is null"),
+        ({"path": "../a.mp4", "cap": "x"}, "'../a.mp4' leads outside the folder"),
+        ({"path": "b/../../a.mp4", "cap": "x"}, "leads outside the folder"),
+        ({"path": "/etc/passwd", "cap": "x"}, "leads outside the folder"),
+        ({"path": "C:\\a.mp4", "cap": "x"}, "leads outside the folder"),
+        ({"path": "a", "cap": "x", "num_frames": 0}, "num_frames is 0, not a positive whole number"),
+        ({"path": "a", "cap": "x", "num_frames": 4.5}, "num_frames is 4.5"),
+        ({"path": "a", "cap": "x", "fps": "24"}, "fps is '24', not a positive number"),
+        ({"path": "a", "cap": "x", "fps": float("nan")}, "fps is nan"),
+        ({"path": "a", "cap": "x", "resolution": [480, 832]}, "resolution is a list, not"),
+        ({"path": "a", "cap": "x", "resolution": {"height": -1, "width": 2}}, "resolution.height is -1"),
+    ],
+)
+def test_every_other_fault_of_a_row_has_a_sentence(tmp_path: Path, row, sentence) -> None:
+    error = fault(tmp_path, json.dumps([{"path": "ok", "cap": "ok"}, row]))
+    assert f"row 2: {sentence}" in error.what or ("row 2" in error.what and sentence in error.what)
+
+
+def test_files_that_hold_no_rows(tmp_path: Path) -> None:
+    assert fault(tmp_path, "").what == "the annotation file is empty"
+    assert fault(tmp_path, " \n ").what == "the annotation file is empty"
+    assert fault(tmp_path, "[]").what == "the file lists no samples"
+    assert "a number, not a list" in fault(tmp_path, "3").what
+    assert "an object, not a list of rows" in fault(tmp_path, '{\n"a": [1]\n}').what
+    assert "nested too deeply" in fault(tmp_path, "[" * 100_000).what
+
+
+def test_files_that_can_not_be_read(tmp_path: Path) -> None:
+    (tmp_path / "data.json").write_text("[]")
+    with pytest.raises(DataError, match="does not exist") as caught:
+        read_annotations(tmp_path / "dta.json")
+    assert "'data.json'" in str(caught.value.hint)
+    with pytest.raises(DataError, match="does not exist") as caught:
+        read_annotations(tmp_path / "nowhere" / "data.json")
+    assert "folder" in str(caught.value.hint)
+    (tmp_path / "latin.json").write_bytes('[{"path": "é"}]'.encode("latin-1"))
+    with pytest.raises(DataError, match="not UTF-8"):
+        read_annotations(tmp_path / "latin.json")
+    with pytest.raises(DataError, match="can not be read"):
+        read_annotations(tmp_path)
+
+
+def test_a_link_may_stay_in_the_folder_and_not_leave_it(tmp_path: Path) -> None:
+    folder = tmp_path / "videos"
+    folder.mkdir()
+    (folder / "a.mp4").write_text("a")
+    (tmp_path / "secret.mp4").write_text("s")
+    (folder / "good.mp4").symlink_to(folder / "a.mp4")
+    (folder / "bad.mp4").symlink_to(tmp_path / "secret.mp4")
+    (tmp_path / "alias").symlink_to(folder)
+    assert inside(folder, "good.mp4").read_text() == "a"
+    assert inside(tmp_path / "alias", "a.mp4").read_text() == "a", "the folder itself may be a link"
+    with pytest.raises(DataError, match="leaves its folder through a symbolic link"):
+        inside(folder, "bad.mp4")

@@ -1,0 +1,253 @@
+"""The loader: the plan's batches, the same whatever reads them, and a sentence for what goes wrong."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mm_core.contracts import Batch, Randomness
+from mm_core.data.loader import CodeError, MicroBatchLoader, worker_death
+from mm_core.data.sampler import BatchPlan
+from mm_core.data.skipped import SkipLedger, UnreadableError
+from mm_core.data.video_text import VideoTextDataset
+from mm_core.errors import ContractError, DataError
+
+
+class Numbers:
+    """Sample i is the number i plus chance; the indices in `bad` can not be read."""
+
+    def __init__(self, size: int, bad: tuple[int, ...] = (), fault: Exception | None = None) -> None:
+        self.size, self.bad, self.fault = size, bad, fault
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.sample_at(index, Randomness(0))
+
+    def sample_at(self, index: int, rng: Randomness) -> dict[str, Any]:
+        if index in self.bad:
+            raise self.fault or DataError("it is broken", where=f"n/{index}")
+        return {"value": index + rng.uniform("x"), "id": f"n/{index}"}
+
+    def collate(self, samples: list[dict[str, Any]]) -> Batch:
+        batch = Batch(
+            keys=[sample["key"] for sample in samples],
+            weights=torch.tensor([sample["weight"] for sample in samples]),
+            ids=[sample["id"] for sample in samples],
+        )
+        batch.values = torch.tensor([sample["value"] for sample in samples], dtype=torch.float64)
+        return batch
+
+
+class Stuck(Numbers):
+    """Kills its own worker at one sample."""
+
+    def sample_at(self, index: int, rng: Randomness) -> dict[str, Any]:
+        if index in self.bad:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().sample_at(index, rng)
+
+
+def upper(batch: Batch) -> Batch:
+    batch.ids = [name.upper() for name in batch.ids]
+    return batch
+
+
+def explode(batch: Batch) -> Batch:
+    raise KeyError("token")
+
+
+def refuse(batch: Batch) -> Batch:
+    raise ContractError("captions are missing")
+
+
+def loader(dataset: Any, plan: BatchPlan | None = None, **changes: Any) -> MicroBatchLoader:
+    plan = plan or BatchPlan(len(dataset), 2, 4, 0, "random", True)
+    arguments = {
+        "batch_transform": None,
+        "rng": Randomness(plan.seed),
+        "rank": 0,
+        "data_parallel": 1,
+        "start_step": 0,
+        "end_step": 6,
+        "workers": 0,
+        "prefetch": 2,
+        "pin_memory": True,
+        "device_type": "cpu",
+    }
+    return MicroBatchLoader(dataset, plan, **(arguments | changes))
+
+
+def content(batches: Any) -> list[tuple[Any, ...]]:
+    return [(b.keys, b.ids, b.weights.tolist(), b.values.tolist(), b.failures) for b in batches]
+
+
+def test_the_loader_yields_the_plans_micro_batches_in_order() -> None:
+    plan = BatchPlan(10, 2, 4, 3, "random", False)
+    got = loader(Numbers(10), plan)
+    batches = list(got)
+    assert len(got) == len(batches) == 12 and got.per_step == 2
+    wanted = [micro for step in range(6) for micro in plan.micro_batches(step, 0, 1)]
+    assert [batch.keys for batch in batches] == [[row.key for row in micro] for micro in wanted]
+    assert [batch.weights.tolist() for batch in batches] == [
+        [row.weight for row in micro] for micro in wanted
+    ]
+    assert all(batch.ids == [f"n/{key.index}" for key in batch.keys] for batch in batches)
+
+
+def test_content_does_not_depend_on_who_reads() -> None:
+    dataset = Numbers(11, bad=(4, 7))
+    plan = BatchPlan(11, 2, 4, 0, "random", False)
+    reference = content(loader(dataset, plan))
+    assert any(row[4] for row in reference), "there are replacements"
+    for workers, prefetch in ((1, 1), (2, 3)):
+        assert content(loader(dataset, plan, workers=workers, prefetch=prefetch)) == reference
+    assert content(loader(dataset, plan, start_step=4)) == reference[8:], "a resumed run needs no state"
+    ranks = [content(loader(dataset, plan, rank=rank, data_parallel=2)) for rank in (0, 1)]
+    assert [row for pair in zip(*ranks, strict=True) for row in pair] == reference
+
+
+def test_chance_belongs_to_the_epoch_and_the_sample() -> None:
+    batches = list(loader(Numbers(4), end_step=2))
+    values = {key: value for b in batches for key, value in zip(b.keys, b.values.tolist(), strict=True)}
+    assert values[(0, 1)] == 1 + Randomness(0).at("data", 0, 1).uniform("x")
+    assert values[(0, 1)] != values[(1, 1)]
+
+
+def test_the_global_generator_is_left_alone() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    list(loader(Numbers(8), workers=1))
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_the_batch_transform_runs_after_collate() -> None:
+    assert next(iter(loader(Numbers(8), batch_transform=upper))).ids[0].startswith("N/")
+
+
+def test_an_unreadable_sample_is_replaced_and_reported() -> None:
+    batches = list(loader(Numbers(8, bad=(3,)), end_step=2))
+    failed = [failure for batch in batches for failure in batch.failures]
+    assert [(failure.id, failure.index, failure.reason) for failure in failed] == [("n/3", 3, "it is broken")]
+    (batch,) = [batch for batch in batches if batch.failures]
+    place = [key.index for key in batch.keys].index(3)
+    assert batch.ids[place] != "n/3" and batch.weights[place] == 1, "the key stays, the sample is another"
+
+
+def test_replacements_are_found_while_any_sample_of_a_small_set_is_readable() -> None:
+    batches = list(loader(Numbers(4, bad=(0, 1, 2)), end_step=2))
+    assert {name for batch in batches for name in batch.ids} == {"n/3"}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_when_nothing_can_be_read_the_run_stops_and_the_ledger_knows(tmp_path: Path, workers: int) -> None:
+    ledger = SkipLedger(tmp_path, 0.5)
+    with pytest.raises(UnreadableError, match="others in its place could not be read: n/") as caught:
+        list(ledger.watch(loader(Numbers(4, bad=(0, 1, 2, 3)), workers=workers)))
+    assert "skipped.jsonl" in str(caught.value.hint)
+    assert (tmp_path / "skipped.jsonl").read_text().count("\n") == 4
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_fault_in_a_datasets_code_is_not_skipped(workers: int) -> None:
+    dataset = Numbers(8, bad=(2,), fault=ZeroDivisionError("float division by zero"))
+    with pytest.raises(CodeError, match="sample 2 raised ZeroDivisionError: float division") as caught:
+        list(loader(dataset, workers=workers))
+    assert caught.value.where == "Numbers" and "MM_DEBUG" in str(caught.value.hint)
+    assert "sample_at" in str(caught.value.__cause__), "the worker's traceback is kept"
+    with pytest.raises(CodeError, match="the task's batch transform raised KeyError: 'token'"):
+        list(loader(Numbers(8), workers=workers, batch_transform=explode))
+    with pytest.raises(ContractError, match="captions are missing"):
+        list(loader(Numbers(8), workers=workers, batch_transform=refuse))
+
+
+def test_a_worker_that_dies_is_a_sentence() -> None:
+    with pytest.raises(DataError, match="a data worker") as caught:
+        list(loader(Stuck(8, bad=(2,)), workers=1))
+    assert "lower data.loader.workers" in str(caught.value.hint)
+    assert worker_death(RuntimeError("something else")) is None
+
+
+def test_workers_ignore_signals_to_the_group_and_end_with_the_iterator() -> None:
+    batches = iter(loader(Numbers(40), end_step=10, workers=2, prefetch=1))
+    first = next(batches)
+    workers = multiprocessing.active_children()
+    assert len(workers) == 2
+    for worker in workers:
+        os.kill(worker.pid, signal.SIGTERM)
+        os.kill(worker.pid, signal.SIGINT)
+    rest = list(batches)
+    assert len(rest) == 19 and first.keys
+    began = time.perf_counter()
+    unfinished = iter(loader(Numbers(40), end_step=10, workers=2))
+    next(unfinished)
+    unfinished.close()
+    del unfinished
+    while multiprocessing.active_children() and time.perf_counter() - began < 5:
+        time.sleep(0.01)
+    assert not multiprocessing.active_children()
+
+
+def test_a_process_that_leaves_with_its_workers_alive_does_not_hang(tmp_path: Path) -> None:
+    script = tmp_path / "leave.py"
+    script.write_text(
+        "import sys, importlib.util\n"
+        f"spec = importlib.util.spec_from_file_location('t', {__file__!r})\n"
+        "t = importlib.util.module_from_spec(spec); spec.loader.exec_module(t); sys.modules['t'] = t\n"
+        "kept = iter(t.loader(t.Numbers(40), workers=2))\n"
+        "next(kept)\n"
+        "sys.kept = kept\n"  # survives until after the exit handlers
+        "raise SystemExit(3)\n"
+    )
+    assert subprocess.run([sys.executable, str(script)], timeout=30).returncode == 3
+
+
+def test_videos_through_workers_equal_videos_read_here(shapes_data: Path) -> None:
+    dataset = VideoTextDataset(shapes_data / "data.json", 8, 16, 16)
+    plan = BatchPlan(len(dataset), 4, 8, 1, "random", True)
+    here = list(loader(dataset, plan, end_step=3))
+    there = list(loader(dataset, plan, end_step=3, workers=2))
+    for one, other in zip(here, there, strict=True):
+        assert torch.equal(one.pixels, other.pixels) and one.captions == other.captions
+        assert one.keys == other.keys and one.pixels.shape == (4, 3, 8, 16, 16)
+
+
+def test_bad_videos_among_good_ones_are_skipped_counted_and_listed(
+    tmp_path: Path, shapes_data: Path, encode_audio, annotate
+) -> None:
+    import json
+
+    rows = json.loads((shapes_data / "data.json").read_text())[:30]
+    (tmp_path / "videos").mkdir()
+    for row in rows:
+        (tmp_path / row["path"]).write_bytes((shapes_data / row["path"]).read_bytes())
+    paths = [tmp_path / row["path"] for row in rows[:4]]
+    paths[0].unlink()
+    paths[1].write_bytes(b"")
+    paths[2].write_bytes(paths[2].read_bytes()[:600])
+    encode_audio(paths[3])
+    dataset = VideoTextDataset(annotate(tmp_path / "data.json", rows), 8, 16, 16)
+    plan = BatchPlan(30, 5, 5, 0, "sequential", True)
+    ledger = SkipLedger(tmp_path / "run", 0.2)
+    batches = list(ledger.watch(loader(dataset, plan, end_step=12, workers=1)))
+    assert len(batches) == 12 and (ledger.failed, ledger.seen) == (4, 30)
+    entries = [json.loads(line) for line in (tmp_path / "run" / "skipped.jsonl").read_text().splitlines()]
+    entries.sort(key=lambda entry: entry["index"])  # a bad file may be met in place of another first
+    assert [entry["index"] for entry in entries] == [0, 1, 2, 3]
+    assert [entry["id"] for entry in entries] == [str(path) for path in paths]
+    reasons = ["does not exist", "0 bytes", "no readable video", "no video stream"]
+    assert all(reason in entry["reason"] for reason, entry in zip(reasons, entries, strict=True))
+    strict = SkipLedger(tmp_path / "strict", 0.1)
+    with pytest.raises(DataError, match=r"4 of \d+ samples could not be read"):
+        list(strict.watch(loader(dataset, plan, end_step=12)))

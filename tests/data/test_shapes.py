@@ -1,0 +1,144 @@
+"""The moving-shapes example: what is rendered, and a judge that can be trusted."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mm_core.data.readers import PyAVReader
+from mm_core.data.video_text import VideoTextDataset
+
+SHAPES = Path(__file__).parents[2] / "examples" / "shapes"
+
+
+def test_six_combinations_are_held_out_and_all_pairs_of_parts_trained(shapes) -> None:
+    render, _ = shapes
+    assert len(render.HELD_OUT) == 6 and len(set(render.HELD_OUT)) == 6 and len(render.TRAINED) == 26
+    assert not set(render.HELD_OUT) & set(render.TRAINED)
+    for one, other in itertools.combinations(range(3), 2):
+        parts = (render.COLOURS, render.SHAPES, render.DIRECTIONS)
+        pairs = {(combination[one], combination[other]) for combination in render.TRAINED}
+        assert pairs == set(itertools.product(parts[one], parts[other]))
+
+
+def test_the_files_are_a_dataset_without_the_held_out_captions(shapes, shapes_data: Path) -> None:
+    render, _ = shapes
+    rows = json.loads((shapes_data / "data.json").read_text())
+    held_out = json.loads((shapes_data / "held_out.json").read_text())
+    assert len(held_out) == 32 and set(held_out) == {render.caption(*c) for c in render.HELD_OUT}
+    assert set(Counter(row["cap"] for row in rows).values()) == {2}
+    assert {row["cap"] for row in rows} == {render.caption(*c) for c in render.TRAINED}
+    dataset = VideoTextDataset(shapes_data / "data.json", 8, 16, 16)
+    assert dataset[3]["pixels"].shape == (3, 8, 16, 16)
+    info = PyAVReader().probe(shapes_data / rows[0]["path"])
+    assert (info.width, info.height, info.num_frames, info.fps) == (16, 16, 8, 8.0)
+
+
+def test_the_mp4_files_keep_the_pixels(shapes, shapes_data: Path) -> None:
+    render, judge = shapes
+    for index in range(26):
+        scene = render.draw_scene(render.TRAINED[index], random.Random(f"0/{index}"), 16, 8)
+        truth = render.draw(scene, 16, 8).astype(np.float64)
+        read = (judge.read_mp4(shapes_data / f"videos/{index:05d}.mp4").transpose(1, 2, 3, 0) + 1) * 127.5
+        assert np.abs(read - truth).mean() < 1.5 and np.abs(read - truth).max() < 30
+
+
+def test_shapes_stay_in_view_and_cross_much_of_it(shapes) -> None:
+    render, _ = shapes
+    for index in range(300):
+        combination = render.TRAINED[index % 26]
+        scene = render.draw_scene(combination, random.Random(index), 16, 8)
+        dx, dy = render.DIRECTIONS[scene.direction]
+        for frame in (0, 7):
+            for place, step in ((scene.x, dx), (scene.y, dy)):
+                centre = place + step * scene.speed * frame
+                assert scene.side / 2 - 1e-9 <= centre <= 16 - scene.side / 2 + 1e-9
+        assert scene.speed * 7 >= 7
+
+
+def test_rendering_is_repeatable(shapes, shapes_data: Path, tmp_path: Path) -> None:
+    shapes[0].render(tmp_path, clips=3, seed=0, size=16, frames=8, fps=8, prompts=6)
+    for name in ("videos/00000.mp4", "videos/00002.mp4"):
+        assert (tmp_path / name).read_bytes() == (shapes_data / name).read_bytes()
+
+
+def test_the_judge_is_right_about_every_rendered_clip(shapes, shapes_data: Path) -> None:
+    _, judge = shapes
+    clips, prompts = judge.load(shapes_data, None)
+    result = judge.score(clips, prompts)
+    assert (result.clips, result.colour, result.direction, result.shape) == (52, 1.0, 1.0, 1.0)
+    assert 0.15 < result.control_colour < 0.35 and 0.15 < result.control_direction < 0.35
+    assert 0.4 < result.control_shape < 0.6
+    assert "100.0%" in result.table()
+
+
+def test_the_judge_is_right_about_held_out_combinations_and_tensors(shapes) -> None:
+    render, judge = shapes
+    for index in range(60):
+        combination = render.HELD_OUT[index % 6]
+        clip = render.draw(render.draw_scene(combination, random.Random(index), 16, 8), 16, 8)
+        noisy = clip + np.random.default_rng(index).normal(0, 8, clip.shape)  # as a sampled clip is
+        pixels = torch.tensor(noisy.transpose(3, 0, 1, 2) / 127.5 - 1, dtype=torch.float32)
+        assert judge.judge_clip(pixels) == judge.Judgement(*combination)
+
+
+def test_what_shows_nothing_scores_nothing(shapes) -> None:
+    _, judge = shapes
+    rng = np.random.default_rng(0)
+    nothing = judge.Judgement(None, None, None)
+    for _ in range(50):
+        assert judge.judge_clip(rng.uniform(-1, 1, (3, 8, 16, 16))) == nothing
+        assert judge.judge_clip(rng.normal(-0.8, 0.2, (3, 8, 16, 16))).direction is None
+    for level in (-1.0, 0.0, 1.0):
+        assert judge.judge_clip(np.full((3, 8, 16, 16), level)) == nothing
+    full_red = np.stack([np.ones((8, 16, 16)), -np.ones((8, 16, 16)), -np.ones((8, 16, 16))])
+    assert judge.judge_clip(full_red) == nothing, "a field of one colour is no shape"
+
+
+def test_motion_must_be_there_and_be_the_right_way(shapes) -> None:
+    render, judge = shapes
+    scene = render.draw_scene(("red", "circle", "left"), random.Random(0), 16, 8)
+    clip = render.draw(scene, 16, 8).transpose(3, 0, 1, 2) / 127.5 - 1
+    assert judge.judge_clip(clip) == judge.Judgement("red", "circle", "left")
+    static = np.repeat(clip[:, :1], 8, axis=1)
+    assert judge.judge_clip(static) == judge.Judgement("red", "circle", None)
+    assert judge.judge_clip(clip[:, ::-1]).direction == "right"
+    shuffled = clip[:, [3, 0, 6, 2, 7, 1, 5, 4]]
+    assert judge.judge_clip(shuffled).direction is None
+    diagonal = np.stack([np.roll(clip[:, f], f, axis=1) for f in range(8)], axis=1)
+    assert judge.judge_clip(diagonal).direction is None
+    assert judge.score([static], ["a red circle moves left"]).direction == 0
+
+
+def test_prompts_are_read_by_their_words(shapes) -> None:
+    _, judge = shapes
+    assert judge.judge_prompt("A Blue square moves up.") == judge.Judgement("blue", "square", "up")
+    assert judge.judge_prompt("a dog") == judge.Judgement(None, None, None)
+    with pytest.raises(ValueError, match="1 clips and 2 prompts"):
+        judge.score([np.zeros((3, 2, 16, 16))], ["a", "b"])
+
+
+def test_both_scripts_run_from_the_command_line(tmp_path: Path) -> None:
+    began = time.perf_counter()
+    out = tmp_path / "made"
+    command = [sys.executable, str(SHAPES / "render.py"), "--out", str(out), "--clips", "26"]
+    assert "rendered 26 clips" in subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    judging = [sys.executable, str(SHAPES / "judge.py"), str(out), "--require", "0.95"]
+    report = subprocess.run(judging, capture_output=True, text=True)
+    assert report.returncode == 0 and "colour" in report.stdout and "shuffled" in report.stdout
+    pixels = np.stack([np.zeros((3, 8, 16, 16), dtype=np.float32)] * 2)
+    np.savez(tmp_path / "clips.npz", pixels=pixels, prompts=np.array(["a red circle moves left"] * 2))
+    for source in (str(tmp_path / "clips.npz"), str(tmp_path)):
+        wrong = subprocess.run([*judging[:2], source, "--require", "0.95"], capture_output=True, text=True)
+        assert wrong.returncode != 0 and "Traceback" not in wrong.stderr
+    assert time.perf_counter() - began < 20
