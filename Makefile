@@ -1,0 +1,54 @@
+# Targets: venv, train, test, lint, bench, docs. Everything runs in $(VENV); make creates it when it is missing.
+PYTHON ?= python3
+VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
+NPROC ?= 2
+CONFIG ?= configs/custom_dit/quickstart.yaml
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint $(CONSTRAINTS)
+STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
+PROJECTS := pyproject.toml $(wildcard plugins/*/pyproject.toml)
+
+.PHONY: help venv train test lint bench docs
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n 's/^# Targets: /make targets: /p' Makefile
+
+venv: $(STAMP)
+
+$(STAMP): $(PROJECTS) $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else "mm_core needs Python 3.11 to 3.13, and this is " + sys.version.split()[0] + "; choose another: make PYTHON=python3.12")'
+	@echo "installing mm-core and its plugins into $(VENV) (some minutes where torch must be downloaded)"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --editable '.[dev]' $(patsubst %,--editable ./%,$(wildcard plugins/*))
+	@touch $@
+
+data/shapes/data.json: | $(STAMP)
+	$(BIN)/python examples/shapes/render.py --out data/shapes
+
+train: $(STAMP) data/shapes/data.json
+	$(BIN)/mm-train --config $(CONFIG) --nproc $(NPROC)
+	$(BIN)/python examples/shapes/report.py --config $(CONFIG)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(STAMP)
+	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+
+docs: $(DOCS_STAMP)
+	$(BIN)/python docs/generate_hooks.py --check
+	$(BIN)/mkdocs build --strict
+
+$(DOCS_STAMP): $(STAMP)
+	$(PIP) --editable '.[docs]'
+	@touch $@
