@@ -14,7 +14,7 @@ import torch
 
 from mm_core.config.load import load_config
 from mm_core.config.schema import RunConfig
-from mm_core.contracts import Clip, SampleRequest
+from mm_core.contracts import Clip, Randomness, SampleRequest
 from mm_core.device import current_device
 from mm_core.errors import CheckpointError, DataError, MMError
 from mm_core.parallel.initialise import initialise
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 PLAYBACK_FPS = 16.0
 """Frames a second of written files where neither the config nor the data names a rate."""
-
-from mm_core.contracts import Randomness
 
 
 def sample(
