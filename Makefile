@@ -3,7 +3,6 @@ PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 NPROC ?= 2
-CONFIG ?= configs/custom_dit/quickstart.yaml
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint $(CONSTRAINTS)
@@ -30,8 +29,8 @@ data/shapes/data.json: | $(STAMP)
 	$(BIN)/python examples/shapes/render.py --out data/shapes
 
 train: $(STAMP) data/shapes/data.json
-	$(BIN)/mm-train --config $(CONFIG) --nproc $(NPROC)
-	$(BIN)/python examples/shapes/report.py --config $(CONFIG)
+	$(BIN)/mm-train --config configs/custom_dit/quickstart.yaml --nproc $(NPROC)
+	$(BIN)/python examples/shapes/report.py --config configs/custom_dit/quickstart.yaml
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow"

@@ -1,0 +1,96 @@
+"""Samples captions that training never saw, judges the clips from pixels, and says where everything lies.
+
+    python examples/shapes/report.py --config configs/custom_dit/quickstart.yaml
+
+Ends with lines `RESULT <name> <value> <bar> <ok|short>`, and exits 1 when one of them is short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import mm_core
+
+sys.path.insert(0, str(Path(__file__).parent))
+from judge import Score, judge_prompt, score
+
+FOLLOWED = 0.95  # share of clips whose colour, and whose direction, is the caption's
+ABOVE_CHANCE = 0.10  # how far over chance a score against other clips' captions may lie
+
+
+@dataclass(frozen=True)
+class Result:
+    """One measure against its bar."""
+
+    name: str
+    value: float
+    bar: float
+    ok: bool
+
+    def __str__(self) -> str:
+        return f"RESULT {self.name} {self.value:.4f} {self.bar:.4f} {'ok' if self.ok else 'short'}"
+
+
+def results(judged: Score, prompts: Sequence[str]) -> list[Result]:
+    """Colour and direction as asked for; and, as a control, what captions of other clips would score."""
+    lines = []
+    for part in ("colour", "direction"):
+        value = getattr(judged, part)
+        lines.append(Result(f"caption_{part}", value, FOLLOWED, value >= FOLLOWED))
+    for part in ("colour", "direction"):
+        value, bar = getattr(judged, f"control_{part}"), chance(prompts, part) + ABOVE_CHANCE
+        lines.append(Result(f"control_{part}", value, bar, value <= bar))
+    return lines
+
+
+def chance(prompts: Sequence[str], part: str) -> float:
+    """How often two different prompts of the list agree in a part: what right clips score by luck."""
+    asked = [getattr(judge_prompt(prompt), part) for prompt in prompts]
+    same = sum(a == b for a in asked for b in asked) - len(asked)
+    return same / max(1, len(asked) * (len(asked) - 1))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line: 0 when every result is ok, else 1."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", type=Path, required=True, help="the YAML that was trained")
+    parser.add_argument("--prompts", type=Path, default=Path("data/shapes/held_out.json"), help="a JSON list")
+    parser.add_argument("--seed", type=int, default=0, help="of the clips' noise (default: %(default)s)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as they were given to mm-train")
+    options = parser.parse_args(arguments)
+    from mm_core.train.sampling import read_prompts, write_clips
+
+    try:
+        config = mm_core.load_config(options.config, options.overrides)
+        run = Path(config.run.dir) / config.run.name
+        prompts = read_prompts(options.prompts)
+        began = time.perf_counter()
+        clips = mm_core.sample(run, prompts=prompts, seed=options.seed, batch_size=len(prompts))
+        seconds = time.perf_counter() - began
+        sheet = write_clips(clips, run / "samples")
+    except mm_core.MMError as error:
+        print(f"report: error: {error.render()}", file=sys.stderr)
+        return 1
+    judged = score([clip.pixels.float().cpu().numpy() for clip in clips], prompts)
+    found = results(judged, prompts)
+    (run / "report.json").write_text(json.dumps({r.name: r.value for r in found}, indent=1) + "\n")
+    print(f"\nsampled {len(clips)} captions of combinations absent from training, in {seconds:.1f} s\n")
+    print(judged.table())
+    print(f"\n  samples      {run / 'samples'} (all at a glance: {sheet})")
+    print(f"  loss curve   {run / 'loss.png'}")
+    print(f"  checkpoints  {run / 'checkpoints'}")
+    command = os.path.relpath(Path(sys.executable).parent / "mm")
+    print(f"  once more    {command} sample --run {run} --prompt 'a red circle moves left'\n")
+    print("\n".join(map(str, found)))
+    return 0 if all(result.ok for result in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
