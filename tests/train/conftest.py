@@ -1,0 +1,93 @@
+"""A tiny run on real clips of moving shapes, trained by real commands in real processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="session")
+def shapes(tmp_path_factory) -> Path:
+    """64 rendered clips with their annotation file."""
+    folder = tmp_path_factory.mktemp("data") / "shapes"
+    command = [sys.executable, ROOT / "examples/shapes/render.py", "--out", folder, "--clips", "64"]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory, shapes) -> Path:
+    """The YAML of a tiny run: 8 samples a step in micro-batches of 2, checkpoints at 6 and 12."""
+    config = {
+        "run": {"name": "tiny", "dir": str(tmp_path_factory.mktemp("runs"))},
+        "task": {
+            "type": "text_to_video",
+            "predictor": {
+                "type": "custom_dit",
+                "num_layers": 2,
+                "num_heads": 2,
+                "head_dim": 12,
+                "patch_size": [2, 2, 2],
+                "in_channels": 12,
+                "out_channels": 12,
+                "text_dim": 32,
+                "freq_dim": 32,
+                "ffn_dim": 48,
+                "rope_max_seq_len": 64,
+            },
+            "autoencoder": {"type": "pixel", "spatial": 2},
+            "text_encoder": {"type": "bytes", "hidden_size": 32},
+            "scheduler": {"type": "flow_match", "shift": 5},
+            "caption_dropout": 0.2,
+        },
+        "data": {
+            "train": {
+                "type": "video_text",
+                "annotations": str(shapes / "data.json"),
+                "num_frames": 8,
+                "height": 16,
+                "width": 16,
+            },
+            "loader": {"workers": 1},
+        },
+        "optimizer": {"type": "adamw", "lr": 1e-3},
+        "lr_schedule": {"type": "cosine", "warmup_steps": 2},
+        "train": {"steps": 12, "micro_batch_size": 2, "global_batch_size": 8},
+        "checkpoint": {"every": 6},
+    }
+    path = tmp_path_factory.mktemp("configs") / "tiny.yaml"
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def mm() -> Callable[..., Outcome]:
+    """Runs `mm ARGUMENTS` as a person does."""
+
+    def run(*arguments: object, timeout: float = 180, **environment: str) -> Outcome:
+        done = subprocess.run(
+            [sys.executable, "-m", "mm_core.cli.main", *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        )
+        return Outcome(done.returncode, done.stdout, done.stderr)
+
+    return run

@@ -1,0 +1,178 @@
+"""Runs: resume and worlds change nothing, and everything a user gets wrong is a sentence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from mm_core.config.load import load_config
+from mm_core.train import checkpoint_dcp as dcp
+from mm_core.train import checkpoint_io as files
+from mm_core.train.run import assemble, process_group
+
+pytestmark = pytest.mark.slow
+
+
+def tensors(step: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole."""
+    metadata = dcp.read_metadata(step, files.read_manifest(step))
+    state: dict[str, dict[str, torch.Tensor]] = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        part, _, name = key.partition(".")
+        state.setdefault(part, {})[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    dcp.read_tensors(step, metadata, state, alone=True)
+    return {f"{part}.{name}": tensor for part, named in state.items() for name, tensor in named.items()}
+
+
+def losses(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def equal(a: Path, b: Path) -> bool:
+    left, right = tensors(a), tensors(b)
+    assert left.keys() == right.keys() and any(key.startswith("optimizer.") for key in left)
+    return all(torch.equal(left[key], right[key]) for key in left)
+
+
+@pytest.fixture(scope="module")
+def whole(tiny, tmp_path_factory, mm) -> Path:
+    """The tiny run on 2 ranks, uninterrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    done = mm("train", "--config", tiny, "--nproc", 2, f"run.dir={folder}")
+    assert done.code == 0, done.err
+    return folder / "tiny"
+
+
+def interrupted(whole: Path, folder: Path) -> Path:
+    """A copy of the run as it was after step 6."""
+    shutil.copytree(whole, folder / "tiny")
+    shutil.rmtree(folder / "tiny/checkpoints/step_00000012")
+    (folder / "tiny/checkpoints/LATEST").write_text("step_00000006\n")
+    return folder / "tiny"
+
+
+def test_a_run_folder_holds_what_the_design_says(whole):
+    names = {path.name for path in whole.iterdir()}
+    assert {"config.yaml", "manifest.json", "metrics.jsonl", "checkpoints", "loss.png"} <= names
+    first = json.loads((whole / "metrics.jsonl").read_text().splitlines()[0])
+    assert {"step", "loss", "lr", "grad_norm", "step_time", "data_wait", "samples"} <= first.keys()
+    manifest = json.loads((whole / "manifest.json").read_text())
+    assert {"mm-core", "mm-custom-dit"} <= {row["distribution"] for row in manifest["plugins"]}
+
+
+def test_resumed_on_two_ranks_equals_uninterrupted(whole, tiny, tmp_path, mm):
+    run = interrupted(whole, tmp_path)
+    done = mm("train", "--config", tiny, "--nproc", 2, f"run.dir={tmp_path}")
+    assert done.code == 0, done.err
+    assert "resumed" in done.err and "at step 6 of 12" in done.err
+    assert equal(run / "checkpoints/step_00000012", whole / "checkpoints/step_00000012")
+    assert losses(run) == losses(whole)
+
+
+def test_resumed_on_one_rank_goes_on_as_on_two_and_back(whole, tiny, tmp_path, mm):
+    run = interrupted(whole, tmp_path)
+    done = mm(
+        "train", "--config", tiny, "--nproc", 1, f"run.dir={tmp_path}", "train.steps=12", "checkpoint.every=3"
+    )
+    assert done.code == 0, done.err
+    assert losses(run)[6:] == pytest.approx(losses(whole)[6:], rel=1e-6)
+    shutil.rmtree(run / "checkpoints/step_00000012")
+    one = losses(run)
+    done = mm("train", "--config", tiny, "--nproc", 2, f"run.dir={tmp_path}", "checkpoint.every=3")
+    assert done.code == 0 and "at step 9 of 12" in done.err, done.err
+    assert losses(run) == pytest.approx(one, rel=1e-6)
+
+
+def test_state_at_load_is_bit_equal_on_another_world(whole, tiny, tmp_path, mm):
+    run = interrupted(whole, tmp_path)
+    before = tensors(run / "checkpoints/step_00000006")
+    config = load_config(tiny, [f"run.dir={tmp_path}", "data.loader.workers=0"])
+    with process_group():
+        assembly = assemble(config)
+        state = assembly.training.engine.state_dict()
+        assembly.reporter.close()
+        assert assembly.start == 6
+        loaded = {
+            f"{part}.{name}": (t.full_tensor() if hasattr(t, "full_tensor") else t).clone()
+            for part, named in state.items()
+            for name, t in named.items()
+        }
+    assert loaded.keys() == before.keys()
+    assert all(torch.equal(loaded[key], before[key]) for key in before)
+
+
+def test_one_rank_equals_two_ranks(whole, tiny, tmp_path, mm):
+    done = mm("train", "--config", tiny, "--nproc", 1, f"run.dir={tmp_path}")
+    assert done.code == 0, done.err
+    assert losses(tmp_path / "tiny") == pytest.approx(losses(whole), rel=1e-5)
+
+
+def test_sampling_writes_clips_and_does_not_depend_on_the_batch(whole, tmp_path, mm):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a red circle moves left\na blue square moves up\na green circle moves right\n")
+    common = ("sample", "--run", whole, "--prompts", prompts, "--steps", 3)
+    done = mm(*common, "--out", tmp_path / "all")
+    assert done.code == 0, done.err
+    names = sorted(path.name for path in (tmp_path / "all").iterdir())
+    assert names == [
+        "000-a-red-circle-moves-left.mp4",
+        "001-a-blue-square-moves-up.mp4",
+        "002-a-green-circle-moves-right.mp4",
+        "contact_sheet.png",
+        "prompts.json",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["train.micro_batch_size=3"], "global_batch_size 8 is not a multiple of micro_batch_size 3"),
+        (
+            ["engine.sub_modules_to_wrap=[predictor.layers.{*}]"],
+            "pattern 'predictor.layers.{*}' matches no module",
+        ),
+        (["engine.sharding_size=2"], "sharding_size 2 does not divide 1 rank"),
+        (["optimizer.type=adam"], "no optimizer is named 'adam'"),
+        (["data.train.annotations=nowhere.json"], "nowhere.json"),
+        (["task.predictor.in_channels=16"], "16"),
+        (["data.train.height=18"], "18"),
+        (["lr_schedule.warmup_steps=20"], "warmup_steps"),
+        (["train.micro_batch_size=128", "train.global_batch_size=128"], "fewer than a global batch of 128"),
+    ],
+)
+def test_bad_input_is_a_sentence(tiny, tmp_path, mm, overrides, sentence):
+    done = mm("train", "--config", tiny, f"run.dir={tmp_path}", *overrides)
+    assert done.code == 1
+    assert sentence in done.err
+    assert "Traceback" not in done.err
+    assert done.err.startswith("mm: error: ")
+
+
+def test_a_batch_that_does_not_divide_over_ranks(tiny, tmp_path, mm):
+    done = mm("train", "--config", tiny, f"run.dir={tmp_path}", "--nproc", 3, "--dry-run")
+    assert done.code == 1
+    assert "global_batch_size 8 does not divide into micro-batches of 2 on 3 data-parallel ranks" in done.err
+    assert "a multiple of 6: 6, 12" in done.err
+
+
+def test_a_checkpoint_of_another_model_lists_the_keys(whole, tiny, tmp_path, mm):
+    interrupted(whole, tmp_path)
+    done = mm("train", "--config", tiny, f"run.dir={tmp_path}", "task.predictor.num_layers=3")
+    assert done.code == 1 and "Traceback" not in done.err
+    assert "predictor.blocks.2" in done.err
+
+
+def test_resume_never_overwrites_nothing(whole, tiny, tmp_path, mm):
+    run = interrupted(whole, tmp_path)
+    done = mm("train", "--config", tiny, f"run.dir={tmp_path}", "--resume", "never")
+    assert done.code == 1 and "holds checkpoints up to step 6" in done.err
+    assert losses(run) == losses(whole)
+
+
+def test_a_finished_run_has_nothing_to_do(whole, tiny, mm):
+    done = mm("train", "--config", tiny, f"run.dir={whole.parent}")
+    assert done.code == 0 and "step 12 of 12" in done.out
