@@ -261,6 +261,7 @@ class HFTextEncoder(nn.Module):
 def _read_model(folder: Path, config: Any, dtype: torch.dtype) -> nn.Module:
     import transformers
     from packaging.version import Version
+    from safetensors import SafetensorError
     from transformers import AutoModel, AutoModelForTextEncoding
     from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING
 
@@ -274,13 +275,20 @@ def _read_model(folder: Path, config: Any, dtype: torch.dtype) -> nn.Module:
     # Transformers renamed the argument; the old name is gone in later versions.
     key = "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
     try:
-        model: nn.Module = (AutoModelForTextEncoding if known else AutoModel).from_pretrained(
-            folder, local_files_only=True, use_safetensors=True, **{key: dtype}
+        model, report = (AutoModelForTextEncoding if known else AutoModel).from_pretrained(
+            folder, local_files_only=True, use_safetensors=True, output_loading_info=True, **{key: dtype}
         )
-    except (OSError, ValueError, RuntimeError) as fault:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as fault:
         raise CheckpointError(
             f"the text encoder can not be read: {_first_line(fault)}", where=str(folder)
         ) from fault
+    # Transformers fills what a file lacks with random numbers. Poolers come after the hidden states.
+    if lacking := sorted(name for name in report["missing_keys"] if "pooler" not in name):
+        raise CheckpointError(
+            f"the weights lack {len(lacking)} tensors of the text encoder: {', '.join(lacking[:4])}",
+            where=str(folder),
+        )
+    assert isinstance(model, nn.Module)
     return model
 
 
