@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import mm_core
 from mm_core.contracts import Dataset, RandomisedDataset, Randomness, SampleKey
 from mm_core.data.readers import DecordReader
 from mm_core.data.video_text import VideoTextDataset
@@ -138,3 +139,14 @@ def test_real_clips_become_samples(clips: Path, tmp_path: Path, annotate) -> Non
         pixels = dataset.sample_at(index, RNG.at(index))["pixels"]
         assert pixels.shape == (3, 9, 32, 48) and pixels.std() > 0.1
         assert (pixels[:, 1:] - pixels[:, :-1]).abs().mean() > 0.001, "frames differ: it moves"
+
+
+def test_the_registry_builds_it_with_its_reader(build, tmp_path: Path) -> None:
+    build()  # writes the files
+    fields = {"type": "video_text", "annotations": str(tmp_path / "data.json"), "num_frames": 8}
+    fields |= {"height": 24, "width": 32, "folder": str(tmp_path / "videos")}
+    for reader in (None, "pyav", {"type": "core/decord", "max_pixels": 4000}):
+        chosen = {} if reader is None else {"reader": {"type": reader} if isinstance(reader, str) else reader}
+        dataset = mm_core.build("dataset", fields | chosen)
+        assert numbers(dataset[0]["pixels"]) == list(range(8))
+    assert dataset.reader.max_pixels == 4000
