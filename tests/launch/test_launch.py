@@ -1,0 +1,173 @@
+"""Several ranks: a failure is said once, signals save, and every process is gone afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def faulty(tiny, tmp_path) -> list[object]:
+    """Arguments of a 2-rank run on the faulty components."""
+    config = yaml.safe_load(tiny.read_text())
+    config["task"]["type"], config["data"]["train"]["type"] = "local/faulty_task", "local/faulty_data"
+    config["plugins"] = {"path": [str(HERE / "faulty.py")]}
+    path = tmp_path / "faulty.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return ["train", "--config", path, f"run.dir={tmp_path}"]
+
+
+def test_a_typo_is_found_before_ranks_start(tiny, mm):
+    done = mm("train", "--config", tiny, "--nproc", 2, "train.stepz=3")
+    assert done.code == 1
+    assert "override 'train.stepz=3': train.stepz" in done.err and "steps" in done.err
+    assert done.err.count("stepz=3") == 1
+
+
+def test_a_missing_config_is_a_sentence(mm, tmp_path):
+    done = mm("train", "--config", tmp_path / "none.yaml")
+    assert done.code == 1 and "there is no such file" in done.err and "Traceback" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--nproc", "two"], "--nproc: 'two' is not a number of ranks"),
+        (["--nnodes", "0"], "--nnodes: '0' is not a number of hosts"),
+        (["--nnodes", "2"], "--rdzv-endpoint: 2 hosts need a place to meet"),
+    ],
+)
+def test_launch_options_are_checked(tiny, mm, arguments, sentence):
+    done = mm("train", "--config", tiny, *arguments)
+    assert done.code == 1 and sentence in done.err and "Traceback" not in done.err
+
+
+@pytest.mark.slow
+def test_bad_input_on_one_rank_is_said_once_and_all_ranks_are_gone(faulty, mm):
+    began = time.monotonic()
+    done = mm(*faulty, "--nproc", 2, FAULT="data")
+    assert done.code == 1
+    assert time.monotonic() - began < 60, "start-up included; ranks themselves go within 35 s"
+    assert done.err.count("mm: error:") == 1 and "Traceback" not in done.err
+    assert "rank 1" in done.err and "could not be read" in done.err
+    assert not _alive(str(faulty[2]))
+
+
+@pytest.mark.slow
+def test_a_bug_on_one_rank_is_one_traceback(faulty, mm):
+    done = mm(*faulty, "--nproc", 2, FAULT="bug")
+    assert done.code == 1
+    assert done.err.count("a bug in the model") == 1 and done.err.count("Traceback") == 1
+    assert "mm: error: rank 1: RuntimeError" in done.err
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_explained(faulty, mm):
+    done = mm(*faulty, "--nproc", 2, FAULT="killed")
+    assert done.code == 1
+    assert "rank 1 was killed (SIGKILL); the usual reason is that the host ran out of memory" in done.err
+    assert not _alive(str(faulty[2]))
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_no_number_changes_nothing(faulty, mm, tmp_path):
+    done = mm(*faulty, "--nproc", 2, FAULT="nan")
+    assert done.code == 1 and "Traceback" not in done.err
+    assert "step 1" in done.err and "the gradient norm is nan; no parameter was changed" in done.err
+    assert not list((tmp_path / "tiny/checkpoints").glob("step_*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("nproc", "number"), [(2, signal.SIGTERM), (1, signal.SIGINT)])
+def test_a_signal_saves_at_the_end_of_the_step(faulty, tmp_path, nproc, number):
+    command = [
+        sys.executable,
+        "-m",
+        "mm_core.cli.main",
+        *map(str, faulty),
+        "--nproc",
+        str(nproc),
+        "train.steps=500",
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "FAULT": "slow"}
+    running = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
+    metrics = tmp_path / "tiny/metrics.jsonl"
+    for _ in range(600):
+        if metrics.exists() and len(metrics.read_text().splitlines()) >= 2:
+            break
+        time.sleep(0.1)
+    running.send_signal(number)
+    output, _ = running.communicate(timeout=90)
+    assert running.returncode == 75, output
+    assert f"stopped by {number.name} after step" in output and "Traceback" not in output
+    (saved,) = [path for path in (tmp_path / "tiny/checkpoints").glob("step_*") if int(path.name[5:]) % 6]
+    assert int(saved.name[5:]) == len(metrics.read_text().splitlines())
+
+
+@pytest.mark.slow
+def test_torchrun_is_as_good_as_our_launcher(tiny, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [
+        "-m",
+        "mm_core.cli.main",
+        "train",
+        "--config",
+        str(tiny),
+        f"run.dir={tmp_path}",
+        "train.steps=2",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "tiny/checkpoints/step_00000002/checksums.json").exists()
+
+
+@pytest.mark.slow
+def test_two_hosts_meet(tiny, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        sys.executable,
+        "-m",
+        "mm_core.cli.main",
+        "train",
+        "--config",
+        str(tiny),
+        f"run.dir={tmp_path}",
+    ]
+    command += ["train.steps=2", "--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    hosts = [
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        )
+        for _ in range(2)
+    ]
+    outputs = [host.communicate(timeout=120)[0] for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], "\n".join(outputs)
+    assert (tmp_path / "tiny/checkpoints/step_00000002/checksums.json").exists()
+
+
+def _alive(marker: str) -> list[str]:
+    """Command lines of processes that still name `marker`."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if marker in line and "pytest" not in line:
+            found.append(line)
+    return found
