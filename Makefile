@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 NPROC ?= 2
+SITE ?= site
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint $(CONSTRAINTS)
@@ -46,7 +47,7 @@ bench: $(STAMP)
 
 docs: $(DOCS_STAMP)
 	$(BIN)/python docs/generate_hooks.py --check
-	$(BIN)/mkdocs build --strict
+	$(BIN)/mkdocs build --strict --quiet --site-dir $(abspath $(SITE))
 
 $(DOCS_STAMP): $(STAMP)
 	$(PIP) --editable '.[docs]'
