@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
-from mm_core.errors import ConfigError
+from mm_core.errors import MMError
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.add_argument("config", help="the YAML file of a run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid upon the file")
-    parser.add_argument("--json", action="store_true", help="faults as JSON on standard output")
-    parser.add_argument("--print", action="store_true", dest="show", help="print the resolved config")
+    parser.add_argument("--json", action="store_true", help="the result as JSON on standard output")
+    parser.add_argument(
+        "--print", action="store_true", dest="show", help="print the config with every default filled"
+    )
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -22,15 +25,18 @@ def execute(args: argparse.Namespace) -> int:
 
     try:
         config = load_config(args.config, args.overrides)
-    except ConfigError as error:
+    except MMError as error:
         if not args.json:
-            raise
-        faults = error.faults or (error,)
-        rows = [{"where": f.where, "what": f.what, "accepted": f.accepted, "hint": f.hint} for f in faults]
-        print(json.dumps({"ok": False, "faults": rows}, indent=2))
+            raise  # the command line prints it on standard error
+        print(json.dumps({"ok": False, "faults": _rows(error)}, indent=2))
         return 1
     if args.json:
-        print(json.dumps({"ok": True, "faults": []}))
+        result: dict[str, Any] = {"ok": True, "faults": []}
+        if args.show:
+            from mm_core.config.dump import to_mapping
+
+            result["config"] = to_mapping(config)
+        print(json.dumps(result, indent=2))
     elif args.show:
         from mm_core.config.dump import to_yaml
 
@@ -39,3 +45,8 @@ def execute(args: argparse.Namespace) -> int:
         data = config.data.train.type
         print(f"{args.config}: ok (task {config.task.type}, data {data}, engine {config.engine.type})")
     return 0
+
+
+def _rows(error: MMError) -> list[dict[str, str | None]]:
+    faults = getattr(error, "faults", ()) or (error,)
+    return [{"where": f.where, "what": f.what, "accepted": f.accepted, "hint": f.hint} for f in faults]

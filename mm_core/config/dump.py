@@ -7,8 +7,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from mm_core.config.interpolation import escape
 from mm_core.config.schema import RunConfig
+from mm_core.config.yaml_nodes import FLOAT
+from mm_core.errors import ConfigError
 from mm_core.plugin.fields import ComponentConfig
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts in quotes what our reader, unlike PyYAML's, would take for a number; writes no aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+.0123456789"))
 
 
 def to_mapping(config: RunConfig) -> dict[str, Any]:
@@ -20,16 +35,15 @@ def to_mapping(config: RunConfig) -> dict[str, Any]:
 
 def to_yaml(config: RunConfig) -> str:
     """`to_mapping` as a YAML text."""
-    import yaml
-
-    return yaml.safe_dump(to_mapping(config), sort_keys=False, allow_unicode=True, width=100)
+    text: str = yaml.dump(to_mapping(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+    return text
 
 
 def _plain(value: Any, path: str, literals: Mapping[str, str]) -> Any:
     if path in literals:
         return literals[path]
     if isinstance(value, ComponentConfig):
-        return {"type": value.type, **_items(value.options, path, literals)}
+        return _items({"type": value.type, **value.options}, path, literals)
     if dataclasses.is_dataclass(value):
         fields = [f for f in dataclasses.fields(value) if f.metadata.get("yaml", True)]
         return _items({f.name: getattr(value, f.name) for f in fields}, path, literals)
@@ -37,8 +51,19 @@ def _plain(value: Any, path: str, literals: Mapping[str, str]) -> Any:
         return _items(value, path, literals)
     if isinstance(value, (list, tuple)):
         return [_plain(item, f"{path}.{index}", literals) for index, item in enumerate(value)]
-    return str(value) if isinstance(value, Path) else value
+    if isinstance(value, (str, Path)):
+        return escape(str(value))
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    raise ConfigError(
+        f"a YAML can not hold {value!r}, of type {type(value).__qualname__}",
+        where=path,
+        hint="config fields hold numbers, texts, lists and mappings",
+    )
 
 
-def _items(values: Mapping[str, Any], path: str, literals: Mapping[str, str]) -> dict[str, Any]:
-    return {key: _plain(item, f"{path}.{key}" if path else key, literals) for key, item in values.items()}
+def _items(values: Mapping[Any, Any], path: str, literals: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        str(key): _plain(item, f"{path}.{key}" if path else str(key), literals)
+        for key, item in values.items()
+    }

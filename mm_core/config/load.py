@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from mm_core.config.interpolation import resolve
-from mm_core.config.overrides import apply_override, merge, parse_override
+from mm_core.config.overrides import lay, merge
 from mm_core.config.schema import RunConfig
 from mm_core.config.yaml_nodes import read_file
 from mm_core.errors import ConfigError, MMError
-from mm_core.plugin.checking import FAILED, Checker, Node
+from mm_core.plugin.checking import Checker
+from mm_core.plugin.nodes import Node, show
 from mm_core.plugin.registry import get_registry
+
+_LINE = re.compile(r"(.*?):(\d+)(?=: |\Z)")
+_INCLUDE = "include"
+_SECTIONS = tuple(f.name for f in dataclasses.fields(RunConfig) if f.metadata.get("yaml", True))
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -21,7 +27,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Args:
         path: the YAML file. Its `include:` names files, relative to it, that are merged first.
-        overrides: `key.path=value`, laid upon the file in order.
+        overrides: `key.path=value`, laid upon the file.
 
     Returns:
         The run, every default filled and every `type` a qualified name.
@@ -30,75 +36,103 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: `faults` lists each fault with file, line, key, what was found and what is
             accepted.
     """
-    faults: list[MMError] = []
-    root = _read(Path(path), faults, ())
-    for text in overrides:
-        try:
-            root = apply_override(root, *parse_override(text))
-        except ConfigError as fault:
-            faults.append(fault)
+    sources = _Sources()
+    root = sources.read(Path(path), ())
+    faults = sources.faults
+    root = lay(root, overrides, faults)
+    if sources.lost:  # without them, everything that they hold would be reported as missing
+        raise ConfigError(_ordered(faults), where=str(path))
     root, literals = resolve(root, faults)
+    root = _anchor_plugins(root)
     checker = Checker(get_registry(_local_plugins(root, faults)))
-    config = checker.dataclass(RunConfig, root)
-    # A value that was already found at fault is not reported again as missing or of a wrong type.
-    places = {fault.where for fault in faults}
-    faults += [fault for fault in checker.faults if fault.where not in places]
-    if faults or config is FAILED:
-        raise ConfigError(faults, where=str(path))
-    plugins = dataclasses.replace(config.plugins, path=tuple(map(_absolute, config.plugins.path)))
-    result: RunConfig = dataclasses.replace(config, plugins=plugins, literals=dict(literals))
-    return result
+    config = checker.dataclass(RunConfig, root, further=(_INCLUDE,))
+    faults += checker.faults
+    if faults:
+        raise ConfigError(_ordered(faults), where=str(path))
+    assert isinstance(config, RunConfig)
+    return dataclasses.replace(config, literals=dict(literals))
 
 
-def _read(path: Path, faults: list[MMError], above: tuple[Path, ...]) -> Node:
-    """A file merged upon those that it includes; `include` itself is taken out."""
-    if path.resolve() in above:
-        chain = " -> ".join(p.name for p in (*above, path))
-        raise ConfigError(f"files include each other: {chain}", where=str(path))
-    node = read_file(path, faults)
-    if not isinstance(node.value, dict):
-        raise ConfigError(
-            "the file holds no mapping", where=node.where, accepted="run, task, data, train, ..."
-        )
-    node = _anchor_plugins(node, path.parent)
-    included = node.value.get("include")
-    if included is None:
-        return node
-    rest = {key: child for key, child in node.value.items() if key != "include"}
-    node = dataclasses.replace(node, value=rest)
-    names = included.value if isinstance(included.value, list) else [included]
-    base: Node | None = None
-    for name in names:
-        if not isinstance(name.value, str):
-            faults.append(ConfigError("an include must be the path of a YAML file", where=name.place()))
-            continue
-        try:
-            other = _read(path.parent / name.value, faults, (*above, path.resolve()))
-        except ConfigError as fault:
-            fault.hint = (
-                f"{fault.hint}; included at {name.where}" if fault.hint else f"included at {name.where}"
+class _Sources:
+    """The files of one config. `lost` says that one of them could not be read."""
+
+    def __init__(self) -> None:
+        self.faults: list[MMError] = []
+        self.lost = False
+        self._read: dict[Path, Node] = {}
+
+    def read(self, path: Path, above: tuple[Path, ...]) -> Node:
+        """A file merged upon those that it includes; `include` itself is taken out."""
+        real = path.resolve()
+        if real in above:
+            chain = " -> ".join(p.name for p in (*above[above.index(real) :], real))
+            raise ConfigError(f"files include each other: {chain}", where=str(path))
+        if real not in self._read:  # a file that is included along many ways is read once
+            self._read[real] = self._merged(path, (*above, real))
+        return self._read[real]
+
+    def _merged(self, path: Path, above: tuple[Path, ...]) -> Node:
+        node = read_file(path, self.faults)
+        if not isinstance(node.value, dict):
+            raise ConfigError(
+                f"the file holds no mapping: found {show(node)}",
+                where=node.where,
+                accepted=", ".join(_SECTIONS),
             )
-            raise ConfigError([fault], where=str(path)) if not fault.faults else fault from None
-        base = other if base is None else merge(base, other)
-    return node if base is None else merge(base, node)
+        included = node.value.get(_INCLUDE)
+        node = dataclasses.replace(node, value={k: v for k, v in node.value.items() if k != _INCLUDE})
+        base: Node | None = None
+        for name in self._names(included):
+            try:
+                other = self.read(path.parent / name.value, above)
+            except ConfigError as fault:
+                self.lost = True
+                hints = [fault.hint, f"included at {name.where}"]
+                self.faults.append(
+                    ConfigError(
+                        fault.what,
+                        where=fault.where,
+                        accepted=fault.accepted,
+                        hint="; ".join(hint for hint in hints if hint),
+                    )
+                )
+                continue
+            base = other if base is None else merge(base, other, self.faults)
+        return node if base is None else merge(base, node, self.faults)
+
+    def _names(self, included: Node | None) -> list[Node]:
+        if included is None:
+            return []
+        names = included.value if isinstance(included.value, list) else [included]
+        for name in names:
+            if not isinstance(name.value, str):
+                fault = ConfigError(
+                    f"found {show(name)}",
+                    where=name.place(),
+                    accepted="the path of a YAML file, or a list of them",
+                )
+                self.faults.append(fault)
+        return [name for name in names if isinstance(name.value, str)]
 
 
-def _anchor_plugins(root: Node, folder: Path) -> Node:
-    """Paths of one-file plugins are relative to the file that names them."""
+def _anchor_plugins(root: Node) -> Node:
+    """Paths of one-file plugins are relative to the file that names them, or to the working directory
+    in an override. Done after interpolation, which may bring an absolute path."""
     section = root.value.get("plugins")
     paths = section.value.get("path") if section is not None and isinstance(section.value, dict) else None
     if section is None or paths is None or not isinstance(paths.value, list):
         return root
-    items = [
-        dataclasses.replace(item, value=os.path.normpath(folder / item.value))
-        if isinstance(item.value, str) and "${" not in item.value
-        else item
-        for item in paths.value
-    ]
-    anchored = dataclasses.replace(
-        section, value={**section.value, "path": dataclasses.replace(paths, value=items)}
-    )
-    return dataclasses.replace(root, value={**root.value, "plugins": anchored})
+    items = [_anchored(item) if isinstance(item.value, str) else item for item in paths.value]
+    paths = dataclasses.replace(paths, value=items)
+    section = dataclasses.replace(section, value={**section.value, "path": paths})
+    return dataclasses.replace(root, value={**root.value, "plugins": section})
+
+
+def _anchored(item: Node) -> Node:
+    written = _LINE.fullmatch(item.where)
+    folder = Path(written[1]).parent if written else Path()
+    path = folder / Path(item.value).expanduser()
+    return dataclasses.replace(item, value=os.path.abspath(path))  # noqa: PTH100 - also takes `..` out
 
 
 def _local_plugins(root: Node, faults: list[MMError]) -> tuple[str, ...]:
@@ -107,7 +141,9 @@ def _local_plugins(root: Node, faults: list[MMError]) -> tuple[str, ...]:
     paths = section.value.get("path") if section is not None and isinstance(section.value, dict) else None
     if paths is None or not isinstance(paths.value, list):
         return ()
-    named = tuple(_absolute(item.value) for item in paths.value if isinstance(item.value, str))
+    named = tuple(item.value for item in paths.value if isinstance(item.value, str))
+    if not named:
+        return ()
     try:
         get_registry(named)
     except MMError as fault:
@@ -116,5 +152,14 @@ def _local_plugins(root: Node, faults: list[MMError]) -> tuple[str, ...]:
     return named
 
 
-def _absolute(path: str) -> str:
-    return str(Path(path).expanduser().absolute())
+def _ordered(faults: Sequence[MMError]) -> list[MMError]:
+    """Faults of one file together, from its first line to its last."""
+    files: dict[str, int] = {}
+
+    def key(fault: MMError) -> tuple[int, int]:
+        where = fault.where or ""
+        line = _LINE.match(where)
+        name = line[1] if line else where
+        return files.setdefault(name, len(files)), int(line[2]) if line else 0
+
+    return sorted(faults, key=key)

@@ -3,47 +3,66 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
-from mm_core.config.yaml_nodes import read_text
+from mm_core.config.yaml_nodes import MAX_DEPTH, read_plain, read_quoted
 from mm_core.errors import ConfigError, MMError
-from mm_core.plugin.checking import Node
+from mm_core.plugin.nodes import Node
 
 _KEY = re.compile(r"[A-Za-z_][\w\-]*(\.[\w\-]+)*\Z")
+
+
+class _Places(dict[str, Node]):
+    """What overrides put at places of a list, by index: `log.trackers.0=...`."""
+
+
+def lay(root: Node, overrides: Sequence[str], faults: list[MMError]) -> Node:
+    """The tree with the overrides laid upon it. Later ones win over earlier ones; among those of one
+    component the order does not matter, so that a switch of its type keeps the options given beside."""
+    tree = Node({}, "command line", "")
+    for text in overrides:
+        try:
+            keys, value = parse_override(text)
+            tree = _put(tree, keys, value)
+        except ConfigError as fault:
+            faults.append(fault)
+    return _settled(merge(root, tree, faults))
 
 
 def parse_override(text: str) -> tuple[list[str], Node]:
     """`a.b=3` -> (["a", "b"], the value's tree). ConfigError for what is no override."""
     key, equals, value = text.partition("=")
     key = key.strip()
-    if not equals or not _KEY.match(key):
+    if not equals or not _KEY.match(key) or key.count(".") >= MAX_DEPTH:
         raise ConfigError(
             f"{text!r} is not an override",
             where="command line",
             accepted="key.path=value, such as train.steps=10",
         )
-    return key.split("."), _value(value.strip(), f"override {text!r}", key)
+    try:
+        return key.split("."), _value(value.strip(), f"override {text!r}", key)
+    except RecursionError:
+        raise ConfigError("nested too deeply", where=f"override {text[:60]!r}") from None
 
 
 def _value(text: str, where: str, path: str) -> Node:
+    """Lists and mappings are split here and not by YAML, to which `{*}` and `{0-3,5}` are mappings."""
     if text.startswith("[") and text.endswith("]"):
         parts = _split(text[1:-1])
         return Node([_value(part, where, f"{path}.{i}") for i, part in enumerate(parts)], where, path)
-    if text.startswith("{") and text.endswith("}") and ":" in text:
+    if text.startswith("{") and text.endswith("}") and (":" in text or not text[1:-1].strip()):
         items: dict[str, Node] = {}
         for part in _split(text[1:-1]):
             name, _, inner = part.partition(":")
             name = name.strip()
+            name = (read_quoted(name) if name[:1] in ("'", '"') else None) or name
+            if name in items:
+                raise ConfigError(f"the key {name!r} stands twice", where=f"{where}: {path}")
             items[name] = replace(_value(inner.strip(), where, f"{path}.{name}"), key_where=where)
         return Node(items, where, path)
-    if not text:
-        return Node(None, where, path)
-    try:
-        faults: list[MMError] = []
-        node = read_text(text, where, faults)
-    except ConfigError:
-        return Node(text, where, path)
-    return Node(text if isinstance(node.value, (dict, list)) or faults else node.value, where, path)
+    quoted = read_quoted(text) if text[:1] in ("'", '"') else None
+    return Node(read_plain(text) if quoted is None else quoted, where, path)
 
 
 def _split(text: str) -> list[str]:
@@ -52,8 +71,8 @@ def _split(text: str) -> list[str]:
     for index, character in enumerate(text):
         if quote:
             quote = "" if character == quote else quote
-        elif character in "'\"":
-            quote = character
+        elif character in "'\"" and not text[start:index].strip(" [{:"):
+            quote = character  # an apostrophe within a word opens nothing
         elif character in "[{":
             depth += 1
         elif character in "]}":
@@ -62,21 +81,53 @@ def _split(text: str) -> list[str]:
             parts.append(text[start:index].strip())
             start = index + 1
     last = text[start:].strip()
-    return [*parts, last] if last or parts else parts
+    return [*parts, last] if last else parts
 
 
-def merge(base: Node, over: Node) -> Node:
-    """`over` laid upon `base`: mappings merge, anything else replaces. A mapping that names another
-    `type` replaces the whole component, for the old one's keys mean nothing to it."""
+def merge(base: Node, over: Node, faults: list[MMError]) -> Node:
+    """`over` laid upon `base`: mappings merge, anything else replaces. What names another `type`
+    replaces the whole component, for the old one's keys mean nothing to it."""
+    if isinstance(base.value, list) and isinstance(over.value, _Places):
+        return _merge_places(base, over, faults)
+    if isinstance(over.value, str) and isinstance(base.value, dict) and "type" in base.value:
+        over = _mapping_of(over)
+    elif isinstance(base.value, str) and isinstance(over.value, dict) and not isinstance(over.value, _Places):
+        base = _mapping_of(base)
     if not isinstance(base.value, dict) or not isinstance(over.value, dict):
         return over
     old, new = base.value.get("type"), over.value.get("type")
     if old is not None and new is not None and not _same_type(old.value, new.value):
         return over
-    merged = dict(base.value)
+    merged = type(base.value)(base.value)
     for key, child in over.value.items():
-        merged[key] = merge(merged[key], child) if key in merged else child
+        merged[key] = merge(merged[key], child, faults) if key in merged else child
     return replace(base, value=merged)
+
+
+def _mapping_of(name: Node) -> Node:
+    """A component by its bare name as the mapping that it is short for."""
+    return replace(
+        name, value={"type": Node(name.value, name.where, name.child_path("type"), name.key_where)}
+    )
+
+
+def _merge_places(base: Node, over: Node, faults: list[MMError]) -> Node:
+    items = list(base.value)
+    for key, child in sorted(over.value.items(), key=lambda item: int(item[0])):
+        index = int(key)
+        if index < len(items):
+            items[index] = merge(items[index], child, faults)
+        elif index == len(items):
+            items.append(child)
+        else:
+            faults.append(
+                ConfigError(
+                    f"{key!r} is no place in a list of {len(base.value)}",
+                    where=child.place(),
+                    accepted=f"0 to {len(base.value)}",
+                )
+            )
+    return replace(base, value=items)
 
 
 def _same_type(old: object, new: object) -> bool:
@@ -85,26 +136,32 @@ def _same_type(old: object, new: object) -> bool:
     return a == b or (("/" in a) != ("/" in b) and a.rsplit("/", 1)[-1] == b.rsplit("/", 1)[-1])
 
 
-def apply_override(root: Node, keys: list[str], value: Node) -> Node:
-    """The tree with the value set at the key path; missing mappings on the way are made."""
-    if not keys:
-        return merge(root, value) if isinstance(value.value, dict) else value
-    head, rest = keys[0], keys[1:]
-    if isinstance(root.value, list):
-        if not head.isdigit() or int(head) > len(root.value):
-            raise ConfigError(
-                f"{root.path!r} is a list of {len(root.value)}, and {head!r} is no place in it",
-                where=value.where,
-            )
-        items = list(root.value)
-        child = items[int(head)] if int(head) < len(items) else Node({}, value.where, f"{root.path}.{head}")
-        items[int(head) : int(head) + 1] = [apply_override(child, rest, value)]
-        return replace(root, value=items)
-    inner = root.value
-    if isinstance(inner, str):  # a component by its bare name
-        inner = {"type": Node(inner, root.where, root.path)}
-    if not isinstance(inner, dict):
-        inner = {}
-    path = f"{root.path}.{head}" if root.path else head
-    child = inner.get(head, Node({} if rest else None, value.where, path, value.where))
-    return replace(root, value={**inner, head: apply_override(child, rest, value)})
+def _put(tree: Node, keys: list[str], value: Node) -> Node:
+    """The tree of overrides with one more in it."""
+    there: Node | None = tree
+    for key in keys:
+        there = there.value.get(key) if there is not None and isinstance(there.value, dict) else None
+    if there is not None and isinstance(there.value, dict) and isinstance(value.value, str):
+        value = _mapping_of(value)  # `optimizer.lr=1 optimizer=adamw`: the name joins the options
+    for depth in range(len(keys) - 1, -1, -1):
+        path = ".".join(keys[:depth])
+        child = {keys[depth]: replace(value, key_where=value.where)}
+        items = _Places(child) if keys[depth].isdigit() else child
+        value = Node(items, value.where, path)
+    faults: list[MMError] = []
+    merged = merge(tree, value, faults)
+    if faults:
+        raise ConfigError(faults[0].what, where=faults[0].where, accepted=faults[0].accepted)
+    return merged
+
+
+def _settled(node: Node) -> Node:
+    """Places of a list that was not there are the list, when they are all of it."""
+    if isinstance(node.value, list):
+        return replace(node, value=[_settled(child) for child in node.value])
+    if not isinstance(node.value, dict):
+        return node
+    items = {key: _settled(child) for key, child in node.value.items()}
+    if isinstance(node.value, _Places) and items.keys() == {str(i) for i in range(len(items))}:
+        return replace(node, value=[items[str(i)] for i in range(len(items))])
+    return replace(node, value=items)

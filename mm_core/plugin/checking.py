@@ -8,70 +8,33 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from mm_core.errors import ConfigError, MMError, PluginError, did_you_mean
 from mm_core.plugin.fields import ComponentConfig, Kind, Range
+from mm_core.plugin.nodes import (
+    FAILED,
+    SCALARS,
+    Node,
+    describe,
+    from_python,
+    is_component,
+    is_list,
+    is_mapping,
+    is_plain,
+    read_loose,
+    read_number,
+    show,
+    to_python,
+    unwrap,
+)
 
 if TYPE_CHECKING:
     from mm_core.plugin.registry import Registry
 
-
-@dataclass(frozen=True)
-class Node:
-    """A value and where it was written.
-
-    value: a scalar, a list of Nodes, or a dict of Nodes by key. where: `file:line` or the like.
-    path: dotted key path. key_where: where the key stands. loose: a text that came out of an
-    interpolation, to be read by the type of its field.
-    """
-
-    value: Any
-    where: str
-    path: str
-    key_where: str = ""
-    loose: bool = False
-
-    def place(self, key: bool = False) -> str:
-        """`file:line: key.path`."""
-        where = self.key_where or self.where if key else self.where
-        return ": ".join(part for part in (where, self.path) if part)
-
-
-class _Failed:
-    """What a value that did not check becomes."""
-
-
-FAILED: Final = _Failed()
-_SCALARS: Mapping[type, str] = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
-
-
-def from_python(value: Any, where: str, path: str = "", loose: bool = False) -> Node:
-    """A tree of a plain Python value."""
-    if isinstance(value, ComponentConfig):
-        value = {"type": value.type, **value.options}
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        inner = {
-            str(k): from_python(v, where, f"{path}.{k}" if path else str(k), loose) for k, v in value.items()
-        }
-        return Node(inner, where, path)
-    if isinstance(value, (list, tuple)):
-        return Node([from_python(v, where, f"{path}.{i}", loose) for i, v in enumerate(value)], where, path)
-    return Node(value, where, path, loose=loose)
-
-
-def to_python(node: Node) -> Any:
-    """The plain value of a tree."""
-    if isinstance(node.value, dict):
-        return {key: to_python(child) for key, child in node.value.items()}
-    if isinstance(node.value, list):
-        return [to_python(child) for child in node.value]
-    return node.value
+__all__ = ["FAILED", "Checker", "Node", "check_component", "from_python", "to_python"]
 
 
 def check_component(kind: str, mapping: Mapping[str, Any], registry: Registry, where: str) -> ComponentConfig:
@@ -99,99 +62,148 @@ class Checker:
         key: bool = False,
         accepted: str | None = None,
         hint: str | None = None,
-    ) -> _Failed:
-        """Notes a fault at a node."""
+    ) -> Any:
+        """Notes a fault at a node; FAILED, which the value then is."""
         self.faults.append(ConfigError(what, where=node.place(key), accepted=accepted, hint=hint))
         return FAILED
 
     # -- structures ------------------------------------------------------------------------------
 
-    def dataclass(self, cls: type[Any], node: Node, skip: Sequence[str] = (), owner: str = "") -> Any:
-        """An instance of `cls` from a mapping; `skip` names keys that are not fields."""
+    def dataclass(
+        self,
+        cls: type[Any],
+        node: Node,
+        *,
+        skip: Sequence[str] = (),
+        further: Sequence[str] = (),
+        owner: str = "",
+    ) -> Any:
+        """An instance of `cls` from a mapping.
+
+        Args:
+            cls: an annotated dataclass; fields with metadata `yaml: False` are no keys.
+            node: the mapping.
+            skip: keys that are there and are not fields.
+            further: names that an unknown key may have been meant as, beside the fields.
+            owner: what faults call the mapping.
+        """
         if not isinstance(node.value, dict):
-            return self.fault(node, f"found {show(node)}", accepted="a mapping of keys to values")
-        hints = get_type_hints(cls, include_extras=True)
+            return self._wrong(node, cls)
+        try:
+            hints = get_type_hints(cls, include_extras=True)
+        except (NameError, AttributeError, TypeError) as error:
+            what = f"the annotations of {cls.__module__}.{cls.__qualname__} can not be resolved: {error}"
+            return self.fault(node, what, hint="annotate with names that exist when the module is imported")
         fields = {f.name: f for f in dataclasses.fields(cls) if f.init and f.metadata.get("yaml", True)}
         before = len(self.faults)
-        for name, child in node.value.items():
-            if name not in fields and name not in skip:
-                subject = f"{owner} has no key {name!r}" if owner else f"unknown key {name!r}"
-                self.fault(
-                    child,
-                    subject,
-                    key=True,
-                    accepted=", ".join(fields) or "no keys",
-                    hint=did_you_mean(name, fields),
-                )
+        self._unknown_keys(node, [*fields], (*skip, *further), owner, skip)
         values: dict[str, Any] = {}
         for name, field in fields.items():
             if name in node.value:
-                values[name] = self.value(hints[name], node.value[name])
+                values[name] = self.value(hints[name], _with_default(node.value[name], field.default))
             elif field.default is not dataclasses.MISSING:
                 values[name] = self._default(field.default, node, name)
             elif field.default_factory is not dataclasses.MISSING:
                 values[name] = self._default(field.default_factory(), node, name)
             else:
                 accepted = f"{name}: {describe(hints[name])}"
-                self.fault(node, f"the key {name!r} is missing", accepted=accepted)
-        if len(self.faults) > before:
+                self.fault(node, f"the key {name!r} is missing", key=True, accepted=accepted)
+        if len(self.faults) > before or any(value is FAILED for value in values.values()):
             return FAILED
+        return self._construct(cls, values, node)
+
+    def _unknown_keys(
+        self, node: Node, fields: list[str], others: Sequence[str], owner: str, skip: Sequence[str]
+    ) -> None:
+        for name, child in node.value.items():
+            if name not in fields and name not in skip:
+                self.fault(
+                    child,
+                    f"{owner} has no key {name!r}" if owner else f"unknown key {name!r}",
+                    key=True,
+                    accepted=", ".join(fields) or "no keys",
+                    hint=did_you_mean(name, [*fields, *others]),
+                )
+
+    def _construct(self, cls: type[Any], values: dict[str, Any], node: Node) -> Any:
+        """The instance, or the fault that the class's own `__post_init__` finds. One whose message
+        starts with the name of a key is placed there."""
         try:
             return cls(**values)
+        except MMError as error:
+            for fault in getattr(error, "faults", ()) or (error,):
+                self.fault(_subject(fault.what, node), fault.what, accepted=fault.accepted, hint=fault.hint)
         except (ValueError, TypeError) as error:
-            known = isinstance(error, MMError)
-            return self.fault(
-                node,
-                error.what if isinstance(error, MMError) else str(error),
-                accepted=error.accepted if isinstance(error, MMError) else None,
-                hint=error.hint if isinstance(error, MMError) and known else None,
-            )
+            what = str(error) or f"{cls.__name__} refuses it"
+            self.fault(_subject(what, node), what)
+        except Exception as error:
+            what = f"{cls.__module__}.{cls.__qualname__} can not be made: {type(error).__name__}: {error}"
+            self.fault(node, what, hint="this is a bug in the plugin: its config should raise ValueError")
+        return FAILED
 
     def _default(self, value: Any, node: Node, name: str) -> Any:
         """A default, with the options of the components in it filled."""
-        path = f"{node.path}.{name}" if node.path else name
+        path = node.child_path(name)
         if isinstance(value, ComponentConfig):
             return self.component(value.kind, from_python(value, node.where, path))
+        inner = Node(None, node.where, path)
         if type(value) in (tuple, list):
-            return type(value)(self._default(item, node, f"{name}.{i}") for i, item in enumerate(value))
+            items = [self._default(item, inner, str(i)) for i, item in enumerate(value)]
+            return FAILED if any(item is FAILED for item in items) else type(value)(items)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            inner = Node(node.value, node.where, path)
             filled = {
                 f.name: self._default(getattr(value, f.name), inner, f.name)
                 for f in dataclasses.fields(value)
                 if f.init
             }
-            return dataclasses.replace(value, **filled)
+            failed = any(item is FAILED for item in filled.values())
+            return FAILED if failed else dataclasses.replace(value, **filled)
         return value
 
     def component(self, kind: str, node: Node) -> Any:
         """A ComponentConfig from a mapping with `type`, or from a bare name."""
+        if node.value is FAILED:
+            return FAILED
         if isinstance(node.value, str):
-            node = dataclasses.replace(node, value={"type": Node(node.value, node.where, node.path)})
+            node = dataclasses.replace(node, value={"type": dataclasses.replace(node, loose=False)})
         if not isinstance(node.value, dict):
-            return self.fault(
-                node, f"found {show(node)}", accepted=f"the name of a {kind}, or a mapping with type:"
-            )
+            return self._wrong(node, Annotated[Any, Kind(kind)])
         named = node.value.get("type")
         if named is None or not isinstance(named.value, str):
-            names = ", ".join(sorted(c.qualified for c in self.registry.components(kind)))
-            what = "the key 'type' is missing" if named is None else f"found {show(named)} as the type"
-            return self.fault(named or node, what, accepted=names or f"no {kind} is installed")
+            return self._no_type(kind, node, named)
         try:
             found = self.registry.resolve(kind, named.value)
             cls = found.config_class()
         except PluginError as error:
-            return self.fault(named, error.what, accepted=error.accepted, hint=error.hint)
+            what = f"{error.where}: {error.what}" if error.where else error.what
+            return self.fault(named, what, accepted=error.accepted, hint=error.hint)
         options = self.dataclass(cls, node, skip=("type",), owner=f"{kind} {found.qualified!r}")
         if options is FAILED:
             return FAILED
         values = {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if f.init}
-        return ComponentConfig(kind, found.qualified, values)
+        # A target's signature may have defaults that no YAML can hold (a module, a dtype). They are
+        # left to the target, which has them anyway.
+        kept = {name: value for name, value in values.items() if name in node.value or is_plain(value)}
+        return ComponentConfig(kind, found.qualified, kept)
+
+    def _no_type(self, kind: str, node: Node, named: Node | None) -> Any:
+        if named is not None and named.value is FAILED:
+            return FAILED
+        names = ", ".join(sorted(c.qualified for c in self.registry.components(kind)))
+        accepted = f"type: {names}" if names else f"nothing: no plugin offers a {kind}"
+        if named is not None:
+            return self.fault(named, f"found {show(named)} as the type", accepted=accepted)
+        meant = did_you_mean("type", node.value)
+        hint = f"{meant[:-1]} meant as 'type'?".replace("did you mean", "is") if meant else None
+        return self.fault(node, "the key 'type' is missing", key=True, accepted=accepted, hint=hint)
 
     # -- values ----------------------------------------------------------------------------------
 
     def value(self, annotation: Any, node: Node) -> Any:
         """`node` as a value of `annotation`, or FAILED with the fault noted."""
+        if node.value is FAILED:
+            return FAILED
+        annotation = unwrap(annotation)
         origin, args = get_origin(annotation), get_args(annotation)
         if annotation is Any:
             return to_python(node)
@@ -201,11 +213,11 @@ class Checker:
             return self._union(args, node, annotation)
         if origin is Literal:
             return self._literal(args, node, annotation)
-        if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
+        if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
             return self.dataclass(annotation, node)
-        if (origin or annotation) in (list, tuple, Sequence):
+        if is_list(annotation):
             return self._list(origin or annotation, args, node, annotation)
-        if (origin or annotation) in (dict, Mapping):
+        if is_mapping(annotation):
             return self._mapping(args, node)
         if annotation is None or annotation is types.NoneType:
             return None if node.value is None else self._wrong(node, annotation)
@@ -228,25 +240,27 @@ class Checker:
             value = trial.value(option, node)
             if not trial.faults:
                 return value
-            trials.append((option, trial.faults))
-        real = [found for option, found in trials if option is not types.NoneType]
-        if len(real) == 1:
-            self.faults += real[0]
+            trials.append((unwrap(option), trial.faults))
+        # Where one option has the shape of what was found, its faults say more than a refusal.
+        meant = [faults for option, faults in trials if _shaped(option, node)]
+        if len(meant) == 1:
+            self.faults += meant[0]
             return FAILED
-        return self._wrong(node, annotation)
+        hints = [fault.hint for _, faults in trials for fault in faults if fault.hint]
+        return self.fault(
+            node, f"found {show(node)}", accepted=describe(annotation), hint=hints[0] if hints else None
+        )
 
     def _literal(self, choices: tuple[Any, ...], node: Node, annotation: Any) -> Any:
         for choice in choices:
-            if type(choice) is type(node.value) and choice == node.value:
+            value = read_loose(type(choice), node.value) if _is_loose(node) else node.value
+            if type(choice) is type(value) and choice == value:
                 return choice
-        hint = (
-            did_you_mean(node.value, [c for c in choices if isinstance(c, str)])
-            if isinstance(node.value, str)
-            else None
-        )
+        words = [choice for choice in choices if isinstance(choice, str)]
+        hint = did_you_mean(node.value, words) if isinstance(node.value, str) else None
         return self.fault(node, f"found {show(node)}", accepted=describe(annotation), hint=hint)
 
-    def _list(self, origin: type, args: tuple[Any, ...], node: Node, annotation: Any) -> Any:
+    def _list(self, origin: Any, args: tuple[Any, ...], node: Node, annotation: Any) -> Any:
         if not isinstance(node.value, list):
             return self._wrong(node, annotation)
         fixed = origin is tuple and args and args[-1] is not Ellipsis
@@ -263,82 +277,55 @@ class Checker:
     def _mapping(self, args: tuple[Any, ...], node: Node) -> Any:
         if not isinstance(node.value, dict):
             return self.fault(node, f"found {show(node)}", accepted="a mapping of keys to values")
-        items = {key: self.value(args[1] if args else Any, child) for key, child in node.value.items()}
-        return FAILED if any(item is FAILED for item in items.values()) else items
+        of_key, of_value = args or (Any, Any)
+        items: dict[Any, Any] = {}
+        for key, child in node.value.items():
+            # Keys are texts in the tree: they are read by their type, as texts of the environment are.
+            name = self.value(of_key, dataclasses.replace(child, value=key, loose=True))
+            items[name] = self.value(of_value, child)
+        return FAILED if any(item is FAILED for pair in items.items() for item in pair) else items
 
     def _scalar(self, annotation: Any, node: Node) -> Any:
-        value = (
-            read_loose(annotation, node.value) if node.loose and isinstance(node.value, str) else node.value
-        )
-        if annotation is float and type(value) is int:
-            return float(value)
+        value = node.value
+        if annotation is float and isinstance(value, (int, str)) and not isinstance(value, bool):
+            number = read_number(value)
+            return self._wrong(node, annotation) if number is None else number
+        if _is_loose(node):
+            value = read_loose(annotation, value)
         if annotation is Path and isinstance(value, str):
             return Path(value)
-        if annotation in _SCALARS:
-            if type(value) is annotation:
-                return value
-            hint = "put it in quotes" if annotation is str and isinstance(value, (int, float, bool)) else None
-            return self.fault(node, f"found {show(node)}", accepted=describe(annotation), hint=hint)
-        if (
-            isinstance(annotation, type)
-            and not isinstance(value, (dict, list))
-            and not isinstance(value, annotation)
-        ):
+        if annotation in SCALARS and type(value) is not annotation and not isinstance(value, Path):
+            quotable = annotation is str and isinstance(value, (int, float))
+            return self._wrong(node, annotation, "put it in quotes" if quotable else None)
+        if isinstance(annotation, type) and not isinstance(value, annotation):
             return self._wrong(node, annotation)
-        return to_python(node)
+        return value if not isinstance(value, (dict, list)) else to_python(node)
 
-    def _wrong(self, node: Node, annotation: Any) -> _Failed:
-        return self.fault(node, f"found {show(node)}", accepted=describe(annotation))
-
-
-def read_loose(annotation: Any, text: str) -> Any:
-    """A text from the environment as the scalar that its field wants; unchanged when it is none."""
-    readers: Mapping[Any, Callable[[str], Any]] = {int: int, float: float}
-    try:
-        if annotation is bool:
-            return {"true": True, "false": False, "1": True, "0": False}[text.strip().lower()]
-        return readers[annotation](text) if annotation in readers else text
-    except (ValueError, KeyError):
-        return text
+    def _wrong(self, node: Node, annotation: Any, hint: str | None = None) -> Any:
+        return self.fault(node, f"found {show(node)}", accepted=describe(annotation), hint=hint)
 
 
-def show(node: Node) -> str:
-    """A value with its type, shortened, as faults quote it."""
-    value = to_python(node)
-    if value is None:
-        return "nothing (null)"
-    text = repr(value)
-    names = {
-        bool: "a boolean",
-        int: "an integer",
-        float: "a number",
-        str: "a text",
-        list: "a list",
-        dict: "a mapping",
-    }
-    return f"{text if len(text) <= 60 else text[:57] + '...'}, {names.get(type(value), type(value).__name__)}"
+def _with_default(node: Node, default: Any) -> Node:
+    """A mapping that leaves out `type` means its field's default component, with its options."""
+    if isinstance(default, ComponentConfig) and isinstance(node.value, dict) and "type" not in node.value:
+        given = from_python(default, node.where, node.path)
+        return dataclasses.replace(node, value={**given.value, **node.value})
+    return node
 
 
-def describe(annotation: Any) -> str:
-    """What a field accepts, in words."""
-    origin, args = get_origin(annotation), get_args(annotation)
-    if annotation is Any:
-        return "anything"
-    if origin is Annotated:
-        kinds = [mark.name for mark in args[1:] if isinstance(mark, Kind)]
-        if kinds:
-            return f"a {kinds[0]} (a name, or a mapping with type:)"
-        return " ".join([describe(args[0]), *(str(mark) for mark in args[1:] if isinstance(mark, Range))])
-    if origin in (Union, types.UnionType):
-        return " or ".join(describe(option) for option in args)
-    if origin is Literal:
-        return ", ".join(str(choice) if isinstance(choice, str) else repr(choice) for choice in args)
-    if annotation is types.NoneType or annotation is None:
-        return "null"
-    if (origin or annotation) in (list, tuple, Sequence):
-        if origin is tuple and args and args[-1] is not Ellipsis:
-            return f"a list of {len(args)}: " + ", ".join(describe(arg) for arg in args)
-        return f"a list, each {describe(args[0])}" if args else "a list"
-    if (origin or annotation) in (dict, Mapping) or dataclasses.is_dataclass(annotation):
-        return "a mapping of keys to values"
-    return _SCALARS.get(annotation, getattr(annotation, "__name__", str(annotation)))
+def _is_loose(node: Node) -> bool:
+    return node.loose and isinstance(node.value, str)
+
+
+def _subject(what: str, node: Node) -> Node:
+    """The key of `node` that a message starts with the name of, or `node`."""
+    child = node.value.get((what.split() or [""])[0].strip("'\":,"))
+    return child if isinstance(child, Node) else node
+
+
+def _shaped(option: Any, node: Node) -> bool:
+    if is_component(option):
+        return isinstance(node.value, (dict, str))
+    return (isinstance(node.value, dict) and is_mapping(option)) or (
+        isinstance(node.value, list) and is_list(option)
+    )
