@@ -1,0 +1,11 @@
+"""The conformance kit: what authors of plugins run against their components with pytest.
+
+from mm_core.testing import check_predictor
+
+def test_my_dit_keeps_the_contract():
+    check_predictor(lambda: MyDiT(num_layers=2, ...))
+"""
+
+from mm_core.testing.predictor import PREDICTOR_CHECKS, PredictorProbe, check_predictor
+
+__all__ = ["PREDICTOR_CHECKS", "PredictorProbe", "check_predictor"]
