@@ -3,7 +3,11 @@ PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 NPROC ?= 2
+# Overrides of the quickstart's config: make train ARGS="train.steps=500 run.name=short"
+ARGS ?=
 SITE ?= site
+
+QUICKSTART := configs/custom_dit/quickstart.yaml
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint $(CONSTRAINTS)
@@ -30,8 +34,8 @@ data/shapes/data.json: | $(STAMP)
 	$(BIN)/python examples/shapes/render.py --out data/shapes
 
 train: $(STAMP) data/shapes/data.json
-	$(BIN)/mm-train --config configs/custom_dit/quickstart.yaml --nproc $(NPROC)
-	$(BIN)/python examples/shapes/report.py --config configs/custom_dit/quickstart.yaml
+	$(BIN)/mm-train --config $(QUICKSTART) --nproc $(NPROC) $(ARGS)
+	$(BIN)/python examples/shapes/report.py --config $(QUICKSTART) $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow"
