@@ -1,7 +1,7 @@
 """`mm` and `mm-train`: choose a subcommand, run it, turn errors into sentences and exit codes.
 
 Exit codes: 0 done; 1 an error that was printed as a sentence; 2 a command line that does not parse;
-130 interrupted; 141 the reader of the output went away.
+75 saved and stopped on request (mm train); 130 interrupted; 141 the reader of the output went away.
 """
 
 from __future__ import annotations
@@ -45,13 +45,22 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """The command `mm`. Returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    return _guarded(arguments, "mm")
+    return _ended(_guarded(arguments, "mm"), argv)
 
 
 def train_main(argv: Sequence[str] | None = None) -> int:
     """The command `mm-train`: the same as `mm train`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    return _guarded(["train", *arguments], "mm-train")
+    return _ended(_guarded(["train", *arguments], "mm-train"), argv)
+
+
+def _ended(code: int, argv: Sequence[str] | None) -> int:
+    """The exit code. A command of its own process that loaded torch ends here, without C++ destructors."""
+    if argv is None and "torch" in sys.modules:
+        from mm_core.train.failure import leave
+
+        leave(code)
+    return code
 
 
 def _guarded(arguments: list[str], program: str) -> int:

@@ -1,4 +1,7 @@
-"""`mm train` and `mm-train`: check a config, plan it, and train it on one or many ranks."""
+"""`mm train` and `mm-train`: check a config, plan it, and train it on one or many ranks.
+
+Nothing here imports torch before the config has been checked.
+"""
 
 from __future__ import annotations
 
@@ -6,70 +9,102 @@ import argparse
 import json
 import os
 import re
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, NoReturn
 
 from mm_core.errors import MMError
 
 if TYPE_CHECKING:
     from mm_core.config.schema import RunConfig
-    from mm_core.train.launch import Nodes
+    from mm_core.train.signals import StopFlag
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    parser.add_argument("--config", required=True, metavar="YAML", help="the run's config")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid upon the config")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--config", required=True, metavar="YAML", help="the run's config")
+    add("overrides", nargs="*", metavar="key=value", help="laid upon the config, as train.steps=10")
+    add(
         "--nproc",
-        default="auto",
         metavar="N|auto",
-        help="ranks on this host (auto: one an accelerator, 1 on CPU)",
+        help="ranks on this host; auto (the default): one an accelerator, 1 on CPU",
     )
-    parser.add_argument("--nnodes", default="1", metavar="N|MIN:MAX", help="hosts (default 1)")
-    parser.add_argument(
-        "--rdzv-endpoint", metavar="HOST:PORT", help="where hosts meet; the same on all of them"
+    add("--nnodes", metavar="N|MIN:MAX", help="hosts (default 1); the command is typed on each of them")
+    add("--rdzv-endpoint", metavar="HOST:PORT", help="where hosts meet; the same on all of them")
+    add("--rdzv-id", metavar="ID", help="name of the meeting; the same on all hosts")
+    add(
+        "--node-rank",
+        metavar="N",
+        help="0 on the host of --rdzv-endpoint, 1, 2, ... elsewhere; if that host can not tell",
     )
-    parser.add_argument("--rdzv-id", metavar="ID", help="name of the meeting; the same on all hosts")
-    parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
-    parser.add_argument("--json", action="store_true", help="with --dry-run: the plan as JSON")
-    parser.add_argument(
+    add("--dry-run", action="store_true", help="print the plan and stop")
+    add("--json", action="store_true", help="with --dry-run: the plan as JSON")
+    add(
         "--resume",
         default="auto",
         metavar="auto|PATH|never",
-        help="auto: the run's newest complete checkpoint",
+        help="auto: the run's newest complete checkpoint, else from zero",
+    )
+    parser.epilog = (
+        "Exit codes: 0 trained; 1 an error; 2 a command line that does not parse; 75 saved and stopped on"
+        " request (SIGTERM, SIGINT, SIGUSR1) before the last step; 130 left by a second Ctrl-C; 128+n a rank"
+        " was ended by signal n."
     )
 
 
 def execute(args: argparse.Namespace) -> int:
-    """The exit code: 0 done, 1 an error, 75 saved and stopped on request."""
+    """The exit code. Under a launcher (RANK is set) this process is a rank, and does not return."""
     if "RANK" in os.environ:
-        from mm_core.train.failure import leave, run_as_rank
-
-        leave(run_as_rank(lambda: _train(args)))
+        _be_rank(args)
+    least, most = _hosts(args)
+    nproc = _ranks_here(args.nproc)
     from mm_core.config.load import load_config
 
     config = load_config(args.config, args.overrides)  # every typo is found before a rank is started
-    nodes = _nodes(args)
+    if nproc is None:
+        from mm_core.device import device_count
+
+        nproc = max(1, device_count())
+    world = nproc * most
     if args.dry_run:
-        return _dry_run(config, nodes.nproc * nodes.most, args.json)
-    if nodes.nproc * nodes.most == 1:
-        return _train(args, config)
-    from mm_core.train.launch import launch
+        return _dry_run(config, world, args.json)
+    if world == 1:
+        from mm_core.train.failure import run_as_rank
+        from mm_core.train.signals import StopFlag
 
-    return launch(["train", "--config", args.config, *args.overrides, "--resume", args.resume], nodes)
+        with StopFlag(announce=True) as stop:
+            return run_as_rank(lambda: _train(args, stop, config))
+    from mm_core.train.launch import Nodes, launch
+
+    is_meeting_host = None if args.node_rank is None else args.node_rank == "0"
+    nodes = Nodes(nproc, least, most, args.rdzv_endpoint, args.rdzv_id, is_meeting_host)
+    rank = ["train", "--config", args.config, *args.overrides, "--resume", args.resume]
+    return launch([sys.executable, "-m", "mm_core.cli.main", *rank], nodes)
 
 
-def _train(args: argparse.Namespace, config: RunConfig | None = None) -> int:
+def _be_rank(args: argparse.Namespace) -> NoReturn:
+    from mm_core.train.failure import leave, run_as_rank
+    from mm_core.train.launch_folder import LAUNCH_DIR
+    from mm_core.train.signals import StopFlag
+
+    _refuse_launch_options(args)
+    # mm-train says for its ranks that a signal was heard; under torchrun rank 0 does. The handlers
+    # stay to the end: torch's agent signals a rank whose peers have left.
+    announce = os.environ["RANK"] == "0" and LAUNCH_DIR not in os.environ
+    with StopFlag(announce=announce) as stop:
+        leave(run_as_rank(lambda: _train(args, stop)))
+
+
+def _train(args: argparse.Namespace, stop: StopFlag, config: RunConfig | None = None) -> int:
     from mm_core.config.load import load_config
     from mm_core.train.run import train
-    from mm_core.train.signals import STOPPED, StopFlag
+    from mm_core.train.signals import STOPPED
 
     config = config or load_config(args.config, args.overrides)
-    with StopFlag() as stop:
-        result = train(config, resume=args.resume, stop=stop)
+    result = train(config, resume=args.resume, stop=stop)
     if os.environ.get("RANK", "0") == "0":
         state = f"stopped by {result.stopped} after" if result.stopped else "done:"
-        print(f"{state} step {result.step} of {config.train.steps}; run folder {result.run_dir}")
+        print(f"{state} step {result.step} of {config.train.steps}; run folder {result.run_dir}", flush=True)
     return STOPPED if result.stopped else 0
 
 
@@ -81,12 +116,25 @@ def _dry_run(config: RunConfig, world: int, as_json: bool) -> int:
     return 0
 
 
-def _nodes(args: argparse.Namespace) -> Nodes:
-    from mm_core.train.launch import Nodes
+def _refuse_launch_options(args: argparse.Namespace) -> None:
+    """Under a launcher the world is given; an option that would be passed over in silence is an error."""
+    options = ("nproc", "nnodes", "rdzv_endpoint", "rdzv_id", "node_rank")
+    given = [f"--{name.replace('_', '-')}" for name in options if getattr(args, name) is not None]
+    if given:
+        raise MMError(
+            f"{', '.join(given)} can not be met: this process is already rank {os.environ['RANK']} of"
+            f" {os.environ.get('WORLD_SIZE', '?')} (RANK is set in the environment)",
+            where="command line",
+            hint="leave the options to torchrun, or unset RANK and let mm-train start the ranks",
+        )
 
-    hosts = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", args.nnodes)
+
+def _hosts(args: argparse.Namespace) -> tuple[int, int]:
+    """Least and most hosts."""
+    text = args.nnodes or "1"
+    hosts = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", text)
     if hosts is None or int(hosts[2] or hosts[1]) < int(hosts[1]):
-        raise MMError(f"{args.nnodes!r} is not a number of hosts", where="--nnodes", accepted="N or MIN:MAX")
+        raise MMError(f"{text!r} is not a number of hosts", where="--nnodes", accepted="N or MIN:MAX")
     least, most = int(hosts[1]), int(hosts[2] or hosts[1])
     if most > 1 and not args.rdzv_endpoint:
         raise MMError(
@@ -94,14 +142,17 @@ def _nodes(args: argparse.Namespace) -> Nodes:
             where="--rdzv-endpoint",
             accepted="HOST:PORT, the same on all hosts",
         )
-    if args.nproc == "auto":
-        from mm_core.device import device_count
+    if args.rdzv_endpoint and not re.fullmatch(r"\S+:\d+", args.rdzv_endpoint):
+        raise MMError(f"{args.rdzv_endpoint!r} is no address", where="--rdzv-endpoint", accepted="HOST:PORT")
+    if args.node_rank is not None and not re.fullmatch(r"\d+", args.node_rank):
+        raise MMError(f"{args.node_rank!r} is no number", where="--node-rank", accepted="0, 1, 2, ...")
+    return least, most
 
-        nproc = max(1, device_count())
-    elif re.fullmatch(r"[1-9]\d*", args.nproc):
-        nproc = int(args.nproc)
-    else:
-        raise MMError(
-            f"{args.nproc!r} is not a number of ranks", where="--nproc", accepted="1, 2, ... or auto"
-        )
-    return Nodes(nproc, least, most, args.rdzv_endpoint, args.rdzv_id)
+
+def _ranks_here(text: str | None) -> int | None:
+    """Ranks on this host; None for as many as it has accelerators."""
+    if text is None or text == "auto":
+        return None
+    if re.fullmatch(r"[1-9]\d*", text):
+        return int(text)
+    raise MMError(f"{text!r} is not a number of ranks", where="--nproc", accepted="1, 2, ... or auto")

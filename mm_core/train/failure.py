@@ -2,89 +2,170 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import multiprocessing
 import os
+import re
+import signal
 import sys
-import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
+from typing import NoReturn
 
 from mm_core.errors import MMError, PeerError
+from mm_core.train.launch_folder import FAILED, LAUNCH_DIR, LOST, STOPPED_EARLY, LaunchFolder
+from mm_core.train.signals import STOPPED
 
-LAUNCH_DIR = "MM_LAUNCH_DIR"
-"""Variable that names the private folder in which the ranks of one launch meet."""
+GRACE = 5.0
+"""Seconds that a rank goes on after another one on its host has failed or vanished."""
 
-
-def launch_dir() -> Path:
-    """The folder of this launch: mm-train's own or, under torchrun, one named after its agent."""
-    if own := os.environ.get(LAUNCH_DIR):
-        return Path(own)
-    read = os.environ.get
-    parts = (os.getuid(), os.getppid(), read("MASTER_PORT", "0"), read("TORCHELASTIC_RESTART_COUNT", "0"))
-    folder = Path(tempfile.gettempdir()) / "-".join(["mm_core", *map(str, parts)])
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return folder
-
-
-def claim(since: float) -> bool:
-    """Whether this rank is the first to fail, and so the one to speak. `since`: this rank's start;
-    a claim from before it belongs to a launch that is over."""
-    path = launch_dir() / "failed"
-    for _ in range(2):
-        try:
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-            return True
-        except FileExistsError:
-            try:
-                stale = path.stat().st_mtime < since - 600
-            except FileNotFoundError:
-                continue
-            if not stale:
-                return False
-            path.unlink(missing_ok=True)
-        except OSError:
-            return True  # better said twice than never
-    return False
+_LOST = re.compile(
+    r"closed by peer|reset by peer|Broken pipe|Connection refused|Socket closed|[Tt]imed out waiting"
+    r"|communicator was aborted|remote process exited|wait timeout after|recvValue failed|sendBytes failed"
+    r"|Failed to recv"
+)
+_NO_MEMORY = re.compile(r"can't allocate memory|out of memory|Cannot allocate memory", re.IGNORECASE)
 
 
 def run_as_rank(work: Callable[[], int]) -> int:
-    """Runs `work` as one rank of several and returns the exit code. Errors are printed by the first
-    rank that fails: an MMError as its sentence, anything else as a traceback and a sentence."""
-    started = time.time()
-    debug = os.environ.get("MM_DEBUG", "0") not in ("", "0")
-    rank = os.environ.get("RANK", "0")
-    prefix = f"mm: error: rank {rank}: " if os.environ.get("WORLD_SIZE", "1") != "1" else "mm: error: "
-    (launch_dir() / f"rank_{os.environ.get('LOCAL_RANK', rank)}.pid").write_text(str(os.getpid()))
+    """Runs `work` as the rank that the environment names, and returns the exit code.
+
+    What goes wrong is printed by the first rank of the host that fails: an MMError as its sentence,
+    anything else as a traceback and a sentence. A rank that fails only because another one did is
+    silent. Once a rank of the host has failed or vanished, the others end within `GRACE` seconds, in
+    whatever collective they wait. MM_DEBUG=1 prints every traceback.
+    """
+    folder = LaunchFolder.current()
+    local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
+    with suppress(OSError):  # a crash in native code then shows where; a closed stderr has no descriptor
+        faulthandler.enable()
+    folder.enter(local_rank)
+    if folder.path is not None:
+        threading.Thread(target=_watch, args=(folder,), name="mm_core rank watch", daemon=True).start()
     try:
-        return work()
-    except PeerError:
-        return 1
-    except MMError as error:
-        if debug:
-            traceback.print_exc()
-        if claim(started):
-            sys.stderr.write(f"{prefix}{error.render()}\n")
-        return 1
+        code = _outcome(work, folder)
+    finally:
+        folder.depart(local_rank)
+    return code
+
+
+def _outcome(work: Callable[[], int], folder: LaunchFolder) -> int:
+    try:
+        code = work()
+    except SystemExit as stop:
+        if isinstance(stop.code, str) and folder.mark(FAILED):
+            sys.stderr.write(f"{stop.code}\n")
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:
         return 130
-    except Exception as error:
-        # A collective that breaks off because another rank has failed is that rank's story.
-        if claim(started) or debug:
-            traceback.print_exc()
-            sys.stderr.write(f"{prefix}{type(error).__name__}: this is a fault in code, not in your input\n")
+    except BaseException as error:
+        _tell(error, folder)
         return 1
+    if code == STOPPED and folder.has_parent:
+        # torch's agent takes any code but 0 for a failure and ends the other ranks.
+        folder.mark(STOPPED_EARLY)
+        return 0
+    return code
 
 
-def leave(code: int) -> None:
-    """Ends a rank's process without C++ destructors, which abort now and then after collective saves."""
+def _tell(error: BaseException, folder: LaunchFolder) -> None:
+    """Prints the error, if this rank is the one to do so."""
+    debug = os.environ.get("MM_DEBUG", "0") not in ("", "0")
+    if debug:
+        traceback.print_exception(error)
+    lost = lost_peer(error)
+    if isinstance(error, PeerError) or lost is not None:
+        # The rank to blame may be about to speak; torch's agent ends everybody when this one has left.
+        if folder.wait_for(FAILED, GRACE):
+            return
+        if folder.has_parent or isinstance(error, PeerError):
+            folder.mark(LOST, lost.render() if lost is not None else str(error))
+            return
+    if not folder.mark(FAILED):
+        return
+    said = lost or (error if isinstance(error, MMError) else out_of_memory(error))
+    if said is None:
+        if not debug:
+            traceback.print_exception(error)
+        said = MMError(
+            f"{type(error).__name__}: {_first_line(error)}",
+            hint="a fault in code, not in your input: the traceback above says where",
+        )
+    sys.stderr.write(f"mm: error: {_self()}{said.render()}\n")
+    sys.stderr.flush()
+
+
+def _self() -> str:
+    return f"rank {os.environ['RANK']}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or "no further account").splitlines()[0]
+
+
+def lost_peer(error: BaseException) -> MMError | None:
+    """The sentence for an error that only says that another rank is gone; None for any other error."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, RuntimeError) and _LOST.search(str(cause)):
+            return MMError(
+                f"lost the connection to another rank ({_first_line(cause)})",
+                hint="that rank, or its host, failed: look at the output of the other hosts",
+            )
+        cause = cause.__cause__
+    return None
+
+
+def out_of_memory(error: BaseException) -> MMError | None:
+    """The sentence for memory that ran out, on the device or the host; None for any other error."""
+    named = type(error).__name__ in ("OutOfMemoryError", "MemoryError")
+    if not named and not (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))):
+        return None
+    return MMError(
+        f"out of memory: {_first_line(error)}",
+        hint="a smaller train.micro_batch_size, engine.recompute_modules=auto, or more ranks to shard over",
+    )
+
+
+def _watch(folder: LaunchFolder) -> None:
+    """Ends this process soon after another rank has failed, and asks it to stop when its launcher is gone.
+
+    A thread, because a main thread that waits in a collective runs no Python signal handler.
+    """
+    launched = folder.has_parent or "TORCHELASTIC_RUN_ID" in os.environ
+    parent, failed_at = os.getppid(), None
+    while True:
+        time.sleep(0.5)
+        if launched and os.getppid() != parent:
+            launched = False
+            os.kill(os.getpid(), signal.SIGTERM)  # saves, and ends
+        if not folder.failing():
+            failed_at = None
+        elif failed_at is None:
+            failed_at = time.monotonic()
+        elif time.monotonic() - failed_at > GRACE:
+            end_children()
+            os._exit(1)
+
+
+def end_children() -> None:
+    """Kills the data workers, which would look after a parent that is gone for some seconds more."""
     for child in multiprocessing.active_children():
         child.kill()
+
+
+def leave(code: int) -> NoReturn:
+    """Ends a rank's process without C++ destructors, which abort now and then after collective saves."""
+    end_children()
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
+
+
+__all__ = ["GRACE", "LAUNCH_DIR", "end_children", "leave", "lost_peer", "out_of_memory", "run_as_rank"]

@@ -9,17 +9,20 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from mm_core.errors import MMError
-from mm_core.train.failure import LAUNCH_DIR
-from mm_core.train.signals import STOPPED
+from mm_core.train.launch_folder import FAILED, LAUNCH_DIR, LOST, STOPPED_EARLY, LaunchFolder
+from mm_core.train.signals import STOPPED, StopFlag, show_cursor
+
+UNSTARTED = 5.0
+"""Seconds after a signal in which a first rank must show; else nothing runs yet and the launcher leaves."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,8 @@ class Nodes:
     """How many processes run where.
 
     nproc: ranks on this host. least, most: hosts. endpoint: HOST:PORT where hosts meet; none for one
-    host. run_id: the same on every host.
+    host. run_id: the same on every host. hosts_meeting: whether the endpoint is this host; None lets
+    torch compare names and addresses.
     """
 
     nproc: int
@@ -35,25 +39,39 @@ class Nodes:
     most: int = 1
     endpoint: str | None = None
     run_id: str | None = None
+    hosts_meeting: bool | None = None
 
 
 class _Launch:
     """One launch: the elastic agent in a thread, signals in the main thread."""
 
-    def __init__(self, nodes: Nodes, arguments: Sequence[str], folder: Path) -> None:
-        self.nodes, self.arguments, self.folder = nodes, arguments, folder
+    def __init__(self, nodes: Nodes, command: Sequence[str], folder: LaunchFolder) -> None:
+        self.nodes, self.command, self.folder = nodes, command, folder
         self.failures: Mapping[int, Any] = {}
         self.fault: BaseException | None = None
-        self.interrupted = False
+        self.killed = False
+        self._asked: list[tuple[signal.Signals, float]] = []
+        self._sent: set[tuple[int, int]] = set()
+
+    # -- in the agent's thread -----------------------------------------------------------------
 
     def work(self) -> None:
-        """Runs the agent; torch's kill of all ranks 30 s after a signal needs it in the main thread,
-        so here, in another one, a long save completes."""
+        """Runs the agent. In the main thread it would take the signals itself and kill all ranks 30 s
+        after one; here, in another thread, a long save completes."""
+        try:
+            self._elastic()
+        except BaseException as error:  # goes to the main thread, which says it
+            self.fault = error
+
+    def _elastic(self) -> None:
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
         nodes = self.nodes
+        meeting: dict[str, Any] = {"timeout": 900}
+        if nodes.hosts_meeting is not None:
+            meeting["is_host"] = nodes.hosts_meeting
         config = LaunchConfig(
             min_nodes=nodes.least,
             max_nodes=nodes.most,
@@ -61,90 +79,147 @@ class _Launch:
             run_id=nodes.run_id or (uuid.uuid4().hex if nodes.endpoint is None else "mm_core"),
             rdzv_endpoint=nodes.endpoint or "localhost:0",
             rdzv_backend="c10d",
-            rdzv_configs={"timeout": 900},
+            rdzv_configs=meeting,
             max_restarts=0,
             monitor_interval=0.1,
-            logs_specs=DefaultLogsSpecs(log_dir=str(self.folder / "torch")),
+            logs_specs=DefaultLogsSpecs(log_dir=f"{self.folder.path}/torch"),
             local_addr="localhost" if nodes.endpoint is None else None,
         )
         try:
-            elastic_launch(config, sys.executable)("-m", "mm_core.cli.main", *self.arguments)
+            elastic_launch(config, self.command[0])(*self.command[1:])
         except ChildFailedError as error:
             self.failures = error.failures
-        except BaseException as error:
-            self.fault = error
 
-    def forward(self, number: int, frame: FrameType | None) -> None:
-        """Hands a signal to every rank; a second SIGINT ends them."""
-        if number == signal.SIGINT and self.interrupted:
-            number = signal.SIGKILL
-        self.interrupted = self.interrupted or number == signal.SIGINT
-        for path in self.folder.glob("rank_*.pid"):
-            try:
-                os.kill(int(path.read_text()), number)
-            except (ProcessLookupError, ValueError):
-                continue  # it has ended, or is just starting
+    # -- in the main thread --------------------------------------------------------------------
+
+    def ask(self, given: signal.Signals) -> None:
+        """Hands a signal to every rank, also to those that are only starting."""
+        self._asked.append((given, time.monotonic()))
+        self.deliver()
+
+    def kill(self) -> None:
+        """Ends every rank at once (a second Ctrl-C)."""
+        self.killed = True
+        self.deliver()
+
+    def deliver(self) -> None:
+        """Sends what is asked for to the ranks that have not got it."""
+        for pid in self.folder.pids():
+            with suppress(ProcessLookupError):
+                if self.killed:
+                    os.kill(pid, signal.SIGKILL)
+                for index, (given, _) in enumerate(self._asked):
+                    if (pid, index) not in self._sent:
+                        self._sent.add((pid, index))
+                        os.kill(pid, given)
+
+    def abandoned(self) -> int | None:
+        """The exit code when a signal came before any rank was there (hosts still wait for others)."""
+        if not self._asked or self._sent:
+            return None
+        given, when = self._asked[0]
+        return 128 + given if self.killed or time.monotonic() - when > UNSTARTED else None
 
     def exit_code(self) -> int:
-        """0, the code of a requested stop, or 1 with a sentence where no rank could say one."""
-        if self.fault is not None:
-            raise MMError(
-                f"the ranks could not be started: {' '.join(str(self.fault).split())}",
-                hint="check --rdzv-endpoint, and that it is the same on every host",
-            ) from self.fault
-        codes = {rank: failure.exitcode for rank, failure in self.failures.items()}
-        if self.interrupted and -signal.SIGKILL in codes.values():
+        """0, the code of a requested stop, or that of the first rank that failed, with a sentence where
+        no rank could say one."""
+        if self.killed:
+            show_cursor()
             return 130
-        if codes and set(codes.values()) <= {STOPPED, -signal.SIGTERM}:
-            return STOPPED
-        if codes and not (self.folder / "failed").exists():
-            rank = min(codes, key=lambda r: (codes[r] == -signal.SIGTERM, self.failures[r].timestamp))
-            sys.stderr.write(f"mm: error: {_ended(rank, codes[rank])}\n")
-        return 1 if codes else 0
+        if self.fault is not None:
+            raise _not_started(self.fault, self.nodes)
+        if not self.failures:
+            return STOPPED if self.folder.read(STOPPED_EARLY) is not None else 0
+        codes = {rank: int(failure.exitcode) for rank, failure in self.failures.items()}
+        # The agent ends the rest with SIGTERM. Its times are whole seconds: a rank that a signal ended
+        # comes before those that lost it.
+        rank = min(
+            codes, key=lambda r: (codes[r] == -signal.SIGTERM, int(self.failures[r].timestamp), codes[r] > 0)
+        )
+        code = codes[rank]
+        if self.folder.read(FAILED) is None:
+            show_cursor()
+            lost = self.folder.read(LOST)
+            said = f"rank {rank}: {lost}" if lost is not None and code == 1 else _ended(rank, code)
+            sys.stderr.write(f"mm: error: {said}\n")
+        return code if code > 0 else 128 - code
 
 
 def _ended(rank: int, code: int) -> str:
+    """A sentence for a rank that could not say one."""
     if code >= 0:
         return f"rank {rank} ended with exit code {code} and said nothing"
     name = signal.Signals(-code).name
     if -code == signal.SIGKILL:
         return (
             f"rank {rank} was killed ({name}); the usual reason is that the host ran out of memory\n"
-            "  hint: fewer loader workers, smaller micro-batches, or engine.recompute_modules=auto"
+            "  hint: fewer data.loader.workers, a smaller train.micro_batch_size, or"
+            " engine.recompute_modules=auto; the kernel's log (dmesg) names what it killed"
+        )
+    if -code == signal.SIGBUS:
+        return (
+            f"rank {rank} was ended by {name}; the usual reason is that shared memory (/dev/shm) is full\n"
+            "  hint: enlarge it (docker run --shm-size), or fewer data.loader.workers"
         )
     return f"rank {rank} was ended by {name}"
 
 
+def _not_started(fault: BaseException, nodes: Nodes) -> MMError:
+    text = " ".join(str(fault).split()) or type(fault).__name__
+    hint = (
+        f"is {nodes.endpoint} reachable from every host, and are --rdzv-endpoint, --rdzv-id and --nnodes the"
+        " same on all of them?"
+    )
+    return MMError(
+        f"the ranks could not be started: {text[:400]}", hint=hint if nodes.endpoint is not None else None
+    )
+
+
 @contextmanager
-def _handled(launch: _Launch) -> Iterator[None]:
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    before = {number: signal.signal(number, launch.forward) for number in numbers}
+def _environment(folder: Path, nproc: int) -> Iterator[None]:
+    """What ranks inherit: the folder in which they meet, and their share of the cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    wanted = {LAUNCH_DIR: str(folder)}
+    if "OMP_NUM_THREADS" not in os.environ:
+        wanted["OMP_NUM_THREADS"] = str(max(1, cores // nproc))
+    os.environ.update(wanted)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for name in wanted:
+            del os.environ[name]
 
 
-def launch(arguments: Sequence[str], nodes: Nodes) -> int:
-    """Runs `mm <arguments>` as the ranks of `nodes` and returns the exit code of the whole.
+def launch(command: Sequence[str], nodes: Nodes) -> int:
+    """Runs a command as every rank of this host and returns the exit code of the whole.
 
-    MMError when the ranks can not be started. Called from the main thread.
+    Args:
+        command: program and arguments; the program ends in `mm_core.train.failure.run_as_rank`.
+        nodes: how many processes, and where they meet.
+
+    Returns:
+        0; 75 when the ranks saved and stopped on request; 130 after a second Ctrl-C; else the code of
+        the first rank that failed, 128 + the signal for one that a signal ended.
+
+    Raises:
+        MMError: when the ranks can not be started.
     """
     folder = Path(tempfile.mkdtemp(prefix="mm_core-"))
-    os.environ[LAUNCH_DIR] = str(folder)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nodes.nproc)))
-    logging.disable(logging.CRITICAL)  # the agent's own account of failures: ranks say it better
-    running = _Launch(nodes, arguments, folder)
+    running = _Launch(nodes, command, LaunchFolder(folder, has_parent=True))
     thread = threading.Thread(target=running.work, name="elastic agent", daemon=True)
+    logging.disable(logging.CRITICAL)  # the agent's own account of failures: ranks say it better
     try:
-        with _handled(running):
+        with (
+            _environment(folder, nodes.nproc),
+            StopFlag(announce=True, on_signal=running.ask, on_second=running.kill),
+        ):
             thread.start()
             while thread.is_alive():
-                thread.join(0.2)  # a join without a limit would keep signals waiting
+                thread.join(0.1)  # a join without a limit would keep signals waiting
+                running.deliver()
+                if (code := running.abandoned()) is not None:
+                    return code
         return running.exit_code()
     finally:
         logging.disable(logging.NOTSET)
-        del os.environ[LAUNCH_DIR]
         shutil.rmtree(folder, ignore_errors=True)

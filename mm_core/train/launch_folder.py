@@ -1,0 +1,132 @@
+"""The folder in which the ranks of one launch on one host meet: who lives, who failed, who may speak."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+LAUNCH_DIR = "MM_LAUNCH_DIR"
+"""Variable that names the folder which mm-train made for its ranks."""
+
+FAILED, LOST, STOPPED_EARLY = "failed", "lost", "stopped"
+"""Marks: a rank said its error; a rank lost the others in silence; the run saved and stopped on request."""
+
+
+class LaunchFolder:
+    """Marks and process ids of the ranks of one launch on this host.
+
+    Without a path (a lone process, or a folder that somebody else owns) every rank stands alone: it
+    may always speak, and sees no others.
+
+    Args:
+        path: the folder, or None.
+        has_parent: whether mm-train watches the folder and says what ranks leave unsaid.
+    """
+
+    def __init__(self, path: Path | None, has_parent: bool = False) -> None:
+        self.path, self.has_parent = path, has_parent
+
+    @classmethod
+    def current(cls) -> LaunchFolder:
+        """The folder of this process's launch: mm-train's or, under torchrun, one named after its agent."""
+        if own := os.environ.get(LAUNCH_DIR):
+            return cls(Path(own), has_parent=True)
+        if os.environ.get("WORLD_SIZE", "1") == "1":
+            return cls(None)
+        names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
+        parts = [os.getppid(), _started(os.getppid()), *(os.environ.get(name, "0") for name in names)]
+        name = "-".join("".join(c for c in str(part) if c.isalnum()) for part in parts)
+        folder = Path(tempfile.gettempdir()) / f"mm_core-{os.getuid()}-{name}"
+        with suppress(OSError):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            found = folder.lstat()
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+                return cls(folder)
+        return cls(None)
+
+    def enter(self, rank: int) -> None:
+        """Notes this process as the host's `rank`-th."""
+        if self.path is not None:
+            staged = self.path / f".rank_{rank}"
+            staged.write_text(str(os.getpid()))
+            staged.replace(self.path / f"rank_{rank}.pid")
+
+    def depart(self, rank: int) -> None:
+        """Takes the note back: this process ends in good order. The last one removes torchrun's folder."""
+        if self.path is None:
+            return
+        with suppress(OSError):
+            (self.path / f"rank_{rank}.pid").unlink(missing_ok=True)
+            if not self.has_parent and not self.pids():
+                for mark in (FAILED, LOST):
+                    (self.path / mark).unlink(missing_ok=True)
+                self.path.rmdir()
+
+    def pids(self) -> list[int]:
+        """Process ids of the ranks that have entered and not departed."""
+        found = []
+        for path in sorted(self.path.glob("rank_*.pid")) if self.path is not None else ():
+            with suppress(FileNotFoundError, ValueError):
+                found.append(int(path.read_text()))
+        return found
+
+    def mark(self, name: str, text: str = "") -> bool:
+        """Leaves a mark; False when another rank has left it before. Without a folder always True."""
+        if self.path is None:
+            return True
+        try:
+            descriptor = os.open(self.path / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        except FileExistsError:
+            return False
+        except OSError:
+            return True  # better said twice than never
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        return True
+
+    def read(self, name: str) -> str | None:
+        """The text of a mark, None where there is none."""
+        if self.path is None:
+            return None
+        try:
+            return (self.path / name).read_text()
+        except OSError:
+            return None
+
+    def wait_for(self, name: str, seconds: float) -> bool:
+        """Whether a mark is left within so many seconds."""
+        end = time.monotonic() + seconds
+        while self.path is not None and self.read(name) is None and time.monotonic() < end:
+            time.sleep(0.05)
+        return self.read(name) is not None
+
+    def failing(self) -> bool:
+        """Whether a rank of this host has failed, or is gone without having departed."""
+        return (
+            self.read(FAILED) is not None
+            or self.read(LOST) is not None
+            or any(not _alive(pid) for pid in self.pids())
+        )
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _started(pid: int) -> str:
+    """When a process started, in the kernel's ticks: tells it from another one of the same id."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "0"
+    return text.rpartition(")")[2].split()[19]
