@@ -87,7 +87,7 @@ def mesh_shape(world: int, sharding_size: int | Literal["auto"]) -> tuple[int, i
     if world % shards:
         sizes = [str(n) for n in range(1, world + 1) if world % n == 0]
         raise PlanError(
-            f"sharding_size {shards} does not divide {world} ranks",
+            f"sharding_size {shards} does not divide {world} rank{'s' * (world != 1)}",
             where="engine.sharding_size",
             accepted=f"auto, {', '.join(sizes)}",
         )

@@ -176,3 +176,40 @@ def test_resume_never_overwrites_nothing(whole, tiny, tmp_path, mm):
 def test_a_finished_run_has_nothing_to_do(whole, tiny, mm):
     done = mm("train", "--config", tiny, f"run.dir={whole.parent}")
     assert done.code == 0 and "step 12 of 12" in done.out
+
+
+def test_unreadable_clips_are_skipped_counted_and_listed(shapes, tiny, tmp_path, mm):
+    folder = tmp_path / "spoilt"
+    shutil.copytree(shapes, folder)
+    videos = sorted((folder / "videos").iterdir())
+    videos[0].write_bytes(b"")
+    videos[1].write_bytes(videos[1].read_bytes()[:300])
+    videos[2].unlink()
+    annotations = f"data.train.annotations={folder / 'data.json'}"
+    done = mm("train", "--config", tiny, f"run.dir={tmp_path}", annotations, "--nproc", 2)
+    assert done.code == 0, done.err
+    rows = [json.loads(line) for line in (tmp_path / "tiny/skipped.jsonl").read_text().splitlines()]
+    assert {Path(row["id"]).name for row in rows} == {video.name for video in videos[:3]}
+    assert all(row["reason"] for row in rows)
+
+    strict = "data.loader.max_failed_share=0.01"
+    done = mm("train", "--config", tiny, f"run.dir={tmp_path / 'strict'}", annotations, strict)
+    assert done.code == 1 and "Traceback" not in done.err
+    assert "samples could not be read" in done.err and "max_failed_share=0.01" in done.err
+
+
+def test_the_published_examples_mistake_is_named_with_its_line(tiny, tmp_path, mm):
+    broken = tmp_path / "data.json"
+    broken.write_text('[\n {"path": "a.mp4", "cap": "x", "resolution": {480, 832}}\n]\n')
+    done = mm("train", "--config", tiny, f"run.dir={tmp_path}", f"data.train.annotations={broken}")
+    assert done.code == 1 and "Traceback" not in done.err
+    assert f"{broken}:2" in done.err and "height" in done.err
+
+
+def test_a_path_outside_of_the_folder_is_refused(shapes, tiny, tmp_path, mm):
+    rows = tmp_path / "inner/data.json"
+    rows.parent.mkdir()
+    rows.write_text(json.dumps([{"path": "../secret.mp4", "cap": "x"}] * 8))
+    done = mm("train", "--config", tiny, f"run.dir={tmp_path}", f"data.train.annotations={rows}")
+    assert done.code == 1 and "Traceback" not in done.err
+    assert "../secret.mp4" in done.err and "outside" in done.err
