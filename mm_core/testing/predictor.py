@@ -1,4 +1,4 @@
-"""Checks of the predictor contract (`mm_core.contracts.Predictor`), on the CPU, in seconds for a small one."""
+"""Checks of the predictor contract (`mm_core.contracts.Predictor`), on the CPU, with small models."""
 
 from __future__ import annotations
 

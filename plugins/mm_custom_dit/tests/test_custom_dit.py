@@ -5,10 +5,11 @@ import dataclasses
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
-from mm_core.errors import ContractError
-from mm_core.testing import PREDICTOR_CHECKS, PredictorProbe, check_predictor
 from mm_custom_dit.config import CustomDiTConfig
 from mm_custom_dit.model import CustomDiT
+
+from mm_core.errors import ContractError
+from mm_core.testing import PREDICTOR_CHECKS, PredictorProbe, check_predictor
 
 SHARED = {
     "num_layers": 2,

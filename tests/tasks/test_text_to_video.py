@@ -1,0 +1,316 @@
+"""The task text_to_video: its loss is the mean that it says, its chance derives from keys, its faults are told."""
+
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from mm_core.builtin.configs.text_to_video import SampleConfig
+from mm_core.contracts import Randomness, SampleKey, SampleRequest, VideoTextBatch
+from mm_core.diffusion.flow_match import FlowMatch
+from mm_core.diffusion.pixel import PixelAutoencoder
+from mm_core.diffusion.text import ByteTextEncoder, HFTextEncoder
+from mm_core.errors import ContractError
+from mm_core.tasks.text_to_video import TextToVideo
+
+CPU = torch.device("cpu")
+CAPTIONS = ["a red circle", "a blue square moves", "up"]
+RNG = Randomness(7)
+
+
+class SmallPredictor(nn.Module):
+    """Latents scaled, plus a projection of the mean of the real text, plus the timestep; counts its calls."""
+
+    patch_size = (1, 2, 2)
+
+    def __init__(self, channels=12, text_dim=8, text_padding="masked"):
+        super().__init__()
+        self.in_channels = self.out_channels = channels
+        self.text_dim, self.text_padding = text_dim, text_padding
+        self.scale = nn.Parameter(torch.full((1,), 0.3))
+        self.project = nn.Linear(text_dim, channels)
+        self.project.weight.data = RNG.normal((channels, text_dim), "project") * 0.1
+        self.project.bias.data.zero_()
+        self.calls = []
+
+    def init_weights(self):
+        nn.init.ones_(self.scale)
+
+    def forward(self, latents, timestep, text, text_mask):
+        self.calls.append({"timestep": timestep, "text": text, "text_mask": text_mask, "latents": latents})
+        mean = (text * text_mask[..., None]).sum(1) / text_mask.sum(1, keepdim=True).clamp(min=1)
+        pushed = self.project(mean)[:, :, None, None, None] + timestep.view(-1, 1, 1, 1, 1).to(text) / 1000
+        return self.scale * latents + pushed
+
+
+def make_task(predictor=None, **fields) -> TextToVideo:
+    encoder = ByteTextEncoder(8, 32)
+    encoder.load(CPU)
+    sizes = {"num_frames": 2, "height": 8, "width": 8, "fps": 4.0, "steps": 3, "guidance": 2.0}
+    fields = {"sample": SampleConfig(**sizes), "scheduler": FlowMatch(shift=3.0), **fields}
+    return TextToVideo(predictor or SmallPredictor(), PixelAutoencoder(2), encoder, **fields)
+
+
+def make_batch(task=None, captions=CAPTIONS, weights=(1.0, 1.0, 1.0), epoch=0, first=0) -> VideoTextBatch:
+    indices = range(first, first + len(captions))
+    batch = VideoTextBatch(
+        keys=[SampleKey(epoch, index) for index in indices],
+        weights=torch.tensor(weights[: len(captions)]),
+        ids=[str(index) for index in indices],
+        pixels=torch.stack([RNG.normal((3, 2, 8, 8), "pixels", index).clamp(-1, 1) for index in indices]),
+        captions=list(captions),
+    )
+    return task.batch_transform()(batch) if task else batch
+
+
+def row(batch: VideoTextBatch, i: int) -> VideoTextBatch:
+    return replace(
+        batch,
+        keys=batch.keys[i : i + 1],
+        weights=batch.weights[i : i + 1],
+        ids=batch.ids[i : i + 1],
+        pixels=batch.pixels[i : i + 1],
+        captions=batch.captions[i : i + 1],
+        text_ids=None,
+        text_mask=None,
+    )
+
+
+# -- training ----------------------------------------------------------------------------------
+
+
+def test_the_loss_is_the_weighted_sum_of_each_samples_mean_squared_error():
+    task = make_task()
+    batch = make_batch(task, weights=(1.0, 0.5, 0.0))
+    inputs = task.prepare(batch, RNG)
+    loss = task.loss(inputs)
+    clean = PixelAutoencoder(2).encode(batch.pixels).mode().double()
+    expected = 0.0
+    for i, key in enumerate(batch.keys):
+        noise = RNG.normal(tuple(clean.shape[1:]), "noise", *key).double()
+        (timestep,) = FlowMatch(shift=3.0).sample_timesteps([RNG.generator("timestep", *key)]).double()
+        noisy = (1 - timestep / 1000) * clean[i] + timestep / 1000 * noise
+        hidden, mask = task.text_encoder.encode(batch.text_ids[i : i + 1], batch.text_mask[i : i + 1])
+        given = (noisy[None], timestep[None], hidden.double(), mask)
+        predicted = SmallPredictor().double()(*given)
+        expected += float(batch.weights[i]) * (predicted[0] - (noise - clean[i])).square().mean().item()
+    assert loss.total.item() == pytest.approx(expected, rel=1e-6)
+    assert loss.weight == task.weight(batch) == 1.5
+
+
+def test_a_batch_and_its_samples_alone_give_the_same_loss_and_gradient():
+    task = make_task(caption_dropout=0.5)
+    batch = make_batch(task)
+    together = task.loss(task.prepare(batch, RNG))
+    together.total.backward()
+    gradient = task.predictor.project.weight.grad.clone()
+    task.zero_grad()
+    alone = [task.loss(task.prepare(row(batch, i), RNG)) for i in range(3)]
+    sum(loss.total for loss in alone).backward()
+    assert sum(loss.total.item() for loss in alone) == pytest.approx(together.total.item(), rel=1e-6)
+    torch.testing.assert_close(task.predictor.project.weight.grad, gradient)
+
+
+def test_chance_depends_on_epoch_and_sample():
+    task = make_task()
+    one, again = (task.prepare(make_batch(task), RNG) for _ in range(2))
+    later = task.prepare(make_batch(task, epoch=1), RNG)
+    assert torch.equal(one.noisy, again.noisy) and torch.equal(one.timestep, again.timestep)
+    assert not (one.timestep == later.timestep).any()
+    assert len(one.timestep.unique()) == 3
+
+
+def test_a_sample_without_weight_moves_no_gradient():
+    task = make_task()
+    task.loss(task.prepare(make_batch(task, weights=(0.0, 0.0, 0.0)), RNG)).total.backward()
+    assert all(not parameter.grad.any() for parameter in task.parameters())
+
+
+def test_dropped_captions_become_the_empty_caption():
+    task = make_task(caption_dropout=1.0)
+    inputs = task.prepare(make_batch(task), RNG)
+    hidden, mask = task.text_encoder.encode(*task.text_encoder.tokenizer()([""]))
+    assert inputs.text_mask.sum(1).tolist() == mask.sum(1).tolist() * 3
+    torch.testing.assert_close(inputs.text[:, :1], hidden.expand(3, -1, -1))
+    assert not inputs.text[:, 1:].any()
+
+
+def test_captions_are_dropped_at_the_rate_that_was_asked_for():
+    task = make_task(caption_dropout=0.25)
+    dropped = 0
+    for first in range(0, 600, 60):
+        batch = make_batch(task, ["a red circle"] * 60, (1.0,) * 60, first=first)
+        dropped += int((task.prepare(batch, RNG).text_mask.sum(1) == 1).sum())
+    assert 105 <= dropped <= 195  # 150 expected, 4 standard deviations of 10.6 and a little
+
+
+def test_captions_are_tokenized_in_workers_or_where_no_worker_did():
+    task = make_task()
+    transform = pickle.loads(pickle.dumps(task.batch_transform()))
+    by_worker, here = transform(make_batch()), make_batch()
+    assert by_worker.text_mask.sum(1).tolist() == [len(caption) + 1 for caption in CAPTIONS]
+    assert torch.equal(task.prepare(by_worker, RNG).text, task.prepare(here, RNG).text)
+
+
+@pytest.mark.parametrize("length", [4, 40])
+def test_a_predictor_of_fixed_text_gets_zeros_behind_the_caption_and_no_more_than_it_takes(length):
+    task = make_task(SmallPredictor(text_padding=("fixed", length)))
+    inputs = task.prepare(make_batch(task), RNG)
+    assert inputs.text.shape == (3, length, 8) and inputs.text_mask.shape == (3, length)
+    assert not inputs.text[2, 3:].any() and inputs.text[2, :3].any()  # "up" and the end
+
+
+def test_latents_are_sampled_from_the_posterior_by_the_samples_own_generator():
+    class Noisy(PixelAutoencoder):
+        def encode(self, pixels):
+            posterior = super().encode(pixels)
+            posterior.sample = lambda generators: torch.stack(
+                [
+                    m + torch.randn(m.shape, generator=g)
+                    for m, g in zip(posterior.moments, generators, strict=True)
+                ]
+            )
+            return posterior
+
+    task = make_task(latents="sample")
+    task.autoencoder = Noisy(2)
+    batch = make_batch(task)
+    together = task.prepare(batch, RNG)
+    alone = task.prepare(row(batch, 1), RNG)
+    torch.testing.assert_close(together.target[1], alone.target[0])
+    task.latents = "mode"
+    assert not torch.allclose(task.prepare(batch, RNG).target, together.target)
+
+
+def test_the_predictor_gets_its_timestep_in_float32_beside_bf16_latents():
+    task = make_task(SmallPredictor().bfloat16())
+    inputs = task.prepare(make_batch(task), RNG)
+    assert inputs.noisy.dtype == torch.float32
+    loss = task.loss(inputs)
+    (call,) = task.predictor.calls
+    assert call["timestep"].dtype == torch.float32 and torch.equal(call["timestep"], inputs.timestep)
+    assert call["latents"].dtype == call["text"].dtype == torch.bfloat16
+    assert loss.total.dtype == torch.float32
+
+
+def test_a_prediction_of_another_shape_is_a_sentence():
+    class Short(SmallPredictor):
+        def forward(self, latents, timestep, text, text_mask):
+            return super().forward(latents, timestep, text, text_mask)[:, :6]
+
+    task = make_task(Short())
+    with pytest.raises(ContractError, match=r"returned \(3, 6, 2, 4, 4\) for targets \(3, 12, 2, 4, 4\)"):
+        task.loss(task.prepare(make_batch(task), RNG))
+
+
+# -- sampling ----------------------------------------------------------------------------------
+
+
+def test_sampling_is_guided_euler_from_the_noise_of_seed_and_clip():
+    task = make_task()
+    clips = task.sample(SampleRequest(("a red circle", "up"), seed=3))
+    assert [clip.prompt for clip in clips] == ["a red circle", "up"] and clips[0].fps == 4.0
+    scheduler, encoder = FlowMatch(shift=3.0), task.text_encoder
+    for i, clip in enumerate(clips):
+        prompt, nothing = (encoder.encode(*encoder.tokenizer()([text])) for text in (clip.prompt, ""))
+        x = Randomness(3).normal((1, 12, 2, 4, 4), "sample", i)
+        sigmas = scheduler.sigmas(3)
+        for here, there in zip(sigmas[:-1], sigmas[1:], strict=True):
+            timestep = 1000 * here[None]
+            with torch.no_grad():
+                conditional = task.predictor(x, timestep, *prompt)
+                unconditional = task.predictor(x, timestep, *nothing)
+            x = x + (there - here) * (unconditional + 2.0 * (conditional - unconditional))
+        expected = task.autoencoder.decode(x)[0].clamp(-1, 1)
+        torch.testing.assert_close(clip.pixels, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_guidance_of_one_costs_one_forward_a_step_and_two_otherwise():
+    task = make_task()
+    plain = task.sample(SampleRequest(("up",), guidance=1.0))
+    assert [len(call["latents"]) for call in task.predictor.calls] == [1, 1, 1]
+    task.predictor.calls.clear()
+    task.sample(SampleRequest(("up",), guidance=3.0))
+    assert [len(call["latents"]) for call in task.predictor.calls] == [2, 2, 2]
+    prompt_twice = task.sample(SampleRequest(("up",), guidance=3.0, negative_prompt="up"))
+    torch.testing.assert_close(prompt_twice[0].pixels, plain[0].pixels)
+
+
+def test_a_clip_does_not_depend_on_what_is_generated_with_it():
+    task = make_task(sample=SampleConfig(num_frames=2, height=8, width=8, fps=4.0, steps=3, batch_size=2))
+    many = task.sample(SampleRequest(("up", "up", "a blue square moves to the right"), seed=1))
+    alone = task.sample(SampleRequest(("up",), seed=1))
+    torch.testing.assert_close(many[0].pixels, alone[0].pixels, rtol=0, atol=1e-5)
+    assert not torch.allclose(many[0].pixels, many[1].pixels)
+
+
+def test_a_request_goes_before_the_tasks_own_defaults():
+    task = make_task()
+    (clip,) = task.sample(SampleRequest(("up",), steps=1, num_frames=4, height=4, width=12, fps=30))
+    assert clip.pixels.shape == (3, 4, 4, 12) and clip.fps == 30 and len(task.predictor.calls) == 1
+    assert clip.pixels.dtype == torch.float32 and clip.pixels.abs().max() <= 1
+
+
+def test_what_is_set_nowhere_is_named():
+    task = make_task(sample=SampleConfig(height=8))
+    with pytest.raises(ContractError, match="unset: num_frames, width, fps") as caught:
+        task.sample(SampleRequest(("up",)))
+    assert "task.sample" in str(caught.value)
+
+
+def test_no_steps_and_sizes_that_do_not_divide_are_sentences():
+    task = make_task()
+    with pytest.raises(ContractError, match="at least one step, not 0"):
+        task.sample(SampleRequest(("up",), steps=0))
+    with pytest.raises(ContractError, match="width 10 makes 5 latents") as caught:
+        task.sample(SampleRequest(("up",), width=10))
+    assert "8 or 12" in str(caught.value)
+
+
+# -- checks ------------------------------------------------------------------------------------
+
+FITTING = {"num_frames": 2, "height": 8, "width": 8}
+
+
+def test_components_that_fit_pass_and_build_on_meta():
+    with torch.device("meta"):
+        task = TextToVideo(SmallPredictor(), PixelAutoencoder(2), ByteTextEncoder(8, 32), FlowMatch())
+    task.check(FITTING)
+    assert task.trainable == ("predictor",) and task.frozen == ("autoencoder", "text_encoder")
+
+
+def test_all_misfits_are_told_at_once_with_what_would_fit():
+    task = make_task(SmallPredictor(channels=16, text_dim=10))
+    with pytest.raises(ContractError) as caught:
+        task.check({"num_frames": 2, "height": 8, "width": 830})
+    text = str(caught.value)
+    assert "5 components do not fit" in text or "4 components do not fit" in text
+    assert "task.predictor.in_channels: in_channels is 16, but the autoencoder's latents have 12" in text
+    assert "task.predictor.out_channels: out_channels is 16" in text
+    assert "text_dim is 10, but the text encoder's hidden states are 8 wide" in text
+    assert "data.train.width: width 830 makes 415 latents, which do not divide into patches of 2" in text
+    assert "828 or 832" in text
+
+
+def test_sizes_that_the_autoencoder_refuses_are_told_with_valid_ones_near():
+    with pytest.raises(ContractError, match=r"width 9 \(nearest: 8, 10\)"):
+        make_task().check({**FITTING, "width": 9})
+
+
+def test_sizes_to_sample_are_checked_when_they_are_not_the_datas():
+    task = make_task(sample=SampleConfig(height=10))
+    with pytest.raises(ContractError, match=r"task\.sample\.height: height 10 makes 5 latents"):
+        task.check(FITTING)
+
+
+def test_a_text_encoder_whose_files_are_missing_does_not_stop_a_dry_run(tmp_path):
+    task = make_task()
+    task.text_encoder = HFTextEncoder(str(tmp_path / "nowhere"))
+    task.check(FITTING)
+
+
+def test_captions_longer_than_a_fixed_predictor_takes_are_a_misfit():
+    with pytest.raises(ContractError, match="max_length is 32, but the predictor takes 16 tokens"):
+        make_task(SmallPredictor(text_padding=("fixed", 16))).check(FITTING)
