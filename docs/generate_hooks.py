@@ -1,0 +1,70 @@
+"""Makes docs/hooks.md from mm_core/plugin/hookspecs.py and the built-in plugin.
+
+python docs/generate_hooks.py            writes the page
+python docs/generate_hooks.py --check    exits 1 when the page is not what would be written
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+from pathlib import Path
+
+from mm_core.builtin import plugin as builtin
+from mm_core.plugin import hookspecs
+from mm_core.plugin.component import KINDS
+
+PAGE = Path(__file__).with_name("hooks.md")
+
+_HEAD = """\
+# Hooks
+
+<!-- Made by docs/generate_hooks.py from mm_core/plugin/hookspecs.py: do not edit. -->
+
+A plugin is a module with functions of these names, marked `@hookimpl`. Each takes nothing and returns a list of
+`Component`; whatever it lists can stand as `type:` in a YAML, in the place where that kind is wanted.
+
+```python
+from mm_core import Component, hookimpl
+
+
+@hookimpl
+def mm_predictors():
+    return [Component(name="my_dit", target="my_package.model:MyDiT", config="my_package.config:MyDiTConfig")]
+```
+
+`fields` stands for the component's settings: one keyword argument for each field of its `config` dataclass.
+Protocols are in `mm_core.contracts`; their docstrings state shapes and units.
+"""
+
+
+def render() -> str:
+    """The page as Markdown."""
+    parts = [_HEAD]
+    for kind, hook in KINDS.items():
+        doc = inspect.cleandoc(getattr(hookspecs, hook).__doc__)
+        parts.append(f"\n## `{hook}`\n\nKind `{kind}`. {doc}\n")
+        if hook in vars(builtin):
+            parts.append("\n| the core ships | |\n|---|---|\n")
+            for component in getattr(builtin, hook)():
+                paper = f" ([paper]({component.paper}))" if component.paper else ""
+                parts.append(f"| `core/{component.name}` | {component.summary}{paper} |\n")
+    return "".join(parts)
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    if parser.parse_args().check:
+        if PAGE.read_text(encoding="utf-8") != render():
+            print("docs/hooks.md is out of date: run python docs/generate_hooks.py", file=sys.stderr)
+            return 1
+        return 0
+    PAGE.write_text(render(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
