@@ -22,8 +22,8 @@ _HEAD = """\
 
 <!-- Made by docs/generate_hooks.py from mm_core/plugin/hookspecs.py: do not edit. -->
 
-A plugin is a module with functions of these names, marked `@hookimpl`. Each takes nothing and returns a list of
-`Component`; whatever it lists can stand as `type:` in a YAML, in the place where that kind is wanted.
+A plugin is a module with functions of these names, marked `@hookimpl`. Each takes nothing and returns a list
+of `Component`; whatever it lists can stand as `type:` in a YAML, where that kind is wanted.
 
 ```python
 from mm_core import Component, hookimpl

@@ -31,9 +31,13 @@ INSTALL = "pip install --dry-run --no-deps --no-build-isolation --no-index"
 
 # Line of the README -> the line that is run for it, its exit code, and what it must print.
 # What would take minutes is cut short; what would change this environment is a dry run.
-TINY = "train.steps=1 checkpoint.every=1"
+TINY = "train.steps=1 lr_schedule.warmup_steps=0"
 COMMANDS: dict[str, tuple[str, int, str]] = {
-    "make train": (f'{MAKE} train ARGS="train.steps=2 run.name=made"', 2, "RESULT caption_colour 0"),
+    "make train": (
+        f'{MAKE} train ARGS="run.name=made train.steps=2 lr_schedule.warmup_steps=0"',
+        2,
+        "RESULT caption_colour 0",
+    ),
     "make test": (f"{MAKE} --dry-run test", 0, 'python -m pytest -m "not slow"'),
     '.venv/bin/python -m pytest -m "not slow"': (
         f'{sys.executable} -m pytest -m "not slow" --collect-only tests/packaging',
@@ -54,8 +58,8 @@ COMMANDS: dict[str, tuple[str, int, str]] = {
         0,
         "predictor.blocks",
     ),
-    f"mm-train --config {QUICKSTART} --nproc 2 train.steps=20 run.name=short": (
-        f"mm-train --config {QUICKSTART} --nproc 2 train.steps=20 run.name=short",
+    f"mm-train --config {QUICKSTART} --nproc 2 train.steps=200 run.name=short": (
+        f"mm-train --config {QUICKSTART} --nproc 2 train.steps=200 run.name=short",
         0,
         "runs/short",
     ),
