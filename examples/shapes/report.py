@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run = Path(config.run.dir) / config.run.name
         prompts = read_prompts(options.prompts)
         began = time.perf_counter()
-        clips = mm_core.sample(run, prompts=prompts, seed=options.seed, batch_size=len(prompts))
+        clips = mm_core.sample(run, prompts=prompts, seed=options.seed)
         seconds = time.perf_counter() - began
         sheet = write_clips(clips, run / "samples")
     except mm_core.MMError as error:
