@@ -1,0 +1,202 @@
+"""`mm sample`: a stored run generates what its task generates; files hold the clips; faults are sentences."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+from mm_core.cli.main import main
+from mm_core.config.dump import to_yaml
+from mm_core.config.load import load_config
+from mm_core.contracts import Clip, Randomness, SampleRequest
+from mm_core.errors import CheckpointError, DataError, MMError
+from mm_core.parallel.initialise import initialise
+from mm_core.plan import build_task
+from mm_core.train.checkpoint import CheckpointStore
+from mm_core.train.sampling import read_prompts, sample, write_clips
+
+PROMPTS = ["a red circle moves left", "a blue square"]
+CONFIG = {
+    "run": {"name": "tiny"},
+    "task": {
+        "type": "text_to_video",
+        "predictor": {
+            "type": "custom_dit",
+            "num_layers": 1,
+            "num_heads": 2,
+            "head_dim": 12,
+            "in_channels": 12,
+            "out_channels": 12,
+            "text_dim": 16,
+            "freq_dim": 16,
+            "ffn_dim": 32,
+            "rope_max_seq_len": 16,
+        },
+        "autoencoder": {"type": "pixel"},
+        "text_encoder": {"type": "bytes", "hidden_size": 16},
+        "scheduler": {"type": "flow_match"},
+        "sample": {"steps": 3, "guidance": 2.0},
+    },
+    "data": {
+        "train": {
+            "type": "video_text",
+            "annotations": "data.json",
+            "num_frames": 4,
+            "height": 8,
+            "width": 12,
+            "fps": 8,
+        }
+    },
+    "train": {"steps": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A run with weights that are no longer those of its seed."""
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(yaml.safe_dump(CONFIG))
+    config = load_config(folder / "config.yaml")
+    task = trained_task(folder)
+    model = {f"predictor.{key}": tensor for key, tensor in task.predictor.state_dict().items()}
+    CheckpointStore(folder, 1).save(7, {"model": model, "optimizer": {}}, {}, to_yaml(config))
+    return folder
+
+
+def trained_task(folder: Path) -> torch.nn.Module:
+    task = build_task(load_config(folder / "config.yaml"))
+    task.text_encoder.load(torch.device("cpu"))
+    task.predictor.to_empty(device="cpu")
+    initialise(task.predictor, "predictor", Randomness(1))
+    with torch.no_grad():
+        for name, parameter in task.predictor.named_parameters():
+            parameter.add_(0.1 * Randomness(2).normal(tuple(parameter.shape), name))
+    return task
+
+
+def read_video(path: Path) -> np.ndarray:
+    with av.open(str(path)) as container:
+        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+
+
+def test_a_stored_run_generates_what_its_task_generates(run):
+    clips = sample(run, prompts=PROMPTS, seed=5)
+    request = SampleRequest(tuple(PROMPTS), seed=5, num_frames=4, height=8, width=12, fps=8.0)
+    expected = trained_task(run).sample(request)
+    for clip, wanted in zip(clips, expected, strict=True):
+        assert torch.equal(clip.pixels, wanted.pixels)
+        assert (clip.prompt, clip.fps) == (wanted.prompt, 8.0)
+
+
+def test_a_checkpoint_may_be_named_itself_and_options_change_the_clip(run):
+    whole = sample(run, PROMPTS[0])[0]
+    assert torch.equal(sample(run / "checkpoints/step_00000007", PROMPTS[0])[0].pixels, whole.pixels)
+    small = sample(run, PROMPTS[0], num_frames=1, height=4, width=4, steps=1, guidance=1.0, fps=3.0)[0]
+    assert small.pixels.shape == (3, 1, 4, 4) and small.fps == 3.0
+    other = sample(run, PROMPTS[0], negative_prompt="a blue square")[0]
+    assert not torch.allclose(other.pixels, whole.pixels, atol=1e-3)
+
+
+def test_the_command_writes_mp4_prompts_and_a_sheet(run, tmp_path, capsys):
+    out = tmp_path / "clips"
+    arguments = ["sample", "--run", str(run), "--out", str(out), "--seed", "5"]
+    assert main([*arguments, "--prompt", PROMPTS[0], "--prompt", PROMPTS[1]]) == 0
+    assert f"2 clips in {out}" in capsys.readouterr().out
+    rows = json.loads((out / "prompts.json").read_text())
+    assert [row["cap"] for row in rows] == PROMPTS
+    assert all(read_video(out / row["path"]).shape == (4, 8, 12, 3) for row in rows)
+    assert Image.open(out / "contact_sheet.png").width > 4 * 12
+
+
+@pytest.mark.parametrize(("height", "width"), [(16, 16), (17, 15), (128, 130)])
+def test_a_written_clip_keeps_its_colours(tmp_path, height, width):
+    pixels = torch.full((3, 5, height, width), -0.8)
+    pixels[0, :, 4:10, 4:10] = 0.8  # red
+    pixels[2, :, 10:14, 4:10] = 0.9  # blue
+    write_clips([Clip(pixels, 8.0, "a / ü?")], tmp_path)
+    (path,) = tmp_path.glob("*.mp4")
+    found = read_video(path)
+    wanted = ((pixels + 1) * 127.5).permute(1, 2, 3, 0).numpy()
+    assert found.shape == wanted.shape
+    assert np.abs(found - wanted).mean() < 6
+    with av.open(str(path)) as container:
+        assert float(container.streams.video[0].average_rate) == 8.0
+
+
+def test_a_single_frame_is_a_clip_too(tmp_path):
+    write_clips([Clip(torch.zeros(3, 1, 16, 16), 8.0, "still")], tmp_path)
+    assert read_video(next(tmp_path.glob("*.mp4"))).shape == (1, 16, 16, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("p.txt", "one\n\n two \n"),
+        ("p.json", '["one", {"prompt": "two"}]'),
+        ("p.jsonl", '"one"\n{"path": "x.mp4", "cap": "two"}\n'),
+    ],
+)
+def test_prompts_are_read_from_lines_json_and_jsonl(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    assert read_prompts(tmp_path / name) == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("p.txt", "\n \n", "the file holds no prompt"),
+        ("p.json", "[]", "the file holds no prompt"),
+        ("p.json", "{480, 832}", "this is not JSON"),
+        ("p.json", "[3]", "a row is no prompt: 3"),
+    ],
+)
+def test_prompt_files_that_hold_none_are_sentences(tmp_path, name, text, sentence):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=sentence) as caught:
+        read_prompts(tmp_path / name)
+    assert str(tmp_path / name) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--run", "nowhere", "--prompt", "x"], "nowhere: there is no such run"),
+        (["--run", "{run}"], "there is no prompt"),
+        (["--run", "{run}", "--prompts", "nowhere.txt"], "the prompts can not be read"),
+        (["--run", "{run}", "--prompt", "x", "--width", "7"], "width 7 (nearest: 6, 8)"),
+        (["--run", "{empty}", "--prompt", "x"], "neither a checkpoint nor a run"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_sentence(run, tmp_path, capsys, arguments, sentence):
+    places = {"run": str(run), "empty": str(tmp_path)}
+    assert main(["sample", *(argument.format(**places) for argument in arguments)]) == 1
+    error = capsys.readouterr().err
+    assert sentence in error and "Traceback" not in error
+
+
+def test_from_python_the_same_faults_are_errors(run, tmp_path):
+    with pytest.raises(MMError, match="there is no prompt"):
+        sample(run)
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(CheckpointError, match="this run has no complete checkpoint"):
+        sample(tmp_path, "x")
+
+
+def test_a_checkpoint_of_another_model_is_refused(run, tmp_path):
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["task"]["predictor"]["num_layers"] = 2
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    other = trained_task(run)
+    model = {f"predictor.{key}": tensor for key, tensor in other.predictor.state_dict().items()}
+    text = to_yaml(load_config(tmp_path / "config.yaml"))
+    CheckpointStore(tmp_path, 1).save(1, {"model": model, "optimizer": {}}, {}, text)
+    with pytest.raises(CheckpointError, match=r"predictor\.blocks\.1"):
+        sample(tmp_path, "x")
