@@ -6,8 +6,10 @@ import atexit
 import ctypes
 import os
 import signal
+import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.sharedctypes import RawValue
@@ -112,21 +114,18 @@ class MicroBatchLoader:
         # Workers inherit the mask and lift it when they are ready, so no signal finds them unprepared.
         held = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
-            return self._drain(iter(self._loader))
+            with _deaths_explained():
+                return self._drain(iter(self._loader))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
     def _drain(self, items: Iterator[Any]) -> Iterator[Batch]:
         try:
-            for item in items:
-                if isinstance(item, _Fault):
-                    raise item.error from WorkerTraceback(item.trace)
-                yield item
-        except RuntimeError as error:
-            death = worker_death(error)
-            if death is None:
-                raise
-            raise death from error
+            with _deaths_explained():
+                for item in items:
+                    if isinstance(item, _Fault):
+                        raise item.error from WorkerTraceback(item.trace)
+                    yield item
         finally:
             del items  # a traceback may keep this frame; the workers end with the last reference
 
@@ -140,13 +139,46 @@ def worker_death(error: RuntimeError) -> DataError | None:
     text = str(error)
     if "DataLoader worker" not in text:
         return None
-    killed = "Killed" in text or "killed by signal" in text
+    killed = "killed by signal" in f"{text} {error.__cause__}"
     return DataError(
         "a data worker was killed" if killed else "a data worker ended unexpectedly",
         where=text.splitlines()[0].strip(),
         hint="the machine may be out of memory or of shared memory (/dev/shm): lower data.loader.workers "
         "or data.loader.prefetch; data.loader.workers=0 reads in the training process",
     )
+
+
+@contextmanager
+def _deaths_explained() -> Iterator[None]:
+    """Turns what torch and the operating system say of a lost worker into a DataError."""
+    try:
+        yield
+    except RuntimeError as error:
+        death = worker_death(error)
+        if death is None:
+            raise
+        raise death from error
+    except (OSError, EOFError) as error:
+        # Batches pass as file descriptors that the worker hands over: one that died in between breaks
+        # the connection first, and torch's report follows from its signal handler.
+        report = _awaited_report()
+        if report is None:
+            raise DataError(
+                f"a batch could not be taken from its data worker: {type(error).__name__}: {error}",
+                hint="raise the limit of open files (ulimit -n), or lower data.loader.workers",
+            ) from error
+        raise report from error
+
+
+def _awaited_report(seconds: float = 2.0) -> DataError | None:
+    """The death of a worker that torch's handler reports in this thread within `seconds`, if any."""
+    end = time.monotonic() + seconds
+    try:
+        while time.monotonic() < end:
+            time.sleep(0.01)
+    except RuntimeError as error:
+        return worker_death(error)
+    return None
 
 
 class _Slots:
