@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,11 +17,15 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="session")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that looks like the repository; what commands write does not reach the real one."""
-    folder = tmp_path_factory.mktemp("workspace")
-    for path in ROOT.iterdir():
-        if not path.name.startswith(".") and path.name not in ("data", "runs", "site", "build"):
-            (folder / path.name).symlink_to(path)
+    """A copy of the repository's files; what commands write does not reach the real ones."""
+    folder = tmp_path_factory.mktemp("workspace") / "repository"
+    passing = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "runs", "site", "build")
+
+    def ignore(directory: str, names: list[str]) -> set[str]:
+        own = {"data"} if Path(directory) == ROOT else set()  # mm_core/data is a package
+        return passing(directory, names) | own
+
+    shutil.copytree(ROOT, folder, symlinks=True, ignore=ignore)
     render = [sys.executable, "examples/shapes/render.py", "--clips", "64"]
     subprocess.run(render, cwd=folder, check=True, capture_output=True)
     return folder
