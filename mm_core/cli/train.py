@@ -62,6 +62,9 @@ def execute(args: argparse.Namespace) -> int:
 
     config = load_config(args.config, args.overrides)  # every typo is found before a rank is started
     if nproc is None:
+        from mm_core.train.launch import quiet_torch
+
+        quiet_torch()
         from mm_core.device import device_count
 
         nproc = max(1, device_count())

@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from mm_core.errors import MMError, PeerError
-from mm_core.train.launch_folder import FAILED, LAUNCH_DIR, LOST, STOPPED_EARLY, LaunchFolder
+from mm_core.train.launch_folder import ENDED, FAILED, LOST, STOPPED_EARLY, LaunchFolder
 from mm_core.train.signals import STOPPED
 
 GRACE = 5.0
@@ -59,7 +59,7 @@ def _outcome(work: Callable[[], int], folder: LaunchFolder) -> int:
     except SystemExit as stop:
         if isinstance(stop.code, str) and folder.mark(FAILED):
             sys.stderr.write(f"{stop.code}\n")
-        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:
         return 130
     except BaseException as error:
@@ -69,6 +69,8 @@ def _outcome(work: Callable[[], int], folder: LaunchFolder) -> int:
         # torch's agent takes any code but 0 for a failure and ends the other ranks.
         folder.mark(STOPPED_EARLY)
         return 0
+    if code not in (0, STOPPED):
+        folder.mark(ENDED)
     return code
 
 
@@ -166,6 +168,3 @@ def leave(code: int) -> NoReturn:
         with suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
-
-
-__all__ = ["GRACE", "LAUNCH_DIR", "end_children", "leave", "lost_peer", "out_of_memory", "run_as_rank"]

@@ -50,6 +50,7 @@ class _Launch:
         self.failures: Mapping[int, Any] = {}
         self.fault: BaseException | None = None
         self.killed = False
+        self._met = False  # whether a rank has shown itself
         self._asked: list[tuple[signal.Signals, float]] = []
         self._sent: set[tuple[int, int]] = set()
 
@@ -105,6 +106,7 @@ class _Launch:
     def deliver(self) -> None:
         """Sends what is asked for to the ranks that have not got it."""
         for pid in self.folder.pids():
+            self._met = True
             with suppress(ProcessLookupError):
                 if self.killed:
                     os.kill(pid, signal.SIGKILL)
@@ -127,7 +129,7 @@ class _Launch:
             show_cursor()
             return 130
         if self.fault is not None:
-            raise _not_started(self.fault, self.nodes)
+            return self._broken(self.fault)
         if not self.failures:
             return STOPPED if self.folder.read(STOPPED_EARLY) is not None else 0
         codes = {rank: int(failure.exitcode) for rank, failure in self.failures.items()}
@@ -143,6 +145,16 @@ class _Launch:
             said = f"rank {rank}: {lost}" if lost is not None and code == 1 else _ended(rank, code)
             sys.stderr.write(f"mm: error: {said}\n")
         return code if code > 0 else 128 - code
+
+    def _broken(self, fault: BaseException) -> int:
+        """The agent itself failed: before any rank was there, or because the meeting's host has left."""
+        if not self._met:
+            raise not_started(fault, self.nodes)
+        if self.folder.read(FAILED) is None:
+            show_cursor()
+            lost = self.folder.read(LOST) or f"lost the launcher at {self.nodes.endpoint or 'localhost'}"
+            sys.stderr.write(f"mm: error: {lost}\n")
+        return 1
 
 
 def _ended(rank: int, code: int) -> str:
@@ -164,7 +176,8 @@ def _ended(rank: int, code: int) -> str:
     return f"rank {rank} was ended by {name}"
 
 
-def _not_started(fault: BaseException, nodes: Nodes) -> MMError:
+def not_started(fault: BaseException, nodes: Nodes) -> MMError:
+    """The sentence for an agent that failed before any rank ran, as when hosts do not find each other."""
     text = " ".join(str(fault).split()) or type(fault).__name__
     hint = (
         f"is {nodes.endpoint} reachable from every host, and are --rdzv-endpoint, --rdzv-id and --nnodes the"
@@ -173,6 +186,18 @@ def _not_started(fault: BaseException, nodes: Nodes) -> MMError:
     return MMError(
         f"the ranks could not be started: {text[:400]}", hint=hint if nodes.endpoint is not None else None
     )
+
+
+def quiet_torch() -> None:
+    """Imports torch without its C++ log, for a process that launches and does not train: a meeting that
+    fails is otherwise pages of native frames above our sentence. Ranks keep their log."""
+    before = os.environ.get("TORCH_CPP_LOG_LEVEL")
+    if before is None and os.environ.get("MM_DEBUG", "0") in ("", "0"):
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # read once, when torch is imported
+    import torch.distributed.launcher.api  # noqa: F401
+
+    if before is None:
+        os.environ.pop("TORCH_CPP_LOG_LEVEL", None)
 
 
 @contextmanager
@@ -204,6 +229,7 @@ def launch(command: Sequence[str], nodes: Nodes) -> int:
     Raises:
         MMError: when the ranks can not be started.
     """
+    quiet_torch()
     folder = Path(tempfile.mkdtemp(prefix="mm_core-"))
     running = _Launch(nodes, command, LaunchFolder(folder, has_parent=True))
     thread = threading.Thread(target=running.work, name="elastic agent", daemon=True)

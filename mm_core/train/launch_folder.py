@@ -12,8 +12,9 @@ from pathlib import Path
 LAUNCH_DIR = "MM_LAUNCH_DIR"
 """Variable that names the folder which mm-train made for its ranks."""
 
-FAILED, LOST, STOPPED_EARLY = "failed", "lost", "stopped"
-"""Marks: a rank said its error; a rank lost the others in silence; the run saved and stopped on request."""
+FAILED, LOST, ENDED, STOPPED_EARLY = "failed", "lost", "ended", "stopped"
+"""Marks. A rank said its error; one lost the others, and was silent; one ended with a code of its own and
+no word; the run saved and stopped on request."""
 
 
 class LaunchFolder:
@@ -62,7 +63,7 @@ class LaunchFolder:
         with suppress(OSError):
             (self.path / f"rank_{rank}.pid").unlink(missing_ok=True)
             if not self.has_parent and not self.pids():
-                for mark in (FAILED, LOST):
+                for mark in (FAILED, LOST, ENDED):
                     (self.path / mark).unlink(missing_ok=True)
                 self.path.rmdir()
 
@@ -106,11 +107,8 @@ class LaunchFolder:
 
     def failing(self) -> bool:
         """Whether a rank of this host has failed, or is gone without having departed."""
-        return (
-            self.read(FAILED) is not None
-            or self.read(LOST) is not None
-            or any(not _alive(pid) for pid in self.pids())
-        )
+        marked = any(self.read(name) is not None for name in (FAILED, LOST, ENDED))
+        return marked or any(not _alive(pid) for pid in self.pids())
 
 
 def _alive(pid: int) -> bool:
