@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from mm_core.config.yaml_nodes import MAX_DEPTH, read_plain, read_quoted
 from mm_core.errors import ConfigError, MMError
@@ -54,8 +55,8 @@ def _value(text: str, where: str, path: str) -> Node:
     if text.startswith("{") and text.endswith("}") and (":" in text or not text[1:-1].strip()):
         items: dict[str, Node] = {}
         for part in _split(text[1:-1]):
-            name, _, inner = part.partition(":")
-            name = name.strip()
+            cut = (_cuts(part, ":") or [len(part)])[0]
+            name, inner = part[:cut].strip(), part[cut + 1 :]
             name = (read_quoted(name) if name[:1] in ("'", '"') else None) or name
             if name in items:
                 raise ConfigError(f"the key {name!r} stands twice", where=f"{where}: {path}")
@@ -65,23 +66,28 @@ def _value(text: str, where: str, path: str) -> Node:
     return Node(read_plain(text) if quoted is None else quoted, where, path)
 
 
-def _split(text: str) -> list[str]:
-    """The parts between commas that stand outside of brackets and quotes."""
-    parts, depth, quote, start = [], 0, "", 0
+def _cuts(text: str, separator: str) -> list[int]:
+    """Where the separator stands outside of brackets and quotes."""
+    found, depth, quote = [], 0, ""
     for index, character in enumerate(text):
         if quote:
             quote = "" if character == quote else quote
-        elif character in "'\"" and not text[start:index].strip(" [{:"):
-            quote = character  # an apostrophe within a word opens nothing
+        elif character in "'\"" and text[:index].rstrip()[-1:] in ("", "[", "{", ":", ","):
+            quote = character  # at the beginning of a value; an apostrophe within a word opens nothing
         elif character in "[{":
             depth += 1
         elif character in "]}":
             depth -= 1
-        elif character == "," and not depth:
-            parts.append(text[start:index].strip())
-            start = index + 1
-    last = text[start:].strip()
-    return [*parts, last] if last else parts
+        elif character == separator and not depth:
+            found.append(index)
+    return found
+
+
+def _split(text: str) -> list[str]:
+    """The parts between commas; none after a last comma."""
+    edges = [-1, *_cuts(text, ","), len(text)]
+    parts = [text[start + 1 : end].strip() for start, end in pairwise(edges)]
+    return parts if parts[-1] else parts[:-1]
 
 
 def merge(base: Node, over: Node, faults: list[MMError]) -> Node:

@@ -132,13 +132,15 @@ class Checker:
             return cls(**values)
         except MMError as error:
             for fault in getattr(error, "faults", ()) or (error,):
-                self.fault(_subject(fault.what, node), fault.what, accepted=fault.accepted, hint=fault.hint)
+                subject = _subject(fault.what, node)
+                self.fault(subject, fault.what, key=True, accepted=fault.accepted, hint=fault.hint)
         except (ValueError, TypeError) as error:
             what = str(error) or f"{cls.__name__} refuses it"
-            self.fault(_subject(what, node), what)
+            self.fault(_subject(what, node), what, key=True)
         except Exception as error:
             what = f"{cls.__module__}.{cls.__qualname__} can not be made: {type(error).__name__}: {error}"
-            self.fault(node, what, hint="this is a bug in the plugin: its config should raise ValueError")
+            hint = "this is a bug in the plugin: its config should raise ValueError"
+            self.fault(node, what, key=True, hint=hint)
         return FAILED
 
     def _default(self, value: Any, node: Node, name: str) -> Any:
@@ -227,11 +229,13 @@ class Checker:
         for mark in marks:
             if isinstance(mark, Kind):
                 return self.component(mark.name, node)
-        value = self.value(base, node)
-        for mark in marks:
-            if isinstance(mark, Range) and isinstance(value, (int, float)) and not mark.admits(value):
-                return self.fault(node, f"found {show(node)}", accepted=describe(Annotated[base, mark]))
-        return value
+        ranges = [mark for mark in marks if isinstance(mark, Range)]
+        if not ranges or base not in SCALARS:
+            return self.value(base, node)
+        words = " ".join([describe(base), *map(str, ranges)])
+        value = self._scalar(base, node, words)
+        inside = all(mark.admits(value) for mark in ranges if isinstance(value, (int, float)))
+        return value if inside else self.fault(node, f"found {show(node)}", accepted=words)
 
     def _union(self, options: tuple[Any, ...], node: Node, annotation: Any) -> Any:
         trials: list[tuple[Any, list[MMError]]] = []
@@ -285,24 +289,26 @@ class Checker:
             items[name] = self.value(of_value, child)
         return FAILED if any(item is FAILED for pair in items.items() for item in pair) else items
 
-    def _scalar(self, annotation: Any, node: Node) -> Any:
-        value = node.value
+    def _scalar(self, annotation: Any, node: Node, words: str | None = None) -> Any:
+        """`words` describe what is accepted, where the annotation alone does not."""
+        value, words = node.value, words or describe(annotation)
         if annotation is float and isinstance(value, (int, str)) and not isinstance(value, bool):
             number = read_number(value)
-            return self._wrong(node, annotation) if number is None else number
+            return self.fault(node, f"found {show(node)}", accepted=words) if number is None else number
         if _is_loose(node):
             value = read_loose(annotation, value)
         if annotation is Path and isinstance(value, str):
             return Path(value)
         if annotation in SCALARS and type(value) is not annotation and not isinstance(value, Path):
             quotable = annotation is str and isinstance(value, (int, float))
-            return self._wrong(node, annotation, "put it in quotes" if quotable else None)
+            hint = "put it in quotes" if quotable else None
+            return self.fault(node, f"found {show(node)}", accepted=words, hint=hint)
         if isinstance(annotation, type) and not isinstance(value, annotation):
-            return self._wrong(node, annotation)
+            return self.fault(node, f"found {show(node)}", accepted=words)
         return value if not isinstance(value, (dict, list)) else to_python(node)
 
-    def _wrong(self, node: Node, annotation: Any, hint: str | None = None) -> Any:
-        return self.fault(node, f"found {show(node)}", accepted=describe(annotation), hint=hint)
+    def _wrong(self, node: Node, annotation: Any) -> Any:
+        return self.fault(node, f"found {show(node)}", accepted=describe(annotation))
 
 
 def _with_default(node: Node, default: Any) -> Node:
