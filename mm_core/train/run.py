@@ -73,7 +73,9 @@ def _train(config: RunConfig, resume: str, stop: StopRequest) -> RunResult:
         raise death from error
     finally:
         run.reporter.close()
-    return RunResult(run.folder, step, stop.requested if step < run.training.plan.steps else None)
+    # One rank that was asked to stop stops all of them.
+    reason = stop.requested or "a signal to another rank"
+    return RunResult(run.folder, step, reason if step < run.training.plan.steps else None)
 
 
 @dataclass
