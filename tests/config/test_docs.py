@@ -1,0 +1,44 @@
+"""What docs/config.md shows is what happens."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+from mm_core.cli.main import main
+from mm_core.config.load import load_config
+from mm_core.config.schema import RunConfig
+
+PAGE = (Path(__file__).parents[2] / "docs/config.md").read_text(encoding="utf-8")
+
+
+def test_the_faults_on_the_page_are_those_of_the_file_on_the_page(tmp_path, monkeypatch, capsys):
+    (example,) = re.findall(r"```yaml\n(run: .*?)```", PAGE, re.S)
+    (shown,) = re.findall(r"```text\n(.*?)```", PAGE, re.S)
+    monkeypatch.chdir(tmp_path)
+    Path("demo.yaml").write_text(example, encoding="utf-8")
+    assert main(["validate", "demo.yaml"]) == 1
+    assert capsys.readouterr().err == shown
+
+
+def test_the_page_names_every_section_and_which_must_be_there():
+    fields = [field for field in dataclasses.fields(RunConfig) if field.metadata.get("yaml", True)]
+    table = "".join(line for line in PAGE.splitlines() if line.startswith("| `"))
+    assert {field.name for field in fields} <= set(re.findall(r"`(\w+)`", table))
+    needed = [
+        field.name
+        for field in fields
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    ]
+    assert ", ".join(f"`{name}`" for name in needed[:-1]) + f" and `{needed[-1]}` must be there" in PAGE
+
+
+def test_the_overrides_on_the_page_check(place):
+    (line,) = re.findall(r"mm-train --config x.yaml (.*?)```", PAGE, re.S)
+    overrides = re.findall(r"'([^']*=[^']*)'|(\S+=\S+)", line.replace("custom_dit", "toy"))
+    assert len(overrides) == 5
+    config = load_config(place.run, [quoted or plain for quoted, plain in overrides])
+    assert [tracker.type for tracker in config.log.trackers] == ["core/tensorboard", "core/jsonl"]
+    assert config.log.trackers[0].options == {"flush_secs": 5}
+    assert config.engine.options["sub_modules_to_wrap"] == ("predictor.blocks.{*}",)
