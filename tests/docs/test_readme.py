@@ -59,7 +59,7 @@ COMMANDS: dict[str, tuple[str, int, str]] = {
         "predictor.blocks",
     ),
     f"mm-train --config {QUICKSTART} --nproc 2 train.steps=200 run.name=short": (
-        f"mm-train --config {QUICKSTART} --nproc 2 train.steps=200 run.name=short",
+        f"mm-train --config {QUICKSTART} --nproc 2 run.name=short train.steps=4 lr_schedule.warmup_steps=0",
         0,
         "runs/short",
     ),
@@ -192,6 +192,15 @@ def test_the_example_plugin_is_listed_and_its_config_checks(run: Any, small_dit:
     assert "ok" in run("mm validate small_dit.yaml", **small_dit).stdout
     misspelt = run("mm validate small_dit.yaml task.predictor.dept=3", 1, **small_dit).stderr
     assert "depth" in misspelt
+
+
+def test_the_example_plugin_keeps_the_contract_by_the_kit_that_authors_run(
+    run: Any, small_dit: dict[str, str], workspace: Path
+) -> None:
+    (block,) = [b for b in page.blocks(ROOT / "docs/writing-a-dit.md") if b.language == "python"]
+    (workspace / "test_small_dit.py").write_text(block.text)
+    result = run(f"{sys.executable} -m pytest -p no:cacheprovider test_small_dit.py", **small_dit)
+    assert "FAILED" not in result.stdout
 
 
 @pytest.mark.slow
