@@ -30,7 +30,8 @@ ATTEMPTS = 8
 """Samples tried in place of an unreadable one before the run is stopped."""
 
 
-_SIGNALS = {signal.SIGINT, signal.SIGTERM}
+_IGNORED = (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # what asks a run to save, beside SIGTERM
+_SIGNALS = {*_IGNORED, signal.SIGTERM}
 
 
 class WorkerTraceback(Exception):
@@ -280,7 +281,8 @@ class _StartWorker:
         self.leaving = leaving
 
     def __call__(self, worker: int) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in _IGNORED:
+            signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._terminated)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         torch.set_num_threads(1)

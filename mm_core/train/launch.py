@@ -194,7 +194,7 @@ def quiet_torch() -> None:
     before = os.environ.get("TORCH_CPP_LOG_LEVEL")
     if before is None and os.environ.get("MM_DEBUG", "0") in ("", "0"):
         os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # read once, when torch is imported
-    import torch.distributed.launcher.api  # noqa: F401
+    import torch  # noqa: F401
 
     if before is None:
         os.environ.pop("TORCH_CPP_LOG_LEVEL", None)

@@ -187,6 +187,7 @@ def test_workers_ignore_signals_to_the_group_and_end_with_the_iterator() -> None
     for worker in workers:
         os.kill(worker.pid, signal.SIGTERM)
         os.kill(worker.pid, signal.SIGINT)
+        os.kill(worker.pid, signal.SIGUSR1)
     rest = list(batches)
     assert len(rest) == 19 and first.keys
     began = time.perf_counter()
