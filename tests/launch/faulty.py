@@ -34,11 +34,9 @@ class FaultyDataset(VideoTextDataset):
 
 
 class FaultyTask(TextToVideo):
-    """text_to_video that raises, dies, or takes its time on one rank."""
+    """text_to_video that dies or gives no number on one rank, or takes its time on all."""
 
     def loss(self, inputs):
-        if told("bug"):
-            raise RuntimeError("a bug in the model")
         if told("killed"):
             os.kill(os.getpid(), signal.SIGKILL)
         if told("nan"):
