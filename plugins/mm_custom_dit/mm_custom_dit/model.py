@@ -83,6 +83,7 @@ class CustomDiT(nn.Module):
         cross_attn_norm: bool = CustomDiTConfig.cross_attn_norm,
         eps: float = CustomDiTConfig.eps,
         rope_max_seq_len: int = CustomDiTConfig.rope_max_seq_len,
+        absolute_positions: bool = CustomDiTConfig.absolute_positions,
     ) -> None:
         super().__init__()
         if head_dim % 2 or head_dim < 6:
@@ -94,6 +95,7 @@ class CustomDiT(nn.Module):
         self.patch_size = (patch_size[0], patch_size[1], patch_size[2])
         self.in_channels, self.out_channels, self.text_dim = in_channels, out_channels, text_dim
         self.head_dim, self.rope_max_seq_len = head_dim, rope_max_seq_len
+        self.absolute_positions = absolute_positions
         self.rope = self._rotary_tables()
         self.patch_embedding = nn.Linear(in_channels * prod(patch_size), dim)
         self.condition_embedder = WanTimeTextImageEmbedding(
@@ -123,6 +125,9 @@ class CustomDiT(nn.Module):
         """
         grid = self._grid(latents)
         x = self.patch_embedding(self._patchify(latents))
+        if self.absolute_positions:
+            # Attention with rotary positions alone can not tell one place in pure noise from another.
+            x = x + sinusoids_3d(grid, x.shape[2], x.device).to(x.dtype)
         text = text.masked_fill(~text_mask[..., None], 0)  # also keeps NaN in the padding out
         # Attention over nothing would be NaN: a row without text attends to its zeros.
         visible = (text_mask | ~text_mask.any(1, keepdim=True))[:, None, None, :]
@@ -204,3 +209,17 @@ def modulate(table: Tensor, modulation: Tensor) -> list[Tensor]:
     if together.dim() == 4:
         return [part.squeeze(2) for part in together.chunk(together.shape[2], dim=2)]
     return list(together.chunk(together.shape[1], dim=1))
+
+
+def sinusoids_3d(grid: tuple[int, int, int], width: int, device: torch.device) -> Tensor:
+    """[N,M] float32: for t, h and w a third of the channels each, sin and cos of position / 10000^(i/n).
+
+    Vaswani et al. 2017 (https://arxiv.org/abs/1706.03762), section 3.5, along each axis. Channels that
+    do not divide by six stay zero.
+    """
+    count = width // 6
+    rates = 10000.0 ** (-torch.arange(count, device=device) / max(count, 1))
+    axes = torch.meshgrid(*(torch.arange(n, device=device) for n in grid), indexing="ij")
+    angles = torch.stack([axis.flatten()[:, None] * rates for axis in axes], dim=1)  # [N,3,n]
+    table = torch.cat([angles.sin(), angles.cos()], dim=2).flatten(1)
+    return nn.functional.pad(table, (0, width - table.shape[1]))

@@ -184,3 +184,21 @@ def test_class_defaults_are_the_configs():
     assert model.patch_embedding.out_features == config.num_heads * config.head_dim == 5120
     assert model.blocks[0].ffn.net[2].in_features == config.ffn_dim == 13824
     assert model.text_dim == config.text_dim == 4096 and model.patch_size == config.patch_size == (1, 2, 2)
+
+
+def test_only_absolute_positions_tell_places_of_equal_content_apart():
+    """Rotary positions are relative: over equal tokens, every place gets the same output."""
+    _, rotary = wan_pair()
+    absolute = CustomDiT(**TINY, absolute_positions=True)
+    absolute.load_state_dict(rotary.state_dict())
+    given = inputs() | {"latents": torch.full((2, 4, 2, 6, 4), 0.7)}
+    spread = {}
+    for name, model in (("rotary", rotary), ("absolute", absolute.eval())):
+        with torch.no_grad():
+            patches = model(**given).unfold(3, 2, 2).unfold(4, 2, 2)
+        spread[name] = (patches - patches[:, :, :1, :1, :1]).abs().max().item()
+    assert spread["rotary"] < 1e-5 < 0.1 < spread["absolute"]
+
+
+def test_with_absolute_positions_it_keeps_the_contract():
+    check_predictor(lambda: CustomDiT(**TINY, absolute_positions=True))
