@@ -24,6 +24,9 @@ from mm_core.train.signals import STOPPED, StopFlag, show_cursor
 UNSTARTED = 5.0
 """Seconds after a signal in which a first rank must show; else nothing runs yet and the launcher leaves."""
 
+WAITING = 5.0
+"""Seconds without a rank after which the launcher says that it waits for other hosts."""
+
 
 @dataclass(frozen=True)
 class Nodes:
@@ -50,7 +53,8 @@ class _Launch:
         self.failures: Mapping[int, Any] = {}
         self.fault: BaseException | None = None
         self.killed = False
-        self._met = False  # whether a rank has shown itself
+        self._met = self._told = False  # whether a rank has shown itself; whether the wait was spoken of
+        self._began = time.monotonic()
         self._asked: list[tuple[signal.Signals, float]] = []
         self._sent: set[tuple[int, int]] = set()
 
@@ -114,6 +118,16 @@ class _Launch:
                     if (pid, index) not in self._sent:
                         self._sent.add((pid, index))
                         os.kill(pid, given)
+
+    def tell_waiting(self) -> None:
+        """Says once that other hosts are missing, so that nobody watches a silent command for minutes."""
+        if self._met or self._told or self.nodes.endpoint is None or time.monotonic() - self._began < WAITING:
+            return
+        self._told = True
+        sys.stderr.write(
+            f"mm: waits at {self.nodes.endpoint} until all of {self.nodes.least} hosts have come,"
+            " 15 minutes at most\n"
+        )
 
     def abandoned(self) -> int | None:
         """The exit code when a signal came before any rank was there (hosts still wait for others)."""
@@ -243,7 +257,9 @@ def launch(command: Sequence[str], nodes: Nodes) -> int:
             while thread.is_alive():
                 thread.join(0.1)  # a join without a limit would keep signals waiting
                 running.deliver()
+                running.tell_waiting()
                 if (code := running.abandoned()) is not None:
+                    sys.stderr.write("mm: no rank had started\n")
                     return code
         return running.exit_code()
     finally:

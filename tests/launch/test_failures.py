@@ -19,17 +19,10 @@ def said(ended) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_sentence_of_one_rank_is_the_only_one(launch):
-    ended = launch("error")
-    assert ended.err == "mm: error: rank 1: clip 3: nothing can be read here\n  hint: look at it\n"
-    assert ended.code == 1
-
-
-@pytest.mark.slow
-def test_a_peer_that_notices_nothing_is_gone_soon_after(launch):
+def test_the_sentence_of_one_rank_is_the_only_one_and_all_are_gone_soon(launch):
     ended = launch("error")  # rank 0 waits 100 s, and torch's agent would kill it after 30 s
-    assert ended.seconds < 30
-    assert len(ended.pids) == 2
+    assert ended.err == "mm: error: rank 1: clip 3: nothing can be read here\n  hint: look at it\n"
+    assert ended.code == 1 and len(ended.pids) == 2 and ended.seconds < 30
 
 
 @pytest.mark.slow
