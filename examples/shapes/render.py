@@ -64,11 +64,14 @@ class Scene:
 
 
 def draw_scene(combination: Sequence[str], rng: random.Random, size: int, frames: int) -> Scene:
-    """A scene whose shape stays within the frame and crosses about half of it."""
+    """A scene whose shape stays within the frame and crosses nearly all of it.
+
+    Slow motion is decided at high noise and hardly learnt. A long way also puts the first frame's shape
+    near the edge that it comes from, which is most of what there is to learn about a direction.
+    """
     colour, shape, direction = combination
-    side = size * rng.uniform(0.25, 0.38)
-    # Slow motion is decided at high noise and hardly learnt, so the way is long: 7/16 of the frame at least.
-    travel = rng.uniform(size * 7 / 16, size - side)
+    side = size * rng.uniform(0.25, 0.35)
+    travel = rng.uniform(0.85, 1.0) * (size - side)
     dx, dy = DIRECTIONS[direction]
     centre = []
     for step in (dx, dy):
