@@ -96,6 +96,13 @@ def start_process_group(timeout: timedelta = timedelta(minutes=30)) -> World:
         _module(kind).set_device(world.local_rank)
     backend = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{_BACKENDS[kind]}"
     if "RANK" in os.environ:
+        missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+        if missing:
+            raise MMError(
+                f"RANK is set, {' and '.join(missing)} not: the ranks can not find each other",
+                where="environment",
+                hint="let mm-train --nproc or torchrun set them, or unset RANK to train with one process",
+            )
         dist.init_process_group(backend, timeout=timeout)
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]

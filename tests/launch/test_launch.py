@@ -172,6 +172,13 @@ def test_options_that_a_launcher_has_settled_are_refused(tiny, mm):
     assert "--nproc can not be met: this process is already rank 3 of 8" in done.err
 
 
+@pytest.mark.slow
+def test_half_an_environment_is_named(tiny, mm):
+    done = mm("train", "--config", tiny, RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
+    assert done.code == 1 and "Traceback" not in done.err
+    assert "rank 0: environment: RANK is set, MASTER_PORT not" in done.err
+
+
 def _processes(marker: str) -> list[Path]:
     """Folders of processes whose command line still names `marker`."""
     found = []
