@@ -96,7 +96,11 @@ def assemble(config: RunConfig, resume: str = "auto", stop: StopRequest | None =
     engine: Engine = build("engine", config.engine)
     plan = make_plan(config, dist.get_world_size(), task, engine)
     if plan.missing_files:
-        raise PlanError(f"files of frozen components are missing: {', '.join(plan.missing_files)}")
+        raise PlanError(
+            f"files of frozen components are missing: {', '.join(plan.missing_files)}",
+            where="task",
+            hint="download them, or point from_pretrained at the folder that holds them",
+        )
     run_dir = Path(config.run.dir) / config.run.name
     store = CheckpointStore(run_dir, config.checkpoint.keep)
     source = store.resolve(resume)
@@ -183,8 +187,13 @@ def process_group() -> Iterator[None]:
         yield
         return
     start_process_group()
-    yield
-    dist.barrier()
+    try:
+        yield
+        dist.barrier()
+    except BaseException:
+        if dist.get_world_size() == 1:  # among several, the others may wait in a collective for ever
+            dist.destroy_process_group()
+        raise
     dist.destroy_process_group()
 
 
