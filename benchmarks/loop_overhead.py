@@ -132,9 +132,9 @@ class HandWritten:
         self.model = build("predictor", config.task.options["predictor"])
         self.model.init_weights()
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for block in self.model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
+        reshard = config.engine.options["reshard_after_forward"]
+        for module in (*self.model.blocks, self.model):
+            fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
         options = config.optimizer.options
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
