@@ -12,89 +12,95 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from mm_custom_dit.model import CustomDiT
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from mm_core.contracts import Loss, Randomness
 from mm_core.device import start_process_group
 from mm_core.engines.fsdp2 import FSDP2Engine
+from mm_core.train.failure import leave
 
 
-class Toy(nn.Module):
-    """Like blocks, a norm, a buffer table and a timestep input: what a predictor has."""
-
-    def __init__(self, width: int = 24, depth: int = 3) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 3 * width), nn.GELU(), nn.Linear(3 * width, width))
-            for _ in range(depth)
-        )
-        self.norm = nn.LayerNorm(width)
-        self.register_buffer("table", torch.empty(width), persistent=False)
-        self.seen_timestep: torch.Tensor | None = None
-        self.seen_dtype: torch.dtype | None = None
-
-    def forward(self, x: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
-        self.seen_timestep, self.seen_dtype = timestep.detach().clone(), x.dtype
-        for block in self.blocks:
-            x = x + block(x)
-        return self.norm(x) * (1 + self.table.to(x.dtype)) + (timestep[:, None] / 1000).to(x.dtype)
+class TinyDiT(CustomDiT):
+    """The real DiT, with a head that is not zero: the first gradients then reach every parameter."""
 
     def init_weights(self) -> None:
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
-                nn.init.normal_(module.bias, std=0.02)
-        nn.init.ones_(self.norm.weight)
-        nn.init.zeros_(self.norm.bias)
-        self.table.copy_(torch.linspace(0, 1, self.table.numel()))
+        super().init_weights()
+        nn.init.xavier_uniform_(self.proj_out.weight)
 
 
-class ToyTask(nn.Module):
+class TinyTask(nn.Module):
     trainable = ("predictor",)
     frozen = ()
 
     def __init__(self) -> None:
         super().__init__()
-        self.predictor = Toy()
+        self.predictor = TinyDiT(
+            num_layers=2,
+            num_heads=2,
+            head_dim=12,
+            patch_size=(1, 2, 2),
+            in_channels=4,
+            out_channels=4,
+            text_dim=16,
+            freq_dim=16,
+            ffn_dim=32,
+            rope_max_seq_len=16,
+        )
+        self.seen: dict[str, torch.Tensor] = {}
+
+    def watch(self) -> None:
+        """Notes what reaches the predictor's forward, after the engine's casts."""
+
+        def note(_, args, kwargs) -> None:
+            self.seen = {name: value.detach().clone() for name, value in kwargs.items()}
+
+        self.predictor.register_forward_pre_hook(note, with_kwargs=True)
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def make(optimizer=torch.optim.AdamW, **fields) -> tuple[ToyTask, FSDP2Engine]:
+def make(optimizer=torch.optim.AdamW, **fields) -> tuple[TinyTask, FSDP2Engine]:
     with torch.device("meta"):
-        task = ToyTask()
+        task = TinyTask()
     engine = FSDP2Engine(**fields)
     plan = engine.plan(task, dist.get_world_size(), 2)
     engine.prepare(task, plan, lambda parameters: optimizer(parameters, lr=1e-3), Randomness(7))
     return task, engine
 
 
-def rows(step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The global batch of a step: 8 rows with uneven weights, some of them zero."""
+def rows(step: int) -> dict[str, torch.Tensor]:
+    """The global batch of a step: 8 clips with uneven weights, one of them zero."""
     rng = Randomness(3).at("rows", step)
-    x, y = rng.normal((8, 24), "x"), rng.normal((8, 24), "y")
-    timestep = torch.linspace(1, 998.7, 8)
-    weight = torch.tensor([1.0, 2.0, 0.5, 1.0, 3.0, 1.0, 0.0, 1.0])
-    return x, y, timestep, weight
+    return {
+        "latents": rng.normal((8, 4, 2, 4, 4), "latents"),
+        "target": rng.normal((8, 4, 2, 4, 4), "target"),
+        "timestep": torch.linspace(1, 998.7, 8),
+        "text": rng.normal((8, 5, 16), "text"),
+        "text_mask": torch.arange(5)[None] < torch.tensor([5, 3, 1, 4, 5, 2, 5, 1])[:, None],
+        "weight": torch.tensor([1.0, 2.0, 0.5, 1.0, 3.0, 1.0, 0.0, 1.0]),
+    }
 
 
-def rows_loss(task: ToyTask, batch: tuple[torch.Tensor, ...], cut: slice) -> Loss:
-    x, y, timestep, weight = (tensor[cut] for tensor in batch)
-    error = (task.predictor(x, timestep=timestep).float() - y).square().mean(1)
+def rows_loss(task: TinyTask, batch: dict[str, torch.Tensor], cut: slice) -> Loss:
+    inputs = {name: tensor[cut] for name, tensor in batch.items()}
+    target, weight = inputs.pop("target"), inputs.pop("weight")
+    error = (task.predictor(**inputs).float() - target).square().flatten(1).mean(1)
     return Loss((error * weight).sum(), float(weight.sum()))
 
 
 def train(steps: int, micro: int, **fields) -> dict[str, object]:
     """`steps` AdamW steps of the same global batches, whatever the world and micro-batch size."""
     task, engine = make(**fields)
+    task.watch()
     world, rank = dist.get_world_size(), dist.get_rank()
     first: dict[str, torch.Tensor] = {}
     losses = []
     for step in range(steps):
-        weight = rows(step)[-1]
+        weight = rows(step)["weight"]
         mine = [m for m in range(8 // micro) if m % world == rank]
         for index, m in enumerate(mine):
             compute = partial(rows_loss, task, rows(step), slice(m * micro, (m + 1) * micro))
@@ -108,8 +114,8 @@ def train(steps: int, micro: int, **fields) -> dict[str, object]:
         "gradients": first,
         "weights": {name: full(p) for name, p in engine.named_parameters()},
         "losses": losses,
-        "timestep": task.predictor.seen_timestep,
-        "dtype": task.predictor.seen_dtype,
+        "timestep": task.seen["timestep"],
+        "dtype": task.seen["latents"].dtype,
     }
 
 
@@ -134,6 +140,11 @@ def main() -> None:
             train(3, 4, recompute_modules="auto"),
             train(3, 4, recompute_modules="auto", use_reentrant=True),
         ]
+    elif case == "offload":
+        result = [train(3, 4), train(3, 4, offload_to_cpu=True)]
+    elif case == "prefetch":
+        ahead = {"num_to_forward_prefetch": 1, "num_to_backward_prefetch": 1, "reshard_after_forward": False}
+        result = [train(3, 4), train(3, 4, **ahead)]
     else:
         micro, size = case.split(",")
         result = train(
@@ -143,6 +154,7 @@ def main() -> None:
         torch.save(result, out)
     dist.barrier()
     dist.destroy_process_group()
+    leave(0)  # torch's teardown of gloo aborts now and then
 
 
 if __name__ == "__main__":

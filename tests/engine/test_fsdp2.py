@@ -83,3 +83,11 @@ def test_recomputation_changes_nothing(tmp_path):
     plain, recomputed, reentrant = outcome(tmp_path, 1, "recompute")
     assert plain["losses"] == recomputed["losses"] == reentrant["losses"]
     assert all(torch.equal(plain["weights"][k], recomputed["weights"][k]) for k in plain["weights"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["offload", "prefetch"])
+def test_where_and_when_parameters_are_gathered_changes_nothing(tmp_path, case):
+    plain, other = outcome(tmp_path, 2, case)
+    assert plain["losses"] == other["losses"]
+    assert all(torch.equal(plain["weights"][k], other["weights"][k]) for k in plain["weights"])
