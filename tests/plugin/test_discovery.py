@@ -55,7 +55,7 @@ def test_discovery_imports_neither_targets_nor_configs(site: Any) -> None:
 
 
 def test_run_from_a_source_tree_without_metadata_the_core_is_there(site: Any) -> None:
-    # -S: no site-packages, so that no metadata of mm-core is seen.
+    # -S: no site-packages, -P: no working directory, so that no metadata of mm-core is seen.
     (site.folder / "mm_core").symlink_to(Path(mm_core.__file__).parent)
     (site.folder / "pluggy").symlink_to(Path(pluggy.__file__).parent)
     code = (
@@ -66,7 +66,7 @@ def test_run_from_a_source_tree_without_metadata_the_core_is_there(site: Any) ->
         "p, = get_registry().plugins\n"
         "print(p.namespace, p.distribution, p.status, len(p.components) > 5)"
     )
-    done = site.run("-S", "-c", code)
+    done = site.run("-S", "-P", "-c", code)
     assert done.stdout == "core mm-core ok True\n", done.stderr
 
 
