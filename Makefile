@@ -47,7 +47,7 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 bench: $(STAMP)
-	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+	short=0; for script in benchmarks/*.py; do $(BIN)/python $$script || short=1; done; exit $$short
 
 docs: $(DOCS_STAMP)
 	$(BIN)/python docs/generate_hooks.py --check

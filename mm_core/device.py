@@ -52,21 +52,32 @@ def environment_world() -> World:
 def device_type() -> str:
     """`npu`, `cuda` or `cpu`: the accelerator at hand; MM_DEVICE overrides it."""
     wanted = os.environ.get("MM_DEVICE")
-    found = "cpu"
-    if torch.cuda.is_available():
-        found = "cuda"
-    elif importlib.util.find_spec("torch_npu") is not None:
-        importlib.import_module("torch_npu")
-        if _module("npu").is_available():
-            found = "npu"
-    if wanted and wanted != found and wanted != "cpu":
+    if wanted == "cpu":
+        return "cpu"
+    found = "npu" if _has_npu() else "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted and wanted != found:
         raise MMError(
             f"MM_DEVICE={wanted} is not available here",
             where="environment",
             accepted="cpu" if found == "cpu" else f"{found}, cpu",
             hint="install the accelerator's build of torch, or unset MM_DEVICE",
         )
-    return wanted or found
+    return found
+
+
+def _has_npu() -> bool:
+    """Whether torch_npu is installed and sees a device. MMError when it is installed and broken."""
+    if importlib.util.find_spec("torch_npu") is None:
+        return False
+    try:
+        importlib.import_module("torch_npu")
+    except Exception as fault:
+        raise MMError(
+            f"torch_npu is installed but can not be imported: {' '.join(str(fault).split())}"[:400],
+            where="environment",
+            hint="load the CANN environment of this host, or set MM_DEVICE=cpu",
+        ) from fault
+    return bool(_module("npu").is_available())
 
 
 def _module(kind: str) -> ModuleType:

@@ -73,7 +73,10 @@ class RunPlan:
         lines += ["", "modules"]
         for module in self.modules:
             state = "trained" if module.trainable else "frozen"
-            lines.append(f"  {module.name:<{width}}  {state:<8} {module.parameters:>15,} parameters")
+            count = (
+                f"{module.parameters:>15,} parameters" if module.parameters else "       as its files hold"
+            )
+            lines.append(f"  {module.name:<{width}}  {state:<8} {count}")
             lines += [f"    missing: {path} (needed to train)" for path in module.missing_files]
         lines += ["", "sharding"]
         for label, paths in (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 from mm_core.errors import MMError
@@ -20,13 +22,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--negative-prompt", default="", help="what guidance leads away from")
     parser.add_argument("--seed", type=int, default=0, help="clip i's noise comes from (seed, i)")
     parser.add_argument("--steps", type=_count, help="solver steps")
-    parser.add_argument("--guidance", type=float, help="classifier-free guidance scale; 1 switches it off")
+    parser.add_argument(
+        "--guidance", type=_number(0), help="classifier-free guidance scale; 1 switches it off"
+    )
     parser.add_argument("--num-frames", type=_count, help="frames (default: as trained)")
     parser.add_argument("--height", type=_count, help="pixels (default: as trained)")
     parser.add_argument("--width", type=_count, help="pixels (default: as trained)")
-    parser.add_argument("--fps", type=float, help="frames a second of the files")
+    parser.add_argument("--fps", type=_number(1 / 60), help="frames a second of the files")
     parser.add_argument(
-        "--out", metavar="DIR", help="folder of the files (default: samples/ in the run's folder)"
+        "--out", metavar="DIR", help="folder of the files (default: a new one in the run's samples/)"
     )
 
 
@@ -43,7 +47,7 @@ def execute(args: argparse.Namespace) -> int:
     if args.prompts:
         prompts += read_prompts(Path(args.prompts))
     root = run.parent.parent if run.parent.name == "checkpoints" else run
-    out = Path(args.out) if args.out else root / "samples"
+    out = Path(args.out) if args.out else unused(root / "samples" / f"seed_{args.seed}")
     clips = sample(
         run,
         prompts=prompts,
@@ -61,6 +65,22 @@ def execute(args: argparse.Namespace) -> int:
         f"{len(clips)} clip{'s' * (len(clips) != 1)} in {out}; all at a glance: {out / 'contact_sheet.png'}"
     )
     return 0
+
+
+def unused(folder: Path) -> Path:
+    """`folder`, or the first of `folder-2`, `folder-3`, ... that does not exist: nothing is overwritten."""
+    names = (folder if n == 1 else folder.with_name(f"{folder.name}-{n}") for n in itertools.count(1))
+    return next(path for path in names if not path.exists())
+
+
+def _number(least: float) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        value = float(text)
+        if not least <= value < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} is not a number of {least:g} or more")
+        return value
+
+    return number
 
 
 def _count(text: str) -> int:

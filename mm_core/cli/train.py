@@ -55,6 +55,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """The exit code. Under a launcher (RANK is set) this process is a rank, and does not return."""
     if "RANK" in os.environ:
+        if args.dry_run:
+            return _dry_run_of_rank(args)
         _be_rank(args)
     least, most = _hosts(args)
     nproc = _ranks_here(args.nproc)
@@ -117,6 +119,16 @@ def _dry_run(config: RunConfig, world: int, as_json: bool) -> int:
     plan = make_plan(config, world)
     print(json.dumps(plan.to_mapping(), indent=2) if as_json else plan.render())
     return 0
+
+
+def _dry_run_of_rank(args: argparse.Namespace) -> int:
+    """The plan of the world that a launcher has made, printed by its first rank; nothing is trained."""
+    from mm_core.config.load import load_config
+    from mm_core.device import environment_world
+
+    world = environment_world()
+    config = load_config(args.config, args.overrides)
+    return _dry_run(config, world.world_size, args.json) if world.rank == 0 else 0
 
 
 def _refuse_launch_options(args: argparse.Namespace) -> None:

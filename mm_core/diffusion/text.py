@@ -225,7 +225,15 @@ class HFTextEncoder(nn.Module):
         index = self.folder / "model.safetensors.index.json"
         if not index.is_file():
             return ["model.safetensors"]
-        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        try:
+            return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, LookupError, TypeError, AttributeError) as fault:
+            raise CheckpointError(
+                f"the index of the weights is damaged: {type(fault).__name__}: {fault}",
+                where=str(index),
+                accepted="JSON with a weight_map from tensor to file",
+                hint="copy the file again",
+            ) from None
 
     def _pickled_only(self) -> bool:
         pickled = any(path for pattern in _PICKLED for path in self.folder.glob(pattern))

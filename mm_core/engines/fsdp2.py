@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from mm_core.builtin.configs.engines import FSDP2Config
 from mm_core.contracts import EnginePlan, Loss, Randomness, torch_dtype
 from mm_core.device import current_device
-from mm_core.errors import PlanError, TrainingError
+from mm_core.errors import ContractError, PlanError, TrainingError
 from mm_core.parallel.averaging import average_by_sum, check_replicas
 from mm_core.parallel.casting import cast_inputs
 from mm_core.parallel.initialise import initialise
@@ -63,7 +63,7 @@ class FSDP2Engine:
             recompute=config.recompute_modules,
             ignore=config.ignored_modules,
         )
-        own = 0
+        own = trained = 0
         for root in layout.roots:
             for name, parameter in task.get_submodule(root).named_parameters(prefix=root):
                 if parameter.dim() == 0:
@@ -72,8 +72,11 @@ class FSDP2Engine:
                         where="engine",
                         accepted="parameters of at least one dimension: shape (1,) instead of ()",
                     )
-                rows = -(-parameter.shape[0] // shards)
-                own += rows * prod(parameter.shape[1:]) * parameter.element_size()
+                whole = any(name.startswith(path + ".") for path in layout.ignored)
+                rows = parameter.shape[0] if whole else -(-parameter.shape[0] // shards)
+                size = rows * prod(parameter.shape[1:]) * parameter.element_size()
+                own += size
+                trained += size if parameter.requires_grad else 0
         return EnginePlan(
             world=world,
             data_parallel=world,
@@ -82,8 +85,8 @@ class FSDP2Engine:
             recomputed=layout.recomputed,
             ignored=layout.ignored,
             parameter_bytes=own,
-            gradient_bytes=own,
-            optimizer_bytes=own * optimizer_state_tensors,
+            gradient_bytes=trained,
+            optimizer_bytes=trained * optimizer_state_tensors,
         )
 
     # -- prepare -------------------------------------------------------------------------------
@@ -130,6 +133,7 @@ class FSDP2Engine:
         output = torch_dtype(config.output_dtype) if config.output_dtype else None
         common: dict[str, Any] = {
             "mesh": mesh,
+            "ignored_params": {p for path in plan.ignored for p in task.get_submodule(path).parameters()},
             "reshard_after_forward": config.reshard_after_forward,
             "offload_policy": CPUOffloadPolicy(pin_memory=self._pins())
             if config.offload_to_cpu
@@ -212,11 +216,18 @@ class FSDP2Engine:
             for key, tensor in module.state_dict().items()
         }
         state = self._optimizer.state
+        lost = {key for values in state.values() for key, v in values.items() if not isinstance(v, Tensor)}
+        if lost:
+            raise ContractError(
+                f"{type(self._optimizer).__name__} keeps state that is no tensor: {', '.join(sorted(lost))}; "
+                "a checkpoint could not hold it",
+                where="optimizer",
+                accepted="tensors as state, such as a 0-dimensional one for a count",
+            )
         optimizer = {
             f"{path}.{key}": value
             for path, parameter in self._parameters.items()
             for key, value in state.get(parameter, {}).items()
-            if isinstance(value, Tensor)
         }
         return {"model": model, "optimizer": optimizer}
 

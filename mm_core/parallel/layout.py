@@ -36,6 +36,12 @@ def decide_layout(
     def resolve(patterns: Patterns, key: str) -> tuple[str, ...]:
         return tuple(blocks) if patterns == "auto" else tuple(match(list(patterns), paths, key))
 
+    if recompute == "auto" and not blocks:
+        raise PlanError(
+            f"'auto' finds no blocks in {', '.join(trainable)}",
+            where="engine.recompute_modules",
+            accepted="path patterns; or a model with _no_split_modules or a list of like modules",
+        )
     ignored = resolve(ignore, "engine.ignored_modules")
     for path in ignored:
         trained = list(_trained(task, path, trainable))
@@ -57,7 +63,19 @@ def decide_layout(
                 where=f"engine.{key}",
                 accepted=f"paths below {', '.join(trainable)}",
             )
+        check_callable(task, chosen, f"engine.{key}")
     return Layout(tuple(trainable), wrapped, recomputed, ignored)
+
+
+def check_callable(task: nn.Module, paths: Sequence[str], key: str) -> None:
+    """PlanError for containers: nobody calls a list, so nothing would be gathered or recomputed."""
+    for path in paths:
+        if isinstance(task.get_submodule(path), (nn.ModuleList, nn.ModuleDict)):
+            raise PlanError(
+                f"{path!r} is a container, which is never called itself",
+                where=key,
+                accepted=f"the modules in it: {path}.{{*}}",
+            )
 
 
 def like_blocks(module: nn.Module, prefix: str) -> list[str]:

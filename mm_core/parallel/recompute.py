@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ def recompute(module: nn.Module, use_reentrant: bool) -> None:
     """
     forward = module.forward
 
+    @functools.wraps(forward)  # input casting reads the names of positions from the signature
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         names, values = tuple(kwargs), tuple(kwargs.values())
 

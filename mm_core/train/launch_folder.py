@@ -57,15 +57,17 @@ class LaunchFolder:
             staged.replace(self.path / f"rank_{rank}.pid")
 
     def depart(self, rank: int) -> None:
-        """Takes the note back: this process ends in good order. The last one removes torchrun's folder."""
+        """Takes the note back: this process ends in good order.
+
+        The last one removes torchrun's folder, unless a rank has failed: one that is still starting must
+        find the mark.
+        """
         if self.path is None:
             return
         with suppress(OSError):
             (self.path / f"rank_{rank}.pid").unlink(missing_ok=True)
             if not self.has_parent and not self.pids():
-                for mark in (FAILED, LOST, ENDED):
-                    (self.path / mark).unlink(missing_ok=True)
-                self.path.rmdir()
+                self.path.rmdir()  # not empty, and so kept, where a mark was left
 
     def pids(self) -> list[int]:
         """Process ids of the ranks that have entered and not departed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -49,9 +50,10 @@ class Training:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks say of one step: the global weight, and whether and why to stop."""
+    """What all ranks say of one step: its weight and samples, whether to stop, which ranks failed."""
 
     weight: float
+    samples: float
     stop: bool
     failed: tuple[int, ...]
 
@@ -64,11 +66,12 @@ def run_steps(training: Training, start: int) -> int:
         began = time.perf_counter()
         batches, weights, fault = read_step(training)
         data_wait = time.perf_counter() - began
-        agreed = agree(sum(weights), training.stop.requested is not None, fault is not None)
+        agreed = agree(batches, weights, training.stop.requested is not None, fault is not None)
         if agreed.failed:
             raise fault or PeerError(f"rank {agreed.failed[0]} failed to read its samples")
         lr = engine.scale_lr(schedule.factor(step))
         scale = plan.engine.data_parallel / agreed.weight
+        losses: list[Loss] = []
         for index, batch in enumerate(batches):
             seed_model(training, step, index)
             loss = engine.micro_step(
@@ -77,8 +80,11 @@ def run_steps(training: Training, start: int) -> int:
                 scale=scale,
             )
             training.report.micro(loss)
-        grad_norm = take_update(training, step, batches)
-        training.report.step(step + 1, lr=lr, grad_norm=grad_norm, data_wait=data_wait, samples=agreed.weight)
+            losses.append(loss)
+        grad_norm = take_update(training, step, batches, losses)
+        training.report.step(
+            step + 1, lr=lr, grad_norm=grad_norm, data_wait=data_wait, samples=agreed.samples
+        )
         if agreed.stop or (step + 1) % training.save_every == 0 or step + 1 == plan.steps:
             training.save(step + 1)
             saved = step + 1
@@ -113,27 +119,35 @@ def seed_model(training: Training, step: int, index: int) -> None:
     torch.manual_seed(training.rng.seed32("model", step, micro))
 
 
-def take_update(training: Training, step: int, batches: list[Batch]) -> float:
-    """Clips and updates; a refused update names the step, this rank and its samples."""
+def take_update(training: Training, step: int, batches: list[Batch], losses: list[Loss]) -> float:
+    """Clips and updates. The norm is global, so all ranks refuse together; those speak whose own loss
+    is to blame, and all where none is."""
     try:
         return training.engine.step(training.clip_grad_norm)
     except TrainingError as fault:
-        samples = [name for batch in batches for name in batch.ids]
-        raise TrainingError(
-            fault.what,
-            where=f"step {step + 1}, rank {dist.get_rank()}, samples {samples[:8]}",
-            hint=fault.hint,
-        ) from None
+        guilty = [not math.isfinite(float(loss.total)) for loss in losses]
+        samples = [name for batch, bad in zip(batches, guilty, strict=True) if bad for name in batch.ids]
+        culprits = gather([float(any(guilty))])[:, 0].nonzero().flatten().tolist()
+        if culprits and dist.get_rank() not in culprits:
+            raise PeerError(f"the loss of rank {culprits[0]} is not finite") from None
+        rank = f", rank {dist.get_rank()}, samples {samples[:8]}" if culprits else ""
+        raise TrainingError(fault.what, where=f"step {step + 1}{rank}", hint=fault.hint) from None
 
 
-def agree(weight: float, stop: bool, failed: bool) -> Agreement:
+def agree(batches: list[Batch], weights: list[float], stop: bool, failed: bool) -> Agreement:
     """The one small CPU collective of a step (gloo)."""
-    mine = torch.tensor([weight, float(stop), float(failed)], dtype=torch.float64)
-    table = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(table, mine)
-    rows = torch.stack(table)
-    culprits = tuple(int(rank) for rank in rows[:, 2].nonzero().flatten())
+    samples = sum(float((batch.weights > 0).sum()) for batch in batches)
+    rows = gather([sum(weights), samples, float(stop), float(failed)])
+    culprits = tuple(int(rank) for rank in rows[:, 3].nonzero().flatten())
     total = float(rows[:, 0].sum())
     if not culprits and total <= 0:
         raise TrainingError("the samples of this step weigh nothing together", hint="check the batch weights")
-    return Agreement(total, bool(rows[:, 1].any()), culprits)
+    return Agreement(total, float(rows[:, 1].sum()), bool(rows[:, 2].any()), culprits)
+
+
+def gather(row: list[float]) -> torch.Tensor:
+    """[ranks, len(row)] float64 on CPU: the row of every rank."""
+    mine = torch.tensor(row, dtype=torch.float64)
+    table = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(table, mine)
+    return torch.stack(table)

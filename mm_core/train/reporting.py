@@ -24,12 +24,14 @@ class RunReporter:
         run_dir: the run's folder.
         config, plan: the run.
         start: steps already taken; later lines of a run that went further are dropped.
+        samples_seen: samples trained on in those steps.
     """
 
-    def __init__(self, run_dir: Path, config: RunConfig, plan: RunPlan, start: int) -> None:
+    def __init__(
+        self, run_dir: Path, config: RunConfig, plan: RunPlan, start: int, samples_seen: float = 0.0
+    ) -> None:
         self.run_dir, self.every, self.last_step = run_dir, config.log.every, plan.steps
-        seen = float(start * plan.global_batch_size)
-        self.window = MetricsWindow(peak_memory_bytes, samples_seen=seen)
+        self.window = MetricsWindow(peak_memory_bytes, samples_seen=samples_seen)
         self.leads = dist.get_rank() == 0
         self.progress: Progress = make_progress(plan.steps, dist.get_rank(), start)
         trackers: dict[str, Tracker] = {}

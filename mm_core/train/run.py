@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -66,6 +66,8 @@ def _train(config: RunConfig, resume: str, stop: StopRequest) -> RunResult:
     run = assemble(config, resume, stop)
     try:
         step = run_steps(run.training, run.start)
+        if run.ledger.path.exists():
+            run.reporter.note(f"samples that could not be read were replaced; {run.ledger.path} lists them")
     except RuntimeError as error:
         # torch reports a dead data worker from a signal handler, wherever the process happens to be.
         if (death := worker_death(error)) is None:
@@ -85,6 +87,7 @@ class Assembly:
     folder: Path
     training: Training
     reporter: RunReporter
+    ledger: SkipLedger
     start: int
 
 
@@ -108,30 +111,34 @@ def assemble(config: RunConfig, resume: str = "auto", stop: StopRequest | None =
     order = sample_order(config, plan, len(dataset))
     load_frozen(task, engine.device)
     engine.prepare(task, plan.engine, partial(build, "optimizer", config.optimizer), rng)
-    start = restore(store, source, engine) if source else 0
+    facts: dict[str, Any] = restore(store, source, engine) if source else {"step": 0}
+    start = int(facts["step"])
     store.begin(start)
     if dist.get_rank() == 0:
         write_run_files(run_dir, config, plan)
     dist.barrier()
-    reporter = RunReporter(run_dir, config, plan, start)
+    reporter = RunReporter(run_dir, config, plan, start, facts.get("samples", 0.0))
     if source is not None:
         reporter.note(f"resumed {source} at step {start} of {plan.steps}")
+        for change in changed_order(facts.get("order", {}), order):
+            reporter.note(f"warning: {change}: samples come in another order than they would have")
     transform = task.batch_transform()  # type: ignore[operator]
     loader = make_loader(config, plan, dataset, order, transform, start, engine.device)
+    ledger = SkipLedger(run_dir, config.data.loader.max_failed_share)
     training = Training(
         plan=plan,
         task=task,  # type: ignore[arg-type]
         engine=engine,
-        batches=SkipLedger(run_dir, config.data.loader.max_failed_share).watch(loader),
+        batches=ledger.watch(loader),
         lr_schedule=build("lr_schedule", config.lr_schedule, plan.steps),
         rng=rng,
         report=reporter,
-        save=partial(save, store, engine, config, plan, reporter),
+        save=partial(save, store, engine, config, plan, reporter, order),
         stop=stop or NeverStop(),
         clip_grad_norm=config.train.clip_grad_norm,
         save_every=config.checkpoint.every,
     )
-    return Assembly(run_dir, training, reporter, start)
+    return Assembly(run_dir, training, reporter, ledger, start)
 
 
 def check_plugins(config: RunConfig) -> None:
@@ -197,19 +204,40 @@ def process_group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def restore(store: CheckpointStore, source: Path, engine: Engine) -> int:
-    """Loads model and optimizer in place; returns the number of steps already taken."""
-    step = store.read_facts(source)["step"]
-    state = engine.state_template(stepped=step > 0)
+def restore(store: CheckpointStore, source: Path, engine: Engine) -> dict[str, Any]:
+    """Loads model and optimizer in place; returns the checkpoint's facts."""
+    facts = store.read_facts(source)
+    state = engine.state_template(stepped=facts["step"] > 0)
     store.load(source, state)
-    return int(step)
+    return facts
+
+
+def changed_order(before: Mapping[str, Any], order: BatchPlan) -> list[str]:
+    """What has changed since the checkpoint of all that decides which samples a step sees."""
+    now = asdict(order)
+    return [
+        f"{key} was {before[key]} and is {now[key]}" for key in now if before.get(key, now[key]) != now[key]
+    ]
 
 
 def save(
-    store: CheckpointStore, engine: Engine, config: RunConfig, plan: RunPlan, reporter: RunReporter, step: int
+    store: CheckpointStore,
+    engine: Engine,
+    config: RunConfig,
+    plan: RunPlan,
+    reporter: RunReporter,
+    order: BatchPlan,
+    step: int,
 ) -> Path:
-    """One checkpoint: state, config, and where the data stood (a function of the step alone)."""
-    facts = {"step": step, "seed": config.run.seed, "world": plan.engine.world, "plugins": plugin_table(plan)}
+    """One checkpoint: state, config, and where the data stood (a function of the step and its order)."""
+    facts = {
+        "step": step,
+        "seed": config.run.seed,
+        "samples": reporter.window.samples_seen,
+        "order": asdict(order),
+        "world": plan.engine.world,
+        "plugins": plugin_table(plan),
+    }
     path = store.save(step, engine.state_dict(), facts, to_yaml(config))
     reporter.note(f"saved {path}")
     reporter.pause()

@@ -83,7 +83,7 @@ COMMANDS: dict[str, tuple[str, int, str]] = {
     "mm sample --run DIR --prompt TEXT": ("mm sample --run runs/short --prompt x --steps 1", 0, "1 clip in"),
     "mm validate FILE [key=value ...]": (f"mm validate {QUICKSTART} train.steps=5", 0, "ok"),
     "mm plugins show NAME": ("mm plugins show custom_dit", 0, "num_layers"),
-    "mm plugins check": ("mm plugins check", 0, "custom_dit"),
+    "mm plugins check": ("mm plugins check", 0, "0 faults"),
     "make venv": (f"{MAKE} --dry-run venv", 0, "Nothing to be done"),
     "make lint": (f"{MAKE} --dry-run lint", 0, "ruff check"),
     "make bench": (f"{MAKE} --dry-run bench", 0, "benchmarks/*.py"),

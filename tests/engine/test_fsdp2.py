@@ -56,7 +56,6 @@ def test_every_split_equals_one_whole_batch(tmp_path, whole, world, micro, shard
     assert distance(split["weights"], whole["weights"]) < 1e-5
 
 
-@pytest.mark.slow
 def test_two_ranks_equal_accumulation_on_one(tmp_path):
     one, two = outcome(tmp_path, 1, "4,auto"), outcome(tmp_path, 2, "4,auto")
     assert worst_tensor(two["gradients"], one["gradients"]) < 1e-6

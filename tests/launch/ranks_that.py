@@ -31,7 +31,8 @@ def join_gloo() -> None:
 
 def do(scenario: str, stop: StopFlag) -> int:
     """One rank's part; rank 1 is the one that goes wrong."""
-    print(f"rank {RANK} pid {os.getpid()} threads {os.environ.get('OMP_NUM_THREADS')}", flush=True)
+    # One write a line: two ranks share the stream.
+    os.write(1, f"rank {RANK} pid {os.getpid()} threads {os.environ.get('OMP_NUM_THREADS')}\n".encode())
     if scenario == "fine":
         return 0
     if scenario == "stop":

@@ -13,6 +13,7 @@ from mm_core.config.load import load_config
 from mm_core.train import checkpoint_dcp as dcp
 from mm_core.train import checkpoint_io as files
 from mm_core.train.run import assemble, process_group
+from mm_core.train.sampling import sample
 
 pytestmark = pytest.mark.slow
 
@@ -111,7 +112,15 @@ def test_one_rank_equals_two_ranks(whole, tiny, tmp_path, mm):
     assert losses(tmp_path / "tiny") == pytest.approx(losses(whole), rel=1e-5)
 
 
-def test_sampling_writes_clips_and_does_not_depend_on_the_batch(whole, tmp_path, mm):
+def test_a_clip_does_not_depend_on_what_is_sampled_beside_it(whole):
+    prompts = ["a red circle moves left", "a blue square moves up"]
+    together = sample(whole, prompts=prompts, steps=3)
+    (alone,) = sample(whole, prompts[0], steps=3)
+    assert torch.allclose(alone.pixels, together[0].pixels, atol=1e-5)
+    assert not torch.allclose(together[0].pixels, together[1].pixels, atol=1e-2)
+
+
+def test_sampling_writes_clips_and_overwrites_none(whole, tmp_path, mm):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a red circle moves left\na blue square moves up\na green circle moves right\n")
     common = ("sample", "--run", whole, "--prompts", prompts, "--steps", 3)
@@ -125,6 +134,8 @@ def test_sampling_writes_clips_and_does_not_depend_on_the_batch(whole, tmp_path,
         "contact_sheet.png",
         "prompts.json",
     ]
+    once, twice = (mm("sample", "--run", whole, "--prompt", "x", "--steps", 1, "--seed", 5) for _ in range(2))
+    assert "samples/seed_5;" in once.out and "samples/seed_5-2;" in twice.out
 
 
 @pytest.mark.parametrize(
@@ -136,6 +147,8 @@ def test_sampling_writes_clips_and_does_not_depend_on_the_batch(whole, tmp_path,
             "pattern 'predictor.layers.{*}' matches no module",
         ),
         (["engine.sharding_size=2"], "sharding_size 2 does not divide 1 rank"),
+        (["engine.sub_modules_to_wrap=[predictor.blocks]"], "'predictor.blocks' is a container"),
+        (["engine.param_dtype=fp16"], "fp32, bf16"),
         (["optimizer.type=adam"], "no optimizer is named 'adam'"),
         (["data.train.annotations=nowhere.json"], "nowhere.json"),
         (["task.predictor.in_channels=16"], "16"),
@@ -188,6 +201,7 @@ def test_unreadable_clips_are_skipped_counted_and_listed(shapes, tiny, tmp_path,
     annotations = f"data.train.annotations={folder / 'data.json'}"
     done = mm("train", "--config", tiny, f"run.dir={tmp_path}", annotations, "--nproc", 2)
     assert done.code == 0, done.err
+    assert "samples that could not be read were replaced" in done.err
     rows = [json.loads(line) for line in (tmp_path / "tiny/skipped.jsonl").read_text().splitlines()]
     assert {Path(row["id"]).name for row in rows} == {video.name for video in videos[:3]}
     assert all(row["reason"] for row in rows)
@@ -213,3 +227,9 @@ def test_a_path_outside_of_the_folder_is_refused(shapes, tiny, tmp_path, mm):
     done = mm("train", "--config", tiny, f"run.dir={tmp_path}", f"data.train.annotations={rows}")
     assert done.code == 1 and "Traceback" not in done.err
     assert "../secret.mp4" in done.err and "outside" in done.err
+
+
+def test_a_changed_order_is_told_on_resume(whole, tiny, tmp_path, mm):
+    interrupted(whole, tmp_path)
+    done = mm("train", "--config", tiny, f"run.dir={tmp_path}", "data.loader.sampler=sequential")
+    assert done.code == 0 and "warning: order was random and is sequential" in done.err

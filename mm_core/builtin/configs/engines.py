@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from mm_core.plugin.fields import DType, Range
+from mm_core.plugin.fields import Range
+
+ComputeDType = Literal["fp32", "bf16"]
+"""fp16 would need loss scaling, which the engine does not do."""
 
 
 @dataclass(frozen=True)
@@ -19,10 +22,10 @@ class FSDP2Config:
     recompute_modules: Literal["auto"] | tuple[str, ...] = ()  # activations recomputed in backward
     use_reentrant: bool = False  # the older autograd path of recomputation
     reshard_after_forward: bool = True  # false: keeps gathered parameters until backward (ZeRO-2)
-    param_dtype: DType | None = None  # parameters in forward and backward; none: as stored (fp32)
-    reduce_dtype: DType | None = "fp32"  # gradients while they are reduced; none: param_dtype
-    output_dtype: DType | None = None  # of the trained modules' outputs; none: as computed
-    cast_forward_inputs: bool = True  # inputs to param_dtype, named timesteps excepted
+    param_dtype: ComputeDType | None = None  # parameters in forward and backward; none: as stored (fp32)
+    reduce_dtype: ComputeDType | None = "fp32"  # gradients while they are reduced; none: param_dtype
+    output_dtype: ComputeDType | None = None  # of the trained modules' outputs; none: as computed
+    cast_forward_inputs: bool = True  # to param_dtype, timesteps excepted; false: the model casts itself
     num_to_forward_prefetch: Annotated[int, Range(ge=0)] = 0  # wrapped modules gathered ahead in forward
     num_to_backward_prefetch: Annotated[int, Range(ge=0)] = 0  # and in backward
     offload_to_cpu: bool = False  # shards, gradients and optimizer live in host memory
