@@ -119,6 +119,22 @@ def train(steps: int, micro: int, **fields) -> dict[str, object]:
     }
 
 
+def ignored_part() -> dict[str, object]:
+    """A frozen, ignored part of the predictor, before and after a step."""
+    with torch.device("meta"):
+        task = TinyTask()
+    part = task.predictor.condition_embedder.text_embedder.requires_grad_(False)
+    engine = FSDP2Engine(ignored_modules=("predictor.condition_embedder.text_embedder",))
+    plan = engine.plan(task, dist.get_world_size(), 2)
+    engine.prepare(task, plan, lambda parameters: torch.optim.AdamW(parameters, lr=1e-3), Randomness(7))
+    plain = not any(isinstance(parameter, DTensor) for parameter in part.parameters())
+    before = [parameter.clone() for parameter in part.parameters()]
+    engine.micro_step(partial(rows_loss, task, rows(0), slice(0, 8)), last=True, scale=1.0)
+    engine.step(1.0)
+    kept = all(torch.equal(a, b) for a, b in zip(before, part.parameters(), strict=True))
+    return {"plain": plain, "kept": kept, "ignored": plan.ignored}
+
+
 def initial_hash() -> str:
     task, _ = make()
     digest = hashlib.sha256()
@@ -140,6 +156,8 @@ def main() -> None:
             train(3, 4, recompute_modules="auto"),
             train(3, 4, recompute_modules="auto", use_reentrant=True),
         ]
+    elif case == "ignored":
+        result = ignored_part()
     elif case == "offload":
         result = [train(3, 4), train(3, 4, offload_to_cpu=True)]
     elif case == "prefetch":

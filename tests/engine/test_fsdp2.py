@@ -90,3 +90,13 @@ def test_where_and_when_parameters_are_gathered_changes_nothing(tmp_path, case):
     plain, other = outcome(tmp_path, 2, case)
     assert plain["losses"] == other["losses"]
     assert all(torch.equal(plain["weights"][k], other["weights"][k]) for k in plain["weights"])
+
+
+@pytest.mark.slow
+def test_an_ignored_part_is_neither_sharded_nor_trained(tmp_path):
+    seen = outcome(tmp_path, 2, "ignored")
+    assert seen == {
+        "plain": True,
+        "kept": True,
+        "ignored": ("predictor.condition_embedder.text_embedder",),
+    }
