@@ -23,6 +23,11 @@ def wait_deafly() -> None:
         time.sleep(100)
 
 
+def say(line: str) -> None:
+    """One write a line: two ranks share the stream, and `print` may write the line's end apart."""
+    os.write(1, f"{line}\n".encode())
+
+
 def join_gloo() -> None:
     import torch.distributed as dist
 
@@ -31,8 +36,7 @@ def join_gloo() -> None:
 
 def do(scenario: str, stop: StopFlag) -> int:
     """One rank's part; rank 1 is the one that goes wrong."""
-    # One write a line: two ranks share the stream.
-    os.write(1, f"rank {RANK} pid {os.getpid()} threads {os.environ.get('OMP_NUM_THREADS')}\n".encode())
+    say(f"rank {RANK} pid {os.getpid()} threads {os.environ.get('OMP_NUM_THREADS')}")
     if scenario == "fine":
         return 0
     if scenario == "stop":
@@ -40,7 +44,7 @@ def do(scenario: str, stop: StopFlag) -> int:
         while stop.requested is None:
             time.sleep(0.05)
         time.sleep(1.5)  # saving
-        print(f"rank {RANK} saved after {stop.requested}", flush=True)
+        say(f"rank {RANK} saved after {stop.requested}")
         return STOPPED
     if scenario == "same":
         raise DataError("a fault of the input that every rank finds", where="data.json")
