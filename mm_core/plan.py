@@ -114,6 +114,10 @@ def _abridged(paths: tuple[str, ...]) -> str:
 
 def build_task(config: RunConfig) -> nn.Module:
     """The task with its trainable modules on the meta device and its frozen ones not yet loaded."""
+    registry = get_registry(config.plugins.path)
+    for _, component in walk_components(config.task):
+        # Imported before the meta device is entered: a module's own tensors must be real ones.
+        registry.resolve(component.kind, component.type).load_target()
     with torch.device("meta"):
         task = build("task", config.task)
     assert isinstance(task, nn.Module)

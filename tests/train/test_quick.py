@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+
+import yaml
 
 
 def test_a_run_trains_resumes_and_samples(tiny, tmp_path, mm):
@@ -26,3 +29,27 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(tiny, tmp_path, mm):
     assert not list(tmp_path.iterdir())
     launched = mm("train", "--config", tiny, f"run.dir={tmp_path}", "--dry-run", RANK="0", WORLD_SIZE="2")
     assert launched.code == 0 and launched.out == done.out, launched.err
+
+
+def test_modules_are_imported_before_the_meta_device_is_entered(tiny, tmp_path, mm):
+    (tmp_path / "lazy_task.py").write_text(
+        "import torch\n"
+        "from mm_core.tasks.text_to_video import TextToVideo\n"
+        "CONSTANT = torch.ones(2)\n"
+        "class LazyTask(TextToVideo):\n"
+        "    def check(self, spec):\n"
+        "        raise SystemExit(f'the constant lies on {CONSTANT.device}')\n"
+    )
+    (tmp_path / "plugin.py").write_text(
+        "from mm_core import Component, hookimpl\n"
+        "@hookimpl\n"
+        "def mm_tasks():\n"
+        "    config = 'mm_core.builtin.configs.text_to_video:TextToVideoConfig'\n"
+        "    return [Component(name='lazy', target='lazy_task:LazyTask', config=config)]\n"
+    )
+    config = yaml.safe_load(tiny.read_text())
+    config["task"]["type"], config["plugins"] = "local/lazy", {"path": ["plugin.py"]}
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(config))
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = mm("train", "--config", tmp_path / "x.yaml", "--dry-run", PYTHONPATH=path)
+    assert "the constant lies on cpu" in done.err
