@@ -13,7 +13,7 @@ from mm_core.config.interpolation import escape
 from mm_core.config.schema import RunConfig
 from mm_core.config.yaml_nodes import FLOAT
 from mm_core.errors import ConfigError
-from mm_core.plugin.fields import ComponentConfig
+from mm_core.plugin.fields import ComponentConfig, yaml_key
 
 
 class _Dumper(yaml.SafeDumper):
@@ -53,7 +53,7 @@ def _plain(value: Any, path: str, literals: Mapping[str, str]) -> Any:
         return _items({"type": value.type, **value.options}, path, literals)
     if dataclasses.is_dataclass(value):
         fields = [f for f in dataclasses.fields(value) if f.metadata.get("yaml", True)]
-        return _items({f.name: getattr(value, f.name) for f in fields}, path, literals)
+        return _items({yaml_key(f.name): getattr(value, f.name) for f in fields}, path, literals)
     if isinstance(value, Mapping):
         return _items(value, path, literals)
     if isinstance(value, (list, tuple)):

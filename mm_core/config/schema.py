@@ -16,6 +16,20 @@ class RunSection:
     name: str  # the run's folder under `dir`
     dir: str = "runs"  # folder of runs
     seed: int = 1234  # everything random in the run derives from it
+    deterministic: bool = False  # refuse kernels whose results vary; slower
+    stuck_after: Annotated[float, Range(gt=0)] | None = 1800.0  # seconds without progress that end the run
+
+
+@dataclass(frozen=True)
+class InitFromSection:
+    """Weights to begin with. Optimizer, step and data position start anew."""
+
+    path: str  # a run or one of its checkpoints; a safetensors file, or a folder of them; a .pt of tensors
+    weights: Literal["model", "ema"] = "model"  # which of a checkpoint's weights
+    strict: bool = True  # false: what is missing keeps its initialisation, what is left over is listed
+    include: tuple[str, ...] = ()  # patterns of parameters to take, by their path in the task; none: all
+    exclude: tuple[str, ...] = ()  # patterns of parameters to leave as initialised
+    prefixes: Mapping[str, str] = field(default_factory=dict)  # start of a stored name -> path in the task
 
 
 @dataclass(frozen=True)
@@ -36,24 +50,105 @@ class DataSection:
     """What is read."""
 
     train: Annotated[ComponentConfig, Kind("dataset")]
+    validation: Annotated[ComponentConfig, Kind("dataset")] | None = None  # evaluated while training
+    test: Annotated[ComponentConfig, Kind("dataset")] | None = None  # evaluated once, after the last step
     loader: LoaderSection = field(default_factory=LoaderSection)
+
+
+@dataclass(frozen=True)
+class NonFiniteSection:
+    """What follows on a loss or gradient that is not finite. No rank ever updates with it."""
+
+    policy: Literal["stop", "skip"] = "stop"  # skip: the step is left out, within the limits below
+    in_a_row: Annotated[int, Range(ge=1)] = 3  # skipped steps that end the run
+    in_all: Annotated[int, Range(ge=1)] = 100  # skipped steps that end the run
+
+
+@dataclass(frozen=True)
+class SpikeSection:
+    """A gradient norm far above the latest ones."""
+
+    factor: Annotated[float, Range(gt=1)]  # times the median of the latest norms
+    window: Annotated[int, Range(ge=2)] = 100  # steps that the median is over; none is judged before half of them
+    policy: Literal["skip", "stop", "warn"] = "skip"  # skip: the step is left out
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters that are trained otherwise than the rest."""
+
+    match: tuple[str, ...]  # patterns of modules or parameters, by their path in the task
+    lr_scale: Annotated[float, Range(ge=0)] = 1.0  # times the optimizer's learning rate
+    weight_decay: Annotated[float, Range(ge=0)] | None = None  # none: the optimizer's
 
 
 @dataclass(frozen=True)
 class TrainSection:
     """How long, how much a step, how far a step."""
 
-    steps: Annotated[int, Range(ge=0)]  # optimizer steps in all
+    steps: Annotated[int, Range(ge=0)] | None = None  # optimizer steps in all; or epochs
+    epochs: Annotated[float, Range(gt=0)] | None = None  # passes over data.train in all; or steps
     micro_batch_size: Annotated[int, Range(ge=1)] = 1  # samples a forward on one rank
     global_batch_size: Annotated[int, Range(ge=1)] | None = (
         None  # samples a step over all ranks; none: no accumulation
     )
     clip_grad_norm: Annotated[float, Range(gt=0)] | None = 1.0  # global L2 norm; none: only measured
+    freeze: tuple[str, ...] = ()  # patterns of modules or parameters that are not trained
+    parameter_groups: tuple[ParameterGroup, ...] = ()  # the first that matches a parameter counts
+    decay_norms_and_biases: bool = True  # false: no weight decay on parameters of one dimension
+    non_finite: NonFiniteSection = field(default_factory=NonFiniteSection)
+    spike: SpikeSection | None = None  # none: no gradient norm is too large
+    overfit_one_batch: bool = False  # every step sees the first global batch, with the same noise
 
     def __post_init__(self) -> None:
         size, micro = self.global_batch_size, self.micro_batch_size
         if size is not None and size % micro:
             raise ValueError(f"global_batch_size {size} is not a multiple of micro_batch_size {micro}")
+        if self.steps is None and self.epochs is None:
+            raise ValueError("steps or epochs must say how long to train")
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError("steps and epochs are both set; one of them says how long to train")
+
+
+@dataclass(frozen=True)
+class EMASection:
+    """An exponential moving average of the weights, used for validation, sampling and export."""
+
+    decay: Annotated[float, Range(ge=0, lt=1)] = 0.9999  # share of the average that a step keeps
+    ramp: bool = True  # begins with (1 + n) / (10 + n) after n updates, as long as that is less
+    every: Annotated[int, Range(ge=1)] = 1  # steps between updates, whose decay is decay^every
+    device: Literal["same", "cpu"] = "same"  # where the average is kept
+
+
+@dataclass(frozen=True)
+class SamplesSection:
+    """Clips that are generated while training."""
+
+    prompts: tuple[str, ...]  # one clip each
+    every: Annotated[int, Range(ge=1)] | None = None  # steps; none: with each validation
+    negative_prompt: str = ""  # what guidance leads away from
+    steps: Annotated[int, Range(ge=1)] | None = None  # solver steps; none: as in task.sample
+    guidance: Annotated[float, Range(ge=0)] | None = None  # none: as in task.sample
+    seed: int = 0  # noise of clip i comes from (seed, i)
+
+
+@dataclass(frozen=True)
+class ValidationSection:
+    """Held-out loss and sampled clips while training."""
+
+    every: Annotated[int, Range(ge=1)] = 500  # steps
+    clips: Annotated[int, Range(ge=1)] | None = None  # samples of data.validation, evenly spaced; none: all
+    timesteps: Literal["quantiles"] | tuple[Annotated[float, Range(gt=0, lt=1)], ...] = (
+        "quantiles"  # of the training density, the same for every sample: 0.1, 0.3, 0.5, 0.7, 0.9
+    )
+    samples: SamplesSection | None = None  # none: no clips
+    metrics: tuple[Annotated[ComponentConfig, Kind("metric")], ...] = ()  # beside the loss
+    at_start: bool = False  # also before the first step
+
+    @property
+    def quantiles(self) -> tuple[float, ...]:
+        """The timesteps' places in the training density."""
+        return (0.1, 0.3, 0.5, 0.7, 0.9) if self.timesteps == "quantiles" else tuple(self.timesteps)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -61,7 +156,12 @@ class CheckpointSection:
     """When state is saved and how much of it is kept. The last step is always saved."""
 
     every: Annotated[int, Range(ge=1)] = 1000  # steps
+    every_minutes: Annotated[float, Range(gt=0)] | None = None  # also after that long without a save
     keep: Annotated[int, Range(ge=1)] = 3  # newest complete checkpoints that stay
+    keep_every: Annotated[int, Range(ge=1)] | None = None  # those of every so many steps stay as well
+    best: str | None = None  # metric of the validation (`loss`, ...) whose best checkpoint stays as well
+    mode: Literal["min", "max"] = "min"  # which value of `best` is best
+    async_: bool | Literal["thread", "process"] = True  # written while training goes on; true: by a thread
 
 
 @dataclass(frozen=True)
@@ -69,7 +169,21 @@ class LogSection:
     """What is written while training."""
 
     every: Annotated[int, Range(ge=1)] = 1  # steps
+    detail_every: Annotated[int, Range(ge=1)] = 50  # steps; loss by noise level, timestep histogram, times
     trackers: tuple[Annotated[ComponentConfig, Kind("tracker")], ...] = ()  # beside metrics.jsonl
+
+
+@dataclass(frozen=True)
+class ProfileSection:
+    """A window of steps that torch.profiler records into `<run>/profile`."""
+
+    steps: tuple[Annotated[int, Range(ge=1)], Annotated[int, Range(ge=1)]]  # first and last step, from 1
+    memory: bool = True  # also a snapshot of the device's allocator
+    ranks: tuple[Annotated[int, Range(ge=0)], ...] = (0,)  # that are recorded
+
+    def __post_init__(self) -> None:
+        if self.steps[0] > self.steps[1]:
+            raise ValueError("steps must rise: [first, last]")
 
 
 @dataclass(frozen=True)
@@ -92,8 +206,28 @@ class RunConfig:
     lr_schedule: Annotated[ComponentConfig, Kind("lr_schedule")] = ComponentConfig(
         "lr_schedule", "core/constant"
     )
+    init_from: InitFromSection | None = None
+    ema: EMASection | None = None
+    validation: ValidationSection | None = None
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     log: LogSection = field(default_factory=LogSection)
+    profile: ProfileSection | None = None
+    callbacks: tuple[Annotated[ComponentConfig, Kind("callback")], ...] = ()
     plugins: PluginsSection = field(default_factory=PluginsSection)
     literals: Mapping[str, str] = field(default_factory=dict, compare=False, metadata={"yaml": False})
     """Dotted key -> the `${oc.env:..}` text that stood there; what is written keeps the text."""
+
+    def __post_init__(self) -> None:
+        validation, checkpoint = self.validation, self.checkpoint
+        if validation is not None and self.data.validation is None and validation.samples is None:
+            raise ValueError("validation has nothing to do: set data.validation, or validation.samples")
+        if validation is None and self.data.validation is not None:
+            raise ValueError("data.validation is set, but validation (every: 500, say) is not")
+        if checkpoint.best is not None:
+            if validation is None or self.data.validation is None:
+                raise ValueError("checkpoint.best needs a validation: set validation and data.validation")
+            if checkpoint.every % validation.every:
+                raise ValueError(
+                    f"checkpoint.every {checkpoint.every} is not a multiple of validation.every"
+                    f" {validation.every}: checkpoint.best is judged where both fall together"
+                )

@@ -1,6 +1,16 @@
 """Contracts between rooms: protocols, typed batches, derived randomness."""
 
-from mm_core.contracts.batch import Batch, Clip, FailureRecord, Loss, SampleKey, SampleRequest, VideoTextBatch
+from mm_core.contracts.batch import (
+    Batch,
+    Bins,
+    Clip,
+    Evaluation,
+    FailureRecord,
+    Loss,
+    SampleKey,
+    SampleRequest,
+    VideoTextBatch,
+)
 from mm_core.contracts.components import (
     Autoencoder,
     Frozen,
@@ -14,10 +24,12 @@ from mm_core.contracts.components import (
 from mm_core.contracts.dtypes import torch_dtype
 from mm_core.contracts.randomness import Randomness
 from mm_core.contracts.running import (
+    Callback,
     Dataset,
     Engine,
     EnginePlan,
     LRSchedule,
+    Metric,
     RandomisedDataset,
     Task,
     Tracker,
@@ -28,14 +40,18 @@ from mm_core.contracts.running import (
 __all__ = [
     "Autoencoder",
     "Batch",
+    "Bins",
+    "Callback",
     "Clip",
     "Dataset",
     "Engine",
     "EnginePlan",
+    "Evaluation",
     "FailureRecord",
     "Frozen",
     "LRSchedule",
     "Loss",
+    "Metric",
     "NoiseScheduler",
     "Posterior",
     "Predictor",

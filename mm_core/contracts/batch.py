@@ -89,11 +89,45 @@ class Loss:
     total: scalar tensor with a graph: the weighted SUM over the micro-batch.
     weight: equals `Task.weight(batch)`.
     metrics: further detached scalar tensors, each also a weighted sum (the logger divides).
+    bins: [2, n] float32, detached: the loss and the weight that fell into each bin of `Task.bins`;
+        None where the task has no bins.
+    tokens: what the trained network has processed, in its own tokens (patches of latents).
     """
 
     total: Tensor
     weight: float
     metrics: dict[str, Tensor] = field(default_factory=dict)
+    bins: Tensor | None = None
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Bins:
+    """A scale along which the training loss is also shown, such as the noise level.
+
+    name: of the scale ("sigma"). edges: n + 1 rising numbers. declared: [n] the share of the training
+    weight that the configuration says should fall into each bin.
+    """
+
+    name: str
+    edges: tuple[float, ...]
+    declared: tuple[float, ...]
+
+
+@dataclass
+class Evaluation:
+    """What a task says of one batch of held-out samples, row by row, without gradients.
+
+    sums: name -> [B] float32, each row's summed value; "loss" is one of them. The names are the same
+        for every batch.
+    weights: [B] float32, what a mean divides the sums by: 1 a row, or its number of tokens.
+        Rows whose `Batch.weights` is 0 count for nothing, whatever stands here.
+    outputs: name -> [B,...] tensors that metric plugins may look at (predictions, references).
+    """
+
+    sums: dict[str, Tensor]
+    weights: Tensor
+    outputs: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -101,7 +135,8 @@ class SampleRequest:
     """What to generate. None leaves a value to the task's own default.
 
     prompts: one clip each. negative_prompt: the unconditional branch of guidance ("" by default).
-    seed: noise of clip i comes from (seed, i) alone. steps: solver steps. guidance: classifier-free
+    seed: noise of clip i comes from (seed, first + i) alone. first: number of the first prompt, where
+    several ranks share a list. steps: solver steps. guidance: classifier-free
     guidance scale (1 switches it off). num_frames, height, width: F, Y, X in pixels. fps: 1/s.
     """
 
@@ -114,6 +149,7 @@ class SampleRequest:
     height: int | None = None
     width: int | None = None
     fps: float | None = None
+    first: int = 0
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -10,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from mm_core.contracts.batch import Batch, Clip, Loss, SampleRequest
+from mm_core.contracts.batch import Batch, Bins, Clip, Evaluation, Loss, SampleRequest
 from mm_core.contracts.randomness import Randomness
 
 
@@ -67,6 +68,11 @@ class Task(Protocol):
     trainable: tuple[str, ...]
     frozen: tuple[str, ...]
 
+    @property
+    def bins(self) -> Bins | None:
+        """The scale that `Loss.bins` counts along; None for a task without one."""
+        ...
+
     def weight(self, batch: Batch) -> float:
         """The weight of a micro-batch, from the batch alone, before any forward."""
         ...
@@ -81,6 +87,13 @@ class Task(Protocol):
 
     def loss(self, inputs: Any) -> Loss:
         """Forward and loss as a SUM; its weight equals `weight(batch)`."""
+        ...
+
+    def evaluate(self, batch: Batch, rng: Randomness, quantiles: Sequence[float]) -> Evaluation:
+        """Loss of held-out samples, called under no_grad in evaluation mode, with fixed noise: all
+        chance comes from `rng` and the samples' indices, never from a step. A diffusion task takes
+        the timesteps that lie at `quantiles` of its training density. Every batch runs the same
+        number of forwards, since other ranks run theirs at the same time."""
         ...
 
     def sample(self, request: SampleRequest) -> list[Clip]:
@@ -104,9 +117,69 @@ class LRSchedule(Protocol):
 class Tracker(Protocol):
     """Receives metrics on rank 0. A tracker that fails is reported once and switched off."""
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Metrics by name, after `step` steps; names may hold slashes (`validation/loss`)."""
+        ...
+
+    def clips(self, step: int, clips: Sequence[Clip], folder: Path) -> None:
+        """Clips that were sampled after `step` steps; their mp4 files lie in `folder`. `clips` holds
+        previews: full length, at most 256 pixels a side."""
+        ...
 
     def close(self) -> None: ...
+
+
+class Metric(Protocol):
+    """A figure of held-out samples, exact over ranks: only sums leave a rank.
+
+    For one evaluation the core calls `reset`, then `batch` for each batch of this rank and `sampled`
+    for the clips that this rank has sampled, adds `sums` over the ranks, and gives all ranks
+    `result`.
+    """
+
+    def reset(self) -> None: ...
+
+    def batch(self, batch: Batch, evaluation: Evaluation) -> None:
+        """Looks at one evaluated batch; rows whose `batch.weights` is 0 are to be left out."""
+        ...
+
+    def sampled(self, clips: Sequence[Clip]) -> None:
+        """Looks at sampled clips."""
+        ...
+
+    def sums(self) -> Tensor:
+        """[n] float64 on CPU: what this rank has summed up; n never changes."""
+        ...
+
+    def result(self, sums: Tensor) -> Mapping[str, float]:
+        """The figures by name, from the sums over all ranks; {} when nothing was seen."""
+        ...
+
+
+class Callback:
+    """An observer of a run, on every rank. Override what you need; each method does nothing here.
+
+    Observers are called in the order of the YAML's `callbacks`. They watch and never change the run:
+    an exception of theirs ends it, with their name.
+    """
+
+    def run_started(self, run_dir: Path, step: int, last_step: int) -> None:
+        """Everything is ready; `step` steps were taken before."""
+
+    def step_ended(self, step: int, metrics: Mapping[str, float] | None) -> None:
+        """`step` steps are taken. metrics: what was logged, on steps that log; else None."""
+
+    def validated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """An evaluation has ended, with the same metrics on every rank."""
+
+    def sampled(self, step: int, folder: Path) -> None:
+        """Clips were written to `folder`."""
+
+    def saved(self, step: int, path: Path) -> None:
+        """A checkpoint is complete, under its final name."""
+
+    def run_ended(self, step: int, error: BaseException | None) -> None:
+        """The run is over after `step` steps; `error` is what ended it, None where all is well."""
 
 
 @dataclass(frozen=True)
@@ -142,20 +215,40 @@ class Engine(Protocol):
         self,
         task: nn.Module,
         plan: EnginePlan,
-        optimizer: Callable[[Any], torch.optim.Optimizer],
+        optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer],
         rng: Randomness,
     ) -> None:
-        """Recompute -> shard -> materialise -> initialise -> optimizer, in place."""
+        """Recompute -> shard -> materialise -> initialise -> optimizer, in place. `optimizer` is given
+        the (sharded) parameters that require a gradient, by their path in the task. A parameter group
+        may hold `lr_scale`, a factor of its base rate."""
         ...
 
     def micro_step(self, compute: Callable[[], Loss], *, last: bool, scale: float) -> Loss:
         """Runs `compute` in the engine's contexts and back-propagates `total * scale`; gradients
-        are reduced over ranks on the last micro-batch. Returns the loss, detached."""
+        are reduced over ranks on the last micro-batch. A loss that is not finite makes the gradients,
+        and so the norm on every rank, not finite. Returns the loss, detached."""
         ...
 
-    def step(self, clip_grad_norm: float | None) -> float:
-        """Clips, refuses a non-finite norm (TrainingError, before the update, on all ranks),
-        updates, clears. Returns the global gradient norm before clipping."""
+    def grad_norm(self) -> float:
+        """The global L2 norm of the reduced gradients, the same on all ranks. The step's one host sync."""
+        ...
+
+    def step(self, norm: float, clip_grad_norm: float | None) -> None:
+        """Clips gradients of that norm, updates, clears them."""
+        ...
+
+    def discard(self) -> None:
+        """Clears the gradients without an update."""
+        ...
+
+    @property
+    def base_lr(self) -> float:
+        """The base rate of the first parameter group that has no `lr_scale`."""
+        ...
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Evaluation mode without gradients for the length of the block, entered by all ranks. What it
+        gathered is dropped at its end, so that weights that change afterwards are gathered anew."""
         ...
 
     def scale_lr(self, factor: float) -> float:

@@ -8,6 +8,8 @@ documentation of torch.distributed.fsdp.fully_shard.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -26,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from mm_core.builtin.configs.engines import FSDP2Config
 from mm_core.contracts import EnginePlan, Loss, Randomness, torch_dtype
 from mm_core.device import current_device
-from mm_core.errors import ContractError, PlanError, TrainingError
+from mm_core.errors import ContractError, PlanError
 from mm_core.parallel.averaging import average_by_sum, check_replicas
 from mm_core.parallel.casting import cast_inputs
 from mm_core.parallel.initialise import initialise
@@ -95,7 +97,7 @@ class FSDP2Engine:
         self,
         task: nn.Module,
         plan: EnginePlan,
-        optimizer: Callable[[Any], torch.optim.Optimizer],
+        optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer],
         rng: Randomness,
     ) -> None:
         """Recompute -> shard -> materialise -> initialise -> optimizer; `task` changes in place."""
@@ -115,8 +117,9 @@ class FSDP2Engine:
                     for key, buffer in buffer_owner.named_buffers(recurse=False):
                         setattr(buffer_owner, key, buffer.to(self.device))
             self._parameters |= dict(module.named_parameters(prefix=name))
-        self._optimizer = optimizer([p for p in self._parameters.values() if p.requires_grad])
-        self._base_lrs = [float(group["lr"]) for group in self._optimizer.param_groups]
+        self._optimizer = optimizer({n: p for n, p in self._parameters.items() if p.requires_grad})
+        groups = self._optimizer.param_groups
+        self._base_lrs = [float(group["lr"]) * float(group.get("lr_scale", 1.0)) for group in groups]
 
     def _shard(self, task: nn.Module, plan: EnginePlan) -> None:
         config = self.config
@@ -171,35 +174,66 @@ class FSDP2Engine:
             root.set_requires_gradient_sync(last)
             root.set_is_last_backward(last)
         loss = compute()
-        (loss.total * scale).backward()  # type: ignore[no-untyped-call]
-        return Loss(loss.total.detach(), loss.weight, loss.metrics)
+        # A total that is not finite may still have finite gradients (x + nan): they would update unseen.
+        seed = torch.where(torch.isfinite(loss.total.detach()), scale, float("nan"))
+        loss.total.backward(seed.to(loss.total.dtype))  # type: ignore[no-untyped-call]
+        return replace(loss, total=loss.total.detach())
 
-    def step(self, clip_grad_norm: float | None) -> float:
-        """Clips and updates. TrainingError on every rank, before the update, for a non-finite norm."""
-        assert self._optimizer is not None
-        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-        total = torch.nn.utils.get_total_norm(gradients)
+    def grad_norm(self) -> float:
+        """The global L2 norm of the reduced gradients, the same on all ranks. Waits for the device."""
+        total = torch.nn.utils.get_total_norm(self._gradients())
         if isinstance(total, DTensor):
             total = total.full_tensor()
-        norm = float(total)
-        if not norm < float("inf"):
-            self._optimizer.zero_grad()
-            raise TrainingError(
-                f"the gradient norm is {norm}; no parameter was changed",
-                hint="lower the learning rate, check the samples of this step, or train in fp32",
-            )
+        return float(total)
+
+    def step(self, norm: float, clip_grad_norm: float | None) -> None:
+        """Clips gradients of that norm, updates, clears them."""
+        assert self._optimizer is not None
         if clip_grad_norm is not None and norm > clip_grad_norm:
-            torch._foreach_mul_(gradients, clip_grad_norm / (norm + 1e-6))
+            torch._foreach_mul_(self._gradients(), clip_grad_norm / (norm + 1e-6))
         self._optimizer.step()
         self._optimizer.zero_grad()
-        return norm
+
+    def discard(self) -> None:
+        """Clears the gradients without an update."""
+        assert self._optimizer is not None
+        self._optimizer.zero_grad()
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self._parameters.values() if p.grad is not None]
+
+    @property
+    def base_lr(self) -> float:
+        """The base rate of the first parameter group that has no `lr_scale`; else of the first."""
+        assert self._optimizer is not None
+        groups = list(zip(self._optimizer.param_groups, self._base_lrs, strict=True))
+        plain = [rate for group, rate in groups if group.get("lr_scale", 1.0) == 1.0]
+        return plain[0] if plain else groups[0][1]
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluation mode without gradients. A forward without a backward leaves the roots gathered:
+        they are dropped at the end, or training would go on with what was gathered here."""
+        modes = {m: m.training for module in self._trained.values() for m in module.modules()}
+        for module in self._trained.values():
+            module.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for module, training in modes.items():
+                module.training = training
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+    # -- learning rate -------------------------------------------------------------------------
 
     def scale_lr(self, factor: float) -> float:
-        """Sets each group's rate to its base rate times `factor`; returns the first group's."""
+        """Sets each group's rate to its base rate times `factor`; returns that of `base_lr`."""
         assert self._optimizer is not None
         for group, base in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = base * factor
-        return float(self._optimizer.param_groups[0]["lr"])
+        return self.base_lr * factor
 
     # -- state ---------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from mm_core.errors import ConfigError, MMError, PluginError, did_you_mean
-from mm_core.plugin.fields import ComponentConfig, Kind, Range
+from mm_core.plugin.fields import ComponentConfig, Kind, Range, yaml_key
 from mm_core.plugin.nodes import (
     FAILED,
     SCALARS,
@@ -94,19 +94,21 @@ class Checker:
         except (NameError, AttributeError, TypeError) as error:
             what = f"the annotations of {cls.__module__}.{cls.__qualname__} can not be resolved: {error}"
             return self.fault(node, what, hint="annotate with names that exist when the module is imported")
-        fields = {f.name: f for f in dataclasses.fields(cls) if f.init and f.metadata.get("yaml", True)}
+        own = [f for f in dataclasses.fields(cls) if f.init and f.metadata.get("yaml", True)]
+        fields = {yaml_key(f.name): f for f in own}
         before = len(self.faults)
         self._unknown_keys(node, [*fields], (*skip, *further), owner, skip)
         values: dict[str, Any] = {}
         for name, field in fields.items():
             if name in node.value:
-                values[name] = self.value(hints[name], _with_default(node.value[name], field.default))
+                given = _with_default(node.value[name], field.default)
+                values[field.name] = self.value(hints[field.name], given)
             elif field.default is not dataclasses.MISSING:
-                values[name] = self._default(field.default, node, name)
+                values[field.name] = self._default(field.default, node, name)
             elif field.default_factory is not dataclasses.MISSING:
-                values[name] = self._default(field.default_factory(), node, name)
+                values[field.name] = self._default(field.default_factory(), node, name)
             else:
-                accepted = f"{name}: {describe(hints[name])}"
+                accepted = f"{name}: {describe(hints[field.name])}"
                 self.fault(node, f"the key {name!r} is missing", key=True, accepted=accepted)
         if len(self.faults) > before or any(value is FAILED for value in values.values()):
             return FAILED

@@ -22,6 +22,8 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "lr_schedule": "mm_lr_schedules",
         "tracker": "mm_trackers",
         "video_reader": "mm_video_readers",
+        "metric": "mm_metrics",
+        "callback": "mm_callbacks",
     }
 )
 """Each kind of component and the hook that lists the components of that kind."""

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+
+
+def yaml_key(name: str) -> str:
+    """The key of a config field: `async_` is written `async`, which Python keeps for itself."""
+    return name[:-1] if name.endswith("_") and keyword.iskeyword(name[:-1]) else name
+
 
 DType = Literal["fp32", "bf16", "fp16"]
 """Names of floating dtypes as a YAML writes them."""

@@ -57,8 +57,10 @@ def mm_engines() -> Iterable[Component]:  # type: ignore[empty-body]
 
 @hookspec
 def mm_optimizers() -> Iterable[Component]:  # type: ignore[empty-body]
-    """Update rules: `target(parameters, **fields)` -> `torch.optim.Optimizer`.
+    """Update rules: `target(groups, **fields)` -> `torch.optim.Optimizer`.
 
+    `groups` is a list of torch parameter groups: `{"params": [...], "names": [...]}` and, where the run
+    says so, `weight_decay` and `lr_scale` (which the engine reads). `names` are the paths in the task.
     The capability `state_tensors` says how many tensors of a parameter's size the optimizer keeps
     (2 for AdamW); the plan's memory estimate reads it.
     """
@@ -66,7 +68,7 @@ def mm_optimizers() -> Iterable[Component]:  # type: ignore[empty-body]
 
 @hookspec
 def mm_lr_schedules() -> Iterable[Component]:  # type: ignore[empty-body]
-    """Learning-rate schedules: `target(total_steps, **fields)` -> `mm_core.contracts.LRSchedule`."""
+    """Learning-rate schedules: `target(total_steps, base_lr, **fields)` -> `mm_core.contracts.LRSchedule`."""
 
 
 @hookspec
@@ -77,3 +79,13 @@ def mm_trackers() -> Iterable[Component]:  # type: ignore[empty-body]
 @hookspec
 def mm_video_readers() -> Iterable[Component]:  # type: ignore[empty-body]
     """Video decoders: `target(**fields)` -> `mm_core.contracts.VideoReader`."""
+
+
+@hookspec
+def mm_metrics() -> Iterable[Component]:  # type: ignore[empty-body]
+    """Figures of held-out samples: `target(**fields)` -> `mm_core.contracts.Metric` (on every rank)."""
+
+
+@hookspec
+def mm_callbacks() -> Iterable[Component]:  # type: ignore[empty-body]
+    """Observers of a run: `target(**fields)` -> `mm_core.contracts.Callback` (on every rank)."""

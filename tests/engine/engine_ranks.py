@@ -68,7 +68,7 @@ def make(optimizer=torch.optim.AdamW, **fields) -> tuple[TinyTask, FSDP2Engine]:
         task = TinyTask()
     engine = FSDP2Engine(**fields)
     plan = engine.plan(task, dist.get_world_size(), 2)
-    engine.prepare(task, plan, lambda parameters: optimizer(parameters, lr=1e-3), Randomness(7))
+    engine.prepare(task, plan, lambda parameters: optimizer(parameters.values(), lr=1e-3), Randomness(7))
     return task, engine
 
 
@@ -109,7 +109,7 @@ def train(steps: int, micro: int, **fields) -> dict[str, object]:
             losses.append(float(loss.total))
         if step == 0:
             first = {name: full(p.grad) for name, p in engine.named_parameters()}
-        engine.step(1.0)
+        engine.step(engine.grad_norm(), 1.0)
     return {
         "gradients": first,
         "weights": {name: full(p) for name, p in engine.named_parameters()},
@@ -126,11 +126,11 @@ def ignored_part() -> dict[str, object]:
     part = task.predictor.condition_embedder.text_embedder.requires_grad_(False)
     engine = FSDP2Engine(ignored_modules=("predictor.condition_embedder.text_embedder",))
     plan = engine.plan(task, dist.get_world_size(), 2)
-    engine.prepare(task, plan, lambda parameters: torch.optim.AdamW(parameters, lr=1e-3), Randomness(7))
+    engine.prepare(task, plan, lambda parameters: torch.optim.AdamW(parameters.values(), lr=1e-3), Randomness(7))
     plain = not any(isinstance(parameter, DTensor) for parameter in part.parameters())
     before = [parameter.clone() for parameter in part.parameters()]
     engine.micro_step(partial(rows_loss, task, rows(0), slice(0, 8)), last=True, scale=1.0)
-    engine.step(1.0)
+    engine.step(engine.grad_norm(), 1.0)
     kept = all(torch.equal(a, b) for a, b in zip(before, part.parameters(), strict=True))
     return {"plain": plain, "kept": kept, "ignored": plan.ignored}
 
