@@ -125,16 +125,35 @@ def mm_lr_schedules() -> list[Component]:
     return [
         Component(
             name="constant",
-            target="mm_core.train.lr_schedules:Constant",
+            target="mm_core.train.lr_schedules:constant",
             config=f"{_CONFIG}.training:ConstantConfig",
             summary="linear warm-up, then constant",
         ),
         Component(
+            name="linear",
+            target="mm_core.train.lr_schedules:linear",
+            config=f"{_CONFIG}.training:LinearConfig",
+            summary="linear warm-up, then a straight line down to min_lr",
+        ),
+        Component(
             name="cosine",
-            target="mm_core.train.lr_schedules:Cosine",
+            target="mm_core.train.lr_schedules:cosine",
             config=f"{_CONFIG}.training:CosineConfig",
-            summary="linear warm-up, then half a cosine down to min_lr_ratio",
+            summary="linear warm-up, then half a cosine down to min_lr",
             paper="https://arxiv.org/abs/1608.03983",
+        ),
+        Component(
+            name="polynomial",
+            target="mm_core.train.lr_schedules:polynomial",
+            config=f"{_CONFIG}.training:PolynomialConfig",
+            summary="linear warm-up, then (1 - progress)^power down to min_lr",
+        ),
+        Component(
+            name="wsd",
+            target="mm_core.train.lr_schedules:wsd",
+            config=f"{_CONFIG}.training:WSDConfig",
+            summary="warm-up, stable, decay over the last decay_fraction of the run",
+            paper="https://arxiv.org/abs/2405.18392",
         ),
     ]
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
 
 
 def adamw(
-    parameters: Iterable[nn.Parameter],
+    groups: Sequence[Mapping[str, Any]],
     lr: float,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
 ) -> torch.optim.AdamW:
-    """AdamW over `parameters` (plain tensors or DTensors), by the fastest kernel that their device has.
+    """AdamW over parameter groups (plain tensors or DTensors), by the fastest kernel that their device has.
 
     On two gloo ranks with FSDP2 a step over 1M parameters took 1.6 ms fused, 2.8 ms foreach and 5.9 ms
     tensor by tensor (torch 2.13, one core a rank); fused and foreach both round alike however the
@@ -24,12 +25,12 @@ def adamw(
 
     Reference: https://arxiv.org/abs/1711.05101
     """
-    held = list(parameters)
+    held = [parameter for group in groups for parameter in group["params"]]
     devices = {parameter.device.type for parameter in held}
     fused = bool(held) and all(p.is_floating_point() for p in held) and all(map(has_fused_adamw, devices))
     first, second = betas  # a YAML gives a list
     return torch.optim.AdamW(
-        held,
+        [dict(group) for group in groups],
         lr=lr,
         betas=(first, second),
         eps=eps,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from mm_core.plugin.fields import Range
 
@@ -24,21 +24,44 @@ class AdamWConfig:
 class ConstantConfig:
     """Linear warm-up, then the base rate."""
 
-    warmup_steps: Annotated[int, Range(ge=0)] = (
-        0  # steps from 0 to the base rate; the first one moves nothing
-    )
+    warmup_steps: Annotated[int, Range(ge=0)] = 0  # steps from warmup_init to the base rate
+    warmup_fraction: Annotated[float, Range(ge=0, le=1)] | None = None  # of the run; instead of warmup_steps
+    warmup_init: Annotated[float, Range(ge=0)] = 0.0  # learning rate of the first step; 0 moves nothing
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps and self.warmup_fraction is not None:
+            raise ValueError("warmup_steps and warmup_fraction are both set; one of them says how long")
 
 
 @dataclass(frozen=True)
-class CosineConfig:
+class LinearConfig(ConstantConfig):
+    """Linear warm-up, then a straight line."""
+
+    min_lr: Annotated[float, Range(ge=0)] = 0.0  # learning rate that the run ends at
+
+
+@dataclass(frozen=True)
+class CosineConfig(ConstantConfig):
     """Linear warm-up, then half a cosine."""
 
-    warmup_steps: Annotated[int, Range(ge=0)] = (
-        0  # steps from 0 to the base rate; the first one moves nothing
-    )
-    min_lr_ratio: Annotated[float, Range(ge=0, le=1)] = (
-        0.0  # share of the base rate that the last step ends at
-    )
+    min_lr: Annotated[float, Range(ge=0)] = 0.0  # learning rate that the run ends at
+
+
+@dataclass(frozen=True)
+class PolynomialConfig(ConstantConfig):
+    """Linear warm-up, then a power of what is left of the run."""
+
+    min_lr: Annotated[float, Range(ge=0)] = 0.0  # learning rate that the run ends at
+    power: Annotated[float, Range(gt=0)] = 2.0  # 1 is a straight line
+
+
+@dataclass(frozen=True)
+class WSDConfig(ConstantConfig):
+    """Warm-up, stable, decay."""
+
+    min_lr: Annotated[float, Range(ge=0)] = 0.0  # learning rate that the run ends at
+    decay_fraction: Annotated[float, Range(ge=0, le=1)] = 0.1  # of the run, at its end
+    decay_shape: Literal["linear", "sqrt", "cosine"] = "sqrt"  # sqrt: 1 - sqrt(progress)
 
 
 @dataclass(frozen=True)
