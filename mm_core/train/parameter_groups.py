@@ -41,10 +41,10 @@ def groups_of(parameters: Mapping[str, nn.Parameter], train: TrainSection) -> li
     # Parameters of no group of the config have the index -1, which sorts first.
     for name in sorted(parameters, key=lambda name: owners.get(name, -1)):
         index = owners.get(name, -1)
-        section = train.parameter_groups[index] if index >= 0 else None
+        owner = train.parameter_groups[index] if index >= 0 else None
         spared = parameters[name].dim() < 2 and not train.decay_norms_and_biases
-        spared = spared and (section is None or section.weight_decay is None)
-        group = groups.setdefault((index, spared), {"params": [], "names": [], **_settings(section, spared)})
+        spared = spared and (owner is None or section.weight_decay is None)
+        group = groups.setdefault((index, spared), {"params": [], "names": [], **_settings(owner, spared)})
         group["params"].append(parameters[name])
         group["names"].append(name)
     return list(groups.values())
