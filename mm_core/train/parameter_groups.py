@@ -43,7 +43,7 @@ def groups_of(parameters: Mapping[str, nn.Parameter], train: TrainSection) -> li
         index = owners.get(name, -1)
         owner = train.parameter_groups[index] if index >= 0 else None
         spared = parameters[name].dim() < 2 and not train.decay_norms_and_biases
-        spared = spared and (owner is None or section.weight_decay is None)
+        spared = spared and (owner is None or owner.weight_decay is None)
         group = groups.setdefault((index, spared), {"params": [], "names": [], **_settings(owner, spared)})
         group["params"].append(parameters[name])
         group["names"].append(name)
