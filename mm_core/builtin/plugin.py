@@ -116,7 +116,23 @@ def mm_optimizers() -> list[Component]:
             summary="torch.optim.AdamW (decoupled weight decay)",
             capabilities={"state_tensors": 2},
             paper="https://arxiv.org/abs/1711.05101",
-        )
+        ),
+        Component(
+            name="adamw_8bit",
+            target="mm_core.train.low_bit:adamw_8bit",
+            config=f"{_CONFIG}.training:AdamW8bitConfig",
+            summary="torchao's AdamW with moments of 8 bits (extra: low-bit)",
+            capabilities={"state_tensors": 1},
+            paper="https://arxiv.org/abs/2110.02861",
+        ),
+        Component(
+            name="muon",
+            target="mm_core.train.muon:muon",
+            config=f"{_CONFIG}.training:MuonConfig",
+            summary="torch.optim.Muon for matrices, AdamW for the rest (torch >= 2.9)",
+            capabilities={"state_tensors": 1},
+            paper="https://arxiv.org/abs/2502.16982",
+        ),
     ]
 
 

@@ -21,6 +21,29 @@ class AdamWConfig:
 
 
 @dataclass(frozen=True)
+class AdamW8bitConfig(AdamWConfig):
+    """AdamW with moments of 8 bits (Dettmers et al. 2022)."""
+
+
+@dataclass(frozen=True)
+class MuonConfig:
+    """Orthogonalised momentum for matrices (Jordan et al. 2024), AdamW for the rest."""
+
+    lr: Annotated[float, Range(ge=0)] = 1.0e-3  # peak learning rate of the matrices
+    momentum: _Beta = 0.95  # share of the momentum that a step keeps
+    nesterov: bool = True  # looks one step ahead along the momentum
+    ns_steps: Annotated[int, Range(ge=1, le=99)] = 5  # Newton-Schulz iterations
+    adjust_lr: Literal["match_rms_adamw", "original"] = (
+        "match_rms_adamw"  # factor of a matrix's rate: 0.2 sqrt(larger side), or sqrt(max(1, rows / columns))
+    )
+    weight_decay: Annotated[float, Range(ge=0)] = 0.1  # times lr, off every parameter each step
+    adamw_for: tuple[str, ...] = ()  # patterns of modules whose matrices AdamW trains: embeddings, heads
+    adamw_lr: Annotated[float, Range(ge=0)] | None = None  # peak rate of AdamW's part; none: lr
+    betas: tuple[_Beta, _Beta] = (0.9, 0.95)  # decay of AdamW's two moments
+    eps: Annotated[float, Range(ge=0)] = 1.0e-8  # added to AdamW's denominator
+
+
+@dataclass(frozen=True)
 class ConstantConfig:
     """Linear warm-up, then the base rate."""
 
