@@ -65,7 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the clips' noise (default: %(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as they were given to mm-train")
     options = parser.parse_args(arguments)
-    from mm_core.train.sampling import read_prompts, write_clips
+    from mm_core.train.media import write_clips
+    from mm_core.train.sampling import read_prompts
 
     try:
         config = mm_core.load_config(options.config, options.overrides)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,10 +14,11 @@ from mm_core.config.load import load_config
 from mm_core.config.schema import RunConfig
 from mm_core.contracts import Clip, Randomness, SampleRequest
 from mm_core.device import current_device
-from mm_core.errors import CheckpointError, DataError, MMError
+from mm_core.errors import DataError, MMError
 from mm_core.parallel.initialise import initialise
 from mm_core.plan import build_task
 from mm_core.train.checkpoint import find_checkpoint, load_model_only
+from mm_core.train.media import write_clips
 
 if TYPE_CHECKING:
     from torch import nn
@@ -146,72 +145,3 @@ def _prompt_of(row: Any, path: Path) -> str:
         where=str(path),
         accepted="texts, or objects with 'prompt' or 'cap'",
     )
-
-
-def write_clips(clips: Sequence[Clip], folder: Path) -> Path:
-    """One H.264 mp4 a clip, `prompts.json`, and a contact sheet whose path is returned."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"the folder can not be made: {error.strerror}", where=str(folder)) from None
-    rows = []
-    for index, clip in enumerate(clips):
-        name = f"{index:03d}-{re.sub(r'[^a-z0-9]+', '-', clip.prompt.lower())[:60].strip('-')}.mp4"
-        write_video(clip, folder / name)
-        rows.append({"path": name, "cap": clip.prompt})
-    (folder / "prompts.json").write_text(json.dumps(rows, indent=1, ensure_ascii=False), encoding="utf-8")
-    return write_contact_sheet(clips, folder / "contact_sheet.png")
-
-
-def write_video(clip: Clip, path: Path) -> None:
-    """H.264 with full chroma, so that small clips keep their colours; a single frame is one too."""
-    from fractions import Fraction
-
-    import av
-
-    frames = to_bytes(clip)
-    with av.open(str(path), "w") as container:
-        rate = Fraction(clip.fps).limit_denominator(1001)
-        stream = container.add_stream("libx264", rate=rate, options={"crf": "12"})
-        height, width = frames.shape[1:3]
-        even = height % 2 == 0 and width % 2 == 0
-        stream.width, stream.height = width, height
-        stream.pix_fmt = "yuv420p" if even and min(height, width) >= 128 else "yuv444p"
-        for frame in frames:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
-        container.mux(stream.encode())
-
-
-def to_bytes(clip: Clip) -> Any:
-    """uint8 array [F,Y,X,3] of a clip."""
-    return ((clip.pixels.clamp(-1, 1) + 1) * 127.5).round().byte().permute(1, 2, 3, 0).contiguous().numpy()
-
-
-def write_contact_sheet(clips: Sequence[Clip], path: Path, most_frames: int = 8, least: int = 64) -> Path:
-    """A row a clip: its prompt and up to `most_frames` frames over its length, each at least `least`
-    pixels high."""
-    from PIL import Image, ImageDraw
-
-    label = 16
-    tiles = []
-    for clip in clips:
-        frames = to_bytes(clip)
-        count = min(most_frames, len(frames))
-        chosen = [round(i * (len(frames) - 1) / max(1, count - 1)) for i in range(count)]
-        scale = max(1, math.ceil(least / frames.shape[1]))
-        size = (frames.shape[2] * scale, frames.shape[1] * scale)
-        tiles.append([Image.fromarray(frames[i]).resize(size, Image.Resampling.NEAREST) for i in chosen])
-    columns = 2 if len(tiles) > 8 else 1
-    row_width = max(sum(tile.width + 2 for tile in row) for row in tiles)
-    row_height = max(row[0].height for row in tiles) + label + 4
-    rows = math.ceil(len(tiles) / columns)
-    sheet = Image.new("RGB", (columns * (row_width + 8), rows * row_height), "white")
-    draw = ImageDraw.Draw(sheet)
-    for index, (row, clip) in enumerate(zip(tiles, clips, strict=True)):
-        x, y = index // rows * (row_width + 8), index % rows * row_height
-        draw.text((x + 2, y + 2), clip.prompt[:100].encode("latin-1", "replace").decode("latin-1"), "black")
-        for tile in row:
-            sheet.paste(tile, (x, y + label))
-            x += tile.width + 2
-    sheet.save(path)
-    return path

@@ -20,7 +20,8 @@ from mm_core.errors import CheckpointError, DataError, MMError
 from mm_core.parallel.initialise import initialise
 from mm_core.plan import build_task
 from mm_core.train.checkpoint import CheckpointStore
-from mm_core.train.sampling import read_prompts, sample, write_clips
+from mm_core.train.media import write_clips
+from mm_core.train.sampling import read_prompts, sample
 
 PROMPTS = ["a red circle moves left", "a blue square"]
 CONFIG = {

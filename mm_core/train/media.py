@@ -1,0 +1,132 @@
+"""Clips as files: mp4, GIF bytes for pages, contact sheets, and the small previews that ranks exchange."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch.nn import functional
+
+from mm_core.contracts import Clip
+from mm_core.errors import DataError
+
+if TYPE_CHECKING:
+    import numpy
+
+SHEET, PROMPTS = "contact_sheet.png", "prompts.json"
+"""Names of the files beside a folder's clips."""
+
+
+def write_clips(clips: Sequence[Clip], folder: Path) -> Path:
+    """One H.264 mp4 a clip, `prompts.json`, and a contact sheet whose path is returned."""
+    make_folder(folder)
+    names = [clip_name(index, clip.prompt) for index, clip in enumerate(clips)]
+    for name, clip in zip(names, clips, strict=True):
+        write_video(clip, folder / name)
+    write_prompts({name: clip.prompt for name, clip in zip(names, clips, strict=True)}, folder)
+    return write_contact_sheet(clips, folder / SHEET)
+
+
+def make_folder(folder: Path) -> None:
+    """The folder, with its parents. DataError when the system refuses."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"the folder can not be made: {error.strerror}", where=str(folder)) from None
+
+
+def clip_name(index: int, prompt: str) -> str:
+    """`003-a-red-circle.mp4`: the clip's number, and what of its prompt can stand in a file name."""
+    slug = re.sub(r"[^a-z0-9]+", "-", prompt.lower())[:60].strip("-")
+    return f"{index:03d}-{slug}.mp4" if slug else f"{index:03d}.mp4"
+
+
+def write_prompts(prompts: Mapping[str, str], folder: Path) -> None:
+    """`prompts.json`: the prompt of each file, in the form of an annotation file."""
+    rows = [{"path": name, "cap": prompt} for name, prompt in prompts.items()]
+    (folder / PROMPTS).write_text(json.dumps(rows, indent=1, ensure_ascii=False), encoding="utf-8")
+
+
+def write_video(clip: Clip, path: Path) -> None:
+    """H.264 with full chroma, so that small clips keep their colours; a single frame is one too."""
+    import av
+
+    frames = to_bytes(clip)
+    with av.open(str(path), "w") as container:
+        rate = Fraction(clip.fps).limit_denominator(1001)
+        stream = container.add_stream("libx264", rate=rate, options={"crf": "12"})
+        height, width = frames.shape[1:3]
+        even = height % 2 == 0 and width % 2 == 0
+        stream.width, stream.height = width, height
+        stream.pix_fmt = "yuv420p" if even and min(height, width) >= 128 else "yuv444p"
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
+
+
+def gif_bytes(clip: Clip) -> bytes:
+    """The clip as a GIF that repeats for ever, at its own speed (a GIF counts in hundredths of a second,
+    and players slow down below two of them)."""
+    from PIL import Image
+
+    images = [Image.fromarray(frame) for frame in to_bytes(clip)]
+    ends = [round(100 * (number + 1) / clip.fps) for number in range(len(images))]
+    durations = [10 * max(2, end - start) for start, end in zip([0, *ends], ends, strict=False)]
+    buffer = io.BytesIO()
+    images[0].save(
+        buffer, format="GIF", save_all=True, append_images=images[1:], duration=durations, loop=0, disposal=2
+    )
+    return buffer.getvalue()
+
+
+def preview(clip: Clip, most: int = 256) -> Clip:
+    """The whole clip at no more than `most` pixels a side, by averaging; small clips stay as they are."""
+    height, width = clip.pixels.shape[2:]
+    share = most / max(height, width)
+    if share >= 1:
+        return clip
+    size = (max(1, round(height * share)), max(1, round(width * share)))
+    frames = functional.interpolate(clip.pixels.transpose(0, 1), size=size, mode="area")
+    return Clip(frames.transpose(0, 1).contiguous(), clip.fps, clip.prompt)
+
+
+def to_bytes(clip: Clip) -> numpy.ndarray:
+    """uint8 array [F,Y,X,3] of a clip."""
+    pixels = ((clip.pixels.clamp(-1, 1) + 1) * 127.5).round().byte()
+    return pixels.permute(1, 2, 3, 0).contiguous().numpy()
+
+
+def write_contact_sheet(clips: Sequence[Clip], path: Path, most_frames: int = 8, least: int = 64) -> Path:
+    """A row a clip: its prompt and up to `most_frames` frames over its length, each at least `least`
+    pixels high."""
+    from PIL import Image, ImageDraw
+
+    label = 16
+    tiles = []
+    for clip in clips:
+        frames = to_bytes(clip)
+        count = min(most_frames, len(frames))
+        chosen = [round(i * (len(frames) - 1) / max(1, count - 1)) for i in range(count)]
+        scale = max(1, math.ceil(least / frames.shape[1]))
+        size = (frames.shape[2] * scale, frames.shape[1] * scale)
+        tiles.append([Image.fromarray(frames[i]).resize(size, Image.Resampling.NEAREST) for i in chosen])
+    columns = 2 if len(tiles) > 8 else 1
+    row_width = max(sum(tile.width + 2 for tile in row) for row in tiles)
+    row_height = max(row[0].height for row in tiles) + label + 4
+    rows = math.ceil(len(tiles) / columns)
+    sheet = Image.new("RGB", (columns * (row_width + 8), rows * row_height), "white")
+    draw = ImageDraw.Draw(sheet)
+    for index, (row, clip) in enumerate(zip(tiles, clips, strict=True)):
+        x, y = index // rows * (row_width + 8), index % rows * row_height
+        draw.text((x + 2, y + 2), clip.prompt[:100].encode("latin-1", "replace").decode("latin-1"), "black")
+        for tile in row:
+            sheet.paste(tile, (x, y + label))
+            x += tile.width + 2
+    sheet.save(path)
+    return path
