@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from torch import nn
 
 from mm_core.config.schema import RunConfig
 from mm_core.contracts import Engine, EnginePlan, Frozen
+from mm_core.data.sampler import BatchPlan
 from mm_core.errors import PlanError
 from mm_core.plugin.fields import ComponentConfig
 from mm_core.plugin.registry import build, get_registry
@@ -48,6 +50,7 @@ class RunPlan:
     micro_batch_size: int
     global_batch_size: int
     accumulation: int
+    ema_bytes: int = 0
 
     @property
     def missing_files(self) -> tuple[str, ...]:
@@ -98,6 +101,7 @@ class RunPlan:
             "parameters": engine.parameter_bytes,
             "gradients": engine.gradient_bytes,
             "optimizer": engine.optimizer_bytes,
+            **({"average": self.ema_bytes} if self.ema_bytes else {}),
         }
         sizes["together"] = sum(sizes.values())
         lines += [f"  {label:<11} {size:>18,} bytes  {_gib(size)}" for label, size in sizes.items()]
@@ -125,14 +129,22 @@ def build_task(config: RunConfig) -> nn.Module:
 
 
 def make_plan(
-    config: RunConfig, world: int, task: nn.Module | None = None, engine: Engine | None = None
+    config: RunConfig,
+    world: int,
+    task: nn.Module | None = None,
+    engine: Engine | None = None,
+    num_samples: int | None = None,
 ) -> RunPlan:
-    """The plan for `world` ranks. ContractError or PlanError for a run that can not work."""
+    """The plan for `world` ranks. ContractError or PlanError for a run that can not work.
+
+    num_samples: of data.train; None has them counted where `train.epochs` asks for it.
+    """
     task = build_task(config) if task is None else task
     engine = build("engine", config.engine) if engine is None else engine
     assert engine is not None
-    data = config.data.train.options
-    task.check(data)  # type: ignore[operator]
+    for data in (config.data.train, config.data.validation, config.data.test):
+        if data is not None:
+            task.check(data.options)  # type: ignore[operator]
     registry = get_registry(config.plugins.path)
     optimizer = registry.resolve("optimizer", config.optimizer.type)
     states = optimizer.component.capabilities.get("state_tensors", 2)
@@ -154,10 +166,35 @@ def make_plan(
         engine=layout,
         components=tuple(_components(config)),
         modules=tuple(_modules(task)),
-        steps=config.train.steps,
+        steps=_steps(config, size, num_samples),
         micro_batch_size=micro,
         global_batch_size=size,
         accumulation=size // wave,
+        ema_bytes=layout.gradient_bytes if config.ema is not None and config.ema.device == "same" else 0,
+    )
+
+
+def _steps(config: RunConfig, global_batch_size: int, num_samples: int | None) -> int:
+    """Steps of the whole run; epochs are rounded up to whole steps."""
+    if config.train.steps is not None:
+        return config.train.steps
+    assert config.train.epochs is not None
+    if num_samples is None:
+        num_samples = len(build("dataset", config.data.train))
+    order = sample_order(config, global_batch_size, num_samples)
+    return math.ceil(config.train.epochs * order.batches_per_epoch)
+
+
+def sample_order(config: RunConfig, global_batch_size: int, num_samples: int) -> BatchPlan:
+    """Which samples each step sees."""
+    return BatchPlan(
+        num_samples=num_samples,
+        micro_batch_size=config.train.micro_batch_size,
+        global_batch_size=global_batch_size,
+        seed=config.run.seed,
+        order=config.data.loader.sampler,
+        drop_last=config.data.loader.drop_last,
+        repeat_first=config.train.overfit_one_batch,
     )
 
 

@@ -41,6 +41,7 @@ class BatchPlan:
     seed: int
     order: Literal["random", "sequential"]
     drop_last: bool
+    repeat_first: bool = False
 
     def __post_init__(self) -> None:
         if self.global_batch_size % self.micro_batch_size:
@@ -66,7 +67,8 @@ class BatchPlan:
         return whole if self.drop_last or not rest else whole + 1
 
     def global_batch(self, step: int) -> list[SlotSpec]:
-        """The rows of step `step` (from 0), over all ranks."""
+        """The rows of step `step` (from 0), over all ranks; with `repeat_first` those of step 0."""
+        step = 0 if self.repeat_first else step
         epoch, batch = divmod(step, self.batches_per_epoch)
         order = epoch_order(self.num_samples, self.order, self.seed, epoch)
         first = batch * self.global_batch_size

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from time import perf_counter
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,19 +16,54 @@ from mm_core.errors import MMError, PeerError, TrainingError
 from mm_core.plan import RunPlan
 
 
-class StopRequest(Protocol):
-    """Why to stop after this step (a signal), or None."""
-
-    @property
-    def requested(self) -> str | None: ...
-
-
 class Reporter(Protocol):
     """What the loop tells while it runs. Losses stay on the device until the reporter asks for them."""
 
+    def enter(self, phase: str) -> None: ...
+
     def micro(self, loss: Loss) -> None: ...
 
-    def step(self, step: int, *, lr: float, grad_norm: float, data_wait: float, samples: float) -> None: ...
+    def step(
+        self, step: int, *, lr: float, grad_norm: float, data_wait: float, samples: float
+    ) -> Mapping[str, float] | None: ...
+
+
+class Guard(Protocol):
+    """Judges a step's gradients before the update: None to take it, a sentence to leave the step out.
+    Raises, on all ranks, to end the run."""
+
+    def judge(
+        self,
+        step: int,
+        norm: float,
+        losses: Sequence[Loss],
+        batches: Sequence[Batch],
+        rerun: Callable[[], Iterator[Loss]],
+    ) -> str | None: ...
+
+
+class Milestones(Protocol):
+    """What happens between steps: weights averaged, results watched, validated, sampled and saved."""
+
+    def begin(self, step: int) -> None:
+        """Step `step` (from 0) begins."""
+
+    def fault(self) -> MMError | None:
+        """What has failed in the background since the last step."""
+
+    @property
+    def stop(self) -> bool:
+        """Whether this rank was asked to save and end."""
+
+    @property
+    def save_due(self) -> bool:
+        """Whether it is time to save by the clock of this rank."""
+
+    def updated(self, step: int, refused: str | None) -> None:
+        """Step number `step` (from 1) has changed the weights or, `refused`, was left out."""
+
+    def reach(self, step: int, logged: Mapping[str, float] | None, *, stop: bool, save: bool) -> bool:
+        """Does what is due after `step` steps; whether the run ends here."""
 
 
 @dataclass
@@ -41,57 +76,55 @@ class Training:
     batches: Iterator[Batch]
     lr_schedule: LRSchedule
     rng: Randomness
+    guard: Guard
     report: Reporter
-    save: Callable[[int], Any]
-    stop: StopRequest
+    milestones: Milestones
     clip_grad_norm: float | None
-    save_every: int
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks say of one step: its weight and samples, whether to stop, which ranks failed."""
+    """What all ranks say of one step: its weight and samples, whether to stop or save."""
 
     weight: float
     samples: float
     stop: bool
-    failed: tuple[int, ...]
+    save: bool
 
 
 def run_steps(training: Training, start: int) -> int:
     """Steps from `start` (steps already taken) to the plan's end; returns the steps taken in all."""
-    plan, engine, schedule = training.plan, training.engine, training.lr_schedule
-    saved = start
+    plan, engine, report = training.plan, training.engine, training.report
     for step in range(start, plan.steps):
-        began = time.perf_counter()
+        training.milestones.begin(step)
+        report.enter("data")
+        began = perf_counter()
         batches, weights, fault = read_step(training)
-        data_wait = time.perf_counter() - began
-        agreed = agree(batches, weights, training.stop.requested is not None, fault is not None)
-        if agreed.failed:
-            raise fault or PeerError(f"rank {agreed.failed[0]} failed to read its samples")
-        lr = engine.scale_lr(schedule.factor(step))
-        scale = plan.engine.data_parallel / agreed.weight
+        data_wait = perf_counter() - began
+        agreed = agree(training, batches, weights, fault)
+        lr = engine.scale_lr(training.lr_schedule.factor(step))
+        scale = plan.engine.data_parallel / agreed.weight  # the engine averages over ranks
         losses: list[Loss] = []
         for index, batch in enumerate(batches):
             seed_model(training, step, index)
-            loss = engine.micro_step(
-                lambda batch=batch: compute(training, batch),  # type: ignore[misc]
-                last=index == len(batches) - 1,
-                scale=scale,
-            )
-            training.report.micro(loss)
-            losses.append(loss)
-        grad_norm = take_update(training, step, batches, losses)
-        training.report.step(
+            last = index == len(batches) - 1
+            losses.append(engine.micro_step(partial(compute, training, batch), last=last, scale=scale))
+            report.micro(losses[-1])
+        grad_norm = engine.grad_norm()
+        report.enter("optimizer")
+        rerun = partial(recompute, training, step, batches)
+        refused = training.guard.judge(step, grad_norm, losses, batches, rerun)
+        if refused is None:
+            engine.step(grad_norm, training.clip_grad_norm)
+        else:
+            engine.discard()
+        training.milestones.updated(step + 1, refused)
+        report.enter("log")
+        logged = report.step(
             step + 1, lr=lr, grad_norm=grad_norm, data_wait=data_wait, samples=agreed.samples
         )
-        if agreed.stop or (step + 1) % training.save_every == 0 or step + 1 == plan.steps:
-            training.save(step + 1)
-            saved = step + 1
-        if agreed.stop:
+        if training.milestones.reach(step + 1, logged, stop=agreed.stop, save=agreed.save):
             return step + 1
-    if saved == start == plan.steps == 0:
-        training.save(0)  # a run of no steps still leaves its weights
     return max(start, plan.steps)
 
 
@@ -100,17 +133,26 @@ def read_step(training: Training) -> tuple[list[Batch], list[float], MMError | N
     ranks hear of it in the agreement that follows."""
     try:
         batches = [next(training.batches) for _ in range(training.plan.accumulation)]
-        return batches, [training.task.weight(batch) for batch in batches], None
+        return batches, [training.task.weight(batch) for batch in batches], training.milestones.fault()
     except MMError as fault:
         return [], [], fault
 
 
 def compute(training: Training, batch: Batch) -> Loss:
     """One micro-batch on the device: encode and draw noise without gradients, then the loss."""
+    training.report.enter("encode")
     on_device = batch.to(training.engine.device, non_blocking=True)
     with torch.no_grad():
         inputs = training.task.prepare(on_device, training.rng)
+    training.report.enter("forward_backward")
     return training.task.loss(inputs)
+
+
+def recompute(training: Training, step: int, batches: Sequence[Batch]) -> Iterator[Loss]:
+    """The losses of a step once more, with their graphs: to find where one stopped being finite."""
+    for index, batch in enumerate(batches):
+        seed_model(training, step, index)
+        yield compute(training, batch)
 
 
 def seed_model(training: Training, step: int, index: int) -> None:
@@ -119,33 +161,24 @@ def seed_model(training: Training, step: int, index: int) -> None:
     torch.manual_seed(training.rng.seed32("model", step, micro))
 
 
-def take_update(training: Training, step: int, batches: list[Batch], losses: list[Loss]) -> float:
-    """Clips and updates. The norm is global, so all ranks refuse together; those speak whose own loss
-    is to blame, and all where none is."""
-    try:
-        return training.engine.step(training.clip_grad_norm)
-    except TrainingError as fault:
-        guilty = [not math.isfinite(float(loss.total)) for loss in losses]
-        samples = [name for batch, bad in zip(batches, guilty, strict=True) if bad for name in batch.ids]
-        culprits = gather([float(any(guilty))])[:, 0].nonzero().flatten().tolist()
-        if culprits and dist.get_rank() not in culprits:
-            raise PeerError(f"the loss of rank {culprits[0]} is not finite") from None
-        rank = f", rank {dist.get_rank()}, samples {samples[:8]}" if culprits else ""
-        raise TrainingError(fault.what, where=f"step {step + 1}{rank}", hint=fault.hint) from None
-
-
-def agree(batches: list[Batch], weights: list[float], stop: bool, failed: bool) -> Agreement:
-    """The one small CPU collective of a step (gloo)."""
+def agree(
+    training: Training, batches: Sequence[Batch], weights: Sequence[float], fault: MMError | None
+) -> Agreement:
+    """The one small CPU collective of a step (gloo). A fault on any rank ends all of them."""
     samples = sum(float((batch.weights > 0).sum()) for batch in batches)
-    rows = gather([sum(weights), samples, float(stop), float(failed)])
-    culprits = tuple(int(rank) for rank in rows[:, 3].nonzero().flatten())
+    stop, save = training.milestones.stop, training.milestones.save_due
+    rows = gather([sum(weights), samples, float(stop), float(save), float(fault is not None)])
+    culprits = rows[:, 4].nonzero().flatten().tolist()
+    if culprits:
+        raise fault or PeerError(f"rank {culprits[0]} failed to read its samples or to save")
     total = float(rows[:, 0].sum())
-    if not culprits and total <= 0:
+    if total <= 0:
         raise TrainingError("the samples of this step weigh nothing together", hint="check the batch weights")
-    return Agreement(total, float(rows[:, 1].sum()), bool(rows[:, 2].any()), culprits)
+    # The clocks of the ranks differ: rank 0's decides when it is time to save.
+    return Agreement(total, float(rows[:, 1].sum()), bool(rows[:, 2].any()), bool(rows[0, 3]))
 
 
-def gather(row: list[float]) -> torch.Tensor:
+def gather(row: Sequence[float]) -> torch.Tensor:
     """[ranks, len(row)] float64 on CPU: the row of every rank."""
     mine = torch.tensor(row, dtype=torch.float64)
     table = [torch.empty_like(mine) for _ in range(dist.get_world_size())]

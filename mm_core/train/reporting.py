@@ -43,6 +43,9 @@ class RunReporter:
                     trackers[component.type] = build("tracker", component, run_dir)
         self.trackers = TrackerSet(trackers)
 
+    def enter(self, phase: str) -> None:
+        """A new phase of the step begins."""
+
     def micro(self, loss: Loss) -> None:
         """Adds a micro-batch; nothing is fetched from the device."""
         self.window.micro(loss)

@@ -22,10 +22,12 @@ from mm_core.data.sampler import BatchPlan
 from mm_core.data.skipped import SkipLedger
 from mm_core.device import device_stack, start_process_group
 from mm_core.errors import PlanError
-from mm_core.plan import RunPlan, build_task, make_plan
+from mm_core.plan import RunPlan, build_task, make_plan, sample_order
 from mm_core.plugin.registry import build, check_ranks_agree, get_registry
 from mm_core.train.checkpoint import CheckpointStore
-from mm_core.train.loop import StopRequest, Training, run_steps
+from mm_core.train.interim import PlainGuard, PlainMilestones, StopRequest
+from mm_core.train.loop import Training, run_steps
+from mm_core.train.parameter_groups import groups_of
 from mm_core.train.reporting import RunReporter
 
 
@@ -45,7 +47,9 @@ class NeverStop:
     requested: str | None = None
 
 
-def train(config: RunConfig, *, resume: str = "auto", stop: StopRequest | None = None) -> RunResult:
+def train(
+    config: RunConfig, *, resume: str = "auto", stop: StopRequest | None = None, allow: Sequence[str] = ()
+) -> RunResult:
     """Trains as the rank that the environment names (a lone process without a launcher).
 
     Args:
@@ -108,9 +112,9 @@ def assemble(config: RunConfig, resume: str = "auto", stop: StopRequest | None =
     store = CheckpointStore(run_dir, config.checkpoint.keep)
     source = store.resolve(resume)
     dataset: Dataset = build("dataset", config.data.train)
-    order = sample_order(config, plan, len(dataset))
+    order = sample_order(config, plan.global_batch_size, len(dataset))
     load_frozen(task, engine.device)
-    engine.prepare(task, plan.engine, partial(build, "optimizer", config.optimizer), rng)
+    engine.prepare(task, plan.engine, partial(make_optimizer, config), rng)
     facts: dict[str, Any] = restore(store, source, engine) if source else {"step": 0}
     start = int(facts["step"])
     store.begin(start)
@@ -130,13 +134,17 @@ def assemble(config: RunConfig, resume: str = "auto", stop: StopRequest | None =
         task=task,  # type: ignore[arg-type]
         engine=engine,
         batches=ledger.watch(loader),
-        lr_schedule=build("lr_schedule", config.lr_schedule, plan.steps),
+        lr_schedule=build("lr_schedule", config.lr_schedule, plan.steps, engine.base_lr),
         rng=rng,
+        guard=PlainGuard(),
         report=reporter,
-        save=partial(save, store, engine, config, plan, reporter, order),
-        stop=stop or NeverStop(),
+        milestones=PlainMilestones(
+            plan.steps,
+            config.checkpoint.every,
+            partial(save, store, engine, config, plan, reporter, order),
+            stop or NeverStop(),
+        ),
         clip_grad_norm=config.train.clip_grad_norm,
-        save_every=config.checkpoint.every,
     )
     return Assembly(run_dir, training, reporter, ledger, start)
 
@@ -148,16 +156,12 @@ def check_plugins(config: RunConfig) -> None:
     check_ranks_agree(tables)
 
 
-def sample_order(config: RunConfig, plan: RunPlan, num_samples: int) -> BatchPlan:
-    """Which samples each step sees."""
-    return BatchPlan(
-        num_samples=num_samples,
-        micro_batch_size=plan.micro_batch_size,
-        global_batch_size=plan.global_batch_size,
-        seed=config.run.seed,
-        order=config.data.loader.sampler,
-        drop_last=config.data.loader.drop_last,
+def make_optimizer(config: RunConfig, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """The run's optimizer over what the engine trains."""
+    optimizer: torch.optim.Optimizer = build(
+        "optimizer", config.optimizer, groups_of(parameters, config.train)
     )
+    return optimizer
 
 
 def make_loader(
