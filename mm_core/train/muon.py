@@ -93,7 +93,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             self.param_groups.extend(rest.param_groups)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of both parts; `closure` computes the loss anew, as in torch's optimizers."""
         loss = None
         if closure is not None:
@@ -127,7 +127,7 @@ def _orthogonal_step(direction: Tensor, group: Mapping[str, Any]) -> Tensor:
     # Without momentum, decay and a start, torch's Muon leaves just its step in the parameter.
     scratch = nn.Parameter(torch.zeros_like(whole).flatten(1))
     scratch.grad = whole.flatten(1)
-    torch.optim.Muon(
+    once: torch.optim.Optimizer = torch.optim.Muon(
         [scratch],
         lr=group["lr"],
         weight_decay=0.0,
@@ -135,7 +135,8 @@ def _orthogonal_step(direction: Tensor, group: Mapping[str, Any]) -> Tensor:
         nesterov=False,
         ns_steps=group["ns_steps"],
         adjust_lr_fn=group["adjust_lr"],
-    ).step()
+    )
+    once.step()
     step = scratch.detach().view(whole.shape)
     if not isinstance(direction, DTensor):
         return step
