@@ -116,10 +116,16 @@ class TextEncoder(Frozen, Protocol):
 @runtime_checkable
 class NoiseScheduler(Protocol):
     """Noise, targets and weights of a diffusion process. Timesteps are float32, in model units
-    (0 .. num_train_timesteps); all functions are pure."""
+    (0 .. num_train_timesteps); all functions are pure. `add_noise` and `target` are linear in the
+    latents and the noise, with factors that follow from the timestep alone."""
 
     def sample_timesteps(self, generators: Sequence[torch.Generator]) -> Tensor:
         """timestep[B] float32 on CPU, row i drawn from generators[i]."""
+        ...
+
+    def timestep_quantile(self, u: Tensor) -> Tensor:
+        """timestep[B] float32 below which a share u[B] (in (0, 1), on CPU) of `sample_timesteps`
+        falls: the inverse of their cumulative distribution. It rises with the noise."""
         ...
 
     def add_noise(self, latents: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:

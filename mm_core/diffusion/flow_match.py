@@ -41,6 +41,13 @@ class FlowMatch:
             u = rectified_flow.logit_normal(generators, self.logit_mean, self.logit_std)
         return self.num_train_timesteps * rectified_flow.shift_sigma(u, self.shift)
 
+    def timestep_quantile(self, u: Tensor) -> Tensor:
+        """timestep[B] float32 below which a share u[B] in (0, 1) of the training timesteps falls."""
+        u = u.double()
+        if self.timesteps == "logit_normal":
+            u = rectified_flow.logit_normal_quantile(u, self.logit_mean, self.logit_std)
+        return (self.num_train_timesteps * rectified_flow.shift_sigma(u, self.shift)).float()
+
     def add_noise(self, latents: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
         """x_t[B,C,T,H,W] in the wider of float32 and the dtype of the latents."""
         return rectified_flow.interpolate(latents, noise, self._sigma(timestep))

@@ -24,6 +24,11 @@ def logit_normal(generators: Sequence[torch.Generator], mean: float, std: float)
     return torch.sigmoid(mean + std * normal)
 
 
+def logit_normal_quantile(u: Tensor, mean: float, std: float) -> Tensor:
+    """The value below which a share u of the logit-normal density lies: its inverse CDF."""
+    return torch.sigmoid(mean + std * torch.special.ndtri(u))
+
+
 def shift_sigma(u: Tensor, shift: float) -> Tensor:
     """sigma = s u / (1 + (s - 1) u): more noise for larger clips (SD3, eq. 23, s = sqrt(m / n))."""
     return shift * u / (1 + (shift - 1) * u)

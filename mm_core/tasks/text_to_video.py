@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -13,17 +16,22 @@ from mm_core.builtin.configs.text_to_video import SampleConfig, TextToVideoConfi
 from mm_core.contracts import (
     Autoencoder,
     Batch,
+    Bins,
     Clip,
+    Evaluation,
     Loss,
     NoiseScheduler,
     Predictor,
     Randomness,
+    SampleKey,
     SampleRequest,
     TextEncoder,
     Tokenizer,
     VideoTextBatch,
 )
+from mm_core.diffusion.mixture import clean_estimate, noise_share
 from mm_core.errors import ContractError
+from mm_core.tasks.text_to_video_bins import declared_bins, sum_by_bin
 from mm_core.tasks.text_to_video_checks import collect_faults
 
 
@@ -46,6 +54,7 @@ class TextToVideoInputs:
 
     noisy, target: [B,C,T,H,W]. timestep: [B]. text: [B,L,D]. text_mask: [B,L].
     factors: [B], loss weight of the timestep times weight of the sample. weight: of the batch.
+    weights: [B], of the samples. sigma: [B], noise level from 0 to 1.
     """
 
     noisy: Tensor
@@ -55,6 +64,8 @@ class TextToVideoInputs:
     target: Tensor
     factors: Tensor
     weight: float
+    weights: Tensor
+    sigma: Tensor
 
 
 class TextToVideo(nn.Module):
@@ -91,6 +102,11 @@ class TextToVideo(nn.Module):
 
     # -- training ------------------------------------------------------------------------------
 
+    @cached_property
+    def bins(self) -> Bins:
+        """Noise level, in ten bins."""
+        return declared_bins(self.scheduler)
+
     def weight(self, batch: Batch) -> float:
         """The sum of the samples' weights."""
         return float(batch.weights.sum())
@@ -109,28 +125,31 @@ class TextToVideo(nn.Module):
         noise = torch.stack([rng.normal(shape, "noise", *key) for key in batch.keys]).to(device)
         timestep = self.scheduler.sample_timesteps([rng.generator("timestep", *key) for key in batch.keys])
         timestep = timestep.to(device)
-        text, mask = self._encode_text(*self._tokens(batch, rng))
-        factors = self.scheduler.loss_weight(timestep) * batch.weights.to(device)
+        dropped = [self._drops_caption(rng, key) for key in batch.keys]
+        text, mask = self._encode_text(*self._without(dropped, *self._tokens(batch)))
+        weights = batch.weights.to(device)
         return TextToVideoInputs(
             noisy=self.scheduler.add_noise(latents, noise, timestep),
             timestep=self.scheduler.model_timestep(timestep),
             text=text,
             text_mask=mask,
             target=self.scheduler.target(latents, noise, timestep),
-            factors=factors,
+            factors=self.scheduler.loss_weight(timestep) * weights,
             weight=self.weight(batch),
+            weights=weights,
+            sigma=noise_share(self.scheduler, timestep),
         )
 
     def loss(self, inputs: TextToVideoInputs) -> Loss:
         """Squared error of the prediction, in float32, as a weighted sum over samples."""
         predicted = self._predict(inputs.noisy, inputs.timestep, inputs.text, inputs.text_mask)
-        if predicted.shape != inputs.target.shape:
-            raise ContractError(
-                f"the predictor returned {tuple(predicted.shape)} for targets {tuple(inputs.target.shape)}",
-                where="task.predictor",
-            )
-        error = (predicted.float() - inputs.target).square().flatten(1).mean(1)
-        return Loss((error * inputs.factors).sum(), inputs.weight)
+        losses = _squared_error(predicted, inputs.target) * inputs.factors
+        bins = sum_by_bin(inputs.sigma, losses, inputs.weights)
+        return Loss(losses.sum(), inputs.weight, bins=bins, tokens=self._tokens_of(inputs.noisy))
+
+    def _tokens_of(self, latents: Tensor) -> int:
+        """Tokens of the predictor: patches of latents[B,C,T,H,W]."""
+        return len(latents) * prod(latents.shape[2:]) // prod(self.predictor.patch_size)
 
     def _encode_pixels(self, batch: VideoTextBatch, rng: Randomness) -> Tensor:
         posterior = self.autoencoder.encode(batch.pixels)
@@ -138,14 +157,18 @@ class TextToVideo(nn.Module):
             return posterior.mode()
         return posterior.sample([rng.generator("posterior", *key) for key in batch.keys])
 
-    def _tokens(self, batch: VideoTextBatch, rng: Randomness) -> tuple[Tensor, Tensor]:
-        """ids[B,L], mask[B,L] of the captions, some of them dropped."""
+    def _tokens(self, batch: VideoTextBatch) -> tuple[Tensor, Tensor]:
+        """ids[B,L], mask[B,L] of the captions, on the device of the pixels."""
         ids, mask = batch.text_ids, batch.text_mask
         if ids is None or mask is None:
             ids, mask = self.text_encoder.tokenizer()(batch.captions)
-        ids, mask = ids.to(batch.pixels.device), mask.to(batch.pixels.device)
-        rate = self.caption_dropout
-        dropped = [rate > 0 and rng.uniform("caption_dropout", *key) < rate for key in batch.keys]
+        return ids.to(batch.pixels.device), mask.to(batch.pixels.device)
+
+    def _drops_caption(self, rng: Randomness, key: SampleKey) -> bool:
+        return self.caption_dropout > 0 and rng.uniform("caption_dropout", *key) < self.caption_dropout
+
+    def _without(self, dropped: Sequence[bool], ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """The same tokens, with the empty caption in the `dropped` rows."""
         if not any(dropped):
             return ids, mask
         empty_ids, empty_mask = self._empty()
@@ -177,18 +200,49 @@ class TextToVideo(nn.Module):
             latents=latents.to(dtype), timestep=timestep.float(), text=text.to(dtype), text_mask=mask
         )
 
+    # -- evaluation ----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch, rng: Randomness, quantiles: Sequence[float]) -> Evaluation:
+        """Each row's loss, as `loss` weighs it, at every quantile of the training timesteps and their mean.
+
+        The noise is of (seed, row), the same at all quantiles and evaluations; captions are kept and
+        latents are the posterior's mode. outputs: `clean` latents and their one-step `estimate` from
+        the middle quantile, [B,C,T,H,W].
+        """
+        assert isinstance(batch, VideoTextBatch)
+        device = batch.pixels.device
+        clean = self.autoencoder.encode(batch.pixels).mode().float()
+        shape = tuple(clean.shape[1:])
+        noise = torch.stack([rng.normal(shape, "validation noise", key.index) for key in batch.keys])
+        noise = noise.to(device)
+        text, mask = self._encode_text(*self._tokens(batch))
+        middle = sorted(quantiles)[len(quantiles) // 2]
+        losses, estimate = {}, clean
+        for quantile in quantiles:
+            timestep = self.scheduler.timestep_quantile(torch.full((len(batch),), quantile)).to(device)
+            noisy = self.scheduler.add_noise(clean, noise, timestep)
+            predicted = self._predict(noisy, self.scheduler.model_timestep(timestep), text, mask)
+            error = _squared_error(predicted, self.scheduler.target(clean, noise, timestep))
+            losses[f"loss_at/{quantile:g}"] = error * self.scheduler.loss_weight(timestep)
+            if quantile == middle:
+                estimate = clean_estimate(self.scheduler, noisy, predicted.float(), timestep)
+        mean = torch.stack(list(losses.values())).mean(0)
+        outputs = {"clean": clean, "estimate": estimate}
+        return Evaluation({"loss": mean, **losses}, torch.ones(len(batch), device=device), outputs)
+
     # -- sampling ------------------------------------------------------------------------------
 
     @torch.no_grad()
     def sample(self, request: SampleRequest) -> list[Clip]:
-        """One clip a prompt. Clip i starts from the noise of (seed, i), whatever is generated with it."""
+        """One clip a prompt. Clip i starts from the noise of (seed, first + i), whatever is generated
+        with it."""
         wanted = self._complete(request)
         shape = self._sample_shape(wanted)
         clips: list[Clip] = []
         for first, prompts in _chunks(wanted.prompts, self.sample_defaults.batch_size):
-            noise = torch.stack(
-                [Randomness(wanted.seed).normal(shape, "sample", first + i) for i in range(len(prompts))]
-            )
+            numbers = range(wanted.first + first, wanted.first + first + len(prompts))
+            noise = torch.stack([Randomness(wanted.seed).normal(shape, "sample", i) for i in numbers])
             pixels = self._generate(prompts, noise, wanted).float().clamp(-1, 1).cpu()
             assert wanted.fps is not None
             clips += [Clip(p, wanted.fps, prompt) for p, prompt in zip(pixels, prompts, strict=True)]
@@ -217,7 +271,7 @@ class TextToVideo(nn.Module):
 
     def _generate(self, prompts: Sequence[str], noise: Tensor, request: SampleRequest) -> Tensor:
         """pixels[B,3,F,Y,X] from noise[B,C,T,H,W]."""
-        device = next(cast(nn.Module, self.predictor).parameters()).device
+        device = self._device()
         guidance, steps = request.guidance, request.steps
         assert guidance is not None and steps is not None
         guided = guidance != 1
@@ -235,6 +289,14 @@ class TextToVideo(nn.Module):
 
         return self.autoencoder.decode(self.scheduler.integrate(velocity, noise.to(device), steps))
 
+    def _device(self) -> torch.device:
+        """Where it is computed: the frozen parts lie there, a predictor's parameters may be offloaded."""
+        for part in (self.text_encoder, self.autoencoder, self.predictor):
+            if isinstance(part, nn.Module):
+                for tensor in chain(part.parameters(), part.buffers()):
+                    return tensor.device
+        return torch.device("cpu")
+
     # -- checks --------------------------------------------------------------------------------
 
     def check(self, batch_spec: Mapping[str, Any]) -> None:
@@ -251,6 +313,16 @@ class TextToVideo(nn.Module):
             raise ContractError(
                 "\n".join([f"{len(faults)} components do not fit:", *(fault.render() for fault in faults)])
             )
+
+
+def _squared_error(predicted: Tensor, target: Tensor) -> Tensor:
+    """[B] float32: the mean over (C,T,H,W). ContractError when the shapes differ."""
+    if predicted.shape != target.shape:
+        raise ContractError(
+            f"the predictor returned {tuple(predicted.shape)} for targets {tuple(target.shape)}",
+            where="task.predictor",
+        )
+    return (predicted.float() - target).square().flatten(1).mean(1)
 
 
 def _pad(tensor: Tensor, length: int) -> Tensor:

@@ -59,6 +59,41 @@ def test_logit_normal_timesteps_have_the_shifted_logit_normal_density(shift, mea
     assert ks_distance(sigma, lambda value: value) > 2 * KS_LIMIT  # the test can tell densities apart
 
 
+DENSITIES = [
+    {"shift": 1.0},
+    {"shift": 5.0},
+    {"timesteps": "logit_normal"},
+    {"timesteps": "logit_normal", "shift": 3.0, "logit_mean": -0.5, "logit_std": 1.4},
+]
+
+
+@pytest.mark.parametrize("fields", DENSITIES)
+def test_quantiles_are_the_inverse_of_the_density_that_timesteps_are_drawn_from(fields):
+    scheduler = FlowMatch(**fields)
+    grid = torch.linspace(0, 1, 20001, dtype=torch.float64)[1:-1]
+    values = scheduler.timestep_quantile(grid)
+    assert values.dtype == torch.float32 and (values.diff() >= 0).all()
+
+    def cdf_of(values: torch.Tensor):
+        return lambda timestep: np.interp(timestep, values.double().numpy(), grid.numpy())
+
+    drawn = scheduler.sample_timesteps(generators(DRAWS))
+    assert ks_distance(drawn, cdf_of(values)) < KS_LIMIT
+    other = FlowMatch(**{**fields, "shift": 1.3 * fields.get("shift", 1.0)}).timestep_quantile(grid)
+    assert ks_distance(drawn, cdf_of(other)) > KS_LIMIT  # the test can tell densities apart
+
+
+def test_quantiles_equal_their_closed_forms():
+    u = torch.tensor([0.1, 0.5, 0.9])
+    # s u / (1 + (s - 1) u) with s = 5
+    shifted = FlowMatch(shift=5.0).timestep_quantile(u) / 1000
+    np.testing.assert_allclose(shifted, [0.5 / 1.4, 2.5 / 3, 4.5 / 4.6], rtol=1e-6)
+    # sigmoid(m + s z), with the normal quantiles z of 0.1, 0.5, 0.9
+    logit = FlowMatch(timesteps="logit_normal", logit_mean=0.3, logit_std=2.0).timestep_quantile(u) / 1000
+    expected = 1 / (1 + np.exp(-(0.3 + 2.0 * np.array([-1.2815515655, 0, 1.2815515655]))))
+    np.testing.assert_allclose(logit, expected, rtol=1e-6)
+
+
 def test_a_timestep_depends_on_its_own_generator_alone():
     together = FlowMatch().sample_timesteps(generators(3))
     alone = FlowMatch().sample_timesteps(generators(3)[2:])

@@ -206,6 +206,100 @@ def test_a_prediction_of_another_shape_is_a_sentence():
         task.loss(task.prepare(make_batch(task), RNG))
 
 
+def test_the_loss_is_also_told_by_noise_level():
+    task = make_task()
+    batch = make_batch(task, weights=(1.0, 0.5, 0.0))
+    inputs = task.prepare(batch, RNG)
+    loss = task.loss(inputs)
+    assert loss.bins.shape == (2, 10) and not loss.bins.requires_grad
+    expected = torch.zeros(2, 10)
+    for i, key in enumerate(batch.keys):
+        sigma = task.scheduler.sample_timesteps([rng_of(key)]).item() / 1000
+        alone = task.loss(task.prepare(row(batch, i), RNG)).total.item()
+        expected[:, int(sigma * 10)] += torch.tensor([alone, batch.weights[i]])
+    torch.testing.assert_close(loss.bins, expected)
+    assert loss.bins[0].sum().item() == pytest.approx(loss.total.item(), rel=1e-6)
+    assert (loss.bins[1] > 0).sum() == 2  # the samples lie in different bins
+
+
+def rng_of(key: SampleKey) -> torch.Generator:
+    return RNG.generator("timestep", *key)
+
+
+def test_a_loss_that_is_not_finite_stays_in_its_bin():
+    task = make_task()
+    inputs = task.prepare(make_batch(task, weights=(1.0, 0.5, 1.0)), RNG)
+    inputs.target[0] = float("nan")
+    bins = task.loss(inputs).bins
+    assert bins[0].isnan().sum() == 1 and bins[1].isfinite().all()
+
+
+def test_the_declared_shares_are_those_of_the_training_timesteps():
+    task = make_task(scheduler=FlowMatch(shift=3.0))
+    assert task.bins.name == "sigma" and task.bins.edges == tuple(i / 10 for i in range(11))
+    # sigma < x for a share u = x / (3 - 2x) of uniform draws: the inverse of s u / (1 + (s - 1) u)
+    below = [i / 10 / (3 - 2 * i / 10) for i in range(11)]
+    expected = [high - low for low, high in pairwise(below)]
+    assert task.bins.declared == pytest.approx(expected, abs=3e-5)
+    assert sum(task.bins.declared) == pytest.approx(1)
+
+
+def test_a_micro_batch_counts_the_patches_that_the_predictor_sees():
+    task = make_task()
+    assert task.loss(task.prepare(make_batch(task), RNG)).tokens == 3 * (2 // 1) * (4 // 2) * (4 // 2)
+
+
+# -- evaluation --------------------------------------------------------------------------------
+
+QUANTILES = (0.1, 0.5, 0.9)
+
+
+def test_evaluation_is_each_rows_loss_at_the_quantiles_of_the_training_timesteps():
+    task = make_task(caption_dropout=1.0)
+    batch = make_batch(task, first=5)
+    found = task.evaluate(batch, RNG, QUANTILES)
+    clean = PixelAutoencoder(2).encode(batch.pixels).mode().double()
+    hidden, mask = task.text_encoder.encode(batch.text_ids, batch.text_mask)  # no caption is dropped
+    noise = torch.stack(
+        [RNG.normal(tuple(clean.shape[1:]), "validation noise", i) for i in (5, 6, 7)]
+    ).double()
+    predictor, losses = SmallPredictor().double(), []
+    for quantile in QUANTILES:
+        sigma = 3 * quantile / (1 + 2 * quantile)  # SD3, eq. 23
+        noisy = (1 - sigma) * clean + sigma * noise
+        timestep = torch.full((3,), 1000 * sigma, dtype=torch.float64)
+        predicted = predictor(noisy, timestep, hidden.double() * mask[..., None], mask)
+        losses.append((predicted - (noise - clean)).square().flatten(1).mean(1))
+        torch.testing.assert_close(found.sums[f"loss_at/{quantile}"].double(), losses[-1], rtol=1e-5, atol=0)
+        if quantile == 0.5:
+            expected = (noisy - sigma * predicted).float()
+            torch.testing.assert_close(found.outputs["estimate"], expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.sums["loss"].double(), torch.stack(losses).mean(0), rtol=1e-5, atol=0)
+    torch.testing.assert_close(found.outputs["clean"].double(), clean)
+    assert found.weights.tolist() == [1.0, 1.0, 1.0] and len(task.predictor.calls) == len(QUANTILES)
+
+
+def test_evaluation_is_the_same_each_time_and_for_each_row_alone():
+    task = make_task(latents="sample")
+    batch = make_batch(task)
+    together = task.evaluate(batch, RNG, QUANTILES)
+    later = task.evaluate(make_batch(task, epoch=3), RNG, QUANTILES)
+    assert torch.equal(together.sums["loss"], later.sums["loss"])
+    alone = [task.evaluate(row(batch, i), RNG, QUANTILES).sums["loss"] for i in range(3)]
+    torch.testing.assert_close(torch.cat(alone), together.sums["loss"])
+    assert not torch.equal(task.evaluate(batch, Randomness(8), QUANTILES).sums["loss"], together.sums["loss"])
+
+
+def test_each_rows_evaluation_estimates_its_training_loss():
+    """At many quantiles the mean is the expectation over the training timesteps."""
+    task = make_task()
+    batch = make_batch(task)
+    quantiles = [(i + 0.5) / 40 for i in range(40)]
+    expected = task.evaluate(batch, RNG, quantiles).sums["loss"].mean().item()
+    drawn = [task.loss(task.prepare(make_batch(task, epoch=e), RNG)).total.item() / 3 for e in range(300)]
+    assert sum(drawn) / len(drawn) == pytest.approx(expected, rel=0.05)
+
+
 # -- sampling ----------------------------------------------------------------------------------
 
 
@@ -245,6 +339,14 @@ def test_a_clip_does_not_depend_on_what_is_generated_with_it():
     alone = task.sample(SampleRequest(("up",), seed=1))
     torch.testing.assert_close(many[0].pixels, alone[0].pixels, rtol=0, atol=1e-5)
     assert not torch.allclose(many[0].pixels, many[1].pixels)
+
+
+def test_clips_are_numbered_from_the_requests_first():
+    task = make_task()
+    whole = task.sample(SampleRequest(("up", "a red circle", "up"), seed=1))
+    rest = task.sample(SampleRequest(("a red circle", "up"), seed=1, first=1))
+    for clip, wanted in zip(rest, whole[1:], strict=True):
+        torch.testing.assert_close(clip.pixels, wanted.pixels, rtol=0, atol=1e-5)
 
 
 def test_a_request_goes_before_the_tasks_own_defaults():
