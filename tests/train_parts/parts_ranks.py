@@ -1,0 +1,155 @@
+"""Run by each rank: optimizers, EMA and warm start on sharded weights; rank 0 writes what came out.
+
+usage: parts_ranks.py OUT (muon | ema | warm SOURCE)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from mm_core.builtin.configs.training import AdamWConfig, MuonConfig
+from mm_core.config.schema import EMASection, InitFromSection, TrainSection
+from mm_core.contracts import Loss, Randomness
+from mm_core.device import start_process_group
+from mm_core.engines.fsdp2 import FSDP2Engine
+from mm_core.train import checkpoint_dcp as dcp
+from mm_core.train.ema import EMA
+from mm_core.train.failure import leave
+from mm_core.train.muon import muon
+from mm_core.train.optimizers import adamw
+from mm_core.train.parameter_groups import groups_of
+from mm_core.train.warm_start import warm_start
+
+
+class Net(nn.Module):
+    """Odd sizes, so that the shards of two ranks are unequal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x)).tanh())
+
+    def init_weights(self) -> None:
+        for layer in (self.first, self.last):
+            layer.reset_parameters()
+        self.norm.reset_parameters()
+
+
+class Task(nn.Module):
+    trainable, frozen = ("predictor",), ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.predictor = Net()
+
+
+def make(optimizer) -> tuple[Task, FSDP2Engine]:
+    with torch.device("meta"):
+        task = Task()
+    engine = FSDP2Engine(sub_modules_to_wrap=("predictor.first",))
+    plan = engine.plan(task, dist.get_world_size(), 2)
+    groups = TrainSection(steps=9, decay_norms_and_biases=False)
+    engine.prepare(task, plan, lambda p: optimizer(groups_of(p, groups)), Randomness(7))
+    return task, engine
+
+
+def whole(tensors) -> dict[str, torch.Tensor]:
+    return {
+        name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
+        for name, t in tensors.items()
+    }
+
+
+def use_muon() -> dict[str, torch.Tensor]:
+    """Four updates with gradients that are given: the same on any number of ranks."""
+    settings = dataclasses.asdict(MuonConfig(lr=0.02, adamw_for=("predictor.last",)))
+    _, engine = make(lambda groups: muon(groups, **settings))
+    parameters = dict(engine.named_parameters())
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        for parameter in parameters.values():
+            full = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = distribute_tensor(full, parameter.device_mesh, parameter.placements)
+        engine.scale_lr(1 / (1 + step))
+        engine.step(engine.grad_norm(), None)
+    return whole(parameters) | whole(engine.state_dict()["optimizer"])
+
+
+def use_ema() -> dict[str, torch.Tensor]:
+    """Training with an evaluation under the average in the middle."""
+    settings = dataclasses.asdict(AdamWConfig(lr=1e-2))
+    task, engine = make(lambda groups: adamw(groups, **settings))
+    parameters = dict(engine.named_parameters())
+    ema = EMA(parameters, EMASection(decay=0.9))
+    inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(3))
+    found: dict[str, torch.Tensor] = {}
+    for step in range(1, 6):
+        # Every rank sees the whole batch, so that a step is the same on any number of ranks.
+        engine.micro_step(lambda: Loss(task.predictor(inputs).square().sum(), 1.0), last=True, scale=1.0)
+        engine.step(engine.grad_norm(), None)
+        ema.update(step)
+        with engine.evaluating():
+            before = task.predictor(inputs).clone()
+        bits = whole(parameters)
+        with ema.applied(), engine.evaluating():
+            averaged = task.predictor(inputs).clone()
+        assert not torch.equal(averaged, before)
+        assert all(torch.equal(bits[name], now) for name, now in whole(parameters).items())
+        assert torch.equal(task.predictor(inputs).detach(), before), "training sees the true weights again"
+        for root in (task.predictor, task.predictor.first):
+            root.reshard()
+        found |= {f"{step}.averaged": averaged}
+    shadows = ema.state_dict()
+    for name, shadow in shadows.items():
+        assert isinstance(shadow, DTensor) and shadow.placements == parameters[name].placements
+        assert shadow.to_local().shape == parameters[name].to_local().shape
+    # Through a checkpoint of another world size, if one lies there.
+    folder = Path(sys.argv[1]).with_name("ema_checkpoint")
+    if folder.exists():
+        other = EMA(parameters, EMASection(decay=0.9))
+        target = {"ema": other.state_dict()}
+        dcp.read_tensors(
+            folder, dcp.read_metadata(folder, [p.name for p in folder.iterdir()]), target, alone=False
+        )
+        found |= {f"loaded.{name}": t for name, t in whole(other.state_dict()).items()}
+    else:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            folder.mkdir()
+        dist.barrier()
+        dcp.write_tensors(folder, {"ema": shadows}, alone=False)
+    return found | whole(shadows)
+
+
+def use_warm_start() -> dict[str, torch.Tensor]:
+    """Weights that each rank reads its shard of."""
+    _, engine = make(lambda groups: adamw(groups, **dataclasses.asdict(AdamWConfig())))
+    model = engine.state_dict()["model"]
+    init = InitFromSection(path=sys.argv[3], prefixes={"net": "predictor"})
+    report = warm_start(init, model)
+    assert set(report.loaded) == set(model) and not report.missing
+    return whole(model)
+
+
+def main() -> None:
+    start_process_group()
+    torch.set_num_threads(1)
+    case = {"muon": use_muon, "ema": use_ema, "warm": use_warm_start}[sys.argv[2]]
+    found = case()
+    if dist.get_rank() == 0:
+        torch.save(found, sys.argv[1])
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()
+    leave(0)
