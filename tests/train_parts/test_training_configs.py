@@ -10,7 +10,7 @@ import torch
 
 from mm_core.errors import ConfigError
 from mm_core.plugin.registry import build
-from mm_core.train.lr_schedules import Cosine
+from mm_core.train.lr_schedules import Schedule
 from mm_core.train.trackers import JsonlTracker, TensorBoardTracker
 
 
@@ -21,12 +21,15 @@ def test_reading_them_imports_no_torch():
 
 def test_each_builds_by_its_name(tmp_path):
     parameter = torch.nn.Parameter(torch.ones(2))
-    optimizer = build("optimizer", {"type": "adamw", "lr": 1e-3, "betas": [0.9, 0.99]}, [parameter])
+    groups = [{"params": [parameter], "names": ["weight"]}]
+    optimizer = build("optimizer", {"type": "adamw", "lr": 1e-3, "betas": [0.9, 0.99]}, groups)
     assert isinstance(optimizer, torch.optim.AdamW)
     assert (optimizer.defaults["lr"], optimizer.defaults["betas"]) == (1e-3, (0.9, 0.99))
-    schedule = build("lr_schedule", {"type": "cosine", "warmup_steps": 2, "min_lr_ratio": 0.1}, 10)
-    assert isinstance(schedule, Cosine) and schedule.factor(1) == 0.5
-    assert build("lr_schedule", {"type": "constant"}, 10).factor(0) == 1.0
+    for kind in ("constant", "linear", "cosine", "polynomial", "wsd"):
+        schedule = build("lr_schedule", {"type": kind, "warmup_steps": 2}, 10, 1e-3)
+        assert isinstance(schedule, Schedule) and (schedule.factor(1), schedule.factor(2)) == (0.5, 1.0)
+    ending = build("lr_schedule", {"type": "cosine", "min_lr": 1e-4}, 10, 1e-3).factor(10)
+    assert ending == pytest.approx(0.1)
     assert isinstance(build("tracker", {"type": "jsonl"}, tmp_path), JsonlTracker)
     assert isinstance(build("tracker", {"type": "tensorboard"}, tmp_path), TensorBoardTracker)
 
@@ -36,7 +39,17 @@ def test_each_builds_by_its_name(tmp_path):
     [
         ("optimizer", {"type": "adamw", "lr": -1.0}, "optimizer.lr: found -1.0, a number"),
         ("optimizer", {"type": "adamw", "betas": [0.9, 1.0]}, "optimizer.betas.1: found 1.0, a number"),
-        ("lr_schedule", {"type": "cosine", "min_lr_ratio": 2.0}, "lr_schedule.min_lr_ratio: found 2.0"),
+        ("optimizer", {"type": "muon", "ns_steps": 0}, "optimizer.ns_steps: found 0"),
+        ("optimizer", {"type": "muon", "adjust_lr": "none"}, "optimizer.adjust_lr: found 'none'"),
+        ("optimizer", {"type": "adamw_8bit", "eps": -1.0}, "optimizer.eps: found -1.0"),
+        ("lr_schedule", {"type": "cosine", "min_lr": -2.0}, "lr_schedule.min_lr: found -2.0"),
+        ("lr_schedule", {"type": "wsd", "decay_shape": "steep"}, "lr_schedule.decay_shape: found 'steep'"),
+        ("lr_schedule", {"type": "polynomial", "power": 0}, "lr_schedule.power: found 0"),
+        (
+            "lr_schedule",
+            {"type": "linear", "warmup_steps": 3, "warmup_fraction": 0.1},
+            "warmup_steps and warmup_fraction are both set; one of them says how long",
+        ),
         ("lr_schedule", {"type": "constant", "warmup_steps": -1}, "lr_schedule.warmup_steps: found -1"),
         ("tracker", {"type": "tensorboard", "flush_secs": 0}, "tracker.flush_secs: found 0"),
     ],
