@@ -14,8 +14,9 @@ import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from types import ModuleType
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -133,6 +134,37 @@ def peak_memory_bytes() -> int:
         return int(_module(device_type()).max_memory_allocated())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+class MemoryRecorder:
+    """Records what the accelerator's allocator does, for PyTorch's memory viewer."""
+
+    def __init__(self, memory: Any) -> None:
+        self._memory = memory
+
+    def start(self) -> None:
+        """Begins to record."""
+        self._memory._record_memory_history(max_entries=100_000)
+
+    def stop(self, path: Path) -> None:
+        """Writes the snapshot (a pickle that the viewer reads) and ends the recording."""
+        self._memory._dump_snapshot(str(path))
+        self._memory._record_memory_history(enabled=None)
+
+
+def memory_recorder() -> MemoryRecorder | None:
+    """The recorder of this device's allocator; None on CPU, or where its build of torch has none."""
+    if device_type() == "cpu":
+        return None
+    memory = getattr(_module(device_type()), "memory", None)
+    return MemoryRecorder(memory) if hasattr(memory, "_record_memory_history") else None
+
+
+def set_deterministic() -> None:
+    """Refuses kernels whose results vary from run to run. To be called before the device is used."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUBLAS varies without it
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
 
 
 def device_stack() -> dict[str, str]:

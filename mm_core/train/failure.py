@@ -97,7 +97,17 @@ def _tell(error: BaseException, folder: LaunchFolder) -> None:
             f"{type(error).__name__}: {_first_line(error)}",
             hint="a fault in code, not in your input: the traceback above says where",
         )
-    sys.stderr.write(f"mm: error: {_self()}{said.render()}\n")
+    _write(said)
+
+
+def say(fault: MMError) -> None:
+    """Prints an error that a thread has found, if no other rank of the host has spoken."""
+    if LaunchFolder.current().mark(FAILED):
+        _write(fault)
+
+
+def _write(fault: MMError) -> None:
+    sys.stderr.write(f"mm: error: {_self()}{fault.render()}\n")
     sys.stderr.flush()
 
 

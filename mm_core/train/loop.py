@@ -101,6 +101,7 @@ def run_steps(training: Training, start: int) -> int:
         began = perf_counter()
         batches, weights, fault = read_step(training)
         data_wait = perf_counter() - began
+        report.enter("wait")
         agreed = agree(training, batches, weights, fault)
         lr = engine.scale_lr(training.lr_schedule.factor(step))
         scale = plan.engine.data_parallel / agreed.weight  # the engine averages over ranks

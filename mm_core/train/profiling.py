@@ -1,0 +1,69 @@
+"""A window of steps under torch.profiler: Chrome trace, table of operators, memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mm_core.config.schema import ProfileSection
+from mm_core.device import memory_recorder
+
+
+class ProfileWindow:
+    """Records steps `steps[0]` to `steps[1]` (from 1, both included) of the ranks that are chosen.
+
+    Writes `profile/rank_N_steps_A-B.json.gz` (for chrome://tracing or Perfetto), `.txt` (operators by
+    their own time) and, where the device's allocator records it, `.memory.pickle` (for PyTorch's memory
+    viewer). Without settings it does nothing.
+
+    Args:
+        settings: the window; None records nothing.
+        run_dir: the run's folder.
+        rank: this process.
+    """
+
+    def __init__(self, settings: ProfileSection | None, run_dir: Path, rank: int) -> None:
+        self._settings = settings if settings is not None and rank in settings.ranks else None
+        self._folder, self._rank = Path(run_dir) / "profile", rank
+        self._profiler: Any = None
+        self._memory: Any = None
+
+    def step_begins(self, step: int) -> None:
+        """Called before step number `step` (from 1)."""
+        settings = self._settings
+        if settings is None or step != settings.steps[0]:
+            return
+        from torch.profiler import profile
+
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._memory = memory_recorder() if settings.memory else None
+        if self._memory is not None:
+            self._memory.start()
+        # All activities that this build of torch knows: CPU, and the accelerator's where it has one.
+        self._profiler = profile(profile_memory=settings.memory, record_shapes=True)
+        self._profiler.start()
+
+    def step_ended(self, step: int) -> None:
+        """Called after step number `step`."""
+        if self._profiler is None:
+            return
+        assert self._settings is not None
+        if step >= self._settings.steps[1]:
+            self.close()
+        else:
+            self._profiler.step()
+
+    def close(self) -> None:
+        """Writes what was recorded, also where the run ends within the window."""
+        if self._profiler is None:
+            return
+        assert self._settings is not None
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
+        first, last = self._settings.steps
+        stem = self._folder / f"rank_{self._rank}_steps_{first}-{last}"
+        profiler.export_chrome_trace(f"{stem}.json.gz")
+        table = profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=50)
+        stem.with_suffix(".txt").write_text(table + "\n", encoding="utf-8")
+        if self._memory is not None:
+            self._memory.stop(Path(f"{stem}.memory.pickle"))

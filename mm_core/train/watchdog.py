@@ -1,0 +1,167 @@
+"""A watch over a run that hangs: it names the rank that others wait for, and where that one stands."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mm_core.errors import TrainingError
+from mm_core.train.rank_logs import RankLog
+
+ORDER = ("start", "data", "wait", "encode", "forward_backward", "optimizer", "log", "validation", "checkpoint")
+"""Phases of a step, in their order."""
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """Where a rank stood. seconds: since the epoch, when it last moved on. place: its main thread's line.
+    waits: whether that lies in a collective, where it waits for another."""
+
+    rank: int
+    step: int
+    phase: str
+    moves: int
+    seconds: float
+    place: str
+    waits: bool = False
+
+
+class Watchdog:
+    """Ends a run that has not moved on for `stuck_after` seconds.
+
+    The loop only sets two attributes; a thread writes `logs/heartbeat_N.json` now and then, and when
+    nothing has moved, all threads' stacks to the rank's log and a sentence that names the rank that is
+    furthest behind.
+
+    Args:
+        run_dir: the run's folder, shared by all ranks.
+        rank, world: this process.
+        stuck_after: seconds; None watches nothing.
+        log: takes the stacks.
+        end: what follows the sentence; by default the process ends with exit code 1.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        rank: int,
+        world: int,
+        stuck_after: float | None,
+        log: RankLog | None = None,
+        end: Callable[[TrainingError], Any] | None = None,
+    ) -> None:
+        self._folder, self._rank, self._world = Path(run_dir) / "logs", rank, world
+        self._limit, self._log, self._end = stuck_after, log, end or _leave
+        self._at, self._phase, self._moves = 0, "start", 0
+        self._moved = time.time()
+        self._main = threading.get_ident()
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begins to watch."""
+        if self._limit is None:
+            return
+        self._moved = time.time()
+        self._thread = threading.Thread(target=self._watch, name="mm_core watchdog", daemon=True)
+        self._thread.start()
+
+    def step(self, step: int) -> None:
+        """Step number `step` (from 1) begins."""
+        self._at = step
+
+    def enter(self, phase: str) -> None:
+        """A new phase begins; also called within a long one, to say that it moves on."""
+        self._phase = phase
+        self._moves += 1
+
+    def close(self) -> None:
+        """Ends the watch."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join(timeout=5)
+
+    # -- in the thread -------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        assert self._limit is not None
+        seen = -1
+        while not self._over.wait(min(self._limit / 4, 5.0)):
+            if self._moves != seen:
+                seen, self._moved = self._moves, time.time()
+            self._write()
+            if time.time() - self._moved > self._limit:
+                self._stuck()
+                return
+
+    def _beat(self) -> Heartbeat:
+        place, waits = self._place()
+        return Heartbeat(self._rank, self._at, self._phase, self._moves, self._moved, place, waits)
+
+    def _place(self) -> tuple[str, bool]:
+        """The innermost line of the main thread that lies in no installed library; whether it waits there."""
+        frame = sys._current_frames().get(self._main)
+        if frame is None:
+            return "unknown", False
+        frames = traceback.extract_stack(frame)
+        waits = any("torch/distributed" in f.filename for f in frames[-6:])
+        own = [f for f in frames if "site-packages" not in f.filename and "/lib/python" not in f.filename]
+        last = (own or list(frames))[-1]
+        return f"{last.filename}:{last.lineno} in {last.name}", waits
+
+    def _write(self) -> None:
+        with suppress(OSError):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            staged = self._folder / f".heartbeat_{self._rank}.tmp"
+            staged.write_text(json.dumps(asdict(self._beat())), encoding="utf-8")
+            staged.replace(self._folder / f"heartbeat_{self._rank}.json")
+
+    def _read(self) -> list[Heartbeat]:
+        """The heartbeats of all ranks, as far as they can be read; this one's as it is now."""
+        beats = [self._beat()]
+        for rank in range(self._world):
+            with suppress(OSError, ValueError, TypeError):
+                if rank != self._rank:
+                    text = (self._folder / f"heartbeat_{rank}.json").read_text(encoding="utf-8")
+                    beats.append(Heartbeat(**json.loads(text)))
+        return beats
+
+    def _stuck(self) -> None:
+        if self._log is not None and self._log.descriptor is not None:
+            self._log.write(f"stuck in step {self._at}, {self._phase}; the stacks of all threads:")
+            faulthandler.dump_traceback(self._log.descriptor, all_threads=True)
+        behind = min(self._read(), key=progress)
+        seconds = round(time.time() - self._moved)
+        self._end(
+            TrainingError(
+                f"nothing has moved for {seconds} s; rank {behind.rank} is furthest behind, in"
+                f" {behind.phase.replace('_', ' ')} of step {behind.step} at {behind.place}",
+                where=f"rank {self._rank}, step {self._at}, {self._phase.replace('_', ' ')}",
+                hint=f"{self._folder}/rank_{behind.rank}.log holds its stacks; run.stuck_after sets the limit",
+            )
+        )
+
+
+def progress(beat: Heartbeat) -> tuple[int, int, int, bool]:
+    """How far a rank has come; of two at the same place, the one that waits is ahead."""
+    return beat.step, ORDER.index(beat.phase) if beat.phase in ORDER else 0, beat.moves, beat.waits
+
+
+def _leave(fault: TrainingError) -> NoReturn:
+    """Says the sentence, once over the ranks of this host, and ends the process: the main thread may
+    wait in native code, where no exception reaches it."""
+    from mm_core.train.failure import end_children, say
+
+    say(fault)
+    end_children()
+    os._exit(1)
