@@ -190,3 +190,21 @@ def mm_trackers() -> list[Component]:
             summary="<run>/metrics.jsonl, one object a logged step (always on)",
         ),
     ]
+
+
+@hookimpl
+def mm_metrics() -> list[Component]:
+    return [
+        Component(
+            name="latent_psnr",
+            target="mm_core.train.validation_metrics:LatentPSNR",
+            config=f"{_CONFIG}.metrics:LatentPSNRConfig",
+            summary="peak signal-to-noise ratio of the one-step clean estimate, in dB",
+        ),
+        Component(
+            name="frame_change",
+            target="mm_core.train.validation_metrics:FrameChange",
+            config=f"{_CONFIG}.metrics:FrameChangeConfig",
+            summary="mean absolute difference of successive frames of sampled clips; near 0 is frozen video",
+        ),
+    ]

@@ -11,6 +11,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
 from torch.nn import functional
 
 from mm_core.contracts import Clip
@@ -100,6 +102,11 @@ def to_bytes(clip: Clip) -> numpy.ndarray:
     """uint8 array [F,Y,X,3] of a clip."""
     pixels = ((clip.pixels.clamp(-1, 1) + 1) * 127.5).round().byte()
     return pixels.permute(1, 2, 3, 0).contiguous().numpy()
+
+
+def from_bytes(frames: numpy.ndarray) -> Tensor:
+    """pixels [3,F,Y,X] float32 in [-1, 1] from uint8 [F,Y,X,3]: the inverse of `to_bytes`."""
+    return torch.from_numpy(frames).permute(3, 0, 1, 2).float().contiguous() / 127.5 - 1
 
 
 def write_contact_sheet(clips: Sequence[Clip], path: Path, most_frames: int = 8, least: int = 64) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,12 +18,10 @@ from mm_core.parallel.initialise import initialise
 from mm_core.plan import build_task
 from mm_core.train.checkpoint import find_checkpoint, load_model_only
 from mm_core.train.media import write_clips
+from mm_core.train.sampled_clips import with_trained_size
 
 if TYPE_CHECKING:
     from torch import nn
-
-PLAYBACK_FPS = 16.0
-"""Frames a second of written files where neither the config nor the data names a rate."""
 
 
 def sample(
@@ -100,17 +97,6 @@ def load_task(config: RunConfig, checkpoint: Path) -> nn.Module:
     }
     load_model_only(checkpoint, state)
     return task.eval()
-
-
-def with_trained_size(request: SampleRequest, config: RunConfig) -> SampleRequest:
-    """Sizes that neither the request nor the task's `sample` sets: those of the training data."""
-    defaults: Any = config.task.options.get("sample")
-    trained = config.data.train.options
-    filled: dict[str, Any] = {}
-    for name in ("num_frames", "height", "width", "fps"):
-        if getattr(request, name) is None and (defaults is None or getattr(defaults, name) is None):
-            filled[name] = trained.get(name) or (PLAYBACK_FPS if name == "fps" else None)
-    return dataclasses.replace(request, **filled)
 
 
 def read_prompts(path: Path) -> list[str]:

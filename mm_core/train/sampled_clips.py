@@ -1,0 +1,90 @@
+"""Clips that are sampled while training: who generates which prompt, and how they come together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from mm_core.config.schema import RunConfig
+from mm_core.contracts import Clip, SampleRequest
+from mm_core.train.agreement import Ranks
+from mm_core.train.media import (
+    SHEET,
+    clip_name,
+    from_bytes,
+    make_folder,
+    preview,
+    to_bytes,
+    write_contact_sheet,
+    write_prompts,
+    write_video,
+)
+
+T = TypeVar("T")
+
+PLAYBACK_FPS = 16.0
+"""Frames a second of written files where neither the config nor the data names a rate."""
+
+
+def with_trained_size(request: SampleRequest, config: RunConfig) -> SampleRequest:
+    """Sizes that neither the request nor the task's `sample` sets: those of the training data."""
+    defaults: Any = config.task.options.get("sample")
+    trained = config.data.train.options
+    filled: dict[str, Any] = {}
+    for name in ("num_frames", "height", "width", "fps"):
+        if getattr(request, name) is None and (defaults is None or getattr(defaults, name) is None):
+            filled[name] = trained.get(name) or (PLAYBACK_FPS if name == "fps" else None)
+    return dataclasses.replace(request, **filled)
+
+
+def share_prompts(prompts: Sequence[str], rank: int, count: int) -> tuple[int, tuple[str, ...], int]:
+    """A rank's block of the prompts: the number of its first, the block filled up to the length of the
+    others', and how many of it are real. Every rank generates equally many."""
+    block = -(-len(prompts) // count)
+    first = rank * block
+    mine = tuple(prompts[first : first + block])
+    return first, mine + (prompts[0],) * (block - len(mine)), len(mine)
+
+
+def write_own(clips: Sequence[Clip], first: int, folder: Path) -> str | None:
+    """This rank's mp4 files, numbered from `first`. What went wrong: no run ends for want of a clip."""
+    try:
+        make_folder(folder)
+        for number, clip in enumerate(clips, start=first):
+            write_video(clip, folder / clip_name(number, clip.prompt))
+    except Exception as fault:
+        return f"{type(fault).__name__}: {fault}"
+    return None
+
+
+def gather_previews(
+    ranks: Ranks, clips: Sequence[Clip], fault: str | None, folder: Path
+) -> tuple[list[Clip], list[str]]:
+    """On rank 0: previews of all ranks' clips, in order, and what could not be written; it has written the
+    contact sheet and `prompts.json` then. Nothing elsewhere. All files are there when this returns."""
+    own = [(to_bytes(preview(clip)), clip.fps, clip.prompt) for clip in clips]
+    rows = _gather_first(ranks, (own, fault))
+    previews = [Clip(from_bytes(frames), fps, prompt) for shares, _ in rows for frames, fps, prompt in shares]
+    faults = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(rows) if text is not None]
+    if ranks.rank == 0 and not faults:
+        try:
+            write_prompts({clip_name(i, clip.prompt): clip.prompt for i, clip in enumerate(previews)}, folder)
+            write_contact_sheet(previews, folder / SHEET)
+        except Exception as error:
+            faults = [f"rank 0: {type(error).__name__}: {error}"]
+    if not ranks.alone:
+        dist.barrier()
+    return previews, faults
+
+
+def _gather_first(ranks: Ranks, item: T) -> list[T]:
+    """`item` of every rank on rank 0, [] elsewhere: clips are too large to be sent to everybody."""
+    if ranks.alone:
+        return [item]
+    items: list[Any] = [None] * ranks.count if ranks.rank == 0 else []
+    dist.gather_object(item, items or None, dst=0)
+    return items

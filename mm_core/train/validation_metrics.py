@@ -1,0 +1,93 @@
+"""Built-in metrics of held-out samples. Only sums leave a rank, so that they are exact over ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from mm_core.contracts import Batch, Clip, Evaluation
+from mm_core.errors import ContractError
+
+
+class LatentPSNR:
+    """Peak signal-to-noise ratio, in dB, of the one-step clean estimate against the clean latents.
+
+    PSNR = 10 log10(R^2 / MSE). Latents have no greatest value, so the range R is that of a uniform signal
+    with the references' variance, R^2 = 12 (E[x^2] - E[x]^2), over all rows of the evaluation.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets what was seen."""
+        self._sums = torch.zeros(4, dtype=torch.float64)
+
+    def batch(self, batch: Batch, evaluation: Evaluation) -> None:
+        """Adds the rows of a batch. ContractError when the task gives no estimates."""
+        outputs = evaluation.outputs
+        if not {"clean", "estimate"} <= outputs.keys():
+            raise ContractError(
+                "the task's evaluation has no 'clean' and 'estimate' among its outputs",
+                where="validation.metrics: latent_psnr",
+                accepted=f"a task that gives them, such as text_to_video; this one gives {sorted(outputs)}",
+            )
+        clean, estimate = outputs["clean"].float(), outputs["estimate"].float()
+        rows = (clean, clean.square(), (estimate - clean).square())
+        means = torch.stack([row.flatten(1).mean(1) for row in rows]).cpu().double()
+        counted = means[:, batch.weights > 0]
+        self._sums[0] += counted.shape[1]
+        self._sums[1:] += counted.sum(1)
+
+    def sampled(self, clips: Sequence[Clip]) -> None:
+        """Sampled clips have no reference."""
+
+    def sums(self) -> Tensor:
+        """[4]: rows, and the sums of their means of x, x^2 and squared error."""
+        return self._sums.clone()
+
+    def result(self, sums: Tensor) -> Mapping[str, float]:
+        """`latent_psnr`, infinite for a perfect estimate; {} without rows."""
+        count, first, second, error = sums.tolist()
+        if not count:
+            return {}
+        variance = max(0.0, second / count - (first / count) ** 2)
+        if error == 0:
+            return {"latent_psnr": math.inf}
+        if variance == 0 or math.isnan(error):
+            return {"latent_psnr": math.nan}
+        return {"latent_psnr": 10 * math.log10(12 * variance / (error / count))}
+
+
+class FrameChange:
+    """How much sampled clips move: the mean absolute difference of successive frames, 0 to 1 (black to
+    white). Near 0 means frozen video. Clips of one frame are left out."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets what was seen."""
+        self._sums = torch.zeros(2, dtype=torch.float64)
+
+    def batch(self, batch: Batch, evaluation: Evaluation) -> None:
+        """Held-out clips are not looked at."""
+
+    def sampled(self, clips: Sequence[Clip]) -> None:
+        """Adds clips."""
+        for clip in clips:
+            if clip.pixels.shape[1] > 1:
+                self._sums[0] += 1
+                self._sums[1] += clip.pixels.diff(dim=1).abs().mean().double() / 2
+
+    def sums(self) -> Tensor:
+        """[2]: clips, and the sum of their changes."""
+        return self._sums.clone()
+
+    def result(self, sums: Tensor) -> Mapping[str, float]:
+        """`frame_change`, the mean over clips; {} without clips that have two frames."""
+        count, total = sums.tolist()
+        return {"frame_change": total / count} if count else {}
