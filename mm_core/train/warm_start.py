@@ -98,7 +98,7 @@ def renamed(stored: Collection[str], init: InitFromSection) -> dict[str, str]:
         path = name
         for start in starts:
             head = start.rstrip(".")
-            if not head or name.startswith(head + "."):
+            if not head or name == head or name.startswith(head + "."):
                 tail = name[len(head) :].lstrip(".")
                 path = ".".join(filter(None, (init.prefixes[start].rstrip("."), tail)))
                 break

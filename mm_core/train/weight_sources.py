@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import pickle
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -213,23 +213,25 @@ def _load(path: Path) -> Any:
                 raise
         return torch.load(path, map_location="cpu", weights_only=True)  # written before torch 1.6
     except Exception as fault:
-        # A pickle can fail in any way; torch's refusal names what was asked for.
-        text = " ".join(str(fault).split())
+        # A pickle can fail in any way that the calls inside it can; nothing of it has run.
         raise CheckpointError(
-            f"this file was refused unread ({type(fault).__name__}): {_reason(text)}"
-            if isinstance(fault, pickle.UnpicklingError)
-            else f"this file can not be read ({type(fault).__name__}: {text[:300]})",
+            f"this file was refused unread: {_reason(fault)}",
             where=str(path),
             accepted="a file of tensors alone",
-            hint="do not trust it; ask for the weights as safetensors",
+            hint="ask for the weights as safetensors; load nothing that you do not trust",
         ) from None
 
 
-def _reason(text: str) -> str:
-    """What torch's refusal is about, without its advice to load the file all the same."""
-    return (
-        text.rpartition("WeightsUnpickler error: ")[2].partition(" Please use")[0].partition(" Check the")[0]
-    )
+def _reason(fault: Exception) -> str:
+    """What is wrong with the file, without torch's advice to load it all the same."""
+    text = " ".join(str(fault).split())
+    if named := re.search(r"GLOBAL ([\w.]+)", text):
+        return f"it asks for {named[1]}, which no file of tensors needs"
+    if "TorchScript" in text:
+        return "it is a TorchScript archive, which is a program"
+    if "WeightsUnpickler error: " in text:
+        text = text.partition("WeightsUnpickler error: ")[2].partition(" Check the")[0]
+    return f"{type(fault).__name__}: {text[:300]}"
 
 
 def _unnested(found: Any, path: Path) -> Mapping[str, Any]:

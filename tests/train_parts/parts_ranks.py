@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import checkpoint as dcp
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mm_core.builtin.configs.training import AdamWConfig, MuonConfig
@@ -19,7 +20,6 @@ from mm_core.config.schema import EMASection, InitFromSection, TrainSection
 from mm_core.contracts import Loss, Randomness
 from mm_core.device import start_process_group
 from mm_core.engines.fsdp2 import FSDP2Engine
-from mm_core.train import checkpoint_dcp as dcp
 from mm_core.train.ema import EMA
 from mm_core.train.failure import leave
 from mm_core.train.muon import muon
@@ -116,17 +116,10 @@ def use_ema() -> dict[str, torch.Tensor]:
     folder = Path(sys.argv[1]).with_name("ema_checkpoint")
     if folder.exists():
         other = EMA(parameters, EMASection(decay=0.9))
-        target = {"ema": other.state_dict()}
-        dcp.read_tensors(
-            folder, dcp.read_metadata(folder, [p.name for p in folder.iterdir()]), target, alone=False
-        )
+        dcp.load(other.state_dict(), checkpoint_id=folder)
         found |= {f"loaded.{name}": t for name, t in whole(other.state_dict()).items()}
     else:
-        dist.barrier()
-        if dist.get_rank() == 0:
-            folder.mkdir()
-        dist.barrier()
-        dcp.write_tensors(folder, {"ema": shadows}, alone=False)
+        dcp.save(shadows, checkpoint_id=folder)
     return found | whole(shadows)
 
 
