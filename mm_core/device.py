@@ -122,6 +122,11 @@ def start_process_group(timeout: timedelta = timedelta(minutes=30)) -> World:
     return world
 
 
+def cpu_group() -> dist.ProcessGroup | None:
+    """A new group of all ranks for tensors on CPU. Called by all of them."""
+    return cast("dist.ProcessGroup | None", dist.new_group(backend="gloo"))
+
+
 def synchronize() -> None:
     """Waits for the device's queue."""
     if device_type() != "cpu":

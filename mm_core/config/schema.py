@@ -69,7 +69,9 @@ class SpikeSection:
     """A gradient norm far above the latest ones."""
 
     factor: Annotated[float, Range(gt=1)]  # times the median of the latest norms
-    window: Annotated[int, Range(ge=2)] = 100  # steps that the median is over; none is judged before half of them
+    window: Annotated[int, Range(ge=2)] = (
+        100  # steps that the median is over; none is judged before half of them
+    )
     policy: Literal["skip", "stop", "warn"] = "skip"  # skip: the step is left out
 
 
@@ -148,7 +150,7 @@ class ValidationSection:
     @property
     def quantiles(self) -> tuple[float, ...]:
         """The timesteps' places in the training density."""
-        return (0.1, 0.3, 0.5, 0.7, 0.9) if self.timesteps == "quantiles" else tuple(self.timesteps)  # type: ignore[arg-type]
+        return (0.1, 0.3, 0.5, 0.7, 0.9) if self.timesteps == "quantiles" else tuple(self.timesteps)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
-
 def yaml_key(name: str) -> str:
     """The key of a config field: `async_` is written `async`, which Python keeps for itself."""
     return name[:-1] if name.endswith("_") and keyword.iskeyword(name[:-1]) else name

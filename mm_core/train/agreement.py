@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from mm_core.device import cpu_group
 from mm_core.errors import CheckpointError
 
 T = TypeVar("T")
@@ -21,6 +22,8 @@ class Ranks:
     rank: int
     count: int
     alone: bool
+    group: Any = None
+    """The process group that they speak in; None for the default one."""
 
     @classmethod
     def current(cls) -> Ranks:
@@ -29,12 +32,19 @@ class Ranks:
             return cls(dist.get_rank(), dist.get_world_size(), alone=False)
         return cls(0, 1, alone=True)
 
+    @classmethod
+    def apart(cls) -> Ranks:
+        """The same ranks in a group of their own, for a thread: the loop speaks in the default group
+        meanwhile. Called by all ranks."""
+        ranks = cls.current()
+        return ranks if ranks.alone else cls(ranks.rank, ranks.count, False, cpu_group())
+
     def gather(self, item: T) -> list[T]:
         """`item` of every rank, in rank order, on every rank."""
         if self.alone:
             return [item]
         items: list[Any] = [None] * self.count
-        dist.all_gather_object(items, item)
+        dist.all_gather_object(items, item, group=self.group)
         return items
 
     def agree(self, doing: str, work: Callable[[], T]) -> T:
@@ -85,4 +95,4 @@ def explain(doing: str, fault: BaseException) -> CheckpointError:
 def at_rank(rank: int, fault: CheckpointError) -> CheckpointError:
     """The fault, with the rank that it happened on."""
     place = f"rank {rank}, {fault.where}" if fault.where else f"rank {rank}"
-    return CheckpointError(fault.what, where=place, accepted=fault.accepted, hint=fault.hint)
+    return type(fault)(fault.what, where=place, accepted=fault.accepted, hint=fault.hint)

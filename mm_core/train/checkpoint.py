@@ -1,20 +1,20 @@
 """Checkpoints of a run: complete or absent, never overwritten, checked before they are believed.
 
 A checkpoint is written to `step_N.tmp-<id>`, checked on all ranks, renamed to `step_N`, and only then does
-`LATEST` name it. What a crash leaves behind has `.tmp-` in its name, is never counted, and goes with the
-next save.
+`LATEST` name it. What a crash leaves behind has `.tmp-` in its name, is never counted, and goes when the
+next run begins.
 """
 
 from __future__ import annotations
 
 import json
-import logging
-import re
-import secrets
 import shutil
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,9 +24,18 @@ from mm_core.errors import CheckpointError
 from mm_core.train import checkpoint_dcp as dcp
 from mm_core.train import checkpoint_io as files
 from mm_core.train.agreement import Ranks
+from mm_core.train.checkpoint_bytes import HostCopies, State, Write, WriterProcess, write_file
+from mm_core.train.checkpoint_retention import (
+    Retention,
+    complete_steps,
+    put_aside,
+    remove_stale_stages,
+    stage_name,
+)
+from mm_core.train.checkpoint_thread import WriterThread
+from mm_core.train.run_lock import RunLock
 
-_STEP = re.compile(r"step_(\d{8,})\Z")
-_logger = logging.getLogger(__name__)
+Which = Literal["latest", "best"]
 
 
 class CheckpointStore:
@@ -35,44 +44,132 @@ class CheckpointStore:
     Args:
         run_dir: the run's folder, the same on all ranks and shared by all nodes.
         keep: how many of the newest complete checkpoints stay.
+        keep_every: checkpoints of every so many steps stay as well.
+        best: a metric of `facts["metrics"]`, whose best checkpoint stays as well.
+        mode: which value of `best` is best.
+        asynchronous: "thread" or "process": `save` returns once the state is copied to host memory, and
+            the rest is done behind the caller's back; "process" hands the bytes to a child. None: all of
+            it is done when `save` returns.
     """
 
-    def __init__(self, run_dir: Path, keep: int) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        keep: int,
+        *,
+        keep_every: int | None = None,
+        best: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        asynchronous: Literal["thread", "process"] | None = None,
+    ) -> None:
         self.folder = Path(run_dir) / "checkpoints"
-        self.keep = keep
+        self.retention = Retention(keep, keep_every, best, mode)
+        self._lock = RunLock(Path(run_dir))
+        self._asynchronous = asynchronous
+        self._ranks: Ranks | None = None
+        self._write: Write = write_file
+        self._copies = HostCopies(shared=asynchronous == "process")
+        self._thread = WriterThread("mm_core checkpoint writer")
+        self._committed: threading.Event | None = None
+        self._finished: list[Path] = []
 
-    def begin(self, step: int) -> None:
-        """Called once by all ranks before a run that has taken `step` steps goes on: removes what dead
-        runs left unfinished, and refuses (CheckpointError) a run that would meet newer checkpoints."""
-        Ranks.current().first("preparing the checkpoint folder", lambda: self._begin(step))
+    # -- saving --------------------------------------------------------------------------------
+
+    def begin(self, step: int, damaged: Sequence[Path] = ()) -> None:
+        """Called once by all ranks before a run that has taken `step` steps goes on: locks the run's
+        folder, removes what dead runs left unfinished, puts `damaged` checkpoints aside, and refuses
+        (CheckpointError) a run that would meet newer checkpoints."""
+        Ranks.current().first("preparing the checkpoint folder", lambda: self._begin(step, damaged))
+
+    def reserve(self, tensors: State) -> None:
+        """Makes the host buffers of asynchronous saves before the first of them, behind the caller's back."""
+        if self._asynchronous is not None:
+            self._thread.give(partial(self._copies.reserve, tensors))
 
     def save(
-        self, step: int, tensors: Mapping[str, Mapping[str, Any]], facts: Mapping[str, Any], config_yaml: str
+        self,
+        step: int,
+        tensors: State,
+        facts: Mapping[str, Any],
+        config_yaml: str,
+        *,
+        manifest: Mapping[str, Any] | None = None,
+        digest: bool = True,
     ) -> Path:
         """Writes one checkpoint and returns its folder. Called by all ranks of the default process group,
-        or by a lone process.
+        or by a lone process. An asynchronous one is complete when `poll` names it.
 
         Args:
             step: steps taken so far.
-            tensors: {"model": {name: tensor}, "optimizer": {name: tensor}}, plain tensors or DTensors.
+            tensors: {"model": {name: tensor}, "optimizer": {name: tensor}}, and "ema" where there is an
+                average; plain tensors or DTensors.
             facts: everything else, as JSON; `step` is added.
             config_yaml: the resolved config.
+            manifest: what the run was made of, as JSON, to compare with at a resume.
+            digest: whether sha256.json follows.
 
         Raises:
-            CheckpointError: on all ranks, when any of them fails. Earlier checkpoints stay as they were,
-                and nothing half-written has a checkpoint's name.
+            CheckpointError: on all ranks, when any of them fails, or when an earlier asynchronous save
+                has failed. Earlier checkpoints stay as they were, and nothing half-written has a
+                checkpoint's name.
         """
-        ranks = Ranks.current()
+        self.wait()
+        ranks = self._speakers()
         final = self.folder / f"step_{step:08d}"
+        texts = {
+            files.FACTS: to_json({"torch": str(torch.__version__), **facts, "step": step}),
+            files.MANIFEST: to_json(manifest or {}),
+            files.CONFIG: config_yaml,
+        }
         stage = ranks.first("preparing the checkpoint folder", lambda: self._open_stage(final))
+        if self._asynchronous is None:
+            self._commit(ranks, stage, final, tensors, texts)
+            if digest:
+                self._digest(ranks, final)
+            return final
         try:
-            self._write(ranks, stage, tensors, {**facts, "step": step}, config_yaml)
-            ranks.first("publishing the checkpoint", lambda: self._publish(stage, final))
+            copies = ranks.agree("copying the state", lambda: self._copies.take(tensors))
         except BaseException:
-            if ranks.rank == 0:
-                shutil.rmtree(stage, ignore_errors=True)
+            _discard(ranks, stage)
             raise
+        done = self._committed = threading.Event()
+
+        def work() -> None:
+            try:
+                self._commit(ranks, stage, final, copies, texts)
+            finally:
+                done.set()
+
+        self._thread.give(work)
+        if digest:
+            self._thread.give(partial(self._digest, ranks, final))
         return final
+
+    def poll(self) -> list[Path]:
+        """Checkpoints that are complete since the last call. CheckpointError for one that failed. Costs
+        nothing worth naming, and talks to nobody."""
+        self._thread.check()
+        finished: list[Path] = []
+        while self._finished:
+            finished.append(self._finished.pop(0))
+        return finished
+
+    def wait(self) -> None:
+        """Waits until the save in flight is complete. CheckpointError when it failed."""
+        if self._committed is not None:
+            self._committed.wait()
+            self._committed = None
+        self._thread.check()
+
+    def close(self) -> None:
+        """Waits for what is being written, and frees the run's folder."""
+        self._thread.finish()
+        if isinstance(self._write, WriterProcess):
+            self._write.close()
+            self._write = write_file
+        self._lock.release()
+
+    # -- loading -------------------------------------------------------------------------------
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint, or None."""
@@ -80,7 +177,7 @@ class CheckpointStore:
         return steps[max(steps)] if steps else None
 
     def resolve(self, request: str) -> Path | None:
-        """The checkpoint that `--resume` asks for.
+        """The checkpoint that `--resume` asks for, unchecked.
 
         Args:
             request: "auto" (the newest of this run, if any), "never", or the path of a checkpoint or of a
@@ -93,15 +190,61 @@ class CheckpointStore:
             return None
         return self.latest() if request == "auto" else find_checkpoint(Path(request))
 
+    def open(self, request: str) -> tuple[Path | None, list[CheckpointError]]:
+        """The checkpoint that `--resume` asks for, every byte of it checked. Called by all ranks.
+
+        With "auto", a damaged checkpoint is passed over for the next older one; the faults say which, and
+        their `where` is the folder. What is left of a run whose checkpoints are all damaged is no
+        checkpoint: that is an error.
+        """
+        if request != "auto":
+            path = self.resolve(request)
+            if path is not None:
+                self.verify(path)
+            return path, []
+        steps = Ranks.current().first("reading the checkpoint folder", lambda: complete_steps(self.folder))
+        refused: list[CheckpointError] = []
+        for step in sorted(steps, reverse=True):
+            try:
+                self.verify(steps[step])
+            except files.DamagedError as fault:
+                refused.append(CheckpointError(fault.what, where=str(steps[step]), hint=fault.hint))
+                continue
+            return steps[step], refused
+        if refused:
+            raise CheckpointError(
+                f"every checkpoint of this run is damaged: {refused[0].what}",
+                where=str(self.folder),
+                hint="begin anew under another run.name, perhaps with another run's weights (init_from)",
+            )
+        return None, []
+
+    def verify(self, path: Path) -> None:
+        """Checks every byte of a checkpoint against its checksums, the ranks sharing the work.
+
+        Raises:
+            DamagedError: on all ranks, when any of them finds a fault.
+        """
+        ranks = Ranks.current()
+        doing = "reading the checkpoint"
+        sums = ranks.agree(doing, lambda: open_files(path))
+        ranks.agree(doing, lambda: files.check_contents(path, sums, shares(sums, ranks)))
+
+    def verify_digests(self, path: Path) -> None:
+        """Has the sha256 of every file checked behind the caller's back; `poll` raises what is found."""
+        sums = files.read_manifest(path)
+        own = shares(sums, Ranks.current())
+        self._thread.give(partial(files.check_digests, path, own))
+
     def read_facts(self, path: Path) -> dict[str, Any]:
         """The facts that a checkpoint was saved with, `step` among them. Not collective."""
         return read_facts(path)
 
-    def load(self, path: Path, tensors: dict[str, Any]) -> dict[str, Any]:
+    def load(self, path: Path, tensors: dict[str, Any], *, verified: bool = False) -> dict[str, Any]:
         """Fills `tensors`, of the form that `save` takes, in place; returns the facts. Called by all ranks.
 
         Any number of ranks loads what any number has saved. Everything is checked before the first
-        tensor is touched: each file's checksum, and every name, shape and dtype.
+        tensor is touched: each file's checksum (unless `verified` before), and every name, shape and dtype.
 
         Raises:
             CheckpointError: on all ranks, when any of them finds a fault.
@@ -110,14 +253,31 @@ class CheckpointStore:
         paths = set(map(str, ranks.gather(path)))
         if len(paths) > 1:
             raise CheckpointError(f"the ranks would load different checkpoints: {', '.join(sorted(paths))}")
+        if not verified:
+            self.verify(path)
         doing = "reading the checkpoint"
-        manifest, facts, metadata = ranks.agree(doing, lambda: open_checkpoint(path, tensors, exact=True))
-        ranks.agree(doing, lambda: files.check_contents(path, manifest, shares(manifest, ranks)))
+        facts, metadata = ranks.agree(doing, lambda: open_checkpoint(path, tensors, exact=True))
         ranks.agree(doing, lambda: dcp.read_tensors(path, metadata, tensors, alone=ranks.alone))
         return facts
 
-    def _begin(self, step: int) -> None:
-        self._clean()
+    # -- parts ---------------------------------------------------------------------------------
+
+    def _speakers(self) -> Ranks:
+        """The ranks, in a group of their own where a thread speaks."""
+        if self._asynchronous is None:
+            return Ranks.current()
+        if self._ranks is None:
+            self._ranks = Ranks.apart()
+            if self._asynchronous == "process":
+                self._write = WriterProcess()
+        return self._ranks
+
+    def _begin(self, step: int, damaged: Sequence[Path]) -> None:
+        self._lock.take()
+        remove_stale_stages(self.folder)
+        for path in damaged:
+            if path.parent == self.folder:
+                put_aside(path)
         newer = sorted(found for found in complete_steps(self.folder) if found > step)
         if newer:
             raise CheckpointError(
@@ -133,98 +293,123 @@ class CheckpointStore:
                 where=str(final),
                 hint="choose another run.name, or move the folder away",
             )
-        self._clean()
-        stage = final.with_name(f"{final.name}.tmp-{secrets.token_hex(4)}")
+        stage = final.with_name(stage_name(final.name))
         stage.mkdir(parents=True)
         return stage
 
-    def _write(
-        self,
-        ranks: Ranks,
-        stage: Path,
-        tensors: Mapping[str, Any],
-        facts: Mapping[str, Any],
-        config_yaml: str,
+    def _commit(
+        self, ranks: Ranks, stage: Path, final: Path, tensors: State, texts: Mapping[str, str]
     ) -> None:
-        """Every file of the checkpoint, on disk and summed."""
-        ranks.agree("collecting the state", lambda: prepare(stage, tensors))
-        ranks.agree("writing the checkpoint", lambda: dcp.write_tensors(stage, tensors, alone=ranks.alone))
-        own = ranks.agree(
-            "checking what was written", lambda: self._sum_own_files(ranks, stage, facts, config_yaml)
-        )
-        manifest = {name: entry for share in ranks.gather(own) for name, entry in share.items()}
-        ranks.first("completing the checkpoint", lambda: complete(stage, manifest))
-
-    @staticmethod
-    def _sum_own_files(
-        ranks: Ranks, stage: Path, facts: Mapping[str, Any], config_yaml: str
-    ) -> dict[str, files.Checksum]:
-        paths = list(stage.glob(f"__{ranks.rank}_*"))
-        if ranks.rank == 0:
-            files.write_durably(stage / files.FACTS, to_json(facts))
-            files.write_durably(stage / files.CONFIG, config_yaml)
-            paths += [stage / name for name in (files.METADATA, files.FACTS, files.CONFIG)]
-        return {path.name: files.checksum(path) for path in paths}
+        """Every file of the checkpoint, on disk and summed; then its name."""
+        try:
+            ranks.agree("collecting the state", lambda: prepare(stage, tensors))
+            doing = "writing the checkpoint"
+            sums = ranks.agree(
+                doing, lambda: dcp.write_tensors(stage, tensors, ranks=ranks, write=self._write)
+            )
+            own = ranks.agree(
+                doing, lambda: {**sums, **(write_texts(stage, texts) if ranks.rank == 0 else {})}
+            )
+            manifest = {name: entry for share in ranks.gather(own) for name, entry in share.items()}
+            ranks.first("completing the checkpoint", lambda: complete(stage, manifest))
+            ranks.first("publishing the checkpoint", lambda: self._publish(stage, final))
+        except BaseException:
+            _discard(ranks, stage)
+            raise
+        self._finished.append(final)
 
     def _publish(self, stage: Path, final: Path) -> None:
         stage.rename(final)
         files.sync_folder(self.folder)
         files.move_text(self.folder / "LATEST", final.name + "\n")
-        try:
-            self._prune(final)
-        except OSError as fault:
-            _logger.warning("old checkpoints could not be removed: %s", fault)
+        with suppress(OSError):  # what could not be removed goes with a later save
+            self.retention.apply(final)
 
-    def _prune(self, newest: Path) -> None:
-        """Keeps the newest `keep` up to the one just written."""
-        steps = complete_steps(self.folder)
-        written = next(step for step, path in steps.items() if path == newest)
-        for step in sorted(found for found in steps if found <= written)[: -self.keep]:
-            # Renamed first: a deletion that is cut short must not leave a half checkpoint under its name.
-            doomed = steps[step].rename(self.folder / f"{steps[step].name}.tmp-{secrets.token_hex(4)}")
-            shutil.rmtree(doomed)
-
-    def _clean(self) -> None:
-        """Removes what dead runs left unfinished."""
-        for leftover in self.folder.glob("*.tmp-*"):
-            if leftover.is_dir():
-                shutil.rmtree(leftover)
-            else:
-                leftover.unlink(missing_ok=True)
+    def _digest(self, ranks: Ranks, final: Path) -> None:
+        """sha256.json, after the checkpoint is complete: each rank reads what it has written."""
+        doing = "summing the checkpoint"
+        names = ranks.first(doing, lambda: sorted(files.read_manifest(final)))
+        own = [name for name in names if name.startswith(f"__{ranks.rank}_")]
+        if ranks.rank == 0:
+            own += [name for name in names if not name.startswith("__")]
+        digests = ranks.agree(doing, lambda: {name: files.sha256(final / name) for name in own})
+        table = {name: digest for share in ranks.gather(digests) for name, digest in share.items()}
+        ranks.first(doing, lambda: files.move_text(final / files.SHA256, json.dumps(table, indent=1) + "\n"))
 
 
-def load_model_only(path: Path, model_state: dict[str, Tensor]) -> dict[str, Any]:
+def _discard(ranks: Ranks, stage: Path) -> None:
+    if ranks.rank == 0:
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+def write_texts(stage: Path, texts: Mapping[str, str]) -> dict[str, files.Checksum]:
+    """The small files of a checkpoint, by rank 0; their checksums, and that of `.metadata`."""
+    for name, text in texts.items():
+        files.write_durably(stage / name, text)
+    return {name: files.checksum(stage / name) for name in (*texts, files.METADATA)}
+
+
+def load_model_only(
+    path: Path, model_state: dict[str, Tensor], weights: Literal["auto", "model", "ema"] = "model"
+) -> dict[str, Any]:
     """Fills a model's tensors, by name, from a checkpoint or from a run's newest; returns the facts.
 
     For one process, outside any process group: sampling, export. Dtypes may differ: values are cast.
 
+    Args:
+        path: a checkpoint or a run.
+        model_state: tensors by name, filled in place.
+        weights: "ema" takes the average of what was trained, and the model's own tensors for the rest;
+            "auto" does so where the checkpoint holds an average.
+
     Raises:
-        CheckpointError: no complete checkpoint, a damaged one, or one of another model.
+        CheckpointError: no complete checkpoint, a damaged one, one of another model, or no average in it.
     """
     folder, tensors = find_checkpoint(path), {"model": model_state}
     lone = Ranks(0, 1, alone=True)
-    manifest, facts, metadata = open_checkpoint(folder, tensors, exact=False)
-    lone.agree("reading the checkpoint", lambda: files.check_contents(folder, manifest, manifest))
-    lone.agree("reading the checkpoint", lambda: dcp.read_tensors(folder, metadata, tensors, alone=True))
+    doing = "reading the checkpoint"
+    sums = lone.agree(doing, lambda: open_files(folder))
+    lone.agree(doing, lambda: files.check_contents(folder, sums, sums))
+    facts, metadata = lone.agree(doing, lambda: open_checkpoint(folder, tensors, exact=False))
+    lone.agree(doing, lambda: dcp.read_tensors(folder, metadata, tensors, alone=True))
+    averaged = {name.removeprefix("ema.") for name in metadata.state_dict_metadata if name.startswith("ema.")}
+    if weights == "ema" and not averaged:
+        raise CheckpointError(
+            "this checkpoint holds no average of the weights", where=str(folder), hint="take --weights model"
+        )
+    if weights != "model" and averaged:
+        part = {"ema": {name: tensor for name, tensor in model_state.items() if name in averaged}}
+        dcp.compare(metadata, part, folder, exact=False)
+        lone.agree(doing, lambda: dcp.read_tensors(folder, metadata, part, alone=True))
     return facts
 
 
 def read_facts(path: Path) -> dict[str, Any]:
     """The facts that a checkpoint was saved with, `step` among them."""
-    manifest = files.read_manifest(path)
-    files.check_present(path, manifest)
+    manifest = open_files(path)
     files.check_contents(path, manifest, [files.FACTS])
-    facts: dict[str, Any] = json.loads((path / files.FACTS).read_text(encoding="utf-8"))
+    facts = files.read_json(path / files.FACTS)
+    if not isinstance(facts.get("step"), int):
+        raise files.DamagedError("facts.json does not say the step", where=str(path))
     return facts
 
 
-def find_checkpoint(path: Path) -> Path:
-    """A complete checkpoint: `path` itself, or the newest of the run at `path`."""
+def read_run_manifest(path: Path) -> dict[str, Any]:
+    """What the run that saved a checkpoint was made of; {} for one that does not say."""
+    sums = files.read_manifest(path)
+    if files.MANIFEST not in sums:
+        return {}
+    files.check_contents(path, sums, [files.MANIFEST])
+    return files.read_json(path / files.MANIFEST)
+
+
+def find_checkpoint(path: Path, which: Which = "latest") -> Path:
+    """A complete checkpoint: `path` itself, or the newest (or best) of the run at `path`."""
     if (path / files.CHECKSUMS).is_file() and ".tmp-" not in path.name:
         return path
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     if steps := complete_steps(folder):
-        return steps[max(steps)]
+        return steps[max(steps)] if which == "latest" else _best(folder, steps)
     accepted = (
         "'auto', 'never', a checkpoint folder (runs/NAME/checkpoints/step_N) or a run folder (runs/NAME)"
     )
@@ -241,27 +426,37 @@ def find_checkpoint(path: Path) -> Path:
     raise CheckpointError(what, where=str(path), accepted=accepted)
 
 
-def complete_steps(folder: Path) -> dict[int, Path]:
-    """Complete checkpoints under `folder` by step."""
-    if not folder.is_dir():
-        return {}
-    named = ((_STEP.match(path.name), path) for path in folder.iterdir())
-    return {int(match[1]): path for match, path in named if match and (path / files.CHECKSUMS).is_file()}
+def _best(folder: Path, steps: Mapping[int, Path]) -> Path:
+    """The checkpoint that BEST names."""
+    with suppress(OSError, UnicodeDecodeError):
+        name = (folder / "BEST").read_text(encoding="utf-8").strip()
+        for path in steps.values():
+            if path.name == name:
+                return path
+    raise CheckpointError(
+        "this run names no best checkpoint",
+        where=str(folder),
+        hint="checkpoint.best sets the metric to judge by; the newest one is there",
+    )
 
 
-def open_checkpoint(
-    path: Path, tensors: Mapping[str, Any], *, exact: bool
-) -> tuple[dict[str, files.Checksum], dict[str, Any], Metadata]:
-    """Checks everything about a checkpoint but the bytes of its tensors."""
+def open_files(path: Path) -> dict[str, files.Checksum]:
+    """The checksums of a checkpoint whose files are all there, at their sizes."""
     if not path.is_dir():
         find_checkpoint(path)
     manifest = files.read_manifest(path)
     files.check_present(path, manifest)
-    files.check_contents(path, manifest, [files.METADATA, files.CONFIG])
+    return manifest
+
+
+def open_checkpoint(
+    path: Path, tensors: Mapping[str, Any], *, exact: bool
+) -> tuple[dict[str, Any], Metadata]:
+    """Checks everything about a checkpoint but the bytes of its tensors."""
     facts = read_facts(path)
-    metadata = dcp.read_metadata(path, manifest)
+    metadata = dcp.read_metadata(path, files.read_manifest(path))
     dcp.compare(metadata, tensors, path, exact=exact)
-    return manifest, facts, metadata
+    return facts, metadata
 
 
 def shares(manifest: Mapping[str, files.Checksum], ranks: Ranks) -> list[str]:
@@ -290,8 +485,7 @@ def complete(stage: Path, manifest: Mapping[str, files.Checksum]) -> None:
 
 def to_json(facts: Mapping[str, Any]) -> str:
     """Facts as JSON text."""
-    versions = {"torch": str(torch.__version__)}
     try:
-        return json.dumps({**versions, **facts}, indent=1, allow_nan=False) + "\n"
+        return json.dumps(dict(facts), indent=1, allow_nan=False) + "\n"
     except (TypeError, ValueError) as fault:
         raise CheckpointError(f"the facts of a checkpoint must be JSON: {fault}") from None

@@ -29,7 +29,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from mm_core.errors import CheckpointError
-from mm_core.train.checkpoint_io import METADATA, listed
+from mm_core.train.agreement import Ranks
+from mm_core.train.checkpoint_bytes import Write, check_finite, write_file
+from mm_core.train.checkpoint_io import METADATA, Checksum, DamagedError, listed
 
 _ALLOWED: dict[tuple[str, str], Any] = {
     **{
@@ -63,20 +65,31 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class _Writer(FileSystemWriter):
-    """Leaves out where the checkpoint was written: it may be moved, and the path is nobody's business.
-    Says why a write failed."""
+    """One file a rank, written and summed by `write`. Leaves out where the checkpoint was written: it may
+    be moved, and the path is nobody's business."""
+
+    def __init__(self, folder: Path, write: Write) -> None:
+        super().__init__(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
+        self._folder, self._write = folder, write
+        self.sums: dict[str, Checksum] = {}
 
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta(save_id=self.save_id)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as fault:
-            # When the disk is full, torch.save's own complaint ("unexpected pos") hides the system's.
-            if isinstance(fault.__context__, OSError):
-                raise fault.__context__ from None
-            raise
+        done: Future[list[WriteResult]] = Future()
+        name = f"{plan.storage_data.prefix}0.distcp"
+        tensors = [planner.resolve_data(item) for item in plan.items]
+        check_finite([item.index.fqn for item in plan.items], tensors)  # type: ignore[arg-type]
+        results = []
+        if tensors:
+            written = self._write(self._folder / name, tensors)  # type: ignore[arg-type]
+            self.sums[name] = Checksum(written.size, written.crc32)
+            for item, (offset, length) in zip(plan.items, written.places, strict=True):
+                place = filesystem._StorageInfo(name, offset, length)
+                results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=place))
+        done.set_result(results)
+        return done
 
 
 class _Reader(FileSystemReader):
@@ -97,15 +110,28 @@ class _LoadPlanner(DefaultLoadPlanner):
         raise CheckpointError(f"{read_item.storage_index.fqn} is not a tensor")
 
 
-def write_tensors(folder: Path, tensors: Mapping[str, Mapping[str, Any]], *, alone: bool) -> None:
+def write_tensors(
+    folder: Path,
+    tensors: Mapping[str, Mapping[str, Any]],
+    *,
+    ranks: Ranks,
+    write: Write = write_file,
+) -> dict[str, Checksum]:
     """This rank's share of the tensors, and on rank 0 `.metadata`; files are on disk when it returns.
 
-    Replicated tensors are written once, by the rank with the least to write. One thread only: with more,
-    torch reports success when a helper thread finds the disk full.
+    Replicated tensors are written once, by the rank with the least to write. Returns the checksums of the
+    files that this rank wrote, taken from the bytes as they went out.
     """
-    writer = _Writer(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
-    with _quiet(alone):
-        save(_sections(tensors), storage_writer=writer, planner=DefaultSavePlanner(), no_dist=alone)
+    writer = _Writer(folder, write)
+    with _quiet(ranks.alone):
+        save(
+            _sections(tensors),
+            storage_writer=writer,
+            planner=DefaultSavePlanner(),
+            process_group=ranks.group,
+            no_dist=ranks.alone,
+        )
+    return writer.sums
 
 
 def read_tensors(
@@ -125,10 +151,10 @@ def read_metadata(folder: Path, files: Collection[str]) -> Metadata:
             found = _MetadataUnpickler(stream).load()
         _check_metadata(found, files)
     except CheckpointError as fault:
-        raise CheckpointError(fault.what, where=str(folder), hint="do not trust this checkpoint") from None
+        raise DamagedError(fault.what, where=str(folder), hint="do not trust this checkpoint") from None
     except Exception as fault:
         # A pickle can fail in any way that the calls inside it can; all mean the same to the user.
-        raise CheckpointError(
+        raise DamagedError(
             f".metadata can not be read ({type(fault).__name__}: {fault})", where=str(folder)
         ) from None
     assert isinstance(found, Metadata)
@@ -158,12 +184,16 @@ def compare(
 ) -> None:
     """CheckpointError that lists every missing, unexpected and misshapen tensor; nothing is touched.
 
-    exact: also compares dtypes, and refuses tensors of the checkpoint that are not asked for.
+    exact: also compares dtypes, and refuses tensors of the checkpoint that are not asked for, but for
+    those of an average that the run no longer keeps.
     """
     wanted = {f"{part}.{name}": tensor for part, named in tensors.items() for name, tensor in named.items()}
     parts = tuple(f"{part}." for part in tensors)
+    spared = () if "ema" in tensors else ("ema.",)
     stored = {
-        name: entry for name, entry in checked.state_dict_metadata.items() if exact or name.startswith(parts)
+        name: entry
+        for name, entry in checked.state_dict_metadata.items()
+        if (exact and not name.startswith(spared)) or name.startswith(parts)
     }
     missing = sorted(wanted.keys() - stored.keys())
     unexpected = sorted(stored.keys() - wanted.keys())

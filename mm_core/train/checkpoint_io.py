@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mm_core.errors import CheckpointError
 
@@ -15,8 +17,14 @@ CHECKSUMS = "checksums.json"
 METADATA = ".metadata"
 FACTS = "facts.json"
 CONFIG = "config.yaml"
+MANIFEST = "manifest.json"
+SHA256 = "sha256.json"
 FORMAT = 1
 _CHUNK = 1 << 22
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint that is not what was written, or not whole: an older one may serve."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +84,12 @@ def read_manifest(folder: Path) -> dict[str, Checksum]:
         document = json.loads(path.read_text(encoding="utf-8"))
         version, rows = document["format"], document["files"]
         files = {str(name): Checksum(int(row["size"]), int(row["crc32"], 16)) for name, row in rows.items()}
-    except FileNotFoundError:
-        raise CheckpointError(
+    except OSError:
+        raise DamagedError(
             "this checkpoint is incomplete: it has no checksums.json", where=str(folder), hint=_OTHER
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as fault:
-        raise CheckpointError(
+        raise DamagedError(
             f"checksums.json can not be read ({type(fault).__name__})", where=str(folder), hint=_OTHER
         ) from None
     if version != FORMAT:
@@ -95,7 +103,7 @@ def read_manifest(folder: Path) -> dict[str, Checksum]:
     needed = {METADATA, FACTS, CONFIG} - files.keys()
     if odd or needed:
         fault_text = f"names {odd[0]!r}" if odd else f"does not list {', '.join(sorted(needed))}"
-        raise CheckpointError(f"checksums.json {fault_text}", where=str(folder), hint=_OTHER)
+        raise DamagedError(f"checksums.json {fault_text}", where=str(folder), hint=_OTHER)
     return files
 
 
@@ -104,7 +112,9 @@ def check_present(folder: Path, files: Mapping[str, Checksum]) -> None:
     faults = []
     for name, entry in files.items():
         path = folder / name
-        if not path.is_file():
+        if path.is_symlink():
+            faults.append(f"{name} is a link")
+        elif not path.is_file():
             faults.append(f"{name} is missing")
         elif (size := path.stat().st_size) != entry.size:
             faults.append(f"{name} has {size} bytes instead of {entry.size}")
@@ -113,15 +123,48 @@ def check_present(folder: Path, files: Mapping[str, Checksum]) -> None:
 
 def check_contents(folder: Path, files: Mapping[str, Checksum], names: Iterable[str]) -> None:
     """CheckpointError that names every file of `names` whose bytes have changed."""
-    _refuse(
-        folder,
-        [f"{name} does not match its checksum" for name in names if checksum(folder / name) != files[name]],
-    )
+    faults = []
+    for name in names:
+        try:
+            if checksum(folder / name) != files[name]:
+                faults.append(f"{name} does not match its checksum")
+        except OSError as fault:
+            faults.append(f"{name} can not be read ({fault.strerror})")
+    _refuse(folder, faults)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object from a file of a checkpoint. DamagedError where it holds none."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as fault:
+        raise DamagedError(
+            f"{path.name} can not be read ({type(fault).__name__})", where=str(path.parent), hint=_OTHER
+        ) from None
+    if not isinstance(document, dict):
+        raise DamagedError(f"{path.name} holds no object", where=str(path.parent), hint=_OTHER)
+    return document
+
+
+def check_digests(folder: Path, names: Iterable[str]) -> None:
+    """DamagedError that names every file of `names` whose sha256 is not the one beside it. Files that no
+    digest was written for are passed over: digests follow a while after the checkpoint."""
+    if not (folder / SHA256).is_file():
+        return
+    digests = read_json(folder / SHA256)
+    wrong = [name for name in names if name in digests and sha256(folder / name) != digests[name]]
+    _refuse(folder, [f"{name} does not match its sha256" for name in wrong])
+
+
+def sha256(path: Path) -> str:
+    """Of a whole file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _refuse(folder: Path, faults: list[str]) -> None:
     if faults:
-        raise CheckpointError(f"this checkpoint is damaged: {listed(faults)}", where=str(folder), hint=_OTHER)
+        raise DamagedError(f"this checkpoint is damaged: {listed(faults)}", where=str(folder), hint=_OTHER)
 
 
 def listed(items: list[str], most: int = 10) -> str:

@@ -19,16 +19,16 @@ class EMA:
     that is less and `ramp` is on, and takes 1 - d of the weights.
 
     Args:
-        parameters: the trained parameters (plain tensors or DTensors), by path in the task.
+        parameters: plain tensors or DTensors, by path in the task; frozen ones have no average.
         settings: the config's section. On the device the update waits for nothing; kept on the CPU, the
             weights have to come there first.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], settings: EMASection) -> None:
         self.updates = 0
-        self._parameters = dict(parameters)
+        self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         self._settings = settings
-        self._shadows = {name: self._shadow(parameter) for name, parameter in parameters.items()}
+        self._shadows = {name: self._shadow(parameter) for name, parameter in self._parameters.items()}
 
     def update(self, step: int) -> None:
         """Takes in the weights as they are after `step` steps, when an update is due then."""

@@ -55,7 +55,7 @@ def _parameter(task: nn.Module, trained: Sequence[str]) -> str | None:
 
 
 class _Watch:
-    """Notes the first output, in the order of the forward, and the first gradient, in that of the backward."""
+    """Notes the first output, in forward order, and the first gradient, in backward order."""
 
     def __init__(self) -> None:
         self.output: str | None = None

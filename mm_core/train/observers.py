@@ -53,5 +53,5 @@ class Observers:
                 raise MMError(
                     f"callback {name} raised {type(fault).__name__} at {event}: {fault}",
                     where="callbacks",
-                    hint="mend the callback, or take it out of the config's callbacks; MM_DEBUG=1 shows where",
+                    hint="mend it, or take it out of the config's callbacks; MM_DEBUG=1 shows where",
                 ) from fault

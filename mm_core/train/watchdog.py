@@ -18,7 +18,17 @@ from typing import Any, NoReturn
 from mm_core.errors import TrainingError
 from mm_core.train.rank_logs import RankLog
 
-ORDER = ("start", "data", "wait", "encode", "forward_backward", "optimizer", "log", "validation", "checkpoint")
+ORDER = (
+    "start",
+    "data",
+    "wait",
+    "encode",
+    "forward_backward",
+    "optimizer",
+    "log",
+    "validation",
+    "checkpoint",
+)
 """Phases of a step, in their order."""
 
 
@@ -147,7 +157,7 @@ class Watchdog:
                 f"nothing has moved for {seconds} s; rank {behind.rank} is furthest behind, in"
                 f" {behind.phase.replace('_', ' ')} of step {behind.step} at {behind.place}",
                 where=f"rank {self._rank}, step {self._at}, {self._phase.replace('_', ' ')}",
-                hint=f"{self._folder}/rank_{behind.rank}.log holds its stacks; run.stuck_after sets the limit",
+                hint=f"{self._folder}/rank_{behind.rank}.log has its stacks; run.stuck_after sets the limit",
             )
         )
 

@@ -1,0 +1,109 @@
+"""Which checkpoints of a run stay, and what dead runs have left."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import secrets
+import shutil
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mm_core.errors import CheckpointError
+from mm_core.train import checkpoint_io as files
+
+_STEP = re.compile(r"step_(\d{8,})\Z")
+_STAGE = re.compile(r".*\.tmp-[0-9a-f]+(?:-(\d+)@(.+))?\Z")
+
+
+def complete_steps(folder: Path) -> dict[int, Path]:
+    """Complete checkpoints under `folder` by step."""
+    if not folder.is_dir():
+        return {}
+    named = ((_STEP.match(path.name), path) for path in folder.iterdir())
+    return {int(match[1]): path for match, path in named if match and (path / files.CHECKSUMS).is_file()}
+
+
+def stage_name(final: str) -> str:
+    """A fresh name for a checkpoint that is being written: it says who writes it."""
+    return f"{final}.tmp-{secrets.token_hex(4)}-{os.getpid()}@{socket.gethostname()}"
+
+
+def remove_stale_stages(folder: Path) -> None:
+    """Removes what dead runs left unfinished; what a live process of this host writes is left alone."""
+    for leftover in folder.glob("*.tmp-*"):
+        owner = _STAGE.match(leftover.name)
+        if owner and owner[2] == socket.gethostname() and _alive(int(owner[1])):
+            continue
+        if leftover.is_dir() and not leftover.is_symlink():
+            shutil.rmtree(leftover)
+        else:
+            leftover.unlink(missing_ok=True)
+
+
+def _alive(pid: int) -> bool:
+    if pid == os.getpid():
+        return False  # a stage of our own that is still there when a run begins is an earlier run's
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def put_aside(path: Path) -> Path:
+    """Renames a damaged checkpoint, so that it is never counted again and still there to be looked at."""
+    return path.rename(path.with_name(f"{path.name}.damaged-{secrets.token_hex(4)}"))
+
+
+@dataclass(frozen=True)
+class Retention:
+    """What stays: the newest `keep`, those of every `keep_every` steps, and the best by a metric.
+
+    best: name of a metric that facts hold under "metrics". mode: which of its values is best.
+    """
+
+    keep: int
+    keep_every: int | None = None
+    best: str | None = None
+    mode: Literal["min", "max"] = "min"
+
+    def best_of(self, steps: Mapping[int, Path]) -> int | None:
+        """The step with the best value; the earlier of equal ones. None where nobody has one."""
+        values = {step: value for step, path in steps.items() if (value := self._value(path)) is not None}
+        sign = 1 if self.mode == "min" else -1
+        return min(values, key=lambda step: (sign * values[step], step)) if values else None
+
+    def _value(self, path: Path) -> float | None:
+        if self.best is None:
+            return None
+        with suppress(CheckpointError, OSError):
+            metrics = files.read_json(path / files.FACTS).get("metrics")
+            value = metrics.get(self.best) if isinstance(metrics, dict) else None
+            if isinstance(value, (int, float)) and math.isfinite(value):
+                return float(value)
+        return None
+
+    def apply(self, newest: Path) -> None:
+        """Removes what does not stay, up to the checkpoint just written, and names the best one."""
+        folder = newest.parent
+        steps = complete_steps(folder)
+        written = next(step for step, path in steps.items() if path == newest)
+        earlier = sorted(step for step in steps if step <= written)
+        best = self.best_of({step: steps[step] for step in earlier})
+        if best is not None:
+            files.move_text(folder / "BEST", steps[best].name + "\n")
+        stay = {*earlier[-self.keep :], best}
+        stay |= {step for step in earlier if self.keep_every and step % self.keep_every == 0}
+        for step in earlier:
+            if step not in stay:
+                # Renamed first: a deletion that is cut short must not leave a half checkpoint under its name.
+                doomed = steps[step].rename(folder / stage_name(steps[step].name))
+                shutil.rmtree(doomed)

@@ -1,0 +1,48 @@
+"""One thread that does one thing after another, and keeps the first fault until somebody asks."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+
+class WriterThread:
+    """Runs work in the order it was given, in a thread that starts with the first.
+
+    After a fault nothing more is run: what is given later is dropped, and `check` raises the fault.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._fault: BaseException | None = None
+
+    def give(self, work: Callable[[], None]) -> None:
+        """Adds work."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        self._work.put(work)
+
+    def check(self) -> None:
+        """Raises the fault of work done since the last check."""
+        fault, self._fault = self._fault, None
+        if fault is not None:
+            raise fault
+
+    def finish(self) -> None:
+        """Waits until everything given is done, and ends the thread."""
+        if self._thread is not None:
+            self._work.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            if self._fault is None:
+                try:
+                    work()
+                except BaseException as fault:  # kept for the thread that asks
+                    self._fault = fault
