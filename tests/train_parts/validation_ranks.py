@@ -113,10 +113,7 @@ class Parts:
         self.engine = build("engine", self.config.engine)
         plan = self.engine.plan(self.task, dist.get_world_size(), 2)
         load_frozen(self.task, self.engine.device)
-        optimizer = partial(build, "optimizer", self.config.optimizer)
-        self.engine.prepare(
-            self.task, plan, lambda p: optimizer([{"params": list(p.values())}]), Randomness(1)
-        )
+        self.engine.prepare(self.task, plan, self._optimizer, Randomness(1))
         self.ema = EMA(dict(self.engine.named_parameters()), self.config.ema)
         with torch.no_grad():
             for name, parameter in self.engine.named_parameters():
@@ -126,9 +123,10 @@ class Parts:
         self.logged: dict[str, float] = {}
         self.shown: list = []
 
-    def validator(
-        self, dataset: Clips | None, metrics=("latent_psnr", "frame_change"), **fields
-    ) -> Validator:
+    def _optimizer(self, parameters) -> torch.optim.Optimizer:
+        return build("optimizer", self.config.optimizer, [{"params": list(parameters.values())}])
+
+    def validator(self, dataset, metrics=("latent_psnr", "frame_change"), **fields) -> Validator:
         return Validator(
             self.config,
             self.task,
