@@ -123,6 +123,13 @@ def test_it_is_loaded_in_place_and_begun_anew():
     assert all(torch.equal(p, ema.state_dict()[name]) for name, p in net.named_parameters())
 
 
+def test_what_is_frozen_has_no_average():
+    net = model()
+    net[1].requires_grad_(False)
+    ema = average(net, decay=0.9)
+    assert set(ema.state_dict()) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
 @pytest.mark.slow
 def test_sharded_over_two_ranks_it_is_that_of_one(tmp_path):
     """The script also checks that weights come back and that training then sees them (see parts_ranks.py)."""
