@@ -48,15 +48,21 @@ class HostCopies:
     def __init__(self, shared: bool = False) -> None:
         self._shared = shared
         self._buffers: dict[tuple[str, str], Tensor] = {}
+        self._lock = threading.Lock()  # buffers are reserved by another thread
 
     def reserve(self, state: State) -> None:
         """Makes the buffers and touches their pages, so that the first copy costs no more than the next."""
-        for part, named in state.items():
-            for name, tensor in named.items():
-                self._buffer((part, name), local(tensor)).zero_()
+        with self._lock:
+            for part, named in state.items():
+                for name, tensor in named.items():
+                    self._buffer((part, name), local(tensor)).zero_()
 
     def take(self, state: State) -> dict[str, dict[str, Any]]:
         """The state as it is now: what changes later does not reach it. DTensors stay DTensors."""
+        with self._lock:
+            return self._take(state)
+
+    def _take(self, state: State) -> dict[str, dict[str, Any]]:
         pairs: list[tuple[Tensor, Tensor]] = []
         copied: dict[str, dict[str, Any]] = {part: {} for part in state}
         for part, named in state.items():

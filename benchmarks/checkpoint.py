@@ -1,0 +1,110 @@
+"""Saving 1 GB of state: how long training stands still, and how fast the bytes reach the disk.
+
+    python benchmarks/checkpoint.py [--megabytes 1024] [--rounds 5] [--mode thread|process]
+
+In each round, one after another on the same disk: plain writes of the same bytes to one file, flushed; a
+synchronous save; an asynchronous save, of which the time until `save` returns is the stall. Figures are
+medians of the rounds' ratios, since the disk is shared and its speed changes from minute to minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from mm_core.train.checkpoint import CheckpointStore
+
+
+def make_state(megabytes: int) -> dict[str, dict[str, torch.Tensor]]:
+    """A transformer's weights and two AdamW moments, float32: blocks of a few large matrices."""
+    width = 1024
+    blocks = max(1, megabytes * 2**20 // (3 * 4 * 12 * width * width))
+    shapes = {
+        "qkv": (3 * width, width),
+        "out": (width, width),
+        "up": (4 * width, width),
+        "down": (width, 4 * width),
+    }
+    model, optimizer = {}, {}
+    for block in range(blocks):
+        for name, shape in shapes.items():
+            key = f"predictor.blocks.{block}.{name}.weight"
+            model[key] = torch.randn(shape)
+            for moment in ("exp_avg", "exp_avg_sq"):
+                optimizer[f"{key}.{moment}"] = torch.randn(shape)
+    return {"model": model, "optimizer": optimizer}
+
+
+def seconds(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def plain(path: Path, state: dict[str, dict[str, torch.Tensor]]) -> None:
+    """The same bytes by plain writes to one file, and flushed to the disk."""
+    with path.open("wb", buffering=0) as file:
+        for named in state.values():
+            for tensor in named.values():
+                file.write(memoryview(tensor.numpy()).cast("B"))
+        os.fsync(file.fileno())
+    path.unlink()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--megabytes", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--mode", choices=("thread", "process"), default="thread")
+    parser.add_argument("--dir", help="where to write (default: a temporary folder)")
+    args = parser.parse_args()
+    state = make_state(args.megabytes)
+    size = sum(tensor.numel() * 4 for named in state.values() for tensor in named.values())
+    folder = Path(tempfile.mkdtemp(dir=args.dir))
+    print(f"{size / 1e9:.2f} GB of state, mode {args.mode}, {args.rounds} rounds")
+    print(
+        f"{'round':>5} {'plain s':>8} {'sync s':>8} {'stall s':>8} {'async s':>8} {'stall/sync':>10} {'plain/sync':>10} {'plain/async':>11}"
+    )
+    stalls, speeds, behind = [], [], []
+    try:
+        sync = CheckpointStore(folder / "sync", keep=1)
+        own = CheckpointStore(folder / "async", keep=1, asynchronous=args.mode)
+        own.reserve(state)
+        own.save(1, state, {}, "x: 1\n", digest=False)  # the child, if any, has started; buffers are there
+        own.wait()
+        for step in range(2, args.rounds + 2):
+            bare = seconds(lambda: plain(folder / "plain", state))
+            whole = seconds(lambda step=step: sync.save(step, state, {}, "x: 1\n", digest=False))
+            began = time.perf_counter()
+            own.save(step, state, {}, "x: 1\n", digest=False)
+            stall = time.perf_counter() - began
+            own.wait()
+            total = time.perf_counter() - began
+            stalls.append(stall / whole)
+            speeds.append(bare / whole)
+            behind.append(bare / total)
+            print(
+                f"{step - 1:>5} {bare:>8.3f} {whole:>8.3f} {stall:>8.3f} {total:>8.3f} {stall / whole:>10.3f} {bare / whole:>10.3f} {bare / total:>11.3f}"
+            )
+        own.close()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    stall, speed = statistics.median(stalls), statistics.median(speeds)
+    print(
+        f"speed of the asynchronous save against plain writes, copy included: {statistics.median(behind):.3f}"
+    )
+    print(f"RESULT checkpoint_stall {stall:.3f} <=0.15 {'ok' if stall <= 0.15 else 'short'}")
+    print(f"RESULT checkpoint_write_speed {speed:.3f} >=0.8 {'ok' if speed >= 0.8 else 'short'}")
+    return 0 if stall <= 0.15 and speed >= 0.8 else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
