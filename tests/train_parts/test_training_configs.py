@@ -2,21 +2,55 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+from mm_core.config.load import load_config
 from mm_core.errors import ConfigError
+from mm_core.plan import build_task
 from mm_core.plugin.registry import build
 from mm_core.train.lr_schedules import Schedule
+from mm_core.train.parameter_groups import freeze, groups_of
 from mm_core.train.trackers import JsonlTracker, TensorBoardTracker
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/optimizers.md"
+QUICKSTART = ROOT / "plugins/mm_custom_dit/mm_custom_dit/configs/quickstart.yaml"
 
 
 def test_reading_them_imports_no_torch():
     script = "import sys, mm_core.builtin.configs.training\nassert 'torch' not in sys.modules\n"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_the_yaml_of_the_page_fits_the_quickstart(tmp_path):
+    whole, muon = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
+    for name, text in (("whole", whole), ("muon", muon)):
+        (tmp_path / f"{name}.yaml").write_text(f"include: {QUICKSTART}\n{text}", encoding="utf-8")
+    config = load_config(tmp_path / "whole.yaml")
+    task = build_task(config)
+    frozen = freeze(task, config.train.freeze)
+    assert frozen and all(name.startswith("predictor.blocks.") for name in frozen)
+    parameters = {name: p for name, p in task.named_parameters() if p.requires_grad}
+    groups = groups_of(parameters, config.train)
+    assert [(group.get("lr_scale"), group.get("weight_decay")) for group in groups] == [
+        (None, None),
+        (None, 0.0),
+        (0.1, 0.0),
+    ]
+    assert build("optimizer", config.optimizer, groups).defaults["lr"] == 1e-4
+    schedule = build("lr_schedule", config.lr_schedule, config.train.steps, 1e-4)
+    assert (schedule.warmup_steps, schedule.decay_from, schedule.floor) == (400, 16000, pytest.approx(0.01))
+    if hasattr(torch.optim, "Muon"):
+        config = load_config(tmp_path / "muon.yaml")
+        optimizer = build("optimizer", config.optimizer, groups_of(parameters, config.train))
+        by_adamw = [name for group in optimizer.param_groups if "betas" in group for name in group["names"]]
+        assert {"predictor.patch_embedding.weight", "predictor.proj_out.weight"} <= set(by_adamw)
 
 
 def test_each_builds_by_its_name(tmp_path):
