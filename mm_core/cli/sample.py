@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable
 from pathlib import Path
 
+from mm_core.cli.evaluate import add_weights
 from mm_core.errors import MMError
 
 
@@ -29,6 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--height", type=_count, help="pixels (default: as trained)")
     parser.add_argument("--width", type=_count, help="pixels (default: as trained)")
     parser.add_argument("--fps", type=_number(1 / 60), help="frames a second of the files")
+    add_weights(parser)
     parser.add_argument(
         "--out", metavar="DIR", help="folder of the files (default: a new one in the run's samples/)"
     )
@@ -60,6 +62,8 @@ def execute(args: argparse.Namespace) -> int:
         width=args.width,
         fps=args.fps,
         out=out,
+        weights=args.weights,
+        checkpoint=args.checkpoint,
     )
     print(
         f"{len(clips)} clip{'s' * (len(clips) != 1)} in {out}; all at a glance: {out / 'contact_sheet.png'}"

@@ -5,23 +5,28 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from mm_core.config.load import load_config
 from mm_core.config.schema import RunConfig
-from mm_core.contracts import Clip, Randomness, SampleRequest
+from mm_core.contracts import Clip, Randomness, SampleRequest, torch_dtype
 from mm_core.device import current_device
 from mm_core.errors import DataError, MMError
+from mm_core.parallel.casting import cast_inputs
 from mm_core.parallel.initialise import initialise
 from mm_core.plan import build_task
+from mm_core.plugin.registry import build
 from mm_core.train.checkpoint import find_checkpoint, load_model_only
 from mm_core.train.media import write_clips
 from mm_core.train.sampled_clips import with_trained_size
 
 if TYPE_CHECKING:
     from torch import nn
+
+Weights = Literal["auto", "model", "ema"]
+Which = Literal["latest", "best"]
 
 
 def sample(
@@ -38,8 +43,10 @@ def sample(
     width: int | None = None,
     fps: float | None = None,
     out: str | Path | None = None,
+    weights: Weights = "auto",
+    checkpoint: Which = "latest",
 ) -> list[Clip]:
-    """Generates one clip a prompt from a run's newest complete checkpoint.
+    """Generates one clip a prompt from a run's checkpoint.
 
     Args:
         run: a run's folder, or one of its checkpoints.
@@ -50,6 +57,8 @@ def sample(
         num_frames, height, width, fps: size in pixels and frames, and frames a second; None takes
             the task's `sample` defaults, then what the run was trained on.
         out: folder for mp4 files and a contact sheet; None writes nothing.
+        weights: `ema`, `model`, or `auto`: the average where the checkpoint holds one.
+        checkpoint: `latest` or `best`, of the complete ones.
 
     Raises:
         MMError: no prompt, no checkpoint, a size that the model can not make.
@@ -57,8 +66,8 @@ def sample(
     texts = [*([prompt] if prompt is not None else []), *prompts]
     if not texts:
         raise MMError("there is no prompt", accepted="prompt='...' or prompts=[...]")
-    checkpoint = find_checkpoint(Path(run))
-    config = load_config(checkpoint / "config.yaml")
+    source = find_checkpoint(Path(run), checkpoint)
+    config = load_config(source / "config.yaml")
     request = SampleRequest(
         prompts=tuple(texts),
         negative_prompt=negative_prompt,
@@ -71,7 +80,7 @@ def sample(
         fps=fps,
     )
     request = with_trained_size(request, config)
-    task = load_task(config, checkpoint)
+    task = load_task(config, source, weights)
     with torch.no_grad():
         clips: list[Clip] = task.sample(request)  # type: ignore[operator]
     if out is not None:
@@ -79,8 +88,9 @@ def sample(
     return clips
 
 
-def load_task(config: RunConfig, checkpoint: Path) -> nn.Module:
-    """The run's task on this process's device, in evaluation mode, with the checkpoint's weights."""
+def load_task(config: RunConfig, checkpoint: Path, weights: Weights = "auto") -> nn.Module:
+    """The run's task on this process's device, in evaluation mode, with the checkpoint's weights. An
+    accelerator computes in the dtype that the engine trained in."""
     task, device = build_task(config), current_device()
     for name in (*task.frozen, *task.trainable):  # type: ignore[misc]
         module = getattr(task, name)
@@ -95,8 +105,27 @@ def load_task(config: RunConfig, checkpoint: Path) -> nn.Module:
         for name in task.trainable  # type: ignore[union-attr]
         for key, tensor in getattr(task, name).state_dict().items()
     }
-    load_model_only(checkpoint, state)
+    load_model_only(checkpoint, state, weights)
+    if device.type != "cpu":
+        compute_as_trained(task, config)
     return task.eval()
+
+
+def compute_as_trained(task: nn.Module, config: RunConfig) -> None:
+    """Parameters and inputs in the engine's `param_dtype`, as the sharded modules compute; tables and
+    timesteps keep their precision."""
+    options = config.engine.options
+    name = options.get("param_dtype")
+    if name in (None, "fp32"):
+        return
+    dtype, plan = torch_dtype(name), build("engine", config.engine).plan(task, 1, 0)
+    for root in task.trainable:  # type: ignore[union-attr]
+        for path, parameter in task.get_submodule(root).named_parameters(prefix=root):
+            if not any(path.startswith(ignored + ".") for ignored in plan.ignored):
+                parameter.data = parameter.data.to(dtype)
+    if options.get("cast_forward_inputs", True):
+        for path in (*plan.wrapped, *task.trainable):  # type: ignore[misc]
+            cast_inputs(task.get_submodule(path), dtype)
 
 
 def read_prompts(path: Path) -> list[str]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from mm_core.config.schema import RunConfig, ValidationSection
 from mm_core.contracts import Batch, Clip, Dataset, Evaluation, Metric, Randomness, SampleRequest, Task
 from mm_core.errors import ContractError, DataError, MMError, PeerError
+from mm_core.plugin.registry import build
 from mm_core.train.agreement import Ranks
 from mm_core.train.evaluation_data import EvaluationData
 from mm_core.train.sampled_clips import gather_previews, share_prompts, with_trained_size, write_own
@@ -266,6 +267,11 @@ class Validator:
         if figures := self._figures(set()):
             prefix = self.split if self._ema is None else f"{self.split}_ema"
             self._log(step, {f"{prefix}/{name}": value for name, value in figures.items()})
+
+
+def build_metrics(settings: ValidationSection) -> list[tuple[str, Metric]]:
+    """The metrics that the section lists, by their type."""
+    return [(component.type, build("metric", component)) for component in settings.metrics]
 
 
 def default_settings(config: RunConfig, split: str) -> ValidationSection:
