@@ -19,9 +19,11 @@ from mm_core.contracts import Clip, Randomness, SampleRequest
 from mm_core.errors import CheckpointError, DataError, MMError
 from mm_core.parallel.initialise import initialise
 from mm_core.plan import build_task
+from mm_core.plugin.registry import build
 from mm_core.train.checkpoint import CheckpointStore
 from mm_core.train.media import write_clips
-from mm_core.train.sampling import read_prompts, sample
+from mm_core.train.run import process_group
+from mm_core.train.sampling import compute_as_trained, load_task, read_prompts, sample
 
 PROMPTS = ["a red circle moves left", "a blue square"]
 CONFIG = {
@@ -81,6 +83,78 @@ def trained_task(folder: Path) -> torch.nn.Module:
         for name, parameter in task.predictor.named_parameters():
             parameter.add_(0.1 * Randomness(2).normal(tuple(parameter.shape), name))
     return task
+
+
+@pytest.fixture(scope="module")
+def averaged(tmp_path_factory) -> Path:
+    """A run whose best checkpoint (3) is not its newest (7); each holds an average of other weights."""
+    folder = tmp_path_factory.mktemp("runs") / "averaged"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(yaml.safe_dump({**CONFIG, "ema": {}}))
+    config = load_config(folder / "config.yaml")
+    store = CheckpointStore(folder, 9)
+    for step in (3, 7):
+        model = {f"predictor.{k}": t * step for k, t in trained_task(folder).predictor.state_dict().items()}
+        ema = {name: tensor * 0.5 for name, tensor in model.items()}
+        store.save(step, {"model": model, "optimizer": {}, "ema": ema}, {}, to_yaml(config))
+    (folder / "checkpoints/BEST").write_text("step_00000003\n")
+    return folder
+
+
+def expected_clip(folder: Path, factor: float) -> torch.Tensor:
+    task = trained_task(folder)
+    with torch.no_grad():
+        for parameter in task.predictor.parameters():
+            parameter.mul_(factor)
+    request = SampleRequest((PROMPTS[0],), seed=5, num_frames=4, height=8, width=12, fps=8.0)
+    return task.sample(request)[0].pixels
+
+
+@pytest.mark.parametrize(
+    ("options", "factor"),
+    [
+        ({}, 3.5),
+        ({"weights": "ema"}, 3.5),
+        ({"weights": "model"}, 7.0),
+        ({"checkpoint": "best"}, 1.5),
+        ({"checkpoint": "best", "weights": "model"}, 3.0),
+    ],
+)
+def test_the_average_is_sampled_where_there_is_one_and_checkpoint_and_weights_may_be_chosen(
+    averaged, options, factor
+):
+    (clip,) = sample(averaged, PROMPTS[0], seed=5, **options)
+    torch.testing.assert_close(clip.pixels, expected_clip(averaged, factor), rtol=0, atol=1e-6)
+
+
+def test_an_average_that_is_not_there_is_a_sentence(run, capsys):
+    assert main(["sample", "--run", str(run), "--prompt", "x", "--weights", "ema"]) == 1
+    assert "this checkpoint holds no average of the weights" in capsys.readouterr().err
+    assert main(["sample", "--run", str(run), "--prompt", "x", "--checkpoint", "best"]) == 1
+    assert "this run names no best checkpoint" in capsys.readouterr().err
+
+
+def test_a_lone_process_computes_in_bf16_what_the_engine_computes(run):
+    """Sharded modules cast parameters and inputs, and spare the timestep: so does sampling."""
+    config = load_config(run / "config.yaml", ["engine.param_dtype=bf16"])
+    request = SampleRequest((PROMPTS[0],), seed=5, num_frames=4, height=8, width=12, fps=8.0)
+    lone = load_task(config, run / "checkpoints/step_00000007")
+    weights = {name: tensor.clone() for name, tensor in lone.predictor.named_parameters(prefix="predictor")}
+    full = lone.sample(request)[0].pixels
+    compute_as_trained(lone, config)
+    found = lone.sample(request)[0].pixels
+    with process_group():
+        sharded, engine = build_task(config), build("engine", config.engine)
+        plan = engine.plan(sharded, 1, 2)
+        sharded.text_encoder.load(torch.device("cpu"))
+        engine.prepare(sharded, plan, lambda p: torch.optim.AdamW(p.values()), Randomness(1))
+        with torch.no_grad():
+            for name, parameter in engine.named_parameters():
+                parameter.to_local().copy_(weights[name])
+        with engine.evaluating():
+            expected = sharded.sample(request)[0].pixels
+    assert torch.equal(found, expected)
+    assert 1e-4 < (found - full).abs().mean() < 0.05  # bf16 is neither fp32 nor nonsense
 
 
 def read_video(path: Path) -> np.ndarray:

@@ -1,0 +1,131 @@
+"""`mm evaluate`: a stored run gives the figures of validation, from real clips; faults are sentences."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from mm_core.cli.main import main
+from mm_core.config.dump import to_yaml
+from mm_core.config.load import load_config
+from mm_core.contracts import Clip, Randomness, SampleKey
+from mm_core.parallel.initialise import initialise
+from mm_core.plan import build_task
+from mm_core.plugin.registry import build
+from mm_core.train.checkpoint import CheckpointStore
+from mm_core.train.evaluation import evaluate
+from mm_core.train.media import write_video
+
+ROWS = 5
+
+
+def config_of(folder: Path) -> dict:
+    clips = {"type": "video_text", "annotations": str(folder / "clips.json"), "num_frames": 4}
+    clips |= {"height": 16, "width": 16, "fps": 8.0}
+    predictor = {"type": "custom_dit", "num_layers": 1, "num_heads": 2, "head_dim": 12, "in_channels": 12}
+    predictor |= {"out_channels": 12, "text_dim": 16, "freq_dim": 16, "ffn_dim": 32, "rope_max_seq_len": 16}
+    return {
+        "run": {"name": "tiny", "dir": str(folder)},
+        "task": {
+            "type": "text_to_video",
+            "predictor": predictor,
+            "autoencoder": {"type": "pixel"},
+            "text_encoder": {"type": "bytes", "hidden_size": 16},
+            "scheduler": {"type": "flow_match"},
+        },
+        "data": {"train": clips, "validation": clips, "loader": {"workers": 0}},
+        "train": {"steps": 1, "micro_batch_size": 2},
+        "validation": {"metrics": [{"type": "latent_psnr"}]},
+        "ema": {},
+    }
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A run with real clips, one of them unreadable, and an average beside its weights."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    for i in range(ROWS):
+        pixels = Randomness(4).normal((3, 1, 16, 16), "clip", i).mul(0.4).clamp(-1, 1).expand(3, 4, 16, 16)
+        write_video(Clip(pixels, 8.0, ""), folder / f"{i}.mp4")
+    (folder / "3.mp4").write_bytes(b"no video")
+    rows = [{"path": f"{i}.mp4", "cap": f"clip {i}"} for i in range(ROWS)]
+    (folder / "clips.json").write_text(json.dumps(rows))
+    (folder / "config.yaml").write_text(yaml.safe_dump(config_of(folder)))
+    config = load_config(folder / "config.yaml")
+    task = loaded(config, 1.0)
+    model = {f"predictor.{name}": tensor for name, tensor in task.predictor.state_dict().items()}
+    ema = {name: tensor * 0.5 for name, tensor in model.items()}
+    store = CheckpointStore(folder / "tiny", 1)
+    store.save(9, {"model": model, "optimizer": {}, "ema": ema}, {}, to_yaml(config))
+    return folder / "tiny"
+
+
+def loaded(config, factor: float) -> torch.nn.Module:
+    task = build_task(config)
+    task.text_encoder.load(torch.device("cpu"))
+    task.predictor.to_empty(device="cpu")
+    initialise(task.predictor, "predictor", Randomness(1))
+    with torch.no_grad():
+        for name, parameter in task.predictor.named_parameters():
+            parameter.add_(0.1 * Randomness(2).normal(tuple(parameter.shape), name)).mul_(factor)
+    return task.eval()
+
+
+def expected_loss(run: Path, rows: list[int], factor: float) -> float:
+    config = load_config(next(run.glob("checkpoints/*/config.yaml")))
+    task, dataset = loaded(config, factor), build("dataset", config.data.validation)
+    losses = []
+    for row in rows:
+        batch = dataset.collate([{**dataset[row], "key": SampleKey(0, row), "weight": 1.0}])
+        found = task.evaluate(batch, Randomness(config.run.seed), config.validation.quantiles)
+        losses.append(found.sums["loss"].item())
+    return sum(losses) / len(losses)
+
+
+@pytest.mark.parametrize(("weights", "factor"), [("auto", 0.5), ("model", 1.0)])
+def test_the_figures_are_those_of_the_rows_that_can_be_read(run, weights, factor):
+    notes: list[str] = []
+    found = evaluate(run, weights=weights, note=notes.append)
+    assert found.figures["loss"] == pytest.approx(expected_loss(run, [0, 1, 2, 4], factor), rel=1e-5)
+    assert (found.figures["rows"], found.figures["unreadable"], found.step) == (4, 1, 9)
+    assert "3.mp4" in notes[0] and "latent_psnr" in found.figures
+    assert found.weights == {"auto": "ema", "model": "model"}[weights]
+
+
+def test_the_command_prints_a_table_or_json(run, capsys):
+    arguments = ["evaluate", "--run", str(run), "--weights", "model", "--clips", "2"]
+    assert main(arguments) == 0
+    table = capsys.readouterr().out
+    assert "step_00000009, model weights, data.validation" in table and "loss_at/0.5" in table
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["figures"]["rows"] == 2 and found["step"] == 9
+    assert found["figures"]["loss"] == pytest.approx(expected_loss(run, [0, 2], 1.0), rel=1e-5)
+
+
+def test_other_data_can_be_named(run, capsys):
+    sizes = ["num_frames=4", "height=16", "width=16"]
+    data = ["type=video_text", f"annotations={run.parent / 'clips.json'}", *sizes]
+    overrides = [f"data.test.{item}" for item in data]
+    assert main(["evaluate", "--run", str(run), "--split", "test", "--clips", "1", "--json", *overrides]) == 0
+    assert json.loads(capsys.readouterr().out)["figures"]["rows"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--run", "nowhere"], "nowhere: there is no such run"),
+        (["--run", "{run}", "--split", "test"], "the run's config has no data.test"),
+        (["--run", "{run}", "--checkpoint", "best"], "this run names no best checkpoint"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_sentence(run, capsys, arguments, sentence):
+    assert main(["evaluate", *(argument.format(run=run) for argument in arguments)]) == 1
+    error = capsys.readouterr().err
+    assert sentence in error and "Traceback" not in error
+    if "--split" in arguments:
+        assert "accepted: --split validation" in error and "data.test.annotations=FILE" in error
