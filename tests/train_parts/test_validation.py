@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mm_core.config.load import load_config
 from mm_core.config.schema import LoaderSection
 from mm_core.contracts import Clip, Evaluation, Randomness, SampleKey, SampleRequest, VideoTextBatch
 from mm_core.errors import ContractError, DataError
@@ -20,6 +22,7 @@ from mm_core.plugin.registry import build
 from mm_core.train.evaluation_data import EvaluationData, EvenRows
 from mm_core.train.run import process_group
 from mm_core.train.sampled_clips import share_prompts, with_trained_size
+from mm_core.train.validation import build_metrics
 from mm_core.train.validation_metrics import LatentPSNR
 
 _spec = importlib.util.spec_from_file_location(
@@ -228,6 +231,22 @@ def test_frame_change_tells_frozen_clips_from_moving_ones():
 def test_a_figure_that_is_given_twice_is_refused(parts):
     with pytest.raises(ContractError, match="the figure 'latent_psnr' is given twice"):
         parts.validator(ranks.Clips(4), metrics=("latent_psnr", "latent_psnr")).run(1)
+
+
+def test_the_metric_of_the_documentation_works(tmp_path):
+    page = (Path(__file__).parents[2] / "docs/validation.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "brightness.py").write_text(code)
+    config = load_config(
+        ranks.write_config(
+            tmp_path,
+            plugins={"path": [str(tmp_path / "brightness.py")]},
+            validation={"metrics": [{"type": "brightness"}], "samples": {"prompts": ["up"]}},
+        )
+    )
+    ((name, metric),) = build_metrics(config.validation)
+    metric.sampled([Clip(torch.full((3, 2, 4, 4), value), 8.0, "") for value in (0.25, -0.75)])
+    assert name == "local/brightness" and metric.result(metric.sums()) == {"brightness": -0.25}
 
 
 # -- sampled clips -----------------------------------------------------------------------------

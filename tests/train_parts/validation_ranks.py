@@ -22,7 +22,6 @@ from mm_core.plan import build_task
 from mm_core.plugin.registry import build
 from mm_core.train.ema import EMA
 from mm_core.train.failure import leave
-from mm_core.train.run import load_frozen
 from mm_core.train.validation import Validator
 
 PROMPTS = ["a red circle moves left", "a blue square", "up"]
@@ -112,7 +111,8 @@ class Parts:
         self.task = build_task(self.config)
         self.engine = build("engine", self.config.engine)
         plan = self.engine.plan(self.task, dist.get_world_size(), 2)
-        load_frozen(self.task, self.engine.device)
+        for name in self.task.frozen:
+            getattr(self.task, name).load(self.engine.device)
         self.engine.prepare(self.task, plan, self._optimizer, Randomness(1))
         self.ema = EMA(dict(self.engine.named_parameters()), self.config.ema)
         with torch.no_grad():
