@@ -11,6 +11,7 @@ import importlib.util
 import os
 import resource
 import sys
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -133,6 +134,25 @@ def synchronize() -> None:
         _module(device_type()).synchronize()
 
 
+class DeviceClock:
+    """Moments in the device's queue, or on the wall where there is none: marking one waits for nothing."""
+
+    def mark(self) -> Any:
+        """A moment."""
+        if device_type() == "cpu":
+            return time.perf_counter()
+        event = _module(device_type()).Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, begun: Any, ended: Any) -> float:
+        """Between two moments; waits until the device has reached the second."""
+        if device_type() == "cpu":
+            return float(ended - begun)
+        ended.synchronize()
+        return float(begun.elapsed_time(ended)) / 1000
+
+
 def peak_memory_bytes() -> int:
     """Most memory held at once since the last reset: the device's allocator, or the process on CPU."""
     if device_type() != "cpu":
@@ -170,6 +190,11 @@ def set_deterministic() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUBLAS varies without it
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
+
+
+def peak_flops() -> float | None:
+    """Dense bf16 operations a second of this device, where they are published; None on CPU."""
+    return None
 
 
 def device_stack() -> dict[str, str]:

@@ -14,6 +14,7 @@ from mm_core.config.schema import RunConfig
 from mm_core.contracts import Engine, EnginePlan, Frozen
 from mm_core.data.sampler import BatchPlan
 from mm_core.errors import PlanError
+from mm_core.parallel.freezing import freeze
 from mm_core.plugin.fields import ComponentConfig
 from mm_core.plugin.registry import build, get_registry
 
@@ -125,6 +126,7 @@ def build_task(config: RunConfig) -> nn.Module:
     with torch.device("meta"):
         task = build("task", config.task)
     assert isinstance(task, nn.Module)
+    freeze(task, config.train.freeze)
     return task
 
 
@@ -148,7 +150,7 @@ def make_plan(
     registry = get_registry(config.plugins.path)
     optimizer = registry.resolve("optimizer", config.optimizer.type)
     states = optimizer.component.capabilities.get("state_tensors", 2)
-    assert isinstance(states, int)
+    assert isinstance(states, (int, float))
     layout = engine.plan(task, world, states)
     micro = config.train.micro_batch_size
     wave = micro * layout.data_parallel

@@ -109,7 +109,7 @@ def _train(args: argparse.Namespace, stop: StopFlag, config: RunConfig | None = 
     result = train(config, resume=args.resume, stop=stop)
     if os.environ.get("RANK", "0") == "0":
         state = f"stopped by {result.stopped} after" if result.stopped else "done:"
-        print(f"{state} step {result.step} of {config.train.steps}; run folder {result.run_dir}", flush=True)
+        print(f"{state} step {result.step} of {result.steps}; run folder {result.run_dir}", flush=True)
     return STOPPED if result.stopped else 0
 
 

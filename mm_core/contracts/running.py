@@ -207,7 +207,7 @@ class Engine(Protocol):
 
     device: torch.device
 
-    def plan(self, task: nn.Module, world: int, optimizer_state_tensors: int) -> EnginePlan:
+    def plan(self, task: nn.Module, world: int, optimizer_state_tensors: float) -> EnginePlan:
         """Decides the layout for `world` ranks from a task built on meta; touches no device."""
         ...
 

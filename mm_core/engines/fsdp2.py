@@ -53,7 +53,7 @@ class FSDP2Engine:
 
     # -- plan ----------------------------------------------------------------------------------
 
-    def plan(self, task: nn.Module, world: int, optimizer_state_tensors: int) -> EnginePlan:
+    def plan(self, task: nn.Module, world: int, optimizer_state_tensors: float) -> EnginePlan:
         """The layout for `world` ranks. Bytes are those of rank 0, which holds the largest shards."""
         config = self.config
         replicas, shards = mesh_shape(world, config.sharding_size)
@@ -88,7 +88,7 @@ class FSDP2Engine:
             ignored=layout.ignored,
             parameter_bytes=own,
             gradient_bytes=trained,
-            optimizer_bytes=trained * optimizer_state_tensors,
+            optimizer_bytes=round(trained * optimizer_state_tensors),
         )
 
     # -- prepare -------------------------------------------------------------------------------

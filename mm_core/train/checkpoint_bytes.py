@@ -55,7 +55,8 @@ class HostCopies:
         with self._lock:
             for part, named in state.items():
                 for name, tensor in named.items():
-                    self._buffer((part, name), local(tensor)).zero_()
+                    if type(share := local(tensor)) is Tensor:
+                        self._buffer((part, name), share).zero_()
 
     def take(self, state: State) -> dict[str, dict[str, Any]]:
         """The state as it is now: what changes later does not reach it. DTensors stay DTensors."""
@@ -68,6 +69,9 @@ class HostCopies:
         for part, named in state.items():
             for name, tensor in named.items():
                 source = local(tensor)
+                if type(source) is not Tensor:  # a packed kind of tensor (8-bit moments): it copies itself
+                    copied[part][name] = like(tensor, source.clone().cpu())
+                    continue
                 target = self._buffer((part, name), source)
                 pairs.append((target, source))
                 copied[part][name] = like(tensor, target)

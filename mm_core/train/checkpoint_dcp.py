@@ -31,7 +31,7 @@ from torch.futures import Future
 from mm_core.errors import CheckpointError
 from mm_core.train.agreement import Ranks
 from mm_core.train.checkpoint_bytes import Write, check_finite, write_file
-from mm_core.train.checkpoint_io import METADATA, Checksum, DamagedError, listed
+from mm_core.train.checkpoint_io import METADATA, Checksum, DamagedError, listed, read_manifest
 
 _ALLOWED: dict[tuple[str, str], Any] = {
     **{
@@ -159,6 +159,12 @@ def read_metadata(folder: Path, files: Collection[str]) -> Metadata:
         ) from None
     assert isinstance(found, Metadata)
     return found
+
+
+def stored_parts(folder: Path) -> set[str]:
+    """The parts that a checkpoint holds: model, optimizer, ema."""
+    names = read_metadata(folder, read_manifest(folder)).state_dict_metadata
+    return {name.partition(".")[0] for name in names}
 
 
 def _check_metadata(found: Any, files: Collection[str]) -> None:

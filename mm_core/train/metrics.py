@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mm_core.contracts import Loss
+from mm_core.contracts import Bins, Loss
 from mm_core.errors import ContractError
+from mm_core.train.binned import BinnedLoss
+from mm_core.train.phases import PHASES, PhaseClock
 
 Gather = Callable[[Tensor], Sequence[Tensor]]
 """A float64 vector on CPU -> the vectors of all ranks."""
@@ -39,6 +41,9 @@ class MetricsWindow:
         gather: the collective that `flush` runs.
         samples_seen: samples trained on before this window began (at a resume).
         clock: seconds.
+        bins: the scale of `Loss.bins`, if the task has one.
+        phases: where the time went.
+        peak: operations a second that one device can do at most, where that is known.
     """
 
     def __init__(
@@ -47,15 +52,22 @@ class MetricsWindow:
         gather: Gather = gather_over_ranks,
         samples_seen: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
+        bins: Bins | None = None,
+        phases: PhaseClock | None = None,
+        peak: float | None = None,
     ) -> None:
         self.samples_seen = samples_seen
+        self.step_flops = 0.0
+        """Operations of the trained modules in one step, over all ranks; 0 until they are counted."""
         self._memory, self._gather, self._clock = memory, gather, clock
+        self._phases, self._peak = phases, peak
+        self._bins = BinnedLoss(bins, gather) if bins is not None else None
         self._reset()
         self.restart_clock()
 
     def _reset(self) -> None:
         self._sums: dict[str, Tensor] = {}
-        self._weight = self._samples = 0.0
+        self._weight = self._samples = self._tokens = 0.0
         self._step_time = self._data_wait = self._grad_norm = 0.0
         self._steps = 0
 
@@ -66,6 +78,9 @@ class MetricsWindow:
     def micro(self, loss: Loss) -> None:
         """Adds one micro-batch: its sums stay where they are."""
         self._weight += loss.weight
+        self._tokens += loss.tokens
+        if self._bins is not None and loss.bins is not None:
+            self._bins.micro(loss.bins)
         for name, value in (("loss", loss.total), *loss.metrics.items()):
             value = value.detach().to(loss.total.device, torch.float32)
             self._sums[name] = self._sums[name] + value if name in self._sums else value.clone()
@@ -86,19 +101,29 @@ class MetricsWindow:
         self._data_wait += data_wait
         self._samples += samples
         self.samples_seen += samples
+        if self._bins is not None:
+            self._bins.step(grad_norm)
+
+    def detail(self) -> dict[str, float]:
+        """What is worth a look less often: the loss, gradient norm and share of samples by bin since the
+        last call. Called by all ranks."""
+        return {} if self._bins is None else self._bins.flush()
 
     def flush(self) -> dict[str, float]:
         """The window's metrics, the same on every rank; a new window begins. Called by all ranks.
 
         loss and the task's metrics: exact means over the samples of all ranks. grad_norm: mean over steps.
-        step_time, data_wait: seconds a step, of the slowest rank. samples_per_second: over all ranks.
-        samples: trained on since step 0. memory: peak bytes of the rank that has most.
+        step_time, data_wait, time/PHASE: seconds a step, of the slowest rank. samples_per_second,
+        tokens_per_second: over all ranks. samples: trained on since step 0. memory: peak bytes of the rank
+        that has most. model_flops_per_second, mfu: of a device, where they are known.
         """
         names = sorted(self._sums)
         ranks = self._exchange(names)
         steps = max(1, self._steps)
         weight = float(ranks[:, 0].sum())
         step_time, data_wait, memory = (float(value) for value in ranks[:, 1:4].max(dim=0).values)
+        spent = ranks[:, 5 : 5 + len(PHASES)].max(dim=0).values.tolist()
+        tokens = float(ranks[:, _HEAD - 2].sum())
         sums = ranks[:, _HEAD : _HEAD + len(names)].sum(dim=0).tolist()
         means = {
             name: total / weight if weight else float("nan") for name, total in zip(names, sums, strict=True)
@@ -110,16 +135,25 @@ class MetricsWindow:
             "step_time": step_time / steps,
             "data_wait": data_wait / steps,
             "samples_per_second": self._samples / step_time if step_time else 0.0,
+            **({"tokens_per_second": tokens / step_time} if tokens and step_time else {}),
             "samples": self.samples_seen,
             "memory": memory,
+            **{f"time/{name}": value / steps for name, value in zip(PHASES, spent, strict=True) if value},
         }
+        if self.step_flops and step_time:
+            rate = self.step_flops * self._steps / step_time / len(ranks)
+            metrics["model_flops_per_second"] = rate
+            if self._peak:
+                metrics["mfu"] = rate / self._peak
         self._reset()
         return metrics
 
     def _exchange(self, names: Sequence[str]) -> Tensor:
-        """One row a rank: weight, step time, data wait, memory, fingerprint of the names, sums."""
+        """One row a rank: weight, step time, data wait, memory, phases, tokens, fingerprint, sums."""
         fingerprint = zlib.crc32("\n".join(names).encode())
-        head = [self._weight, self._step_time, self._data_wait, float(self._memory()), float(fingerprint)]
+        spent = self._phases.take() if self._phases is not None else {}
+        head = [self._weight, self._step_time, self._data_wait, float(self._memory()), 0.0]
+        head += [*(spent.get(name, 0.0) for name in PHASES), self._tokens, float(fingerprint)]
         # Padded, so that ranks whose names differ can still tell each other so.
         row = torch.zeros(-(-(_HEAD + len(names)) // _BLOCK) * _BLOCK, dtype=torch.float64)
         row[:_HEAD] = torch.tensor(head, dtype=torch.float64)
@@ -135,4 +169,4 @@ class MetricsWindow:
         return ranks
 
 
-_HEAD = 5
+_HEAD = 7 + len(PHASES)

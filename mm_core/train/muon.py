@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from mm_core.errors import PlanError, PluginError
 from mm_core.train.optimizers import adamw
-from mm_core.train.parameter_groups import covered
+from mm_core.parallel.freezing import covered
 
 
 def muon(

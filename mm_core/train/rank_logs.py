@@ -50,6 +50,14 @@ class RankLog:
             self._file = None
 
 
+_current: list[RankLog] = []
+
+
+def current_log() -> RankLog | None:
+    """The log of this process, while `rank_log` is open."""
+    return _current[-1] if _current else None
+
+
 class _Copied(io.TextIOBase):
     """A stream that also writes its whole lines to the log. What a terminal redraws is no line."""
 
@@ -107,12 +115,14 @@ def rank_log(run_dir: Path, rank: int, world: int) -> Iterator[RankLog]:
     logger = logging.getLogger()
     if logger.handlers:  # else Python's last resort writes to the copied stream already
         logger.addHandler(handler)
+    _current.append(log)
     try:
         yield log
     except BaseException as error:
         log.write(f"ended by {type(error).__name__}: {error}")
         raise
     finally:
+        _current.remove(log)
         logger.removeHandler(handler)
         sys.stdout, sys.stderr = streams
         log.close()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
 
 from mm_core.config.schema import RunConfig
-from mm_core.contracts import Loss, Tracker
-from mm_core.device import peak_memory_bytes
+from mm_core.contracts import Bins, Clip, Loss, Tracker
+from mm_core.device import peak_flops, peak_memory_bytes
+from mm_core.errors import ConfigError
 from mm_core.plan import RunPlan
 from mm_core.plugin.registry import build
 from mm_core.train.loss_curve import write_loss_curve
 from mm_core.train.metrics import MetricsWindow
+from mm_core.train.phases import PhaseClock
 from mm_core.train.progress import Progress, make_progress
 from mm_core.train.trackers import JsonlTracker, TrackerSet, truncate_after
 
@@ -25,40 +29,75 @@ class RunReporter:
         config, plan: the run.
         start: steps already taken; later lines of a run that went further are dropped.
         samples_seen: samples trained on in those steps.
+        bins: the scale that the task's loss is also shown along.
+        watch: told of every phase (the watchdog).
     """
 
     def __init__(
-        self, run_dir: Path, config: RunConfig, plan: RunPlan, start: int, samples_seen: float = 0.0
+        self,
+        run_dir: Path,
+        config: RunConfig,
+        plan: RunPlan,
+        start: int,
+        samples_seen: float = 0.0,
+        *,
+        bins: Bins | None = None,
+        watch: Callable[[str], None] | None = None,
     ) -> None:
-        self.run_dir, self.every, self.last_step = run_dir, config.log.every, plan.steps
-        self.window = MetricsWindow(peak_memory_bytes, samples_seen=samples_seen)
+        self.run_dir, self.last_step = run_dir, plan.steps
+        self.every, self.detail_every = config.log.every, config.log.detail_every
+        self.phases = PhaseClock(watch=watch)
+        self.window = MetricsWindow(
+            peak_memory_bytes, samples_seen=samples_seen, bins=bins, phases=self.phases, peak=peak_flops()
+        )
+        self.enter = self.phases.enter
         self.leads = dist.get_rank() == 0
         self.progress: Progress = make_progress(plan.steps, dist.get_rank(), start)
         trackers: dict[str, Tracker] = {}
+        types = [component.type for component in config.log.trackers if component.type != "core/jsonl"]
+        if twice := sorted({name for name in types if types.count(name) > 1}):
+            raise ConfigError(
+                f"{twice[0]} is listed twice", where="log.trackers", accepted="each tracker once"
+            )
         if self.leads:
             truncate_after(run_dir, start)
+            write_telemetry(run_dir, bins)
             trackers["core/jsonl"] = JsonlTracker(run_dir)
             for component in config.log.trackers:
                 if component.type not in trackers:
                     trackers[component.type] = build("tracker", component, run_dir)
         self.trackers = TrackerSet(trackers)
 
-    def enter(self, phase: str) -> None:
-        """A new phase of the step begins."""
-
     def micro(self, loss: Loss) -> None:
         """Adds a micro-batch; nothing is fetched from the device."""
         self.window.micro(loss)
 
-    def step(self, step: int, *, lr: float, grad_norm: float, data_wait: float, samples: float) -> None:
-        """Ends a step; on log cadence all ranks take the means and rank 0 writes them."""
+    def step(
+        self, step: int, *, lr: float, grad_norm: float, data_wait: float, samples: float
+    ) -> Mapping[str, float] | None:
+        """Ends a step; on log cadence all ranks take the means, rank 0 writes them, and they are returned."""
         self.window.step(grad_norm=grad_norm, data_wait=data_wait, samples=samples)
-        if step % self.every and step != self.last_step:
-            return
-        metrics = {**self.window.flush(), "lr": lr}
+        detailed = step % self.detail_every == 0 or step == self.last_step
+        if step % self.every and not detailed:
+            return None
+        metrics = {**self.window.flush(), "lr": lr, **(self.window.detail() if detailed else {})}
         if self.leads:
             self.trackers.log(step, metrics)
             self.progress.update(step, metrics)
+        return metrics
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Figures that are not of the steps (a validation's), the same on every rank."""
+        if self.leads:
+            self.trackers.log(step, metrics)
+            shown = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items() if "_at/" not in name)
+            self.note(f"step {step}: {shown}")
+
+    def clips(self, step: int, clips: Sequence[Clip], folder: Path) -> None:
+        """Clips that were sampled; on rank 0."""
+        if self.leads:
+            self.trackers.clips(step, clips, folder)
+            self.note(f"step {step}: {len(clips)} clips in {folder}")
 
     def pause(self) -> None:
         """Starts the clock of the next step anew, after what is no part of a step."""
@@ -74,3 +113,12 @@ class RunReporter:
         self.trackers.close()
         if self.leads and (self.run_dir / "metrics.jsonl").exists():
             write_loss_curve(self.run_dir)
+
+
+def write_telemetry(run_dir: Path, bins: Bins | None) -> None:
+    """telemetry.json: what the figures by bin are to be compared with."""
+    if bins is None:
+        return
+    run_dir.mkdir(parents=True, exist_ok=True)
+    document = {"bins": {"name": bins.name, "edges": list(bins.edges), "declared": list(bins.declared)}}
+    (run_dir / "telemetry.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mm_core.contracts import Tracker
+from mm_core.contracts import Clip, Tracker
 
 METRICS_FILE = "metrics.jsonl"
 _logger = logging.getLogger(__name__)
@@ -31,6 +31,9 @@ class JsonlTracker:
         """Appends one line."""
         row = {"step": step, **{name: _number(value) for name, value in metrics.items()}}
         self._stream.write(json.dumps(row, allow_nan=False) + "\n")
+
+    def clips(self, step: int, clips: Sequence[Clip], folder: Path) -> None:
+        """Nothing: the files speak for themselves."""
 
     def close(self) -> None:
         """Closes the file."""
@@ -56,6 +59,9 @@ class TensorBoardTracker:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
+    def clips(self, step: int, clips: Sequence[Clip], folder: Path) -> None:
+        """Nothing yet."""
+
     def close(self) -> None:
         """Flushes and closes the event file, if there is one."""
         if self._writer is not None:
@@ -70,9 +76,16 @@ class TrackerSet:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Hands one step's metrics to every tracker that still works."""
+        self._tell(step, lambda tracker: tracker.log(step, metrics))
+
+    def clips(self, step: int, clips: Sequence[Clip], folder: Path) -> None:
+        """Hands sampled clips to every tracker that still works."""
+        self._tell(step, lambda tracker: tracker.clips(step, clips, folder))
+
+    def _tell(self, step: int, call: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._trackers.items()):
             try:
-                tracker.log(step, metrics)
+                call(tracker)
             except Exception as fault:
                 del self._trackers[name]
                 _logger.warning(

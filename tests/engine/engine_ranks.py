@@ -126,7 +126,9 @@ def ignored_part() -> dict[str, object]:
     part = task.predictor.condition_embedder.text_embedder.requires_grad_(False)
     engine = FSDP2Engine(ignored_modules=("predictor.condition_embedder.text_embedder",))
     plan = engine.plan(task, dist.get_world_size(), 2)
-    engine.prepare(task, plan, lambda parameters: torch.optim.AdamW(parameters.values(), lr=1e-3), Randomness(7))
+    engine.prepare(
+        task, plan, lambda parameters: torch.optim.AdamW(parameters.values(), lr=1e-3), Randomness(7)
+    )
     plain = not any(isinstance(parameter, DTensor) for parameter in part.parameters())
     before = [parameter.clone() for parameter in part.parameters()]
     engine.micro_step(partial(rows_loss, task, rows(0), slice(0, 8)), last=True, scale=1.0)

@@ -69,7 +69,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "sentence"),
     [
         (["trian"], "mm: error: there is no command 'trian'; did you mean 'train'?"),
-        (["xyz"], "mm: error: there is no command 'xyz'; the commands are train, sample, evaluate, validate, plugins"),
+        (
+            ["xyz"],
+            "mm: error: there is no command 'xyz'; the commands are train, sample, evaluate, validate, plugins",
+        ),
         (["--versoin"], "mm: error: unrecognized arguments: --versoin; did you mean '--version'?"),
         (["plugins", "lst"], "; did you mean 'list'?"),
         (["plugins", "list", "--kind", "predicter"], "; did you mean 'predictor'?"),

@@ -15,7 +15,8 @@ from mm_core.errors import ConfigError
 from mm_core.plan import build_task
 from mm_core.plugin.registry import build
 from mm_core.train.lr_schedules import Schedule
-from mm_core.train.parameter_groups import freeze, groups_of
+from mm_core.parallel.freezing import freeze
+from mm_core.train.parameter_groups import groups_of
 from mm_core.train.trackers import JsonlTracker, TensorBoardTracker
 
 ROOT = Path(__file__).parents[2]

@@ -1,0 +1,61 @@
+"""The training loss and gradient norm along a scale, such as the noise level."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from mm_core.contracts import Bins
+
+
+class BinnedLoss:
+    """Sums `Loss.bins` over micro-batches and steps; nothing is fetched from the device until `flush`.
+
+    The gradient norm is one number a step: it is credited to each bin in proportion to the share of the
+    step's samples (of this rank) that fell into it, so that a bin's figure is the mean norm of the steps
+    that it took part in, weighted by its part. At one sample a step it is exact.
+
+    Args:
+        bins: the scale.
+        gather: the collective that `flush` runs.
+    """
+
+    def __init__(self, bins: Bins, gather: Callable[[Tensor], Sequence[Tensor]]) -> None:
+        self._bins, self._gather = bins, gather
+        self._labels = [f"{low:g}-{high:g}" for low, high in zip(bins.edges, bins.edges[1:], strict=False)]
+        self._step: Tensor | None = None
+        self._losses: Tensor | None = None
+        self._norms: Tensor | None = None
+
+    def micro(self, bins: Tensor) -> None:
+        """Adds a micro-batch: [2, n] sums of the loss and of the weights."""
+        self._step = bins.clone() if self._step is None else self._step + bins
+
+    def step(self, grad_norm: float) -> None:
+        """Ends a step."""
+        if self._step is None:
+            return
+        share = self._step[1] / self._step[1].sum().clamp_min(torch.finfo(torch.float32).tiny)
+        norms = torch.stack([share * grad_norm, share])
+        self._losses = self._step if self._losses is None else self._losses + self._step
+        self._norms = norms if self._norms is None else self._norms + norms
+        self._step = None
+
+    def flush(self) -> dict[str, float]:
+        """`loss_by_sigma/0.0-0.1`, `grad_norm_by_sigma/...`, and `timesteps_by_sigma/...`, the share of the
+        weight that fell into each bin; bins without samples are left out. Called by all ranks."""
+        size = len(self._labels)
+        table = torch.zeros(4, size, dtype=torch.float64)
+        if self._losses is not None and self._norms is not None:
+            table = torch.cat([self._losses, self._norms]).cpu().double()
+        losses, weights, norms, shares = torch.stack(list(self._gather(table.flatten()))).sum(0).view(4, size)
+        self._losses = self._norms = None
+        total, name, found = float(weights.sum()), self._bins.name, {}
+        for index, label in enumerate(self._labels):
+            if weights[index] > 0:
+                found[f"loss_by_{name}/{label}"] = float(losses[index] / weights[index])
+                found[f"grad_norm_by_{name}/{label}"] = float(norms[index] / shares[index])
+                found[f"timesteps_by_{name}/{label}"] = float(weights[index]) / total
+        return found

@@ -1,0 +1,59 @@
+"""What a run is made of: what a later resume is compared with."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import mm_core
+from mm_core.config.dump import to_mapping
+from mm_core.config.schema import RunConfig
+from mm_core.contracts import Dataset
+from mm_core.device import device_stack
+from mm_core.plan import RunPlan
+from mm_core.plugin.fields import ComponentConfig
+
+
+def run_manifest(config: RunConfig, plan: RunPlan, datasets: Mapping[str, Dataset]) -> dict[str, Any]:
+    """Resolved config (what came from the environment as it was written), components with their
+    distributions and versions, data fingerprints, device stack, world; plain values."""
+    sections = {"train": config.data.train, "validation": config.data.validation, "test": config.data.test}
+    return {
+        "config": to_mapping(config),
+        "plugins": [asdict(component) for component in plan.components],
+        "data": {
+            name: fingerprint(section, datasets[name])
+            for name, section in sections.items()
+            if section is not None and name in datasets
+        },
+        "devices": device_stack(),
+        "versions": {"python": platform.python_version(), "mm_core": mm_core.__version__},
+        "world": plan.engine.world,
+    }
+
+
+def fingerprint(section: ComponentConfig, dataset: Dataset) -> dict[str, Any]:
+    """A dataset by its number of rows and, where its options name files, the sha256 of each.
+
+    Videos and weights are not read: a file that was exchanged under the same name is not noticed.
+    """
+    listed = {
+        key: digest
+        for key, value in section.options.items()
+        if isinstance(value, (str, Path)) and (digest := _digest(Path(value))) is not None
+    }
+    return {"type": section.type, "rows": len(dataset), "files": listed}
+
+
+def _digest(path: Path) -> str | None:
+    try:
+        if not path.is_file():
+            return None
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return None

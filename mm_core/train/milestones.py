@@ -1,0 +1,199 @@
+"""What happens between the steps of a run: the average, observers, validation, samples, checkpoints."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from mm_core.config.schema import RunConfig
+from mm_core.errors import ConfigError, MMError, did_you_mean
+from mm_core.train.checkpoint import CheckpointStore
+from mm_core.train.ema import EMA
+from mm_core.train.observers import Observers
+from mm_core.train.profiling import ProfileWindow
+from mm_core.train.reporting import RunReporter
+from mm_core.train.validation import Validator
+from mm_core.train.watchdog import Watchdog
+
+
+class StopRequest(Protocol):
+    """Why to stop after this step (a signal), or None."""
+
+    @property
+    def requested(self) -> str | None: ...
+
+
+@dataclass
+class RunMilestones:
+    """The loop's Milestones.
+
+    steps: of the whole run. state: the tensors of a checkpoint. facts: everything else of one.
+    validator, test: None where nothing is held out.
+    """
+
+    config: RunConfig
+    run_dir: Path
+    steps: int
+    store: CheckpointStore
+    state: Callable[[], Mapping[str, Mapping[str, Any]]]
+    facts: Callable[[], dict[str, Any]]
+    config_yaml: str
+    manifest: Mapping[str, Any]
+    request: StopRequest
+    reporter: RunReporter
+    observers: Observers
+    profile: ProfileWindow
+    watchdog: Watchdog
+    ema: EMA | None = None
+    validator: Validator | None = None
+    test: Validator | None = None
+    step: int = 0
+    _saved_at: float = field(default_factory=time.monotonic)
+
+    def start(self, step: int) -> None:
+        """Before the first step of this process; `step` steps were taken before."""
+        self.step = step
+        self.watchdog.start()
+        self.observers.run_started(self.run_dir, step, self.steps)
+        self.store.reserve(self.state())
+        settings = self.config.validation
+        if step == self.steps == 0:
+            self.save(0, {}, stopping=True)  # a run of no steps still leaves its weights
+        elif step == 0 and settings is not None and settings.at_start:
+            self.look(0, always=True)
+
+    def close(self, error: BaseException | None) -> None:
+        """After the last step of this process, or where `error` ended it."""
+        self.profile.close()
+        self.watchdog.close()
+        try:
+            self.store.close()
+            if error is None:
+                self.tell_saved()
+        finally:
+            self.observers.run_ended(self.step, error)
+
+    def begin(self, step: int) -> None:
+        """Step `step` (from 0) begins."""
+        self.watchdog.step(step + 1)
+        self.profile.step_begins(step + 1)
+
+    def fault(self) -> MMError | None:
+        """What has failed in the background since the last step."""
+        try:
+            self.tell_saved()
+        except MMError as fault:
+            return fault
+        return None
+
+    @property
+    def stop(self) -> bool:
+        """Whether this rank was asked to save and end."""
+        return self.request.requested is not None
+
+    @property
+    def save_due(self) -> bool:
+        """Whether `checkpoint.every_minutes` have gone by since the last save of this process."""
+        minutes = self.config.checkpoint.every_minutes
+        return minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
+
+    def updated(self, step: int, refused: str | None) -> None:
+        """Step number `step` has changed the weights or, `refused`, was left out."""
+        if refused is not None:
+            self.reporter.note(f"step {step} was left out: {refused}")
+        elif self.ema is not None:
+            self.ema.update(step)
+
+    def reach(self, step: int, logged: Mapping[str, float] | None, *, stop: bool, save: bool) -> bool:
+        """Does what is due after `step` steps; whether the run ends here."""
+        self.step = step
+        self.profile.step_ended(step)
+        self.observers.step_ended(step, logged)
+        done = step == self.steps
+        metrics: Mapping[str, float] = {}
+        if not stop:
+            metrics, stop = self.look(step, always=done)
+        if stop or save or done or step % self.config.checkpoint.every == 0:
+            self.save(step, metrics, stopping=stop or done)
+        if done and not stop and self.test is not None:
+            self._evaluate(self.test, step)
+        self.reporter.pause()
+        return stop or done
+
+    def look(self, step: int, *, always: bool) -> tuple[Mapping[str, float], bool]:
+        """Validates and samples where that is due; the metrics, and whether a signal cut it short."""
+        settings, validator = self.config.validation, self.validator
+        if settings is None or validator is None:
+            return {}, False
+        metrics: Mapping[str, float] = {}
+        if self.config.data.validation is not None and (always or step % settings.every == 0):
+            found = self._evaluate(validator, step)
+            if found is None:
+                return {}, True
+            self._check_best(found)
+            metrics = found
+        samples = settings.samples
+        if samples is not None and (always or step % (samples.every or settings.every) == 0):
+            self.enter("validation")
+            folder = validator.sample(step)
+            if folder is None:
+                return metrics, True
+            self.observers.sampled(step, folder)
+        return metrics, False
+
+    def _evaluate(self, validator: Validator, step: int) -> Mapping[str, float] | None:
+        self.enter("validation")
+        metrics = validator.run(step)
+        if metrics is not None:
+            self.reporter.log(step, metrics)
+            self.observers.validated(step, metrics)
+        return metrics
+
+    def _check_best(self, metrics: Mapping[str, float]) -> None:
+        best = best_metric(self.config)
+        if best is not None and best not in metrics:
+            raise ConfigError(
+                f"the validation has no metric {self.config.checkpoint.best!r}",
+                where="checkpoint.best",
+                accepted=", ".join(metrics),
+                hint=did_you_mean(best, metrics),
+            )
+
+    def enter(self, phase: str) -> None:
+        """A new phase begins: the reporter measures it, the watchdog sees that the run moves on."""
+        self.reporter.enter(phase)
+
+    def save(self, step: int, metrics: Mapping[str, float], *, stopping: bool) -> None:
+        """One checkpoint. A last one is complete when this returns; a signal leaves no time for sha256."""
+        self.enter("checkpoint")
+        facts = {**self.facts(), "metrics": dict(metrics)}
+        hurried = self.request.requested is not None
+        self.store.save(
+            step,
+            self.state(),
+            facts,
+            self.config_yaml,
+            manifest=self.manifest,
+            digest=not stopping or not hurried,
+        )
+        self._saved_at = time.monotonic()
+        if stopping:
+            self.store.wait()
+        self.tell_saved()
+
+    def tell_saved(self) -> None:
+        """Names the checkpoints that have become complete. CheckpointError for one that failed."""
+        for path in self.store.poll():
+            self.reporter.note(f"saved {path}")
+            self.observers.saved(int(path.name.removeprefix("step_")), path)
+
+
+def best_metric(config: RunConfig) -> str | None:
+    """The full name of `checkpoint.best`: of the average, where the run keeps one."""
+    best = config.checkpoint.best
+    if best is None or "/" in best:
+        return best
+    return f"{'validation' if config.ema is None else 'validation_ema'}/{best}"
