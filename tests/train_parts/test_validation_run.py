@@ -1,0 +1,85 @@
+"""Validation in real runs of two ranks: stored runs repeat its figures and clips; signals are heard in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+PROMPTS = ["a red circle moves left", "a blue square moves up", "x"]
+
+
+def config_at(tiny: Path, folder: Path, sampling_steps: int, workers: int = 1) -> Path:
+    """The tiny run with held-out data, metrics, an average and samples, in `folder`."""
+    config = yaml.safe_load(tiny.read_text())
+    config["run"] = {"name": "tiny", "dir": str(folder)}
+    config["data"]["validation"] = config["data"]["test"] = config["data"]["train"]
+    config["data"]["loader"]["workers"] = workers
+    config["ema"] = {"decay": 0.9}
+    config["validation"] = {
+        "every": 6,
+        "clips": 11,
+        "metrics": [{"type": "latent_psnr"}, {"type": "frame_change"}],
+        "samples": {"prompts": PROMPTS, "steps": sampling_steps, "seed": 3},
+    }
+    path = folder / "validated.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+@pytest.mark.slow
+def test_a_stored_run_repeats_the_figures_and_the_clips_of_training(tiny, mm, tmp_path):
+    trained = mm("train", "--config", config_at(tiny, tmp_path, 4), "--nproc", 2)
+    assert trained.code == 0, trained.err
+    run = tmp_path / "tiny"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    logged = {name: value for row in rows if row["step"] == 12 for name, value in row.items()}
+    assert (logged["validation/rows"], logged["test/rows"]) == (11, 64)
+    assert 0 < logged["validation_ema/frame_change"] < 1
+    for weights, prefix in (("model", "validation"), ("auto", "validation_ema")):
+        found = mm("evaluate", "--run", run, "--weights", weights, "--json")
+        assert found.code == 0, found.err
+        figures = json.loads(found.out)["figures"]
+        assert {f"{prefix}/{name}" for name in figures} <= logged.keys()
+        assert figures == pytest.approx({name: logged[f"{prefix}/{name}"] for name in figures}, rel=1e-5)
+    again = tmp_path / "again"
+    chosen = [part for prompt in PROMPTS for part in ("--prompt", prompt)]
+    sampled = mm("sample", "--run", run, "--seed", 3, "--steps", 4, "--out", again, *chosen)
+    assert sampled.code == 0, sampled.err
+    there = run / "samples/step_00000012"
+    assert {path.name for path in again.iterdir()} == {path.name for path in there.iterdir()}
+    assert len(list(again.glob("*.mp4"))) == 3
+    for path in again.iterdir():
+        assert path.read_bytes() == (there / path.name).read_bytes(), path.name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [False, True])
+def test_a_signal_while_sampling_saves_and_leaves(tiny, tmp_path, group):
+    path = config_at(tiny, tmp_path, 100_000, workers=2)  # sampling would take minutes
+    command = [sys.executable, "-m", "mm_core.cli.main", "train", "--config", path, "--nproc", "2"]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    ) as process:
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if "validation/loss" in line:  # sampling follows at once
+                (os.killpg if group else os.kill)(process.pid, signal.SIGTERM)
+        code = process.wait(timeout=120)
+    text = "".join(lines)
+    assert code == 75, text
+    assert "the samples after step 6 were left: a rank was asked to stop" in text
+    run = tmp_path / "tiny"
+    assert (run / "checkpoints/step_00000006/checksums.json").exists() and not (run / "samples").exists()
