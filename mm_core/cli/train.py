@@ -45,6 +45,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="auto|PATH|never",
         help="auto: the run's newest complete checkpoint, else from zero",
     )
+    add(
+        "--allow",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="a change since the checkpoint that is meant: a key, the start of one, or all; may be repeated",
+    )
+    add("--stop-after", type=_steps, metavar="STEP", help="save and end after this step, with exit code 75")
+    add(
+        "--overfit-one-batch",
+        action="store_true",
+        help="every step sees the first batch: does the model learn at all?",
+    )
+    add(
+        "--verify-resume",
+        type=_steps,
+        metavar="K",
+        help="train 2K steps, and K + K with a restart, in a temporary folder, and compare every bit",
+    )
     parser.epilog = (
         "Exit codes: 0 trained; 1 an error; 2 a command line that does not parse; 75 saved and stopped on"
         " request (SIGTERM, SIGINT, SIGUSR1) before the last step; 130 left by a second Ctrl-C; 128+n a rank"
@@ -60,6 +79,8 @@ def execute(args: argparse.Namespace) -> int:
         _be_rank(args)
     least, most = _hosts(args)
     nproc = _ranks_here(args.nproc)
+    if args.overfit_one_batch:
+        args.overrides.append("train.overfit_one_batch=true")
     from mm_core.config.load import load_config
 
     config = load_config(args.config, args.overrides)  # every typo is found before a rank is started
@@ -73,6 +94,8 @@ def execute(args: argparse.Namespace) -> int:
     world = nproc * most
     if args.dry_run:
         return _dry_run(config, world, args.json)
+    if args.verify_resume is not None:
+        return _verify_resume(args, config, nproc, most)
     if world == 1:
         from mm_core.train.failure import run_as_rank
         from mm_core.train.signals import StopFlag
@@ -84,6 +107,8 @@ def execute(args: argparse.Namespace) -> int:
     is_meeting_host = None if args.node_rank is None else args.node_rank == "0"
     nodes = Nodes(nproc, least, most, args.rdzv_endpoint, args.rdzv_id, is_meeting_host)
     rank = ["train", "--config", args.config, *args.overrides, "--resume", args.resume]
+    rank += [part for key in args.allow for part in ("--allow", key)]
+    rank += ["--stop-after", str(args.stop_after)] if args.stop_after is not None else []
     return launch([sys.executable, "-m", "mm_core.cli.main", *rank], nodes)
 
 
@@ -106,11 +131,26 @@ def _train(args: argparse.Namespace, stop: StopFlag, config: RunConfig | None = 
     from mm_core.train.signals import STOPPED
 
     config = config or load_config(args.config, args.overrides)
-    result = train(config, resume=args.resume, stop=stop)
+    result = train(config, resume=args.resume, stop=stop, allow=args.allow, stop_after=args.stop_after)
     if os.environ.get("RANK", "0") == "0":
         state = f"stopped by {result.stopped} after" if result.stopped else "done:"
         print(f"{state} step {result.step} of {result.steps}; run folder {result.run_dir}", flush=True)
     return STOPPED if result.stopped else 0
+
+
+def _verify_resume(args: argparse.Namespace, config: RunConfig, nproc: int, hosts: int) -> int:
+    """0 when the resumed run is the uninterrupted one, bit for bit; 1 when it is not."""
+    from mm_core.train.verify_resume import render, verify_resume
+
+    if hosts > 1:
+        raise MMError("--verify-resume compares runs of one host", where="--nnodes", accepted="1")
+    steps = args.verify_resume
+    results, remarks = verify_resume(args.config, args.overrides, steps, nproc, config.run.name)
+    print(render(results, remarks))
+    same = not remarks and all(result.ok for result in results)
+    verdict = "the resumed run is the uninterrupted one" if same else "the resumed run is ANOTHER one"
+    print(f"{steps} + {steps} steps on {nproc} rank{'s' * (nproc != 1)}: {verdict}")
+    return 0 if same else 1
 
 
 def _dry_run(config: RunConfig, world: int, as_json: bool) -> int:
@@ -162,6 +202,13 @@ def _hosts(args: argparse.Namespace) -> tuple[int, int]:
     if args.node_rank is not None and not re.fullmatch(r"\d+", args.node_rank):
         raise MMError(f"{args.node_rank!r} is no number", where="--node-rank", accepted="0, 1, 2, ...")
     return least, most
+
+
+def _steps(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return value
 
 
 def _ranks_here(text: str | None) -> int | None:

@@ -114,7 +114,8 @@ class CheckpointStore:
                 checkpoint's name.
         """
         self.wait()
-        ranks = self._speakers()
+        # The thread may still be speaking in its own group (sha256): here the default one is used.
+        ranks = Ranks.current()
         final = self.folder / f"step_{step:08d}"
         texts = {
             files.FACTS: to_json({"torch": str(torch.__version__), **facts, "step": step}),
@@ -132,17 +133,18 @@ class CheckpointStore:
         except BaseException:
             _discard(ranks, stage)
             raise
+        apart = self._speakers()
         done = self._committed = threading.Event()
 
         def work() -> None:
             try:
-                self._commit(ranks, stage, final, copies, texts)
+                self._commit(apart, stage, final, copies, texts)
             finally:
                 done.set()
 
         self._thread.give(work)
         if digest:
-            self._thread.give(partial(self._digest, ranks, final))
+            self._thread.give(partial(self._digest, apart, final))
         return final
 
     def poll(self) -> list[Path]:
@@ -263,9 +265,7 @@ class CheckpointStore:
     # -- parts ---------------------------------------------------------------------------------
 
     def _speakers(self) -> Ranks:
-        """The ranks, in a group of their own where a thread speaks."""
-        if self._asynchronous is None:
-            return Ranks.current()
+        """The ranks in the group that the thread speaks in."""
         if self._ranks is None:
             self._ranks = Ranks.apart()
             if self._asynchronous == "process":

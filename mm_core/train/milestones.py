@@ -51,6 +51,7 @@ class RunMilestones:
     validator: Validator | None = None
     test: Validator | None = None
     step: int = 0
+    stop_after: int | None = None
     _saved_at: float = field(default_factory=time.monotonic)
 
     def start(self, step: int) -> None:
@@ -91,8 +92,8 @@ class RunMilestones:
 
     @property
     def stop(self) -> bool:
-        """Whether this rank was asked to save and end."""
-        return self.request.requested is not None
+        """Whether this rank was asked to save and end after the step that is being taken."""
+        return self.request.requested is not None or self.step + 1 == self.stop_after
 
     @property
     def save_due(self) -> bool:

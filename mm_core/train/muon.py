@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from mm_core.errors import PlanError, PluginError
-from mm_core.train.optimizers import adamw
 from mm_core.parallel.freezing import covered
+from mm_core.train.optimizers import adamw
 
 
 def muon(

@@ -29,7 +29,12 @@ class RunResult:
 
 
 def train(
-    config: RunConfig, *, resume: str = "auto", stop: StopRequest | None = None, allow: Sequence[str] = ()
+    config: RunConfig,
+    *,
+    resume: str = "auto",
+    stop: StopRequest | None = None,
+    allow: Sequence[str] = (),
+    stop_after: int | None = None,
 ) -> RunResult:
     """Trains as the rank that the environment names (a lone process without a launcher).
 
@@ -39,6 +44,7 @@ def train(
             path of a checkpoint or run directory.
         stop: asked after every step whether to save and end.
         allow: keys whose change since the checkpoint is meant, or `all` (see `--allow`).
+        stop_after: save and end after this step, as on a signal.
 
     Raises:
         MMError: ConfigError, PlanError, ContractError, DataError, CheckpointError, TrainingError;
@@ -49,11 +55,12 @@ def train(
     folder = Path(config.run.dir) / config.run.name
     with process_group(), rank_log(folder, dist.get_rank(), dist.get_world_size()):
         run = assemble(config, resume, stop, allow)
+        run.milestones.stop_after = stop_after
         with running(run):
             step = run_steps(run.training, run.start)
         steps = run.training.plan.steps
         # One rank that was asked to stop stops all of them.
-        reason = (stop and stop.requested) or "a signal to another rank"
+        reason = (stop and stop.requested) or ("--stop-after" if stop_after else "a signal to another rank")
         return RunResult(run.folder, step, steps, reason if step < steps else None)
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from mm_core.config.schema import InitFromSection
 from mm_core.errors import CheckpointError, PlanError, nearest
+from mm_core.parallel.freezing import covered
 from mm_core.train.agreement import Ranks
 from mm_core.train.checkpoint_io import listed
-from mm_core.parallel.freezing import covered
 from mm_core.train.weight_sources import WeightSource, open_source
 
 

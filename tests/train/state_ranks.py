@@ -1,0 +1,32 @@
+"""One rank of a run that loads a checkpoint: prints a hash of every tensor, as a whole, that it then holds."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from mm_core.config.load import load_config
+from mm_core.device import start_process_group
+from mm_core.train.failure import leave
+from mm_core.train.run import assemble
+
+
+def main(config: str, *overrides: str) -> None:
+    start_process_group()
+    run = assemble(load_config(config, overrides))
+    lines = []
+    for part, tensors in sorted(run.milestones.state().items()):
+        for name, tensor in sorted(tensors.items()):
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            data = whole.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+            lines.append(f"{part}.{name} {hashlib.sha256(data).hexdigest()}\n")
+    os.write(1, "".join(lines).encode())
+    leave(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
