@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from mm_core import Component, hookimpl
 from mm_custom_dit.config import CustomDiTConfig
+
+from mm_core import Component, hookimpl
 
 
 @dataclass(frozen=True)
@@ -17,9 +18,8 @@ def mm_predictors():
 
 
 def build(dropout: float, **fields):
-    from torch import nn
-
     from mm_custom_dit.model import CustomDiT
+    from torch import nn
 
     class DropoutDiT(CustomDiT):
         def __init__(self) -> None:

@@ -10,8 +10,8 @@ from mm_core.config.schema import ParameterGroup, TrainSection
 from mm_core.contracts import Loss, Randomness
 from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.errors import PlanError
-from mm_core.train.optimizers import adamw
 from mm_core.parallel.freezing import freeze
+from mm_core.train.optimizers import adamw
 from mm_core.train.parameter_groups import groups_of
 from mm_core.train.run import process_group
 

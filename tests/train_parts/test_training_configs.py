@@ -12,10 +12,10 @@ import torch
 
 from mm_core.config.load import load_config
 from mm_core.errors import ConfigError
+from mm_core.parallel.freezing import freeze
 from mm_core.plan import build_task
 from mm_core.plugin.registry import build
 from mm_core.train.lr_schedules import Schedule
-from mm_core.parallel.freezing import freeze
 from mm_core.train.parameter_groups import groups_of
 from mm_core.train.trackers import JsonlTracker, TensorBoardTracker
 

@@ -1,0 +1,168 @@
+"""SIGKILL while a run saves, again and again: does it always go on from the newest complete checkpoint?
+
+    python benchmarks/kill_while_saving.py [--kills 50] [--seed 0]
+
+Two series, of 1 and of 2 ranks. Each round starts real training processes in the series' run folder, lets
+them go on from what the round before has left, waits until a checkpoint of a seeded number is being
+written, and kills all of them a seeded moment later. At the end the run is finished, and its weights,
+optimizer, average and data position are compared bit for bit with those of a run that nobody touched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+STEPS = 400
+"""More than 50 rounds can take: a round that finishes the run would kill nothing."""
+
+
+def command(folder: Path, data: Path, steps: int) -> list[str]:
+    """A training command of a model of some megabytes that saves at every step."""
+    return [
+        sys.executable,
+        "-m",
+        "mm_core.cli.main",
+        "train",
+        "--config",
+        str(ROOT / "configs/custom_dit/quickstart.yaml"),
+        f"data.train.annotations={data / 'data.json'}",
+        f"run.dir={folder}",
+        "run.name=killed",
+        f"train.steps={steps}",
+        "train.micro_batch_size=1",
+        "train.global_batch_size=2",
+        "data.loader.workers=0",
+        "lr_schedule={type: constant}",
+        "ema={decay: 0.9}",
+        "checkpoint={every: 1, keep: 2}",
+        "log.every=1",
+    ]
+
+
+def start(arguments: list[str], ranks: int, log: Path) -> subprocess.Popen[bytes]:
+    """The command in a process group of its own."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with log.open("ab") as stream:
+        return subprocess.Popen(
+            [*arguments, "--nproc", str(ranks)],
+            stdout=stream,
+            stderr=stream,
+            env=environment,
+            start_new_session=True,
+        )
+
+
+def newest(folder: Path) -> int:
+    """The newest complete checkpoint's step, by its name."""
+    from mm_core.train.checkpoint_retention import complete_steps
+
+    return max(complete_steps(folder / "killed/checkpoints"), default=0)
+
+
+def kill_in_a_save(process: subprocess.Popen[bytes], folder: Path, target: int, delay: float) -> bool:
+    """Waits until this process writes step `target`, and `delay` seconds more; whether it came to that."""
+    checkpoints = folder / "killed/checkpoints"
+    stale = set(os.listdir(checkpoints)) if checkpoints.is_dir() else set()
+    until = time.monotonic() + 120
+    met = False
+    while process.poll() is None and time.monotonic() < until:
+        names = set(os.listdir(checkpoints)) - stale if checkpoints.is_dir() else set()
+        if any(name.startswith(f"step_{target:08d}") for name in names):
+            met = True
+            time.sleep(delay)
+            break
+        time.sleep(0.001)
+    met = met and process.poll() is None
+    for pid in (*descendants(process.pid), process.pid):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+    return met
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes that it has started, and theirs: ranks have process groups of their own."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    found = [pid]
+    for known in found:
+        found += [child for child, parent in parents.items() if parent == known]
+    return found[1:]
+
+
+def series(folder: Path, data: Path, ranks: int, kills: int, chance: random.Random) -> tuple[int, bool]:
+    """Rounds that ended in a kill and resumed where they should; whether the finished run is the same."""
+    log = folder / "log"
+    good, before = 0, 0
+    for number in range(1, kills + 1):
+        target, delay = before + chance.randint(2, 4), chance.uniform(0, 0.12)
+        offset = log.stat().st_size if log.exists() else 0
+        process = start(command(folder / "runs", data, STEPS), ranks, log)
+        met = kill_in_a_save(process, folder / "runs", target, delay)
+        text = log.read_bytes()[offset:].decode(errors="replace")
+        resumed = next((line for line in text.splitlines() if line.startswith("resumed ")), "from nothing")
+        right = met and (f"at step {before} of" in resumed or not before)
+        good += right
+        before = newest(folder / "runs")
+        left = len(list((folder / "runs/killed/checkpoints").glob("*.tmp-*")))
+        where = resumed.split("checkpoints/")[-1]
+        row = f"{ranks:>5} {number:>4} {target:>7} {delay:>8.3f} {before:>6} {left:>4}  {where}"
+        print(row + ("" if right else "  WRONG"), flush=True)
+    return good, finish(folder, data, ranks, before + 3, log)
+
+
+def finish(folder: Path, data: Path, ranks: int, steps: int, log: Path) -> bool:
+    """Takes some steps more, and the same number from nothing; whether both end in the same bits."""
+    from mm_core.train.verify_resume import compare_runs, render
+
+    for runs in ("runs", "untouched"):
+        if start(command(folder / runs, data, steps), ranks, log).wait():
+            print(log.read_text(errors="replace")[-2000:])
+            return False
+    results, remarks = compare_runs(folder / "runs/killed", folder / "untouched/killed")
+    print(render(results, remarks))
+    return all(result.ok for result in results) and not remarks
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp())
+    data = folder / "shapes"
+    render = [sys.executable, ROOT / "examples/shapes/render.py", "--out", data, "--clips", "64"]
+    subprocess.run(render, check=True, capture_output=True)
+    chance = random.Random(args.seed)
+    good, same = 0, True
+    print("ranks kill in save  after s newest left  resumed from")
+    try:
+        for ranks in (1, 2):
+            kills = args.kills // 2 + (args.kills % 2 if ranks == 1 else 0)
+            own = folder / f"ranks_{ranks}"
+            own.mkdir()
+            resumed, equal = series(own, data, ranks, kills, chance)
+            good, same = good + resumed, same and equal
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    ok = good == args.kills and same
+    print(f"bit-equal with runs that nobody touched: {'yes' if same else 'NO'}")
+    print(f"RESULT kill_while_saving {good}/{args.kills} {args.kills}/{args.kills} {'ok' if ok else 'short'}")
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
