@@ -70,9 +70,8 @@ def main() -> int:
     size = sum(tensor.numel() * 4 for named in state.values() for tensor in named.values())
     folder = Path(tempfile.mkdtemp(dir=args.dir))
     print(f"{size / 1e9:.2f} GB of state, mode {args.mode}, {args.rounds} rounds")
-    print(
-        f"{'round':>5} {'plain s':>8} {'sync s':>8} {'stall s':>8} {'async s':>8} {'stall/sync':>10} {'plain/sync':>10} {'plain/async':>11}"
-    )
+    columns = ("plain s", "sync s", "stall s", "async s", "stall/sync", "plain/sync", "plain/async")
+    print("round", *(f"{column:>11}" for column in columns))
     stalls, speeds, behind = [], [], []
     try:
         sync = CheckpointStore(folder / "sync", keep=1)
@@ -91,9 +90,8 @@ def main() -> int:
             stalls.append(stall / whole)
             speeds.append(bare / whole)
             behind.append(bare / total)
-            print(
-                f"{step - 1:>5} {bare:>8.3f} {whole:>8.3f} {stall:>8.3f} {total:>8.3f} {stall / whole:>10.3f} {bare / whole:>10.3f} {bare / total:>11.3f}"
-            )
+            row = (bare, whole, stall, total, stall / whole, bare / whole, bare / total)
+            print(f"{step - 1:>5}", *(f"{value:>11.3f}" for value in row))
         own.close()
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -73,11 +73,11 @@ def newest(folder: Path) -> int:
 def kill_in_a_save(process: subprocess.Popen[bytes], folder: Path, target: int, delay: float) -> bool:
     """Waits until this process writes step `target`, and `delay` seconds more; whether it came to that."""
     checkpoints = folder / "killed/checkpoints"
-    stale = set(os.listdir(checkpoints)) if checkpoints.is_dir() else set()
+    stale = names_in(checkpoints)
     until = time.monotonic() + 120
     met = False
     while process.poll() is None and time.monotonic() < until:
-        names = set(os.listdir(checkpoints)) - stale if checkpoints.is_dir() else set()
+        names = names_in(checkpoints) - stale
         if any(name.startswith(f"step_{target:08d}") for name in names):
             met = True
             time.sleep(delay)
@@ -89,6 +89,11 @@ def kill_in_a_save(process: subprocess.Popen[bytes], folder: Path, target: int, 
             os.kill(pid, signal.SIGKILL)
     process.wait()
     return met
+
+
+def names_in(folder: Path) -> set[str]:
+    """The names in a folder that may not be there yet."""
+    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
 
 
 def descendants(pid: int) -> list[int]:

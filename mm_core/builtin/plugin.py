@@ -208,3 +208,15 @@ def mm_metrics() -> list[Component]:
             summary="mean absolute difference of successive frames of sampled clips; near 0 is frozen video",
         ),
     ]
+
+
+@hookimpl
+def mm_callbacks() -> list[Component]:
+    return [
+        Component(
+            name="command",
+            target="mm_core.train.callbacks:Command",
+            config=f"{_CONFIG}.callbacks:CommandConfig",
+            summary="runs a program at events of a run: a message, a copy, a queue",
+        )
+    ]

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from mm_core.config.schema import RunConfig
 from mm_core.contracts import Engine
 from mm_core.train.agreement import Ranks
-from mm_core.train.checkpoint import CheckpointStore, read_run_manifest
+from mm_core.train.checkpoint import CheckpointStore
 from mm_core.train.checkpoint_dcp import stored_parts
+from mm_core.train.checkpoint_reading import read_run_manifest
 from mm_core.train.ema import EMA
 from mm_core.train.resume_check import check_resume
 from mm_core.train.warm_start import warm_start

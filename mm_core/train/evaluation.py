@@ -16,7 +16,7 @@ from mm_core.contracts import Task
 from mm_core.device import current_device
 from mm_core.errors import MMError
 from mm_core.plugin.registry import build
-from mm_core.train.checkpoint import find_checkpoint, read_facts
+from mm_core.train.checkpoint_reading import find_checkpoint, read_facts
 from mm_core.train.sampling import Weights, Which, load_task
 from mm_core.train.validation import Validator, build_metrics, default_settings
 

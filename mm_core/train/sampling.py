@@ -18,7 +18,7 @@ from mm_core.parallel.casting import cast_inputs
 from mm_core.parallel.initialise import initialise
 from mm_core.plan import build_task
 from mm_core.plugin.registry import build
-from mm_core.train.checkpoint import find_checkpoint, load_model_only
+from mm_core.train.checkpoint_reading import find_checkpoint, load_model_only
 from mm_core.train.media import write_clips
 from mm_core.train.sampled_clips import with_trained_size
 

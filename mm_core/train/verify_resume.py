@@ -16,7 +16,7 @@ from torch import Tensor
 from mm_core.errors import MMError
 from mm_core.train import checkpoint_dcp as dcp
 from mm_core.train import checkpoint_io as files
-from mm_core.train.checkpoint import find_checkpoint, read_facts
+from mm_core.train.checkpoint_reading import find_checkpoint, read_facts
 from mm_core.train.signals import STOPPED
 from mm_core.train.trackers import read_metrics
 

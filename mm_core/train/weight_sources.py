@@ -18,7 +18,8 @@ from mm_core.errors import CheckpointError
 from mm_core.train import checkpoint_dcp as dcp
 from mm_core.train import checkpoint_io as files
 from mm_core.train.agreement import Ranks
-from mm_core.train.checkpoint import find_checkpoint, shares
+from mm_core.train.checkpoint import shares
+from mm_core.train.checkpoint_reading import find_checkpoint
 
 _INDEX = ".safetensors.index.json"
 _NESTED = ("state_dict", "model", "module")

@@ -105,11 +105,12 @@ def test_overrides_reach_any_depth_and_make_what_is_missing(place):
 
 def test_a_fault_of_an_override_is_located_at_it(place):
     assert place.fault("train.steps=many") == (
-        "override 'train.steps=many': train.steps: found 'many', a text\n  accepted: an integer >= 0"
+        "override 'train.steps=many': train.steps: found 'many', a text\n  accepted: an integer >= 0 or null"
     )
     assert place.fault("train.stps=3") == (
         "override 'train.stps=3': train.stps: unknown key 'stps'\n"
-        "  accepted: steps, micro_batch_size, global_batch_size, clip_grad_norm\n"
+        "  accepted: steps, epochs, micro_batch_size, global_batch_size, clip_grad_norm, freeze,"
+        " parameter_groups, decay_norms_and_biases, non_finite, spike, overfit_one_batch\n"
         "  hint: did you mean 'steps'?"
     )
 

@@ -62,7 +62,8 @@ def test_a_root_that_is_no_mapping_says_what_it_is(place, text, shown):
     place.write("run.yaml", text)
     assert place.fault() == (
         f"run.yaml:1: the file holds no mapping: found {shown}\n"
-        "  accepted: run, task, data, train, engine, optimizer, lr_schedule, checkpoint, log, plugins"
+        "  accepted: run, task, data, train, engine, optimizer, lr_schedule, init_from, ema, validation,"
+        " checkpoint, log, profile, callbacks, plugins"
     )
 
 

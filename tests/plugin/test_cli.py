@@ -71,7 +71,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["trian"], "mm: error: there is no command 'trian'; did you mean 'train'?"),
         (
             ["xyz"],
-            "mm: error: there is no command 'xyz'; the commands are train, sample, evaluate, validate, plugins",
+            "mm: error: there is no command 'xyz'; "
+            "the commands are train, sample, evaluate, validate, report, plugins",
         ),
         (["--versoin"], "mm: error: unrecognized arguments: --versoin; did you mean '--version'?"),
         (["plugins", "lst"], "; did you mean 'list'?"),

@@ -1,4 +1,4 @@
-"""One rank of a run that loads a checkpoint: prints a hash of every tensor, as a whole, that it then holds."""
+"""One rank of a run that loads a checkpoint: prints a hash of every tensor that it then holds, as a whole."""
 
 from __future__ import annotations
 

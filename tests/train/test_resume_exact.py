@@ -18,7 +18,8 @@ _spec.loader.exec_module(ranks_module)
 FEATURES = (
     f"plugins.path=[{HERE / 'dropout_dit.py'}]",
     "task.predictor={type: local/dropout_dit, num_layers: 2, num_heads: 2, head_dim: 12,"
-    " patch_size: [2, 2, 2], in_channels: 12, out_channels: 12, text_dim: 32, freq_dim: 32, ffn_dim: 48, rope_max_seq_len: 64}",
+    " patch_size: [2, 2, 2], in_channels: 12, out_channels: 12, text_dim: 32, freq_dim: 32, ffn_dim: 48,"
+    " rope_max_seq_len: 64}",
     "ema={decay: 0.9}",
     "checkpoint.every=5",  # 8 steps are an epoch
     "checkpoint.keep=9",

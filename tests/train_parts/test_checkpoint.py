@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from mm_core.errors import CheckpointError
-from mm_core.train.checkpoint import CheckpointStore, complete_steps, load_model_only
+from mm_core.train.checkpoint import CheckpointStore, complete_steps
+from mm_core.train.checkpoint_reading import load_model_only
 
 CONFIG = "run: {name: test}\n"
 

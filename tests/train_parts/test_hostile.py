@@ -15,7 +15,8 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from mm_core.errors import CheckpointError
-from mm_core.train.checkpoint import CheckpointStore, load_model_only
+from mm_core.train.checkpoint import CheckpointStore
+from mm_core.train.checkpoint_reading import load_model_only
 
 
 class Bomb:

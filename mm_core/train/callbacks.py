@@ -1,0 +1,83 @@
+"""The built-in callback `command`: tells somebody outside, by a program of the user's."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from mm_core.builtin.configs.callbacks import CommandConfig
+from mm_core.contracts import Callback
+
+_logger = logging.getLogger(__name__)
+
+
+class Command(Callback):
+    """Runs a command at chosen events, on rank 0, and waits until it is done.
+
+    Its environment holds MM_EVENT, MM_RUN_DIR, MM_STEP; MM_PATH (of what was saved or sampled), MM_ERROR
+    (of a run that failed), and MM_METRIC_LOSS and the like, of the latest figures. A command that fails is
+    warned of and ends nothing. Fields are those of `CommandConfig`.
+    """
+
+    def __init__(
+        self,
+        run: Sequence[str],
+        on: Sequence[str] = CommandConfig.on,
+        timeout: float = CommandConfig.timeout,
+    ) -> None:
+        self._command, self._on, self._timeout = list(run), set(on), timeout
+        self._run_dir = ""
+        self._metrics: dict[str, str] = {}
+
+    def run_started(self, run_dir: Path, step: int, last_step: int) -> None:
+        self._run_dir = str(run_dir)
+        self._run("run_started", step)
+
+    def step_ended(self, step: int, metrics: Mapping[str, float] | None) -> None:
+        if metrics is not None:
+            self._note(metrics)
+
+    def validated(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._note(metrics)
+        self._run("validated", step)
+
+    def sampled(self, step: int, folder: Path) -> None:
+        self._run("sampled", step, MM_PATH=str(folder))
+
+    def saved(self, step: int, path: Path) -> None:
+        self._run("saved", step, MM_PATH=str(path))
+
+    def run_ended(self, step: int, error: BaseException | None) -> None:
+        self._run("run_ended", step, **({"MM_ERROR": str(error)} if error is not None else {}))
+
+    def _note(self, metrics: Mapping[str, float]) -> None:
+        for name in ("loss", "validation/loss", "validation_ema/loss"):
+            if name in metrics:
+                self._metrics[f"MM_METRIC_{name.replace('/', '_').upper()}"] = f"{metrics[name]:.6g}"
+
+    def _run(self, event: str, step: int, **more: str) -> None:
+        if event not in self._on or (dist.is_initialized() and dist.get_rank() != 0):
+            return
+        told = {"MM_EVENT": event, "MM_RUN_DIR": self._run_dir, "MM_STEP": str(step), **self._metrics, **more}
+        try:
+            done = subprocess.run(
+                self._command,
+                env={**os.environ, **told},
+                timeout=self._timeout,
+                capture_output=True,
+                text=True,
+                errors="replace",
+            )
+        except (OSError, subprocess.TimeoutExpired) as fault:
+            _logger.warning("callback command at %s: %s", event, fault)
+            return
+        if done.returncode:
+            said = (done.stderr or done.stdout).strip()[-300:]
+            _logger.warning(
+                "callback command at %s ended with exit code %d: %s", event, done.returncode, said
+            )

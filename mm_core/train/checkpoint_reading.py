@@ -1,0 +1,129 @@
+"""Finding checkpoints and reading what is in them: nothing here talks to other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+
+from mm_core.errors import CheckpointError
+from mm_core.train import checkpoint_dcp as dcp
+from mm_core.train import checkpoint_io as files
+from mm_core.train.agreement import Ranks
+from mm_core.train.checkpoint_retention import complete_steps
+
+Which = Literal["latest", "best"]
+
+
+def load_model_only(
+    path: Path, model_state: dict[str, Tensor], weights: Literal["auto", "model", "ema"] = "model"
+) -> dict[str, Any]:
+    """Fills a model's tensors, by name, from a checkpoint or from a run's newest; returns the facts.
+
+    For one process, outside any process group: sampling, export. Dtypes may differ: values are cast.
+
+    Args:
+        path: a checkpoint or a run.
+        model_state: tensors by name, filled in place.
+        weights: "ema" takes the average of what was trained, and the model's own tensors for the rest;
+            "auto" does so where the checkpoint holds an average.
+
+    Raises:
+        CheckpointError: no complete checkpoint, a damaged one, one of another model, or no average in it.
+    """
+    folder, tensors = find_checkpoint(path), {"model": model_state}
+    lone = Ranks(0, 1, alone=True)
+    doing = "reading the checkpoint"
+    sums = lone.agree(doing, lambda: open_files(folder))
+    lone.agree(doing, lambda: files.check_contents(folder, sums, sums))
+    facts, metadata = lone.agree(doing, lambda: open_checkpoint(folder, tensors, exact=False))
+    lone.agree(doing, lambda: dcp.read_tensors(folder, metadata, tensors, alone=True))
+    averaged = {name.removeprefix("ema.") for name in metadata.state_dict_metadata if name.startswith("ema.")}
+    if weights == "ema" and not averaged:
+        raise CheckpointError(
+            "this checkpoint holds no average of the weights", where=str(folder), hint="take --weights model"
+        )
+    if weights != "model" and averaged:
+        part = {"ema": {name: tensor for name, tensor in model_state.items() if name in averaged}}
+        dcp.compare(metadata, part, folder, exact=False)
+        lone.agree(doing, lambda: dcp.read_tensors(folder, metadata, part, alone=True))
+    return facts
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """The facts that a checkpoint was saved with, `step` among them."""
+    manifest = open_files(path)
+    files.check_contents(path, manifest, [files.FACTS])
+    facts = files.read_json(path / files.FACTS)
+    if not isinstance(facts.get("step"), int):
+        raise files.DamagedError("facts.json does not say the step", where=str(path))
+    return facts
+
+
+def read_run_manifest(path: Path) -> dict[str, Any]:
+    """What the run that saved a checkpoint was made of; {} for one that does not say."""
+    sums = files.read_manifest(path)
+    if files.MANIFEST not in sums:
+        return {}
+    files.check_contents(path, sums, [files.MANIFEST])
+    return files.read_json(path / files.MANIFEST)
+
+
+def find_checkpoint(path: Path, which: Which = "latest") -> Path:
+    """A complete checkpoint: `path` itself, or the newest (or best) of the run at `path`."""
+    if (path / files.CHECKSUMS).is_file() and ".tmp-" not in path.name:
+        return path
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    if steps := complete_steps(folder):
+        return steps[max(steps)] if which == "latest" else _best(folder, steps)
+    accepted = (
+        "'auto', 'never', a checkpoint folder (runs/NAME/checkpoints/step_N) or a run folder (runs/NAME)"
+    )
+    if not path.exists():
+        what = "there is no such checkpoint"
+    elif not path.is_dir():
+        what = "this is a file, not a checkpoint folder"
+    elif ".tmp-" in path.name or (path / files.METADATA).exists():
+        what = "this checkpoint is incomplete: its save never finished"
+    elif folder != path:
+        what = "this run has no complete checkpoint"
+    else:
+        what = "this folder is neither a checkpoint nor a run"
+    raise CheckpointError(what, where=str(path), accepted=accepted)
+
+
+def _best(folder: Path, steps: Mapping[int, Path]) -> Path:
+    """The checkpoint that BEST names."""
+    with suppress(OSError, UnicodeDecodeError):
+        name = (folder / "BEST").read_text(encoding="utf-8").strip()
+        for path in steps.values():
+            if path.name == name:
+                return path
+    raise CheckpointError(
+        "this run names no best checkpoint",
+        where=str(folder),
+        hint="checkpoint.best sets the metric to judge by; the newest one is there",
+    )
+
+
+def open_files(path: Path) -> dict[str, files.Checksum]:
+    """The checksums of a checkpoint whose files are all there, at their sizes."""
+    if not path.is_dir():
+        find_checkpoint(path)
+    manifest = files.read_manifest(path)
+    files.check_present(path, manifest)
+    return manifest
+
+
+def open_checkpoint(
+    path: Path, tensors: Mapping[str, Any], *, exact: bool
+) -> tuple[dict[str, Any], Metadata]:
+    """Checks everything about a checkpoint but the bytes of its tensors."""
+    facts = read_facts(path)
+    metadata = dcp.read_metadata(path, files.read_manifest(path))
+    dcp.compare(metadata, tensors, path, exact=exact)
+    return facts, metadata
