@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mm_core.contracts import Clip, Tracker
+from mm_core.train.media import gif_bytes
 
 METRICS_FILE = "metrics.jsonl"
 _logger = logging.getLogger(__name__)
@@ -41,8 +42,8 @@ class JsonlTracker:
 
 
 class TensorBoardTracker:
-    """Scalars under `<run_dir>/tensorboard`. After a resume, TensorBoard hides what the dead run had logged
-    beyond the step that the new one starts at."""
+    """Scalars and clips under `<run_dir>/tensorboard`. After a resume, TensorBoard hides what the dead run had
+    logged beyond the step that the new one starts at."""
 
     def __init__(self, run_dir: Path, flush_secs: int) -> None:
         self._folder = Path(run_dir) / "tensorboard"
@@ -51,16 +52,33 @@ class TensorBoardTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds one point to each curve."""
+        writer = self._open(step)
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, step)
+
+    def clips(self, step: int, clips: Sequence[Clip], folder: Path) -> None:
+        """Adds each clip as an animated image, `samples/000` and so on, described by its prompt."""
+        # add_video would need moviepy, and makes the same GIF of the clip.
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+
+        writer = self._open(step)
+        for index, clip in enumerate(clips):
+            height, width = clip.pixels.shape[2:]
+            image = Summary.Image(
+                height=height, width=width, colorspace=3, encoded_image_string=gif_bytes(clip)
+            )
+            about = SummaryMetadata(summary_description=clip.prompt)
+            value = Summary.Value(tag=f"samples/{index:03d}", image=image, metadata=about)
+            writer.file_writer.add_summary(Summary(value=[value]), step)
+        writer.flush()
+
+    def _open(self, step: int) -> Any:
         if self._writer is None:
             # Importing it takes a second, and only now is the first step known.
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(self._folder), purge_step=step, flush_secs=self._flush_secs)
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-
-    def clips(self, step: int, clips: Sequence[Clip], folder: Path) -> None:
-        """Nothing yet."""
+        return self._writer
 
     def close(self) -> None:
         """Flushes and closes the event file, if there is one."""
