@@ -207,7 +207,7 @@ _PEAKS: tuple[tuple[str, float], ...] = (
     ("H20", 148e12),  # NVIDIA H20 datasheet
     ("A100", 312e12),  # nvidia.com/en-us/data-center/a100
     ("A800", 312e12),  # as the A100's: the A800 differs in its links
-    ("L40S", 362.05e12),  # nvidia.com/en-us/data-center/l40s: 733 sparse, dense figure of the datasheet
+    ("L40S", 362.05e12),  # nvidia.com/en-us/data-center/l40s: 362.05, and 733 sparse
     ("RTX 4090", 165.2e12),  # NVIDIA Ada GPU Architecture (whitepaper), appendix A: fp32 accumulation
     ("RTX 3090", 71e12),  # NVIDIA Ampere GA102 GPU Architecture (whitepaper), appendix A: fp32 accumulation
     ("V100-PCIE", 112e12),  # NVIDIA V100 datasheet; of fp16: it has no bf16

@@ -181,7 +181,19 @@ def mm_trackers() -> list[Component]:
             name="tensorboard",
             target="mm_core.train.trackers:TensorBoardTracker",
             config=f"{_CONFIG}.training:TensorBoardConfig",
-            summary="scalars under <run>/tensorboard",
+            summary="scalars and clips under <run>/tensorboard",
+        ),
+        Component(
+            name="wandb",
+            target="mm_core.train.remote_trackers:WandbTracker",
+            config=f"{_CONFIG}.trackers:WandbConfig",
+            summary="Weights & Biases, online or offline (extra: wandb)",
+        ),
+        Component(
+            name="mlflow",
+            target="mm_core.train.remote_trackers:MlflowTracker",
+            config=f"{_CONFIG}.trackers:MlflowConfig",
+            summary="an MLflow server or store (extra: mlflow)",
         ),
         Component(
             name="jsonl",

@@ -57,11 +57,13 @@ class ForwardFlops:
             yield
             return
         self._encode = 0
-        with FlopCounterMode(display=False, custom_mapping=_formulas(self._faults.append)) as self._mode:
-            yield
-            total = self._mode.get_total_flops()
-        self._mode = None
-        self._counted = (self._encode, total - self._encode)
+        try:
+            with FlopCounterMode(display=False, custom_mapping=_formulas(self._faults.append)) as self._mode:
+                yield
+                total = self._mode.get_total_flops()
+            self._counted = (self._encode, total - self._encode)
+        finally:
+            self._mode = None
 
     def enter(self, phase: str) -> None:
         """A phase begins: what was counted before `forward_backward` was encoding."""
@@ -103,7 +105,7 @@ def _formulas(fault: Callable[[str], None]) -> dict[Any, Callable[..., int]]:
         count._get_raw = True  # type: ignore[attr-defined]  # the formula takes tensors, as those of torch
         return count
 
-    ours = {operator: _attention for operator in _ATTENTION}
+    ours = dict.fromkeys(_ATTENTION, _attention)
     return {operator: soft(operator, formula) for operator, formula in {**flop_registry, **ours}.items()}
 
 

@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from mm_core.contracts import Clip, Tracker
+from mm_core.errors import MMError
+from mm_core.plugin.fields import ComponentConfig
+from mm_core.plugin.registry import build
 from mm_core.train.media import gif_bytes
+from mm_core.train.remote_trackers import forget_runs
 
 METRICS_FILE = "metrics.jsonl"
 _logger = logging.getLogger(__name__)
@@ -42,8 +46,8 @@ class JsonlTracker:
 
 
 class TensorBoardTracker:
-    """Scalars and clips under `<run_dir>/tensorboard`. After a resume, TensorBoard hides what the dead run had
-    logged beyond the step that the new one starts at."""
+    """Scalars and clips under `<run_dir>/tensorboard`. After a resume, TensorBoard hides what the dead run
+    had logged beyond the step that the new one starts at."""
 
     def __init__(self, run_dir: Path, flush_secs: int) -> None:
         self._folder = Path(run_dir) / "tensorboard"
@@ -122,6 +126,28 @@ class TrackerSet:
             except Exception as fault:
                 _logger.warning("tracker %s could not be closed: %s: %s", name, type(fault).__name__, fault)
         self._trackers.clear()
+
+
+def open_trackers(
+    run_dir: Path, components: Sequence[ComponentConfig], start: int, note: Callable[[str], None]
+) -> TrackerSet:
+    """metrics.jsonl and the trackers of the config, for a run that has taken `start` steps.
+
+    A tracker that can not start is told of in a sentence, and the run goes on without it. A run that
+    starts at zero begins new runs in the programs that its trackers report to.
+    """
+    truncate_after(run_dir, start)
+    if start == 0:
+        forget_runs(run_dir)
+    trackers: dict[str, Tracker] = {"core/jsonl": JsonlTracker(run_dir)}
+    for component in components:
+        if component.type not in trackers:
+            try:
+                trackers[component.type] = build("tracker", component, run_dir)
+            except Exception as fault:
+                reason = str(fault) if isinstance(fault, MMError) else f"{type(fault).__name__}: {fault}"
+                note(f"warning: tracker {component.type} could not start and is switched off: {reason}")
+    return TrackerSet(trackers)
 
 
 def truncate_after(run_dir: Path, step: int) -> int:
