@@ -8,7 +8,9 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
+from mm_core.contracts import Clip
 from mm_core.train.trackers import JsonlTracker, TensorBoardTracker, TrackerSet, read_metrics, truncate_after
 
 
@@ -71,6 +73,35 @@ def test_tensorboard_shows_a_resumed_run_once(tmp_path):
     ]
 
 
+def test_tensorboard_shows_clips_as_moving_pictures_with_their_prompts(tmp_path):
+    import io
+
+    from PIL import Image
+    from tensorboard.backend.event_processing.event_accumulator import IMAGES, EventAccumulator
+
+    fade = torch.linspace(-1, 1, 5).view(1, 5, 1, 1).expand(3, 5, 12, 16)
+    clips = [Clip(fade, 8.0, "it gets lighter"), Clip(-fade, 8.0, "it gets darker")]
+    tracker = TensorBoardTracker(tmp_path, flush_secs=1)
+    tracker.clips(3, clips, tmp_path)
+    tracker.log(3, {"loss": 1.0})
+    tracker.clips(6, clips[:1], tmp_path)
+    tracker.close()
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={IMAGES: 0})
+    events.Reload()
+    assert events.Tags()["images"] == ["samples/000", "samples/001"]
+    assert [event.step for event in events.Images("samples/000")] == [3, 6]
+    darker = events.Images("samples/001")[0]
+    assert (darker.width, darker.height) == (16, 12)
+    moving = Image.open(io.BytesIO(darker.encoded_image_string))
+    brightness = []
+    for frame in range(moving.n_frames):
+        moving.seek(frame)
+        brightness.append(moving.convert("L").getpixel((4, 4)))
+    assert brightness == [255, 191, 128, 64, 0]
+    assert events.SummaryMetadata("samples/001").summary_description == "it gets darker"
+
+
 class Broken:
     """A tracker whose server has gone."""
 
@@ -80,6 +111,9 @@ class Broken:
     def log(self, step, metrics) -> None:
         self.calls += 1
         raise ConnectionError("the server is gone")
+
+    def clips(self, step, clips, folder) -> None:
+        self.log(step, {})
 
     def close(self) -> None:
         raise AssertionError("switched off trackers are left alone")
@@ -97,6 +131,18 @@ def test_a_tracker_that_fails_is_named_once_and_switched_off(tmp_path, caplog):
     ]
     assert broken.calls == 1
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
+
+
+def test_a_tracker_that_can_not_take_clips_is_switched_off_as_well(tmp_path, caplog):
+    broken, works = Broken(), TensorBoardTracker(tmp_path, flush_secs=1)
+    trackers = TrackerSet({"acme/server": broken, "core/tensorboard": works})
+    clip = Clip(torch.zeros(3, 2, 8, 8), 8.0, "grey")
+    with caplog.at_level(logging.WARNING):
+        for step in (4, 8):
+            trackers.clips(step, [clip], tmp_path)
+        trackers.close()
+    assert "tracker acme/server failed at step 4 and is switched off" in caplog.text
+    assert broken.calls == 1 and len(caplog.records) == 1
 
 
 def test_a_tracker_that_can_not_close_does_not_end_the_run(tmp_path, caplog):

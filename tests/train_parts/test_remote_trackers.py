@@ -1,0 +1,262 @@
+"""Trackers of other programs, with the real packages: W&B offline, MLflow on a store of files."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from mm_core.builtin.configs.trackers import MlflowConfig, WandbConfig
+from mm_core.contracts import Clip
+from mm_core.errors import MMError
+from mm_core.plugin.fields import ComponentConfig
+from mm_core.train.media import write_clips
+from mm_core.train.remote_trackers import Courier, MlflowTracker, WandbTracker
+from mm_core.train.trackers import open_trackers, read_metrics
+
+YAML = "run: {name: shapes, dir: runs}\ntrain: {steps: 3, micro_batch_size: 2}\nsecret: ${oc.env:TOKEN}\n"
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """A run's folder as it is when trackers are opened."""
+    folder = tmp_path / "shapes"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(YAML)
+    return folder
+
+
+@pytest.fixture
+def clips(run) -> tuple[list[Clip], Path]:
+    made = [Clip(torch.full((3, 4, 16, 16), value), 8.0, f"a clip at {value}") for value in (0.0, 0.5)]
+    folder = run / "samples/step_00000002"
+    write_clips(made, folder)
+    return made, folder
+
+
+# -- Weights & Biases ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def wandb_at_home(monkeypatch, tmp_path):
+    """W&B keeps to the test's folder."""
+    for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.setenv("WANDB_X_DISABLE_STATS", "true")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+
+
+def wandb_records(path: Path):
+    """The records of a W&B file: LevelDB's log format after a header of seven bytes."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, position, parts = path.read_bytes(), 7, b""
+    while position + 7 <= len(data):
+        if 32768 - position % 32768 < 7:  # too little of the block is left for a header
+            position += 32768 - position % 32768
+            continue
+        _, size, kind = struct.unpack("<IHB", data[position : position + 7])
+        parts += data[position + 7 : position + 7 + size]
+        position += 7 + size
+        if kind in (1, 4):  # a whole record, or its last part
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(parts)
+            parts = b""
+            yield record
+
+
+def wandb_history(run: Path) -> tuple[list[str], list[dict]]:
+    """Ids of the W&B runs that were begun, and what was logged, in order."""
+    ids, rows = [], []
+    for path in sorted(run.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns):
+        for record in wandb_records(path):
+            if record.WhichOneof("record_type") == "run":
+                ids.append(record.run.run_id)
+            if record.WhichOneof("record_type") == "history":
+                items = record.history.item
+                rows.append({i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in items})
+    return ids, rows
+
+
+def open_wandb(run: Path) -> WandbTracker:
+    return WandbTracker(run, **vars(WandbConfig(project="tests", mode="offline", tags=("a", "b"))))
+
+
+def test_wandb_holds_metrics_clips_and_config_and_a_resume_is_the_same_run(run, clips, wandb_at_home):
+    tracker = open_wandb(run)
+    tracker.log(1, {"loss": 0.5, "validation/loss": 0.25})
+    tracker.log(2, {"loss": math.nan})
+    tracker.clips(2, *clips)
+    tracker.close()
+    time.sleep(1.1)  # W&B names the folder of an offline run by the second
+    again = open_wandb(run)
+    again.log(2, {"loss": 0.125})  # behind what was logged: W&B's own counter would refuse it
+    again.close()
+
+    ids, rows = wandb_history(run)
+    assert ids[0] == ids[-1] == (run / "wandb_run_id.txt").read_text().strip()
+    losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
+    assert losses[0] == (1, 0.5) and losses[2] == (2, 0.125) and len(losses) == 3
+    assert losses[1][0] == 2 and math.isnan(losses[1][1])
+    assert rows[0]["validation/loss"] == 0.25
+    (shown,) = (row for row in rows if "samples.videos" in row)
+    assert (shown["step"], shown["samples.captions"]) == (2, ["a clip at 0.0", "a clip at 0.5"])
+    media = next(run.glob("wandb/offline-run-*/files/media")).parent
+    kept = [(media / video["path"]).read_bytes() for video in shown["samples.videos"]]
+    assert kept == [path.read_bytes() for path in sorted(clips[1].glob("*.mp4"))]
+    begun = next(r.run for r in wandb_records(next(run.glob("wandb/offline-run-*/*.wandb"))) if r.run.run_id)
+    config = {update.key: json.loads(update.value_json) for update in begun.config.update}
+    assert config["secret"] == "${oc.env:TOKEN}" and config["train"] == {"steps": 3, "micro_batch_size": 2}
+    assert (begun.project, begun.display_name, list(begun.tags)) == ("tests", "shapes", ["a", "b"])
+
+
+# -- MLflow ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(monkeypatch, tmp_path) -> str:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    return f"file:{tmp_path / 'mlflow'}"
+
+
+def open_mlflow(run: Path, store: str) -> MlflowTracker:
+    return MlflowTracker(run, **vars(MlflowConfig(tracking_uri=store, experiment="tests")))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mlflow_holds_metrics_clips_and_config_and_a_resume_is_the_same_run(run, clips, store):
+    import mlflow
+
+    client = mlflow.MlflowClient(tracking_uri=store)
+    tracker = open_mlflow(run, store)
+    tracker.log(1, {"loss": 0.5, "loss_by_sigma/0.1-0.2": 0.25})
+    tracker.clips(2, *clips)
+    tracker.close()
+    found = client.get_experiment_by_name("tests")
+    (first,) = client.search_runs([found.experiment_id])
+    assert (first.info.run_name, first.info.status) == ("shapes", "FINISHED")
+
+    again = open_mlflow(run, store)
+    again.log(2, {"loss": 0.125})
+    again.close()
+    (only,) = client.search_runs([found.experiment_id])
+    assert only.info.run_id == (run / "mlflow_run_id.txt").read_text().strip()
+    history = client.get_metric_history(only.info.run_id, "loss")
+    assert [(point.step, point.value) for point in history] == [(1, 0.5), (2, 0.125)]
+    assert only.data.metrics["loss_by_sigma/0.1-0.2"] == 0.25
+    assert only.data.params["train.steps"] == "3" and only.data.params["secret"] == "${oc.env:TOKEN}"
+    stored = [Path(a.path).name for a in client.list_artifacts(only.info.run_id, "samples/step_00000002")]
+    assert stored == [path.name for path in sorted(clips[1].glob("*.mp4"))] and len(stored) == 2
+    kept = client.download_artifacts(only.info.run_id, "config.yaml", str(run))
+    assert Path(kept).read_text() == YAML
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_another_mlflow_store_gets_a_run_of_its_own(run, store, tmp_path):
+    open_mlflow(run, store).close()
+    first = (run / "mlflow_run_id.txt").read_text()
+    open_mlflow(run, f"file:{tmp_path / 'other'}").close()
+    assert (run / "mlflow_run_id.txt").read_text() != first
+
+
+# -- whatever they report to ----------------------------------------------------------------------
+
+
+def components(*trackers: tuple[str, object]) -> list[ComponentConfig]:
+    return [ComponentConfig("tracker", name, vars(config)) for name, config in trackers]
+
+
+def test_a_package_that_is_missing_is_a_sentence_and_the_run_goes_on(run, monkeypatch):
+    for name in ("wandb", "mlflow"):
+        monkeypatch.setitem(sys.modules, name, None)
+    notes: list[str] = []
+    wanted = components(("core/wandb", WandbConfig()), ("core/mlflow", MlflowConfig()))
+    trackers = open_trackers(run, wanted, 0, notes.append)
+    trackers.log(1, {"loss": 0.5})
+    trackers.close()
+    assert notes == [
+        f"warning: tracker core/{name} could not start and is switched off: {name} is not installed\n"
+        f"  hint: pip install 'mm-core[{name}]'"
+        for name in ("wandb", "mlflow")
+    ]
+    assert read_metrics(run) == [{"step": 1, "loss": 0.5}]
+
+
+def test_a_tracker_that_can_not_start_says_why_and_the_others_work(run, monkeypatch):
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE", raising=False)
+    notes: list[str] = []
+    broken = MlflowConfig(tracking_uri="nowhere://at-all")
+    trackers = open_trackers(run, components(("core/mlflow", broken)), 0, notes.append)
+    trackers.log(1, {"loss": 0.5})
+    trackers.close()
+    assert len(notes) == 1
+    assert notes[0].startswith("warning: tracker core/mlflow could not start and is switched off: ")
+    assert "nowhere" in notes[0]
+    assert read_metrics(run) == [{"step": 1, "loss": 0.5}]
+
+
+def test_only_a_run_that_begins_anew_forgets_the_runs_of_its_trackers(run):
+    kept = run / "mlflow_run_id.txt"
+    kept.write_text("abc\n")
+    for step in (1, 2, 3):
+        open_trackers(run, [], step, print).close()
+    assert kept.exists()
+    open_trackers(run, [], 0, print).close()
+    assert not kept.exists()
+
+
+def test_a_slow_server_does_not_hold_the_sender_and_calls_keep_their_order():
+    gate, calls, courier = threading.Event(), [], Courier()
+    courier.send(gate.wait)
+    for number in range(5):
+        courier.send(lambda number=number: calls.append(number))
+    assert calls == []
+    gate.set()
+    courier.close(10)
+    assert calls == [0, 1, 2, 3, 4]
+
+
+def test_the_first_call_that_fails_is_the_last_and_is_heard_of():
+    courier, calls, failed = Courier(), [], threading.Event()
+
+    def fail() -> None:
+        failed.set()
+        raise ConnectionError("the server is gone")
+
+    courier.send(fail)
+    assert failed.wait(10)
+    with pytest.raises(ConnectionError, match="the server is gone"):
+        for _ in range(1000):
+            courier.send(lambda: calls.append(1))
+            threading.Event().wait(0.01)
+    with pytest.raises(ConnectionError):
+        courier.close(10)
+    assert calls == []
+
+
+def test_a_server_that_hangs_does_not_hold_the_end_of_the_run():
+    gate, courier = threading.Event(), Courier()
+    courier.send(gate.wait)
+    courier.send(print)
+    with pytest.raises(MMError, match=r"messages were not sent within 0.05 seconds"):
+        courier.close(0.05)
+    gate.set()
+
+
+def test_messages_do_not_pile_up_without_end(monkeypatch):
+    monkeypatch.setattr("mm_core.train.remote_trackers._BACKLOG", 3)
+    gate, started, courier = threading.Event(), threading.Event(), Courier()
+    courier.send(lambda: (started.set(), gate.wait()))
+    assert started.wait(10)
+    with pytest.raises(MMError, match="the server is 3 messages behind"):
+        for _ in range(4):
+            courier.send(print)
+    gate.set()
