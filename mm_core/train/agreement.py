@@ -93,6 +93,8 @@ def explain(doing: str, fault: BaseException) -> CheckpointError:
 
 
 def at_rank(rank: int, fault: CheckpointError) -> CheckpointError:
-    """The fault, with the rank that it happened on."""
+    """The fault, with the rank that it happened on, unless it names one already."""
+    if fault.where and str(fault.where).startswith("rank "):
+        return fault
     place = f"rank {rank}, {fault.where}" if fault.where else f"rank {rank}"
     return type(fault)(fault.what, where=place, accepted=fault.accepted, hint=fault.hint)

@@ -68,6 +68,7 @@ class CheckpointStore:
         self._copies = HostCopies(shared=asynchronous == "process")
         self._thread = WriterThread("mm_core checkpoint writer")
         self._committed: threading.Event | None = None
+        self._hurry = threading.Event()
         self._finished: list[Path] = []
 
     # -- saving --------------------------------------------------------------------------------
@@ -103,16 +104,19 @@ class CheckpointStore:
             facts: everything else, as JSON; `step` is added.
             config_yaml: the resolved config.
             manifest: what the run was made of, as JSON, to compare with at a resume.
-            digest: whether sha256.json follows.
+            digest: whether sha256.json follows. Without it there is no time to lose: an earlier one that
+                is still being summed is given up.
 
         Raises:
             CheckpointError: on all ranks, when any of them fails, or when an earlier asynchronous save
                 has failed. Earlier checkpoints stay as they were, and nothing half-written has a
                 checkpoint's name.
         """
-        self.wait()
         # The thread may still be speaking in its own group (sha256): here the default one is used.
         ranks = Ranks.current()
+        if not digest:
+            self._hurry.set()
+        ranks.agree("saving the checkpoint before", self.wait)
         final = self.folder / f"step_{step:08d}"
         texts = {
             files.FACTS: to_json({"torch": str(torch.__version__), **facts, "step": step}),
@@ -123,7 +127,7 @@ class CheckpointStore:
         if self._asynchronous is None:
             self._commit(ranks, stage, final, tensors, texts)
             if digest:
-                self._digest(ranks, final)
+                self._digest(ranks, final, threading.Event())
             return final
         try:
             copies = ranks.agree("copying the state", lambda: self._copies.take(tensors))
@@ -132,16 +136,17 @@ class CheckpointStore:
             raise
         apart = self._speakers()
         done = self._committed = threading.Event()
+        hurry = self._hurry = threading.Event()
 
         def work() -> None:
             try:
                 self._commit(apart, stage, final, copies, texts)
             finally:
                 done.set()
+            if digest:
+                self._digest(apart, final, hurry)
 
         self._thread.give(work)
-        if digest:
-            self._thread.give(partial(self._digest, apart, final))
         return final
 
     def poll(self) -> list[Path]:
@@ -322,15 +327,18 @@ class CheckpointStore:
         with suppress(OSError):  # what could not be removed goes with a later save
             self.retention.apply(final)
 
-    def _digest(self, ranks: Ranks, final: Path) -> None:
-        """sha256.json, after the checkpoint is complete: each rank reads what it has written."""
+    def _digest(self, ranks: Ranks, final: Path, hurry: threading.Event) -> None:
+        """sha256.json, after the checkpoint is complete: each rank reads what it has written. None is
+        written once `hurry` is set on any rank."""
         doing = "summing the checkpoint"
         names = ranks.first(doing, lambda: sorted(files.read_manifest(final)))
         own = [name for name in names if name.startswith(f"__{ranks.rank}_")]
         if ranks.rank == 0:
             own += [name for name in names if not name.startswith("__")]
-        digests = ranks.agree(doing, lambda: {name: files.sha256(final / name) for name in own})
+        digests = ranks.agree(doing, lambda: {name: files.sha256(final / name, hurry) for name in own})
         table = {name: digest for share in ranks.gather(digests) for name, digest in share.items()}
+        if None in table.values():
+            return
         ranks.first(doing, lambda: files.move_text(final / files.SHA256, json.dumps(table, indent=1) + "\n"))
 
 

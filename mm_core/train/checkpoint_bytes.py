@@ -51,12 +51,16 @@ class HostCopies:
         self._lock = threading.Lock()  # buffers are reserved by another thread
 
     def reserve(self, state: State) -> None:
-        """Makes the buffers and touches their pages, so that the first copy costs no more than the next."""
+        """Makes the buffers and touches their pages, so that the first copy costs no more than the next.
+
+        A copy may have been taken already: buffers that are there are left as they are.
+        """
         with self._lock:
             for part, named in state.items():
                 for name, tensor in named.items():
-                    if type(share := local(tensor)) is Tensor:
-                        self._buffer((part, name), share).zero_()
+                    key = (part, name)
+                    if key not in self._buffers and type(share := local(tensor)) is Tensor:
+                        self._buffer(key, share).zero_()
 
     def take(self, state: State) -> dict[str, dict[str, Any]]:
         """The state as it is now: what changes later does not reach it. DTensors stay DTensors."""
@@ -164,12 +168,16 @@ def _save(tensor: Tensor, stream: _Summing) -> None:
         raise
 
 
-def check_finite(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
-    """CheckpointError for a model whose weights are not finite: such a state is worth nothing."""
+def check_finite(names: Sequence[str], tensors: Sequence[Tensor], where: str) -> None:
+    """CheckpointError for a model whose weights are not finite: such a state is worth nothing.
+
+    where: the checkpoint that it was to be.
+    """
     for name, tensor in zip(names, tensors, strict=True):
         if name.startswith("model.") and tensor.is_floating_point() and not _finite(tensor.detach()):
             raise CheckpointError(
                 f"{name.removeprefix('model.')} is not finite, so nothing was saved",
+                where=where,
                 hint="resume from the last checkpoint with a lower learning rate",
             )
 

@@ -80,7 +80,8 @@ class _Writer(FileSystemWriter):
         done: Future[list[WriteResult]] = Future()
         name = f"{plan.storage_data.prefix}0.distcp"
         tensors = [planner.resolve_data(item) for item in plan.items]
-        check_finite([item.index.fqn for item in plan.items], tensors)  # type: ignore[arg-type]
+        final = self._folder.name.partition(".tmp-")[0]
+        check_finite([item.index.fqn for item in plan.items], tensors, final)  # type: ignore[arg-type]
         results = []
         if tensors:
             written = self._write(self._folder / name, tensors)  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -88,7 +89,7 @@ def read_manifest(folder: Path) -> dict[str, Checksum]:
         raise DamagedError(
             "this checkpoint is incomplete: it has no checksums.json", where=str(folder), hint=_OTHER
         ) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as fault:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as fault:
         raise DamagedError(
             f"checksums.json can not be read ({type(fault).__name__})", where=str(folder), hint=_OTHER
         ) from None
@@ -156,10 +157,15 @@ def check_digests(folder: Path, names: Iterable[str]) -> None:
     _refuse(folder, [f"{name} does not match its sha256" for name in wrong])
 
 
-def sha256(path: Path) -> str:
-    """Of a whole file."""
+def sha256(path: Path, hurry: threading.Event | None = None) -> str | None:
+    """Of a whole file; None where `hurry` was set before its end."""
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while chunk := file.read(_CHUNK):
+            if hurry is not None and hurry.is_set():
+                return None
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _refuse(folder: Path, faults: list[str]) -> None:

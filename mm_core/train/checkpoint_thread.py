@@ -10,7 +10,8 @@ from collections.abc import Callable
 class WriterThread:
     """Runs work in the order it was given, in a thread that starts with the first.
 
-    After a fault nothing more is run: what is given later is dropped, and `check` raises the fault.
+    All of it is run, also after a fault: ranks speak with each other in it, and one that left its part out
+    would keep the others waiting. `check` raises the first fault.
     """
 
     def __init__(self, name: str) -> None:
@@ -41,8 +42,7 @@ class WriterThread:
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
-            if self._fault is None:
-                try:
-                    work()
-                except BaseException as fault:  # kept for the thread that asks
-                    self._fault = fault
+            try:
+                work()
+            except BaseException as fault:  # kept for the thread that asks
+                self._fault = self._fault or fault

@@ -44,7 +44,7 @@ def steps(store: CheckpointStore) -> set[int]:
 
 @contextmanager
 def small_files(size: int):
-    """No file of this process may grow further: the system's error is that of a full disk but for its number."""
+    """No file of this process may grow further: an error as of a full disk, but for its number."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
