@@ -100,7 +100,10 @@ def test_wandb_holds_metrics_clips_and_config_and_a_resume_is_the_same_run(run, 
     again.log(2, {"loss": 0.125})  # behind what was logged: W&B's own counter would refuse it
     again.close()
 
-    ids, rows = wandb_history(run)
+    ends = time.monotonic() + 20
+    while len((found := wandb_history(run))[1]) < 4 and time.monotonic() < ends:
+        time.sleep(0.1)  # `finish` of an offline run returns while W&B's own process still writes
+    ids, rows = found
     assert ids[0] == ids[-1] == (run / "wandb_run_id.txt").read_text().strip()
     losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
     assert losses[0] == (1, 0.5) and losses[2] == (2, 0.125) and len(losses) == 3
