@@ -27,10 +27,10 @@ class Command(Callback):
     def __init__(
         self,
         run: Sequence[str],
-        on: Sequence[str] = CommandConfig.on,
+        events: Sequence[str] = CommandConfig.events,
         timeout: float = CommandConfig.timeout,
     ) -> None:
-        self._command, self._on, self._timeout = list(run), set(on), timeout
+        self._command, self._events, self._timeout = list(run), set(events), timeout
         self._run_dir = ""
         self._metrics: dict[str, str] = {}
 
@@ -61,7 +61,7 @@ class Command(Callback):
                 self._metrics[f"MM_METRIC_{name.replace('/', '_').upper()}"] = f"{metrics[name]:.6g}"
 
     def _run(self, event: str, step: int, **more: str) -> None:
-        if event not in self._on or (dist.is_initialized() and dist.get_rank() != 0):
+        if event not in self._events or (dist.is_initialized() and dist.get_rank() != 0):
             return
         told = {"MM_EVENT": event, "MM_RUN_DIR": self._run_dir, "MM_STEP": str(step), **self._metrics, **more}
         try:

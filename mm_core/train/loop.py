@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -20,6 +21,8 @@ class Reporter(Protocol):
     """What the loop tells while it runs. Losses stay on the device until the reporter asks for them."""
 
     def enter(self, phase: str) -> None: ...
+
+    def counting(self) -> AbstractContextManager[None]: ...
 
     def micro(self, loss: Loss) -> None: ...
 
@@ -141,12 +144,13 @@ def read_step(training: Training) -> tuple[list[Batch], list[float], MMError | N
 
 def compute(training: Training, batch: Batch) -> Loss:
     """One micro-batch on the device: encode and draw noise without gradients, then the loss."""
-    training.report.enter("encode")
-    on_device = batch.to(training.engine.device, non_blocking=True)
-    with torch.no_grad():
-        inputs = training.task.prepare(on_device, training.rng)
-    training.report.enter("forward_backward")
-    return training.task.loss(inputs)
+    with training.report.counting():
+        training.report.enter("encode")
+        on_device = batch.to(training.engine.device, non_blocking=True)
+        with torch.no_grad():
+            inputs = training.task.prepare(on_device, training.rng)
+        training.report.enter("forward_backward")
+        return training.task.loss(inputs)
 
 
 def recompute(training: Training, step: int, batches: Sequence[Batch]) -> Iterator[Loss]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from mm_core.device import peak_flops, peak_memory_bytes
 from mm_core.errors import ConfigError
 from mm_core.plan import RunPlan
 from mm_core.plugin.registry import build
+from mm_core.train.flops import ForwardFlops
 from mm_core.train.loss_curve import write_loss_curve
 from mm_core.train.metrics import MetricsWindow
 from mm_core.train.phases import PhaseClock
@@ -50,7 +52,8 @@ class RunReporter:
         self.window = MetricsWindow(
             peak_memory_bytes, samples_seen=samples_seen, bins=bins, phases=self.phases, peak=peak_flops()
         )
-        self.enter = self.phases.enter
+        self._flops, self._accumulation = ForwardFlops(), plan.accumulation
+        self._steps = 0
         self.leads = dist.get_rank() == 0
         self.progress: Progress = make_progress(plan.steps, dist.get_rank(), start)
         trackers: dict[str, Tracker] = {}
@@ -68,6 +71,15 @@ class RunReporter:
                     trackers[component.type] = build("tracker", component, run_dir)
         self.trackers = TrackerSet(trackers)
 
+    def enter(self, phase: str) -> None:
+        """A phase of the step begins."""
+        self.phases.enter(phase)
+        self._flops.enter(phase)
+
+    def counting(self) -> AbstractContextManager[None]:
+        """Around a micro-batch's encoding and forward: the first one's operations are counted."""
+        return self._flops.counting()
+
     def micro(self, loss: Loss) -> None:
         """Adds a micro-batch; nothing is fetched from the device."""
         self.window.micro(loss)
@@ -77,6 +89,10 @@ class RunReporter:
     ) -> Mapping[str, float] | None:
         """Ends a step; on log cadence all ranks take the means, rank 0 writes them, and they are returned."""
         self.window.step(grad_norm=grad_norm, data_wait=data_wait, samples=samples)
+        if not self._steps:
+            counted = self._flops.of_step(self._accumulation)
+            self.window.step_flops = counted.trained if counted is not None else 0.0
+        self._steps += 1
         detailed = step % self.detail_every == 0 or step == self.last_step
         if step % self.every and not detailed:
             return None

@@ -20,7 +20,10 @@ SCRIPT = Path(__file__).with_name("checkpoint_ranks.py")
 
 
 def run(world: int, folder: Path, case: str) -> list[dict]:
-    outputs = ranks.run_ranks(SCRIPT, world, folder, 0, case)
+    return spoken(ranks.run_ranks(SCRIPT, world, folder, 0, case))
+
+
+def spoken(outputs: list[str]) -> list[dict]:
     lines = [next(line for line in text.splitlines() if line.startswith("SAID ")) for text in outputs]
     return [json.loads(line.removeprefix("SAID ")) for line in lines]
 
@@ -106,3 +109,34 @@ def test_three_ranks_load_what_two_saved_and_one_loads_theirs(tmp_path, two, sta
     assert store.load(store.latest(), empty)["step"] == 30
     same(empty, state)
     assert torch.equal(empty["optimizer"]["blocks.0.weight.step"], torch.tensor(12.0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_two_ranks_save_behind_the_loops_back(tmp_path, mode):
+    """The writer speaks in a group of its own, and what fails on one rank fails on both."""
+    first, second = spoken(ranks.run_ranks(SCRIPT.with_name("checkpoint_async_ranks.py"), 2, tmp_path, mode))
+    assert first == second, "both ranks say the same of everything"
+    assert first["saved"] == ["done", ["step_00000001"]]
+    assert first["as it was"] is True
+    if mode == "thread":
+        assert first["a full disk on rank 1"] == (
+            "rank 1: writing the checkpoint failed: [Errno 27] File too large\n"
+            "  hint: check free space, quota and permissions of the run folder, on every node"
+        )
+    assert first["not finite on rank 1"] == (
+        "rank 1, step_00000003: blocks.0.weight is not finite, so nothing was saved\n"
+        "  hint: resume from the last checkpoint with a lower learning rate"
+    )
+    assert first["chosen"] == [
+        "step_00000001",
+        ["this checkpoint is damaged: __1_0.distcp does not match its checksum"],
+    ]
+    assert first["left"] == [1]
+    assert (
+        first["a sum that one rank found wrong"]
+        == "this checkpoint is damaged: __1_0.distcp does not match its sha256"
+    )
+    assert first["after it"] == "done"
+    names = {path.name.partition(".damaged-")[0] for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {"LATEST", "step_00000001", "step_00000004"}

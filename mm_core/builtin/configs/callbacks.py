@@ -15,7 +15,7 @@ class CommandConfig:
     """A command that is run at events of a run, on rank 0."""
 
     run: tuple[str, ...]  # program and arguments; no shell reads them
-    on: tuple[Event, ...] = ("run_ended",)  # events that it is run at
+    events: tuple[Event, ...] = ("run_ended",)  # events that it is run at
     timeout: Annotated[float, Range(gt=0)] = 60.0  # seconds that it may take
 
     def __post_init__(self) -> None:
