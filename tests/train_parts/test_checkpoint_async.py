@@ -366,3 +366,20 @@ def test_a_hurried_save_does_not_wait_for_the_sums_of_the_one_before(make, state
     store.wait()
     assert time.monotonic() - began < 5
     assert steps(store) == {1, 2} and not (first / "sha256.json").exists()
+
+
+def test_a_thousand_checkpoints_are_looked_through_in_no_time(make, state):
+    """`keep_every: 1` keeps all of them; each save judges them all."""
+    store = make(keep=1, keep_every=1, best="loss")
+    store.folder.mkdir(parents=True)
+    for step in range(1, 1001):
+        folder = store.folder / f"step_{step:08d}"
+        folder.mkdir()
+        (folder / "checksums.json").write_text("{}")
+        (folder / "facts.json").write_text(json.dumps({"metrics": {"loss": abs(step - 700)}}))
+    began = time.perf_counter()
+    store.save(1001, state, {"metrics": {"loss": 900}}, CONFIG)
+    store.wait()
+    assert time.perf_counter() - began < 2
+    assert (store.folder / "BEST").read_text() == "step_00000700\n"
+    assert len(steps(store)) == 1001

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import shutil
 import zlib
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from mm_core.errors import CheckpointError
 from mm_core.train.checkpoint import CheckpointStore
-from mm_core.train.checkpoint_reading import load_model_only
+from mm_core.train.checkpoint_reading import find_checkpoint, load_model_only, read_facts, read_run_manifest
 
 
 class Bomb:
@@ -141,3 +142,112 @@ def test_tensor_files_that_are_bombs(path, empty, sign, kind):
     forge(path, ".metadata", pickle.dumps(metadata))
     refuse(path, empty, "reading the checkpoint failed: UnpicklingError")
     assert not sign.exists()
+
+
+def test_metadata_whose_tensor_is_larger_than_any_memory(path, empty):
+    """Refused by its shape, before anything is allocated."""
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    entry = metadata.state_dict_metadata["model.head"]
+    entry.size = torch.Size([2**50, 3])
+    entry.chunks[0].sizes = entry.size
+    forge(path, ".metadata", pickle.dumps(metadata))
+    refuse(path, empty, r"model\.head \(1125899906842624x3")
+
+
+@pytest.mark.parametrize(("offset", "length"), [(-5, 10), (0, 2**60), (2**60, 10)])
+def test_metadata_that_points_beside_the_file(path, empty, offset, length):
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    for stored in metadata.storage_data.values():
+        stored.offset, stored.length = offset, length
+    forge(path, ".metadata", pickle.dumps(metadata))
+    refuse(path, empty, "reading the checkpoint failed: ")
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "facts.json", ".metadata"])
+def test_links_out_of_the_folder(path, empty, tmp_path, name):
+    elsewhere = tmp_path / "elsewhere"
+    (path / name).rename(elsewhere)
+    (path / name).symlink_to(elsewhere)
+    refuse(path, empty, f"{name} is a link")
+
+
+@pytest.mark.parametrize(
+    "name", ["../../../../etc/passwd", "/etc/passwd", "a/b", "..", "", "__0_0.distcp/../../x"]
+)
+def test_checksums_that_name_files_elsewhere(path, empty, name):
+    document = json.loads((path / "checksums.json").read_text())
+    document["files"][name] = {"size": 1, "crc32": "00000000"}
+    (path / "checksums.json").write_text(json.dumps(document))
+    refuse(path, empty, r"checksums\.json names '")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"format": 1, "files": {".metadata": {"size": 1e999, "crc32": "0"}}}',
+        '{"format": 1, "files": {".metadata": {"size": "' + "9" * 5000 + '", "crc32": "0"}}}',
+        '{"format": 1, "files": {".metadata": {"size": 1, "crc32": 5}}}',
+        '{"format": 1, "files": [1]}',
+        '{"format": 1}',
+        "\xff",
+    ],
+    ids=["deep", "infinite", "long number", "no text", "a list", "nothing", "no utf-8"],
+)
+def test_checksums_that_are_no_checksums(path, empty, text):
+    (path / "checksums.json").write_bytes(text.encode("latin-1"))
+    refuse(path, empty, r"checksums\.json can not be read")
+    with pytest.raises(CheckpointError, match="every checkpoint of this run is damaged"):
+        CheckpointStore(path.parents[1], keep=1).open("auto")
+
+
+@pytest.mark.parametrize("name", ["facts.json", "manifest.json"])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"[" * 100_000, r"can not be read \(RecursionError\)"),
+        (b"\xff\xfe", r"can not be read \(UnicodeDecodeError\)"),
+        (b"[1, 2]", "holds no object"),
+        (pickle.dumps({"step": 1}), "can not be read"),
+    ],
+    ids=["deep", "no utf-8", "a list", "a pickle"],
+)
+def test_facts_and_manifest_that_are_something_else(path, name, content, words):
+    forge(path, name, content)
+    reader = {"facts.json": read_facts, "manifest.json": read_run_manifest}[name]
+    with pytest.raises(CheckpointError, match=rf"{name} {words}"):
+        reader(path)
+
+
+@pytest.mark.parametrize("step", ['"1"', "null", "[]", "1.5"])
+def test_facts_whose_step_is_no_number(path, empty, step):
+    forge(path, "facts.json", b'{"step": ' + step.encode() + b"}")
+    refuse(path, empty, r"facts\.json does not say the step")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[" * 100_000, r"sha256\.json can not be read"),
+        ("[1]", r"sha256\.json holds no object"),
+        ('{"facts.json": ["x"]}', r"facts\.json does not match its sha256"),
+    ],
+)
+def test_sha256_that_is_something_else(path, text, words):
+    store = CheckpointStore(path.parents[1], keep=1)
+    (path / "sha256.json").write_text(text)
+    store.verify_digests(path)
+    store._thread.finish()
+    with pytest.raises(CheckpointError, match=words):
+        store.poll()
+
+
+@pytest.mark.parametrize("marker", ["LATEST", "BEST"])
+@pytest.mark.parametrize("text", [b"../../elsewhere/step_00000001\n", b"/etc\n", b"\xff", b"."])
+def test_markers_that_point_outside_lead_nowhere(path, tmp_path, marker, text):
+    """Names are looked for among this run's own checkpoints, never joined to a path."""
+    shutil.copytree(path, tmp_path / "elsewhere" / path.name)
+    (path.parent / marker).write_bytes(text)
+    assert find_checkpoint(path.parents[1]) == path
+    with pytest.raises(CheckpointError, match="this run names no best checkpoint"):
+        find_checkpoint(path.parents[1], "best")
