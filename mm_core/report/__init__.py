@@ -1,0 +1,1 @@
+"""`mm report`: runs as one self-contained page. Reads what a run has written; loads no torch."""

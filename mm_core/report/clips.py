@@ -1,0 +1,78 @@
+"""Which sampled clips a page carries within itself: the newest and evenly spaced ones come first."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mm_core.report.reading import Run, Shot
+
+
+def embed(run: Run, budget: int) -> tuple[list[dict[str, Any]], int]:
+    """Each step's clips for the page, and the bytes of text that they take.
+
+    A step's clips are carried together. Where they do not fit, its contact sheet may; where that does
+    not either, the page names the files.
+
+    Args:
+        run: the run.
+        budget: bytes, as base64 text, that this run may take.
+    """
+    carried: dict[int, dict[str, str]] = {}
+    left = budget
+    order = spread(len(run.shots))
+    for wanted in (_clips, _sheet):
+        for place in order:
+            files = wanted(run.shots[place])
+            size = sum(encoded_size(path) for path in files)
+            if place not in carried and files and size <= left:
+                carried[place] = {path.name: _data_uri(path) for path in files}
+                left -= size
+    return [_shot(shot, carried.get(place, {})) for place, shot in enumerate(run.shots)], budget - left
+
+
+def spread(count: int) -> list[int]:
+    """0 .. count - 1: the last, the first, the middle, the quarters, and so on."""
+    order = [count - 1, 0] if count > 1 else list(range(count))
+    gaps = [(0, count - 1)]
+    while gaps:
+        begin, end = gaps.pop(0)
+        middle = (begin + end) // 2
+        if middle not in (begin, end):
+            order.append(middle)
+            gaps += [(begin, middle), (middle, end)]
+    return order
+
+
+def encoded_size(path: Path) -> int:
+    """Bytes of the file as base64 text."""
+    return -(-path.stat().st_size // 3) * 4
+
+
+def _clips(shot: Shot) -> list[Path]:
+    return [path for _, path in shot.clips]
+
+
+def _sheet(shot: Shot) -> list[Path]:
+    return [shot.sheet] if shot.sheet is not None else []
+
+
+def _data_uri(path: Path) -> str:
+    kind = "video/mp4" if path.suffix == ".mp4" else "image/png"
+    return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode('ascii')}"
+
+
+def _shot(shot: Shot, carried: dict[str, str]) -> dict[str, Any]:
+    clips = [
+        {"prompt": prompt, "file": f"{path.parent.name}/{path.name}", "src": carried.get(path.name)}
+        for prompt, path in shot.clips
+    ]
+    sheet = carried.get(shot.sheet.name) if shot.sheet is not None else None
+    return {"step": shot.step, "clips": clips, "sheet": sheet}
+
+
+def prompts(runs: Sequence[Run]) -> list[str]:
+    """Every prompt of the runs, in the order of the newest clips."""
+    return list(dict.fromkeys(p for run in runs for shot in reversed(run.shots) for p, _ in shot.clips))

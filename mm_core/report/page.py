@@ -1,0 +1,180 @@
+"""The page of `mm report`: one HTML file that opens without a network."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources import files
+from typing import Any
+
+from mm_core.errors import MMError
+from mm_core.report import clips, curves
+from mm_core.report.reading import Run
+
+_SCRIPTS = ("charts.js", "page.js")
+_STYLE = "page.css"
+_BINNED = ("loss_by_", "grad_norm_by_", "timesteps_by_")
+_SHOWN_ELSEWHERE = ("samples", *_BINNED, "time/")
+
+
+def render(runs: Sequence[Run], media_bytes: int) -> str:
+    """The page as text.
+
+    Args:
+        runs: what to show; several are compared.
+        media_bytes: what sampled clips may take of it together, as base64 text.
+    """
+    left, documents = media_bytes, []
+    for place, run in enumerate(runs):
+        shots, used = clips.embed(run, left // (len(runs) - place))
+        left -= used
+        documents.append({**describe(run), "shots": shots})
+    data = {"runs": documents, "prompts": clips.prompts(runs), "config_diff": differing(runs)}
+    return _page(", ".join(run.label for run in runs), data)
+
+
+def describe(run: Run) -> dict[str, Any]:
+    """Everything that the page shows of one run, but its clips."""
+    names = [name for name in run.series if not name.startswith(_SHOWN_ELSEWHERE)]
+    scale = run.density.name if run.density is not None else _scale(run)
+    return {
+        "label": run.label,
+        "folder": str(run.folder),
+        "summary": summary(run),
+        "remarks": run.remarks,
+        "axis": curves.axis(run),
+        "curves": {name: curves.curve(run.series[name]) for name in names},
+        "scale": scale,
+        "loss_by": curves.binned(run, f"loss_by_{scale}"),
+        "grad_norm_by": curves.binned(run, f"grad_norm_by_{scale}"),
+        "density": curves.density(run, run.density),
+        "time": curves.time_split(run),
+        "environment": environment(run),
+        "config": dict(flatten(run.manifest.get("config", {}))),
+        "config_text": run.config_text,
+    }
+
+
+def _scale(run: Run) -> str | None:
+    """The scale that the loss is binned along, where only the metrics' names say so."""
+    found = (n.removeprefix("loss_by_").partition("/")[0] for n in run.series if n.startswith("loss_by_"))
+    return next(found, None)
+
+
+def summary(run: Run) -> list[tuple[str, str]]:
+    """A line of the table of runs."""
+    planned, last = run.planned_steps, run.last_step
+    if planned is None:
+        state = "unknown length"
+    else:
+        state = "complete" if last >= planned else "not complete: still training, stopped or failed"
+    rows = [
+        ("state", state),
+        ("steps", f"{last:,}" + (f" of {planned:,}" if planned is not None else "")),
+        ("last written", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(run.written))),
+    ]
+    for name in ("loss", "validation/loss", "validation_ema/loss", "test/loss", "test_ema/loss"):
+        series = run.series.get(name)
+        if series is None:
+            continue
+        finite = [(v, s) for s, v in zip(series.steps, series.values, strict=True) if v - v == 0]
+        rows.append((f"last {name}", f"{series.values[-1]:.5g}"))
+        if name.startswith("validation") and finite:
+            best, step = min(finite)
+            rows.append((f"least {name}", f"{best:.5g} at step {step:,}"))
+    speed = run.series.get("samples_per_second")
+    if speed is not None:
+        rows.append(("samples a second, median", f"{sorted(speed.values)[len(speed.values) // 2]:.4g}"))
+    if (memory := run.series.get("memory")) is not None:
+        rows.append(("peak memory of a rank", f"{max(memory.values) / 2**30:.3g} GiB"))
+    return rows
+
+
+def environment(run: Run) -> dict[str, str]:
+    """The manifest without the config, and with of the plan what is no list of modules."""
+    rest = {key: value for key, value in run.manifest.items() if key not in ("config", "plan", "plugins")}
+    plan = run.manifest.get("plan")
+    if isinstance(plan, dict):
+        sizes = ("global_batch_size", "micro_batch_size", "accumulation", "steps")
+        rest["plan"] = {key: plan[key] for key in sizes if key in plan}
+        rest["modules"] = {
+            str(module.get("name")): module.get("parameters")
+            for module in plan.get("modules") or ()
+            if isinstance(module, dict)
+        }
+    plugins = run.manifest.get("plugins")
+    rest["plugins"] = {
+        str(row.get("distribution")): row.get("version")
+        for row in (plugins if isinstance(plugins, list) else ())
+        if isinstance(row, dict)
+    }
+    return dict(flatten(rest))
+
+
+def differing(runs: Sequence[Run]) -> list[str]:
+    """Config keys whose values are not the same in all runs that have a manifest."""
+    configs = [dict(flatten(run.manifest["config"])) for run in runs if "config" in run.manifest]
+    keys = dict.fromkeys(key for config in configs for key in config)
+    return [key for key in keys if len({config.get(key) for config in configs}) > 1]
+
+
+def flatten(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted keys and their values as text; what a run left empty is left out."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from flatten(item, f"{key}.{name}" if key else str(name))
+    elif key:
+        yield key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _page(title: str, data: Mapping[str, Any]) -> str:
+    style = _asset(_STYLE)
+    script = "\n".join(_asset(name) for name in _SCRIPTS)
+    # Nothing is loaded, and nothing runs but the script above: a prompt that holds markup stays a text.
+    policy = (
+        "default-src 'none'; img-src data:; media-src data:; "
+        f"style-src '{_digest(style)}'; script-src '{_digest(script)}'; base-uri 'none'; form-action 'none'"
+    )
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta name="color-scheme" content="light dark">',
+            '<link rel="icon" href="data:,">',
+            f"<title>{html.escape(title)}: mm report</title>",
+            f"<style>{style}</style></head><body>",
+            "<noscript>This page draws its charts by a script of its own; allow it.</noscript>",
+            '<main id="page"></main>',
+            f'<script type="application/json" id="data">{to_json(data)}</script>',
+            f"<script>{script}</script>",
+            "</body></html>",
+            "",
+        ]
+    )
+
+
+def to_json(data: Mapping[str, Any]) -> str:
+    """JSON that can stand in an HTML page: no text in it ends the script or opens a comment."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for mark in "<>&\u2028\u2029":
+        text = text.replace(mark, f"\\u{ord(mark):04x}")
+    return text.encode("utf-8", "replace").decode("utf-8")  # lone surrogates have no UTF-8
+
+
+def _digest(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}"
+
+
+def _asset(name: str) -> str:
+    try:
+        return files("mm_core.report").joinpath(name).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise MMError(
+            f"{name}, a part of the page, is not installed", hint="install mm-core again: its wheel holds it"
+        ) from None
