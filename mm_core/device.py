@@ -161,6 +161,12 @@ def peak_memory_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def reset_peak_memory() -> None:
+    """`peak_memory_bytes` counts from here on; a process on CPU can not forget."""
+    if device_type() != "cpu":
+        _module(device_type()).reset_peak_memory_stats()
+
+
 class MemoryRecorder:
     """Records what the accelerator's allocator does, for PyTorch's memory viewer."""
 

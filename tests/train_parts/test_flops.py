@@ -32,19 +32,19 @@ TINY = {
 }
 
 
-def by_hand(rows: int, latents: tuple[int, int, int] = (2, 4, 6), text: int = 5) -> int:
+def by_hand(rows: int, model: dict = TINY, latents: tuple[int, int, int] = (2, 4, 6), text: int = 5) -> int:
     """Operations of a forward of CustomDiT, from its architecture: two a weight and token, and attention."""
-    width = TINY["num_heads"] * TINY["head_dim"]
-    t, h, w = (size // patch for size, patch in zip(latents, TINY["patch_size"], strict=True))
+    width = model["num_heads"] * model["head_dim"]
+    t, h, w = (size // patch for size, patch in zip(latents, model["patch_size"], strict=True))
     tokens, patch = t * h * w, 4
-    embed = tokens * TINY["in_channels"] * patch * width
-    time = TINY["freq_dim"] * width + width * width + width * 6 * width
-    caption = text * (TINY["text_dim"] * width + width * width)
+    embed = tokens * model["in_channels"] * patch * width
+    time = model["freq_dim"] * width + width * width + width * 6 * width
+    caption = text * (model["text_dim"] * width + width * width)
     itself = 4 * tokens * width * width + 2 * tokens * tokens * width
     across = 2 * tokens * width * width + 2 * text * width * width + 2 * tokens * text * width
-    feed_forward = 2 * tokens * width * TINY["ffn_dim"]
-    head = tokens * width * TINY["out_channels"] * patch
-    blocks = TINY["num_layers"] * (itself + across + feed_forward)
+    feed_forward = 2 * tokens * width * model["ffn_dim"]
+    head = tokens * width * model["out_channels"] * patch
+    blocks = model["num_layers"] * (itself + across + feed_forward)
     return 2 * rows * (embed + time + caption + blocks + head)
 
 
@@ -65,6 +65,23 @@ def test_the_forward_of_the_dit_is_what_its_architecture_says():
         forward(CustomDiT(**TINY))
     assert flops.of_step(4) == StepFlops(trained=3 * 4 * by_hand(3), encode=4 * 2 * 4 * 6 * 8)
     assert flops.faults == ()
+
+
+def test_the_1_3b_dit_at_49x480x832_takes_386_tflop_a_step():
+    """On meta, where nothing is computed: latents of a 4 x 8 x 8 autoencoder, 512 tokens of text."""
+    model = {"num_layers": 30, "num_heads": 12, "head_dim": 128, "patch_size": (1, 2, 2), "in_channels": 16}
+    model |= {"out_channels": 16, "text_dim": 4096, "freq_dim": 256, "ffn_dim": 8960}
+    flops = ForwardFlops()
+    with torch.device("meta"):
+        predictor, text = CustomDiT(**model), torch.empty(1, 512, 4096)
+        mask = torch.ones(1, 512, dtype=torch.bool)
+        with flops.counting():
+            predictor(
+                latents=torch.empty(1, 16, 13, 60, 104), timestep=torch.empty(1), text=text, text_mask=mask
+            )
+    step = flops.of_step(1)
+    assert step == StepFlops(trained=3 * by_hand(1, model, (13, 60, 104), 512), encode=0)
+    assert step.trained == 385_799_494_828_032
 
 
 def test_only_the_first_micro_batch_is_counted():

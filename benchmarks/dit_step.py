@@ -1,0 +1,328 @@
+"""A training step of the 1.3B custom DiT at 49 x 480 x 832: time, memory, MFU, and where the time goes.
+
+    python benchmarks/dit_step.py [--size 1_3b|small] [--steps 10] [--recompute auto|N] [--out FILE.md]
+    torchrun --nproc-per-node 8 benchmarks/dit_step.py
+
+The engine, the task, the optimizer and the clocks are those of a run; latents and text are random and made
+on the fly (16 x 13 x 60 x 104 of a 4 x 8 x 8 autoencoder, 512 x 4096), so nothing is read and nothing is
+downloaded. Without an accelerator a small model stands in. `--recompute auto` recomputes as few of the
+blocks as fit: none, half, all. The limit is the operations that a step needs (without recomputation)
+at the device's published peak; beside it stands what one large matrix product reaches here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from mm_custom_dit.model import CustomDiT
+
+from mm_core.builtin.configs.training import AdamWConfig
+from mm_core.config.schema import TrainSection
+from mm_core.contracts import Loss, Randomness, SampleKey, VideoTextBatch
+from mm_core.device import (
+    device_stack,
+    peak_flops,
+    peak_memory_bytes,
+    reset_peak_memory,
+    start_process_group,
+    synchronize,
+)
+from mm_core.diffusion.flow_match import FlowMatch
+from mm_core.engines.fsdp2 import FSDP2Engine
+from mm_core.tasks.text_to_video import TextToVideo
+from mm_core.train.failure import leave
+from mm_core.train.flops import ForwardFlops, StepFlops
+from mm_core.train.optimizers import adamw
+from mm_core.train.parameter_groups import groups_of
+from mm_core.train.phases import PhaseClock
+
+WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model, the shape of its latents, and of its text."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    ffn_dim: int
+    latents: tuple[int, int, int, int]
+    text: tuple[int, int]
+
+    def model(self) -> CustomDiT:
+        """The predictor, on meta."""
+        with torch.device("meta"):
+            return CustomDiT(
+                num_layers=self.layers,
+                num_heads=self.heads,
+                head_dim=self.head_dim,
+                patch_size=(1, 2, 2),
+                in_channels=self.latents[0],
+                out_channels=self.latents[0],
+                text_dim=self.text[1],
+                freq_dim=256,
+                ffn_dim=self.ffn_dim,
+                rope_max_seq_len=1024,
+            )
+
+
+SIZES = {
+    "1_3b": Size(30, 12, 128, 8960, (16, 13, 60, 104), (512, 4096)),
+    "small": Size(6, 6, 64, 2240, (16, 4, 16, 26), (64, 512)),
+}
+
+
+class RandomLatents:
+    """Stands in for an autoencoder and its posterior: the same random latents for every clip."""
+
+    stride = (4, 8, 8)
+
+    def __init__(self, shape: tuple[int, int, int, int], device: torch.device) -> None:
+        self.latent_channels = shape[0]
+        self._latents = torch.randn(shape, device=device)
+
+    def encode(self, pixels: torch.Tensor) -> RandomLatents:
+        """Itself: `mode` gives the latents."""
+        self._rows = len(pixels)
+        return self
+
+    def mode(self) -> torch.Tensor:
+        """latents[B,C,T,H,W]."""
+        return self._latents.expand(self._rows, *self._latents.shape)
+
+
+class RandomText:
+    """Stands in for a text encoder: the same random hidden states for every caption."""
+
+    def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
+        self.max_length, self.hidden_size = shape
+        self._hidden = torch.randn(shape, device=device)
+
+    def encode(self, ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden[B,L,D], mask[B,L]."""
+        return self._hidden.expand(len(ids), *self._hidden.shape), mask
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What came out. seconds: of each step. split: seconds a step by phase. recomputed: blocks."""
+
+    seconds: list[float]
+    split: dict[str, float]
+    memory: int
+    flops: StepFlops
+    tokens: float
+    recomputed: int
+    parameters: int
+    loss: float
+
+    def shares(self) -> dict[str, float]:
+        """What part of the time each phase took."""
+        total = sum(self.split.values())
+        return {phase: spent / total for phase, spent in self.split.items()}
+
+
+def main() -> int:
+    """Measures, prints, and appends to --out on rank 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--size", choices=SIZES)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--micro-batch-size", type=int, default=1)
+    parser.add_argument("--accumulation", type=int, default=1)
+    parser.add_argument("--recompute", default="auto", help="blocks to recompute, or auto")
+    parser.add_argument("--out", type=Path, help="Markdown table that a row is appended to")
+    args = parser.parse_args()
+    start_process_group()
+    stack = device_stack()
+    args.size = args.size or ("small" if stack["device"] == "cpu" else "1_3b")
+    size, dtype = SIZES[args.size], "fp32" if stack["device"] == "cpu" else "bf16"
+    measured = measure_what_fits(size, dtype, args)
+    reached = matrix_rate(torch.float32 if dtype == "fp32" else torch.bfloat16)
+    memory = torch.tensor([measured.memory], dtype=torch.float64)
+    dist.all_reduce(memory, dist.ReduceOp.MAX)
+    if dist.get_rank() == 0:
+        report(args, stack, dtype, measured, int(memory), reached)
+    dist.barrier()
+    return 0
+
+
+def measure_what_fits(size: Size, dtype: str, args: argparse.Namespace) -> Measured:
+    """With as few recomputed blocks as memory allows, or with as many as were asked for."""
+    automatic = args.recompute == "auto"
+    choices = [0, size.layers // 2, size.layers] if automatic else [int(args.recompute)]
+    for recomputed in choices:
+        result: Measured | None = None
+        reset_peak_memory()
+        try:
+            result = measure(size, dtype, args, recomputed)
+        except torch.OutOfMemoryError:
+            if dist.get_world_size() > 1 or recomputed == choices[-1]:
+                raise  # the other ranks wait in a collective that this one has left
+        gc.collect()
+        if result is not None:
+            return result
+        print(f"{recomputed} recomputed blocks do not fit", flush=True)
+    raise AssertionError("the last choice returns or raises")
+
+
+def measure(size: Size, dtype: str, args: argparse.Namespace, recomputed: int) -> Measured:
+    """Trains warm-up and measured steps with the pieces of a run."""
+    rng, rows = Randomness(0), args.micro_batch_size
+    blocks = (f"predictor.blocks.{{0-{recomputed - 1}}}",) if recomputed else ()
+    engine = FSDP2Engine(
+        sub_modules_to_wrap=("predictor.blocks.{*}",),
+        recompute_modules=blocks,
+        param_dtype=None if dtype == "fp32" else dtype,
+    )
+    device = engine.device
+    task = TextToVideo(
+        size.model(),
+        RandomLatents(size.latents, device),  # type: ignore[arg-type]
+        RandomText(size.text, device),  # type: ignore[arg-type]
+        FlowMatch(shift=5.0),
+    )
+    parameters = sum(p.numel() for p in task.predictor.parameters())
+    plan = engine.plan(task, dist.get_world_size(), 2)
+    settings = vars(AdamWConfig(lr=1e-5))
+    engine.prepare(task, plan, lambda p: adamw(groups_of(p, TrainSection(steps=1)), **settings), rng)
+    flops, phases = ForwardFlops(), PhaseClock()
+    scale = 1.0 / (rows * args.accumulation)
+    seconds: list[float] = []
+    tokens = 0
+    for step in range(WARM_UP + args.steps):
+        if step == WARM_UP:
+            phases.take()
+        synchronize()
+        began = time.perf_counter()
+        tokens = 0
+        for micro in range(args.accumulation):
+            batch = make_batch(size, rows, (step * args.accumulation + micro) * dist.get_world_size())
+
+            def compute(batch: VideoTextBatch = batch) -> Loss:
+                with flops.counting():
+                    phases.enter("encode")
+                    inputs = task.prepare(batch.to(device, non_blocking=True), rng)
+                    phases.enter("forward_backward")
+                    flops.enter("forward_backward")
+                    return task.loss(inputs)
+
+            loss = engine.micro_step(compute, last=micro == args.accumulation - 1, scale=scale)
+            tokens += loss.tokens
+        norm = engine.grad_norm()
+        phases.enter("optimizer")
+        engine.step(norm, 1.0)
+        phases.enter("log")
+        synchronize()
+        if step >= WARM_UP:
+            seconds.append(time.perf_counter() - began)
+    spent = {name: total / args.steps for name, total in phases.take().items() if name != "log"}
+    counted = flops.of_step(args.accumulation)
+    assert counted is not None, flops.faults
+    return Measured(
+        seconds=seconds,
+        split=spent,
+        memory=peak_memory_bytes(),
+        flops=counted,
+        tokens=float(tokens * dist.get_world_size()),
+        recomputed=recomputed,
+        parameters=parameters,
+        loss=float(loss.total) / rows,
+    )
+
+
+def make_batch(size: Size, rows: int, first: int) -> VideoTextBatch:
+    """Clips and captions of which only the number counts."""
+    numbers = [first + dist.get_rank() + row for row in range(rows)]
+    length = size.text[0]
+    return VideoTextBatch(
+        keys=[SampleKey(0, number) for number in numbers],
+        weights=torch.ones(rows),
+        ids=[str(number) for number in numbers],
+        pixels=torch.zeros(rows, 3, 1, 1, 1),
+        captions=[""] * rows,
+        text_ids=torch.zeros(rows, length, dtype=torch.int64),
+        text_mask=torch.ones(rows, length, dtype=torch.bool),
+    )
+
+
+def matrix_rate(dtype: torch.dtype) -> float:
+    """Operations a second of one large matrix product here: the best of several."""
+    device = FSDP2Engine().device
+    n = 1024 if device.type == "cpu" else 8192
+    left, right = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    best = math.inf
+    for _ in range(10):
+        synchronize()
+        began = time.perf_counter()
+        for _ in range(5):
+            left @ right
+        synchronize()
+        best = min(best, (time.perf_counter() - began) / 5)
+    return 2 * n**3 / best
+
+
+def report(
+    args: argparse.Namespace, stack: dict[str, str], dtype: str, m: Measured, memory: int, reached: float
+) -> None:
+    """The table, the row for --out, and the lines that a script reads."""
+    world, size, peak = dist.get_world_size(), SIZES[args.size], peak_flops()
+    step = statistics.median(m.seconds)
+    rate = m.flops.trained / step / world
+    mfu = f"{rate / peak:.1%}" if peak else "unknown peak"
+    name = stack.get("name", f"cpu, {torch.get_num_threads()} threads")
+    rows = {
+        "device": f"{world} x {name}, torch {stack['torch']}",
+        "model": f"{m.parameters / 1e9:.3f}B parameters, {size.layers} layers, {dtype}",
+        "a micro-batch": f"{args.micro_batch_size} x latents {size.latents}, text {size.text}",
+        "micro-batches a step and rank": str(args.accumulation),
+        "recomputed blocks": f"{m.recomputed} of {size.layers}",
+        "step, median": f"{step:.4g} s ({min(m.seconds):.4g} to {max(m.seconds):.4g} in {len(m.seconds)})",
+        "tokens a second": f"{m.tokens / step:,.0f}",
+        "peak memory": f"{memory / 2**30:.1f} GiB",
+        **{f"  {phase}": f"{m.split[phase]:.4g} s ({share:.0%})" for phase, share in m.shares().items()},
+        "operations a step": f"{m.flops.trained / 1e12:,.3g} TFLOP, recomputation not counted",
+        "of a device": f"{rate / 1e12:,.3g} TFLOP/s; MFU {mfu}",
+        "limit by the published peak": f"{m.flops.trained / peak / world:.4g} s a step"
+        if peak
+        else "unknown",
+        "one large matrix product": f"{reached / 1e12:,.3g} TFLOP/s; at that rate a step takes "
+        f"{m.flops.trained / reached / world:.4g} s ({m.flops.trained / reached / world / step:.0%} of it)",
+        "loss of the last micro-batch": f"{m.loss:.4f}",
+    }
+    width = max(map(len, rows))
+    for label, text in rows.items():
+        print(f"{label:<{width}}  {text}")
+    if args.out:
+        append(args.out, [rows[k] for k in ("device", "model", "recomputed blocks")], m, step, memory, mfu)
+    ok = "ok" if math.isfinite(m.loss) else "short"
+    print(f"RESULT dit_step_seconds {step:.4g} - {ok}")
+    if peak:
+        print(f"RESULT dit_step_mfu {rate / peak:.3f} - {ok}")
+
+
+def append(path: Path, labels: list[str], m: Measured, step: float, memory: int, mfu: str) -> None:
+    """One row of a Markdown table; its head where the file is new."""
+    head = ["device", "model", "recomputed", "step", "tokens/s", "memory", "MFU", "time split"]
+    split = ", ".join(f"{phase} {share:.0%}" for phase, share in m.shares().items())
+    row = [*labels, f"{step:.4g} s", f"{m.tokens / step:,.0f}", f"{memory / 2**30:.1f} GiB", mfu, split]
+    new = not path.exists()
+    with path.open("a", encoding="utf-8") as stream:
+        if new:
+            stream.write(f"| {' | '.join(head)} |\n|{'---|' * len(head)}\n")
+        stream.write(f"| {' | '.join(row)} |\n")
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    leave(code)
