@@ -1,4 +1,4 @@
-"""A one-file plugin for tests: the custom DiT whose second block breaks on one rank, in its output or gradient."""
+"""A one-file plugin for tests: the custom DiT whose second block breaks on one rank."""
 
 from dataclasses import dataclass
 from typing import Literal
