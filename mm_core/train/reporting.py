@@ -10,17 +10,16 @@ from pathlib import Path
 import torch.distributed as dist
 
 from mm_core.config.schema import RunConfig
-from mm_core.contracts import Bins, Clip, Loss, Tracker
+from mm_core.contracts import Bins, Clip, Loss
 from mm_core.device import peak_flops, peak_memory_bytes
 from mm_core.errors import ConfigError
 from mm_core.plan import RunPlan
-from mm_core.plugin.registry import build
 from mm_core.train.flops import ForwardFlops
 from mm_core.train.loss_curve import write_loss_curve
 from mm_core.train.metrics import MetricsWindow
 from mm_core.train.phases import PhaseClock
 from mm_core.train.progress import Progress, make_progress
-from mm_core.train.trackers import JsonlTracker, TrackerSet, truncate_after
+from mm_core.train.trackers import TrackerSet, open_trackers
 
 
 class RunReporter:
@@ -56,20 +55,15 @@ class RunReporter:
         self._steps = 0
         self.leads = dist.get_rank() == 0
         self.progress: Progress = make_progress(plan.steps, dist.get_rank(), start)
-        trackers: dict[str, Tracker] = {}
-        types = [component.type for component in config.log.trackers if component.type != "core/jsonl"]
+        types = [component.type for component in config.log.trackers]
         if twice := sorted({name for name in types if types.count(name) > 1}):
             raise ConfigError(
                 f"{twice[0]} is listed twice", where="log.trackers", accepted="each tracker once"
             )
+        self.trackers = TrackerSet({})
         if self.leads:
-            truncate_after(run_dir, start)
             write_telemetry(run_dir, bins)
-            trackers["core/jsonl"] = JsonlTracker(run_dir)
-            for component in config.log.trackers:
-                if component.type not in trackers:
-                    trackers[component.type] = build("tracker", component, run_dir)
-        self.trackers = TrackerSet(trackers)
+            self.trackers = open_trackers(run_dir, config.log.trackers, start, self.note)
 
     def enter(self, phase: str) -> None:
         """A phase of the step begins."""
