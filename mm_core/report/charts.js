@@ -35,7 +35,7 @@ function short(value) {
   if (size >= 1e9) return `${+(value / 1e9).toPrecision(4)}G`;
   if (size >= 1e6) return `${+(value / 1e6).toPrecision(4)}M`;
   if (size >= 1e4) return `${+(value / 1e3).toPrecision(4)}k`;
-  if (size !== 0 && size < 1e-3) return value.toExponential(2);
+  if (size !== 0 && size < 1e-3) return value.toExponential(2).replace(/\.?0+e/, "e");
   return String(+value.toPrecision(4));
 }
 
@@ -206,8 +206,8 @@ function lineChart(card, readout, lines, options) {
       const range = line.low && line.low[i] !== null ? ` (${short(line.low[i])} to ${short(line.high[i])})` : "";
       return ["  ", line.label, " ", html("b", {}, short(line.smoothed[i])), range];
     }));
-  }, () => { cursor.setAttribute("visibility", "hidden"); readout.textContent = options.rest; });
-  readout.textContent = domain ? options.rest : readout.textContent;
+  }, () => { cursor.setAttribute("visibility", "hidden"); readout.replaceChildren(...options.rest); });
+  if (domain) readout.replaceChildren(...options.rest);
   return box.root;
 }
 

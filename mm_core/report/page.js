@@ -18,7 +18,8 @@ const CHARTS = [
   ["Peak memory of a rank, GiB", ["memory"], 2 ** -30],
   ["Share of the device's peak FLOPs (MFU)", ["mfu"]],
 ];
-const DASHES = ["", "6 3", "2 3", "8 3 2 3", "1 2", "10 4", "4 1"];
+const DASHES = ["", "6 3", "2 3", "8 3 2 3", "12 4"];
+const LOOKS = ["solid", "dashed", "dotted", "dash-dotted", "long-dashed"];
 
 function along(run, steps) {
   if (view.x === "step") return steps;
@@ -43,27 +44,31 @@ function section(title) {
   return grid;
 }
 
-// One chart of the named metrics of all runs: a colour a run, a dash a metric.
+// One chart of the named metrics of all runs. Of one run, each metric has a colour; of several, each run
+// has one and the metrics differ by their dashes.
 function metricsChart(grid, title, names, factor = 1) {
   const present = names.filter((name) => RUNS.some((run) => run.curves[name]));
   if (!present.length) return;
   const times = (values) => values && values.map((v) => (v === null ? null : v * factor));
-  const rest = present.length > 1
-    ? present.map((name, i) => `${name} ${["solid", "dashed", "dotted"][i] || "dash-dotted"}`).join(", ")
-    : (present[0] === title.toLowerCase() ? "" : present[0]);
+  const common = present.length > 1 && present.every((name) => name.includes("_at/")) ? present[0].lastIndexOf("/") + 1 : 0;
+  const legend = () => {
+    if (present.length === 1) return [present[0] === title.toLowerCase() ? "" : present[0]];
+    return present.flatMap((name, n) => [MANY ? `${LOOKS[n % LOOKS.length]} ` : swatch(n), ` ${name.slice(common)}  `]);
+  };
   card(grid, title, (node, readout) => {
-    const lines = RUNS.flatMap((run, r) => !view.shown[r] ? [] : present.flatMap((name, n) => {
+    const lines = [];
+    let notFinite = 0;
+    for (const [r, run] of RUNS.entries()) for (const [n, name] of present.entries()) {
       const curve = run.curves[name];
-      if (!curve) return [];
-      const x = along(run, curve.x);
-      if (!x.length) return [];
-      const label = [MANY ? run.label : "", present.length > 1 || !MANY ? name : ""].filter(Boolean).join(" ");
-      const bad = along(run, curve.bad || []);
-      return [{ label, colour: colour(r), dash: DASHES[n % DASHES.length], x, y: times(curve.y), low: times(curve.low), high: times(curve.high), bad }];
-    }));
-    const count = RUNS.reduce((sum, run, r) => sum + (view.shown[r] ? present.reduce((s, n) => s + ((run.curves[n] || {}).bad_count || 0), 0) : 0), 0);
-    const warning = count ? `${count} value${count > 1 ? "s" : ""} not finite (marked)` : "";
-    return lineChart(node, readout, lines, { title, log: view.log, smoothing: view.smoothing, xText, rest: [rest, warning].filter(Boolean).join("; ") });
+      const x = curve && view.shown[r] ? along(run, curve.x) : [];
+      if (!x.length) continue;
+      notFinite += curve.bad_count || 0;
+      const label = [MANY ? run.label : "", present.length > 1 || !MANY ? name.slice(common) : ""].filter(Boolean).join(" ");
+      const look = MANY ? { colour: colour(r), dash: DASHES[n % DASHES.length] } : { colour: colour(n), dash: "" };
+      lines.push({ label, ...look, x, y: times(curve.y), low: times(curve.low), high: times(curve.high), bad: along(run, curve.bad || []) });
+    }
+    const warning = notFinite ? [`${notFinite} not finite, marked`] : [];
+    return lineChart(node, readout, lines, { title, log: view.log, smoothing: view.smoothing, xText, rest: [...legend(), ...warning] });
   });
 }
 
@@ -118,6 +123,10 @@ function clip(entry, run, shot) {
   if (!entry.src) return html("figure", {}, html("figcaption", {}, `${caption}: not carried in this page; samples/${entry.file}`));
   const video = html("video", { src: entry.src, autoplay: true, loop: true, muted: true, playsInline: true, controls: false, title: entry.prompt });
   const text = html("figcaption", {}, caption);
+  video.addEventListener("loadedmetadata", () => {
+    video.style.imageRendering = video.videoWidth < 128 ? "pixelated" : "auto";  // tiny clips show their pixels
+    video.style.width = `${Math.min(416, Math.max(192, video.videoWidth))}px`;
+  });
   video.addEventListener("click", () => (video.paused ? video.play() : video.pause()));
   video.addEventListener("error", () => {
     text.textContent = `${caption}: this browser does not decode the clip (H.264 with full chroma); samples/${entry.file}`;

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import html
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
@@ -17,8 +18,7 @@ from mm_core.report.reading import Run
 
 _SCRIPTS = ("charts.js", "page.js")
 _STYLE = "page.css"
-_BINNED = ("loss_by_", "grad_norm_by_", "timesteps_by_")
-_SHOWN_ELSEWHERE = ("samples", *_BINNED, "time/")
+_SHOWN_ELSEWHERE = re.compile(r"samples|(loss|grad_norm|timesteps)_by_.*|time/.*|.*/rows")
 
 
 def render(runs: Sequence[Run], media_bytes: int) -> str:
@@ -39,7 +39,7 @@ def render(runs: Sequence[Run], media_bytes: int) -> str:
 
 def describe(run: Run) -> dict[str, Any]:
     """Everything that the page shows of one run, but its clips."""
-    names = [name for name in run.series if not name.startswith(_SHOWN_ELSEWHERE)]
+    names = [name for name in run.series if not _SHOWN_ELSEWHERE.fullmatch(name)]
     scale = run.density.name if run.density is not None else _scale(run)
     return {
         "label": run.label,
