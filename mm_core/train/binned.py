@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -34,8 +35,9 @@ class BinnedLoss:
         self._step = bins.clone() if self._step is None else self._step + bins
 
     def step(self, grad_norm: float) -> None:
-        """Ends a step."""
-        if self._step is None:
+        """Ends a step. One whose gradient is not finite is left out: it would hide all others of its bins."""
+        if self._step is None or not math.isfinite(grad_norm):
+            self._step = None
             return
         share = self._step[1] / self._step[1].sum().clamp_min(torch.finfo(torch.float32).tiny)
         norms = torch.stack([share * grad_norm, share])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -22,8 +23,8 @@ _BLOCK = 32
 
 
 def gather_over_ranks(vector: Tensor) -> Sequence[Tensor]:
-    """`vector` of every rank of the default process group; of this one alone when there is none."""
-    if not dist.is_initialized():
+    """`vector` of every rank of the default process group; of this one alone when there is no other."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return [vector]
     table = [torch.empty_like(vector) for _ in range(dist.get_world_size())]
     dist.all_gather(table, vector)
@@ -34,7 +35,8 @@ class MetricsWindow:
     """Sums losses, metrics and times from one `flush` to the next.
 
     `micro` and `step` cost no host synchronisation; `flush` costs one transfer and one small collective.
-    A task names the same metrics on every rank; so must its ranks do here.
+    A task names the same metrics on every rank; so must its ranks do here. A step whose gradient is not
+    finite changes no weights and counts in no mean: one of them would hide all others of its window.
 
     Args:
         memory: peak memory of this rank in bytes.
@@ -67,9 +69,10 @@ class MetricsWindow:
 
     def _reset(self) -> None:
         self._sums: dict[str, Tensor] = {}
-        self._weight = self._samples = self._tokens = 0.0
+        self._step_sums: dict[str, Tensor] = {}
+        self._weight = self._step_weight = self._samples = self._tokens = 0.0
         self._step_time = self._data_wait = self._grad_norm = 0.0
-        self._steps = 0
+        self._steps = self._finite_steps = 0
 
     def restart_clock(self) -> None:
         """The next step's time counts from now: call it after what is no part of a step (saving, say)."""
@@ -77,13 +80,13 @@ class MetricsWindow:
 
     def micro(self, loss: Loss) -> None:
         """Adds one micro-batch: its sums stay where they are."""
-        self._weight += loss.weight
+        self._step_weight += loss.weight
         self._tokens += loss.tokens
         if self._bins is not None and loss.bins is not None:
             self._bins.micro(loss.bins)
         for name, value in (("loss", loss.total), *loss.metrics.items()):
             value = value.detach().to(loss.total.device, torch.float32)
-            self._sums[name] = self._sums[name] + value if name in self._sums else value.clone()
+            add(self._step_sums, name, value)
 
     def step(self, *, grad_norm: float, data_wait: float, samples: float) -> None:
         """Ends a step.
@@ -97,12 +100,21 @@ class MetricsWindow:
         self._step_time += now - self._mark
         self._mark = now
         self._steps += 1
-        self._grad_norm += grad_norm
+        self._end_step(grad_norm)
         self._data_wait += data_wait
         self._samples += samples
         self.samples_seen += samples
         if self._bins is not None:
             self._bins.step(grad_norm)
+
+    def _end_step(self, grad_norm: float) -> None:
+        if math.isfinite(grad_norm):
+            self._grad_norm += grad_norm
+            self._finite_steps += 1
+            self._weight += self._step_weight
+        for name, value in self._step_sums.items():
+            add(self._sums, name, value if math.isfinite(grad_norm) else torch.zeros_like(value))
+        self._step_sums, self._step_weight = {}, 0.0
 
     def detail(self) -> dict[str, float]:
         """What is worth a look less often: the loss, gradient norm and share of samples by bin since the
@@ -131,7 +143,7 @@ class MetricsWindow:
         metrics = {
             **({"loss": means.pop("loss")} if "loss" in means else {}),
             **means,
-            "grad_norm": self._grad_norm / steps,
+            "grad_norm": self._grad_norm / self._finite_steps if self._finite_steps else float("nan"),
             "step_time": step_time / steps,
             "data_wait": data_wait / steps,
             "samples_per_second": self._samples / step_time if step_time else 0.0,
@@ -167,6 +179,11 @@ class MetricsWindow:
                 hint="a task's loss must name the same metrics on every rank, with zeros where it has none",
             )
         return ranks
+
+
+def add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
+    """Adds to a sum that is a tensor of its own."""
+    sums[name] = sums[name] + value if name in sums else value.clone()
 
 
 _HEAD = 7 + len(PHASES)

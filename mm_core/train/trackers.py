@@ -56,9 +56,11 @@ class TensorBoardTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds one point to each curve."""
-        writer = self._open(step)
-        for name, value in metrics.items():
-            writer.add_scalar(name, value, step)
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        # One event for all: add_scalar makes one each, and waits whenever ten of them are not yet written.
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._open(step).file_writer.add_summary(Summary(value=values), step)
 
     def clips(self, step: int, clips: Sequence[Clip], folder: Path) -> None:
         """Adds each clip as an animated image, `samples/000` and so on, described by its prompt."""

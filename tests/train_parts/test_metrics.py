@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 
@@ -122,6 +123,7 @@ def test_ranks_that_name_other_metrics_are_told_so():
         def work(gather: Callable) -> object:
             window = MetricsWindow(memory=lambda: 0, gather=gather)
             window.micro(loss([1.0], **metrics))
+            window.step(grad_norm=1.0, data_wait=0.0, samples=1)
             return window.flush()
 
         return work
@@ -130,6 +132,57 @@ def test_ranks_that_name_other_metrics_are_told_so():
     assert str(first).startswith("ranks [1] report other metrics than this one (image, loss)\n")
     assert str(second).startswith("ranks [0] report other metrics than this one (loss)\n")
     assert isinstance(first, ContractError)
+
+
+def test_a_step_without_a_finite_gradient_counts_in_no_mean():
+    window = MetricsWindow(memory=lambda: 0, clock=(clock := Clock()))
+    for value, norm in ((1.0, 4.0), (math.nan, math.nan), (3.0, 2.0), (9.0, math.inf)):
+        window.micro(loss([value, value], error=[value, 0.0]))
+        clock.now += 1.0
+        window.step(grad_norm=norm, data_wait=0.0, samples=2)
+    metrics = window.flush()
+    assert (metrics["loss"], metrics["error"], metrics["grad_norm"]) == (2.0, 1.0, 3.0)
+    assert (metrics["step_time"], metrics["samples"]) == (1.0, 8.0)  # it took its time all the same
+
+
+def test_a_window_of_such_steps_alone_has_the_same_names_and_no_means():
+    window = MetricsWindow(memory=lambda: 0)
+    window.micro(loss([math.nan], error=[1.0]))
+    window.step(grad_norm=math.nan, data_wait=0.0, samples=1)
+    metrics = window.flush()
+    assert all(math.isnan(metrics[name]) for name in ("loss", "error", "grad_norm"))
+
+
+def test_tokens_and_operations_are_rates_of_the_slowest_rank():
+    def rank(tokens: int, seconds: float) -> Callable:
+        def work(gather: Callable) -> dict[str, float]:
+            clock = Clock()
+            window = MetricsWindow(memory=lambda: 0, gather=gather, clock=clock, peak=1000.0)
+            window.step_flops = 4800.0
+            for _ in range(2):
+                window.micro(Loss(torch.ones(()), 1.0, tokens=tokens))
+                clock.now += seconds
+                window.step(grad_norm=1.0, data_wait=0.0, samples=2)
+            return window.flush()
+
+        return work
+
+    first, second = on_ranks([rank(100, 1.0), rank(300, 4.0)])
+    assert first == second
+    assert first["tokens_per_second"] == 2 * (100 + 300) / 8.0
+    assert first["model_flops_per_second"] == 4800.0 / 4.0 / 2  # of a device
+    assert first["mfu"] == 0.6
+
+
+def test_what_is_not_known_is_not_named():
+    window = MetricsWindow(memory=lambda: 0, clock=(clock := Clock()))
+    window.step_flops = 10.0  # on a device without a published peak
+    window.micro(loss([1.0]))
+    clock.now += 1.0
+    window.step(grad_norm=1.0, data_wait=0.0, samples=1)
+    known = window.flush()
+    assert known["model_flops_per_second"] == 10.0
+    assert not {"mfu", "tokens_per_second", "time/data"} & known.keys()
 
 
 class Syncs(TorchDispatchMode):
@@ -162,4 +215,5 @@ def test_the_loss_is_held_without_its_graph():
     total = value * 2
     window.micro(Loss(total, 1.0))
     total.detach().zero_()  # what the engine does with its tensor later is not the window's business
+    window.step(grad_norm=1.0, data_wait=0.0, samples=1)
     assert window.flush()["loss"] == 2.0
