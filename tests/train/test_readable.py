@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 
-import mm_core
 from mm_core.config.load import load_config
 from mm_core.train import loop, run
 
@@ -39,7 +38,7 @@ def test_from_train_to_the_update_in_three_files_and_200_lines(tiny, tmp_path, m
         f"run.dir={tmp_path}",
         "data.loader.workers=0",
     ]
-    mm_core.train(load_config(tiny, overrides))
+    run.train(load_config(tiny, overrides))
     names = [name for _, name in found]
     assert names == ["FSDP2Engine.step", "run_steps", "train"]
     assert len({file for file, _ in found}) == 3
