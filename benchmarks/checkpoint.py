@@ -1,16 +1,18 @@
 """Saving 1 GB of state: how long training stands still, and how fast the bytes reach the disk.
 
-    python benchmarks/checkpoint.py [--megabytes 1024] [--rounds 5] [--mode thread|process]
+    python benchmarks/checkpoint.py [--megabytes 1024] [--rounds 15] [--mode thread|process]
 
-In each round, one after another on the same disk: plain writes of the same bytes to one file, flushed; a
-synchronous save; an asynchronous save, of which the time until `save` returns is the stall. Figures are
-medians of the rounds' ratios, since the disk is shared and its speed changes from minute to minute.
+In each round, in an order drawn anew, on the same disk, settled before each: plain writes of the same bytes
+to one file, flushed; a synchronous save; an asynchronous save, of which the time until `save` returns is the
+stall. Figures are medians of the rounds' ratios, since the disk is shared and its speed changes from minute to
+minute: single ratios spread by a factor of three and more on a busy machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import random
 import shutil
 import statistics
 import tempfile
@@ -62,7 +64,7 @@ def plain(path: Path, state: dict[str, dict[str, torch.Tensor]]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--mode", choices=("thread", "process"), default="thread")
     parser.add_argument("--dir", help="where to write (default: a temporary folder)")
     args = parser.parse_args()
@@ -73,6 +75,7 @@ def main() -> int:
     columns = ("plain s", "sync s", "stall s", "async s", "stall/sync", "plain/sync", "plain/async")
     print("round", *(f"{column:>11}" for column in columns))
     stalls, speeds, behind = [], [], []
+    chance = random.Random(0)
     try:
         sync = CheckpointStore(folder / "sync", keep=1)
         own = CheckpointStore(folder / "async", keep=1, asynchronous=args.mode)
@@ -92,15 +95,18 @@ def main() -> int:
                 "sync": lambda step=step: sync.save(step, state, {}, "x: 1\n", digest=False),
                 "async": behind_the_back,
             }
-            # Who writes first finds the disk rested: each takes each place in turn.
-            turn = list(calls)[step % 3 :] + list(calls)[: step % 3]
-            took = {name: seconds(calls[name]) for name in turn}
+            # What the disk has still to do for one would be charged to the next.
+            turn = chance.sample(sorted(calls), k=3)
+            took = {}
+            for name in turn:
+                os.sync()
+                took[name] = seconds(calls[name])
             bare, whole, total = took["plain"], took["sync"], took["async"]
             stalls.append(stall / whole)
             speeds.append(bare / whole)
             behind.append(bare / total)
             row = (bare, whole, stall, total, stalls[-1], speeds[-1], behind[-1])
-            print(f"{step - 1:>5}", *(f"{value:>11.3f}" for value in row), f" {turn[0]} first", flush=True)
+            print(f"{step - 1:>5}", *(f"{value:>11.3f}" for value in row), "", *turn, flush=True)
         own.close()
     finally:
         shutil.rmtree(folder, ignore_errors=True)

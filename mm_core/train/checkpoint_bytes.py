@@ -28,6 +28,7 @@ State = Mapping[str, Mapping[str, Any]]
 """{"model": {name: tensor}, "optimizer": {name: tensor}, ...}: plain tensors or DTensors."""
 
 _CHUNK = 1 << 23
+_SMALL = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,11 @@ class _Summing(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
+        if len(view) < _SMALL:  # torch.save writes some forty such pieces a tensor
+            self._file.write(view)
+            self.crc32 = zlib.crc32(view, self.crc32)
+            self.size += len(view)
+            return len(view)
         for start in range(0, len(view), _CHUNK):
             chunk = view[start : start + _CHUNK]
             summed = self._summer.submit(zlib.crc32, chunk, self.crc32)
