@@ -73,14 +73,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """The exit code. Under a launcher (RANK is set) this process is a rank, and does not return."""
+    if args.overfit_one_batch:
+        args.overrides.append("train.overfit_one_batch=true")
     if "RANK" in os.environ:
         if args.dry_run:
             return _dry_run_of_rank(args)
         _be_rank(args)
     least, most = _hosts(args)
     nproc = _ranks_here(args.nproc)
-    if args.overfit_one_batch:
-        args.overrides.append("train.overfit_one_batch=true")
     from mm_core.config.load import load_config
 
     config = load_config(args.config, args.overrides)  # every typo is found before a rank is started
@@ -173,7 +173,7 @@ def _dry_run_of_rank(args: argparse.Namespace) -> int:
 
 def _refuse_launch_options(args: argparse.Namespace) -> None:
     """Under a launcher the world is given; an option that would be passed over in silence is an error."""
-    options = ("nproc", "nnodes", "rdzv_endpoint", "rdzv_id", "node_rank")
+    options = ("nproc", "nnodes", "rdzv_endpoint", "rdzv_id", "node_rank", "verify_resume")
     given = [f"--{name.replace('_', '-')}" for name in options if getattr(args, name) is not None]
     if given:
         raise MMError(

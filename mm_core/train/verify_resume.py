@@ -20,6 +20,9 @@ from mm_core.train.checkpoint_reading import find_checkpoint, read_facts
 from mm_core.train.signals import STOPPED
 from mm_core.train.trackers import read_metrics
 
+_NEVER = 10**9
+"""Steps that no run has."""
+
 _AT_ONCE = 1 << 30
 """Bytes of tensors that are compared at a time."""
 
@@ -45,6 +48,9 @@ def verify_resume(
 ) -> tuple[list[PartResult], list[str]]:
     """Trains 2K steps, and K + K with a restart, in a folder that goes afterwards.
 
+    Each run is the configured one, learning-rate schedule included, and is stopped where it is compared.
+    Observers and trackers are left out.
+
     Args:
         config, overrides: the run, as on the command line.
         steps: K.
@@ -55,37 +61,41 @@ def verify_resume(
         A result for each part of the state, and sentences on what else differs; [] when nothing does.
 
     Raises:
-        MMError: when one of the three runs fails.
+        MMError: when one of the three runs fails, or the run has less than 2K steps.
     """
     with tempfile.TemporaryDirectory(prefix="mm_core-verify-") as folder:
-        base = [
-            *overrides,
-            f"train.steps={2 * steps}",
-            "train.epochs=null",
-            f"checkpoint.every={2 * steps}",
-            "checkpoint.best=null",
-            "log.trackers=[]",
-        ]
+        quiet = ["checkpoint.best=null", "log.trackers=[]", "callbacks=[]", "profile=null"]
+        # Nothing but the stop saves: a save is no part of what is compared.
+        base = [*overrides, f"checkpoint.every={_NEVER}", "checkpoint.every_minutes=null", *quiet]
         whole, halves = (Path(folder) / name for name in ("whole", "halves"))
-        _train(config, [*base, f"run.dir={whole}"], nproc, 0, "the uninterrupted run")
+        _train(config, [*base, f"run.dir={whole}"], nproc, 2 * steps, "the uninterrupted run")
+        reached = int(read_facts(find_checkpoint(whole / run))["step"])
+        if reached < 2 * steps:
+            raise MMError(
+                f"{steps} + {steps} steps are more than the run's {reached}",
+                where="--verify-resume",
+                accepted=f"1 to {reached // 2}",
+            )
         stopped = [*base, f"run.dir={halves}"]
-        _train(config, stopped, nproc, STOPPED, "the first half", "--stop-after", str(steps))
-        _train(config, stopped, nproc, 0, "the resumed half")
+        _train(config, stopped, nproc, steps, "the first half")
+        _train(config, stopped, nproc, 2 * steps, "the resumed half")
         return compare_runs(whole / run, halves / run)
 
 
-def _train(config: str, overrides: Sequence[str], nproc: int, code: int, name: str, *flags: str) -> None:
+def _train(config: str, overrides: Sequence[str], nproc: int, last: int, name: str) -> None:
+    """One run, up to step `last`."""
     command = [sys.executable, "-m", "mm_core.cli.main", "train", "--config", config, *overrides]
     done = subprocess.run(
-        [*command, "--nproc", str(nproc), *flags],
+        [*command, "--nproc", str(nproc), "--stop-after", str(last)],
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
     )
-    if done.returncode != code:
-        said = done.stderr.strip().splitlines()
+    if done.returncode not in (0, STOPPED):
+        said = done.stderr.strip()
+        sentence = said[said.rfind("mm: error:") :].removeprefix("mm: error: ")
         raise MMError(
-            f"{name} ended with exit code {done.returncode}: {' '.join(said[-6:])}", where="--verify-resume"
+            f"{name} ended with exit code {done.returncode}\n{sentence}"[:4000], where="--verify-resume"
         )
 
 
