@@ -4,8 +4,8 @@
 
 In each round, in an order drawn anew, on the same disk, settled before each: plain writes of the same bytes
 to one file, flushed; a synchronous save; an asynchronous save, of which the time until `save` returns is the
-stall. Figures are medians of the rounds' ratios, since the disk is shared and its speed changes from minute to
-minute: single ratios spread by a factor of three and more on a busy machine.
+stall. Figures are medians of the rounds' ratios, since the disk is shared: on a busy machine
+single ratios spread by a factor of three and more.
 """
 
 from __future__ import annotations
