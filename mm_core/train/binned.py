@@ -46,7 +46,7 @@ class BinnedLoss:
         self._step = None
 
     def flush(self) -> dict[str, float]:
-        """`loss_by_sigma/0.0-0.1`, `grad_norm_by_sigma/...`, and `timesteps_by_sigma/...`, the share of the
+        """`loss_by_sigma/0-0.1`, `grad_norm_by_sigma/...`, and `timesteps_by_sigma/...`, the share of the
         weight that fell into each bin; bins without samples are left out. Called by all ranks."""
         size = len(self._labels)
         table = torch.zeros(4, size, dtype=torch.float64)
