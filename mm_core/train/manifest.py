@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ from mm_core.plugin.fields import ComponentConfig
 
 
 def run_manifest(config: RunConfig, plan: RunPlan, datasets: Mapping[str, Dataset]) -> dict[str, Any]:
-    """Resolved config (what came from the environment as it was written), components with their
-    distributions and versions, data fingerprints, device stack, world; plain values."""
+    """Resolved config (what came from the environment as it was written, with a trace of its value),
+    components with their distributions and versions, data fingerprints, device stack, world; plain values."""
     sections = {"train": config.data.train, "validation": config.data.validation, "test": config.data.test}
     return {
         "config": to_mapping(config),
+        "environment": environment_traces(config),
         "plugins": [asdict(component) for component in plan.components],
         "data": {
             name: fingerprint(section, datasets[name])
@@ -34,6 +35,26 @@ def run_manifest(config: RunConfig, plan: RunPlan, datasets: Mapping[str, Datase
         "versions": {"python": platform.python_version(), "mm_core": mm_core.__version__},
         "world": plan.engine.world,
     }
+
+
+def environment_traces(config: RunConfig) -> dict[str, str]:
+    """Config key -> 16 bits of a hash of the value that the environment gave it.
+
+    So few that they tell a change, as a rule, and nothing of a secret.
+    """
+    values = to_mapping(replace(config, literals={}))
+    return {key: _trace(_at(values, key)) for key in config.literals}
+
+
+def _at(value: Any, key: str) -> Any:
+    """What stands at a dotted key; lists are entered by number."""
+    for name in key.split("."):
+        value = value[int(name)] if isinstance(value, list) else value[name]
+    return value
+
+
+def _trace(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:4]
 
 
 def fingerprint(section: ComponentConfig, dataset: Dataset) -> dict[str, Any]:

@@ -38,11 +38,13 @@ _RULES: Mapping[str, tuple[Verdict, str]] = {
     "config.train.micro_batch_size": ("safe", "the global batch stays; dropout draws other masks"),
     "config.train.global_batch_size": ("allow", _ORDER),
     "config.train.freeze": ("refused", _STATE),
+    "config.train.non_finite": ("safe", "no update changes, only when the run gives up"),
     "config.engine": ("safe", _SPEED),
     "config.engine.type": ("allow", "the engines' states may differ"),
     "config.engine.param_dtype": ("allow", "changes the precision"),
     "config.engine.reduce_dtype": ("allow", "changes the precision"),
     "config.engine.output_dtype": ("allow", "changes the precision"),
+    "config.engine.cast_forward_inputs": ("allow", "changes the precision"),
     "config.optimizer.type": ("refused", _STATE),
     "config.init_from": ("safe", "a resumed run has weights of its own"),
     "config.ema.device": ("safe", _SPEED),
@@ -93,8 +95,19 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Differe
         shown = key.removeprefix("config.")
         absent = "on" if key not in old or key not in new else None
         differences.append(Difference(shown, old.get(key, absent), new.get(key, absent), verdict, why))
+    differences += _environment(before, after)
     order = ("refused", "allow", "safe")
     return sorted(differences, key=lambda found: (order.index(found.verdict), found.key))
+
+
+def _environment(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Difference]:
+    """Keys that are written as before, and to which the environment now gives another value."""
+    old, new = (manifest.get("environment", {}) for manifest in (before, after))
+    return [
+        Difference(key, "from the environment", "another value", *rule(f"config.{key}"))
+        for key in old
+        if key in new and old[key] != new[key]
+    ]
 
 
 def rule(key: str) -> tuple[Verdict, str]:

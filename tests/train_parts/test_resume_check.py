@@ -19,7 +19,8 @@ BEFORE = {
             "predictor": {"type": "custom_dit/custom_dit", "num_layers": 2},
         },
         "data": {"train": {"type": "core/video_text", "annotations": "a.json"}, "loader": {"workers": 2}},
-        "train": {"steps": 10, "global_batch_size": 8, "freeze": []},
+        "train": {"steps": 10, "global_batch_size": 8, "freeze": [], "non_finite": {"policy": "stop"}},
+        "engine": {"sharding_size": "auto", "cast_forward_inputs": True},
         "optimizer": {"type": "core/adamw", "lr": 1e-05, "betas": [0.9, 0.999]},
         "ema": None,
     },
@@ -55,6 +56,9 @@ def test_nothing_changed_says_nothing():
         ("config.data.loader.workers", 0, "safe"),
         ("config.data.train.annotations", "elsewhere/a.json", "safe"),
         ("devices.torch", "2.7.1", "safe"),
+        ("config.train.non_finite", {"policy": "skip"}, "safe"),
+        ("config.engine.sharding_size", 2, "safe"),
+        ("config.engine.cast_forward_inputs", False, "allow"),
         ("config.optimizer.lr", 2e-05, "allow"),
         ("config.run.seed", 2, "allow"),
         ("config.train.global_batch_size", 16, "allow"),
@@ -89,6 +93,18 @@ def test_a_change_to_be_allowed_names_the_flag_and_shows_the_table():
 def test_what_is_refused_is_refused_whatever_is_allowed():
     with pytest.raises(CheckpointError, match=r"(?s)optimizer.type.*init_from for the weights alone"):
         check_resume(BEFORE, changed("config.optimizer.type", "core/muon"), ["all"])
+
+
+def test_another_value_from_the_environment_is_a_difference():
+    before = {**BEFORE, "environment": {"optimizer.lr": "12ab", "run.dir": "0000", "gone": "1"}}
+    after = {**BEFORE, "environment": {"optimizer.lr": "34cd", "run.dir": "ffff", "come": "2"}}
+    assert [(found.key, found.verdict) for found in compare(before, after)] == [
+        ("optimizer.lr", "allow"),
+        ("run.dir", "safe"),
+    ]
+    with pytest.raises(CheckpointError, match=r"optimizer.lr  from the environment -> another value"):
+        check_resume(before, after)
+    assert check_resume(BEFORE, after) == []
 
 
 def test_a_key_that_a_newer_version_adds_is_no_difference():
