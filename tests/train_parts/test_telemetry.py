@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -215,6 +216,18 @@ def test_a_run_writes_details_where_they_are_due_and_the_rest_on_every_logged_st
     assert declared["name"] == "sigma" and sum(declared["declared"]) == pytest.approx(1.0)
     labels = [f"{low:g}-{high:g}" for low, high in pairwise(declared["edges"])]
     assert {name.partition("/")[2] for name in final if "_by_sigma/" in name} <= set(labels)
+
+
+def test_the_page_names_every_figure_of_a_line(tiny, tmp_path, overrides):
+    train(load_config(tiny, overrides("train.steps=2")))
+    page = (Path(__file__).parents[2] / "docs/reading-a-run.md").read_text()
+    table = "".join(line for line in page.splitlines() if line.startswith("| `"))
+    figures = read_metrics(tmp_path / "tiny")[-1].keys() - {"step"}
+    groups = {name.partition("/")[0] for name in figures if "_by_" in name}
+    assert len(groups) == 3
+    assert {name for name in figures if "/" not in name and f"`{name}`" not in table} == set()
+    assert {group for group in groups if f"`{group}/" not in table} == set()
+    assert {phase for phase in PHASES if f"`{phase}`" not in table} == set()
 
 
 def test_operations_and_bins_change_no_loss(tiny, tmp_path, overrides):
