@@ -25,6 +25,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 400
 """More than 50 rounds can take: a round that finishes the run would kill nothing."""
+MOMENTS = (0.12, 0.8)
+"""Seconds: half of the kills fall into the writing, the others also into renaming, pruning and sha256."""
 
 
 def command(folder: Path, data: Path, steps: int) -> list[str]:
@@ -111,9 +113,9 @@ def descendants(pid: int) -> list[int]:
 def series(folder: Path, data: Path, ranks: int, kills: int, chance: random.Random) -> tuple[int, bool]:
     """Rounds that ended in a kill and resumed where they should; whether the finished run is the same."""
     log = folder / "log"
-    good, before = 0, 0
+    good = before = completed = 0
     for number in range(1, kills + 1):
-        target, delay = before + chance.randint(2, 4), chance.uniform(0, 0.12)
+        target, delay = before + chance.randint(2, 4), chance.uniform(0, chance.choice(MOMENTS))
         offset = log.stat().st_size if log.exists() else 0
         process = start(command(folder / "runs", data, STEPS), ranks, log)
         met = kill_in_a_save(process, folder / "runs", target, delay)
@@ -122,10 +124,12 @@ def series(folder: Path, data: Path, ranks: int, kills: int, chance: random.Rand
         right = met and (f"at step {before} of" in resumed or not before)
         good += right
         before = newest(folder / "runs")
+        completed += before >= target
         left = len(list((folder / "runs/killed/checkpoints").glob("*.tmp-*")))
         where = resumed.split("checkpoints/")[-1]
         row = f"{ranks:>5} {number:>4} {target:>7} {delay:>8.3f} {before:>6} {left:>4}  {where}"
         print(row + ("" if right else "  WRONG"), flush=True)
+    print(f"kills after the checkpoint was complete: {completed} of {kills}")
     return good, finish(folder, data, ranks, before + 3, log)
 
 
