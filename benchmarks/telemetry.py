@@ -7,6 +7,10 @@ pairs on the same clips, one of each kind, their order alternating, so that a ma
 harms neither. On: loss and gradient norm by noise level, times of the phases, throughput, metrics.jsonl and
 TensorBoard on every logged step, the watchdog. Off: a reporter that does nothing. Steps that write the
 details are among them as often as in a run (log.detail_every, 50).
+
+The ratio that counts is that of processor time, of all threads of the process: a lone process on one thread
+waits for nobody, and what other jobs take of a shared machine is no cost of telemetry. The wall's is printed
+beside it; with an accelerator, where the host's work may hide behind the device's, it is the one that counts.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ import torch
 import mm_core
 from mm_core.config.schema import RunConfig
 from mm_core.contracts import Batch, Loss
-from mm_core.device import start_process_group, synchronize
+from mm_core.device import device_type, start_process_group, synchronize
 from mm_core.train.assembly import Assembly, assemble
 from mm_core.train.failure import leave
 from mm_core.train.loop import Reporter, run_steps
@@ -153,22 +157,23 @@ def again(batch: Batch) -> Iterator[Batch]:
 
 def report(on: Times, off: Times, rows: int) -> int:
     """The table, and the line that a script reads; 0 when the bar is met."""
+    decisive = "cpu" if device_type() == "cpu" else "wall"
+    ratios: dict[str, float] = {}
     print(f"{len(on.wall)} pairs of steps; {rows} lines of metrics.jsonl")
     print(f"{'':<6}{'off, ms':>10}{'on, ms':>10}{'difference, ms':>16}{'95 % of it':>20}{'ratio':>9}")
-    ratio = 1.0
     for name in ("cpu", "wall"):
         with_, without = getattr(on, name), getattr(off, name)
         step = statistics.median(without)
         differences = sorted(a - b for a, b in zip(with_, without, strict=True))
         middle = statistics.median(differences)
         low, high = median_interval(differences)
-        ratio = 1 + middle / step
+        ratios[name] = 1 + middle / step
         print(
             f"{name:<6}{1000 * step:>10.2f}{1000 * statistics.median(with_):>10.2f}{1000 * middle:>16.3f}"
-            f"{f'{1000 * low:.3f} to {1000 * high:.3f}':>20}{ratio:>9.4f}"
+            f"{f'{1000 * low:.3f} to {1000 * high:.3f}':>20}{ratios[name]:>9.4f}"
         )
-    ok = ratio <= BAR
-    print(f"RESULT telemetry_overhead {ratio:.4f} {BAR} {'ok' if ok else 'short'}")
+    ok = ratios[decisive] <= BAR
+    print(f"RESULT telemetry_overhead {ratios[decisive]:.4f} {BAR} {'ok' if ok else 'short'}")
     return 0 if ok else 1
 
 
