@@ -219,15 +219,13 @@ function heatColour(share) {
   return `rgb(${a.map((v, i) => Math.round(v + (b[i] - v) * (at % 1))).join(",")})`;
 }
 
-// table: {bins, x, rows}; each row by itself where `byRow`.
+// table: {bins, x, rows}; colours over `range`, or over each row where `byRow`.
 function heatMap(card, readout, table, options) {
   const height = MARGIN.top + MARGIN.bottom + 17 * table.bins.length;
   const box = frame(card, height, options.title);
   const cell = [(box.right - MARGIN.left) / table.x.length, 17];
-  const rangeOf = (rows) => extent(rows) || [0, 1];
-  const all = rangeOf(table.rows);
   table.rows.forEach((row, r) => {
-    const [low, high] = options.byRow ? rangeOf([row]) : all;
+    const [low, high] = (options.byRow ? extent([row]) : options.range) || [0, 1];
     const log = low > 0;
     const share = scale(low, high, 0, 1, log);
     const top = box.bottom - 17 * (r + 1);
@@ -241,7 +239,7 @@ function heatMap(card, readout, table, options) {
   table.x.forEach((step, c) => c % every === 0 && svg("text", {
     x: MARGIN.left + (c + 0.5) * cell[0], y: box.bottom + 16, "text-anchor": c ? "middle" : "start",
   }, box.root, short(step)));
-  const rest = `${options.name} by ${options.scale}; dark ${short(all[0])}, bright ${short(all[1])}${options.byRow ? ", each bin by itself" : ""}`;
+  const rest = `${options.name} by ${options.scale}; ${options.byRow ? "dark the least, bright the greatest of each bin" : `dark ${short(options.range[0])}, bright ${short(options.range[1])}`}`;
   onMove(box.root, (pixel, event) => {
     const c = Math.floor((pixel - MARGIN.left) / cell[0]);
     const r = Math.floor((box.bottom - (event.clientY - box.root.getBoundingClientRect().top)) / 17);
@@ -253,10 +251,10 @@ function heatMap(card, readout, table, options) {
   return box.root;
 }
 
-// Bars of what was drawn, a stair of what was declared.
+// Bars of what was drawn, a stair of what was declared. `most`: the top of the scale, as below.
 function densityChart(card, readout, table, options) {
   const box = frame(card, 210, options.title);
-  const most = Math.max(...table.realised, ...table.declared) * 1.08 || 1;
+  const most = options.most * 1.08 || 1;
   const y = scale(0, most, box.bottom, MARGIN.top);
   const width = (box.right - MARGIN.left) / table.bins.length;
   const left = (i) => MARGIN.left + i * width;
@@ -278,11 +276,12 @@ function densityChart(card, readout, table, options) {
   return box.root;
 }
 
+const heights = (table) => table.x.map((_, c) => table.rows.reduce((sum, row) => sum + row[c], 0));
+
 // Seconds a step by phase, one on top of the other.
 function stackedChart(card, readout, table, options) {
   const box = frame(card, 210, options.title);
-  const totals = table.x.map((_, c) => table.rows.reduce((sum, row) => sum + row[c], 0));
-  const most = Math.max(...totals) * 1.05 || 1;
+  const most = options.most * 1.05 || 1;
   const x = scale(table.x[0], table.x[table.x.length - 1], MARGIN.left, box.right);
   const y = scale(0, most, box.bottom, MARGIN.top);
   axes(box, x, y, linearTicks(table.x[0], table.x[table.x.length - 1], box.width / 90), linearTicks(0, most, 4), short, duration);

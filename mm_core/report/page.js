@@ -16,6 +16,7 @@ const CHARTS = [
   ["Samples a second", ["samples_per_second"]],
   ["Tokens a second", ["tokens_per_second"]],
   ["Peak memory of a rank, GiB", ["memory"], 2 ** -30],
+  ["Model FLOPs a second of a rank", ["model_flops_per_second"]],
   ["Share of the device's peak FLOPs (MFU)", ["mfu"]],
 ];
 const DASHES = ["", "6 3", "2 3", "8 3 2 3", "12 4"];
@@ -53,7 +54,8 @@ function metricsChart(grid, title, names, factor = 1) {
   const common = present.length > 1 && present.every((name) => name.includes("_at/")) ? present[0].lastIndexOf("/") + 1 : 0;
   const legend = () => {
     if (present.length === 1) return [present[0] === title.toLowerCase() ? "" : present[0]];
-    return present.flatMap((name, n) => [MANY ? `${LOOKS[n % LOOKS.length]} ` : swatch(n), ` ${name.slice(common)}  `]);
+    return present.flatMap((name, n) => (MANY
+      ? [`${n ? ", " : ""}${LOOKS[n % LOOKS.length]}: ${name.slice(common)}`] : [swatch(n), ` ${name.slice(common)}  `]));
   };
   card(grid, title, (node, readout) => {
     const lines = [];
@@ -94,10 +96,10 @@ function binned() {
   for (const [key, name] of tables)
     for (const [r, run] of RUNS.entries())
       if (run[key]) hideable(r, () => card(grid, titled(run, `${name} by ${run.scale}`), (node, readout) =>
-        heatMap(node, readout, run[key], { title: name, name, scale: run.scale, byRow: view.byRow })));
+        heatMap(node, readout, run[key], { title: name, name, scale: run.scale, byRow: view.byRow, range: extent(shown((other) => other[key]).flatMap((found) => found.rows)) || [0, 1] })));
   for (const [r, run] of RUNS.entries())
     if (run.density) hideable(r, () => card(grid, titled(run, `training ${run.density.name}, drawn and declared`), (node, readout) =>
-      densityChart(node, readout, run.density, { title: "timesteps", colour: colour(r) })));
+      densityChart(node, readout, run.density, { title: "timesteps", colour: colour(r), most: Math.max(...shown((other) => other.density).flatMap((found) => [...found.realised, ...found.declared])) })));
 }
 
 function times() {
@@ -105,9 +107,11 @@ function times() {
   const grid = section("Where the time goes");
   for (const [r, run] of RUNS.entries())
     if (run.time) hideable(r, () => card(grid, titled(run, "seconds a step by phase"), (node, readout) =>
-      stackedChart(node, readout, run.time, { title: "time by phase" })));
+      stackedChart(node, readout, run.time, { title: "time by phase", most: Math.max(...shown((other) => other.time).flatMap(heights)) })));
 }
 
+// What the runs that are shown have of something: charts of one kind share their scale.
+const shown = (choose) => RUNS.filter((_, r) => view.shown[r]).map(choose).filter(Boolean);
 const titled = (run, text) => (MANY ? `${run.label}: ${text}` : text);
 
 // A card that goes when its run is switched off.
