@@ -32,6 +32,10 @@ INSTALL = "pip install --dry-run --no-deps --no-build-isolation --no-index"
 # Line of the README -> the line that is run for it, its exit code, and what it must print.
 # What would take minutes is cut short; what would change this environment is a dry run.
 TINY = "train.steps=1 lr_schedule.warmup_steps=0"
+HELD_OUT = (
+    "'data.validation={type: video_text, annotations: data/shapes/data.json, num_frames: 8, height: 16,"
+    " width: 16}' 'validation={every: 1}'"
+)
 COMMANDS: dict[str, tuple[str, int, str]] = {
     "make train": (
         f'{MAKE} train ARGS="run.name=made train.steps=2 lr_schedule.warmup_steps=0"',
@@ -81,6 +85,13 @@ COMMANDS: dict[str, tuple[str, int, str]] = {
         "runs/c",
     ),
     "mm sample --run DIR --prompt TEXT": ("mm sample --run runs/short --prompt x --steps 1", 0, "1 clip in"),
+    "mm-train --config FILE --verify-resume K": (
+        f"mm-train --config {QUICKSTART} run.name=v train.steps=2 lr_schedule.warmup_steps=0 --verify-resume 1",
+        0,
+        "the resumed run is the uninterrupted one",
+    ),
+    "mm evaluate --run DIR": ("mm evaluate --run runs/short --clips 2 " + HELD_OUT, 0, "loss"),
+    "mm report RUN...": ("mm report runs/short --out short.html", 0, "short.html"),
     "mm validate FILE [key=value ...]": (f"mm validate {QUICKSTART} train.steps=5", 0, "ok"),
     "mm plugins show NAME": ("mm plugins show custom_dit", 0, "num_layers"),
     "mm plugins check": ("mm plugins check", 0, "0 faults"),

@@ -36,8 +36,8 @@ def status(site: Any, source: str) -> PluginRecord:
             "function 'mm_predictrs' is no hook: did you mean 'mm_predictors'?",
         ),
         (
-            "def mm_in_inches(x): return x",
-            "function 'mm_in_inches' is no hook: names that begin with mm_ are for hooks",
+            "def mm_zigzag(x): return x",
+            "function 'mm_zigzag' is no hook: names that begin with mm_ are for hooks",
         ),
         (
             "@hookimpl\ndef mm_predictors(config, registry): return [c]",
