@@ -74,7 +74,7 @@ def verify_resume(
             raise MMError(
                 f"{steps} + {steps} steps are more than the run's {reached}",
                 where="--verify-resume",
-                accepted=f"1 to {reached // 2}",
+                accepted=f"1 to {reached // 2}" if reached > 1 else "a run of at least 2 steps",
             )
         stopped = [*base, f"run.dir={halves}"]
         _train(config, stopped, nproc, steps, "the first half")
