@@ -71,8 +71,8 @@ def run_rank(rounds: int, steps: int) -> int:
 
     import mm_core
     from mm_core.device import start_process_group
-    from mm_core.train.loop import run_steps
     from mm_core.train.assembly import assemble
+    from mm_core.train.loop import run_steps
 
     folder, world = os.environ["BENCH_DIR"], int(os.environ["WORLD_SIZE"])
     start_process_group()

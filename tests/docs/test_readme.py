@@ -86,7 +86,7 @@ COMMANDS: dict[str, tuple[str, int, str]] = {
     ),
     "mm sample --run DIR --prompt TEXT": ("mm sample --run runs/short --prompt x --steps 1", 0, "1 clip in"),
     "mm-train --config FILE --verify-resume K": (
-        f"mm-train --config {QUICKSTART} run.name=v train.steps=2 lr_schedule.warmup_steps=0 --verify-resume 1",
+        f"mm-train --config {QUICKSTART} run.name=v {TINY} train.steps=2 --verify-resume 1",
         0,
         "the resumed run is the uninterrupted one",
     ),
