@@ -29,7 +29,7 @@ def expected_files(project: Path) -> set[str]:
     return {
         str(file.relative_to(project))
         for package in packages
-        for pattern in ("*.py", "*.yaml", "py.typed")
+        for pattern in ("*.py", "*.yaml", "*.css", "*.js", "py.typed")
         for file in package.rglob(pattern)
         if file.is_file()
     }
