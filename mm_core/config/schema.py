@@ -133,6 +133,10 @@ class SamplesSection:
     guidance: Annotated[float, Range(ge=0)] | None = None  # none: as in task.sample
     seed: int = 0  # noise of clip i comes from (seed, i)
 
+    def __post_init__(self) -> None:
+        if not self.prompts:
+            raise ValueError("prompts is empty: name what to show, or leave samples out")
+
 
 @dataclass(frozen=True)
 class ValidationSection:
@@ -146,6 +150,10 @@ class ValidationSection:
     samples: SamplesSection | None = None  # none: no clips
     metrics: tuple[Annotated[ComponentConfig, Kind("metric")], ...] = ()  # beside the loss
     at_start: bool = False  # also before the first step
+
+    def __post_init__(self) -> None:
+        if not self.timesteps:
+            raise ValueError("timesteps is empty: quantiles, or a list of places in the training density")
 
     @property
     def quantiles(self) -> tuple[float, ...]:
