@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,6 +34,10 @@ def execute(args: argparse.Namespace) -> int:
 
     runs = read_runs([Path(run) for run in args.runs])
     out = Path(args.out) if args.out else (runs[0].folder if len(runs) == 1 else Path()) / "report.html"
+    if not out.name:
+        raise MMError(
+            "this is a folder, not a file to write the page to", where=str(out), accepted="--out FILE"
+        )
     text = render(runs, int(args.max_mb * 1e6))
     staged = out.with_name(f".{out.name}.tmp")
     try:
@@ -52,7 +57,10 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _megabytes(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not 0 <= value <= 2000:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 2000")
+        raise argparse.ArgumentTypeError(f"{text} is not a number between 0 and 2000")
     return value

@@ -14,7 +14,7 @@ def embed(run: Run, budget: int) -> tuple[list[dict[str, Any]], int]:
     """Each step's clips for the page, and the bytes of text that they take.
 
     A step's clips are carried together. Where they do not fit, its contact sheet may; where that does
-    not either, the page names the files.
+    not either, the page names the files. What can not be read is remarked upon and named, too.
 
     Args:
         run: the run.
@@ -26,10 +26,15 @@ def embed(run: Run, budget: int) -> tuple[list[dict[str, Any]], int]:
     for wanted in (_clips, _sheet):
         for place in order:
             files = wanted(run.shots[place])
-            size = sum(encoded_size(path) for path in files)
-            if place not in carried and files and size <= left:
-                carried[place] = {path.name: _data_uri(path) for path in files}
-                left -= size
+            if place in carried or not files:
+                continue
+            try:
+                size = sum(encoded_size(path) for path in files)
+                if size <= left:
+                    carried[place] = {path.name: _data_uri(path) for path in files}
+                    left -= size
+            except OSError as error:
+                run.remarks.append(f"samples of step {run.shots[place].step}: {error.strerror}")
     return [_shot(shot, carried.get(place, {})) for place, shot in enumerate(run.shots)], budget - left
 
 

@@ -124,8 +124,11 @@ def read_run(folder: Path, label: str) -> Run:
     run.manifest = _document(folder / "manifest.json", run.remarks)
     run.density = _density(_document(folder / "telemetry.json", run.remarks))
     config = folder / "config.yaml"
-    if config.is_file():
-        run.config_text = config.read_text(encoding="utf-8", errors="replace")
+    if config.exists():
+        try:
+            run.config_text = config.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            run.remarks.append(f"{config.name} can not be read and was left out")
     run.shots = read_shots(folder / "samples")
     return run
 
@@ -242,10 +245,15 @@ def read_shots(folder: Path) -> list[Shot]:
             rows = [(clip.stem.partition("-")[2].replace("-", " "), clip.name) for clip in path.glob("*.mp4")]
         clips = tuple((prompt, path / name) for prompt, name in sorted(rows, key=lambda row: row[1]))
         sheet = path / "contact_sheet.png"
-        present = tuple((prompt, clip) for prompt, clip in clips if clip.is_file())
-        if present or sheet.is_file():
-            shots.append(Shot(int(match[1]), present, sheet if sheet.is_file() else None))
+        present = tuple((prompt, clip) for prompt, clip in clips if _own(clip))
+        if present or _own(sheet):
+            shots.append(Shot(int(match[1]), present, sheet if _own(sheet) else None))
     return sorted(shots, key=lambda shot: shot.step)
+
+
+def _own(path: Path) -> bool:
+    """A file, and no link: a page that is handed on must not carry what a link leads to."""
+    return path.is_file() and not path.is_symlink()
 
 
 def _prompts(path: Path) -> list[tuple[str, str]]:

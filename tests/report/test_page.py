@@ -157,6 +157,15 @@ def test_a_contact_sheet_stands_in_for_clips_that_are_too_large(make_run):
     assert shot["clips"][0]["file"] == "step_00000010/000-a-red-circle-moves-left.mp4"
 
 
+def test_clips_that_go_while_the_page_is_made_are_remarked_upon(make_run):
+    run = read_run(make_run("a", sampled=(10, 20)), "a")
+    run.shots[0].clips[0][1].unlink()
+    shots, _ = embed(run, 10**7)
+    assert [bool(clip["src"]) for shot in shots for clip in shot["clips"]] == [False, False, True, True]
+    assert shots[0]["sheet"].startswith("data:image/png;base64,")
+    assert run.remarks == ["samples of step 10: No such file or directory"]
+
+
 def test_the_command_writes_the_page_and_says_where(make_run, tmp_path, monkeypatch, capsys):
     a, b = make_run("a"), make_run("b")
     monkeypatch.chdir(tmp_path)
@@ -173,8 +182,11 @@ def test_what_the_command_can_not_do_is_a_sentence(make_run, tmp_path, capsys):
     assert "the page can not be written: No such file or directory" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "b")]) == 1
     assert "there is no such run" in capsys.readouterr().err
-    assert main(["report", str(a), "--max-mb", "-1"]) == 2
-    assert "-1 is not between 0 and 2000" in capsys.readouterr().err
+    for bad in ("-1", "nan", "ten"):
+        assert main(["report", str(a), "--max-mb", bad]) == 2
+        assert f"{bad} is not a number between 0 and 2000" in capsys.readouterr().err
+    assert main(["report", str(a), "--out", "."]) == 1
+    assert "this is a folder, not a file to write the page to" in capsys.readouterr().err
 
 
 def test_the_command_loads_no_torch(make_run):

@@ -64,6 +64,8 @@ def test_files_that_can_not_be_read_are_remarked_upon(make_run):
     folder = make_run("a")
     (folder / "manifest.json").write_text('{"config": {')
     (folder / "telemetry.json").write_text("[]")
+    (folder / "config.yaml").unlink()
+    (folder / "config.yaml").mkdir()
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 41, "lo')
     run = read_run(folder, "a")
@@ -71,6 +73,7 @@ def test_files_that_can_not_be_read_are_remarked_upon(make_run):
         "1 line of metrics.jsonl could not be read and were left out",
         "manifest.json can not be read and was left out",
         "telemetry.json can not be read and was left out",
+        "config.yaml can not be read and was left out",
     ]
     assert run.planned_steps is None and run.density is None
 
@@ -113,7 +116,17 @@ def test_prompts_lead_to_no_file_outside_of_their_folder(make_run, tmp_path):
     rows = [{"path": "../../../secret.mp4", "cap": "x"}, {"path": str(tmp_path / "secret.mp4"), "cap": "y"}]
     (folder / "step_00000020/prompts.json").write_text(json.dumps([*rows, {"path": 1, "cap": "z"}, "w"]))
     (shot,) = read_shots(folder)
-    assert all(path.parent.name == "step_00000020" for _, path in shot.clips)
+    assert len(shot.clips) == 2 and all(path.parent.name == "step_00000020" for _, path in shot.clips)
+
+
+def test_a_link_among_the_clips_is_not_followed(make_run, tmp_path):
+    folder = make_run("a", sampled=(20,)) / "samples"
+    (tmp_path / "secret").write_bytes(b"secret")
+    for name in ("000-a-red-circle-moves-left.mp4", "contact_sheet.png"):
+        (folder / "step_00000020" / name).unlink()
+        (folder / "step_00000020" / name).symlink_to(tmp_path / "secret")
+    (shot,) = read_shots(folder)
+    assert [prompt for prompt, _ in shot.clips] == ["a blue square moves up"] and shot.sheet is None
 
 
 def test_labels_are_as_short_as_they_can_be():
