@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from mm_core.errors import MMError, PeerError
 from mm_core.train.launch_folder import ENDED, FAILED, LOST, STOPPED_EARLY, LaunchFolder
+from mm_core.train.rank_logs import latest_log
 from mm_core.train.signals import STOPPED
 
 GRACE = 5.0
@@ -107,7 +108,9 @@ def say(fault: MMError) -> None:
 
 
 def _write(fault: MMError) -> None:
-    sys.stderr.write(f"mm: error: {_self()}{fault.render()}\n")
+    log = latest_log() if _self() else None  # of several ranks, only one is heard: the log has the rest
+    where = f"  log: {log}\n" if log is not None else ""
+    sys.stderr.write(f"mm: error: {_self()}{fault.render()}\n{where}")
     sys.stderr.flush()
 
 

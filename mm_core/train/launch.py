@@ -157,7 +157,8 @@ class _Launch:
             show_cursor()
             lost = self.folder.read(LOST)
             said = f"rank {rank}: {lost}" if lost is not None and code == 1 else _ended(rank, code)
-            sys.stderr.write(f"mm: error: {said}\n")
+            log = self.folder.read(f"log_{rank}")
+            sys.stderr.write(f"mm: error: {said}\n" + (f"  log: {log}\n" if log is not None else ""))
         return code if code > 0 else 128 - code
 
     def _broken(self, fault: BaseException) -> int:

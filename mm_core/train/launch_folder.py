@@ -77,6 +77,12 @@ class LaunchFolder:
                 found.append(int(path.read_text()))
         return found
 
+    def note_log(self, rank: int, path: Path) -> None:
+        """Notes where the log of a rank (of all hosts') lies: the launcher says so where it speaks for it."""
+        if self.path is not None:
+            with suppress(OSError):
+                (self.path / f"log_{rank}").write_text(str(path))
+
     def mark(self, name: str, text: str = "") -> bool:
         """Leaves a mark; False when another rank has left it before. Without a folder always True."""
         if self.path is None:

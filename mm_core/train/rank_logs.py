@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import faulthandler
 import io
 import logging
 import os
+import re
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
+
+from mm_core.train.launch_folder import LaunchFolder
+
+_ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
+"""What colours text and moves a terminal's cursor."""
 
 
 def log_path(run_dir: Path, rank: int) -> Path:
@@ -51,6 +59,7 @@ class RankLog:
 
 
 _current: list[RankLog] = []
+_latest: list[Path] = []
 
 
 def current_log() -> RankLog | None:
@@ -58,19 +67,36 @@ def current_log() -> RankLog | None:
     return _current[-1] if _current else None
 
 
+def latest_log() -> Path | None:
+    """Where this process has last kept a log, open or not: what its error points to."""
+    return _latest[-1] if _latest else None
+
+
 class _Copied(io.TextIOBase):
-    """A stream that also writes its whole lines to the log. What a terminal redraws is no line."""
+    """A stream that also writes its whole lines to the log, as a terminal shows them in the end: of what is
+    drawn over itself, such as a progress bar, the last, and without colours."""
 
     def __init__(self, stream: Any, log: RankLog) -> None:
         self._stream, self._log, self._rest = stream, log, ""
 
     def write(self, text: str) -> int:
         written = self._stream.write(text)
-        if "\x1b" not in text and "\r" not in text:
-            *lines, self._rest = (self._rest + text).split("\n")
-            if lines:
-                self._log.write("\n".join(lines))
+        *lines, rest = (self._rest + text).split("\n")
+        self._rest = rest[rest.rfind("\r", 0, -1) + 1 :]
+        if lines:
+            shown = (line.rstrip("\r").rpartition("\r")[2] for line in lines)
+            self._log.write(_ESCAPES.sub("", "\n".join(shown)))
         return int(written if written is not None else len(text))
+
+    # `TextIOBase` has these, as None: they would hide the stream's.
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return str(self._stream.encoding)
+
+    @property
+    def errors(self) -> str | None:  # type: ignore[override]
+        found: str | None = self._stream.errors
+        return found
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -103,9 +129,12 @@ class _Handler(logging.Handler):
 def rank_log(run_dir: Path, rank: int, world: int) -> Iterator[RankLog]:
     """Copies Python's standard streams, logging and warnings to the rank's log for the length of the block.
 
-    A line at the start says when, where and as what the rank ran; resumed runs append.
+    A line at the start says when, where and as what the rank ran; resumed runs append. An error that ends
+    the block is there with its traceback, also where the rank is silent about it.
     """
     log = RankLog(log_path(run_dir, rank))
+    if log.descriptor is not None:
+        _latest[:] = [log.path]
     log.write(
         f"--- rank {rank} of {world}, pid {os.getpid()} on {socket.gethostname()}: {' '.join(sys.argv)}"
     )
@@ -117,12 +146,31 @@ def rank_log(run_dir: Path, rank: int, world: int) -> Iterator[RankLog]:
         logger.addHandler(handler)
     _current.append(log)
     try:
-        yield log
+        with _crashes(log, rank):
+            yield log
     except BaseException as error:
         log.write(f"ended by {type(error).__name__}: {error}")
+        log.write("".join(traceback.format_exception(error)))
         raise
     finally:
         _current.remove(log)
         logger.removeHandler(handler)
         sys.stdout, sys.stderr = streams
         log.close()
+
+
+@contextmanager
+def _crashes(log: RankLog, rank: int) -> Iterator[None]:
+    """Has a crash in native code leave its stacks in the log, where a launcher will say where that lies."""
+    folder = LaunchFolder.current()
+    with ExitStack() as after:
+        if folder.has_parent and log.descriptor is not None and faulthandler.is_enabled():
+            folder.note_log(rank, log.path)
+            faulthandler.enable(log.descriptor)
+            after.callback(_crashes_to_stderr)
+        yield
+
+
+def _crashes_to_stderr() -> None:
+    with suppress(OSError, ValueError, RuntimeError, AttributeError):  # it may have no descriptor
+        faulthandler.enable(sys.__stderr__ or sys.stderr)
