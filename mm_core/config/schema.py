@@ -73,6 +73,7 @@ class SpikeSection:
         100  # steps that the median is over; none is judged before half of them
     )
     policy: Literal["skip", "stop", "warn"] = "skip"  # skip: the step is left out
+    in_a_row: Annotated[int, Range(ge=1)] = 20  # skipped steps that end the run: the norm has moved for good
 
 
 @dataclass(frozen=True)

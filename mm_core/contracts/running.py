@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -263,9 +263,9 @@ class Engine(Protocol):
         """{"model": ..., "optimizer": ...}: tensors only, by name, for DCP."""
         ...
 
-    def state_template(self, stepped: bool) -> dict[str, Any]:
-        """Like `state_dict`, with optimizer tensors made if training has `stepped`: DCP loads into
-        it in place."""
+    def state_template(self, stepped: Collection[str]) -> dict[str, Any]:
+        """Like `state_dict`, with the optimizer's tensors made for the parameters that it has `stepped`,
+        by their path in the task: DCP loads into it in place."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...

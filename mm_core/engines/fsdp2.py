@@ -7,7 +7,7 @@ documentation of torch.distributed.fsdp.fully_shard.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
@@ -265,15 +265,16 @@ class FSDP2Engine:
         }
         return {"model": model, "optimizer": optimizer}
 
-    def state_template(self, stepped: bool) -> dict[str, Any]:
-        """A state to load into in place; with the optimizer's tensors when it has `stepped` before."""
+    def state_template(self, stepped: Collection[str]) -> dict[str, Any]:
+        """A state to load into in place; with the optimizer's tensors of the parameters that it has stepped
+        before: one that no gradient has reached yet has none."""
         assert self._optimizer is not None
         if stepped and not self._optimizer.state:
             rates = [group["lr"] for group in self._optimizer.param_groups]
             for group in self._optimizer.param_groups:
                 group["lr"] = 0.0  # the step below only makes the state tensors
-            for parameter in self._parameters.values():
-                if parameter.requires_grad:
+            for name, parameter in self._parameters.items():
+                if parameter.requires_grad and name in stepped:
                     parameter.grad = torch.zeros_like(parameter)
             self._optimizer.step()
             self._optimizer.zero_grad()
@@ -283,7 +284,8 @@ class FSDP2Engine:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Copies tensors of `state_dict`'s shape into place."""
-        for part, tensors in self.state_template(bool(state["optimizer"])).items():
+        stepped = {name.rpartition(".")[0] for name in state["optimizer"]}
+        for part, tensors in self.state_template(stepped).items():
             for key, tensor in tensors.items():
                 with torch.no_grad():
                     tensor.copy_(state[part][key])

@@ -64,6 +64,17 @@ def assemble(
     config: RunConfig, resume: str = "auto", stop: StopRequest | None = None, allow: Sequence[str] = ()
 ) -> Assembly:
     """Plan, data, engine, restored state: everything before the first step, within a process group."""
+    store = make_store(config, Path(config.run.dir) / config.run.name)
+    try:
+        return _assemble(config, store, resume, stop, allow)
+    except BaseException:
+        store.close()  # frees the run's folder for the call that has mended the config
+        raise
+
+
+def _assemble(
+    config: RunConfig, store: CheckpointStore, resume: str, stop: StopRequest | None, allow: Sequence[str]
+) -> Assembly:
     check_plugins(config)
     rng = Randomness(config.run.seed)
     task = build_task(config)
@@ -79,7 +90,6 @@ def assemble(
             hint="download them, or point from_pretrained at the folder that holds them",
         )
     run_dir = Path(config.run.dir) / config.run.name
-    store = make_store(config, run_dir)
     load_frozen(task, engine.device)
     engine.prepare(task, plan.engine, partial(make_optimizer, config), rng)
     ema = EMA(dict(engine.named_parameters()), config.ema) if config.ema is not None else None
@@ -150,6 +160,7 @@ def assemble(
         ema=ema,
         validator=validator("validation"),
         test=validator("test"),
+        looked=bool(facts.get("looked", True)),
     )
     training = Training(
         plan=plan,

@@ -13,7 +13,7 @@ from mm_core.config.schema import RunConfig
 from mm_core.contracts import Engine
 from mm_core.train.agreement import Ranks
 from mm_core.train.checkpoint import CheckpointStore
-from mm_core.train.checkpoint_dcp import stored_parts
+from mm_core.train.checkpoint_dcp import stepped_parameters, stored_parts
 from mm_core.train.checkpoint_reading import read_run_manifest
 from mm_core.train.ema import EMA
 from mm_core.train.resume_check import check_resume
@@ -79,7 +79,7 @@ def _restore(
     begun.step = int(begun.facts["step"])
     saved = ranks.agree("reading the checkpoint", lambda: read_run_manifest(source))
     begun.notes += check_resume(saved, manifest, allow, say=dist.get_rank() == 0)
-    state = engine.state_template(stepped=begun.step > 0)
+    state = engine.state_template(stepped_parameters(source))
     averaged = "ema" in stored_parts(source)
     if ema is not None and averaged:
         state["ema"] = ema.state_dict()

@@ -30,6 +30,7 @@ from mm_core.train.checkpoint_retention import (
     put_aside,
     remove_stale_stages,
     stage_name,
+    torn_steps,
 )
 from mm_core.train.checkpoint_thread import WriterThread
 from mm_core.train.run_lock import RunLock
@@ -67,6 +68,8 @@ class CheckpointStore:
         self._write: Write = write_file
         self._copies = HostCopies(shared=asynchronous == "process")
         self._thread = WriterThread("mm_core checkpoint writer")
+        # Of its own, and never waited for: no save stands in a line behind gigabytes of sums.
+        self._checks = WriterThread("mm_core checkpoint sums")
         self._committed: threading.Event | None = None
         self._hurry = threading.Event()
         self._finished: list[Path] = []
@@ -141,6 +144,9 @@ class CheckpointStore:
         def work() -> None:
             try:
                 self._commit(apart, stage, final, copies, texts)
+            except BaseException as fault:
+                self._thread.record(fault)  # before anybody who waits looks for it
+                return
             finally:
                 done.set()
             if digest:
@@ -153,6 +159,7 @@ class CheckpointStore:
         """Checkpoints that are complete since the last call. CheckpointError for one that failed. Costs
         nothing worth naming, and talks to nobody."""
         self._thread.check()
+        self._checks.check()
         finished: list[Path] = []
         while self._finished:
             finished.append(self._finished.pop(0))
@@ -207,7 +214,11 @@ class CheckpointStore:
                 self.verify(path)
             return path, []
         steps = Ranks.current().first("reading the checkpoint folder", lambda: complete_steps(self.folder))
-        refused: list[CheckpointError] = []
+        torn = Ranks.current().first("reading the checkpoint folder", lambda: torn_steps(self.folder))
+        refused = [
+            CheckpointError("this checkpoint is incomplete: it has no checksums.json", where=str(path))
+            for path in torn
+        ]
         for step in sorted(steps, reverse=True):
             try:
                 self.verify(steps[step])
@@ -238,7 +249,7 @@ class CheckpointStore:
         """Has the sha256 of every file checked behind the caller's back; `poll` raises what is found."""
         sums = files.read_manifest(path)
         own = shares(sums, Ranks.current())
-        self._thread.give(partial(files.check_digests, path, own))
+        self._checks.give(partial(files.check_digests, path, own))
 
     def read_facts(self, path: Path) -> dict[str, Any]:
         """The facts that a checkpoint was saved with, `step` among them. Not collective."""
@@ -276,6 +287,13 @@ class CheckpointStore:
 
     def _begin(self, step: int, damaged: Sequence[Path]) -> None:
         self._lock.take()
+        try:
+            self._clear(step, damaged)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _clear(self, step: int, damaged: Sequence[Path]) -> None:
         remove_stale_stages(self.folder)
         for path in damaged:
             if path.parent == self.folder:

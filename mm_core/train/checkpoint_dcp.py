@@ -168,6 +168,14 @@ def stored_parts(folder: Path) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
+def stepped_parameters(folder: Path) -> set[str]:
+    """The parameters that the optimizer of a checkpoint holds state of, by their path in the task."""
+    names = read_metadata(folder, read_manifest(folder)).state_dict_metadata
+    return {
+        name.removeprefix("optimizer.").rpartition(".")[0] for name in names if name.startswith("optimizer.")
+    }
+
+
 def _check_metadata(found: Any, files: Collection[str]) -> None:
     """That every entry is a tensor, wholly covered by chunks, in a file of this checkpoint."""
     if type(found) is not Metadata or not isinstance(found.storage_data, dict):

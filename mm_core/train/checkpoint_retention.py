@@ -29,6 +29,17 @@ def complete_steps(folder: Path) -> dict[int, Path]:
     return {int(match[1]): path for match, path in named if match and (path / files.CHECKSUMS).is_file()}
 
 
+def torn_steps(folder: Path) -> list[Path]:
+    """Folders with a checkpoint's name that have lost the list of their checksums: no save leaves such."""
+    if not folder.is_dir():
+        return []
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if _STEP.match(path.name) and path.is_dir() and not (path / files.CHECKSUMS).is_file()
+    )
+
+
 def stage_name(final: str) -> str:
     """A fresh name for a checkpoint that is being written: it says who writes it."""
     return f"{final}.tmp-{secrets.token_hex(4)}-{os.getpid()}@{socket.gethostname()}"

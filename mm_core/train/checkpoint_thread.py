@@ -27,6 +27,10 @@ class WriterThread:
             self._thread.start()
         self._work.put(work)
 
+    def record(self, fault: BaseException) -> None:
+        """Keeps a fault, if it is the first, until `check`."""
+        self._fault = self._fault or fault
+
     def check(self) -> None:
         """Raises the fault of work done since the last check."""
         fault, self._fault = self._fault, None
@@ -45,4 +49,4 @@ class WriterThread:
             try:
                 work()
             except BaseException as fault:  # kept for the thread that asks
-                self._fault = self._fault or fault
+                self.record(fault)

@@ -44,10 +44,16 @@ class UpdateGuard:
         found = state or {}
         self._norms = [float(norm) for norm in found.get("norms", [])]
         self._in_a_row, self._in_all = int(found.get("in_a_row", 0)), int(found.get("in_all", 0))
+        self._spikes = int(found.get("spikes", 0))  # left out in a row
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, as JSON."""
-        return {"norms": list(self._norms), "in_a_row": self._in_a_row, "in_all": self._in_all}
+        return {
+            "norms": list(self._norms),
+            "in_a_row": self._in_a_row,
+            "in_all": self._in_all,
+            "spikes": self._spikes,
+        }
 
     def judge(
         self, step: int, norm: float, losses: Sequence[Loss], batches: Sequence[Batch], rerun: Rerun
@@ -62,7 +68,7 @@ class UpdateGuard:
             return self._non_finite(step, norm, losses, batches, rerun)
         refused = self._spike(step, norm)
         if refused is None:
-            self._in_a_row = 0
+            self._in_a_row = self._spikes = 0
             if self.settings.spike is not None:
                 self._norms = [*self._norms, norm][-self.settings.spike.window :]
         return refused
@@ -137,4 +143,11 @@ class UpdateGuard:
         if rule.policy == "warn":
             self._warn(f"warning: step {step + 1}: {what}")
             return None
+        self._spikes += 1
+        if self._spikes >= rule.in_a_row:
+            raise TrainingError(
+                f"{what}; {self._spikes} steps in a row were left out (train.spike.in_a_row)",
+                where=f"step {step + 1}",
+                hint="the norm has moved for good: raise train.spike.factor, or set train.spike.policy=warn",
+            )
         return f"{what}; no parameter was changed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -52,11 +53,15 @@ class RunMilestones:
     test: Validator | None = None
     step: int = 0
     stop_after: int | None = None
+    looked: bool = True
+    """Whether the validation and samples of the step that the run resumes at are there."""
+    interrupted: bool = False
     _saved_at: float = field(default_factory=time.monotonic)
 
     def start(self, step: int) -> None:
         """Before the first step of this process; `step` steps were taken before."""
         self.step = step
+        self._check_best_name()
         self.watchdog.start()
         self.observers.run_started(self.run_dir, step, self.steps)
         self.store.reserve(self.state())
@@ -65,17 +70,34 @@ class RunMilestones:
             self.save(0, {}, stopping=True)  # a run of no steps still leaves its weights
         elif step == 0 and settings is not None and settings.at_start:
             self.look(0, always=True)
+        elif not self.looked:
+            _, self.interrupted = self.look(step, always=step == self.steps)
+            if step == self.steps and not self.interrupted:
+                self.interrupted = not self.try_test(step)
 
     def close(self, error: BaseException | None) -> None:
         """After the last step of this process, or where `error` ended it."""
-        self.profile.close()
-        self.watchdog.close()
+        faults: list[Exception] = []
+        endings: tuple[Callable[[], None], ...] = (
+            lambda: self._close_store(error),
+            self.profile.close,
+            self.watchdog.close,
+            lambda: self.observers.run_ended(self.step, error),
+        )
+        for ending in endings:
+            try:
+                ending()
+            except Exception as fault:  # the rest is closed all the same
+                faults.append(fault)
+        if faults and error is None:
+            raise faults[0]
+
+    def _close_store(self, error: BaseException | None) -> None:
         try:
             self.store.close()
+        finally:
             if error is None:
                 self.tell_saved()
-        finally:
-            self.observers.run_ended(self.step, error)
 
     def begin(self, step: int) -> None:
         """Step `step` (from 0) begins."""
@@ -118,11 +140,18 @@ class RunMilestones:
         if not stop:
             metrics, stop = self.look(step, always=done)
         if stop or save or done or step % self.config.checkpoint.every == 0:
-            self.save(step, metrics, stopping=stop or done)
-        if done and not stop and self.test is not None:
-            self._evaluate(self.test, step)
+            # What a signal has cut short is made up for at the resume.
+            self.save(step, metrics, stopping=stop or done, looked=not stop)
+        if done and not stop:
+            stop = not self.try_test(step)
+        nothing_left = done and self.validator is None and self.test is None
+        self.interrupted = stop and not nothing_left
         self.reporter.pause()
         return stop or done
+
+    def try_test(self, step: int) -> bool:
+        """Evaluates data.test, if there is one; False where a signal has cut it short."""
+        return self.test is None or self._evaluate(self.test, step) is not None
 
     def look(self, step: int, *, always: bool) -> tuple[Mapping[str, float], bool]:
         """Validates and samples where that is due; the metrics, and whether a signal cut it short."""
@@ -153,6 +182,15 @@ class RunMilestones:
             self.observers.validated(step, metrics)
         return metrics
 
+    def _check_best_name(self) -> None:
+        """A misspelt checkpoint.best is found before the first step, where no metric plugin may bring it."""
+        settings = self.config.validation
+        if settings is None or settings.metrics or self.config.checkpoint.best is None:
+            return
+        prefix = "validation" if self.config.ema is None else "validation_ema"
+        names = ["loss", *(f"loss_at/{quantile:g}" for quantile in settings.quantiles)]
+        self._check_best({f"{prefix}/{name}": 0.0 for name in names})
+
     def _check_best(self, metrics: Mapping[str, float]) -> None:
         best = best_metric(self.config)
         if best is not None and best not in metrics:
@@ -167,10 +205,12 @@ class RunMilestones:
         """A new phase begins: the reporter measures it, the watchdog sees that the run moves on."""
         self.reporter.enter(phase)
 
-    def save(self, step: int, metrics: Mapping[str, float], *, stopping: bool) -> None:
+    def save(self, step: int, metrics: Mapping[str, float], *, stopping: bool, looked: bool = True) -> None:
         """One checkpoint. A last one is complete when this returns; a signal leaves no time for sha256."""
         self.enter("checkpoint")
-        facts = {**self.facts(), "metrics": dict(metrics)}
+        # JSON has no numbers for what is not finite; such a value is never the best.
+        figures = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
+        facts = {**self.facts(), "metrics": figures, "looked": looked}
         hurried = self.request.requested is not None
         self.store.save(
             step,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mm_core.contracts import Loss
+from mm_core.train.loop import gather
 
 
 def first_non_finite(
@@ -27,8 +28,9 @@ def first_non_finite(
         rerun: the losses of the step, with their graphs.
         discard: clears the gradients that the second look leaves.
     """
-    if (bad := _parameter(task, trained)) is not None:
-        return f"the parameter {bad} had been so before this step"
+    bad = _parameter(task, trained)
+    if bool(gather([float(bad is not None)]).any()):  # on any rank's shard: all of them leave here together
+        return f"the parameter {bad} had been so before this step" if bad is not None else None
     watch = _Watch()
     handles = watch.attach(task, trained)
     try:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 from mm_core.config.schema import ProfileSection
 from mm_core.device import memory_recorder
+
+_logger = logging.getLogger(__name__)
 
 
 class ProfileWindow:
@@ -62,8 +65,11 @@ class ProfileWindow:
         profiler.stop()
         first, last = self._settings.steps
         stem = self._folder / f"rank_{self._rank}_steps_{first}-{last}"
-        profiler.export_chrome_trace(f"{stem}.json.gz")
-        table = profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=50)
-        stem.with_suffix(".txt").write_text(table + "\n", encoding="utf-8")
-        if self._memory is not None:
-            self._memory.stop(Path(f"{stem}.memory.pickle"))
+        try:
+            profiler.export_chrome_trace(f"{stem}.json.gz")
+            table = profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=50)
+            stem.with_suffix(".txt").write_text(table + "\n", encoding="utf-8")
+            if self._memory is not None:
+                self._memory.stop(Path(f"{stem}.memory.pickle"))
+        except (OSError, RuntimeError) as fault:  # no run ends for want of a trace
+            _logger.warning("the profile could not be written: %s", fault)

@@ -56,12 +56,14 @@ def train(
     with process_group(), rank_log(folder, dist.get_rank(), dist.get_world_size()):
         run = assemble(config, resume, stop, allow)
         run.milestones.stop_after = stop_after
+        steps, step = run.training.plan.steps, run.start
         with running(run):
-            step = run_steps(run.training, run.start)
-        steps = run.training.plan.steps
+            if stop_after is None or step < stop_after:
+                step = run_steps(run.training, run.start)
         # One rank that was asked to stop stops all of them.
         reason = (stop and stop.requested) or ("--stop-after" if stop_after else "a signal to another rank")
-        return RunResult(run.folder, step, steps, reason if step < steps else None)
+        unfinished = step < steps or run.milestones.interrupted
+        return RunResult(run.folder, step, steps, reason if unfinished else None)
 
 
 @contextmanager
@@ -81,5 +83,7 @@ def running(run: Assembly) -> Iterator[None]:
             raise death from raised
         raise
     finally:
-        milestones.close(error)
-        run.reporter.close()
+        try:
+            milestones.close(error)
+        finally:
+            run.reporter.close()

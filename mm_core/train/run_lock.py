@@ -11,6 +11,18 @@ from typing import TextIO
 
 from mm_core.errors import CheckpointError
 
+_held: list[TextIO] = []
+
+
+def _let_go() -> None:
+    """In a forked child, a data worker: what it holds open would keep the folder locked after its parent."""
+    for file in _held:
+        with suppress(OSError):
+            os.close(file.fileno())
+
+
+os.register_at_fork(after_in_child=_let_go)
+
 
 class RunLock:
     """A lock on `<run_dir>/.lock`, free again when its process ends, however it ends.
@@ -46,11 +58,13 @@ class RunLock:
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
         self._file = file
+        _held.append(file)
 
     def release(self) -> None:
         """Frees the folder."""
         if self._file is not None:
             with suppress(OSError):
                 fcntl.flock(self._file, fcntl.LOCK_UN)
+            _held.remove(self._file)
             self._file.close()
             self._file = None

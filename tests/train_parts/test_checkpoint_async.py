@@ -259,12 +259,12 @@ def test_sha256_follows_and_is_checked_in_the_background(make, state):
     digests = json.loads((path / "sha256.json").read_text())
     assert digests.keys() == json.loads((path / "checksums.json").read_text())["files"].keys()
     store.verify_digests(path)
-    store._thread.finish()
+    store._checks.finish()
     store.poll()
     digests["facts.json"] = "0" * 64
     (path / "sha256.json").write_text(json.dumps(digests))
     store.verify_digests(path)
-    store._thread.finish()
+    store._checks.finish()
     with pytest.raises(CheckpointError, match=r"facts.json does not match its sha256"):
         store.poll()
 
@@ -335,7 +335,7 @@ def test_a_sha256_that_fails_is_raised_and_the_next_save_still_comes_to_an_end(m
     store.wait()
     (path / "sha256.json").write_text('{"facts.json": "0"}')
     store.verify_digests(path)
-    store._thread.finish()
+    store._checks.finish()
     with pytest.raises(CheckpointError, match=r"facts\.json does not match its sha256"):
         store.save(2, state, {}, CONFIG)
     store.verify_digests(path)

@@ -110,3 +110,12 @@ def test_a_resumed_guard_judges_as_the_one_before():
     assert second.state() == first.state()
     with pytest.raises(TrainingError, match="2 steps in a row"):
         judge(second, 5, NAN, NAN)
+
+
+def test_a_norm_that_has_moved_for_good_ends_the_run_instead_of_leaving_out_all_steps():
+    guard = UpdateGuard(settings(spike=SpikeSection(2.0, 2, in_a_row=3)))
+    judge(guard, 0, 1.0)
+    for step in (1, 2):
+        assert judge(guard, step, 9.0) is not None
+    with pytest.raises(TrainingError, match=r"3 steps in a row were left out \(train.spike.in_a_row\)"):
+        judge(guard, 3, 9.0)
