@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -15,13 +17,16 @@ from mm_core.contracts import Callback
 
 _logger = logging.getLogger(__name__)
 
+_OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that would make a rank of this run of an `mm` command, and let it wait for others."""
+
 
 class Command(Callback):
     """Runs a command at chosen events, on rank 0, and waits until it is done.
 
     Its environment holds MM_EVENT, MM_RUN_DIR, MM_STEP; MM_PATH (of what was saved or sampled), MM_ERROR
-    (of a run that failed), and MM_METRIC_LOSS and the like, of the latest figures. A command that fails is
-    warned of and ends nothing. Fields are those of `CommandConfig`.
+    (of a run that failed), and MM_METRIC_LOSS and the like, of the latest figures; it is no rank. A command
+    that fails is warned of and ends nothing. Fields are those of `CommandConfig`.
     """
 
     def __init__(
@@ -65,19 +70,36 @@ class Command(Callback):
             return
         told = {"MM_EVENT": event, "MM_RUN_DIR": self._run_dir, "MM_STEP": str(step), **self._metrics, **more}
         try:
-            done = subprocess.run(
-                self._command,
-                env={**os.environ, **told},
-                timeout=self._timeout,
-                capture_output=True,
-                text=True,
-                errors="replace",
-            )
-        except (OSError, subprocess.TimeoutExpired) as fault:
+            code, said = execute(self._command, {**_own_environment(), **told}, self._timeout)
+        except (OSError, ValueError, subprocess.TimeoutExpired) as fault:
             _logger.warning("callback command at %s: %s", event, fault)
             return
-        if done.returncode:
-            said = (done.stderr or done.stdout).strip()[-300:]
-            _logger.warning(
-                "callback command at %s ended with exit code %d: %s", event, done.returncode, said
-            )
+        if code:
+            _logger.warning("callback command at %s ended with exit code %d: %s", event, code, said)
+
+
+def _own_environment() -> dict[str, str]:
+    started = ("TORCHELASTIC_", "MM_LAUNCH_DIR")
+    return {n: v for n, v in os.environ.items() if n not in _OF_A_RANK and not n.startswith(started)}
+
+
+def execute(command: Sequence[str], environment: Mapping[str, str], timeout: float) -> tuple[int, str]:
+    """A command's exit code and the end of what it wrote. It hears no signal that is meant for the run;
+    after `timeout` it is killed, with all that it started, and TimeoutExpired raised."""
+    with subprocess.Popen(
+        list(command),
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=timeout)
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return process.returncode, said.strip()[-300:]

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from sysconfig import get_path
 from typing import Any, NoReturn
 
 from mm_core.errors import TrainingError
@@ -30,6 +31,10 @@ ORDER = (
     "checkpoint",
 )
 """Phases of a step, in their order."""
+
+_MM_CORE = str(Path(__file__).parents[1])
+_INSTALLED = ("site-packages", "dist-packages", get_path("stdlib"), "<frozen ")
+"""In a path: a library's file, and none that a reader of the sentence would look at first."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,7 @@ class Watchdog:
         self._at, self._phase, self._moves = 0, "start", 0
         self._moved = time.time()
         self._main = threading.get_ident()
+        self._pause = min((stuck_after or 0.0) / 4, 5.0)  # seconds between two looks
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -83,6 +89,7 @@ class Watchdog:
         if self._limit is None:
             return
         self._moved = time.time()
+        self._write()  # one of an earlier process may lie there, and be ahead
         self._thread = threading.Thread(target=self._watch, name="mm_core watchdog", daemon=True)
         self._thread.start()
 
@@ -106,13 +113,18 @@ class Watchdog:
     def _watch(self) -> None:
         assert self._limit is not None
         seen = -1
-        while not self._over.wait(min(self._limit / 4, 5.0)):
+        while not self._over.wait(self._pause):
             if self._moves != seen:
                 seen, self._moved = self._moves, time.time()
             self._write()
             if time.time() - self._moved > self._limit:
-                self._stuck()
-                return
+                self._leave_stacks()
+                # All ranks leave their stacks before one ends the run; and it may have moved on after all.
+                if self._over.wait(2 * self._pause):
+                    return
+                if self._moves == seen:
+                    self._stuck()
+                    return
 
     def _beat(self) -> Heartbeat:
         place, waits = self._place()
@@ -125,7 +137,7 @@ class Watchdog:
             return "unknown", False
         frames = traceback.extract_stack(frame)
         waits = any("torch/distributed" in f.filename for f in frames[-6:])
-        own = [f for f in frames if "site-packages" not in f.filename and "/lib/python" not in f.filename]
+        own = [f for f in frames if not _installed(f.filename)]
         last = (own or list(frames))[-1]
         return f"{last.filename}:{last.lineno} in {last.name}", waits
 
@@ -146,10 +158,12 @@ class Watchdog:
                     beats.append(Heartbeat(**json.loads(text)))
         return beats
 
-    def _stuck(self) -> None:
+    def _leave_stacks(self) -> None:
         if self._log is not None and self._log.descriptor is not None:
             self._log.write(f"stuck in step {self._at}, {self._phase}; the stacks of all threads:")
             faulthandler.dump_traceback(self._log.descriptor, all_threads=True)
+
+    def _stuck(self) -> None:
         behind = min(self._read(), key=progress)
         seconds = round(time.time() - self._moved)
         self._end(
@@ -160,6 +174,10 @@ class Watchdog:
                 hint=f"{self._folder}/rank_{behind.rank}.log has its stacks; run.stuck_after sets the limit",
             )
         )
+
+
+def _installed(path: str) -> bool:
+    return not path.startswith(_MM_CORE) and any(part in path for part in _INSTALLED)
 
 
 def progress(beat: Heartbeat) -> tuple[int, int, int, bool]:
