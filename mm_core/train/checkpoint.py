@@ -171,6 +171,7 @@ class CheckpointStore:
             self._committed.wait()
             self._committed = None
         self._thread.check()
+        self._checks.check()
 
     def close(self) -> None:
         """Waits for what is being written, and frees the run's folder."""
@@ -328,7 +329,7 @@ class CheckpointStore:
                 doing, lambda: dcp.write_tensors(stage, tensors, ranks=ranks, write=self._write)
             )
             own = ranks.agree(
-                doing, lambda: {**sums, **(write_texts(stage, texts) if ranks.rank == 0 else {})}
+                doing, lambda: {**sums, **(files.write_texts(stage, texts) if ranks.rank == 0 else {})}
             )
             manifest = {name: entry for share in ranks.gather(own) for name, entry in share.items()}
             ranks.first("completing the checkpoint", lambda: complete(stage, manifest))
@@ -363,13 +364,6 @@ class CheckpointStore:
 def _discard(ranks: Ranks, stage: Path) -> None:
     if ranks.rank == 0:
         shutil.rmtree(stage, ignore_errors=True)
-
-
-def write_texts(stage: Path, texts: Mapping[str, str]) -> dict[str, files.Checksum]:
-    """The small files of a checkpoint, by rank 0; their checksums, and that of `.metadata`."""
-    for name, text in texts.items():
-        files.write_durably(stage / name, text)
-    return {name: files.checksum(stage / name) for name in (*texts, files.METADATA)}
 
 
 def shares(manifest: Mapping[str, files.Checksum], ranks: Ranks) -> list[str]:

@@ -53,6 +53,13 @@ def write_durably(path: Path, text: str) -> None:
         os.fsync(stream.fileno())
 
 
+def write_texts(stage: Path, texts: Mapping[str, str]) -> dict[str, Checksum]:
+    """The small files of a checkpoint, by rank 0; their checksums, and that of `.metadata`."""
+    for name, text in texts.items():
+        write_durably(stage / name, text)
+    return {name: checksum(stage / name) for name in (*texts, METADATA)}
+
+
 def sync_folder(folder: Path) -> None:
     """Waits until the disk has the folder's entries: a rename is lasting only after it."""
     handle = os.open(folder, os.O_RDONLY)

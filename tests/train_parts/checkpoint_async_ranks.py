@@ -89,7 +89,7 @@ def main() -> dict[str, object]:
         (good / "sha256.json").write_text('{"__1_0.distcp": "0"}')
     dist.barrier()
     store.verify_digests(good)
-    store._thread.finish()
+    store._checks.finish()
     try:
         store.save(4, state, {}, "x: 1\n")
         said["a sum that one rank found wrong"] = "nothing"

@@ -340,7 +340,7 @@ def test_a_sha256_that_fails_is_raised_and_the_next_save_still_comes_to_an_end(m
         store.save(2, state, {}, CONFIG)
     store.verify_digests(path)
     done = threading.Event()
-    store._thread.give(done.set)
+    store._checks.give(done.set)
     assert done.wait(10), "what follows a fault that nobody has read"
     with pytest.raises(CheckpointError, match="sha256"):
         store.wait()

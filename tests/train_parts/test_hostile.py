@@ -237,7 +237,7 @@ def test_sha256_that_is_something_else(path, text, words):
     store = CheckpointStore(path.parents[1], keep=1)
     (path / "sha256.json").write_text(text)
     store.verify_digests(path)
-    store._thread.finish()
+    store._checks.finish()
     with pytest.raises(CheckpointError, match=words):
         store.poll()
 
