@@ -177,9 +177,12 @@ class MemoryRecorder:
         """Begins to record."""
         self._memory._record_memory_history(max_entries=100_000)
 
-    def stop(self, path: Path) -> None:
-        """Writes the snapshot (a pickle that the viewer reads) and ends the recording."""
+    def write(self, path: Path) -> None:
+        """Writes what was recorded: a pickle that the viewer reads."""
         self._memory._dump_snapshot(str(path))
+
+    def stop(self) -> None:
+        """Ends the recording."""
         self._memory._record_memory_history(enabled=None)
 
 
