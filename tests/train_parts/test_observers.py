@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -81,6 +83,37 @@ def test_a_command_that_fails_is_a_warning(script, options, words, tmp_path, cap
     with caplog.at_level(logging.WARNING):
         command(tmp_path, script, **options).run_ended(1, None)
     assert words in caplog.text
+
+
+def test_what_a_command_has_started_ends_with_its_time(tmp_path, caplog):
+    """A shell's child holds the output open: it would be waited for."""
+    shell = ["sh", "-c", f"sleep 60 & echo $! > {tmp_path}/pid; wait"]
+    build("callback", {"type": "command", "run": shell, "timeout": 1.0}).run_ended(1, None)
+    assert "timed out after 1.0 seconds" in caplog.text
+    child = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
+    until = time.monotonic() + 10
+    while child.exists() and child.read_text().split()[2] != "Z" and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not child.exists() or child.read_text().split()[2] == "Z"
+
+
+def test_a_command_is_no_rank_of_the_run_and_hears_none_of_its_signals(tmp_path, monkeypatch):
+    """`mm evaluate` at every checkpoint would else wait for the other ranks of the run."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "MM_LAUNCH_DIR"):
+        monkeypatch.setenv(name, "7")
+    monkeypatch.setenv("MM_PLUGINS", "custom_dit")
+    script = (
+        "import json, os, sys\n"
+        "seen = {'environment': sorted(os.environ), 'group': os.getpgid(0), 'input': sys.stdin.read()}\n"
+        "open(sys.argv[1], 'w').write(json.dumps(seen))"
+    )
+    command(tmp_path, script).run_ended(1, None)
+    seen = json.loads((tmp_path / "out").read_text())
+    assert "MM_PLUGINS" in seen["environment"] and "MM_EVENT" in seen["environment"]
+    assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "MM_LAUNCH_DIR"} & set(
+        seen["environment"]
+    )
+    assert seen["group"] != os.getpgid(0) and seen["input"] == ""
 
 
 def test_a_program_that_is_not_there_is_a_warning(caplog):
