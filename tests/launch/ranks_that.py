@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mm_core.errors import DataError, PeerError
 from mm_core.train.failure import leave, run_as_rank
+from mm_core.train.rank_logs import rank_log
 from mm_core.train.signals import STOPPED, StopFlag
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -76,6 +77,11 @@ def do(scenario: str, stop: StopFlag) -> int:
         sys.exit(3)
     if scenario == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
+    if scenario in ("logged_error", "logged_crash", "logged_kill"):
+        with rank_log(Path("run"), RANK, 2):
+            if scenario == "logged_error":
+                raise DataError("nothing can be read here", where="clip 3", hint="look at it")
+            os.kill(os.getpid(), signal.SIGKILL if scenario == "logged_kill" else signal.SIGSEGV)
     raise AssertionError(scenario)
 
 

@@ -70,6 +70,29 @@ def test_a_killed_rank_is_explained_by_the_launcher(launch, scenario):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scenario", "code", "sentence", "logged"),
+    [
+        ("logged_error", 1, "rank 1: clip 3: nothing can be read here", "in do"),
+        ("logged_crash", 128 + 11, "rank 1 was ended by SIGSEGV", "Fatal Python error: Segmentation fault"),
+        (
+            "logged_kill",
+            128 + 9,
+            "rank 1 was killed (SIGKILL); the usual reason is that the host ran out",
+            "",
+        ),
+    ],
+)
+def test_who_speaks_for_a_rank_says_where_its_log_lies(scenario, code, sentence, logged, launch, tmp_path):
+    ended = launch(scenario)
+    assert ended.code == code
+    assert [line.startswith(f"mm: error: {sentence}") for line in said(ended)] == [True]
+    assert ended.err.endswith("\n  log: run/logs/rank_1.log\n")
+    text = (tmp_path / "run/logs/rank_1.log").read_text()
+    assert "--- rank 1 of 2, pid " in text and logged in text
+
+
+@pytest.mark.slow
 def test_a_host_whose_peer_failed_says_where_to_look(start, free_port):
     hosts = [start(SCRIPT, "launch", "lost", f"127.0.0.1:{free_port}") for _ in range(2)]
     ends = [host.end() for host in hosts]
