@@ -174,7 +174,8 @@ def test_a_batch_that_does_not_divide_over_ranks(tiny, tmp_path, mm):
 
 def test_a_checkpoint_of_another_model_lists_the_keys(whole, tiny, tmp_path, mm):
     interrupted(whole, tmp_path)
-    done = mm("train", "--config", tiny, f"run.dir={tmp_path}", "task.predictor.num_layers=3")
+    done = mm("train", "--config", tiny, f"run.dir={tmp_path}", "task.predictor.num_layers=3",
+              "--allow", "task.predictor")  # fmt: skip
     assert done.code == 1 and "Traceback" not in done.err
     assert "predictor.blocks.2" in done.err
 
@@ -232,4 +233,5 @@ def test_a_path_outside_of_the_folder_is_refused(shapes, tiny, tmp_path, mm):
 def test_a_changed_order_is_told_on_resume(whole, tiny, tmp_path, mm):
     interrupted(whole, tmp_path)
     done = mm("train", "--config", tiny, f"run.dir={tmp_path}", "data.loader.sampler=sequential")
-    assert done.code == 0 and "warning: order was random and is sequential" in done.err
+    assert done.code == 1 and "--allow data.loader.sampler" in done.err
+    assert "random -> sequential" in done.err and "changes which samples come when" in done.err

@@ -128,7 +128,7 @@ def test_killed_while_it_saves(tmp_path, state, empty, same):
     )
     store = CheckpointStore(tmp_path, keep=2)
     reached = 0
-    for pause in (0.021, 0.033, 0.047):
+    for pause in (0.021, 0.033, 0.047, 0.5):
         process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
         assert process.stdout.readline() == "ready\n"
         time.sleep(pause)
