@@ -107,8 +107,8 @@ class CheckpointStore:
             facts: everything else, as JSON; `step` is added.
             config_yaml: the resolved config.
             manifest: what the run was made of, as JSON, to compare with at a resume.
-            digest: whether sha256.json follows. Without it there is no time to lose: an earlier one that
-                is still being summed is given up.
+            digest: whether sha256.json follows, unless another rank has no time for it. Without it, an
+                earlier one that is still being summed is given up.
 
         Raises:
             CheckpointError: on all ranks, when any of them fails, or when an earlier asynchronous save
@@ -117,6 +117,7 @@ class CheckpointStore:
         """
         # The thread may still be speaking in its own group (sha256): here the default one is used.
         ranks = Ranks.current()
+        digest = all(ranks.gather(digest))  # a signal may have reached some ranks only
         if not digest:
             self._hurry.set()
         ranks.agree("saving the checkpoint before", self.wait)
