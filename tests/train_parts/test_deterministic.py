@@ -49,6 +49,6 @@ def test_a_run_is_deterministic_by_its_config(tiny, tmp_path, mm):
     )
     command += (f"plugins.path=[{tmp_path / 'watch.py'}]", "callbacks=[{type: local/watch}]")
     for wanted in ("true", "false"):
-        done = mm(*command, f"run.deterministic={wanted}", f"run.name={wanted}")
+        done = mm(*command, f"run.deterministic={wanted}", f"run.name=run_{wanted}")
         assert done.code == 0, done.err
         assert f"deterministic {wanted.capitalize()}" in done.out
