@@ -1,0 +1,1 @@
+"""Weights on disk: formats, key maps, streaming into shards and out of checkpoints, adapters."""
