@@ -205,6 +205,27 @@ def mm_trackers() -> list[Component]:
 
 
 @hookimpl
+def mm_weight_formats() -> list[Component]:
+    return [
+        Component(
+            name="safetensors",
+            target="mm_core.weights.formats:Safetensors",
+            summary="one file or sharded with an index, under the component's own names",
+        ),
+        Component(
+            name="diffusers",
+            target="mm_core.weights.formats:Diffusers",
+            summary="a Diffusers model folder or pipeline: config.json, diffusion_pytorch_model.safetensors",
+        ),
+        Component(
+            name="transformers",
+            target="mm_core.weights.formats:Transformers",
+            summary="a Transformers model folder: config.json, model.safetensors, tokenizer files",
+        ),
+    ]
+
+
+@hookimpl
 def mm_metrics() -> list[Component]:
     return [
         Component(

@@ -22,6 +22,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "lr_schedule": "mm_lr_schedules",
         "tracker": "mm_trackers",
         "video_reader": "mm_video_readers",
+        "weight_format": "mm_weight_formats",
         "metric": "mm_metrics",
         "callback": "mm_callbacks",
     }

@@ -82,6 +82,15 @@ def mm_video_readers() -> Iterable[Component]:  # type: ignore[empty-body]
 
 
 @hookspec
+def mm_weight_formats() -> Iterable[Component]:  # type: ignore[empty-body]
+    """Layouts of weights on disk: `target()` -> `mm_core.weights.WeightFormat`.
+
+    Formats are asked in turn whether they recognise a folder and can hold a component; the one whose
+    names fit best is taken.
+    """
+
+
+@hookspec
 def mm_metrics() -> Iterable[Component]:  # type: ignore[empty-body]
     """Figures of held-out samples: `target(**fields)` -> `mm_core.contracts.Metric` (on every rank)."""
 

@@ -1,1 +1,21 @@
 """Weights on disk: formats, key maps, streaming into shards and out of checkpoints, adapters."""
+
+from mm_core.weights.format import AdapterLayout, Companions, Layout, StoredTensors, WeightFormat
+from mm_core.weights.key_map import Copy, Fuse, KeyMap, Rename, Reshape, Split, Transpose
+from mm_core.weights.stored import open_stored
+
+__all__ = [
+    "AdapterLayout",
+    "Companions",
+    "Copy",
+    "Fuse",
+    "KeyMap",
+    "Layout",
+    "Rename",
+    "Reshape",
+    "Split",
+    "StoredTensors",
+    "Transpose",
+    "WeightFormat",
+    "open_stored",
+]

@@ -1,0 +1,208 @@
+"""The formats that the core ships: plain safetensors, Diffusers' and Transformers' folders."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from mm_core.errors import CheckpointError
+from mm_core.weights.format import AdapterLayout, Companions, Layout, StoredTensors
+from mm_core.weights.key_map import KeyMap
+from mm_core.weights.stored import INDEX, open_stored
+
+PEFT_ADAPTER = "adapter_model.safetensors"
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.json",
+    "chat_template.jinja",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "image_processor_config.json",
+)
+"""Files beside a Transformers model that say how its inputs are made."""
+
+
+class Safetensors:
+    """`model.safetensors`, or shards and their index, under the names of the component itself."""
+
+    def recognises(self, path: Path) -> bool:
+        """A safetensors file, an index of such, or a folder that holds any."""
+        if path.is_file():
+            return path.name.endswith((".safetensors", INDEX))
+        return any(found.name != PEFT_ADAPTER for found in path.glob("*.safetensors"))
+
+    def folders(self, path: Path) -> Sequence[str]:
+        """The top."""
+        return [""]
+
+    def open(self, path: Path, folder: str = "") -> StoredTensors:
+        """The tensors of the file or folder."""
+        return open_stored(path / folder if folder else path)
+
+    def layout(self, name: str, component: nn.Module) -> Layout:
+        """Any component, as it is."""
+        return Layout()
+
+    def adapter(self, name: str, component: nn.Module) -> AdapterLayout:
+        """PEFT's layout."""
+        return AdapterLayout(PEFT_ADAPTER, "base_model.model.", config="adapter_config.json")
+
+    def companions(self, task: nn.Module) -> Companions:
+        """None."""
+        return Companions()
+
+
+class Diffusers:
+    """A folder that Diffusers' `from_pretrained` loads: a model's, or a pipeline's with one a model."""
+
+    stem = "diffusion_pytorch_model"
+
+    def recognises(self, path: Path) -> bool:
+        """A folder with model_index.json, or with a config.json that names a `_class_name`."""
+        return path.is_dir() and (
+            (path / "model_index.json").is_file() or "_class_name" in read_mapping(path / "config.json")
+        )
+
+    def folders(self, path: Path) -> Sequence[str]:
+        """A pipeline's folders with weights; [""] for a model's folder."""
+        if not (path / "model_index.json").is_file():
+            return [""]
+        names = [name for name in read_mapping(path / "model_index.json") if Path(name).name == name]
+        return [name for name in names if any((path / name).glob("*.safetensors"))]
+
+    def open(self, path: Path, folder: str = "") -> StoredTensors:
+        """The tensors of one model."""
+        place = path / folder if folder else path
+        pickled = sorted(found.name for found in place.glob("*.bin")) if place.is_dir() else []
+        if pickled and not any(place.glob("*.safetensors")):
+            raise only_pickled(place, pickled)
+        return open_stored(place, self.stem)
+
+    def layout(self, name: str, component: nn.Module) -> Layout | None:
+        """A Diffusers model, or a component that is a wrapper of one."""
+        found = wrapped_model(component, "diffusers", "ModelMixin")
+        if found is None:
+            return None
+        prefix, model = found
+        return Layout(
+            KeyMap(prefix=prefix), stem=self.stem, texts={"config.json": model.to_json_string() + "\n"}
+        )
+
+    def adapter(self, name: str, component: nn.Module) -> AdapterLayout | None:
+        """What `load_lora_adapter` and `load_lora_weights` read."""
+        found = wrapped_model(component, "diffusers", "ModelMixin")
+        if found is None:
+            return None
+        return AdapterLayout(
+            "pytorch_lora_weights.safetensors",
+            "transformer.",
+            KeyMap(prefix=found[0]),
+            metadata_key="lora_adapter_metadata",
+        )
+
+    def companions(self, task: nn.Module) -> Companions:
+        """None: a model's folder is whole."""
+        return Companions()
+
+
+class Transformers:
+    """A folder that Transformers' `from_pretrained` loads, with tokenizer and processor files."""
+
+    stem = "model"
+
+    def recognises(self, path: Path) -> bool:
+        """A folder with a config.json that names a `model_type`."""
+        return path.is_dir() and "model_type" in read_mapping(path / "config.json")
+
+    def folders(self, path: Path) -> Sequence[str]:
+        """The top."""
+        return [""]
+
+    def open(self, path: Path, folder: str = "") -> StoredTensors:
+        """The tensors of the model."""
+        place = path / folder if folder else path
+        pickled = sorted(found.name for found in place.glob("pytorch_model*.bin"))
+        if pickled and not any(place.glob("*.safetensors")):
+            raise only_pickled(place, pickled)
+        return open_stored(place, self.stem)
+
+    def layout(self, name: str, component: nn.Module) -> Layout | None:
+        """A Transformers model, or a component that is a wrapper of one."""
+        found = wrapped_model(component, "transformers", "PreTrainedModel")
+        if found is None:
+            return None
+        prefix, model = found
+        config = copy.deepcopy(model.config)
+        config.architectures = [type(model).__name__]
+        texts = {"config.json": config.to_json_string()}
+        if model.can_generate() and model.generation_config is not None:
+            texts["generation_config.json"] = model.generation_config.to_json_string()
+        return Layout(KeyMap(prefix=prefix), stem=self.stem, texts=texts)
+
+    def adapter(self, name: str, component: nn.Module) -> AdapterLayout | None:
+        """PEFT's layout."""
+        found = wrapped_model(component, "transformers", "PreTrainedModel")
+        if found is None:
+            return None
+        return AdapterLayout(
+            PEFT_ADAPTER, "base_model.model.", KeyMap(prefix=found[0]), config="adapter_config.json"
+        )
+
+    def companions(self, task: nn.Module) -> Companions:
+        """Tokenizer and processor files of the folders that the task's models were read from."""
+        return Companions()
+
+
+def only_pickled(folder: Path, names: Sequence[str]) -> CheckpointError:
+    """The error for a folder whose weights are pickles alone."""
+    return CheckpointError(
+        f"the weights here are pickles, which can run code: {', '.join(names[:3])}",
+        where=str(folder),
+        accepted="safetensors files",
+        hint="ask for the model as safetensors, or convert it in its own library, where you trust it",
+    )
+
+
+def wrapped_model(component: nn.Module, library: str, base: str) -> tuple[str, Any] | None:
+    """(prefix of its names, model): the component itself where it is a model of `library`, or its only
+    child that holds all its tensors. The library is not imported: nobody can hold a model of a library
+    that was never imported."""
+    kind = getattr(sys.modules.get(library), base, None)
+    if kind is None:
+        return None
+    if isinstance(component, kind):
+        return "", component
+    found = [(name, child) for name, child in component.named_children() if isinstance(child, kind)]
+    if len(found) != 1:
+        return None
+    prefix = f"{found[0][0]}."
+    names = [*dict(component.named_parameters()), *dict(component.named_buffers())]
+    return (prefix, found[0][1]) if all(name.startswith(prefix) for name in names) else None
+
+
+def read_mapping(path: Path) -> Mapping[str, Any]:
+    """A small JSON object of a folder that nobody vouches for; {} for anything else."""
+    try:
+        if path.stat().st_size > 10_000_000:
+            return {}
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

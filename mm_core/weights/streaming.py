@@ -1,0 +1,94 @@
+"""Stored tensors into a component's, box by box: each rank reads what its shards hold, and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from math import prod
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from mm_core.weights.format import StoredTensors
+from mm_core.weights.key_map import Copy
+
+_CHUNK = 64 * 2**20  # bytes that are held on their way into a shard, where they can not be mapped
+
+Box = tuple[slice, ...]
+
+
+def stream(
+    targets: Mapping[str, Tensor],
+    copies: Iterable[tuple[Copy, StoredTensors]],
+    advance: Callable[[int], None] | None = None,
+) -> None:
+    """Fills tensors in place, cast to their dtype.
+
+    Args:
+        targets: by the component's names; plain tensors, or DTensors of which this rank's part is filled.
+        copies: what is to be read from where.
+        advance: told the number of bytes after each piece that was read.
+
+    Raises:
+        CheckpointError: a file that can not be read.
+    """
+    shards = {name: shard_of(tensor) for name, tensor in targets.items()}
+    for copy, stored in copies:
+        local, place = shards[copy.component]
+        region = overlap(copy, place)
+        if region is None:
+            continue
+        for piece in _chunks(region, stored.dtypes[copy.stored].itemsize):
+            read = read_box(copy, stored, piece)
+            inside = [slice(p.start - o.start, p.stop - o.start) for p, o in zip(piece, place, strict=True)]
+            local[tuple(inside)] = read
+            if advance is not None:
+                advance(read.numel() * read.dtype.itemsize)
+
+
+def read_box(copy: Copy, stored: StoredTensors, box: Box) -> Tensor:
+    """A box of the component's tensor (which lies within `copy`), from the file: a view where it can be."""
+    inner = [
+        slice(part.start - start + offset, part.stop - start + offset)
+        for part, start, offset in zip(box, copy.start, copy.stored_start, strict=True)
+    ]
+    if copy.view is not None:
+        rest = (slice(0, size) for size in copy.stored_shape[1:])
+        rows = stored.read(copy.stored, (inner[0], *rest))
+        return rows.reshape(rows.shape[0], *copy.view[1:])[(slice(None), *inner[1:])]
+    if copy.dims is None:
+        return stored.read(copy.stored, tuple(inner))
+    theirs = [slice(0)] * len(inner)
+    for ours, dim in enumerate(copy.dims):
+        theirs[dim] = inner[ours]
+    return stored.read(copy.stored, tuple(theirs)).permute(copy.dims)
+
+
+def shard_of(tensor: Tensor) -> tuple[Tensor, Box]:
+    """What this rank holds of a tensor (the same memory), and its place in the whole."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach(), tuple(slice(0, size) for size in tensor.shape)
+    sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    place = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+    return tensor.to_local().detach(), place
+
+
+def overlap(copy: Copy, place: Box) -> Box | None:
+    """Where a copy's box and a shard meet, in the component's tensor."""
+    found = tuple(
+        slice(max(start, part.start), min(start + size, part.stop))
+        for start, size, part in zip(copy.start, copy.size, place, strict=True)
+    )
+    return found if all(part.start < part.stop for part in found) else None
+
+
+def _chunks(box: Box, itemsize: int) -> Iterable[Box]:
+    """A box in slabs along its first dimension, of `_CHUNK` bytes at most where that can be."""
+    if not box:
+        yield box
+        return
+    first, rest = box[0], box[1:]
+    row = prod(part.stop - part.start for part in rest) * itemsize
+    step = max(1, _CHUNK // max(row, 1))
+    for start in range(first.start, first.stop, step):
+        yield (slice(start, min(start + step, first.stop)), *rest)
