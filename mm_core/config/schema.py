@@ -26,6 +26,7 @@ class InitFromSection:
 
     path: str  # a run or one of its checkpoints; a safetensors file, or a folder of them; a .pt of tensors
     weights: Literal["model", "ema"] = "model"  # which of a checkpoint's weights
+    format: str | None = None  # weight format of the files (diffusers, ...); none: the one that fits best
     strict: bool = True  # false: what is missing keeps its initialisation, what is left over is listed
     include: tuple[str, ...] = ()  # patterns of parameters to take, by their path in the task; none: all
     exclude: tuple[str, ...] = ()  # patterns of parameters to leave as initialised

@@ -17,9 +17,11 @@ from mm_core.contracts.components import (
     NoiseScheduler,
     Posterior,
     Predictor,
+    Pretrained,
     TextEncoder,
     Tokenizer,
     VelocityField,
+    WeightsFrom,
 )
 from mm_core.contracts.dtypes import torch_dtype
 from mm_core.contracts.randomness import Randomness
@@ -28,6 +30,7 @@ from mm_core.contracts.running import (
     Dataset,
     Engine,
     EnginePlan,
+    InitialWeights,
     LRSchedule,
     Metric,
     RandomisedDataset,
@@ -49,12 +52,14 @@ __all__ = [
     "Evaluation",
     "FailureRecord",
     "Frozen",
+    "InitialWeights",
     "LRSchedule",
     "Loss",
     "Metric",
     "NoiseScheduler",
     "Posterior",
     "Predictor",
+    "Pretrained",
     "RandomisedDataset",
     "Randomness",
     "SampleKey",
@@ -67,5 +72,6 @@ __all__ = [
     "VideoInfo",
     "VideoReader",
     "VideoTextBatch",
+    "WeightsFrom",
     "torch_dtype",
 ]

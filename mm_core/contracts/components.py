@@ -7,6 +7,7 @@ L,D text length and width. An image has F = 1.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -43,6 +44,23 @@ class Predictor(Protocol):
     def init_weights(self) -> None:
         """Fills every parameter and buffer."""
         ...
+
+
+@dataclass(frozen=True)
+class WeightsFrom:
+    """Files that a trained component begins with. path: file or folder. format: name of the weight format;
+    None takes the one that fits best."""
+
+    path: str
+    format: str | None = None
+
+
+@runtime_checkable
+class Pretrained(Protocol):
+    """A component that is trained from weights of its own. It is built from settings alone: the core
+    streams the weights into its shards."""
+
+    weights_from: WeightsFrom | None
 
 
 class Posterior(Protocol):

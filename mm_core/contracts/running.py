@@ -182,6 +182,19 @@ class Callback:
         """The run is over after `step` steps; `error` is what ended it, None where all is well."""
 
 
+class InitialWeights(Protocol):
+    """Where trained weights begin, other than at random. Both steps are called by all ranks."""
+
+    def covers(self, state: Mapping[str, Tensor]) -> Collection[str]:
+        """The names of `state` (parameters and buffers by path in the task, still without memory) that
+        `fill` will fill: they need no initialisation. An MMError for weights that do not fit."""
+        ...
+
+    def fill(self, state: Mapping[str, Tensor]) -> None:
+        """Fills them in place; each rank its shards."""
+        ...
+
+
 @dataclass(frozen=True)
 class EnginePlan:
     """How an engine spreads a task, decided on meta modules, before anything is allocated.
@@ -217,10 +230,11 @@ class Engine(Protocol):
         plan: EnginePlan,
         optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer],
         rng: Randomness,
+        weights: InitialWeights | None = None,
     ) -> None:
-        """Recompute -> shard -> materialise -> initialise -> optimizer, in place. `optimizer` is given
-        the (sharded) parameters that require a gradient, by their path in the task. A parameter group
-        may hold `lr_scale`, a factor of its base rate."""
+        """Recompute -> shard -> materialise -> initialise, and fill from `weights` what they cover ->
+        optimizer, in place. `optimizer` is given the (sharded) parameters that require a gradient, by
+        their path in the task. A parameter group may hold `lr_scale`, a factor of its base rate."""
         ...
 
     def micro_step(self, compute: Callable[[], Loss], *, last: bool, scale: float) -> Loss:

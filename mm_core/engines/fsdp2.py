@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from mm_core.builtin.configs.engines import FSDP2Config
-from mm_core.contracts import EnginePlan, Loss, Randomness, torch_dtype
+from mm_core.contracts import EnginePlan, InitialWeights, Loss, Randomness, torch_dtype
 from mm_core.device import current_device
 from mm_core.errors import ContractError, PlanError
 from mm_core.parallel.averaging import average_by_sum, check_replicas
@@ -34,6 +34,7 @@ from mm_core.parallel.casting import cast_inputs
 from mm_core.parallel.initialise import initialise
 from mm_core.parallel.layout import decide_layout, mesh_shape
 from mm_core.parallel.recompute import recompute
+from mm_core.parallel.tying import tie, tied_names
 
 
 class FSDP2Engine:
@@ -46,6 +47,7 @@ class FSDP2Engine:
         self.config = FSDP2Config(**fields)
         self.device = current_device()
         self._trained: dict[str, nn.Module] = {}
+        self._tied: dict[str, dict[str, str]] = {}
         self._roots: list[FSDPModule] = []
         self._parameters: dict[str, nn.Parameter] = {}
         self._optimizer: torch.optim.Optimizer | None = None
@@ -99,17 +101,21 @@ class FSDP2Engine:
         plan: EnginePlan,
         optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer],
         rng: Randomness,
+        weights: InitialWeights | None = None,
     ) -> None:
-        """Recompute -> shard -> materialise -> initialise -> optimizer; `task` changes in place."""
+        """Recompute -> shard -> materialise -> initialise or fill -> optimizer; `task` changes in place."""
         names: tuple[str, ...] = task.trainable  # type: ignore[assignment]
         self._trained = {name: task.get_submodule(name) for name in names}
+        self._tied = {name: tied_names(module) for name, module in self._trained.items()}
         for path in plan.recomputed:
             recompute(task.get_submodule(path), self.config.use_reentrant)
         self._shard(task, plan)
         home = torch.device("cpu") if self.config.offload_to_cpu else self.device
+        spared = weights.covers(self._model_state()) if weights is not None else ()
         for name, module in self._trained.items():
             module.to_empty(device=home)
-            initialise(module, name, rng)
+            tie(module, self._tied[name])
+            initialise(module, name, rng, spared)
             if self.config.offload_to_cpu:
                 for (
                     buffer_owner
@@ -117,6 +123,8 @@ class FSDP2Engine:
                     for key, buffer in buffer_owner.named_buffers(recurse=False):
                         setattr(buffer_owner, key, buffer.to(self.device))
             self._parameters |= dict(module.named_parameters(prefix=name))
+        if weights is not None:
+            weights.fill(self._model_state())
         self._optimizer = optimizer({n: p for n, p in self._parameters.items() if p.requires_grad})
         groups = self._optimizer.param_groups
         self._base_lrs = [float(group["lr"]) * float(group.get("lr_scale", 1.0)) for group in groups]
@@ -244,11 +252,6 @@ class FSDP2Engine:
     def state_dict(self) -> dict[str, Any]:
         """{"model": {path: tensor}, "optimizer": {path.state: tensor}}; live tensors, not copies."""
         assert self._optimizer is not None
-        model = {
-            f"{name}.{key}": tensor
-            for name, module in self._trained.items()
-            for key, tensor in module.state_dict().items()
-        }
         state = self._optimizer.state
         lost = {key for values in state.values() for key, v in values.items() if not isinstance(v, Tensor)}
         if lost:
@@ -263,7 +266,16 @@ class FSDP2Engine:
             for path, parameter in self._parameters.items()
             for key, value in state.get(parameter, {}).items()
         }
-        return {"model": model, "optimizer": optimizer}
+        return {"model": self._model_state(), "optimizer": optimizer}
+
+    def _model_state(self) -> dict[str, Tensor]:
+        """Parameters (a shared one once) and buffers, by path in the task."""
+        return {
+            f"{name}.{key}": tensor
+            for name, module in self._trained.items()
+            for key, tensor in module.state_dict().items()
+            if key not in self._tied[name]
+        }
 
     def state_template(self, stepped: Collection[str]) -> dict[str, Any]:
         """A state to load into in place; with the optimizer's tensors of the parameters that it has stepped

@@ -8,7 +8,7 @@ drawn by a generator of (seed, parameter name), and each rank keeps its part.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,10 +43,11 @@ _DRAWING = _RANDOM_METHODS | frozenset(
 
 
 class _SeededInit(TorchFunctionMode):
-    def __init__(self, names: Mapping[int, str], rng: Randomness) -> None:
+    def __init__(self, names: Mapping[int, str], rng: Randomness, spared: Collection[str]) -> None:
         super().__init__()
         self.names = names
         self.rng = rng
+        self.spared = spared
         self.calls: dict[str, int] = {}
 
     def __torch_function__(
@@ -70,6 +71,8 @@ class _SeededInit(TorchFunctionMode):
                 )
             return func(*args, **kwargs)
         assert isinstance(target, Tensor)
+        if name in self.spared:
+            return target
         self.calls[name] = self.calls.get(name, 0) + 1
         full = torch.empty(target.shape, dtype=torch.float32)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -91,27 +94,33 @@ def keep_local_part(target: Tensor, full: Tensor) -> None:
 
 
 @contextmanager
-def seeded_init(module: nn.Module, prefix: str, rng: Randomness) -> Iterator[None]:
-    """Within it, random initialisation of the parameters of `module` draws by (seed, name)."""
+def seeded_init(
+    module: nn.Module, prefix: str, rng: Randomness, spared: Collection[str] = ()
+) -> Iterator[None]:
+    """Within it, random initialisation of the parameters of `module` draws by (seed, name); that of the
+    names in `spared` does nothing."""
     named = [*module.named_parameters(prefix=prefix), *module.named_buffers(prefix=prefix)]
-    with _SeededInit({id(tensor): name for name, tensor in named}, rng.at("init")):
+    with _SeededInit({id(tensor): name for name, tensor in named}, rng.at("init"), spared):
         yield
 
 
-def initialise(module: nn.Module, prefix: str, rng: Randomness) -> None:
-    """Calls the module's `init_weights`. What it leaves unset is found by a poison value."""
+def initialise(module: nn.Module, prefix: str, rng: Randomness, spared: Collection[str] = ()) -> None:
+    """Calls the module's `init_weights`. What it leaves unset is found by a poison value. Nothing is drawn
+    for the names in `spared`, which are filled by other means."""
     tensors = [*module.named_parameters(prefix=prefix), *module.named_buffers(prefix=prefix)]
     with torch.no_grad():
         for _, tensor in tensors:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if local.is_floating_point() or local.is_complex():
                 local.fill_(float("nan"))
-    with seeded_init(module, prefix, rng), torch.no_grad():
+    with seeded_init(module, prefix, rng, spared), torch.no_grad():
         module.init_weights()  # type: ignore[operator]
     named = [*module.named_parameters(prefix=prefix), *module.named_buffers(prefix=prefix)]
     unset = []
     for name, tensor in named:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if name in spared:
+            continue
         if (local.is_floating_point() or local.is_complex()) and bool(local.detach().isnan().any()):
             unset.append(name)
     if unset:

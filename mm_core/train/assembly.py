@@ -28,6 +28,7 @@ from mm_core.train.beginning import begin
 from mm_core.train.checkpoint import CheckpointStore
 from mm_core.train.ema import EMA
 from mm_core.train.guard import UpdateGuard
+from mm_core.train.initial_weights import FromFiles, Resumed
 from mm_core.train.loop import Training
 from mm_core.train.manifest import run_manifest
 from mm_core.train.milestones import RunMilestones, StopRequest, best_metric
@@ -91,10 +92,13 @@ def _assemble(
         )
     run_dir = Path(config.run.dir) / config.run.name
     load_frozen(task, engine.device)
-    engine.prepare(task, plan.engine, partial(make_optimizer, config), rng)
+    source, refused = store.open(resume)
+    weights = Resumed(source) if source is not None else FromFiles(config, task)
+    engine.prepare(task, plan.engine, partial(make_optimizer, config), rng, weights)
     ema = EMA(dict(engine.named_parameters()), config.ema) if config.ema is not None else None
     manifest = run_manifest(config, plan, datasets)
-    began = begin(config, store, resume, engine, ema, manifest, allow, plan.steps)
+    began = begin(store, source, refused, engine, ema, manifest, allow, plan.steps)
+    began.notes += weights.notes()
     if dist.get_rank() == 0:
         write_run_files(run_dir, config, plan, manifest)
     dist.barrier()

@@ -9,15 +9,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mm_core.config.schema import RunConfig
 from mm_core.contracts import Engine
+from mm_core.errors import CheckpointError
 from mm_core.train.agreement import Ranks
 from mm_core.train.checkpoint import CheckpointStore
 from mm_core.train.checkpoint_dcp import stepped_parameters, stored_parts
 from mm_core.train.checkpoint_reading import read_run_manifest
 from mm_core.train.ema import EMA
 from mm_core.train.resume_check import check_resume
-from mm_core.train.warm_start import warm_start
 
 
 @dataclass
@@ -30,34 +29,29 @@ class Beginning:
 
 
 def begin(
-    config: RunConfig,
     store: CheckpointStore,
-    resume: str,
+    source: Path | None,
+    refused: Sequence[CheckpointError],
     engine: Engine,
     ema: EMA | None,
     manifest: Mapping[str, Any],
     allow: Sequence[str],
     steps: int,
 ) -> Beginning:
-    """Restores the engine and the average, or warm-starts them, for a run of `steps`. Called by all ranks.
+    """Restores the engine and the average for a run of `steps` from the checkpoint `source`, as
+    `store.open` found it; None begins anew. Called by all ranks.
 
-    A damaged newest checkpoint is passed over, loudly, for the next older one.
+    `refused`: damaged checkpoints that were passed over, loudly, for an older one.
 
     Raises:
-        CheckpointError: nothing whole to resume from, or a change since then that `allow` does not name.
+        CheckpointError: a change since then that `allow` does not name.
     """
-    source, refused = store.open(resume)
     begun = Beginning()
     for fault in refused:
         begun.notes.append(f"warning: {fault.where} is passed over: {fault.what}")
     if source is not None:
         _restore(store, source, engine, ema, manifest, allow, begun)
         begun.notes.insert(len(refused), f"resumed {source} at step {begun.step} of {steps}")
-    elif config.init_from is not None:
-        model = engine.state_dict()["model"]
-        begun.notes.append(f"{config.init_from.path}: {warm_start(config.init_from, model)}")
-        if ema is not None:
-            ema.reset()
     store.begin(begun.step, [Path(str(fault.where)) for fault in refused])
     if source is not None:
         store.verify_digests(source)

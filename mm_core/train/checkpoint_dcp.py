@@ -168,12 +168,15 @@ def stored_parts(folder: Path) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
+def stored_names(folder: Path, part: str) -> set[str]:
+    """The names of the tensors of one part of a checkpoint."""
+    names = read_metadata(folder, read_manifest(folder)).state_dict_metadata
+    return {name.removeprefix(f"{part}.") for name in names if name.startswith(f"{part}.")}
+
+
 def stepped_parameters(folder: Path) -> set[str]:
     """The parameters that the optimizer of a checkpoint holds state of, by their path in the task."""
-    names = read_metadata(folder, read_manifest(folder)).state_dict_metadata
-    return {
-        name.removeprefix("optimizer.").rpartition(".")[0] for name in names if name.startswith("optimizer.")
-    }
+    return {name.rpartition(".")[0] for name in stored_names(folder, "optimizer")}
 
 
 def _check_metadata(found: Any, files: Collection[str]) -> None:

@@ -16,6 +16,7 @@ from mm_core.device import current_device
 from mm_core.errors import DataError, MMError
 from mm_core.parallel.casting import cast_inputs
 from mm_core.parallel.initialise import initialise
+from mm_core.parallel.tying import tie, tied_names
 from mm_core.plan import build_task
 from mm_core.plugin.registry import build
 from mm_core.train.checkpoint_reading import find_checkpoint, load_model_only
@@ -92,19 +93,19 @@ def load_task(config: RunConfig, checkpoint: Path, weights: Weights = "auto") ->
     """The run's task on this process's device, in evaluation mode, with the checkpoint's weights. An
     accelerator computes in the dtype that the engine trained in."""
     task, device = build_task(config), current_device()
+    state: dict[str, torch.Tensor] = {}
     for name in (*task.frozen, *task.trainable):  # type: ignore[misc]
         module = getattr(task, name)
         if name in task.frozen:  # type: ignore[operator]
             module.load(device)
             continue
+        tied = tied_names(module)
         module.to_empty(device=device)
-        # Fills tables that no checkpoint holds; the parameters are overwritten below.
-        initialise(module, name, Randomness(config.run.seed))
-    state = {
-        f"{name}.{key}": tensor
-        for name in task.trainable  # type: ignore[union-attr]
-        for key, tensor in getattr(task, name).state_dict().items()
-    }
+        tie(module, tied)
+        own = {f"{name}.{key}": t for key, t in module.state_dict().items() if key not in tied}
+        # Fills tables that no checkpoint holds.
+        initialise(module, name, Randomness(config.run.seed), spared=own)
+        state |= own
     load_model_only(checkpoint, state, weights)
     if device.type != "cpu":
         compute_as_trained(task, config)

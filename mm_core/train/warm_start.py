@@ -1,20 +1,30 @@
-"""A run that begins with the weights of another: names are compared before anything is read."""
+"""A run that begins with weights from elsewhere: names are compared before anything is read."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from mm_core.config.schema import InitFromSection
 from mm_core.errors import CheckpointError, PlanError, nearest
 from mm_core.parallel.freezing import covered
+from mm_core.parallel.tying import tied_names
 from mm_core.train.agreement import Ranks
 from mm_core.train.checkpoint_io import listed
-from mm_core.train.weight_sources import WeightSource, open_source
+from mm_core.train.weight_sources import RunSource
+from mm_core.weights.fitting import Fit, Formats, no_way, untied, ways_to_read
+from mm_core.weights.format import StoredTensors
+from mm_core.weights.key_map import Copy, whole
+from mm_core.weights.progress import byte_bar
+from mm_core.weights.stored import TORCH_SUFFIXES, open_stored
+from mm_core.weights.streaming import stream
+
+Pieces = list[tuple[Copy, StoredTensors]]
 
 
 @dataclass(frozen=True)
@@ -23,52 +33,214 @@ class WarmStartReport:
 
     loaded, missing, skipped: paths in the task that were read, that kept their initialisation because the
     source has no such name, and that the patterns leave out. unexpected: names of the source that nothing
-    asked for.
+    asked for. formats: that the files were read by; none where stored names are paths in the task.
     """
 
     loaded: tuple[str, ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     skipped: tuple[str, ...]
+    formats: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         kinds = (("missing", self.missing), ("unexpected", self.unexpected), ("left out", self.skipped))
         parts = [f"{len(names)} {kind} ({listed(list(names), 5)})" for kind, names in kinds if names]
-        return ", ".join([f"{len(self.loaded)} tensors loaded", *parts])
+        read_by = f" ({', '.join(self.formats)})" if self.formats else ""
+        return ", ".join([f"{len(self.loaded)} tensors loaded{read_by}", *parts])
 
 
-def warm_start(init: InitFromSection, parameters: Mapping[str, Tensor]) -> WarmStartReport:
-    """Fills parameters and buffers in place from the weights at `init.path`. Called by all ranks.
+class WarmStart:
+    """What `init_from` asks for. Two steps, both called by all ranks: `covers` finds and compares the
+    names, `fill` reads.
 
     Args:
         init: the config's section.
-        parameters: what the engine holds of the trained modules, by path in the task: plain tensors, or
-            DTensors of which each rank reads its shard. Dtypes may differ: values are cast.
-
-    Raises:
-        PlanError: a pattern of `include` or `exclude` that matches nothing, or nothing left to read.
-        CheckpointError: on all ranks, with nothing touched: weights that can not be read, and with
-            `strict` a name that one side lacks; other shapes always.
+        task: the task, on meta or not; its trainable components are asked for by weight formats. None
+            compares stored names with paths in the task alone.
+        formats: by qualified name; those to be tried.
+        roots: the task's components that are to be filled; None: all that are trained.
+        key: of the config, for errors.
     """
-    chosen = set(covered(init.include, parameters, "init_from.include") if init.include else parameters)
-    chosen -= set(covered(init.exclude, parameters, "init_from.exclude"))
-    if not chosen:
-        raise PlanError(
-            "every parameter is left out, so no weight would be read",
-            where="init_from",
-            hint="widen init_from.include, or narrow init_from.exclude",
-        )
-    ranks = Ranks.current()
-    doing = f"reading {init.path}"
-    source = ranks.agree(doing, lambda: open_source(Path(init.path), init.weights))
-    origins, report = ranks.agree(doing, lambda: _compare(init, source, parameters, chosen))
-    targets = {stored: parameters[name] for name, stored in origins.items()}
-    ranks.agree(doing, lambda: source.fill(targets))
-    return report
+
+    def __init__(
+        self,
+        init: InitFromSection,
+        task: nn.Module | None = None,
+        formats: Formats | None = None,
+        roots: Sequence[str] | None = None,
+        key: str = "init_from",
+    ) -> None:
+        self.init = init
+        self._key = key
+        self.report = WarmStartReport((), (), (), ())
+        self._formats = formats or {}
+        self._pieces: Pieces = []
+        self._run: tuple[RunSource, Mapping[str, str]] | None = None
+        self._parts: dict[str, nn.Module] = {}
+        if task is not None:
+            names = task.trainable if roots is None else roots
+            self._parts = {name: task.get_submodule(name) for name in names}  # type: ignore[union-attr]
+        self._tied = {name: tied_names(part) for name, part in self._parts.items()}
+
+    def covers(self, state: Mapping[str, Tensor]) -> Sequence[str]:
+        """The names that `fill` will fill.
+
+        Args:
+            state: parameters and buffers by path in the task, on any device.
+
+        Raises:
+            PlanError: a pattern of `include` or `exclude` that matches nothing, or nothing left to read.
+            CheckpointError: on all ranks: weights that can not be read, and with `strict` a name that one
+                side lacks; other shapes always.
+        """
+        init = self.init
+        chosen = set(covered(init.include, state, "init_from.include") if init.include else state)
+        chosen -= set(covered(init.exclude, state, "init_from.exclude"))
+        if not chosen:
+            raise PlanError(
+                "every parameter is left out, so no weight would be read",
+                where="init_from",
+                hint="widen init_from.include, or narrow init_from.exclude",
+            )
+        Ranks.current().agree(f"reading {init.path}", lambda: self._find(state, chosen))
+        return self.report.loaded
+
+    def fill(self, state: Mapping[str, Tensor]) -> None:
+        """Fills in place what `covers` has named: plain tensors, or DTensors of which each rank reads its
+        shard. Dtypes may differ: values are cast. CheckpointError, on all ranks, where a read fails."""
+        ranks = Ranks.current()
+        doing = f"reading {self.init.path}"
+        if self._run is not None:
+            source, origins = self._run
+            targets = {stored: state[name] for name, stored in origins.items()}
+            ranks.agree(doing, lambda: source.fill(targets))
+            return
+        targets = {name: state[name] for name in self.report.loaded}
+        ranks.agree(doing, lambda: self._stream(targets, ranks.rank == 0))
+
+    def _stream(self, targets: Mapping[str, Tensor], shown: bool) -> None:
+        total = sum(prod(copy.size) * stored.dtypes[copy.stored].itemsize for copy, stored in self._pieces)
+        with byte_bar(f"reading {self.init.path}", total, shown) as advance:
+            stream(targets, self._pieces, advance)
+
+    # -- where everything is -------------------------------------------------------------------
+
+    def _find(self, state: Mapping[str, Tensor], chosen: Collection[str]) -> None:
+        init, path = self.init, Path(self.init.path)
+        if init.format is not None or not self._by_name_alone(path):
+            found = self._by_format(path, state, chosen)
+            if found is not None:
+                return
+        source = _open(path, init)
+        origins, self.report = _compare(init, source, state, chosen)
+        if isinstance(source, RunSource):
+            self._run = source, origins
+        else:
+            self._pieces = [
+                (whole(name, stored, tuple(source.shapes[stored])), source)
+                for name, stored in origins.items()
+            ]
+
+    def _by_name_alone(self, path: Path) -> bool:
+        """Whether formats have no say: our own checkpoints, renamed files, a caller without a task."""
+        init = self.init
+        if not self._parts or init.prefixes or init.weights == "ema" or not path.exists():
+            return True
+        return path.is_dir() and not any(known.recognises(path) for known in self._formats.values())
+
+    def _by_format(self, path: Path, state: Mapping[str, Tensor], chosen: Collection[str]) -> bool | None:
+        """Finds the components' tensors by weight formats; None where stored names are simply paths in
+        the task."""
+        init = self.init
+        fits: dict[str, Fit] = {}
+        for root, part in self._parts.items():
+            names = {path_: path_[len(root) + 1 :] for path_ in state if path_.startswith(f"{root}.")}
+            shapes = {short: tuple(state[path_].shape) for path_, short in names.items()}
+            shapes |= {other: shapes[first] for other, first in self._tied[root].items() if first in shapes}
+            ways = ways_to_read(path, root, part, shapes, self._formats)
+            if ways:
+                fits[root] = untied(ways[0], self._tied[root])
+        if init.format is not None and not fits:
+            raise no_way(path, ", ".join(self._parts), self._formats)
+        found = sum(way.found for way in fits.values())
+        if init.format is None:
+            named = {s for way in fits.values() for s in way.stored.shapes if s in state}
+            if not found or len(named) > found:
+                return None
+        self._settle(path, fits, state, chosen)
+        return True
+
+    def _settle(
+        self, path: Path, fits: Mapping[str, Fit], state: Mapping[str, Tensor], chosen: Collection[str]
+    ) -> None:
+        """Takes the copies of what is chosen, or raises for what does not fit."""
+        init = self.init
+        loaded: dict[str, None] = {}
+        unexpected: dict[str, None] = {}
+        misshapen: list[str] = []
+        wanted = {copy.stored for way in fits.values() for copy in way.copies}
+        for root, way in fits.items():
+            for copy in way.copies:
+                if (name := f"{root}.{copy.component}") in chosen:
+                    loaded[name] = None
+                    self._pieces.append((replace(copy, component=name), way.stored))
+            unexpected |= dict.fromkeys(name for name in way.unexpected if name not in wanted)
+            misshapen += [
+                f"{root}.{name} ({_size(stored)} in the file, {_size(own)} in the task)"
+                for name, own, stored in way.misshapen
+                if f"{root}.{name}" in chosen
+            ]
+        wrong = {text.partition(" ")[0] for text in misshapen}
+        missing = [name for name in state if name in chosen and name not in loaded and name not in wrong]
+        if misshapen or (init.strict and (missing or unexpected)) or not loaded:
+            left = {name: name for name in unexpected}
+            fault = _misfit(init, missing, list(unexpected), misshapen, left)
+            if self._key != "init_from":
+                hint = f"{self._key} must have the options of the model that this folder holds"
+                fault = CheckpointError(fault.what, where=fault.where, hint=hint)
+            raise fault
+        self._pieces.sort(key=lambda piece: (str(piece[1].where), piece[0].stored))
+        skipped = tuple(name for name in state if name not in chosen)
+        names = tuple(name for name in state if name in loaded)
+        kinds = tuple(dict.fromkeys(way.format for way in fits.values()))
+        self.report = WarmStartReport(names, tuple(missing), tuple(unexpected), skipped, kinds)
+
+
+def warm_start(init: InitFromSection, parameters: Mapping[str, Tensor]) -> WarmStartReport:
+    """Fills parameters in place from the weights at `init.path`, whose names are paths in the task."""
+    start = WarmStart(init)
+    start.covers(parameters)
+    start.fill(parameters)
+    return start.report
+
+
+def _open(path: Path, init: InitFromSection) -> StoredTensors | RunSource:
+    """Weights whose names are paths in the task, or are made so by `prefixes`."""
+    of_files = path.is_file() and (path.suffix in {".safetensors", *TORCH_SUFFIXES} or path.suffix == ".json")
+    if of_files or (path.is_dir() and any(path.glob("*.safetensors"))):
+        if init.weights == "ema":
+            raise CheckpointError(
+                "only checkpoints of mm_core tell an average from the weights",
+                where=str(path),
+                hint="leave out init_from.weights",
+            )
+        return open_stored(path)
+    if path.is_dir():
+        return RunSource(path, init.weights)
+    raise CheckpointError(
+        "this is no file of weights" if path.exists() else "there is no such file or folder",
+        where=str(path),
+        accepted="a run or checkpoint folder, a .safetensors file or a folder of them, "
+        "or a .pt, .pth or .bin file of tensors",
+        hint="set init_from.path",
+    )
 
 
 def _compare(
-    init: InitFromSection, source: WeightSource, parameters: Mapping[str, Tensor], chosen: Collection[str]
+    init: InitFromSection,
+    source: StoredTensors | RunSource,
+    parameters: Mapping[str, Tensor],
+    chosen: Collection[str],
 ) -> tuple[dict[str, str], WarmStartReport]:
     """(path in the task -> stored name) of what is to be read, and the report."""
     stored = renamed([*source.shapes, *source.others], init)

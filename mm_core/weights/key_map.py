@@ -201,7 +201,7 @@ class KeyMap:
             if values is not None:
                 return self._copies_of(rule, index, values, name, shapes)
         shape = tuple(shapes[name])
-        return [_whole(name, name[len(self.prefix) :], shape)]
+        return [whole(name, name[len(self.prefix) :], shape)]
 
     def _copies_of(
         self,
@@ -213,20 +213,20 @@ class KeyMap:
     ) -> list[Copy]:
         shape = tuple(shapes[name])
         if isinstance(rule, Rename):
-            return [_whole(name, Template(rule.stored).fill(values), shape)]
+            return [whole(name, Template(rule.stored).fill(values), shape)]
         if isinstance(rule, Transpose):
             if sorted(rule.dims) != list(range(len(shape))):
                 raise ContractError(f"{rule} does not fit {name!r} of {len(shape)} dimensions")
             stored = [0] * len(shape)
             for ours, theirs in enumerate(rule.dims):
                 stored[theirs] = shape[ours]
-            whole = _whole(name, Template(rule.stored).fill(values), shape)
-            return [replace(whole, stored_shape=tuple(stored), dims=rule.dims)]
+            entire = whole(name, Template(rule.stored).fill(values), shape)
+            return [replace(entire, stored_shape=tuple(stored), dims=rule.dims)]
         if isinstance(rule, Reshape):
             if prod(shape[1:]) != prod(rule.shape):
                 raise ContractError(f"{rule} does not fit {name!r} of shape {list(shape)}")
-            whole = _whole(name, Template(rule.stored).fill(values), shape)
-            return [replace(whole, stored_shape=(shape[0], *rule.shape), view=shape)]
+            entire = whole(name, Template(rule.stored).fill(values), shape)
+            return [replace(entire, stored_shape=(shape[0], *rule.shape), view=shape)]
         if isinstance(rule, Split):
             return _split(rule, values, name, shape)
         return self._fuse(rule, values, shapes)
@@ -239,12 +239,12 @@ class KeyMap:
         rests = {part[: rule.dim] + part[rule.dim + 1 :] for part in parts}
         if len(rests) > 1:
             raise ContractError(f"{', '.join(names)} do not fit side by side along dimension {rule.dim}")
-        whole = list(parts[0])
-        whole[rule.dim] = sum(part[rule.dim] for part in parts)
+        entire = list(parts[0])
+        entire[rule.dim] = sum(part[rule.dim] for part in parts)
         stored, begin, copies = Template(rule.stored).fill(values), 0, []
         for name, part in zip(names, parts, strict=True):
             start = tuple(begin if d == rule.dim else 0 for d in range(len(part)))
-            copies.append(Copy(name, (0,) * len(part), part, stored, tuple(whole), start))
+            copies.append(Copy(name, (0,) * len(part), part, stored, tuple(entire), start))
             begin += part[rule.dim]
         return copies
 
@@ -263,7 +263,8 @@ def _split(rule: Split, values: Mapping[str, str], name: str, shape: Shape) -> l
     return copies
 
 
-def _whole(component: str, stored: str, shape: Shape) -> Copy:
+def whole(component: str, stored: str, shape: Shape) -> Copy:
+    """One tensor that is stored as it is."""
     zeros = (0,) * len(shape)
     return Copy(component, zeros, shape, stored, shape, zeros)
 

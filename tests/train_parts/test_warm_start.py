@@ -265,7 +265,10 @@ def test_a_path_that_holds_no_weights_says_what_would(tmp_path):
 def test_damaged_files_are_refused_by_name(tmp_path):
     path = stored_as("safetensors", tmp_path, weights())
     path.write_bytes(path.read_bytes()[:-8])
-    assert fault(path, task()).startswith(f"{path}: this file can not be read: ")
+    assert fault(path, task()) == (
+        f"{path}: this is no whole safetensors file: it is cut off, or longer than its header says\n"
+        "  hint: fetch it again"
+    )
     torn = stored_as("pt", tmp_path, weights())
     torn.write_bytes(torn.read_bytes()[:-40])
     assert fault(torn, task()).startswith(f"{torn}: this file was refused unread: RuntimeError: ")
