@@ -208,11 +208,6 @@ def mm_trackers() -> list[Component]:
 def mm_weight_formats() -> list[Component]:
     return [
         Component(
-            name="safetensors",
-            target="mm_core.weights.formats:Safetensors",
-            summary="one file or sharded with an index, under the component's own names",
-        ),
-        Component(
             name="diffusers",
             target="mm_core.weights.formats:Diffusers",
             summary="a Diffusers model folder or pipeline: config.json, diffusion_pytorch_model.safetensors",
@@ -221,6 +216,11 @@ def mm_weight_formats() -> list[Component]:
             name="transformers",
             target="mm_core.weights.formats:Transformers",
             summary="a Transformers model folder: config.json, model.safetensors, tokenizer files",
+        ),
+        Component(
+            name="safetensors",
+            target="mm_core.weights.formats:Safetensors",
+            summary="one file or sharded with an index, under the component's own names",
         ),
     ]
 

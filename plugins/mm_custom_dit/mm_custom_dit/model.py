@@ -94,7 +94,8 @@ class CustomDiT(nn.Module):
         dim = num_heads * head_dim
         self.patch_size = (patch_size[0], patch_size[1], patch_size[2])
         self.in_channels, self.out_channels, self.text_dim = in_channels, out_channels, text_dim
-        self.head_dim, self.rope_max_seq_len = head_dim, rope_max_seq_len
+        self.num_heads, self.head_dim, self.ffn_dim, self.freq_dim = num_heads, head_dim, ffn_dim, freq_dim
+        self.cross_attn_norm, self.eps, self.rope_max_seq_len = cross_attn_norm, eps, rope_max_seq_len
         self.absolute_positions = absolute_positions
         self.rope = self._rotary_tables()
         self.patch_embedding = nn.Linear(in_channels * prod(patch_size), dim)

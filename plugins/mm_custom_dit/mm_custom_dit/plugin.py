@@ -8,3 +8,9 @@ def mm_predictors():
     return [Component(name="custom_dit", target="mm_custom_dit.model:CustomDiT",
                       config="mm_custom_dit.config:CustomDiTConfig",
                       summary="Wan-style text-to-video DiT of the tutorial")]  # fmt: skip
+
+
+@hookimpl
+def mm_weight_formats():
+    return [Component(name="wan_transformer", target="mm_custom_dit.weights:WanTransformer",
+                      summary="CustomDiT as Diffusers' WanTransformer3DModel, both ways")]  # fmt: skip

@@ -1,0 +1,79 @@
+"""CustomDiT as a folder that Diffusers loads as its Wan transformer, and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import nn
+
+from mm_core.weights import AdapterLayout, Companions, KeyMap, Layout, Reshape, StoredTensors
+from mm_core.weights.formats import Diffusers
+from mm_custom_dit.model import CustomDiT
+
+
+class WanTransformer:
+    """`WanTransformer3DModel.from_pretrained` loads what this format writes, and computes the same.
+
+    The names are the same on both sides; Diffusers embeds patches by a convolution whose matrix this is.
+    """
+
+    def __init__(self) -> None:
+        self._folder = Diffusers()
+
+    def recognises(self, path: Path) -> bool:
+        """What Diffusers writes."""
+        return self._folder.recognises(path)
+
+    def folders(self, path: Path) -> Sequence[str]:
+        """As in Diffusers' folders."""
+        return self._folder.folders(path)
+
+    def open(self, path: Path, folder: str = "") -> StoredTensors:
+        """As in Diffusers' folders."""
+        return self._folder.open(path, folder)
+
+    def layout(self, name: str, component: nn.Module) -> Layout | None:
+        """A CustomDiT without absolute positions, which Wan does not have."""
+        if not isinstance(component, CustomDiT) or component.absolute_positions:
+            return None
+        text = json.dumps(wan_config(component), indent=2) + "\n"
+        return Layout(keys_of(component), stem=Diffusers.stem, texts={"config.json": text})
+
+    def adapter(self, name: str, component: nn.Module) -> AdapterLayout | None:
+        """What `load_lora_adapter` of Diffusers' class reads."""
+        if self.layout(name, component) is None:
+            return None
+        file = "pytorch_lora_weights.safetensors"
+        return AdapterLayout(file, "transformer.", metadata_key="lora_adapter_metadata")
+
+    def companions(self, task: nn.Module) -> Companions:
+        """None."""
+        return Companions()
+
+
+def keys_of(model: CustomDiT) -> KeyMap:
+    """The one weight that has another shape there: [M, C, t, h, w]."""
+    weight = "patch_embedding.weight"
+    return KeyMap((Reshape(weight, weight, (model.in_channels, *model.patch_size)),))
+
+
+def wan_config(model: CustomDiT) -> dict[str, object]:
+    """config.json of `diffusers.WanTransformer3DModel` (0.35 and later) for the same architecture."""
+    return {
+        "_class_name": "WanTransformer3DModel",
+        "patch_size": list(model.patch_size),
+        "num_attention_heads": model.num_heads,
+        "attention_head_dim": model.head_dim,
+        "in_channels": model.in_channels,
+        "out_channels": model.out_channels,
+        "text_dim": model.text_dim,
+        "freq_dim": model.freq_dim,
+        "ffn_dim": model.ffn_dim,
+        "num_layers": len(model.blocks),
+        "cross_attn_norm": model.cross_attn_norm,
+        "qk_norm": "rms_norm_across_heads",
+        "eps": model.eps,
+        "rope_max_seq_len": model.rope_max_seq_len,
+    }

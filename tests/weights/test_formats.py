@@ -1,0 +1,201 @@
+"""Formats on what Diffusers and Transformers themselves write."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from mm_custom_dit.model import CustomDiT
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from mm_core.config.schema import InitFromSection
+from mm_core.errors import CheckpointError, PluginError
+from mm_core.parallel.tying import tie, tied_names
+from mm_core.plugin.registry import get_registry
+from mm_core.train.warm_start import WarmStart
+from mm_core.weights.fitting import formats_of, ways_to_read
+
+SIZES = {"num_layers": 2, "head_dim": 12, "freq_dim": 16, "ffn_dim": 32, "text_dim": 16}
+WAN = {"num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4}
+WAN |= {name: SIZES[name] for name in ("num_layers", "freq_dim", "ffn_dim", "text_dim")}
+QWEN = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
+
+
+class Task(nn.Module):
+    """A component under a task's name, on meta as the core builds it."""
+
+    frozen = ()
+
+    def __init__(self, **components: nn.Module) -> None:
+        super().__init__()
+        self.trainable = tuple(components)
+        for name, component in components.items():
+            self.add_module(name, component)
+
+
+class Wrapper(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+
+def formats(only: str | None = None):
+    return formats_of(get_registry(()), only)
+
+
+def custom_dit() -> CustomDiT:
+    return CustomDiT(num_heads=2, in_channels=4, out_channels=4, **SIZES)
+
+
+def start(task: Task, path: Path, **fields) -> WarmStart:
+    """Weights of `path` in a task that has been given memory."""
+    started = WarmStart(InitFromSection(path=str(path), **fields), task, formats(fields.get("format")))
+    tied = tied_names(task)
+    covered = started.covers({n: t for n, t in task.state_dict().items() if n not in tied})
+    task.to_empty(device="cpu")
+    tie(task, tied)
+    started.fill({n: t for n, t in task.state_dict().items() if n in covered})
+    return started
+
+
+def on_meta(make):
+    with torch.device("meta"):
+        return make()
+
+
+@pytest.fixture
+def wan(tmp_path) -> Path:
+    torch.manual_seed(0)
+    WanTransformer3DModel(**WAN).save_pretrained(tmp_path / "wan", max_shard_size="50KB")
+    assert len(list((tmp_path / "wan").glob("*.safetensors"))) > 1
+    return tmp_path / "wan"
+
+
+def pipeline_of(folder: Path, wan: Path) -> Path:
+    """The folder of a pipeline, whose other model has names of its own."""
+    folder.mkdir()
+    wan.rename(folder / "transformer")
+    (folder / "vae").mkdir()
+    save_file({"decoder.weight": torch.ones(2)}, folder / "vae" / "diffusion_pytorch_model.safetensors")
+    index = {"_class_name": "WanPipeline", "transformer": ["diffusers", "W"], "vae": ["diffusers", "V"]}
+    (folder / "model_index.json").write_text(
+        json.dumps(index | {"boundary_ratio": None, "tokenizer": [None]})
+    )
+    return folder
+
+
+@pytest.mark.parametrize("given", ["folder", "index", "pipeline"])
+def test_a_diffusers_folder_begins_a_custom_dit_that_computes_the_same(wan, tmp_path, given):
+    theirs = WanTransformer3DModel.from_pretrained(wan)
+    path = {"folder": wan, "index": wan / "diffusion_pytorch_model.safetensors.index.json"}.get(given)
+    path = pipeline_of(tmp_path / "pipeline", wan) if path is None else path
+    task = Task(predictor=on_meta(custom_dit))
+    report = start(task, path).report
+    assert report.formats == ("custom_dit/wan_transformer",) and not report.missing + report.unexpected
+    weights = theirs.state_dict()
+    for name, tensor in task.predictor.state_dict().items():
+        assert torch.equal(tensor, weights[name].reshape(tensor.shape)), name
+    assert str(report).startswith(f"{len(weights)} tensors loaded (custom_dit/wan_transformer)")
+
+
+def test_a_model_of_the_library_and_its_wrapper_read_its_folder(wan):
+    theirs = WanTransformer3DModel.from_pretrained(wan)
+    for make in (WanTransformer3DModel, lambda **o: Wrapper(WanTransformer3DModel(**o))):
+        task = Task(predictor=on_meta(lambda make=make: make(**WAN)))
+        assert start(task, wan).report.formats == ("core/diffusers",)
+        model = getattr(task.predictor, "inner", task.predictor)
+        assert all(torch.equal(t, theirs.state_dict()[n]) for n, t in model.state_dict().items())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_transformers_folder_is_read_with_tied_weights_once(tmp_path, tied):
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(Qwen3Config(**QWEN, tie_word_embeddings=tied))
+    theirs.save_pretrained(tmp_path)
+    config = Qwen3Config.from_pretrained(tmp_path)
+    task = Task(model=on_meta(lambda: AutoModelForCausalLM.from_config(config)))
+    report = start(task, tmp_path).report
+    assert report.formats == ("core/transformers",) and not report.missing + report.unexpected
+    weights = theirs.state_dict()
+    for name in report.loaded:
+        assert torch.equal(task.state_dict()[name], weights[name.removeprefix("model.")])
+    assert ("model.lm_head.weight" in report.loaded) is not tied
+
+
+def test_of_a_tied_weight_any_name_will_do(tmp_path):
+    config = Qwen3Config(**QWEN, tie_word_embeddings=True)
+    model = on_meta(lambda: AutoModelForCausalLM.from_config(config))
+    held = {name: torch.ones(tensor.shape) for name, tensor in model.named_parameters()}
+    held["lm_head.weight"] = held.pop("model.embed_tokens.weight")
+    save_file(held, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(config.to_json_string())
+    report = start(Task(model=model), tmp_path).report
+    assert "model.model.embed_tokens.weight" in report.loaded and not report.missing + report.unexpected
+
+
+def test_what_does_not_fit_is_one_error_with_every_name(wan):
+    with torch.device("meta"):
+        narrow = CustomDiT(num_heads=2, in_channels=4, out_channels=4, **(SIZES | {"num_layers": 3}))
+        other = CustomDiT(num_heads=2, in_channels=4, out_channels=4, **(SIZES | {"ffn_dim": 16}))
+    with pytest.raises(CheckpointError) as caught:
+        start(Task(predictor=narrow), wan)
+    said = str(caught.value)
+    assert said.startswith(f"{wan}: these weights do not fit the task: 27 missing: predictor.blocks.2.")
+    with pytest.raises(CheckpointError) as caught:
+        start(Task(predictor=other), wan)
+    assert "6 misshapen: predictor.blocks.0.ffn.net.0.proj.weight (32x24 in the file, 16x24 in the" in str(
+        caught.value
+    )
+    loose = start(Task(predictor=narrow), wan, strict=False).report
+    assert len(loose.missing) == 27 and not loose.unexpected
+
+
+def test_a_format_by_name_is_the_only_one_tried(wan):
+    report = start(Task(predictor=on_meta(custom_dit)), wan, format="wan_transformer").report
+    assert report.formats == ("custom_dit/wan_transformer",)
+    with pytest.raises(CheckpointError, match="no weight format reads 'predictor' from this folder"):
+        start(Task(predictor=on_meta(custom_dit)), wan, format="transformers")
+    with pytest.raises(PluginError, match="no weight_format is named 'difusers'"):
+        start(Task(predictor=on_meta(custom_dit)), wan, format="difusers")
+
+
+def test_pickles_are_refused_by_name_and_nothing_runs(wan, tmp_path):
+    for file in wan.glob("*.safetensors*"):
+        file.unlink()
+    mark = tmp_path / "ran"
+
+    class Runs:
+        def __reduce__(self):
+            return exec, (f"open({str(mark)!r}, 'w').close()",)
+
+    (wan / "diffusion_pytorch_model.bin").write_bytes(pickle.dumps(Runs()))
+    with pytest.raises(
+        CheckpointError, match="the weights here are pickles, which can run code: diffusion_p"
+    ):
+        start(Task(predictor=on_meta(custom_dit)), wan)
+    (wan / "diffusion_pytorch_model.bin").rename(wan / "diffusion_pytorch_model.safetensors")
+    with pytest.raises(CheckpointError, match="this is no whole safetensors file: it is cut off, or another"):
+        start(Task(predictor=on_meta(custom_dit)), wan)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "{", '{"_class_name"', "[" * 100_000, "\x00"])
+def test_a_hostile_config_is_simply_not_recognised(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    assert not any(known.recognises(tmp_path) for known in formats().values())
+    (tmp_path / "model_index.json").write_text(text)
+    assert ways_to_read(tmp_path, "predictor", custom_dit(), {"w": (1,)}, formats()) == []
