@@ -45,9 +45,9 @@ def stage_name(final: str) -> str:
     return f"{final}.tmp-{secrets.token_hex(4)}-{os.getpid()}@{socket.gethostname()}"
 
 
-def remove_stale_stages(folder: Path) -> None:
+def remove_stale_stages(folder: Path, pattern: str = "*.tmp-*") -> None:
     """Removes what dead runs left unfinished; what a live process of this host writes is left alone."""
-    for leftover in folder.glob("*.tmp-*"):
+    for leftover in folder.glob(pattern):
         owner = _STAGE.match(leftover.name)
         if owner and owner[2] == socket.gethostname() and _alive(int(owner[1])):
             continue

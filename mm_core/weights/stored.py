@@ -20,7 +20,7 @@ INDEX = ".safetensors.index.json"
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 
 _NESTED = ("state_dict", "model", "module")
-_DTYPES = {
+DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -108,13 +108,13 @@ class SafetensorsFiles:
                 self._files[name] = path
                 piece = stored.get_slice(name)
                 self.shapes[name] = tuple(piece.get_shape())
-                if (kind := str(piece.get_dtype())) not in _DTYPES:
+                if (kind := str(piece.get_dtype())) not in DTYPES:
                     raise CheckpointError(
                         f"{name} is of dtype {kind}, which torch can not hold",
                         where=str(path),
-                        accepted=", ".join(_DTYPES),
+                        accepted=", ".join(DTYPES),
                     )
-                self.dtypes[name] = _DTYPES[kind]
+                self.dtypes[name] = DTYPES[kind]
 
     def file_of(self, name: str) -> Path:
         """The file that holds a tensor."""

@@ -1,0 +1,191 @@
+"""Safetensors files written tensor by tensor: memory holds one tensor, never a file.
+
+The header of such a file says where every tensor lies, so names, dtypes and shapes must be known before
+the first byte: https://huggingface.co/docs/safetensors. Shards and their index are named as Transformers and
+Diffusers name theirs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import Tensor
+
+from mm_core.errors import MMError
+from mm_core.weights.key_map import Copy, Shape
+from mm_core.weights.stored import DTYPES, INDEX
+
+_NAMES = {kind: name for name, kind in DTYPES.items()}
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?)B|B?)\s*\Z", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a file's header says of one tensor."""
+
+    name: str
+    dtype: torch.dtype
+    shape: Shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of a model: its name, and its tensors in the order of their bytes."""
+
+    file: str
+    tensors: tuple[TensorSpec, ...]
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes of `5GB` (10^9), `5GiB` (2^30), `500MB`, or a number. MMError for anything else, and for less
+    than one byte."""
+    found = _SIZE.match(str(text))
+    size = 0
+    if found is not None:
+        units = _BINARY if found[3] else _UNITS
+        size = int(float(found[1]) * units[(found[2] or "").upper()])
+    if size < 1:
+        raise MMError(f"{text!r} is no size of a file", accepted="5GB, 4.5GiB, 500MB, ...")
+    return size
+
+
+def plan_shards(tensors: Sequence[TensorSpec], stem: str, max_shard: int | None = None) -> list[Shard]:
+    """Which tensor goes into which file.
+
+    Args:
+        tensors: in the order of the model. stem: of the files' names.
+        max_shard: most bytes of a file; a tensor that is larger has one of its own. None: one file.
+    """
+    groups: list[list[TensorSpec]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if max_shard is not None and groups[-1] and size + tensor.nbytes > max_shard:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += tensor.nbytes
+    names = [f"{stem}.safetensors"]
+    if len(groups) > 1:
+        names = [f"{stem}-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
+    # Wide dtypes first: every tensor then begins at a multiple of its item size, as readers that map it need.
+    return [
+        Shard(name, tuple(sorted(group, key=lambda tensor: -tensor.dtype.itemsize)))
+        for name, group in zip(names, groups, strict=True)
+    ]
+
+
+def write_shards(
+    folder: Path,
+    shards: Sequence[Shard],
+    produce: Callable[[str], Tensor],
+    *,
+    stem: str = "model",
+    metadata: Mapping[str, str] | None = None,
+    advance: Callable[[int], None] | None = None,
+) -> list[Path]:
+    """Writes the files of a model, and an index where there are several; they are on disk when it returns.
+
+    Args:
+        folder: exists. shards: of `plan_shards`.
+        produce: gives each tensor by name, as its spec says, on any device; called once a tensor.
+        metadata: texts for the header of each file.
+        advance: told the bytes after each tensor.
+    """
+    written = []
+    for shard in shards:
+        path = folder / shard.file
+        with durable(path) as file:
+            file.write(header(shard.tensors, metadata or {}))
+            for spec in shard.tensors:
+                _write_tensor(file, spec, produce(spec.name))
+                if advance is not None:
+                    advance(spec.nbytes)
+        written.append(path)
+    if len(shards) > 1:
+        total = sum(spec.nbytes for shard in shards for spec in shard.tensors)
+        places = {spec.name: shard.file for shard in shards for spec in shard.tensors}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        with durable(folder / f"{stem}{INDEX}") as file:
+            file.write((json.dumps(index, indent=2) + "\n").encode())
+        written.append(folder / f"{stem}{INDEX}")
+    return written
+
+
+def header(tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
+    """The beginning of a safetensors file: 8 bytes of length, then JSON padded with spaces to 8 bytes."""
+    document: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for spec in tensors:
+        if spec.dtype not in _NAMES:
+            raise MMError(
+                f"{spec.name} is of dtype {str(spec.dtype).removeprefix('torch.')}",
+                accepted=f"what a safetensors file can hold: {', '.join(_NAMES.values())}",
+            )
+        begin, end = end, end + spec.nbytes
+        document[spec.name] = {
+            "dtype": _NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write_tensor(file: IO[bytes], spec: TensorSpec, tensor: Tensor) -> None:
+    assert tensor.dtype == spec.dtype and tuple(tensor.shape) == spec.shape, spec.name
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    if flat.numel():
+        file.write(flat.view(torch.uint8).numpy().data)
+
+
+@contextmanager
+def durable(path: Path) -> Iterator[IO[bytes]]:
+    """A new file to write to, which the disk has when the block ends."""
+    with path.open("xb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def assemble(copies: Sequence[Copy], read: Callable[[str], Tensor]) -> Tensor:
+    """One stored tensor from those of the component that it holds: what `stream` does, backwards.
+
+    Args:
+        copies: all that name this stored tensor.
+        read: gives a component's tensor by name, on CPU; those of one stored tensor have one dtype.
+    """
+    first = copies[0]
+    tensor = read(first.component)
+    plain = first.view is None and first.dims is None
+    if plain and len(copies) == 1 and first.size == first.stored_shape == tuple(tensor.shape):
+        return tensor
+    stored = torch.empty(first.stored_shape, dtype=tensor.dtype)
+    for copy in copies:
+        _place(copy, stored, tensor if copy is first else read(copy.component))
+    return stored
+
+
+def _place(copy: Copy, stored: Tensor, tensor: Tensor) -> None:
+    """Puts a copy's box of the component's tensor to its place in the stored one."""
+    seen = stored if copy.view is None else stored.view(copy.view)
+    seen = seen if copy.dims is None else seen.permute(copy.dims)
+    theirs = tuple(slice(s, s + n) for s, n in zip(copy.stored_start, copy.size, strict=True))
+    ours = tuple(slice(s, s + n) for s, n in zip(copy.start, copy.size, strict=True))
+    seen[theirs].copy_(tensor[ours])
