@@ -183,9 +183,7 @@ def test_pickles_are_refused_by_name_and_nothing_runs(wan, tmp_path):
             return exec, (f"open({str(mark)!r}, 'w').close()",)
 
     (wan / "diffusion_pytorch_model.bin").write_bytes(pickle.dumps(Runs()))
-    with pytest.raises(
-        CheckpointError, match="the weights here are pickles, which can run code: diffusion_p"
-    ):
+    with pytest.raises(CheckpointError, match="the weights here are pickles, which can run code: diffusion"):
         start(Task(predictor=on_meta(custom_dit)), wan)
     (wan / "diffusion_pytorch_model.bin").rename(wan / "diffusion_pytorch_model.safetensors")
     with pytest.raises(CheckpointError, match="this is no whole safetensors file: it is cut off, or another"):
