@@ -113,6 +113,7 @@ class WarmStart:
         if self._run is not None:
             source, origins = self._run
             targets = {stored: state[name] for name, stored in origins.items()}
+            ranks.agree(doing, source.verify)
             ranks.agree(doing, lambda: source.fill(targets))
             return
         targets = {name: state[name] for name in self.report.loaded}
