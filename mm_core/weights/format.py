@@ -47,7 +47,8 @@ class Layout:
     keys: its names there. folder: where its files lie below the top ("" for the top itself). stem: the
     files' name before `.safetensors`, or before `-00001-of-00003.safetensors` and
     `.safetensors.index.json`. texts: further files in `folder` by name (config.json). metadata: texts in
-    the header of each file.
+    the header of each file. library: that reads it, as hubs call it. loading: Python that loads it, with
+    `{folder}` for where it lies; both go into the card of an export.
     """
 
     keys: KeyMap = field(default_factory=KeyMap)
@@ -55,6 +56,8 @@ class Layout:
     stem: str = "model"
     texts: Mapping[str, str] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=lambda: {"format": "pt"})
+    library: str = ""
+    loading: str = ""
 
 
 @dataclass(frozen=True)
