@@ -10,6 +10,9 @@ from torch import Tensor
 
 from mm_core.contracts import Bins
 
+_STEPS = 64
+"""Steps that are summed up at once."""
+
 
 class BinnedLoss:
     """Sums `Loss.bins` over micro-batches and steps; nothing is fetched from the device until `flush`.
@@ -27,6 +30,7 @@ class BinnedLoss:
         self._bins, self._gather = bins, gather
         self._labels = [f"{low:g}-{high:g}" for low, high in zip(bins.edges, bins.edges[1:], strict=False)]
         self._step: Tensor | None = None
+        self._taken: list[tuple[Tensor, float]] = []
         self._losses: Tensor | None = None
         self._norms: Tensor | None = None
 
@@ -39,15 +43,28 @@ class BinnedLoss:
         if self._step is None or not math.isfinite(grad_norm):
             self._step = None
             return
-        share = self._step[1] / self._step[1].sum().clamp_min(torch.finfo(torch.float32).tiny)
-        norms = torch.stack([share * grad_norm, share])
-        self._losses = self._step if self._losses is None else self._losses + self._step
-        self._norms = norms if self._norms is None else self._norms + norms
+        self._taken.append((self._step, grad_norm))
         self._step = None
+        if len(self._taken) == _STEPS:
+            self._fold()
+
+    def _fold(self) -> None:
+        """Sums up the steps taken: many at once, since each operation on so few numbers costs the same."""
+        if not self._taken:
+            return
+        steps = torch.stack([step for step, _ in self._taken])
+        grad_norms = torch.tensor([norm for _, norm in self._taken], device=steps.device)
+        shares = steps[:, 1] / steps[:, 1].sum(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+        norms = torch.stack([(shares * grad_norms[:, None]).sum(0), shares.sum(0)])
+        losses = steps.sum(0)
+        self._losses = losses if self._losses is None else self._losses + losses
+        self._norms = norms if self._norms is None else self._norms + norms
+        self._taken = []
 
     def flush(self) -> dict[str, float]:
         """`loss_by_sigma/0-0.1`, `grad_norm_by_sigma/...`, and `timesteps_by_sigma/...`, the share of the
         weight that fell into each bin; bins without samples are left out. Called by all ranks."""
+        self._fold()
         size = len(self._labels)
         table = torch.zeros(4, size, dtype=torch.float64)
         if self._losses is not None and self._norms is not None:

@@ -131,12 +131,13 @@ class MetricsWindow:
         """
         names = sorted(self._sums)
         ranks = self._exchange(names)
+        columns = list(zip(*ranks, strict=True))
         steps = max(1, self._steps)
-        weight = float(ranks[:, 0].sum())
-        step_time, data_wait, memory = (float(value) for value in ranks[:, 1:4].max(dim=0).values)
-        spent = ranks[:, 5 : 5 + len(PHASES)].max(dim=0).values.tolist()
-        tokens = float(ranks[:, _HEAD - 2].sum())
-        sums = ranks[:, _HEAD : _HEAD + len(names)].sum(dim=0).tolist()
+        weight = sum(columns[0])
+        step_time, data_wait, memory = (max(column) for column in columns[1:4])
+        spent = [max(column) for column in columns[5 : 5 + len(PHASES)]]
+        tokens = sum(columns[_HEAD - 2])
+        sums = [sum(column) for column in columns[_HEAD : _HEAD + len(names)]]
         means = {
             name: total / weight if weight else float("nan") for name, total in zip(names, sums, strict=True)
         }
@@ -160,19 +161,19 @@ class MetricsWindow:
         self._reset()
         return metrics
 
-    def _exchange(self, names: Sequence[str]) -> Tensor:
-        """One row a rank: weight, step time, data wait, memory, phases, tokens, fingerprint, sums."""
-        fingerprint = zlib.crc32("\n".join(names).encode())
+    def _exchange(self, names: Sequence[str]) -> list[list[float]]:
+        """One row a rank: weight, step time, data wait, memory, phases, tokens, fingerprint, sums. Beyond the
+        collective it is plain numbers: many small tensor operations would cost more than the step's log."""
+        fingerprint = float(zlib.crc32("\n".join(names).encode()))
         spent = self._phases.take() if self._phases is not None else {}
-        head = [self._weight, self._step_time, self._data_wait, float(self._memory()), 0.0]
-        head += [*(spent.get(name, 0.0) for name in PHASES), self._tokens, float(fingerprint)]
-        # Padded, so that ranks whose names differ can still tell each other so.
-        row = torch.zeros(-(-(_HEAD + len(names)) // _BLOCK) * _BLOCK, dtype=torch.float64)
-        row[:_HEAD] = torch.tensor(head, dtype=torch.float64)
+        row = [self._weight, self._step_time, self._data_wait, float(self._memory()), 0.0]
+        row += [*(spent.get(name, 0.0) for name in PHASES), self._tokens, fingerprint]
         if names:
-            row[_HEAD : _HEAD + len(names)] = torch.stack([self._sums[name] for name in names]).cpu().double()
-        ranks = torch.stack(list(self._gather(row)))
-        odd = (ranks[:, _HEAD - 1] != fingerprint).nonzero().flatten().tolist()
+            row += torch.stack([self._sums[name] for name in names]).tolist()
+        # Padded, so that ranks whose names differ can still tell each other so.
+        row += [0.0] * (-len(row) % _BLOCK)
+        ranks = [other.tolist() for other in self._gather(torch.tensor(row, dtype=torch.float64))]
+        odd = [rank for rank, other in enumerate(ranks) if other[_HEAD - 1] != fingerprint]
         if odd:
             raise ContractError(
                 f"ranks {odd} report other metrics than this one ({', '.join(names) or 'none'})",
