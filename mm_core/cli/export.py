@@ -1,0 +1,59 @@
+"""`mm export`: a trained run's weights as files that other libraries load."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from mm_core.cli.sample import unused
+from mm_core.errors import MMError
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    add = parser.add_argument
+    add(
+        "--run", required=True, metavar="DIR[@STEP]", help="a run's folder, of its newest step or another one"
+    )
+    add("--to", required=True, metavar="FORMAT", help="safetensors, diffusers, transformers, or a plugin's")
+    add("--out", metavar="DIR", help="a new folder (default: one in the run's exports/)")
+    add("--ema", action="store_true", help="the moving average of the weights")
+    add("--dtype", choices=("bf16", "fp16", "fp32"), help="of the files (default: as in the checkpoint)")
+    add("--max-shard", metavar="SIZE", help="most bytes of a file, as 5GB (the default) or 4GiB")
+    add("--component", metavar="NAME", help="of a run that trains several")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Writes the folder and prints a line a file."""
+    run = Path(args.run)
+    run = run if run.exists() else Path(args.run.rpartition("@")[0] or args.run)
+    if not run.exists():
+        raise MMError("there is no such run", where=args.run, hint="mm-train prints the run's folder")
+    from mm_core.train.exporting import MAX_SHARD, checkpoint_at, export
+
+    source = checkpoint_at(args.run)
+    root = source.parent.parent if source.parent.name == "checkpoints" else source
+    name = f"{source.name}-{args.to.rpartition('/')[2]}{'-ema' if args.ema else ''}"
+    out = export(
+        source,
+        Path(args.out) if args.out else unused(root / "exports" / name),
+        args.to,
+        weights="ema" if args.ema else "model",
+        dtype=args.dtype,
+        max_shard=args.max_shard or MAX_SHARD,
+        component=args.component,
+    )
+    sizes = {path.relative_to(out): path.stat().st_size for path in sorted(out.rglob("*")) if path.is_file()}
+    for path, size in sizes.items():
+        print(f"  {_human(size):>9}  {path}")
+    files = f"{len(sizes)} file{'s' * (len(sizes) != 1)}"
+    print(f"{source} as {args.to}: {files}, {_human(sum(sizes.values()))} in {out}")
+    return 0
+
+
+def _human(size: int) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000 or unit == "GB":
+            return f"{size:.{0 if unit == 'B' else 1}f} {unit}"
+        size /= 1000  # type: ignore[assignment]
+    raise AssertionError("the last unit holds any size")

@@ -1,0 +1,108 @@
+"""The README.md of an export: what the weights are, what they were made from, and how to load them.
+
+It is made to be published: no path of this machine is in it, and no value that came from the environment.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+_PATH = re.compile(r"(?<![^\s='\",:;(\[{])(?:file://)?(?:~?/(?!/)|[A-Za-z]:[\\/])[^\s'\",;)\]}]*")
+_SECRET = re.compile(r"token|secret|passw|api_?key|credential", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Card:
+    """The facts of a card. Texts may hold paths: `render` keeps no more than the last part of an absolute
+    one.
+
+    title: of the page. summary: a sentence or two below it. loading: Python that loads the weights.
+    facts: name and value a row. settings: the config's sections that made the weights. data: a row a
+    dataset (split, type, rows, files' sums). metrics: of the held-out data. made_with: name and version.
+    """
+
+    title: str
+    summary: str
+    library: str = ""
+    licence: str | None = None
+    base_model: str | None = None
+    tags: Sequence[str] = ()
+    loading: str = ""
+    facts: Sequence[tuple[str, str]] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    data: Sequence[tuple[str, str, str, str]] = ()
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    made_with: Sequence[tuple[str, str]] = ()
+
+
+def render(card: Card) -> str:
+    """The card as Markdown behind a YAML front matter, as model hubs read it."""
+    front = {
+        "library_name": card.library,
+        "license": card.licence.lower() if card.licence else None,
+        "base_model": card.base_model,
+        "tags": list(dict.fromkeys(card.tags)),
+    }
+    lines = ["---", _yaml({key: value for key, value in front.items() if value}), "---", ""]
+    lines += [f"# {_line(card.title)}", "", _public(card.summary), ""]
+    if card.loading:
+        lines += ["## Load", "", "````python", _public(card.loading).strip(), "````", ""]
+    lines += ["## Facts", "", *_table(("", ""), card.facts), ""]
+    if card.metrics:
+        rows = [(name, _figure(value)) for name, value in card.metrics.items()]
+        lines += ["## Held-out data", "", *_table(("figure", "value"), rows), ""]
+    if card.data:
+        lines += ["## Data", "", *_table(("dataset", "type", "rows", "sha256 of its files"), card.data), ""]
+    if card.settings:
+        lines += ["## Config", "", "````yaml", _yaml(_publishable(card.settings)), "````", ""]
+    if card.made_with:
+        lines += ["## Made with", "", *_table(("", "version"), card.made_with), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _publishable(value: Any, key: str = "") -> Any:
+    """Plain values without paths of this machine, and without what is named like a secret."""
+    if isinstance(value, Mapping):
+        return {name: _publishable(item, str(name)) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_publishable(item, key) for item in value]
+    if isinstance(value, str):
+        if _SECRET.search(key) and not value.startswith("${"):
+            return "(withheld)"
+        return _public(value)
+    return value
+
+
+def _public(text: str) -> str:
+    """Absolute paths become `.../` and their last part."""
+    return _PATH.sub(lambda found: ".../" + re.split(r"[/\\]", found[0].rstrip("/\\"))[-1], text)
+
+
+def _yaml(value: Any) -> str:
+    text: str = yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=100)
+    return text.rstrip()
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    cells = [[_line(_public(str(cell))).replace("|", "\\|") for cell in row] for row in rows]
+    return [
+        f"| {' | '.join(head)} |",
+        f"|{'---|' * len(head)}",
+        *(f"| {' | '.join(row)} |" for row in cells),
+    ]
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _figure(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return value if isinstance(value, str) else json.dumps(value)
