@@ -22,6 +22,7 @@ COMMANDS = MappingProxyType(
         "train": ("mm_core.cli.train", "train what a YAML describes (mm-train is the same)"),
         "sample": ("mm_core.cli.sample", "generate clips from a trained run"),
         "evaluate": ("mm_core.cli.evaluate", "held-out loss and metrics of a trained run"),
+        "import": ("mm_core.cli.import_weights", "weights from elsewhere as a run's first checkpoint"),
         "export": ("mm_core.cli.export", "a trained run's weights as files that other libraries load"),
         "report": ("mm_core.cli.report", "one page on runs: curves, noise levels, clips, config, comparison"),
         "validate": ("mm_core.cli.validate", "check YAML files without training"),

@@ -118,8 +118,9 @@ def _dtypes(kinds: Sequence[torch.dtype]) -> str:
 
 
 def _versions(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Distributions of the components, Python, torch."""
+    """Distributions of the components, Python, torch, and what wrote the files."""
     plugins = {str(row.get("distribution")): str(row.get("version")) for row in manifest.get("plugins", ())}
     stack = {str(key): str(value) for key, value in manifest.get("devices", {}).items()}
-    known = {str(key): str(value) for key, value in manifest.get("versions", {}).items()}
-    return [*(plugins | known | stack).items(), ("mm_core (export)", __version__)]
+    python = str(manifest.get("versions", {}).get("python", "unknown"))
+    export = ("mm-core, for these files", __version__)
+    return [*plugins.items(), ("python", python), *stack.items(), export]

@@ -95,9 +95,18 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Differe
         shown = key.removeprefix("config.")
         absent = "on" if key not in old or key not in new else None
         differences.append(Difference(shown, old.get(key, absent), new.get(key, absent), verdict, why))
-    differences += _environment(before, after)
+    differences += [*_unknown_data(before, after), *_environment(before, after)]
     order = ("refused", "allow", "safe")
     return sorted(differences, key=lambda found: (order.index(found.verdict), found.key))
+
+
+def _unknown_data(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Difference]:
+    """Training data that no step before the checkpoint has seen: that of `mm import`."""
+    known, now = before.get("data"), after.get("data", {}).get("train")
+    if known is None or "train" in known or now is None:
+        return []
+    why = "the checkpoint was made without data"
+    return [Difference("data.train", "not known", f"{now.get('rows')} rows", "safe", why)]
 
 
 def _environment(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Difference]:
