@@ -11,11 +11,13 @@ from typing import Any, Protocol
 
 from mm_core.config.schema import RunConfig
 from mm_core.errors import ConfigError, MMError, did_you_mean
+from mm_core.train.agreement import Ranks
 from mm_core.train.checkpoint import CheckpointStore
 from mm_core.train.ema import EMA
 from mm_core.train.observers import Observers
 from mm_core.train.profiling import ProfileWindow
 from mm_core.train.reporting import RunReporter
+from mm_core.train.trackers import read_metrics
 from mm_core.train.validation import Validator
 from mm_core.train.watchdog import Watchdog
 
@@ -69,11 +71,11 @@ class RunMilestones:
         if step == self.steps == 0:
             self.save(0, {}, stopping=True)  # a run of no steps still leaves its weights
         elif step == 0 and settings is not None and settings.at_start:
-            self.look(0, always=True)
+            _, self.interrupted = self.look(0, always=True)
         elif not self.looked:
             _, self.interrupted = self.look(step, always=step == self.steps)
-            if step == self.steps and not self.interrupted:
-                self.interrupted = not self.try_test(step)
+        if 0 < step == self.steps and not self.interrupted and not self._tested(step):
+            self.interrupted = not self.try_test(step)
 
     def close(self, error: BaseException | None) -> None:
         """After the last step of this process, or where `error` ended it."""
@@ -148,6 +150,11 @@ class RunMilestones:
         self.interrupted = stop and not nothing_left
         self.reporter.pause()
         return stop or done
+
+    def _tested(self, step: int) -> bool:
+        """Whether the figures of data.test, which follow the last checkpoint, are in the log."""
+        rows = Ranks.current().first("reading metrics.jsonl", lambda: read_metrics(self.run_dir))
+        return any(row["step"] == step and "test/loss" in row for row in rows)
 
     def try_test(self, step: int) -> bool:
         """Evaluates data.test, if there is one; False where a signal has cut it short."""

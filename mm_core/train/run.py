@@ -58,7 +58,7 @@ def train(
         run.milestones.stop_after = stop_after
         steps, step = run.training.plan.steps, run.start
         with running(run):
-            if stop_after is None or step < stop_after:
+            if not run.milestones.interrupted and (stop_after is None or step < stop_after):
                 step = run_steps(run.training, run.start)
         # One rank that was asked to stop stops all of them.
         reason = (stop and stop.requested) or ("--stop-after" if stop_after else "a signal to another rank")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import yaml
 
+from mm_core.cli.main import main
 from mm_core.train.checkpoint_reading import find_checkpoint, read_facts
 from mm_core.train.verify_resume import compare_runs
 
@@ -121,3 +124,76 @@ def test_when_the_save_takes_40_seconds(tiny, tmp_path, untouched):
     code, text = end(process)
     assert time.monotonic() - sent > 40 and code == 75, text
     resumed_is_untouched(config_at(tiny, tmp_path, "run"), tmp_path / "run", untouched)
+
+
+def train_here(tiny: Path, folder: Path, at: Sequence[int] = ()) -> int:
+    """`mm train` in this process: four steps, validation after the second and the fourth, then the test;
+    SIGTERM comes into the evaluations `at`, as counted over all processes."""
+    folder.mkdir(exist_ok=True)
+    config = yaml.safe_load(tiny.read_text())
+    config["run"] = {"name": "run", "dir": str(folder)}
+    config["data"]["validation"] = config["data"]["test"] = config["data"]["train"]
+    config["data"]["loader"]["workers"] = 0
+    config["plugins"] = {"path": [str(PLUGIN.with_name("odd_metrics.py"))]}
+    config["train"] = {"steps": 4, "micro_batch_size": 2, "global_batch_size": 8}
+    config["checkpoint"] = {"every": 1000}
+    metric = {"type": "local/signalled", "folder": str(folder), "at": list(at)}
+    config["validation"] = {"every": 2, "clips": 8, "metrics": [metric]}
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return main(["train", "--config", str(path)])
+
+
+def figures(run: Path) -> dict[tuple[int, str], float]:
+    """What the evaluations have logged, by step and name."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in rows if "lr" in row]
+    assert steps == list(range(1, len(steps) + 1)), "no step is taken twice"
+    kinds = ("validation/", "test/")
+    found = [((row["step"], name), row[name]) for row in rows for name in row if name.startswith(kinds)]
+    assert len(found) == len(dict(found)), "nothing is evaluated twice"
+    return dict(found)
+
+
+def saved(run: Path) -> list[tuple[Path, int]]:
+    return sorted((path, path.stat().st_mtime_ns) for path in run.glob("checkpoints/*/*"))
+
+
+@pytest.fixture(scope="module")
+def unsignalled(tiny, tmp_path_factory) -> dict[tuple[int, str], float]:
+    folder = tmp_path_factory.mktemp("unsignalled")
+    assert train_here(tiny, folder) == 0
+    found = figures(folder / "run")
+    assert {step for step, name in found if name == "validation/loss"} == {2, 4} and (4, "test/loss") in found
+    return found
+
+
+def test_in_the_last_validation(tiny, tmp_path, capsys, unsignalled):
+    """No step is left, but the run is not done: it makes up for the validation and the test."""
+    assert train_here(tiny, tmp_path, at=[2]) == 75
+    text = capsys.readouterr()
+    assert "the validation after step 4 was left: a rank was asked to stop" in text.err
+    assert "stopped by SIGTERM after step 4 of 4" in text.out
+    files = saved(tmp_path / "run")
+    assert {step for step, _ in figures(tmp_path / "run")} == {2}
+    assert train_here(tiny, tmp_path, at=[2]) == 0
+    assert "done: step 4 of 4" in capsys.readouterr().out
+    assert figures(tmp_path / "run") == unsignalled
+    assert saved(tmp_path / "run") == files, "there is nothing to save again"
+
+
+def test_in_a_validation_that_is_made_up_for(tiny, tmp_path, capsys, unsignalled):
+    """No step is taken before it is there."""
+    for _ in range(2):
+        assert train_here(tiny, tmp_path, at=[1, 2]) == 75
+        assert "stopped by SIGTERM after step 2 of 4" in capsys.readouterr().out
+        assert not figures(tmp_path / "run")
+    assert train_here(tiny, tmp_path, at=[1, 2]) == 0
+    assert figures(tmp_path / "run") == unsignalled
+
+
+def test_in_the_test(tiny, tmp_path, capsys, unsignalled):
+    assert train_here(tiny, tmp_path, at=[3]) == 75
+    assert "the test after step 4 was left: a rank was asked to stop" in capsys.readouterr().err
+    assert train_here(tiny, tmp_path, at=[3]) == 0
+    assert figures(tmp_path / "run") == unsignalled
