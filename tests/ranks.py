@@ -34,7 +34,11 @@ def run_ranks(script: Path, world: int, *args: object, timeout: float = 240) -> 
                 command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
             )
         )
-    outputs = [process.communicate(timeout=timeout)[0] for process in ranks]
+    try:
+        outputs = [process.communicate(timeout=timeout)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()  # one that hangs does not outlive the test
     for rank, (process, output) in enumerate(zip(ranks, outputs, strict=True)):
         assert process.returncode == 0, f"rank {rank} exited with {process.returncode}:\n{output}"
     return outputs

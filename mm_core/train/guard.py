@@ -80,12 +80,13 @@ class UpdateGuard:
     ) -> str:
         guilty = [not math.isfinite(float(loss.total)) for loss in losses]
         place = self._locate(rerun)
-        # A loss to blame comes before a module that only one rank found, and that before nobody.
-        mine = 2.0 if any(guilty) else 1.0 if place is not None else 0.0
+        # A loss to blame comes before a module that only one rank found, and that before nobody; of the ranks
+        # with such a loss, the one that can name the place speaks.
+        mine = 2.0 * any(guilty) + (place is not None)
         claims = gather([mine])[:, 0].tolist()
         worst = max(claims)
         culprits = [rank for rank, claim in enumerate(claims) if claim == worst and worst > 0]
-        what = "the loss is not finite" if worst == 2 else f"the gradient norm is {norm}"
+        what = "the loss is not finite" if worst >= 2 else f"the gradient norm is {norm}"
         self._in_a_row += 1
         self._in_all += 1
         limit = self._limit()

@@ -1,6 +1,6 @@
-"""Run by each rank: optimizers, EMA and warm start on sharded weights; rank 0 writes what came out.
+"""Run by each rank: optimizers, EMA, warm start and a fault in sharded weights; rank 0 writes what came out.
 
-usage: parts_ranks.py OUT (muon | ema | warm SOURCE)
+usage: parts_ranks.py OUT (muon | ema | warm SOURCE | parameter)
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mm_core.builtin.configs.training import AdamWConfig, MuonConfig
 from mm_core.config.schema import EMASection, InitFromSection, TrainSection
-from mm_core.contracts import Loss, Randomness
+from mm_core.contracts import Batch, Loss, Randomness, SampleKey
 from mm_core.device import start_process_group
 from mm_core.engines.fsdp2 import FSDP2Engine
+from mm_core.errors import MMError
 from mm_core.train.ema import EMA
 from mm_core.train.failure import leave
+from mm_core.train.guard import UpdateGuard
 from mm_core.train.muon import muon
+from mm_core.train.non_finite import first_non_finite
 from mm_core.train.optimizers import adamw
 from mm_core.train.parameter_groups import groups_of
 from mm_core.train.warm_start import warm_start
@@ -133,10 +136,38 @@ def use_warm_start() -> dict[str, torch.Tensor]:
     return whole(model)
 
 
+def use_bad_parameter() -> list[list[str]]:
+    """A weight that is not finite in the shard of rank 1: what each rank says of the step."""
+    task, engine = make(lambda groups: adamw(groups, **dataclasses.asdict(AdamWConfig())))
+    weight = dict(engine.named_parameters())["predictor.last.weight"]
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            weight.to_local()[0, 0] = float("nan")
+
+    def compute() -> Loss:
+        return Loss(task.predictor(torch.ones(4, 5)).square().sum(), 1.0)
+
+    loss = engine.micro_step(compute, last=True, scale=1.0)
+    batch = Batch([SampleKey(0, 0)], torch.ones(1), [f"clip_{dist.get_rank()}.mp4"])
+    guard = UpdateGuard(
+        TrainSection(steps=9),
+        locate=lambda rerun: first_non_finite(task, task.trainable, rerun, engine.discard),
+    )
+    try:
+        said = ["", guard.judge(0, engine.grad_norm(), [loss], [batch], lambda: iter([compute()])) or ""]
+    except MMError as fault:
+        said = [type(fault).__name__, str(fault)]
+    everybody: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everybody, said)
+    return everybody
+
+
 def main() -> None:
     start_process_group()
     torch.set_num_threads(1)
-    case = {"muon": use_muon, "ema": use_ema, "warm": use_warm_start}[sys.argv[2]]
+    case = {"muon": use_muon, "ema": use_ema, "warm": use_warm_start, "parameter": use_bad_parameter}[
+        sys.argv[2]
+    ]
     found = case()
     if dist.get_rank() == 0:
         torch.save(found, sys.argv[1])

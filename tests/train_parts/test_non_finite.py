@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from mm_core.contracts import Loss
 from mm_core.device import start_process_group
 from mm_core.train.non_finite import first_non_finite
+
+_spec = importlib.util.spec_from_file_location("ranks", Path(__file__).parents[1] / "ranks.py")
+ranks = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(ranks)
 
 
 @pytest.fixture(autouse=True)
@@ -130,3 +136,18 @@ def test_a_rerun_that_fails_leaves_no_hooks():
     with pytest.raises(KeyError):
         first_non_finite(task, ["model"], fails, lambda: cleared.append(1))
     assert cleared == [1] and not any(module._forward_hooks for module in task.modules())
+
+
+@pytest.mark.slow
+def test_a_parameter_that_is_bad_in_one_ranks_shard_is_named_and_no_rank_waits_for_another(tmp_path):
+    """The loss is bad on both ranks: the one that knows why speaks."""
+    script = Path(__file__).with_name("parts_ranks.py")
+    ranks.run_ranks(script, 2, tmp_path / "said.pt", "parameter", timeout=60)
+    assert [[kind, said.partition("\n")[0]] for kind, said in torch.load(tmp_path / "said.pt")] == [
+        ["PeerError", "the loss or a gradient of rank 1 is not finite"],
+        [
+            "TrainingError",
+            "step 1, rank 1, samples ['clip_1.mp4']: the loss is not finite; the parameter"
+            " predictor.last.weight had been so before this step; no parameter was changed",
+        ],
+    ]
