@@ -102,7 +102,11 @@ class Diffusers:
             return None
         prefix, model = found
         return Layout(
-            KeyMap(prefix=prefix), stem=self.stem, texts={"config.json": model.to_json_string() + "\n"}
+            KeyMap(prefix=prefix),
+            stem=self.stem,
+            texts={"config.json": model.to_json_string() + "\n"},
+            library="diffusers",
+            loading=_from_pretrained("diffusers", model),
         )
 
     def adapter(self, name: str, component: nn.Module) -> AdapterLayout | None:
@@ -151,10 +155,20 @@ class Transformers:
         prefix, model = found
         config = copy.deepcopy(model.config)
         config.architectures = [type(model).__name__]
-        texts = {"config.json": config.to_json_string()}
+        document = json.loads(config.to_json_string())
+        # It would be loaded in this dtype, whatever that of its files is.
+        for key in ("dtype", "torch_dtype"):
+            document.pop(key, None)
+        texts = {"config.json": json.dumps(document, indent=2) + "\n"}
         if model.can_generate() and model.generation_config is not None:
             texts["generation_config.json"] = model.generation_config.to_json_string()
-        return Layout(KeyMap(prefix=prefix), stem=self.stem, texts=texts)
+        return Layout(
+            KeyMap(prefix=prefix),
+            stem=self.stem,
+            texts=texts,
+            library="transformers",
+            loading=_from_pretrained("transformers", model),
+        )
 
     def adapter(self, name: str, component: nn.Module) -> AdapterLayout | None:
         """PEFT's layout."""
@@ -195,6 +209,11 @@ def wrapped_model(component: nn.Module, library: str, base: str) -> tuple[str, A
     prefix = f"{found[0][0]}."
     names = [*dict(component.named_parameters()), *dict(component.named_buffers())]
     return (prefix, found[0][1]) if all(name.startswith(prefix) for name in names) else None
+
+
+def _from_pretrained(library: str, model: nn.Module) -> str:
+    kind = type(model).__name__
+    return f'from {library} import {kind}\n\nmodel = {kind}.from_pretrained("{{folder}}")'
 
 
 def read_mapping(path: Path) -> Mapping[str, Any]:

@@ -39,7 +39,14 @@ class WanTransformer:
         if not isinstance(component, CustomDiT) or component.absolute_positions:
             return None
         text = json.dumps(wan_config(component), indent=2) + "\n"
-        return Layout(keys_of(component), stem=Diffusers.stem, texts={"config.json": text})
+        return Layout(
+            keys_of(component),
+            stem=Diffusers.stem,
+            texts={"config.json": text},
+            library="diffusers",
+            loading="from diffusers import WanTransformer3DModel\n\n"
+            'model = WanTransformer3DModel.from_pretrained("{folder}")',
+        )
 
     def adapter(self, name: str, component: nn.Module) -> AdapterLayout | None:
         """What `load_lora_adapter` of Diffusers' class reads."""
