@@ -109,7 +109,9 @@ def initialise(module: nn.Module, prefix: str, rng: Randomness, spared: Collecti
     for the names in `spared`, which are filled by other means."""
     tensors = [*module.named_parameters(prefix=prefix), *module.named_buffers(prefix=prefix)]
     with torch.no_grad():
-        for _, tensor in tensors:
+        for name, tensor in tensors:
+            if name in spared:
+                continue
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if local.is_floating_point() or local.is_complex():
                 local.fill_(float("nan"))

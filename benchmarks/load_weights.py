@@ -1,0 +1,220 @@
+"""Weights streamed into the shards of several ranks: memory a rank, and time against reading the file once.
+
+    python benchmarks/load_weights.py [--ranks 2] [--gigabytes 2.6] [--rounds 5]
+
+A synthetic model (a stack of linear layers, fp32) lies in sharded safetensors files, warm in the page cache.
+Each round times two things, their order alternating: one process that reads the files once, into memory of
+its own, as `safetensors.torch.load_file` with its copy does; and `ranks` processes that bring the same
+weights into their FSDP2 shards through the engine, from the headers to the last byte, with the shards'
+memory made in between. Memory is a rank's anonymous memory (RssAnon, every 5 ms) above what it had before
+the first look at the files; a map of a file is no memory of the rank, the shard is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+MEMORY_BAR, TIME_BAR = 300, 1.3
+"""MB above the shard; times of one process."""
+
+
+def main() -> int:
+    """Starts the ranks round by round, or runs as one of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--gigabytes", type=float, default=2.6)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--alone", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.as_rank is not None:
+        return load_sharded(args.as_rank)
+    if args.alone is not None:
+        return read_once(args.alone)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        size = write_model(folder, args.gigabytes)
+        print(f"{size / 1e9:.2f} GB in {len(list(folder.glob('*.safetensors')))} files, {args.ranks} ranks")
+        print("round  one process, s   ranks, s   ratio   anonymous above the shard, MB (worst rank)")
+        ratios, above = [], []
+        for number in range(args.rounds):
+            seconds = {}
+            for kind in ("alone", "ranks") if number % 2 else ("ranks", "alone"):
+                found = run(folder, 1 if kind == "alone" else args.ranks, kind)
+                seconds[kind] = max(row["seconds"] for row in found)
+                if kind == "ranks":
+                    above.append(max(row["peak"] - row["shard"] for row in found) / 1e6)
+            ratios.append(seconds["ranks"] / seconds["alone"])
+            row = f"{seconds['alone']:14.2f} {seconds['ranks']:10.2f} {ratios[-1]:7.2f} {above[-1]:12.0f}"
+            print(f"{number + 1:5d} {row}", flush=True)
+    ratio, memory = statistics.median(ratios), max(above)
+    time_ok, memory_ok = ratio <= TIME_BAR, memory <= MEMORY_BAR
+    print(f"RESULT load_memory_above_shard_mb {memory:.0f} {MEMORY_BAR} {'ok' if memory_ok else 'short'}")
+    print(f"RESULT load_time_ratio {ratio:.2f} {TIME_BAR} {'ok' if time_ok else 'short'}")
+    return 0 if time_ok and memory_ok else 1
+
+
+def write_model(folder: Path, gigabytes: float) -> int:
+    """Sharded safetensors of the model that `stack` makes; returns the bytes of its tensors."""
+    import torch
+    from safetensors.torch import save_file
+
+    layers = layers_of(gigabytes)
+    table = {}
+    for first in range(0, layers, 8):
+        file = f"model-{first // 8:05d}.safetensors"
+        block = {f"{i}.weight": torch.randn(4096, 4096) for i in range(first, min(first + 8, layers))}
+        save_file(block, folder / file)
+        table |= dict.fromkeys(block, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}))
+    (folder / "layers").write_text(str(layers))
+    return layers * 4096 * 4096 * 4
+
+
+def layers_of(gigabytes: float) -> int:
+    """Layers of 64 MiB."""
+    return max(1, round(gigabytes * 1e9 / (4096 * 4096 * 4)))
+
+
+def run(folder: Path, world: int, kind: str) -> list[dict[str, float]]:
+    """What each process has measured."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    flag = "--alone" if kind == "alone" else "--as-rank"
+    processes = []
+    for rank in range(world):
+        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "OMP_NUM_THREADS": 1}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment = os.environ | {name: str(value) for name, value in variables.items()}
+        command = [sys.executable, __file__, flag, str(folder)]
+        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    outputs = [process.communicate()[0] for process in processes]
+    assert not any(process.returncode for process in processes)
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+def read_once(folder: Path) -> int:
+    """One process, every byte into memory of its own."""
+    import torch
+    from safetensors import safe_open
+
+    torch.set_num_threads(1)
+    warm(folder)
+    began = time.perf_counter()
+    held = []
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as stored:
+            held += [stored.get_tensor(name).clone() for name in stored.keys()]  # noqa: SIM118
+    print(json.dumps({"seconds": time.perf_counter() - began}))
+    return 0
+
+
+def load_sharded(folder: Path) -> int:
+    """One rank: its shards through the engine."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    from mm_core.builtin.configs.training import AdamWConfig
+    from mm_core.config.schema import InitFromSection
+    from mm_core.contracts import Randomness
+    from mm_core.device import start_process_group
+    from mm_core.engines.fsdp2 import FSDP2Engine
+    from mm_core.plugin.registry import get_registry
+    from mm_core.train.failure import leave
+    from mm_core.train.optimizers import adamw
+    from mm_core.train.warm_start import WarmStart
+    from mm_core.weights.fitting import formats_of
+
+    class Stack(nn.Sequential):
+        def init_weights(self) -> None:
+            """Nothing is left to chance: all weights are read."""
+
+    class Task(nn.Module):
+        trainable, frozen = ("model",), ()
+
+        def __init__(self) -> None:
+            super().__init__()
+            layers = int((folder / "layers").read_text())
+            self.model = Stack(*(nn.Linear(4096, 4096, bias=False) for _ in range(layers)))
+
+    class Timed(WarmStart):
+        """Measures what happens between the first look at the files and the last byte."""
+
+        def covers(self, state):  # type: ignore[no-untyped-def]
+            warm(folder)
+            self.memory, self.began = Anonymous(), time.perf_counter()
+            return super().covers(state)
+
+        def fill(self, state):  # type: ignore[no-untyped-def]
+            super().fill(state)
+            self.seconds, self.peak = time.perf_counter() - self.began, self.memory.close()
+
+    torch.set_num_threads(1)
+    start_process_group()
+    with torch.device("meta"):
+        task = Task()
+    engine = FSDP2Engine(sub_modules_to_wrap=("model.{*}",), param_dtype=None)
+    plan = engine.plan(task, dist.get_world_size(), 0)
+    start = Timed(InitFromSection(path=str(folder)), task, formats_of(get_registry(())))
+
+    def optimizer(parameters):  # type: ignore[no-untyped-def]
+        return adamw([{"params": [*parameters.values()]}], **vars(AdamWConfig()))
+
+    engine.prepare(task, plan, optimizer, Randomness(0), start)
+    shard = sum(p.to_local().nbytes for _, p in engine.named_parameters())
+    print(json.dumps({"seconds": start.seconds, "peak": start.peak, "shard": shard}), flush=True)
+    leave(0)
+    return 0
+
+
+def warm(folder: Path) -> None:
+    """Every byte of the files in the page cache."""
+    buffer = bytearray(2**24)
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb", buffering=0) as stream:
+            while stream.readinto(buffer):
+                pass
+
+
+class Anonymous:
+    """The peak of this process's anonymous memory above what it was, in bytes."""
+
+    def __init__(self) -> None:
+        self._before = self._peak = self.now()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def now() -> int:
+        """Bytes of anonymous memory."""
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+        raise OSError("this system does not tell anonymous memory")
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.005):
+            self._peak = max(self._peak, self.now())
+
+    def close(self) -> int:
+        """The peak, and the end of watching."""
+        self._ended.set()
+        self._thread.join()
+        return max(self._peak, self.now()) - self._before
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""Run by each rank: a tiny Transformers model with tied weights, begun from a folder, trained two steps.
+
+usage: weights_ranks.py OUT FOLDER
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from mm_core.builtin.configs.training import AdamWConfig
+from mm_core.contracts import Loss, Randomness, WeightsFrom
+from mm_core.device import start_process_group
+from mm_core.engines.fsdp2 import FSDP2Engine
+from mm_core.train.failure import leave
+from mm_core.train.initial_weights import FromFiles
+from mm_core.train.optimizers import adamw
+
+
+class LanguageModel(nn.Module):
+    """A component with weights of its own."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.weights_from = WeightsFrom(folder)
+        self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=ids, labels=ids).loss
+
+    def init_weights(self) -> None:
+        """The rotary table is computed; all else is in the folder."""
+        rotary = self.model.model.rotary_emb
+        table = 1.0 / rotary.config.rope_parameters["rope_theta"] ** (torch.arange(0, 8, 2) / 8)
+        for buffer in rotary.buffers():
+            buffer.copy_(table)
+
+
+class Task(nn.Module):
+    trainable, frozen = ("text",), ()
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.text = LanguageModel(folder)
+
+
+def main() -> None:
+    start_process_group()
+    torch.set_num_threads(1)
+    with torch.device("meta"):
+        task = Task(sys.argv[2])
+    engine = FSDP2Engine(sub_modules_to_wrap=("text.model.model.layers.{*}",), param_dtype=None)
+    config = SimpleNamespace(plugins=SimpleNamespace(path=()), init_from=None)
+    weights = FromFiles(config, task)
+    plan = engine.plan(task, dist.get_world_size(), 2)
+    names: list[str] = []
+
+    def optimizer(parameters):
+        names.extend(parameters)
+        return adamw([{"params": [*parameters.values()]}], **(asdict(AdamWConfig()) | {"lr": 1e-2}))
+
+    engine.prepare(task, plan, optimizer, Randomness(0), weights)
+    loaded = {name: whole(tensor) for name, tensor in engine.state_dict()["model"].items()}
+    rows = torch.arange(32).view(4, 8)[dist.get_rank() :: dist.get_world_size()]
+    for _ in range(2):
+        scale = 1 / len(rows) if dist.get_world_size() > 1 else 1 / 4
+        engine.micro_step(
+            lambda: Loss(sum(task.text(row[None]) for row in rows), 4.0), last=True, scale=scale
+        )
+        engine.step(engine.grad_norm(), None)
+    trained = {name: whole(tensor) for name, tensor in engine.state_dict()["model"].items()}
+    embedding = task.text.model.model.embed_tokens.weight
+    assert task.text.model.lm_head.weight is embedding, "still one parameter"
+    if dist.get_rank() == 0:
+        torch.save(
+            {"loaded": loaded, "trained": trained, "names": names, "notes": weights.notes()}, sys.argv[1]
+        )
+    dist.barrier()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+if __name__ == "__main__":
+    assert Path(sys.argv[2]).is_dir()
+    main()
+    leave(0)
