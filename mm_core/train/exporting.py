@@ -210,7 +210,7 @@ def _cannot_hold(registry: Registry, label: str, root: str, module: nn.Module) -
     return MMError(
         f"the format {label} can not hold {root!r}, a {type(module).__name__}",
         where="--to",
-        accepted=", ".join(able) or "no installed format can: a plugin offers one by mm_weight_formats",
+        accepted=", ".join(sorted(able)) or "no installed format can: a plugin offers one by mm_weight_formats",
     )
 
 

@@ -50,7 +50,7 @@ class Fit:
     @property
     def found(self) -> int:
         """How many stored tensors are asked for, of the right shape: what ways are compared by."""
-        return len({copy.stored for copy in self.copies}) - len({name for name, _, _ in self.misshapen})
+        return len({copy.stored for copy in self.copies})
 
     @property
     def whole(self) -> bool:
