@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 _PATH = re.compile(r"(?<![^\s='\",:;(\[{])(?:file://)?(?:~?/(?!/)|[A-Za-z]:[\\/])[^\s'\",;)\]}]*")
-_SECRET = re.compile(r"token|secret|passw|api_?key|credential", re.IGNORECASE)
+_SECRET = re.compile(r"(?:^|_)(?:token|secret|password|passwd|api_?key|credential)s?\Z", re.IGNORECASE)
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,16 @@ def changed(path: str, value: object) -> dict:
     return after
 
 
+def test_data_that_the_checkpoint_knows_nothing_of():
+    """What `mm import` makes: any data will do, and the table says so."""
+    made = BEFORE | {"data": {}}
+    assert check_resume(made, BEFORE) == [
+        "changed since the checkpoint:",
+        "  data.train  not known -> 64 rows  safe  the checkpoint was made without data",
+    ]
+    assert check_resume(made, made) == []
+
+
 def test_nothing_changed_says_nothing():
     assert check_resume(BEFORE, copy.deepcopy(BEFORE)) == []
 
