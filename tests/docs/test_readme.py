@@ -91,6 +91,16 @@ COMMANDS: dict[str, tuple[str, int, str]] = {
         "the resumed run is the uninterrupted one",
     ),
     "mm evaluate --run DIR": ("mm evaluate --run runs/short --clips 2 " + HELD_OUT, 0, "loss"),
+    "mm import --from DIR --config FILE": (
+        f"mm import --from runs/short --config {QUICKSTART} run.name=imported",
+        0,
+        "runs/imported/checkpoints/step_00000000",
+    ),
+    "mm export --run DIR --to FORMAT": (
+        "mm export --run runs/short --to safetensors",
+        0,
+        "model.safetensors",
+    ),
     "mm report RUN...": ("mm report runs/short --out short.html", 0, "short.html"),
     "mm validate FILE [key=value ...]": (f"mm validate {QUICKSTART} train.steps=5", 0, "ok"),
     "mm plugins show NAME": ("mm plugins show custom_dit", 0, "num_layers"),
