@@ -297,9 +297,9 @@ class CheckpointStore:
 
     def _clear(self, step: int, damaged: Sequence[Path]) -> None:
         remove_stale_stages(self.folder)
-        for path in damaged:
-            if path.parent == self.folder:
-                put_aside(path)
+        own = {path for path in damaged if path.parent == self.folder}
+        for path in own.union(torn_steps(self.folder)):  # a torn one would be in the way of its step's save
+            put_aside(path)
         newer = sorted(found for found in complete_steps(self.folder) if found > step)
         if newer:
             raise CheckpointError(

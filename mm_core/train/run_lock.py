@@ -19,6 +19,7 @@ def _let_go() -> None:
     for file in _held:
         with suppress(OSError):
             os.close(file.fileno())
+    _held.clear()  # the number may soon be another file's, which a child of this one must not close
 
 
 os.register_at_fork(after_in_child=_let_go)

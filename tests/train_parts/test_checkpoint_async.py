@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -20,6 +22,7 @@ from mm_core.train.checkpoint import CheckpointStore
 from mm_core.train.checkpoint_bytes import HostCopies
 from mm_core.train.checkpoint_reading import find_checkpoint, load_model_only, read_run_manifest
 from mm_core.train.checkpoint_retention import complete_steps
+from mm_core.train.run_lock import RunLock
 
 CONFIG = "run: {name: test}\n"
 MODES = ("thread", "process")
@@ -212,6 +215,7 @@ DAMAGES = {
         lambda c: (c / "checksums.json").write_text((c / "checksums.json").read_text()[:40]),
         "checksums.json can not be read",
     ),
+    "lost checksums": (lambda c: (c / "checksums.json").unlink(), "this checkpoint is incomplete"),
     "flipped bit in the facts": (lambda c: flip(c / "facts.json"), "facts.json does not match its checksum"),
     "flipped bit in .metadata": (lambda c: flip(c / ".metadata"), ".metadata does not match its checksum"),
     "torn manifest": (lambda c: (c / "manifest.json").write_text("{"), "manifest.json has 1 bytes"),
@@ -241,6 +245,19 @@ def test_a_damaged_newest_checkpoint_is_passed_over_by_name(kind, make, state, e
     store.save(2, state, {}, CONFIG)
     store.wait()
     assert steps(store) == {1, 2}
+
+
+def test_a_torn_checkpoint_is_in_no_runs_way_however_it_begins(make, state):
+    """With `--resume never`, or a path, nobody has looked for damage; the save came too late to find it."""
+    store = make()
+    path = store.save(2, state, {}, CONFIG)
+    store.close()
+    (path / "checksums.json").unlink()
+    store.begin(0)
+    assert not path.exists() and len(list(store.folder.glob("step_00000002.damaged-*"))) == 1
+    store.save(2, state, {}, CONFIG)
+    store.wait()
+    assert steps(store) == {2}
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew_unasked(make, state):
@@ -303,6 +320,55 @@ def test_two_jobs_do_not_write_one_run(make):
     assert "this run is being trained by process" in done.stderr and done.returncode
     store.close()
     assert subprocess.run(command, capture_output=True).returncode == 0
+
+
+def test_a_data_worker_that_outlives_its_run_does_not_keep_the_folder_locked(tmp_path):
+    """A forked worker inherits the lock's descriptor, and is not always gone when the run is killed."""
+    script = (
+        "import multiprocessing, os, signal, sys, time\n"
+        "from pathlib import Path\n"
+        "from mm_core.train.run_lock import RunLock\n"
+        "def work():\n"
+        "    print(os.getpid(), flush=True)\n"
+        "    os.kill(os.getppid(), signal.SIGKILL)\n"
+        "    time.sleep(60)\n"
+        "RunLock(Path(sys.argv[1])).take()\n"
+        "multiprocessing.get_context('fork').Process(target=work, daemon=True).start()\n"
+        "time.sleep(60)\n"
+    )
+    run = subprocess.Popen([sys.executable, "-c", script, tmp_path], stdout=subprocess.PIPE, text=True)
+    worker = int(run.stdout.readline())
+    try:
+        assert run.wait(30) == -signal.SIGKILL
+        os.kill(worker, 0)  # it lives
+        lock = RunLock(tmp_path)
+        lock.take()
+        lock.release()
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        run.stdout.close()
+
+
+def test_a_data_worker_keeps_its_own_files_when_it_forks(tmp_path):
+    """One of them may have the number that the lock's descriptor had."""
+    script = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from mm_core.train.run_lock import RunLock\n"
+        "RunLock(Path(sys.argv[1])).take()\n"
+        "if os.fork() == 0:\n"
+        "    file = open(sys.argv[2])\n"
+        "    if os.fork() == 0:\n"
+        "        print(file.read(), flush=True)\n"
+        "        os._exit(0)\n"
+        "    os.wait()\n"
+        "    os._exit(0)\n"
+        "os.wait()\n"
+    )
+    (tmp_path / "clip.txt").write_text("read")
+    command = [sys.executable, "-c", script, tmp_path, tmp_path / "clip.txt"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.stdout == "read\n", done.stderr
 
 
 def test_what_another_live_process_is_writing_is_left_alone(make, state):
