@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mm_core.cli.main import main
 from mm_core.config.load import load_config
 from mm_core.train import checkpoint_dcp as dcp
 from mm_core.train import checkpoint_io as files
@@ -190,6 +191,22 @@ def test_resume_never_overwrites_nothing(whole, tiny, tmp_path, mm):
 def test_a_finished_run_has_nothing_to_do(whole, tiny, mm):
     done = mm("train", "--config", tiny, f"run.dir={whole.parent}")
     assert done.code == 0 and "step 12 of 12" in done.out
+
+
+@pytest.mark.parametrize("step", [3, 6])
+def test_to_stop_after_a_step_that_is_taken_already_changes_nothing(step, whole, tiny, tmp_path, capsys):
+    """Exit code 75, so that a queue that types the same command again sees that the run is not done."""
+    run = interrupted(whole, tmp_path)
+
+    def saved() -> dict[Path, tuple[int, bytes]]:
+        files = (path for path in (run / "checkpoints").rglob("*") if path.is_file())
+        return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+    before = saved()
+    assert main(["train", "--config", str(tiny), f"run.dir={tmp_path}", "--stop-after", str(step)]) == 75
+    assert "stopped by --stop-after after step 6 of 12" in capsys.readouterr().out
+    assert saved() == before
+    assert losses(run) == losses(whole)[:6]
 
 
 def test_unreadable_clips_are_skipped_counted_and_listed(shapes, tiny, tmp_path, mm):

@@ -140,3 +140,11 @@ def test_two_ranks_save_behind_the_loops_back(tmp_path, mode):
     assert first["after it"] == "done"
     names = {path.name.partition(".damaged-")[0] for path in (tmp_path / "checkpoints").iterdir()}
     assert names == {"LATEST", "step_00000001", "step_00000004"}
+
+
+@pytest.mark.slow
+def test_a_rank_that_has_no_time_for_sha256_speaks_for_all(tmp_path):
+    """Where one rank summed and the other did not, `close` would wait for ever."""
+    script = SCRIPT.with_name("checkpoint_async_ranks.py")
+    answers = spoken(ranks.run_ranks(script, 2, tmp_path, "thread", "hurry", timeout=60))
+    assert answers == [{"step_00000001": False, "step_00000002": True}] * 2

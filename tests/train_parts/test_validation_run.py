@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mm_core.cli.main import main
+from mm_core.train.checkpoint_reading import find_checkpoint, read_facts
+
 PROMPTS = ["a red circle moves left", "a blue square moves up", "x"]
 
 
@@ -83,3 +86,26 @@ def test_a_signal_while_sampling_saves_and_leaves(tiny, tmp_path, group):
     assert "the samples after step 6 were left: a rank was asked to stop" in text
     run = tmp_path / "tiny"
     assert (run / "checkpoints/step_00000006/checksums.json").exists() and not (run / "samples").exists()
+
+
+@pytest.mark.slow
+def test_figures_that_are_not_finite_are_kept_in_words_and_are_never_the_best(tiny, tmp_path, capsys):
+    """JSON has no number for them; and -inf would be the least of all losses."""
+    config = yaml.safe_load(tiny.read_text())
+    config["run"] = {"name": "tiny", "dir": str(tmp_path)}
+    config["data"]["validation"] = config["data"]["train"]
+    config["data"]["loader"]["workers"] = 0
+    config["plugins"] = {"path": [str(Path(__file__).parents[1] / "train/odd_metrics.py")]}
+    config["train"]["steps"] = 4
+    config["checkpoint"] = {"every": 1, "keep": 9, "best": "figure"}
+    figures = ["nan", "0.5", "-inf", "inf"]
+    metric = {"type": "local/figures", "figures": figures}
+    config["validation"] = {"every": 1, "clips": 2, "metrics": [metric]}
+    path = tmp_path / "odd.yaml"
+    path.write_text(yaml.safe_dump(config))
+    assert main(["train", "--config", str(path)]) == 0, capsys.readouterr().err
+    run = tmp_path / "tiny"
+    steps = sorted((run / "checkpoints").glob("step_*"))
+    kept = [read_facts(step)["metrics"]["validation/figure"] for step in steps]
+    assert kept == ["nan", 0.5, "-inf", "inf"]
+    assert find_checkpoint(run, "best") == steps[1]
