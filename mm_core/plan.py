@@ -17,6 +17,8 @@ from mm_core.errors import PlanError
 from mm_core.parallel.freezing import freeze
 from mm_core.plugin.fields import ComponentConfig
 from mm_core.plugin.registry import build, get_registry
+from mm_core.weights.adapters import add_adapters
+from mm_core.weights.fitting import formats_of
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,7 @@ def build_task(config: RunConfig) -> nn.Module:
     with torch.device("meta"):
         task = build("task", config.task)
     assert isinstance(task, nn.Module)
+    add_adapters(task, config.train.adapters, formats_of(registry) if config.train.adapters else {})
     freeze(task, config.train.freeze)
     return task
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from mm_core.builtin.configs.adapters import AdapterConfig
 from mm_core.plugin.fields import ComponentConfig, Kind, Range
 
 
@@ -97,6 +98,7 @@ class TrainSection:
         None  # samples a step over all ranks; none: no accumulation
     )
     clip_grad_norm: Annotated[float, Range(gt=0)] | None = 1.0  # global L2 norm; none: only measured
+    adapters: tuple[AdapterConfig, ...] = ()  # low-rank changes, trained in the place of all other weights
     freeze: tuple[str, ...] = ()  # patterns of modules or parameters that are not trained
     parameter_groups: tuple[ParameterGroup, ...] = ()  # the first that matches a parameter counts
     decay_norms_and_biases: bool = True  # false: no weight decay on parameters of one dimension
@@ -110,6 +112,11 @@ class TrainSection:
             raise ValueError(f"global_batch_size {size} is not a multiple of micro_batch_size {micro}")
         if self.steps is None and self.epochs is None:
             raise ValueError("steps or epochs must say how long to train")
+        names = [adapter.name for adapter in self.adapters]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"adapters: {twice[0]!r} is the name of several; give each a name of its own")
+        if self.adapters and not any(adapter.train for adapter in self.adapters):
+            raise ValueError("adapters: none of them is trained")
         if self.steps is not None and self.epochs is not None:
             raise ValueError("steps and epochs are both set; one of them says how long to train")
 

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from mm_core.contracts import Randomness
 from mm_core.errors import ContractError
+from mm_core.parallel.adapters import base_name, init_adapters, without_adapters
 
 _RANDOM_METHODS = frozenset(
     getattr(Tensor, name)
@@ -100,7 +101,9 @@ def seeded_init(
     """Within it, random initialisation of the parameters of `module` draws by (seed, name); that of the
     names in `spared` does nothing."""
     named = [*module.named_parameters(prefix=prefix), *module.named_buffers(prefix=prefix)]
-    with _SeededInit({id(tensor): name for name, tensor in named}, rng.at("init"), spared):
+    # An adapted layer draws as it would without its adapter.
+    names = {id(tensor): base_name(name) for name, tensor in named}
+    with _SeededInit(names, rng.at("init"), {base_name(name) for name in spared}):
         yield
 
 
@@ -116,7 +119,9 @@ def initialise(module: nn.Module, prefix: str, rng: Randomness, spared: Collecti
             if local.is_floating_point() or local.is_complex():
                 local.fill_(float("nan"))
     with seeded_init(module, prefix, rng, spared), torch.no_grad():
-        module.init_weights()  # type: ignore[operator]
+        with without_adapters(module):
+            module.init_weights()  # type: ignore[operator]
+        init_adapters(module)
     named = [*module.named_parameters(prefix=prefix), *module.named_buffers(prefix=prefix)]
     unset = []
     for name, tensor in named:

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from mm_core.config.schema import InitFromSection, RunConfig
 from mm_core.contracts import Pretrained
 from mm_core.plugin.registry import get_registry
+from mm_core.train.agreement import Ranks
 from mm_core.train.checkpoint_dcp import stored_names
 from mm_core.train.warm_start import WarmStart
+from mm_core.weights.adapters import AdapterWeights
 from mm_core.weights.fitting import formats_of
 
 
@@ -53,16 +55,20 @@ class FromFiles:
                 self.starts.append(WarmStart(wanted, task, formats, roots=(root,), key=f"task.{root}"))
         if (init := config.init_from) is not None:
             self.starts.append(WarmStart(init, task, formats_of(registry, init.format)))
+        self._adapters = AdapterWeights(task, config.train.adapters, formats_of(registry))
 
     def covers(self, state: Mapping[str, Tensor]) -> Collection[str]:
         """What any of them holds."""
-        return {name for start in self.starts for name in start.covers(state)}
+        covered = {name for start in self.starts for name in start.covers(state)}
+        return covered.union(self._adapters.covers(state))
 
     def fill(self, state: Mapping[str, Tensor]) -> None:
-        """Reads one after another: `init_from` last."""
+        """Reads one after another: `init_from` after the components' own, adapters last."""
         for start in self.starts:
             start.fill(state)
+        Ranks.current().agree("reading adapters", lambda: self._adapters.fill(state))
 
     def notes(self) -> list[str]:
         """What was read from where, a sentence each."""
-        return [f"{start.init.path}: {start.report}" for start in self.starts]
+        adapters = [f"{a.from_}: adapter {a.name!r} loaded" for a in self._adapters.adapters]
+        return [*(f"{start.init.path}: {start.report}" for start in self.starts), *adapters]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mm_core.config.schema import InitFromSection
 from mm_core.errors import CheckpointError, PlanError, nearest
+from mm_core.parallel.adapters import adapter_of, base_name
 from mm_core.parallel.freezing import covered
 from mm_core.parallel.tying import tied_names
 from mm_core.train.agreement import Ranks
@@ -80,7 +81,11 @@ class WarmStart:
         if task is not None:
             names = task.trainable if roots is None else roots
             self._parts = {name: task.get_submodule(name) for name in names}  # type: ignore[union-attr]
-        self._tied = {name: tied_names(part) for name, part in self._parts.items()}
+        self._tied = {
+            root: {base_name(other): base_name(first) for other, first in tied_names(part).items()}
+            for root, part in self._parts.items()
+        }
+        self._names: Mapping[str, str] = {}
 
     def covers(self, state: Mapping[str, Tensor]) -> Sequence[str]:
         """The names that `fill` will fill.
@@ -94,6 +99,8 @@ class WarmStart:
                 side lacks; other shapes always.
         """
         init = self.init
+        self._names = {base_name(name): name for name in state}  # adapted layers by the names of files
+        state = {name: state[own] for name, own in self._names.items()}
         chosen = set(covered(init.include, state, "init_from.include") if init.include else state)
         chosen -= set(covered(init.exclude, state, "init_from.exclude"))
         if not chosen:
@@ -103,13 +110,14 @@ class WarmStart:
                 hint="widen init_from.include, or narrow init_from.exclude",
             )
         Ranks.current().agree(f"reading {init.path}", lambda: self._find(state, chosen))
-        return self.report.loaded
+        return [self._names[name] for name in self.report.loaded]
 
     def fill(self, state: Mapping[str, Tensor]) -> None:
         """Fills in place what `covers` has named: plain tensors, or DTensors of which each rank reads its
         shard. Dtypes may differ: values are cast. CheckpointError, on all ranks, where a read fails."""
         ranks = Ranks.current()
         doing = f"reading {self.init.path}"
+        state = {base_name(name): tensor for name, tensor in state.items()}
         if self._run is not None:
             source, origins = self._run
             targets = {stored: state[name] for name, stored in origins.items()}
@@ -155,8 +163,8 @@ class WarmStart:
         init = self.init
         fits: dict[str, Fit] = {}
         for root, part in self._parts.items():
-            names = {path_: path_[len(root) + 1 :] for path_ in state if path_.startswith(f"{root}.")}
-            shapes = {short: tuple(state[path_].shape) for path_, short in names.items()}
+            own = [name for name in state if name.startswith(f"{root}.") and adapter_of(name) is None]
+            shapes = {name[len(root) + 1 :]: tuple(state[name].shape) for name in own}
             shapes |= {other: shapes[first] for other, first in self._tied[root].items() if first in shapes}
             ways = ways_to_read(path, root, part, shapes, self._formats)
             if ways:
@@ -192,7 +200,11 @@ class WarmStart:
                 if f"{root}.{name}" in chosen
             ]
         wrong = {text.partition(" ")[0] for text in misshapen}
-        missing = [name for name in state if name in chosen and name not in loaded and name not in wrong]
+        missing = [
+            name
+            for name in state
+            if name in chosen and name not in loaded and name not in wrong and adapter_of(name) is None
+        ]
         if misshapen or (init.strict and (missing or unexpected)) or not loaded:
             left = {name: name for name in unexpected}
             fault = _misfit(init, missing, list(unexpected), misshapen, left)
@@ -248,7 +260,9 @@ def _compare(
     origins = {
         name: stored[name] for name in parameters if name in chosen and stored.get(name) in source.shapes
     }
-    missing = tuple(name for name in parameters if name in chosen and name not in origins)
+    missing = tuple(
+        name for name in parameters if name in chosen and name not in origins and adapter_of(name) is None
+    )
     unexpected = tuple(
         found for name, found in stored.items() if name not in parameters or found in source.others
     )
@@ -275,6 +289,7 @@ def renamed(stored: Collection[str], init: InitFromSection) -> dict[str, str]:
                 tail = name[len(head) :].lstrip(".")
                 path = ".".join(filter(None, (init.prefixes[start].rstrip("."), tail)))
                 break
+        path = base_name(path)
         if path in found:
             raise CheckpointError(
                 f"{found[path]} and {name} would both become {path}",

@@ -160,6 +160,15 @@ class KeyMap:
         """Whether the component has no use for a stored name."""
         return any(template.match(stored) is not None for template in self._ignored)
 
+    def renamed(self, name: str) -> str | None:
+        """The stored name of a tensor that is stored whole and as it is; None where it is not."""
+        bare = name.removeprefix(self.prefix)
+        for rule, _, template in self._by_component:
+            values = template.match(bare)
+            if values is not None:
+                return Template(rule.stored).fill(values) if isinstance(rule, Rename) else None
+        return bare
+
     def copies(self, shapes: Mapping[str, Sequence[int]]) -> list[Copy]:
         """What is where, in the order of `shapes`: every number of the component once, every number of a
         stored tensor once.

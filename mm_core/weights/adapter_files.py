@@ -1,0 +1,213 @@
+"""Adapters in files, as PEFT and Diffusers write and read them, and adapters put into the weights."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mm_core.errors import CheckpointError, ContractError
+from mm_core.parallel.adapters import row_lengths
+from mm_core.weights.format import AdapterLayout, StoredTensors
+from mm_core.weights.formats import PEFT_ADAPTER, read_mapping
+from mm_core.weights.stored import open_stored
+
+DIFFUSERS_ADAPTER = "pytorch_lora_weights.safetensors"
+_PREFIXES = ("base_model.model.", "transformer.", "diffusion_model.", "model.diffusion_model.", "")
+_KEY = re.compile(r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_magnitude_vector)(\.[\w-]+)?(\.weight)?\Z")
+
+
+@dataclass(frozen=True)
+class AdapterScale:
+    """How an adapter counts: of PEFT's LoraConfig."""
+
+    rank: int
+    alpha: float
+    dora: bool = False
+    rslora: bool = False
+
+    @property
+    def factor(self) -> float:
+        """What the product of the two factors is multiplied by."""
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """An adapter on disk. keys: (module's stored path, part) -> stored name. scales: by stored module."""
+
+    stored: StoredTensors
+    keys: Mapping[tuple[str, str], str]
+    scales: Mapping[str, AdapterScale]
+
+    @property
+    def modules(self) -> list[str]:
+        """The adapted modules by their paths in the file, in its order."""
+        return list(self.scales)
+
+
+def open_adapter(path: Path) -> AdapterFile:
+    """An adapter folder or file of PEFT (adapter_model.safetensors with adapter_config.json), of Diffusers
+    (pytorch_lora_weights.safetensors, its settings in the header), or another safetensors file with such
+    keys.
+
+    Raises:
+        CheckpointError: no such file, a pickle, another kind of adapter, keys that are none of a LoRA.
+    """
+    file, settings = _find(path)
+    stored = open_stored(file)
+    texts = stored.metadata()  # type: ignore[attr-defined]  # safetensors files have texts
+    if not settings and "lora_adapter_metadata" in texts:
+        settings = _unprefixed(texts["lora_adapter_metadata"], file)
+    if (kind := settings.get("peft_type", "LORA")) != "LORA":
+        raise CheckpointError(
+            f"this adapter is a {kind}", where=str(path), accepted="LORA, with or without DoRA"
+        )
+    start = next(p for p in _PREFIXES if all(name.startswith(p) for name in stored.shapes))
+    keys: dict[tuple[str, str], str] = {}
+    strange = []
+    for name in stored.shapes:
+        found = _KEY.match(name.removeprefix(start))
+        if found is None or (found["module"], found["part"]) in keys:
+            strange.append(name)
+        else:
+            keys[found["module"], found["part"]] = name
+    modules = list(dict.fromkeys(module for module, _ in keys))
+    lone = [m for m in modules if (m, "lora_A") not in keys or (m, "lora_B") not in keys]
+    if strange or lone or not modules:
+        odd = strange or [f"{module} (one factor alone)" for module in lone] or ["nothing"]
+        raise CheckpointError(
+            f"this is no LoRA of linear layers: it holds {', '.join(odd[:3])}",
+            where=str(file),
+            accepted="lora_A, lora_B and lora_magnitude_vector of each module",
+        )
+    return AdapterFile(stored, keys, {m: _scale(m, settings, stored, keys) for m in modules})
+
+
+def _find(path: Path) -> tuple[Path, Mapping[str, Any]]:
+    if path.is_file() and path.suffix == ".safetensors":
+        return path, read_mapping(path.with_name("adapter_config.json")) if path.name == PEFT_ADAPTER else {}
+    if (path / PEFT_ADAPTER).is_file():
+        return path / PEFT_ADAPTER, read_mapping(path / "adapter_config.json")
+    if (path / DIFFUSERS_ADAPTER).is_file():
+        return path / DIFFUSERS_ADAPTER, {}
+    pickled = [f for f in ("adapter_model.bin", "pytorch_lora_weights.bin") if (path / f).is_file()]
+    what = "there is no such adapter"
+    if pickled:
+        what = f"this adapter is a pickle, which can run code: {pickled[0]}"
+    elif path.exists():
+        what = "there is no adapter here"
+    raise CheckpointError(
+        what, where=str(path), accepted=f"{PEFT_ADAPTER} or {DIFFUSERS_ADAPTER} in a folder, or such a file"
+    )
+
+
+def _unprefixed(text: str, file: Path) -> Mapping[str, Any]:
+    """Diffusers' settings, whose keys begin with the component's name."""
+    try:
+        found = json.loads(text)
+        return {key.rpartition(".")[2]: value for key, value in found.items()}
+    except (ValueError, AttributeError, RecursionError):
+        raise CheckpointError("its lora_adapter_metadata is no JSON object", where=str(file)) from None
+
+
+def _scale(
+    module: str, settings: Mapping[str, Any], stored: StoredTensors, keys: Mapping[tuple[str, str], str]
+) -> AdapterScale:
+    rank = stored.shapes[keys[module, "lora_A"]][0]
+    alpha = _pattern(settings.get("alpha_pattern"), module, settings.get("lora_alpha", rank))
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or alpha <= 0:
+        raise CheckpointError(
+            f"lora_alpha is {alpha!r}", where=str(stored.where), accepted="a number above 0"
+        )
+    dora = (module, "lora_magnitude_vector") in keys
+    return AdapterScale(rank, float(alpha), dora, settings.get("use_rslora") is True)
+
+
+def _pattern(table: Any, module: str, otherwise: Any) -> Any:
+    """PEFT's patterns: the end of a module's path -> its own value."""
+    for key, value in table.items() if isinstance(table, dict) else ():
+        if module == key or module.endswith(f".{key}"):
+            return value
+    return otherwise
+
+
+# -- out -----------------------------------------------------------------------------------------
+
+
+def stored_module(layout: AdapterLayout, module: str) -> str:
+    """The path of a module in the model's own library. ContractError for one whose weight is stored in
+    another form, which no adapter can follow."""
+    stored = layout.keys.renamed(f"{module}.weight")
+    if stored is None or not stored.endswith(".weight"):
+        raise ContractError(
+            f"an adapter of {module} can not be written: its weight is stored in another form there",
+            hint="export merged weights (--merge-lora), or leave the module out of the adapter's targets",
+        )
+    return stored.removesuffix(".weight")
+
+
+def stored_key(layout: AdapterLayout, module: str, part: str) -> str:
+    """The name of an adapter's tensor in a file."""
+    ending = part if part == "lora_magnitude_vector" else f"{part}.weight"
+    return f"{layout.module_prefix}{stored_module(layout, module)}.{ending}"
+
+
+def peft_settings(layout: AdapterLayout, scales: Mapping[str, AdapterScale]) -> dict[str, Any]:
+    """adapter_config.json: PEFT's LoraConfig for modules by their paths in the component."""
+    names = {stored_module(layout, module): scale for module, scale in scales.items()}
+    first = next(iter(names.values()))
+    return {
+        "peft_type": "LORA",
+        "base_model_name_or_path": None,
+        "task_type": None,
+        "inference_mode": True,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "lora_dropout": 0.0,
+        "modules_to_save": None,
+        "r": first.rank,
+        "lora_alpha": _plain(first.alpha),
+        "rank_pattern": {name: s.rank for name, s in names.items() if s.rank != first.rank},
+        "alpha_pattern": {name: _plain(s.alpha) for name, s in names.items() if s.alpha != first.alpha},
+        "use_dora": first.dora,
+        "use_rslora": first.rslora,
+        "target_modules": sorted(names),
+    }
+
+
+def header_text(layout: AdapterLayout, scales: Mapping[str, AdapterScale]) -> str:
+    """The settings as Diffusers keeps them in a file's header."""
+    wanted = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules", "use_dora", "use_rslora")
+    settings = peft_settings(layout, scales)
+    prefix = layout.module_prefix
+    return json.dumps({f"{prefix}{key}": settings[key] for key in wanted}, indent=2, sort_keys=True)
+
+
+def _plain(number: float) -> float:
+    return int(number) if number == int(number) else number
+
+
+def merge(
+    weight: Tensor, first: Tensor, second: Tensor, scale: AdapterScale, length: Tensor | None = None
+) -> Tensor:
+    """A linear layer's weight with an adapter in it.
+
+    Args:
+        weight: [out, in]. first: lora_A [rank, in]. second: lora_B [out, rank].
+        length: DoRA's lengths [out].
+
+    Returns:
+        [out, in] float32. LoRA: W + f B A. DoRA (https://arxiv.org/abs/2402.09353, eq. 5): its rows at
+        those lengths.
+    """
+    merged = weight.float() + scale.factor * (second.float() @ first.float())
+    if length is not None:
+        merged = merged * (length.float() / row_lengths(merged))[:, None]
+    return merged

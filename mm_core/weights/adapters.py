@@ -1,0 +1,256 @@
+"""LoRA and DoRA in a component, by PEFT: put in on the meta device, begun from files, given to exports.
+
+LoRA: Hu et al. 2021, https://arxiv.org/abs/2106.09685. DoRA: Liu et al. 2024,
+https://arxiv.org/abs/2402.09353. The layers are PEFT's own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mm_core.builtin.configs.adapters import AdapterConfig
+from mm_core.errors import CheckpointError, ContractError, PlanError, nearest
+from mm_core.parallel.adapters import adapted_layers, adapter_of, row_lengths
+from mm_core.parallel.patterns import match
+from mm_core.weights.adapter_files import AdapterFile, AdapterScale, open_adapter, stored_module
+from mm_core.weights.fitting import Formats
+from mm_core.weights.format import StoredTensors
+from mm_core.weights.key_map import Copy, whole
+from mm_core.weights.streaming import shard_of, stream
+
+KEY = "train.adapters"
+
+
+def add_adapters(task: nn.Module, adapters: Sequence[AdapterConfig], formats: Formats) -> None:
+    """Puts adapters into the trained components of a task on the meta device, and takes everything else
+    out of training. The components stay the objects that they are.
+
+    Args:
+        task: built, not yet planned.
+        adapters: in the order in which they count; with none, nothing happens.
+        formats: that tell how a file calls the components' modules.
+
+    Raises:
+        PlanError: PEFT is not installed, or targets that match no linear layer.
+        CheckpointError: an adapter to begin with that can not be read or does not fit.
+    """
+    if not adapters:
+        return
+    roots: tuple[str, ...] = task.trainable  # type: ignore[assignment]
+    wanted: dict[str, list[tuple[AdapterConfig, dict[str, AdapterScale]]]] = {root: [] for root in roots}
+    linear = {root: linear_layers(task.get_submodule(root)) for root in roots}
+    for adapter in adapters:
+        if adapter.from_ is None:
+            scale = AdapterScale(adapter.rank, adapter.alpha or adapter.rank, adapter.dora, adapter.rslora)
+            for root, names in _targets(task, adapter, linear).items():
+                wanted[root].append((adapter, dict.fromkeys(names, scale)))
+        else:
+            found = locate(task, adapter.from_, linear, formats)
+            scales = {name: found.file.scales[stored] for name, stored in found.modules.items()}
+            wanted[found.root].append((adapter, scales))
+    for root, given in wanted.items():
+        for adapter, scales in given:
+            _inject(task.get_submodule(root), adapter, scales)
+    trained = {adapter.name for adapter in adapters if adapter.train}
+    for root in roots:
+        for layer in adapted_layers(task.get_submodule(root)).values():
+            layer.set_adapter(list(layer.adapter_scales))
+        for name, parameter in task.get_submodule(root).named_parameters():
+            place = adapter_of(name)
+            parameter.requires_grad_(place is not None and place[2] in trained)
+
+
+def linear_layers(component: nn.Module) -> list[str]:
+    """The linear layers of a component by path; one that is adapted already counts by its own path."""
+    adapted = adapted_layers(component)
+    inside = tuple(f"{path}." for path in adapted)
+    return [
+        path
+        for path, module in component.named_modules()
+        if path in adapted or (isinstance(module, nn.Linear) and not path.startswith(inside))
+    ]
+
+
+def scales_of(component: nn.Module) -> dict[str, dict[str, AdapterScale]]:
+    """Adapter -> adapted module -> how it counts."""
+    found: dict[str, dict[str, AdapterScale]] = {}
+    for path, layer in adapted_layers(component).items():
+        for name, scale in layer.adapter_scales.items():
+            found.setdefault(name, {})[path] = scale
+    return found
+
+
+# -- where they go -------------------------------------------------------------------------------
+
+
+def _targets(
+    task: nn.Module, adapter: AdapterConfig, linear: Mapping[str, Sequence[str]]
+) -> dict[str, list[str]]:
+    """Component -> its linear layers that an adapter's targets name."""
+    layers = {f"{root}.{name}": (root, name) for root, names in linear.items() for name in names}
+    modules = ((root, name) for root in linear for name, _ in task.get_submodule(root).named_modules())
+    paths = [path for root, name in modules if not _inside_adapted(path := f"{root}.{name}".rstrip("."))]
+    chosen: dict[str, None] = {}
+    for target in adapter.targets:
+        hit = [path for path in layers if path == target or path.endswith(f".{target}")]
+        if not hit and "{" not in target and target not in paths:
+            raise _no_target(adapter, target, layers)
+        if not hit:
+            above = match([target], paths, f"{KEY} ({adapter.name}): targets")
+            hit = [p for p in layers if any(p == a or p.startswith(f"{a}.") for a in above)]
+        if not hit:
+            raise _no_target(adapter, target, layers)
+        chosen |= dict.fromkeys(hit)
+    found: dict[str, list[str]] = {}
+    for path in layers:
+        if path in chosen:
+            root, name = layers[path]
+            found.setdefault(root, []).append(name)
+    return found
+
+
+def _inside_adapted(path: str) -> bool:
+    return "base_layer" in path.split(".") or adapter_of(f"{path}.x.weight") is not None
+
+
+def _no_target(adapter: AdapterConfig, target: str, layers: Iterable[str]) -> PlanError:
+    ends = list(dict.fromkeys(re.sub(r".*\.\d+\.", "", path) for path in layers))
+    near = nearest(target, ends, 3) or ends[:5]
+    return PlanError(
+        f"the target {target!r} of the adapter {adapter.name!r} is no linear layer, and holds none",
+        where=KEY,
+        accepted="patterns of modules, or ends of paths such as " + ", ".join(map(repr, near)),
+    )
+
+
+def _inject(component: nn.Module, adapter: AdapterConfig, scales: Mapping[str, AdapterScale]) -> None:
+    """PEFT's layers in the place of the modules that `scales` names."""
+    peft = _peft()
+    first = next(iter(scales.values()))
+    config = peft.LoraConfig(
+        r=first.rank,
+        lora_alpha=first.alpha,
+        lora_dropout=adapter.dropout,
+        use_dora=first.dora,
+        use_rslora=first.rslora,
+        target_modules="|".join(map(re.escape, scales)),  # a text is matched as a whole, a list by ends
+        rank_pattern={f"^{re.escape(n)}": s.rank for n, s in scales.items() if s.rank != first.rank},
+        alpha_pattern={f"^{re.escape(n)}": s.alpha for n, s in scales.items() if s.alpha != first.alpha},
+    )
+    peft.inject_adapter_in_model(config, component, adapter.name, low_cpu_mem_usage=True)
+    layers = adapted_layers(component)
+    for name, scale in scales.items():
+        layer: Any = layers[name]
+        if layer.scaling[adapter.name] != scale.factor or layer.r[adapter.name] != scale.rank:
+            raise ContractError(f"PEFT has given {name} another scale than {scale}")
+        known = dict(layer.__dict__)
+        layer.adapter_scales = {**known.get("adapter_scales", {}), adapter.name: scale}
+        layer.adapter_inits = {**known.get("adapter_inits", {}), adapter.name: adapter.init}
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as fault:
+        raise PlanError(
+            f"adapters need PEFT, which can not be imported ({fault})",
+            where=KEY,
+            hint='pip install "mm-core[lora]"',
+        ) from None
+    return peft
+
+
+# -- from files ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Located:
+    """An adapter's file and the component that it fits. modules: path in the component -> in the file."""
+
+    file: AdapterFile
+    root: str
+    modules: Mapping[str, str]
+
+
+def locate(task: nn.Module, path: str, linear: Mapping[str, Sequence[str]], formats: Formats) -> Located:
+    """The component whose modules an adapter's file names, by the name that any format gives them."""
+    file = open_adapter(Path(path))
+    best: tuple[int, str, dict[str, str]] = (0, "", {})
+    for root, names in linear.items():
+        component = task.get_submodule(root)
+        for form in formats.values():
+            layout = form.adapter(root, component)
+            if layout is None:
+                continue
+            table: dict[str, str] = {}
+            for name in names:
+                try:
+                    stored = stored_module(layout, name)
+                except ContractError:
+                    continue
+                if stored in file.scales:
+                    table[name] = stored
+            if len(table) > best[0]:
+                best = (len(table), root, table)
+    _, root, table = best
+    if absent := [name for name in file.modules if name not in set(table.values())]:
+        raise CheckpointError(
+            f"{len(absent)} of the {len(file.modules)} modules of this adapter are no linear layers of"
+            f" {root or ' or '.join(linear)}: {', '.join(absent[:3])}",
+            where=path,
+            hint="it was made for another model",
+        )
+    return Located(file, root, table)
+
+
+class AdapterWeights:
+    """Where adapters begin: those of files are read, lengths of new DoRAs are those of the weights.
+
+    Args:
+        task: with its adapters in place. adapters, formats: as for `add_adapters`.
+    """
+
+    def __init__(self, task: nn.Module, adapters: Sequence[AdapterConfig], formats: Formats) -> None:
+        self.adapters = [adapter for adapter in adapters if adapter.from_ is not None]
+        self._pieces: list[tuple[Copy, StoredTensors]] = []
+        roots: tuple[str, ...] = task.trainable  # type: ignore[assignment]
+        linear = {root: linear_layers(task.get_submodule(root)) for root in roots} if self.adapters else {}
+        for adapter in self.adapters:
+            assert adapter.from_ is not None
+            found = locate(task, adapter.from_, linear, formats)
+            for module, stored in found.modules.items():
+                for part in ("lora_A", "lora_B", "lora_magnitude_vector"):
+                    if (key := found.file.keys.get((stored, part))) is not None:
+                        name = f"{found.root}.{module}.{part}.{adapter.name}.weight"
+                        shape = tuple(found.file.stored.shapes[key])
+                        self._pieces.append((whole(name, key, shape), found.file.stored))
+
+    def covers(self, state: Mapping[str, Tensor]) -> Collection[str]:
+        """The adapters' tensors that files hold. CheckpointError where one has another shape."""
+        for copy, stored in self._pieces:
+            if tuple(state[copy.component].shape) != copy.stored_shape:
+                raise CheckpointError(
+                    f"{copy.stored} is of shape {list(copy.stored_shape)}, and {copy.component} of"
+                    f" {list(state[copy.component].shape)}",
+                    where=str(stored.where),
+                    hint="it was made for another model",
+                )
+        return {copy.component for copy, _ in self._pieces}
+
+    def fill(self, state: Mapping[str, Tensor]) -> None:
+        """After the weights below them: lengths of new DoRAs, then what files hold."""
+        read = {copy.component for copy, _ in self._pieces}
+        with torch.no_grad():
+            for name, tensor in state.items():
+                place = adapter_of(name)
+                if place is not None and place[1] == "lora_magnitude_vector" and name not in read:
+                    length, weight = shard_of(tensor)[0], shard_of(state[f"{place[0]}.base_layer.weight"])[0]
+                    length.copy_(row_lengths(weight))
+            stream({name: state[name] for name in read}, self._pieces)
