@@ -18,6 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--to", required=True, metavar="FORMAT", help="safetensors, diffusers, transformers, or a plugin's")
     add("--out", metavar="DIR", help="a new folder (default: one in the run's exports/)")
     add("--ema", action="store_true", help="the moving average of the weights")
+    add("--merge-lora", action="store_true", help="the weights with the adapters in them, not these alone")
     add("--dtype", choices=("bf16", "fp16", "fp32"), help="of the files (default: as in the checkpoint)")
     add("--max-shard", metavar="SIZE", help="most bytes of a file, as 5GB (the default) or 4GiB")
     add("--component", metavar="NAME", help="of a run that trains several")
@@ -39,6 +40,7 @@ def execute(args: argparse.Namespace) -> int:
         Path(args.out) if args.out else unused(root / "exports" / name),
         args.to,
         weights="ema" if args.ema else "model",
+        merge_adapters=args.merge_lora,
         dtype=args.dtype,
         max_shard=args.max_shard or MAX_SHARD,
         component=args.component,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from mm_core.contracts import Pretrained
 from mm_core.plan import walk_components
 from mm_core.plugin.registry import Registry
 from mm_core.train.checkpoint_reading import read_facts, read_run_manifest
-from mm_core.weights.format import Layout
+from mm_core.train.export_parts import Part
 from mm_core.weights.model_card import Card, render
 
 _SECTIONS = ("task", "train", "optimizer", "lr_schedule", "ema", "engine", "init_from")
@@ -30,37 +30,42 @@ def card_of(
     config: RunConfig,
     registry: Registry,
     form: str,
-    written: Mapping[str, tuple[nn.Module, Layout | None, Sequence[torch.dtype]]],
-    weights: str,
+    task: nn.Module,
+    parts: Sequence[Part],
+    averaged: bool,
+    adapters_alone: bool,
     folder: str,
 ) -> str:
     """The text of README.md.
 
     Args:
         source: the checkpoint. config: of its run. form: the format's qualified name.
-        written: by component: its module, its layout (none for an adapter), the dtype of each tensor.
-        weights: what was taken, in words. folder: the export's name.
+        task: with the components. parts: what is written. averaged: of the moving average.
+        adapters_alone: without the weights below them. folder: the export's name.
     """
     facts, manifest = read_facts(source), read_run_manifest(source)
     step = facts["step"]
-    layouts = [layout for _, layout, _ in written.values() if layout is not None]
-    origins = list(_origins(config, facts, {root: module for root, (module, _, _) in written.items()}))
+    roots = list(dict.fromkeys(part.root for part in parts))
+    origins = list(_origins(config, facts, [task.get_submodule(root) for root in roots]))
     hubs = [f"{found[1]}/{found[2]}" for origin in origins if (found := _HUB.search(origin))]
-    names = ", ".join(f"`{root}`" for root in written)
-    loading = [layout.loading.replace("{folder}", folder) for layout in layouts if layout.loading]
+    names = ("adapters of " if adapters_alone else "") + ", ".join(f"`{root}`" for root in roots)
+    begins = (
+        f" In mm_core, `init_from: {{path: {folder}}}` begins a run with it." if not adapters_alone else ""
+    )
+    loading = [_loading(part, folder) for part in parts if part.loading]
     card = Card(
         title=f"{config.run.name}, step {step}",
-        summary=f"{names} of the run `{config.run.name}` after {step} steps, in the format `{form}`."
-        f" In mm_core, `init_from: {{path: {folder}}}` begins a run with it.",
-        library=next((layout.library for layout in layouts if layout.library), "mm_core"),
-        licence=_licence(config, registry, written),
+        summary=f"{names} of the run `{config.run.name}` after {step} steps, in the format `{form}`.{begins}",
+        library=next((part.library for part in parts if part.library), "mm_core"),
+        licence=_licence(config, registry, roots),
         base_model=hubs[0] if hubs else None,
         tags=["mm_core", config.task.type.rpartition("/")[2].replace("_", "-")],
         loading="\n\n".join(loading),
         facts=[
-            *((f"component `{root}`", _described(config, registry, root)) for root in written),
-            ("weights", weights),
-            ("dtype", _dtypes([kind for _, _, kinds in written.values() for kind in kinds])),
+            *((f"component `{root}`", _described(config, registry, root)) for root in roots),
+            ("weights", "the moving average" if averaged else "as trained"),
+            *_adapters(parts, adapters_alone),
+            ("dtype", _dtypes([spec.dtype for part in parts for spec in part.tensors])),
             *[("began with the weights of", origin) for origin in origins],
             ("steps", str(step)),
             ("samples seen", f"{float(facts.get('samples', 0)):.0f}"),
@@ -83,9 +88,25 @@ def card_of(
     return render(card)
 
 
-def _origins(config: RunConfig, facts: Mapping[str, Any], modules: Mapping[str, nn.Module]) -> Iterator[str]:
+def _loading(part: Part, folder: str) -> str:
+    place = PurePath(folder, part.folder) if part.folder not in ("", ".") else PurePath(folder)
+    return part.loading.replace("{folder}", str(place))
+
+
+def _adapters(parts: Sequence[Part], alone: bool) -> Iterator[tuple[str, str]]:
+    """A row an adapter."""
+    for part in parts:
+        for name, scales in part.adapters.items():
+            first = next(iter(scales.values()))
+            kind = "DoRA" if first.dora else "LoRA"
+            held = "alone" if alone else "merged into the weights"
+            text = f"{kind} of rank {first.rank}, alpha {first.alpha:g}, in {len(scales)} layers, {held}"
+            yield f"adapter `{name}`", text
+
+
+def _origins(config: RunConfig, facts: Mapping[str, Any], modules: Sequence[nn.Module]) -> Iterator[str]:
     """The folders that the run began with."""
-    for module in modules.values():
+    for module in modules:
         if isinstance(module, Pretrained) and module.weights_from is not None:
             yield module.weights_from.path
     if isinstance(imported := facts.get("imported"), Mapping):
@@ -102,7 +123,7 @@ def _described(config: RunConfig, registry: Registry, root: str) -> str:
     return f"{registered.qualified} ({registered.distribution or 'a local file'} {registered.version or ''})"
 
 
-def _licence(config: RunConfig, registry: Registry, roots: Mapping[str, Any]) -> str | None:
+def _licence(config: RunConfig, registry: Registry, roots: Sequence[str]) -> str | None:
     """That of the components, where they have one and the same."""
     known = dict(walk_components(config.task))
     licences = {

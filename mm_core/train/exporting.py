@@ -6,59 +6,37 @@ read from the checkpoint, laid out, cast and written before the next.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import reduce
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mm_core.config.load import load_config
 from mm_core.contracts import torch_dtype
 from mm_core.errors import CheckpointError, ContractError, MMError, did_you_mean
-from mm_core.parallel.tying import tied_names
+from mm_core.parallel.adapters import adapted_layers
 from mm_core.plan import build_task
-from mm_core.plugin.registry import Registry, get_registry
+from mm_core.plugin.registry import get_registry
 from mm_core.train.agreement import Ranks
 from mm_core.train.checkpoint_dcp import stored_parts
 from mm_core.train.checkpoint_io import write_durably
 from mm_core.train.checkpoint_reading import find_checkpoint
 from mm_core.train.checkpoint_retention import complete_steps
 from mm_core.train.export_card import card_of
+from mm_core.train.export_parts import Part, Planner, own_state
 from mm_core.train.staging import check_unused, staged_folder
 from mm_core.train.taking_over import take_over
 from mm_core.train.weight_sources import RunSource
 from mm_core.weights.fitting import formats_of
-from mm_core.weights.format import Companions, Layout, WeightFormat
-from mm_core.weights.key_map import Copy
+from mm_core.weights.format import Companions
 from mm_core.weights.progress import byte_bar
-from mm_core.weights.writing import Shard, TensorSpec, assemble, parse_size, plan_shards, write_shards
+from mm_core.weights.writing import parse_size, write_shards
 
 Weights = Literal["model", "ema", "auto"]
 
 MAX_SHARD = "5GB"
 """Most bytes of a file, as hubs like them."""
-
-_CASTABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-@dataclass(frozen=True)
-class Part:
-    """One component on its way out. copies: by stored name. dtypes: of the component's tensors as they will
-    be written."""
-
-    root: str
-    layout: Layout
-    copies: Mapping[str, Sequence[Copy]]
-    dtypes: Mapping[str, torch.dtype]
-    shards: Sequence[Shard]
-
-    @property
-    def nbytes(self) -> int:
-        """Of all its files, without their headers."""
-        return sum(spec.nbytes for shard in self.shards for spec in shard.tensors)
 
 
 def export(
@@ -67,11 +45,13 @@ def export(
     format: str,
     *,
     weights: Weights = "model",
+    merge_adapters: bool = False,
     dtype: str | None = None,
     max_shard: str | int = MAX_SHARD,
     component: str | None = None,
 ) -> Path:
     """Writes a checkpoint's trained components in a weight format; `out` appears when all of it is there.
+    Of a run that trains adapters it writes these alone.
 
     Args:
         run: a run's folder (its newest checkpoint), `DIR@STEP`, `DIR@best`, or a checkpoint's folder.
@@ -79,6 +59,7 @@ def export(
         format: name of a weight format.
         weights: `ema` takes the average of what was trained, and the model's own tensors for the rest;
             `auto` does so where the checkpoint holds an average.
+        merge_adapters: write the weights with the adapters in them (computed in fp32) instead.
         dtype: `bf16`, `fp16`, `fp32`: of all floating-point tensors; None keeps that of the checkpoint.
         max_shard: most bytes of a file, as `5GB`.
         component: of the task, where it trains several and only one is wanted.
@@ -92,33 +73,25 @@ def export(
     limit = parse_size(max_shard)
     config = load_config(source / "config.yaml")
     registry = get_registry(config.plugins.path)
-    form = formats_of(registry, format)
-    (label, chosen), *_ = form.items()
+    (label, form), *_ = formats_of(registry, format).items()
     task = build_task(config)
     averaged = weights == "ema" or (weights == "auto" and "ema" in stored_parts(source))
     ranks = Ranks.current()
-    doing = f"reading {source}"
-    saved = ranks.agree(doing, lambda: _open(source, averaged, task))
-    parts = [
-        _part(registry, label, chosen, task, root, saved, torch_dtype(dtype) if dtype else None, limit)
-        for root in _roots(task, component)
-    ]
+    saved = ranks.agree(f"reading {source}", lambda: _open(source, averaged, task))
+    planner = Planner(registry, label, form, saved, torch_dtype(dtype) if dtype else None, limit)
+    parts = _parts(task, planner, component, merge_adapters)
     _check_apart(parts)
-    ranks.agree(doing, saved.verify)
-    whole = len(parts) == len(task.trainable)  # type: ignore[arg-type]
+    ranks.agree(f"reading {source}", saved.verify)
+    adapters_alone = any(part.adapters for part in parts) and not merge_adapters
+    whole = not adapters_alone and len(parts) == len(task.trainable)  # type: ignore[arg-type]
     with (
         staged_folder(out) as stage,
         byte_bar(f"writing {out}", sum(part.nbytes for part in parts)) as advance,
     ):
         for part in parts:
-            _write(stage, part, saved, doing, advance)
-        _accompany(stage, chosen.companions(task) if whole else Companions())
-        written = {
-            part.root: (task.get_submodule(part.root), part.layout, tuple(part.dtypes.values()))
-            for part in parts
-        }
-        taken = "the moving average" if averaged else "as trained"
-        card = card_of(source, config, registry, label, written, taken, out.name)
+            _write(stage, part, advance)
+        _accompany(stage, form.companions(task) if whole else Companions())
+        card = card_of(source, config, registry, label, task, parts, averaged, adapters_alone, out.name)
         write_durably(_inside(stage, "README.md"), card)
     return out
 
@@ -155,12 +128,6 @@ def _open(source: Path, averaged: bool, task: nn.Module) -> RunSource:
     return saved
 
 
-def own_state(component: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name; one that several names share, by the first, as its library saves it."""
-    tied = tied_names(component)
-    return {name: tensor for name, tensor in component.state_dict().items() if name not in tied}
-
-
 def _roots(task: nn.Module, component: str | None) -> tuple[str, ...]:
     names: tuple[str, ...] = tuple(task.trainable)  # type: ignore[arg-type]
     if component is None:
@@ -175,50 +142,22 @@ def _roots(task: nn.Module, component: str | None) -> tuple[str, ...]:
     return (component,)
 
 
-def _part(
-    registry: Registry,
-    label: str,
-    form: WeightFormat,
-    task: nn.Module,
-    root: str,
-    saved: RunSource,
-    dtype: torch.dtype | None,
-    limit: int,
-) -> Part:
-    """Where everything of a component goes. MMError for a format that can not hold it."""
-    module = task.get_submodule(root)
-    layout = form.layout(root, module)
-    if layout is None:
-        raise _cannot_hold(registry, label, root, module)
-    own = own_state(module)
-    dtypes = {name: saved.dtypes[f"{root}.{name}"] for name in own}
-    if dtype is not None:
-        dtypes = {name: dtype if kind in _CASTABLE else kind for name, kind in dtypes.items()}
-    copies: dict[str, list[Copy]] = {}
-    for copy in layout.keys.copies({name: tuple(tensor.shape) for name, tensor in own.items()}):
-        copies.setdefault(copy.stored, []).append(copy)
-    # What is stored as one has one dtype: the widest of its parts.
-    for held in copies.values():
-        widest = reduce(torch.promote_types, (dtypes[copy.component] for copy in held))
-        dtypes |= {copy.component: widest for copy in held}
-    specs = [TensorSpec(n, dtypes[held[0].component], held[0].stored_shape) for n, held in copies.items()]
-    return Part(root, layout, copies, dtypes, plan_shards(specs, layout.stem, limit))
-
-
-def _cannot_hold(registry: Registry, label: str, root: str, module: nn.Module) -> MMError:
-    able = [name for name, form in formats_of(registry).items() if form.layout(root, module) is not None]
-    return MMError(
-        f"the format {label} can not hold {root!r}, a {type(module).__name__}",
-        where="--to",
-        accepted=", ".join(sorted(able)) or "no installed format can: a plugin offers one by mm_weight_formats",
-    )
+def _parts(task: nn.Module, planner: Planner, component: str | None, merge: bool) -> list[Part]:
+    """All that is written, of the components that the run trains or of the one that is asked for."""
+    modules = {root: task.get_submodule(root) for root in _roots(task, component)}
+    adapted = {root: module for root, module in modules.items() if adapted_layers(module)}
+    if merge and not adapted:
+        raise MMError("this run trains no adapter that could be merged", where="--merge-lora")
+    if adapted and not merge:
+        return [part for root, module in adapted.items() for part in planner.adapters(root, module)]
+    return [planner.weights(root, module) for root, module in modules.items()]
 
 
 def _check_apart(parts: Sequence[Part]) -> None:
     """MMError where two components would have files of the same name."""
     places: dict[tuple[str, str], str] = {}
     for part in parts:
-        place = (part.layout.folder, part.layout.stem)
+        place = (part.folder, part.stem)
         if (other := places.setdefault(place, part.root)) != part.root:
             raise MMError(
                 f"{other!r} and {part.root!r} would be files of the same name",
@@ -227,41 +166,13 @@ def _check_apart(parts: Sequence[Part]) -> None:
             )
 
 
-def _write(stage: Path, part: Part, saved: RunSource, doing: str, advance: Callable[[int], None]) -> None:
-    """The files of one component."""
-    folder = _inside(stage, part.layout.folder)
+def _write(stage: Path, part: Part, advance: Callable[[int], None]) -> None:
+    """The files of one part."""
+    folder = _inside(stage, part.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    held: tuple[str, Tensor] | None = None
-
-    def read(name: str) -> Tensor:
-        """Keeps the last one: what is stored in several pieces is read once."""
-        nonlocal held
-        if held is None or held[0] != name:
-            held = None  # freed before the next is allocated
-            path = f"{part.root}.{name}"
-            target = torch.empty(saved.shapes[path], dtype=part.dtypes[name])
-            Ranks.current().agree(doing, lambda: saved.fill({path: target}))
-            _check_range(path, target)
-            held = (name, target)
-        return held[1]
-
-    write_shards(
-        folder,
-        part.shards,
-        lambda stored: assemble(part.copies[stored], read),
-        stem=part.layout.stem,
-        metadata=part.layout.metadata,
-        advance=advance,
-    )
-    for name, text in part.layout.texts.items():
+    write_shards(folder, part.shards, part.produce, stem=part.stem, metadata=part.metadata, advance=advance)
+    for name, text in part.texts.items():
         write_durably(_inside(folder, name), text)
-
-
-def _check_range(path: str, tensor: Tensor) -> None:
-    if tensor.dtype == torch.float16 and not bool(torch.isfinite(tensor).all()):
-        raise MMError(
-            f"{path} holds values that fp16 has no numbers for", where="--dtype", accepted="bf16, fp32"
-        )
 
 
 def _accompany(stage: Path, companions: Companions) -> None:

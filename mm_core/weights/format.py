@@ -67,7 +67,7 @@ class AdapterLayout:
     file: of the tensors, below the top. module_prefix: what stands before a module's stored path in a
     key. keys: the component's names in the format, by which adapted modules are renamed. config: name of
     the file that holds the adapter's settings in PEFT's form, or None where they go into the header of
-    `file` as text under `metadata_key`.
+    `file` as text under `metadata_key`. library, loading: as of `Layout`.
     """
 
     file: str
@@ -75,6 +75,8 @@ class AdapterLayout:
     keys: KeyMap = field(default_factory=KeyMap)
     config: str | None = None
     metadata_key: str | None = None
+    library: str = ""
+    loading: str = ""
 
 
 @dataclass(frozen=True)

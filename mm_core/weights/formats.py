@@ -62,7 +62,7 @@ class Safetensors:
 
     def adapter(self, name: str, component: nn.Module) -> AdapterLayout:
         """PEFT's layout."""
-        return AdapterLayout(PEFT_ADAPTER, "base_model.model.", config="adapter_config.json")
+        return peft_layout(KeyMap())
 
     def companions(self, task: nn.Module) -> Companions:
         """None."""
@@ -119,6 +119,8 @@ class Diffusers:
             "transformer.",
             KeyMap(prefix=found[0]),
             metadata_key="lora_adapter_metadata",
+            library="diffusers",
+            loading='pipeline.load_lora_weights("{folder}")',
         )
 
     def companions(self, task: nn.Module) -> Companions:
@@ -175,13 +177,23 @@ class Transformers:
         found = wrapped_model(component, "transformers", "PreTrainedModel")
         if found is None:
             return None
-        return AdapterLayout(
-            PEFT_ADAPTER, "base_model.model.", KeyMap(prefix=found[0]), config="adapter_config.json"
-        )
+        return peft_layout(KeyMap(prefix=found[0]))
 
     def companions(self, task: nn.Module) -> Companions:
         """Tokenizer and processor files of the folders that the task's models were read from."""
         return Companions()
+
+
+def peft_layout(keys: KeyMap) -> AdapterLayout:
+    """What PEFT writes, and loads into a model whose names are those of `keys`."""
+    return AdapterLayout(
+        PEFT_ADAPTER,
+        "base_model.model.",
+        keys,
+        config="adapter_config.json",
+        library="peft",
+        loading='from peft import PeftModel\n\nmodel = PeftModel.from_pretrained(model, "{folder}")',
+    )
 
 
 def only_pickled(folder: Path, names: Sequence[str]) -> CheckpointError:

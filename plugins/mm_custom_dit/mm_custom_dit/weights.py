@@ -53,7 +53,13 @@ class WanTransformer:
         if self.layout(name, component) is None:
             return None
         file = "pytorch_lora_weights.safetensors"
-        return AdapterLayout(file, "transformer.", metadata_key="lora_adapter_metadata")
+        return AdapterLayout(
+            file,
+            "transformer.",
+            metadata_key="lora_adapter_metadata",
+            library="diffusers",
+            loading='pipeline.load_lora_weights("{folder}")',
+        )
 
     def companions(self, task: nn.Module) -> Companions:
         """None."""

@@ -1,0 +1,252 @@
+"""What of a checkpoint goes into which file of an export: planned from names and shapes, read one by one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from pathlib import PurePath
+
+import torch
+from torch import Tensor, nn
+
+from mm_core.errors import MMError
+from mm_core.parallel.adapters import adapter_of, base_name, without_adapters
+from mm_core.parallel.tying import tied_names
+from mm_core.plugin.registry import Registry
+from mm_core.train.agreement import Ranks
+from mm_core.train.weight_sources import RunSource
+from mm_core.weights.adapter_files import AdapterScale, header_text, merge, peft_settings, stored_key
+from mm_core.weights.adapters import scales_of
+from mm_core.weights.fitting import formats_of
+from mm_core.weights.format import AdapterLayout, Layout, WeightFormat
+from mm_core.weights.key_map import Copy
+from mm_core.weights.writing import Shard, TensorSpec, assemble, plan_shards
+
+_CASTABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+Scales = Mapping[str, Mapping[str, AdapterScale]]
+"""Adapter -> adapted module -> how it counts."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The files of one component, or of one adapter of it.
+
+    root: the component. folder, stem: of the files. produce: gives each tensor of `shards` by its stored
+    name. texts: further files in `folder`. library, loading: as the layout says. adapters: those that the
+    files hold, or that were merged into what they hold.
+    """
+
+    root: str
+    folder: str
+    stem: str
+    shards: Sequence[Shard]
+    produce: Callable[[str], Tensor]
+    metadata: Mapping[str, str]
+    texts: Mapping[str, str]
+    library: str
+    loading: str
+    adapters: Scales = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> list[TensorSpec]:
+        """All that is written."""
+        return [spec for shard in self.shards for spec in shard.tensors]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all its files, without their headers."""
+        return sum(spec.nbytes for spec in self.tensors)
+
+
+def own_state(component: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name; one that several names share, by the first, as its library saves it."""
+    tied = tied_names(component)
+    return {name: tensor for name, tensor in component.state_dict().items() if name not in tied}
+
+
+class Planner:
+    """Plans the parts of components in one format.
+
+    Args:
+        registry: for the formats that could do what this one can not.
+        label, form: the format and its qualified name.
+        saved: the checkpoint.
+        dtype: of all floating-point tensors; None keeps the checkpoint's.
+        limit: most bytes of a file.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        label: str,
+        form: WeightFormat,
+        saved: RunSource,
+        dtype: torch.dtype | None,
+        limit: int,
+    ) -> None:
+        self._registry, self._label, self._form = registry, label, form
+        self._saved, self._dtype, self._limit = saved, dtype, limit
+
+    def weights(self, root: str, module: nn.Module) -> Part:
+        """A component's weights, with its adapters in them."""
+        with without_adapters(module):
+            layout = self._form.layout(root, module)
+        if layout is None:
+            raise self._cannot_hold(root, module)
+        scales = scales_of(module)
+        own = {base_name(name): name for name in own_state(module) if adapter_of(name) is None}
+        shapes = {name: self._saved.shapes[f"{root}.{path}"] for name, path in own.items()}
+        dtypes = {name: self._cast(self._saved.dtypes[f"{root}.{path}"]) for name, path in own.items()}
+        copies: dict[str, list[Copy]] = {}
+        for copy in layout.keys.copies(shapes):
+            copies.setdefault(copy.stored, []).append(copy)
+        # What is stored as one has one dtype: the widest of its parts.
+        for held in copies.values():
+            widest = reduce(torch.promote_types, (dtypes[copy.component] for copy in held))
+            dtypes |= {copy.component: widest for copy in held}
+        specs = [TensorSpec(n, dtypes[held[0].component], held[0].stored_shape) for n, held in copies.items()]
+        read = _Reader(self._saved, root, own, dtypes, scales)
+        return Part(
+            root=root,
+            folder=layout.folder,
+            stem=layout.stem,
+            shards=plan_shards(specs, layout.stem, self._limit),
+            produce=lambda stored: assemble(copies[stored], read),
+            metadata=layout.metadata,
+            texts=layout.texts,
+            library=layout.library,
+            loading=layout.loading,
+            adapters=scales,
+        )
+
+    def adapters(self, root: str, module: nn.Module) -> list[Part]:
+        """A component's adapters alone; each in a folder of its name where there are several."""
+        scales = scales_of(module)
+        with without_adapters(module):
+            layout = self._form.adapter(root, module)
+        if layout is None:
+            raise self._cannot_hold(root, module, adapter=True)
+        return [
+            self._adapter(root, module, layout, name, held, name if len(scales) > 1 else "")
+            for name, held in scales.items()
+        ]
+
+    def _adapter(
+        self,
+        root: str,
+        module: nn.Module,
+        layout: AdapterLayout,
+        adapter: str,
+        scales: Mapping[str, AdapterScale],
+        folder: str,
+    ) -> Part:
+        names: dict[str, str] = {}
+        for name in own_state(module):
+            place = adapter_of(name)
+            if place is not None and place[2] == adapter:
+                names[stored_key(layout, place[0], place[1])] = name
+        paths = {stored: f"{root}.{name}" for stored, name in names.items()}
+        dtypes = {name: self._cast(self._saved.dtypes[paths[stored]]) for stored, name in names.items()}
+        read = _Reader(self._saved, root, {name: name for name in dtypes}, dtypes, {})
+        stem = PurePath(layout.file).name.removesuffix(".safetensors")
+        specs = [
+            TensorSpec(stored, dtypes[name], self._saved.shapes[paths[stored]])
+            for stored, name in names.items()
+        ]
+        metadata, texts = {"format": "pt"}, {}
+        if layout.metadata_key is not None:
+            metadata[layout.metadata_key] = header_text(layout, scales)
+        if layout.config is not None:
+            texts[layout.config] = json.dumps(peft_settings(layout, scales), indent=2) + "\n"
+        return Part(
+            root=root,
+            folder=str(PurePath(folder) / PurePath(layout.file).parent),
+            stem=stem,
+            shards=plan_shards(specs, stem),
+            produce=lambda stored: read(names[stored]),
+            metadata=metadata,
+            texts=texts,
+            library=layout.library,
+            loading=layout.loading,
+            adapters={adapter: scales},
+        )
+
+    def _cast(self, kind: torch.dtype) -> torch.dtype:
+        return self._dtype if self._dtype is not None and kind in _CASTABLE else kind
+
+    def _cannot_hold(self, root: str, module: nn.Module, adapter: bool = False) -> MMError:
+        able = []
+        with without_adapters(module):
+            for name, form in formats_of(self._registry).items():
+                found: Layout | AdapterLayout | None
+                found = form.adapter(root, module) if adapter else form.layout(root, module)
+                able += [name] if found is not None else []
+        return MMError(
+            f"the format {self._label} can not hold {'an adapter of ' * adapter}{root!r},"
+            f" a {type(module).__name__}",
+            where="--to",
+            accepted=", ".join(sorted(able)) or "no installed format can: a plugin offers one",
+        )
+
+
+class _Reader:
+    """A component's tensors from a checkpoint, one at a time, in the dtype that they are written in.
+
+    paths: name -> the name in the component with its adapters. scales: of the adapters to merge.
+    """
+
+    def __init__(
+        self,
+        saved: RunSource,
+        root: str,
+        paths: Mapping[str, str],
+        dtypes: Mapping[str, torch.dtype],
+        scales: Scales,
+    ) -> None:
+        self._saved, self._root, self._paths, self._dtypes, self._scales = saved, root, paths, dtypes, scales
+        self._held: tuple[str, Tensor] | None = None
+
+    def __call__(self, name: str) -> Tensor:
+        """Keeps the last one: what is stored in several pieces is read once."""
+        if self._held is None or self._held[0] != name:
+            self._held = None  # freed before the next is allocated
+            self._held = (name, self._read(name))
+        return self._held[1]
+
+    def _read(self, name: str) -> Tensor:
+        path, dtype = self._paths[name], self._dtypes[name]
+        module = name.removesuffix(".weight")
+        merged = [(a, held[module]) for a, held in self._scales.items() if module in held and module != name]
+        tensor = self._merged(module, path, merged).to(dtype) if merged else self._fetch(path, dtype)
+        if dtype == torch.float16 and not bool(torch.isfinite(tensor).all()):
+            raise MMError(
+                f"{self._root}.{name} holds values that fp16 has no numbers for",
+                where="--dtype",
+                accepted="bf16, fp32",
+            )
+        return tensor
+
+    def _merged(self, module: str, path: str, adapters: Sequence[tuple[str, AdapterScale]]) -> Tensor:
+        """The weight in fp32 with what each adapter adds to it: as the layer computes with all of them."""
+        weight = self._fetch(path, torch.float32)
+        total = weight.clone() if len(adapters) > 1 else weight
+        for adapter, scale in adapters:
+            first, second, length = (
+                self._fetch(f"{module}.{part}.{adapter}.weight", torch.float32)
+                if part != "lora_magnitude_vector" or scale.dora
+                else None
+                for part in ("lora_A", "lora_B", "lora_magnitude_vector")
+            )
+            assert first is not None and second is not None
+            changed = merge(weight, first, second, scale, length)
+            total = changed if len(adapters) == 1 else total.add_(changed.sub_(weight))
+        return total
+
+    def _fetch(self, name: str, dtype: torch.dtype) -> Tensor:
+        path = f"{self._root}.{name}"
+        target = torch.empty(self._saved.shapes[path], dtype=dtype)
+        Ranks.current().agree(f"reading {path}", lambda: self._saved.fill({path: target}))
+        return target
