@@ -99,12 +99,11 @@ def _targets(
     paths = [path for root, name in modules if not _inside_adapted(path := f"{root}.{name}".rstrip("."))]
     chosen: dict[str, None] = {}
     for target in adapter.targets:
-        hit = [path for path in layers if path == target or path.endswith(f".{target}")]
-        if not hit and "{" not in target and target not in paths:
-            raise _no_target(adapter, target, layers)
-        if not hit:
+        if "{" in target:
             above = match([target], paths, f"{KEY} ({adapter.name}): targets")
-            hit = [p for p in layers if any(p == a or p.startswith(f"{a}.") for a in above)]
+        else:
+            above = [path for path in paths if path == target or path.endswith(f".{target}")]
+        hit = [path for path in layers if any(path == a or path.startswith(f"{a}.") for a in above)]
         if not hit:
             raise _no_target(adapter, target, layers)
         chosen |= dict.fromkeys(hit)
@@ -121,8 +120,8 @@ def _inside_adapted(path: str) -> bool:
 
 
 def _no_target(adapter: AdapterConfig, target: str, layers: Iterable[str]) -> PlanError:
-    ends = list(dict.fromkeys(re.sub(r".*\.\d+\.", "", path) for path in layers))
-    near = nearest(target, ends, 3) or ends[:5]
+    ends = list(dict.fromkeys(re.search(r"[^.]+(\.\d+)*\Z", path)[0] for path in layers))  # type: ignore[index]
+    near = nearest(target.rpartition(".")[2], ends, 3) or ends[:5]
     return PlanError(
         f"the target {target!r} of the adapter {adapter.name!r} is no linear layer, and holds none",
         where=KEY,
@@ -253,4 +252,10 @@ class AdapterWeights:
                 if place is not None and place[1] == "lora_magnitude_vector" and name not in read:
                     length, weight = shard_of(tensor)[0], shard_of(state[f"{place[0]}.base_layer.weight"])[0]
                     length.copy_(row_lengths(weight))
+                    if bool((length == 0).any()):
+                        raise CheckpointError(
+                            f"rows of {place[0]} are zero: they have no direction, which DoRA needs",
+                            where=KEY,
+                            hint="leave the module out of the adapter's targets, or set dora: false",
+                        )
             stream({name: state[name] for name in read}, self._pieces)

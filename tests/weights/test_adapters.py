@@ -1,0 +1,314 @@
+"""Adapters in components: PEFT's layers, begun as PEFT and Diffusers begin them, from files of theirs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import pickle
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from mm_custom_dit.model import CustomDiT
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from mm_core.builtin.configs.adapters import AdapterConfig
+from mm_core.config.schema import TrainSection
+from mm_core.contracts import Randomness
+from mm_core.errors import CheckpointError, PlanError
+from mm_core.parallel.adapters import adapter_of, base_name
+from mm_core.parallel.initialise import initialise
+from mm_core.plugin.registry import get_registry
+from mm_core.weights import adapters as module
+from mm_core.weights.adapter_files import AdapterScale, merge, open_adapter
+from mm_core.weights.adapters import AdapterWeights, add_adapters, scales_of
+from mm_core.weights.fitting import formats_of
+
+_spec = importlib.util.spec_from_file_location("ranks", Path(__file__).parents[1] / "ranks.py")
+ranks = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(ranks)
+SIZES = {"num_layers": 2, "head_dim": 12, "freq_dim": 16, "ffn_dim": 32, "text_dim": 16}
+WAN = {"num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4}
+WAN |= {name: SIZES[name] for name in ("num_layers", "freq_dim", "ffn_dim", "text_dim")}
+FORMATS = formats_of(get_registry(()))
+
+
+class Task(nn.Module):
+    trainable, frozen = ("predictor",), ()
+
+    def __init__(self, *adapters: AdapterConfig, model=None) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.predictor = CustomDiT(num_heads=2, in_channels=4, out_channels=4, **SIZES)
+        add_adapters(self, adapters, FORMATS)
+        self.adapters = adapters
+
+    def begin(self, seed: int = 0) -> Task:
+        """Gives it memory and values, as the engine does."""
+        weights = AdapterWeights(self, self.adapters, FORMATS)
+        covered = weights.covers(self.state_dict())
+        self.predictor.to_empty(device="cpu")
+        initialise(self.predictor, "predictor", Randomness(seed), covered)
+        weights.fill(self.state_dict())
+        return self
+
+
+def inputs() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {
+        "latents": torch.randn(2, 4, 2, 4, 4, generator=generator),
+        "timestep": torch.tensor([998.7, 20.0]),
+        "text": torch.randn(2, 5, 16, generator=generator),
+        "text_mask": torch.ones(2, 5, dtype=torch.bool),
+    }
+
+
+def plain(seed: int = 0) -> CustomDiT:
+    """The same weights without any adapter, and a head that is not zero."""
+    return bold(Task().begin(seed).predictor)
+
+
+def bold(model: CustomDiT) -> CustomDiT:
+    with torch.no_grad():
+        model.proj_out.weight.copy_(torch.linspace(-0.2, 0.2, model.proj_out.weight.numel()).view(-1, 24))
+    return model
+
+
+def perturbed(model: nn.Module) -> nn.Module:
+    """Adapters as if trained: no factor is zero, no length that of the weight."""
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if adapter_of(name) is not None:
+            with torch.no_grad():
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def test_an_adapted_component_begins_as_the_plain_one_and_trains_the_adapter_alone():
+    bare = dict(plain().named_parameters())
+    for dora in (False, True):
+        adapter = AdapterConfig(targets=("predictor.blocks.{*}.attn1", "ffn.net.2"), rank=4, dora=dora)
+        task = Task(adapter).begin()
+        bold(task.predictor)
+        for name, parameter in task.predictor.named_parameters():
+            place = adapter_of(name)
+            assert parameter.requires_grad == (place is not None)
+            if place is None:
+                assert torch.equal(parameter, bare[base_name(name)]), name
+        torch.testing.assert_close(task.predictor(**inputs()), plain()(**inputs()), rtol=1e-5, atol=1e-6)
+        (adapted,) = scales_of(task.predictor).values()
+        ends = {name.split(".", 2)[2] for name in adapted}
+        assert ends == {"attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0", "ffn.net.2"}
+
+
+def test_what_is_drawn_does_not_depend_on_the_other_adapters():
+    one = Task(AdapterConfig(targets=("to_q",), init="gaussian")).begin()
+    two = Task(AdapterConfig(targets=("to_q",), init="gaussian"), AdapterConfig(("to_k",), name="b")).begin()
+    names = [name for name in one.state_dict() if adapter_of(name)]
+    assert len(names) == 8 and all(torch.equal(one.state_dict()[n], two.state_dict()[n]) for n in names)
+    spread = one.predictor.blocks[0].attn1.to_q.lora_A["default"].weight.std()
+    assert 0.04 < float(spread) < 0.09, "gaussian: 1 / rank"
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"use_dora": True}, {"use_rslora": True}, {"alpha_pattern": {"to_k": 7}}]
+)
+def test_an_adapter_that_peft_has_saved_is_begun_from(tmp_path, settings):
+    config = peft.LoraConfig(
+        r=4, lora_alpha=6, target_modules=["to_q", "attn1.to_k", "ffn.net.2"], **settings
+    )
+    theirs = peft.get_peft_model(plain(), config)
+    perturbed(theirs)
+    theirs.save_pretrained(tmp_path)
+    task = Task(AdapterConfig(from_=str(tmp_path))).begin()
+    bold(task.predictor)
+    torch.testing.assert_close(task.predictor(**inputs()), theirs(**inputs()), rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(task.predictor(**inputs()), plain()(**inputs()), atol=1e-3)
+
+
+def test_an_adapter_that_diffusers_has_saved_is_begun_from(tmp_path):
+    theirs = WanTransformer3DModel(**WAN)
+    own = plain().state_dict()
+    theirs.load_state_dict({name: own[name].reshape(t.shape) for name, t in theirs.state_dict().items()})
+    theirs.add_adapter(peft.LoraConfig(r=4, lora_alpha=6, target_modules=["to_q", "ffn.net.2"]))
+    perturbed(theirs)
+    theirs.save_lora_adapter(tmp_path)
+    task = Task(AdapterConfig(from_=str(tmp_path))).begin()
+    bold(task.predictor)
+    call = inputs()
+    expected = theirs(call["latents"], call["timestep"], call["text"], return_dict=False)[0]
+    torch.testing.assert_close(task.predictor(**call), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_several_adapters_count_together_and_only_those_in_training_learn(tmp_path):
+    first = peft.get_peft_model(plain(), peft.LoraConfig(r=4, target_modules=["to_q"]))
+    perturbed(first).save_pretrained(tmp_path)
+    style = AdapterConfig(from_=str(tmp_path), name="style", train=False)
+    task = Task(style, AdapterConfig(targets=("to_q", "to_k"), rank=2)).begin()
+    bold(task.predictor)
+    torch.testing.assert_close(task.predictor(**inputs()), first(**inputs()), rtol=1e-5, atol=1e-6)
+    learning = {adapter_of(n)[2] for n, p in task.predictor.named_parameters() if p.requires_grad}
+    assert learning == {"default"}
+    perturbed(task.predictor)
+    task.predictor(**inputs()).square().sum().backward()
+    moved = {adapter_of(n)[2] for n, p in task.predictor.named_parameters() if p.grad is not None}
+    assert moved == {"default"}
+
+
+@pytest.mark.parametrize("options", [{}, {"dora": True}, {"rslora": True}])
+def test_merged_weights_are_those_that_peft_merges(options):
+    task = Task(AdapterConfig(targets=("to_q", "ffn"), rank=4, alpha=6, **options)).begin()
+    perturbed(bold(task.predictor))
+    state = {name: tensor.clone() for name, tensor in task.predictor.state_dict().items()}
+    expected = task.predictor(**inputs())
+    merged = plain()
+    for name, scale in scales_of(task.predictor)["default"].items():
+        length = state.get(f"{name}.lora_magnitude_vector.default.weight")
+        factors = (state[f"{name}.{part}.default.weight"] for part in ("lora_A", "lora_B"))
+        weight = merge(state[f"{name}.base_layer.weight"], *factors, scale, length)
+        layer = task.predictor.get_submodule(name)
+        layer.merge()
+        torch.testing.assert_close(weight, layer.base_layer.weight, rtol=1e-6, atol=1e-6)
+        with torch.no_grad():
+            merged.get_submodule(name).weight.copy_(weight)
+    torch.testing.assert_close(merged(**inputs()), expected, rtol=1e-5, atol=1e-5)
+    assert AdapterScale(4, 6.0).factor == 1.5 and AdapterScale(4, 6.0, rslora=True).factor == 3.0
+
+
+# -- what is wrong -------------------------------------------------------------------------------
+
+
+def test_targets_that_name_nothing_show_what_there_is():
+    with pytest.raises(PlanError) as caught:
+        Task(AdapterConfig(targets=("to_qq",)))
+    assert str(caught.value) == (
+        "train.adapters: the target 'to_qq' of the adapter 'default' is no linear layer, and holds none\n"
+        "  accepted: patterns of modules, or ends of paths such as 'to_q', 'to_v', 'to_k'"
+    )
+    with pytest.raises(PlanError, match=r"the target 'predictor\.blocks\.0\.norm1' of the adapter"):
+        Task(AdapterConfig(targets=("predictor.blocks.0.norm1",)))
+    with pytest.raises(PlanError, match=r"pattern 'predictor\.block\.\{\*\}' matches no module"):
+        Task(AdapterConfig(targets=("predictor.block.{*}",)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, "targets is empty"),
+        ({"targets": ("a",), "from_": "x"}, "targets and from are both set"),
+        ({"targets": ("a",), "train": False}, "train is false and from is not set"),
+        ({"targets": ("a",), "name": "a.b"}, "must be letters, digits"),
+    ],
+)
+def test_settings_that_contradict_each_other(fields, said):
+    with pytest.raises(ValueError, match=said):
+        AdapterConfig(**fields)
+
+
+def test_adapters_of_one_name_or_all_at_rest_are_faults_of_the_config():
+    twice = (AdapterConfig(("a",)), AdapterConfig(("b",)))
+    with pytest.raises(ValueError, match="'default' is the name of several"):
+        TrainSection(steps=1, adapters=twice)
+    with pytest.raises(ValueError, match="none of them is trained"):
+        TrainSection(steps=1, adapters=(AdapterConfig(from_="x", train=False),))
+
+
+def test_without_peft_the_sentence_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "peft", None)
+    with pytest.raises(PlanError, match=r'hint: pip install "mm-core\[lora\]"'):
+        Task(AdapterConfig(targets=("to_q",)))
+    assert module.KEY == "train.adapters"
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    theirs = peft.get_peft_model(plain(), peft.LoraConfig(r=4, target_modules=["to_q"]))
+    theirs.save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def change(folder: Path, **settings) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+def test_files_that_are_no_lora_of_this_model_are_one_sentence(saved, tmp_path):
+    tensors = load_file(saved / "adapter_model.safetensors")
+
+    def fault(path: Path = saved) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            Task(AdapterConfig(from_=str(path))).begin()
+        return str(caught.value)
+
+    assert fault(tmp_path / "none") == (
+        f"{tmp_path}/none: there is no such adapter\n"
+        "  accepted: adapter_model.safetensors or pytorch_lora_weights.safetensors in a folder,"
+        " or such a file"
+    )
+    assert "there is no adapter here" in fault(tmp_path)
+    change(saved, peft_type="IA3")
+    assert "this adapter is a IA3\n  accepted: LORA" in fault()
+    change(saved, peft_type="LORA", lora_alpha="much")
+    assert "lora_alpha is 'much'\n  accepted: a number above 0" in fault()
+    change(saved, lora_alpha=4)
+    first = next(iter(tensors))
+    save_file(tensors | {"base_model.model.head.weight": torch.ones(2)}, saved / "adapter_model.safetensors")
+    assert "this is no LoRA of linear layers: it holds base_model.model.head.weight" in fault()
+    save_file({k: v for k, v in tensors.items() if k != first}, saved / "adapter_model.safetensors")
+    assert "(one factor alone)" in fault()
+    moved = {name.replace("blocks.1", "blocks.9"): tensor for name, tensor in tensors.items()}
+    save_file(moved, saved / "adapter_model.safetensors")
+    said = fault()
+    assert "2 of the 4 modules of this adapter are no linear layers of predictor: blocks.9.attn1.to_q" in said
+    assert said.endswith("hint: it was made for another model")
+    wide = {name: t.repeat(1, 2) if "lora_A" in name else t for name, t in tensors.items()}
+    save_file(wide, saved / "adapter_model.safetensors")
+    assert (
+        "is of shape [4, 48], and predictor.blocks.0.attn1.to_q.lora_A.default.weight of [4, 24]" in fault()
+    )
+
+
+def test_an_adapter_that_is_a_pickle_is_refused_and_nothing_runs(saved, tmp_path):
+    mark = tmp_path / "ran"
+
+    class Runs:
+        def __reduce__(self):
+            return exec, (f"open({str(mark)!r}, 'w').close()",)
+
+    (saved / "adapter_model.safetensors").unlink()
+    (saved / "adapter_model.bin").write_bytes(pickle.dumps(Runs()))
+    with pytest.raises(CheckpointError, match=r"is a pickle, which can run code: adapter_model\.bin"):
+        open_adapter(saved)
+    (saved / "adapter_model.bin").rename(saved / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match="this is no whole safetensors file"):
+        open_adapter(saved)
+    assert not mark.exists()
+
+
+def test_a_weight_without_directions_can_not_be_a_dora():
+    with pytest.raises(
+        CheckpointError, match=r"rows of predictor\.proj_out are zero: they have no"
+    ):
+        Task(AdapterConfig(targets=("proj_out",), dora=True)).begin()
+
+
+# -- over ranks ----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_adapters_train_alike_on_two_ranks_and_leave_the_weights_alone(tmp_path, kind):
+    script, found = Path(__file__).with_name("adapters_ranks.py"), {}
+    for world in (1, 2):
+        ranks.run_ranks(script, world, tmp_path / f"{world}.pt", kind)
+        found[world] = torch.load(tmp_path / f"{world}.pt")
+        before, after = found[world]["before"], found[world]["after"]
+        for name in before:
+            assert torch.equal(before[name], after[name]) == (adapter_of(name) is None), name
+    assert found[1]["norms"] == pytest.approx(found[2]["norms"], rel=1e-5)
+    for name, tensor in found[1]["after"].items():
+        torch.testing.assert_close(found[2]["after"][name], tensor, rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(found[1]["before"][n], found[2]["before"][n]) for n in found[1]["before"])

@@ -1,0 +1,165 @@
+"""Adapters out: alone as their libraries load them, and merged; both compute what the run computes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from peft import PeftModel
+from safetensors.torch import load_file
+
+from mm_core.errors import MMError
+from mm_core.train.checkpoint import CheckpointStore
+from mm_core.train.export_parts import own_state
+from mm_core.train.exporting import export
+from mm_core.train.importing import import_weights
+from mm_core.train.sampling import load_task
+from mm_core.train.weight_sources import RunSource
+
+_spec = importlib.util.spec_from_file_location("in_out", Path(__file__).with_name("test_import_export.py"))
+in_out = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(in_out)
+
+IDS = torch.arange(24).reshape(2, 12)
+ATTENTION = {"targets": ["q_proj", "v_proj"], "rank": 3, "alpha": 6.0}
+KINDS = {
+    "lora": [ATTENTION],
+    "dora": [{**ATTENTION, "dora": True}],
+    "rslora": [{**ATTENTION, "rslora": True}],
+    "two": [ATTENTION, {"name": "style", "targets": ["lm.inner.model.layers.{1}"], "rank": 2}],
+    "two_dora": [{**ATTENTION, "dora": True}, {**ATTENTION, "name": "style", "dora": True}],
+}
+
+
+def trained(tmp_path: Path, config, origin: Path) -> torch.nn.Module:
+    """The task of a run that has trained: its adapters are no longer as they began (checkpoint 5)."""
+    saved, _ = import_weights(config, origin)
+    task = load_task(config, saved, "model")
+    generator = torch.Generator().manual_seed(8)
+    with torch.no_grad():
+        for root in task.trainable:
+            for name, parameter in task.get_submodule(root).named_parameters():
+                if "lora_" in name:
+                    parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+    state = {f"{r}.{k}": t for r in task.trainable for k, t in own_state(task.get_submodule(r)).items()}
+    store = CheckpointStore(tmp_path / "runs/tuned", 9)
+    store.save(5, {"model": state}, {"seed": 1}, (saved / "config.yaml").read_text())
+    store.close()
+    return task
+
+
+def close(one: torch.Tensor, other: torch.Tensor) -> None:
+    assert (one - other).abs().max() < 1e-5 * max(1.0, float(other.abs().max()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_language_models_adapters(kind, tmp_path):
+    """PEFT on the published model, Transformers on merged weights, and the run's own module agree."""
+    origin = in_out.published(tmp_path, "qwen3")
+    config = in_out.language(tmp_path, "qwen3", train={"epochs": 1, "adapters": KINDS[kind]})
+    task = trained(tmp_path, config, origin)
+    out = export(tmp_path / "runs/tuned", tmp_path / "out", "transformers")
+    merged = export(tmp_path / "runs/tuned", tmp_path / "merged", "transformers", merge_adapters=True)
+    library = type(in_out.out_parts.model_of("qwen3"))
+    plain = library.from_pretrained(origin)
+    with torch.no_grad():
+        ours = task.lm.inner(IDS).logits
+        assert (ours - plain(IDS).logits).abs().max() > 0.01
+        close(library.from_pretrained(merged)(IDS).logits, ours)
+        names = [adapter.get("name", "default") for adapter in KINDS[kind]]
+        places = [out] if len(names) == 1 else [out / name for name in names]
+        model = PeftModel.from_pretrained(plain, places[0], adapter_name=names[0])
+        for name, place in zip(names[1:], places[1:], strict=True):
+            model.load_adapter(place, name)
+        model.base_model.set_adapter(names)
+        close(model.eval()(IDS).logits, ours)
+    assert load_file(merged / "model.safetensors").keys() == load_file(origin / "model.safetensors").keys()
+    assert not (out / "config.json").exists()
+    card = (out / "README.md").read_text()
+    assert "library_name: peft" in card and f"| adapter `{names[-1]}` | " in card and " alone |" in card
+    assert f'from_pretrained(model, "{places[0].relative_to(tmp_path)}")' in card
+    assert "merged into the weights" in (merged / "README.md").read_text()
+
+
+def test_a_merge_is_computed_in_fp32(tmp_path):
+    """Then cast once; the bits of what no adapter touches stay."""
+    origin = in_out.published(tmp_path, "qwen3")
+    config = in_out.language(tmp_path, "qwen3", train={"epochs": 1, "adapters": [ATTENTION]})
+    trained(tmp_path, config, origin)
+    whole = export(tmp_path / "runs/tuned", tmp_path / "a", "transformers", merge_adapters=True)
+    half = export(tmp_path / "runs/tuned", tmp_path / "b", "transformers", merge_adapters=True, dtype="bf16")
+    given = load_file(origin / "model.safetensors")
+    wide, narrow = load_file(whole / "model.safetensors"), load_file(half / "model.safetensors")
+    for name, tensor in wide.items():
+        assert torch.equal(narrow[name], tensor.to(torch.bfloat16))
+        assert torch.equal(tensor, given[name]) != any(part in name for part in ("q_proj", "v_proj"))
+
+
+def test_an_adapter_of_a_dit_in_diffusers(tmp_path):
+    torch.manual_seed(4)
+    names = {"num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 12, "out_channels": 12}
+    keys = ("num_layers", "text_dim", "freq_dim", "ffn_dim", "rope_max_seq_len")
+    names |= {key: in_out.DIT[key] for key in keys}
+    origin = tmp_path / "wan"
+    WanTransformer3DModel(**names, patch_size=(2, 2, 2), cross_attn_norm=True).save_pretrained(origin)
+    adapter = {"targets": ["to_q", "to_v", "to_out.0"], "rank": 4, "alpha": 2.0}
+    config = in_out.config_of(tmp_path, in_out.VIDEO, train={"epochs": 1, "adapters": [adapter]})
+    task = trained(tmp_path, config, origin)
+    out = export(tmp_path / "runs/tuned", tmp_path / "out", "wan_transformer")
+    merged = export(tmp_path / "runs/tuned", tmp_path / "merged", "wan_transformer", merge_adapters=True)
+    assert {path.name for path in out.iterdir()} == {"README.md", "pytorch_lora_weights.safetensors"}
+    inputs = torch.randn(1, 12, 4, 8, 8), torch.tensor([500.0]), torch.randn(1, 5, 32)
+    mask = torch.ones(1, 5, dtype=torch.bool)
+    on_top = WanTransformer3DModel.from_pretrained(origin)
+    on_top.load_lora_adapter(out, prefix="transformer", weight_name="pytorch_lora_weights.safetensors")
+    with torch.no_grad():
+        ours = task.predictor(*inputs, mask)
+        close(on_top.eval()(*inputs).sample, ours)
+        close(WanTransformer3DModel.from_pretrained(merged).eval()(*inputs).sample, ours)
+        assert (WanTransformer3DModel.from_pretrained(origin)(*inputs).sample - ours).abs().max() > 0.01
+    assert 'pipeline.load_lora_weights("out")' in (out / "README.md").read_text()
+
+
+def test_the_weights_below_stay_as_they_came(tmp_path):
+    origin = in_out.published(tmp_path, "qwen3")
+    config = in_out.language(tmp_path, "qwen3", train={"epochs": 1, "adapters": [ATTENTION]})
+    saved, _ = import_weights(config, origin)
+    given = load_file(origin / "model.safetensors")
+    paths = {
+        name: f"lm.inner.{name.replace('_proj.', '_proj.base_layer.')}"
+        if "q_proj" in name or "v_proj" in name
+        else f"lm.inner.{name}"
+        for name in given
+    }
+    source = RunSource(saved, "model")
+    state = {path: torch.empty_like(given[name]) for name, path in paths.items()}
+    source.fill(state)
+    assert all(torch.equal(state[path], given[name]) for name, path in paths.items())
+
+
+def test_what_has_no_adapter_and_what_can_hold_none(tmp_path):
+    origin = in_out.published(tmp_path, "bert")
+    import_weights(in_out.language(tmp_path), origin)
+    with pytest.raises(MMError, match="this run trains no adapter that could be merged"):
+        export(tmp_path / "runs/tuned", tmp_path / "out", "transformers", merge_adapters=True)
+    adapters = [{"targets": ["query"], "rank": 2}]
+    adapted = in_out.language(tmp_path, name="other", train={"epochs": 1, "adapters": adapters})
+    import_weights(adapted, origin)
+    with pytest.raises(MMError) as caught:
+        export(tmp_path / "runs/other", tmp_path / "out", "diffusers")
+    assert str(caught.value) == (
+        "--to: the format core/diffusers can not hold an adapter of 'lm', a Wrapped\n"
+        "  accepted: core/safetensors, core/transformers"
+    )
+    assert not (tmp_path / "out").exists()
+    out = export(tmp_path / "runs/other", tmp_path / "out", "safetensors", dtype="bf16")
+    settings = json.loads((out / "adapter_config.json").read_text())
+    assert settings["r"] == 2 and settings["target_modules"] == sorted(
+        f"inner.bert.encoder.layer.{i}.attention.self.query" for i in range(2)
+    )
+    kinds = {tensor.dtype for tensor in load_file(out / "adapter_model.safetensors").values()}
+    assert kinds == {torch.bfloat16}
