@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mm_core.errors import MMError
-from mm_core.parallel.adapters import adapter_of, base_name, without_adapters
+from mm_core.parallel.adapters import adapter_of, base_name, row_lengths, without_adapters
 from mm_core.parallel.tying import tied_names
 from mm_core.plugin.registry import Registry
 from mm_core.train.agreement import Ranks
@@ -230,19 +230,19 @@ class _Reader:
         return tensor
 
     def _merged(self, module: str, path: str, adapters: Sequence[tuple[str, AdapterScale]]) -> Tensor:
-        """The weight in fp32 with what each adapter adds to it: as the layer computes with all of them."""
-        weight = self._fetch(path, torch.float32)
-        total = weight.clone() if len(adapters) > 1 else weight
+        """The weight in fp32 with its adapters in it, as PEFT's layer computes with all of them: a DoRA
+        scales what came before it by lengths of the weight and its own change alone."""
+        weight = total = self._fetch(path, torch.float32)
         for adapter, scale in adapters:
-            first, second, length = (
+            first, second = (
                 self._fetch(f"{module}.{part}.{adapter}.weight", torch.float32)
-                if part != "lora_magnitude_vector" or scale.dora
-                else None
-                for part in ("lora_A", "lora_B", "lora_magnitude_vector")
+                for part in ("lora_A", "lora_B")
             )
-            assert first is not None and second is not None
-            changed = merge(weight, first, second, scale, length)
-            total = changed if len(adapters) == 1 else total.add_(changed.sub_(weight))
+            changed = merge(weight, first, second, scale)
+            total = changed if total is weight else total + (changed - weight)
+            if scale.dora:
+                length = self._fetch(f"{module}.lora_magnitude_vector.{adapter}.weight", torch.float32)
+                total = total * (length / row_lengths(changed))[:, None]
         return total
 
     def _fetch(self, name: str, dtype: torch.dtype) -> Tensor:

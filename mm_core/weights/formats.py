@@ -120,7 +120,7 @@ class Diffusers:
             KeyMap(prefix=found[0]),
             metadata_key="lora_adapter_metadata",
             library="diffusers",
-            loading='pipeline.load_lora_weights("{folder}")',
+            loading='pipeline.load_lora_weights("{folder}", weight_name="pytorch_lora_weights.safetensors")',
         )
 
     def companions(self, task: nn.Module) -> Companions:

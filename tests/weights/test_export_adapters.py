@@ -121,7 +121,7 @@ def test_an_adapter_of_a_dit_in_diffusers(tmp_path):
         close(on_top.eval()(*inputs).sample, ours)
         close(WanTransformer3DModel.from_pretrained(merged).eval()(*inputs).sample, ours)
         assert (WanTransformer3DModel.from_pretrained(origin)(*inputs).sample - ours).abs().max() > 0.01
-    assert 'pipeline.load_lora_weights("out")' in (out / "README.md").read_text()
+    assert 'pipeline.load_lora_weights("out", weight_name=' in (out / "README.md").read_text()
 
 
 def test_the_weights_below_stay_as_they_came(tmp_path):

@@ -58,7 +58,7 @@ class WanTransformer:
             "transformer.",
             metadata_key="lora_adapter_metadata",
             library="diffusers",
-            loading='pipeline.load_lora_weights("{folder}")',
+            loading='pipeline.load_lora_weights("{folder}", weight_name="pytorch_lora_weights.safetensors")',
         )
 
     def companions(self, task: nn.Module) -> Companions:
