@@ -24,6 +24,7 @@ COMMANDS = MappingProxyType(
         "evaluate": ("mm_core.cli.evaluate", "held-out loss and metrics of a trained run"),
         "import": ("mm_core.cli.import_weights", "weights from elsewhere as a run's first checkpoint"),
         "export": ("mm_core.cli.export", "a trained run's weights as files that other libraries load"),
+        "weights": ("mm_core.cli.weights", "what lies in files of weights, and how two of them differ"),
         "report": ("mm_core.cli.report", "one page on runs: curves, noise levels, clips, config, comparison"),
         "validate": ("mm_core.cli.validate", "check YAML files without training"),
         "plugins": ("mm_core.cli.plugins", "list, show and check plugins and their components"),
