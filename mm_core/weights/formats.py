@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from mm_core.contracts import Pretrained
 from mm_core.errors import CheckpointError
 from mm_core.weights.format import AdapterLayout, Companions, Layout, StoredTensors
 from mm_core.weights.key_map import KeyMap
@@ -181,7 +182,13 @@ class Transformers:
 
     def companions(self, task: nn.Module) -> Companions:
         """Tokenizer and processor files of the folders that the task's models were read from."""
-        return Companions()
+        folders = [
+            Path(component.weights_from.path)
+            for component in task.children()
+            if isinstance(component, Pretrained) and component.weights_from is not None
+        ]
+        files = [folder / name for folder in folders for name in TOKENIZER_FILES]
+        return Companions(copies={path.name: path for path in files if path.is_file()})
 
 
 def peft_layout(keys: KeyMap) -> AdapterLayout:

@@ -101,6 +101,8 @@ COMMANDS: dict[str, tuple[str, int, str]] = {
         0,
         "model.safetensors",
     ),
+    "mm weights show PATH": ("mm weights show runs/short", 0, "predictor.blocks.{*}.attn1.to_q.weight"),
+    "mm weights diff A B": ("mm weights diff runs/short runs/short", 0, " 0 different"),
     "mm report RUN...": ("mm report runs/short --out short.html", 0, "short.html"),
     "mm validate FILE [key=value ...]": (f"mm validate {QUICKSTART} train.steps=5", 0, "ok"),
     "mm plugins show NAME": ("mm plugins show custom_dit", 0, "num_layers"),
