@@ -12,6 +12,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -21,6 +22,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from mm_core.errors import MMError
 
@@ -97,7 +99,19 @@ def current_device() -> torch.device:
     return torch.device(kind) if kind == "cpu" else torch.device(kind, environment_world().local_rank)
 
 
-def start_process_group(timeout: timedelta = timedelta(minutes=30)) -> World:
+_FOREVER = timedelta(days=3650)
+_patience = [timedelta(minutes=30)]  # of every group that is made from here on
+
+
+def set_patience(stuck_after: float | None) -> None:
+    """Has ranks wait for each other longer than the watchdog for a run that stands still: a collective that
+    gives up first knows neither the rank that is to blame nor where it stands. None: for ever."""
+    longest = _FOREVER.total_seconds()
+    seconds = longest if stuck_after is None else min(2 * stuck_after + 600, longest)
+    _patience[0] = timedelta(seconds=seconds)
+
+
+def start_process_group() -> World:
     """Joins the default process group (a group of one for a lone process) and binds the device."""
     world, kind = environment_world(), device_type()
     if kind != "cpu":
@@ -116,16 +130,28 @@ def start_process_group(timeout: timedelta = timedelta(minutes=30)) -> World:
                 where="environment",
                 hint="let mm-train --nproc or torchrun set them, or unset RANK to train with one process",
             )
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(backend, timeout=_patience[0])
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=_patience[0])
     return world
 
 
 def cpu_group() -> dist.ProcessGroup | None:
     """A new group of all ranks for tensors on CPU. Called by all of them."""
-    return cast("dist.ProcessGroup | None", dist.new_group(backend="gloo"))
+    return cast("dist.ProcessGroup | None", dist.new_group(backend="gloo", timeout=_patience[0]))
+
+
+def device_mesh(shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
+    """All ranks in a mesh of that shape. Unlike torch's `init_device_mesh`, its groups wait as long as the
+    default one."""
+    mesh = torch.arange(dist.get_world_size()).view(*shape)
+    groups = []
+    for dimension, size in enumerate(shape):
+        rows = mesh.swapdims(-1, dimension).reshape(-1, size).tolist()
+        group, _ = dist.new_subgroups_by_enumeration(rows, timeout=_patience[0])  # type: ignore[no-untyped-call]
+        groups.append(cast("dist.ProcessGroup", group))
+    return DeviceMesh.from_group(groups, device_type(), mesh, mesh_dim_names=tuple(names))
 
 
 def synchronize() -> None:

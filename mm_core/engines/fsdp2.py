@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -27,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from mm_core.builtin.configs.engines import FSDP2Config
 from mm_core.contracts import EnginePlan, InitialWeights, Loss, Randomness, torch_dtype
-from mm_core.device import current_device
+from mm_core.device import current_device, device_mesh
 from mm_core.errors import ContractError, PlanError
 from mm_core.parallel.averaging import average_by_sum, check_replicas
 from mm_core.parallel.casting import cast_inputs
@@ -132,7 +131,7 @@ class FSDP2Engine:
     def _shard(self, task: nn.Module, plan: EnginePlan) -> None:
         config = self.config
         shape = (plan.mesh["replicate"], plan.mesh["shard"])
-        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
+        mesh = device_mesh(shape, ("replicate", "shard"))
         if shape[0] == 1:
             mesh = mesh["shard"]
         param_dtype = torch_dtype(config.param_dtype) if config.param_dtype else None

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import nn
 
 from mm_core.config.dump import to_yaml
-from mm_core.config.schema import RunConfig
+from mm_core.config.schema import RunConfig, RunSection
 from mm_core.contracts import Batch, Bins, Dataset, Engine, Randomness
 from mm_core.data.loader import MicroBatchLoader
 from mm_core.data.sampler import BatchPlan
 from mm_core.data.skipped import SkipLedger
-from mm_core.device import start_process_group
+from mm_core.device import set_patience, start_process_group
 from mm_core.errors import PlanError
 from mm_core.plan import RunPlan, build_task, make_plan, sample_order
 from mm_core.plugin.registry import build, check_ranks_agree, get_registry
@@ -224,8 +224,12 @@ def make_loader(
 
 
 @contextmanager
-def process_group() -> Iterator[None]:
-    """The default process group for the length of a run; one that the caller made is left alone."""
+def process_group(stuck_after: float | None = RunSection.stuck_after) -> Iterator[None]:
+    """The default process group for the length of a run; one that the caller made is left alone.
+
+    stuck_after: `run.stuck_after`, which the watchdog ends the run by.
+    """
+    set_patience(stuck_after)
     if dist.is_initialized():
         yield
         return

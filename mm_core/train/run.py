@@ -53,7 +53,7 @@ def train(
     if config.run.deterministic:
         set_deterministic()
     folder = Path(config.run.dir) / config.run.name
-    with process_group(), rank_log(folder, dist.get_rank(), dist.get_world_size()):
+    with process_group(config.run.stuck_after), rank_log(folder, dist.get_rank(), dist.get_world_size()):
         run = assemble(config, resume, stop, allow)
         run.milestones.stop_after = stop_after
         steps, step = run.training.plan.steps, run.start

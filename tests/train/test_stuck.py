@@ -30,6 +30,22 @@ def test_the_rank_that_hangs_is_named_with_its_line(tiny, shapes, tmp_path, mm):
     assert json.loads((logs / "heartbeat_1.json").read_text())["phase"] == "data"
 
 
+@pytest.mark.parametrize(("stuck_after", "seconds"), [(100, 800), ("null", 3650 * 86400)])
+def test_no_process_group_gives_up_before_the_watchdog_has_spoken(stuck_after, seconds, tiny, tmp_path, mm):
+    """A collective that times out says that a rank was lost, and not where it stands."""
+    plugin = PLUGIN.with_name("patient_groups.py")
+    done = mm(
+        "train", "--config", tiny, "--nproc", 2, f"run.dir={tmp_path}", f"plugins.path=[{plugin}]",
+        "callbacks=[{type: local/patience}]", f"run.stuck_after={stuck_after}", "train.steps=2",
+        "lr_schedule={type: constant}",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    for rank in (0, 1):
+        waits = json.loads((tmp_path / f"tiny/patience_{rank}.json").read_text())
+        # The default one, those of the mesh's two dimensions, and the one that saves are spoken of in.
+        assert len(waits) >= 4 and set(waits) == {seconds}
+
+
 def test_a_run_leaves_a_log_a_rank(tiny, tmp_path, mm):
     """With a line for each start, what was printed, and what ended it."""
     command = ("train", "--config", tiny, "--nproc", 2, f"run.dir={tmp_path}", "train.steps=2")
