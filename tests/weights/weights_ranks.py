@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -17,9 +16,11 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mm_core.builtin.configs.training import AdamWConfig
+from mm_core.config.schema import DataSection, RunConfig, RunSection, TrainSection
 from mm_core.contracts import Loss, Randomness, WeightsFrom
 from mm_core.device import start_process_group
 from mm_core.engines.fsdp2 import FSDP2Engine
+from mm_core.plugin.fields import ComponentConfig
 from mm_core.train.failure import leave
 from mm_core.train.initial_weights import FromFiles
 from mm_core.train.optimizers import adamw
@@ -58,7 +59,12 @@ def main() -> None:
     with torch.device("meta"):
         task = Task(sys.argv[2])
     engine = FSDP2Engine(sub_modules_to_wrap=("text.model.model.layers.{*}",), param_dtype=None)
-    config = SimpleNamespace(plugins=SimpleNamespace(path=()), init_from=None)
+    config = RunConfig(
+        RunSection("weights"),
+        ComponentConfig("task", "core/text_to_video"),
+        DataSection(ComponentConfig("dataset", "core/video_text")),
+        TrainSection(steps=2),
+    )
     weights = FromFiles(config, task)
     plan = engine.plan(task, dist.get_world_size(), 2)
     names: list[str] = []
