@@ -67,9 +67,9 @@ class CheckpointStore:
         self._ranks: Ranks | None = None
         self._write: Write = write_file
         self._copies = HostCopies(shared=asynchronous == "process")
-        self._thread = WriterThread("mm_core checkpoint writer")
+        self._thread = WriterThread("mm_core checkpoint writer", "saving the checkpoint")
         # Of its own, and never waited for: no save stands in a line behind gigabytes of sums.
-        self._checks = WriterThread("mm_core checkpoint sums")
+        self._checks = WriterThread("mm_core checkpoint sums", "checking sha256")
         self._committed: threading.Event | None = None
         self._hurry = threading.Event()
         self._finished: list[Path] = []
@@ -249,8 +249,8 @@ class CheckpointStore:
 
     def verify_digests(self, path: Path) -> None:
         """Has the sha256 of every file checked behind the caller's back; `poll` raises what is found."""
-        sums = files.read_manifest(path)
-        own = shares(sums, Ranks.current())
+        ranks = Ranks.current()
+        own = ranks.agree("reading the checkpoint", lambda: shares(files.read_manifest(path), ranks))
         self._checks.give(partial(files.check_digests, path, own))
 
     def read_facts(self, path: Path) -> dict[str, Any]:

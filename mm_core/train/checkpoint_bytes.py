@@ -55,14 +55,22 @@ class HostCopies:
     def reserve(self, state: State) -> None:
         """Makes the buffers and touches their pages, so that the first copy costs no more than the next.
 
-        A copy may have been taken already: buffers that are there are left as they are.
+        A copy may have been taken already: buffers that are there are left as they are. CheckpointError where
+        the host has no memory for them.
         """
         with self._lock:
             for part, named in state.items():
                 for name, tensor in named.items():
                     key = (part, name)
-                    if key not in self._buffers and type(share := local(tensor)) is Tensor:
+                    if key in self._buffers or type(share := local(tensor)) is not Tensor:
+                        continue
+                    try:
                         self._buffer(key, share).zero_()
+                    except (RuntimeError, OSError, MemoryError) as fault:
+                        raise CheckpointError(
+                            f"the host has no memory for a copy of {part}.{name}: {fault}"[:500],
+                            hint="checkpoint.async=false needs none; more ranks need less each",
+                        ) from fault
 
     def take(self, state: State) -> dict[str, dict[str, Any]]:
         """The state as it is now: what changes later does not reach it. DTensors stay DTensors."""

@@ -31,7 +31,15 @@ from torch.futures import Future
 from mm_core.errors import CheckpointError
 from mm_core.train.agreement import Ranks
 from mm_core.train.checkpoint_bytes import Write, check_finite, write_file
-from mm_core.train.checkpoint_io import METADATA, Checksum, DamagedError, listed, read_manifest
+from mm_core.train.checkpoint_io import (
+    ABSENT,
+    METADATA,
+    Checksum,
+    DamagedError,
+    listed,
+    read_manifest,
+    unreadable,
+)
 
 _ALLOWED: dict[tuple[str, str], Any] = {
     **{
@@ -154,6 +162,8 @@ def read_metadata(folder: Path, files: Collection[str]) -> Metadata:
     except CheckpointError as fault:
         raise DamagedError(fault.what, where=str(folder), hint="do not trust this checkpoint") from None
     except Exception as fault:
+        if isinstance(fault, OSError) and not isinstance(fault, ABSENT):
+            raise unreadable(folder / METADATA, fault) from fault
         # A pickle can fail in any way that the calls inside it can; all mean the same to the user.
         raise DamagedError(
             f".metadata can not be read ({type(fault).__name__}: {fault})", where=str(folder)

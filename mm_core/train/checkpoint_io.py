@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -26,6 +27,18 @@ _CHUNK = 1 << 22
 
 class DamagedError(CheckpointError):
     """A checkpoint that is not what was written, or not whole: an older one may serve."""
+
+
+ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+"""What opening a file raises where there is none."""
+
+
+def unreadable(path: Path, fault: OSError) -> CheckpointError:
+    """The sentence for a file that is there and that the system does not read: no fault of the checkpoint,
+    which may be whole once the disk or the server answers again."""
+    return CheckpointError(
+        f"{path.name} can not be read now ({fault.strerror})", where=str(path.parent), hint=_AGAIN
+    )
 
 
 @dataclass(frozen=True)
@@ -92,10 +105,12 @@ def read_manifest(folder: Path) -> dict[str, Checksum]:
         document = json.loads(path.read_text(encoding="utf-8"))
         version, rows = document["format"], document["files"]
         files = {str(name): Checksum(int(row["size"]), int(row["crc32"], 16)) for name, row in rows.items()}
-    except OSError:
+    except ABSENT:
         raise DamagedError(
             "this checkpoint is incomplete: it has no checksums.json", where=str(folder), hint=_OTHER
         ) from None
+    except OSError as fault:
+        raise unreadable(path, fault) from fault
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as fault:
         raise DamagedError(
             f"checksums.json can not be read ({type(fault).__name__})", where=str(folder), hint=_OTHER
@@ -116,28 +131,33 @@ def read_manifest(folder: Path) -> dict[str, Checksum]:
 
 
 def check_present(folder: Path, files: Mapping[str, Checksum]) -> None:
-    """CheckpointError that names every file that is missing or has another size."""
+    """DamagedError that names every file that is missing or has another size."""
     faults = []
     for name, entry in files.items():
         path = folder / name
-        if path.is_symlink():
-            faults.append(f"{name} is a link")
-        elif not path.is_file():
-            faults.append(f"{name} is missing")
-        elif (size := path.stat().st_size) != entry.size:
-            faults.append(f"{name} has {size} bytes instead of {entry.size}")
+        try:
+            if path.is_symlink():
+                faults.append(f"{name} is a link")
+            elif not path.is_file():
+                faults.append(f"{name} is missing")
+            elif (size := path.stat().st_size) != entry.size:
+                faults.append(f"{name} has {size} bytes instead of {entry.size}")
+        except OSError as fault:
+            raise unreadable(path, fault) from fault
     _refuse(folder, faults)
 
 
 def check_contents(folder: Path, files: Mapping[str, Checksum], names: Iterable[str]) -> None:
-    """CheckpointError that names every file of `names` whose bytes have changed."""
+    """DamagedError that names every file of `names` whose bytes have changed."""
     faults = []
     for name in names:
         try:
             if checksum(folder / name) != files[name]:
                 faults.append(f"{name} does not match its checksum")
+        except ABSENT:
+            faults.append(f"{name} is missing")
         except OSError as fault:
-            faults.append(f"{name} can not be read ({fault.strerror})")
+            raise unreadable(folder / name, fault) from fault
     _refuse(folder, faults)
 
 
@@ -145,10 +165,12 @@ def read_json(path: Path) -> dict[str, Any]:
     """An object from a file of a checkpoint. DamagedError where it holds none."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as fault:
+    except (*ABSENT, ValueError, RecursionError) as fault:
         raise DamagedError(
             f"{path.name} can not be read ({type(fault).__name__})", where=str(path.parent), hint=_OTHER
         ) from None
+    except OSError as fault:
+        raise unreadable(path, fault) from fault
     if not isinstance(document, dict):
         raise DamagedError(f"{path.name} holds no object", where=str(path.parent), hint=_OTHER)
     return document
@@ -156,12 +178,34 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def check_digests(folder: Path, names: Iterable[str]) -> None:
     """DamagedError that names every file of `names` whose sha256 is not the one beside it. Files that no
-    digest was written for are passed over: digests follow a while after the checkpoint."""
-    if not (folder / SHA256).is_file():
-        return
-    digests = read_json(folder / SHA256)
-    wrong = [name for name in names if name in digests and sha256(folder / name) != digests[name]]
-    _refuse(folder, [f"{name} does not match its sha256" for name in wrong])
+    digest was written for are passed over: digests follow a while after the checkpoint. One that is removed
+    meanwhile, as the run that goes on from it saves newer ones, has nothing left to check."""
+    faults = []
+    try:
+        if not (folder / SHA256).is_file():
+            return
+        digests = read_json(folder / SHA256)
+        for name in names:
+            try:
+                if name in digests and sha256(folder / name) != digests[name]:
+                    faults.append(f"{name} does not match its sha256")
+            except ABSENT:
+                faults.append(f"{name} is missing")
+            except OSError as fault:
+                raise unreadable(folder / name, fault) from fault
+        _refuse(folder, faults)
+    except CheckpointError:
+        if not _removed(folder):
+            raise
+
+
+def _removed(folder: Path) -> bool:
+    """Opened, and not asked after: a file server's client may remember what has gone elsewhere."""
+    try:
+        os.close(os.open(folder, os.O_RDONLY))
+    except OSError as fault:
+        return fault.errno in (errno.ENOENT, errno.ESTALE)
+    return False
 
 
 def sha256(path: Path, hurry: threading.Event | None = None) -> str | None:
@@ -186,5 +230,6 @@ def listed(items: list[str], most: int = 10) -> str:
     return ", ".join(items[:most]) + rest
 
 
+_AGAIN = "try again when the file system answers; if it never does, resume from another: --resume PATH"
 _OTHER = "resume from another checkpoint: --resume PATH"
 _UPGRADE = "load it with the version of mm-core that wrote it, or a newer one"

@@ -6,19 +6,26 @@ import queue
 import threading
 from collections.abc import Callable
 
+from mm_core.errors import MMError
+from mm_core.train.agreement import explain
+
 
 class WriterThread:
     """Runs work in the order it was given, in a thread that starts with the first.
 
     All of it is run, also after a fault: ranks speak with each other in it, and one that left its part out
     would keep the others waiting. `check` raises the first fault.
+
+    Args:
+        name: the thread's.
+        doing: what the work is, in the sentence for a fault that has none of its own.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, doing: str) -> None:
+        self._name, self._doing = name, doing
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._fault: BaseException | None = None
+        self._fault: MMError | None = None
 
     def give(self, work: Callable[[], None]) -> None:
         """Adds work."""
@@ -29,10 +36,14 @@ class WriterThread:
 
     def record(self, fault: BaseException) -> None:
         """Keeps a fault, if it is the first, until `check`."""
-        self._fault = self._fault or fault
+        if self._fault is None:
+            said = fault if isinstance(fault, MMError) else explain(self._doing, fault)
+            if said is not fault:
+                said.__cause__ = fault
+            self._fault = said
 
     def check(self) -> None:
-        """Raises the fault of work done since the last check."""
+        """Raises the fault of work done since the last check: an MMError, which ranks can tell each other."""
         fault, self._fault = self._fault, None
         if fault is not None:
             raise fault
