@@ -13,9 +13,7 @@ class AdapterConfig:
     """Low-rank changes of linear layers (LoRA, https://arxiv.org/abs/2106.09685), trained in the place of
     the weights, which stay as they are."""
 
-    targets: tuple[
-        str, ...
-    ] = ()  # module patterns, or ends of paths (`to_q`); a module above: all in it
+    targets: tuple[str, ...] = ()  # module patterns, or ends of paths (`to_q`); a module above: all in it
     rank: Annotated[int, Range(ge=1)] = 16  # width of the change
     alpha: Annotated[float, Range(gt=0)] | None = None  # the change counts alpha / rank times; none: as rank
     dropout: Annotated[float, Range(ge=0, lt=1)] = 0.0  # share of the inputs that the change does not see
@@ -30,9 +28,7 @@ class AdapterConfig:
         if not self.name.replace("_", "").replace("-", "").isalnum():
             raise ValueError(f"name {self.name!r} must be letters, digits, '_' and '-'")
         if not self.targets and self.from_ is None:
-            raise ValueError(
-                "targets is empty: name modules to adapt, or an adapter to begin with (from)"
-            )
+            raise ValueError("targets is empty: name modules to adapt, or an adapter to begin with (from)")
         if self.targets and self.from_ is not None:
             raise ValueError("targets and from are both set: a file brings its own targets")
         if not self.train and self.from_ is None:
