@@ -55,18 +55,19 @@ class FromFiles:
                 self.starts.append(WarmStart(wanted, task, formats, roots=(root,), key=f"task.{root}"))
         if (init := config.init_from) is not None:
             self.starts.append(WarmStart(init, task, formats_of(registry, init.format)))
+        self._started: set[str] = set()
         self._adapters = AdapterWeights(task, config.train.adapters, formats_of(registry))
 
     def covers(self, state: Mapping[str, Tensor]) -> Collection[str]:
         """What any of them holds."""
-        covered = {name for start in self.starts for name in start.covers(state)}
-        return covered.union(self._adapters.covers(state))
+        self._started = {name for start in self.starts for name in start.covers(state)}
+        return self._started.union(self._adapters.covers(state))
 
     def fill(self, state: Mapping[str, Tensor]) -> None:
         """Reads one after another: `init_from` after the components' own, adapters last."""
         for start in self.starts:
             start.fill(state)
-        Ranks.current().agree("reading adapters", lambda: self._adapters.fill(state))
+        Ranks.current().agree("reading adapters", lambda: self._adapters.fill(state, self._started))
 
     def notes(self) -> list[str]:
         """What was read from where, a sentence each."""

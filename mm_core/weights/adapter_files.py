@@ -19,7 +19,11 @@ from mm_core.weights.stored import open_stored
 
 DIFFUSERS_ADAPTER = "pytorch_lora_weights.safetensors"
 _PREFIXES = ("base_model.model.", "transformer.", "diffusion_model.", "model.diffusion_model.", "")
-_KEY = re.compile(r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_magnitude_vector)(\.[\w-]+)?(\.weight)?\Z")
+_KEY = re.compile(
+    r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_magnitude_vector)(\.(?!(bias|weight)\Z)[\w-]+)?(\.weight)?\Z"
+)
+_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # others change the weights below as well
+_LOOPS = 3  # most repetitions in a pattern of a file that nobody vouches for: more can take for ever
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,13 @@ def open_adapter(path: Path) -> AdapterFile:
     if (kind := settings.get("peft_type", "LORA")) != "LORA":
         raise CheckpointError(
             f"this adapter is a {kind}", where=str(path), accepted="LORA, with or without DoRA"
+        )
+    if (begun := settings.get("init_lora_weights")) not in _STARTS:
+        raise CheckpointError(
+            f"this adapter was begun by {begun!r}, which changed the weights below it too",
+            where=str(path),
+            accepted="adapters of unchanged weights",
+            hint="save it with PEFT's path_initial_model_for_weight_conversion",
         )
     start = next(p for p in _PREFIXES if all(name.startswith(p) for name in stored.shapes))
     keys: dict[tuple[str, str], str] = {}
@@ -120,7 +131,7 @@ def _scale(
     module: str, settings: Mapping[str, Any], stored: StoredTensors, keys: Mapping[tuple[str, str], str]
 ) -> AdapterScale:
     rank = stored.shapes[keys[module, "lora_A"]][0]
-    alpha = _pattern(settings.get("alpha_pattern"), module, settings.get("lora_alpha", rank))
+    alpha = _pattern(settings.get("alpha_pattern"), module, settings.get("lora_alpha", rank), stored)
     if not isinstance(alpha, int | float) or isinstance(alpha, bool) or alpha <= 0:
         raise CheckpointError(
             f"lora_alpha is {alpha!r}", where=str(stored.where), accepted="a number above 0"
@@ -129,10 +140,21 @@ def _scale(
     return AdapterScale(rank, float(alpha), dora, settings.get("use_rslora") is True)
 
 
-def _pattern(table: Any, module: str, otherwise: Any) -> Any:
-    """PEFT's patterns: the end of a module's path -> its own value."""
+def _pattern(table: Any, module: str, otherwise: Any, stored: StoredTensors) -> Any:
+    """PEFT's patterns: a regular expression of a module's path or of its end -> its own value."""
     for key, value in table.items() if isinstance(table, dict) else ():
-        if module == key or module.endswith(f".{key}"):
+        loops = len(re.findall(r"[*+{]", key))
+        try:
+            found = None if loops > _LOOPS or re.search(r"\)[*+{]", key) else re.compile(rf"(.*\.)?({key})$")
+        except (re.error, OverflowError, RecursionError):
+            found = None
+        if found is None:
+            raise CheckpointError(
+                f"the pattern {key!r} in its alpha_pattern is not understood",
+                where=str(stored.where),
+                accepted=f"regular expressions with at most {_LOOPS} repetitions, none of them of a group",
+            )
+        if found.match(module):
             return value
     return otherwise
 

@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from mm_core.builtin.configs.adapters import AdapterConfig
 from mm_core.errors import CheckpointError, ContractError, PlanError, nearest
 from mm_core.parallel.adapters import adapted_layers, adapter_of, row_lengths
 from mm_core.parallel.patterns import match
+from mm_core.parallel.tying import tied_names
 from mm_core.weights.adapter_files import AdapterFile, AdapterScale, open_adapter, stored_module
 from mm_core.weights.fitting import Formats
 from mm_core.weights.format import StoredTensors
@@ -56,6 +58,7 @@ def add_adapters(task: nn.Module, adapters: Sequence[AdapterConfig], formats: Fo
             scales = {name: found.file.scales[stored] for name, stored in found.modules.items()}
             wanted[found.root].append((adapter, scales))
     for root, given in wanted.items():
+        _check_tied(root, task.get_submodule(root), {name: a.name for a, held in given for name in held})
         for adapter, scales in given:
             _inject(task.get_submodule(root), adapter, scales)
     trained = {adapter.name for adapter in adapters if adapter.train}
@@ -74,8 +77,14 @@ def linear_layers(component: nn.Module) -> list[str]:
     return [
         path
         for path, module in component.named_modules()
-        if path in adapted or (isinstance(module, nn.Linear) and not path.startswith(inside))
+        if path in adapted or (_callable(module) and not path.startswith(inside))
     ]
+
+
+def _callable(module: nn.Module) -> bool:
+    """Whether it is a linear layer whose weight counts by a call: nn.MultiheadAttention reads that of its
+    `out_proj`, so that an adapter there would do nothing."""
+    return isinstance(module, nn.Linear) and not isinstance(module, NonDynamicallyQuantizableLinear)
 
 
 def scales_of(component: nn.Module) -> dict[str, dict[str, AdapterScale]]:
@@ -105,7 +114,7 @@ def _targets(
             above = [path for path in paths if path == target or path.endswith(f".{target}")]
         hit = [path for path in layers if any(path == a or path.startswith(f"{a}.") for a in above)]
         if not hit:
-            raise _no_target(adapter, target, layers)
+            raise _no_target(adapter, target, layers, _read_only(task, above))
         chosen |= dict.fromkeys(hit)
     found: dict[str, list[str]] = {}
     for path in layers:
@@ -119,14 +128,43 @@ def _inside_adapted(path: str) -> bool:
     return "base_layer" in path.split(".") or adapter_of(f"{path}.x.weight") is not None
 
 
-def _no_target(adapter: AdapterConfig, target: str, layers: Iterable[str]) -> PlanError:
+def _read_only(task: nn.Module, above: Sequence[str]) -> bool:
+    """Whether all that a target names are layers whose weights are read and that are never called."""
+    return bool(above) and all(
+        isinstance(task.get_submodule(path), NonDynamicallyQuantizableLinear) for path in above
+    )
+
+
+def _no_target(
+    adapter: AdapterConfig, target: str, layers: Iterable[str], read_only: bool = False
+) -> PlanError:
     ends = list(dict.fromkeys(re.search(r"[^.]+(\.\d+)*\Z", path)[0] for path in layers))  # type: ignore[index]
     near = nearest(target.rpartition(".")[2], ends, 3) or ends[:5]
+    if read_only:
+        return PlanError(
+            f"the target {target!r} of the adapter {adapter.name!r} is a layer that nn.MultiheadAttention"
+            " reads and never calls: an adapter there would do nothing",
+            where=KEY,
+            hint="leave it out",
+        )
     return PlanError(
         f"the target {target!r} of the adapter {adapter.name!r} is no linear layer, and holds none",
         where=KEY,
         accepted="patterns of modules, or ends of paths such as " + ", ".join(map(repr, near)),
     )
+
+
+def _check_tied(root: str, component: nn.Module, adapters: Mapping[str, str]) -> None:
+    """PlanError for a layer to be adapted whose weight is another's too (adapters: module -> adapter)."""
+    for name, first in tied_names(component).items():
+        for one, other in ((name, first), (first, name)):
+            if (module := one.removesuffix(".weight")) in adapters:
+                raise PlanError(
+                    f"{root}.{module} shares its weight with {root}.{other}, which the adapter"
+                    f" {adapters[module]!r} of it alone would part",
+                    where=KEY,
+                    hint="leave it out of the adapter's targets, or build the model with weights of its own",
+                )
 
 
 def _inject(component: nn.Module, adapter: AdapterConfig, scales: Mapping[str, AdapterScale]) -> None:
@@ -243,13 +281,17 @@ class AdapterWeights:
                 )
         return {copy.component for copy, _ in self._pieces}
 
-    def fill(self, state: Mapping[str, Tensor]) -> None:
-        """After the weights below them: lengths of new DoRAs, then what files hold."""
+    def fill(self, state: Mapping[str, Tensor], known: Collection[str] = ()) -> None:
+        """After the weights below them: lengths of new DoRAs, then what files hold.
+
+        known: names that were filled before by other means; a length among them stays.
+        """
         read = {copy.component for copy, _ in self._pieces}
+        begun = read.union(known)
         with torch.no_grad():
             for name, tensor in state.items():
                 place = adapter_of(name)
-                if place is not None and place[1] == "lora_magnitude_vector" and name not in read:
+                if place is not None and place[1] == "lora_magnitude_vector" and name not in begun:
                     length, weight = shard_of(tensor)[0], shard_of(state[f"{place[0]}.base_layer.weight"])[0]
                     length.copy_(row_lengths(weight))
                     if bool((length == 0).any()):

@@ -110,7 +110,7 @@ def test_what_is_drawn_does_not_depend_on_the_other_adapters():
     names = [name for name in one.state_dict() if adapter_of(name)]
     assert len(names) == 8 and all(torch.equal(one.state_dict()[n], two.state_dict()[n]) for n in names)
     spread = one.predictor.blocks[0].attn1.to_q.lora_A["default"].weight.std()
-    assert 0.04 < float(spread) < 0.09, "gaussian: 1 / rank"
+    assert 0.04 < spread.item() < 0.09, "gaussian: 1 / rank"
 
 
 @pytest.mark.parametrize(
@@ -178,6 +178,34 @@ def test_merged_weights_are_those_that_peft_merges(options):
     assert AdapterScale(4, 6.0).factor == 1.5 and AdapterScale(4, 6.0, rslora=True).factor == 3.0
 
 
+@pytest.mark.parametrize(
+    "patterns",
+    [{r"blocks\.\d+\.attn1\.to_k": 70}, {"^blocks.0.attn1.to_k": 70}, {"to_(q|k)": 70, "k": 2}],
+)
+def test_the_patterns_of_an_alpha_mean_what_they_mean_to_peft(tmp_path, patterns):
+    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["to_q", "to_k"], alpha_pattern=patterns)
+    perturbed(peft.get_peft_model(plain(), config)).save_pretrained(tmp_path)
+    theirs = peft.PeftModel.from_pretrained(plain(), tmp_path).eval()
+    task = Task(AdapterConfig(from_=str(tmp_path))).begin()
+    bold(task.predictor)
+    torch.testing.assert_close(task.predictor(**inputs()), theirs(**inputs()), rtol=1e-5, atol=1e-6)
+
+
+def test_lengths_that_were_read_stay_where_they_are():
+    """A DoRA that `init_from` has brought is not begun anew."""
+    adapter = AdapterConfig(targets=("to_q",), rank=2, dora=True)
+    task = Task(adapter).begin()
+    perturbed(task.predictor)
+    state = task.state_dict()
+    lengths = {n: t.clone() for n, t in state.items() if "lora_magnitude_vector" in n}
+    *known, new = lengths
+    AdapterWeights(task, (adapter,), FORMATS).fill(state, known)
+    assert all(torch.equal(state[name], lengths[name]) for name in known)
+    weight = state[new.replace("lora_magnitude_vector.default", "base_layer")]
+    torch.testing.assert_close(state[new], weight.norm(dim=1))
+    assert not torch.allclose(state[new], lengths[new])
+
+
 # -- what is wrong -------------------------------------------------------------------------------
 
 
@@ -192,6 +220,50 @@ def test_targets_that_name_nothing_show_what_there_is():
         Task(AdapterConfig(targets=("predictor.blocks.0.norm1",)))
     with pytest.raises(PlanError, match=r"pattern 'predictor\.block\.\{\*\}' matches no module"):
         Task(AdapterConfig(targets=("predictor.block.{*}",)))
+
+
+class Around(nn.Module):
+    """A task around any model."""
+
+    trainable, frozen = ("model",), ()
+
+    def __init__(self, build, *targets: str) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.model = build()
+        add_adapters(self, (AdapterConfig(targets, rank=2),), {})
+
+
+def test_a_layer_that_is_read_and_never_called_is_not_adapted():
+    def build():
+        return nn.TransformerEncoderLayer(16, 2, 32)
+
+    assert list(scales_of(Around(build, "model").model)["default"]) == ["linear1", "linear2"]
+    with pytest.raises(PlanError) as caught:
+        Around(build, "out_proj")
+    assert str(caught.value) == (
+        "train.adapters: the target 'out_proj' of the adapter 'default' is a layer that"
+        " nn.MultiheadAttention reads and never calls: an adapter there would do nothing\n"
+        "  hint: leave it out"
+    )
+
+
+def test_a_weight_that_two_modules_share_is_not_adapted():
+    """A merge would change both, and the run one of them."""
+
+    def build():
+        model = nn.ModuleDict({"embed": nn.Embedding(5, 4), "head": nn.Linear(4, 5), "up": nn.Linear(4, 4)})
+        model["head"].weight = model["embed"].weight
+        return model
+
+    with pytest.raises(PlanError) as caught:
+        Around(build, "head")
+    assert str(caught.value) == (
+        "train.adapters: model.head shares its weight with model.embed.weight, which the adapter 'default'"
+        " of it alone would part\n"
+        "  hint: leave it out of the adapter's targets, or build the model with weights of its own"
+    )
+    assert list(scales_of(Around(build, "up").model)["default"]) == ["up"]
 
 
 @pytest.mark.parametrize(
@@ -253,10 +325,18 @@ def test_files_that_are_no_lora_of_this_model_are_one_sentence(saved, tmp_path):
     assert "this adapter is a IA3\n  accepted: LORA" in fault()
     change(saved, peft_type="LORA", lora_alpha="much")
     assert "lora_alpha is 'much'\n  accepted: a number above 0" in fault()
-    change(saved, lora_alpha=4)
+    change(saved, lora_alpha=4, init_lora_weights="pissa_niter_4")
+    assert "this adapter was begun by 'pissa_niter_4', which changed the weights below it too" in fault()
+    for pattern in ("(a+)+", "(", "a*b*c*d*"):
+        change(saved, init_lora_weights="gaussian", alpha_pattern={pattern: 3})
+        assert f"the pattern {pattern!r} in its alpha_pattern is not understood" in fault()
+    change(saved, alpha_pattern={})
     first = next(iter(tensors))
     save_file(tensors | {"base_model.model.head.weight": torch.ones(2)}, saved / "adapter_model.safetensors")
     assert "this is no LoRA of linear layers: it holds base_model.model.head.weight" in fault()
+    biased = {first.replace("lora_A.weight", "lora_B.bias"): torch.ones(24)}
+    save_file(tensors | biased, saved / "adapter_model.safetensors")
+    assert f"this is no LoRA of linear layers: it holds {next(iter(biased))}" in fault()
     save_file({k: v for k, v in tensors.items() if k != first}, saved / "adapter_model.safetensors")
     assert "(one factor alone)" in fault()
     moved = {name.replace("blocks.1", "blocks.9"): tensor for name, tensor in tensors.items()}
@@ -289,9 +369,7 @@ def test_an_adapter_that_is_a_pickle_is_refused_and_nothing_runs(saved, tmp_path
 
 
 def test_a_weight_without_directions_can_not_be_a_dora():
-    with pytest.raises(
-        CheckpointError, match=r"rows of predictor\.proj_out are zero: they have no"
-    ):
+    with pytest.raises(CheckpointError, match=r"rows of predictor\.proj_out are zero: they have no"):
         Task(AdapterConfig(targets=("proj_out",), dora=True)).begin()
 
 

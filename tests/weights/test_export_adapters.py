@@ -12,11 +12,15 @@ from diffusers import WanTransformer3DModel
 from peft import PeftModel
 from safetensors.torch import load_file
 
+from mm_core.contracts import Randomness
 from mm_core.errors import MMError
+from mm_core.parallel.initialise import initialise
+from mm_core.plan import build_task
 from mm_core.train.checkpoint import CheckpointStore
 from mm_core.train.export_parts import own_state
 from mm_core.train.exporting import export
 from mm_core.train.importing import import_weights
+from mm_core.train.initial_weights import FromFiles
 from mm_core.train.sampling import load_task
 from mm_core.train.weight_sources import RunSource
 
@@ -26,6 +30,8 @@ _spec.loader.exec_module(in_out)
 
 IDS = torch.arange(24).reshape(2, 12)
 ATTENTION = {"targets": ["q_proj", "v_proj"], "rank": 3, "alpha": 6.0}
+WAN = {"num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 12, "out_channels": 12}
+WAN |= {key: in_out.DIT[key] for key in ("num_layers", "text_dim", "freq_dim", "ffn_dim", "rope_max_seq_len")}
 KINDS = {
     "lora": [ATTENTION],
     "dora": [{**ATTENTION, "dora": True}],
@@ -101,11 +107,8 @@ def test_a_merge_is_computed_in_fp32(tmp_path):
 
 def test_an_adapter_of_a_dit_in_diffusers(tmp_path):
     torch.manual_seed(4)
-    names = {"num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 12, "out_channels": 12}
-    keys = ("num_layers", "text_dim", "freq_dim", "ffn_dim", "rope_max_seq_len")
-    names |= {key: in_out.DIT[key] for key in keys}
     origin = tmp_path / "wan"
-    WanTransformer3DModel(**names, patch_size=(2, 2, 2), cross_attn_norm=True).save_pretrained(origin)
+    WanTransformer3DModel(**WAN, patch_size=(2, 2, 2), cross_attn_norm=True).save_pretrained(origin)
     adapter = {"targets": ["to_q", "to_v", "to_out.0"], "rank": 4, "alpha": 2.0}
     config = in_out.config_of(tmp_path, in_out.VIDEO, train={"epochs": 1, "adapters": [adapter]})
     task = trained(tmp_path, config, origin)
@@ -122,6 +125,48 @@ def test_an_adapter_of_a_dit_in_diffusers(tmp_path):
         close(WanTransformer3DModel.from_pretrained(merged).eval()(*inputs).sample, ours)
         assert (WanTransformer3DModel.from_pretrained(origin)(*inputs).sample - ours).abs().max() > 0.01
     assert 'pipeline.load_lora_weights("out", weight_name=' in (out / "README.md").read_text()
+
+
+def test_a_module_of_another_form_there_has_no_adapter_there(tmp_path):
+    """Diffusers embeds patches by a convolution."""
+    adapter = {"targets": ["patch_embedding", "to_q"], "rank": 4}
+    config = in_out.config_of(tmp_path, in_out.VIDEO, train={"epochs": 1, "adapters": [adapter]})
+    origin = tmp_path / "wan"
+    WanTransformer3DModel(**WAN, patch_size=(2, 2, 2), cross_attn_norm=True).save_pretrained(origin)
+    task = trained(tmp_path, config, origin)
+    with pytest.raises(MMError) as caught:
+        export(tmp_path / "runs/tuned", tmp_path / "out", "wan_transformer")
+    assert str(caught.value) == (
+        "an adapter of patch_embedding can not be written: its weight is stored in another form there\n"
+        "  hint: export merged weights (--merge-lora), or leave the module out of the adapter's targets"
+    )
+    assert not (tmp_path / "out").exists()
+    merged = export(tmp_path / "runs/tuned", tmp_path / "merged", "wan_transformer", merge_adapters=True)
+    inputs = torch.randn(1, 12, 4, 8, 8), torch.tensor([500.0]), torch.randn(1, 5, 32)
+    with torch.no_grad():
+        ours = task.predictor(*inputs, torch.ones(1, 5, dtype=torch.bool))
+        close(WanTransformer3DModel.from_pretrained(merged).eval()(*inputs).sample, ours)
+
+
+def test_a_dora_that_init_from_brings_is_as_it_was_trained(tmp_path):
+    origin = in_out.published(tmp_path, "qwen3")
+    section = {"epochs": 1, "adapters": KINDS["dora"]}
+    config = in_out.language(tmp_path, "qwen3", train=section)
+    trained(tmp_path, config, origin)
+    begun = in_out.language(
+        tmp_path, "qwen3", "begun", train=section, init_from={"path": str(tmp_path / "runs/tuned")}
+    )
+    task = build_task(begun)
+    start = FromFiles(begun, task)
+    covered = start.covers(task.state_dict())
+    task.lm.to_empty(device="cpu")
+    initialise(task.lm, "lm", Randomness(0), covered)
+    start.fill(task.state_dict())
+    state = task.lm.state_dict()
+    saved = {f"lm.{name}": torch.empty_like(tensor) for name, tensor in state.items()}
+    RunSource(tmp_path / "runs/tuned", "model").fill(saved)
+    assert sum("lora_magnitude_vector" in name for name in saved) == 4
+    assert all(torch.equal(state[name.removeprefix("lm.")], tensor) for name, tensor in saved.items())
 
 
 def test_the_weights_below_stay_as_they_came(tmp_path):

@@ -50,12 +50,13 @@ class WanTransformer:
 
     def adapter(self, name: str, component: nn.Module) -> AdapterLayout | None:
         """What `load_lora_adapter` of Diffusers' class reads."""
-        if self.layout(name, component) is None:
+        if not isinstance(component, CustomDiT) or self.layout(name, component) is None:
             return None
         file = "pytorch_lora_weights.safetensors"
         return AdapterLayout(
             file,
             "transformer.",
+            keys_of(component),
             metadata_key="lora_adapter_metadata",
             library="diffusers",
             loading='pipeline.load_lora_weights("{folder}", weight_name="pytorch_lora_weights.safetensors")',
