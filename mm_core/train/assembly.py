@@ -24,6 +24,7 @@ from mm_core.device import set_patience, start_process_group
 from mm_core.errors import PlanError
 from mm_core.plan import RunPlan, build_task, make_plan, sample_order
 from mm_core.plugin.registry import build, check_ranks_agree, get_registry
+from mm_core.train.agreement import Ranks
 from mm_core.train.beginning import begin
 from mm_core.train.checkpoint import CheckpointStore
 from mm_core.train.ema import EMA
@@ -99,9 +100,9 @@ def _assemble(
     manifest = run_manifest(config, plan, datasets)
     began = begin(store, source, refused, engine, ema, manifest, allow, plan.steps)
     began.notes += weights.notes()
-    if dist.get_rank() == 0:
-        write_run_files(run_dir, config, plan, manifest)
-    dist.barrier()
+    Ranks.current().first(
+        "writing config.yaml and manifest.json", lambda: write_run_files(run_dir, config, plan, manifest)
+    )
     start, facts = began.step, began.facts
     watchdog = Watchdog(
         run_dir, dist.get_rank(), plan.engine.world, config.run.stuck_after, log=current_log()

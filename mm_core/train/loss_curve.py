@@ -34,8 +34,11 @@ def write_loss_curve(run_dir: Path) -> Path:
     else:
         axes.text(0.5, 0.5, "no step was logged", ha="center", transform=axes.transAxes)
     path, staged = run_dir / "loss.png", run_dir / ".loss.tmp.png"
-    figure.savefig(staged)
-    staged.replace(path)
+    try:
+        figure.savefig(staged)
+        staged.replace(path)
+    finally:
+        staged.unlink(missing_ok=True)
     return path
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,12 +15,15 @@ from mm_core.contracts import Bins, Clip, Loss
 from mm_core.device import peak_flops, peak_memory_bytes
 from mm_core.errors import ConfigError
 from mm_core.plan import RunPlan
+from mm_core.train.agreement import Ranks
 from mm_core.train.flops import ForwardFlops
 from mm_core.train.loss_curve import write_loss_curve
 from mm_core.train.metrics import MetricsWindow
 from mm_core.train.phases import PhaseClock
 from mm_core.train.progress import Progress, make_progress
 from mm_core.train.trackers import TrackerSet, open_trackers
+
+_logger = logging.getLogger(__name__)
 
 
 class RunReporter:
@@ -61,9 +65,12 @@ class RunReporter:
                 f"{twice[0]} is listed twice", where="log.trackers", accepted="each tracker once"
             )
         self.trackers = TrackerSet({})
-        if self.leads:
+
+        def open_files() -> None:
             write_telemetry(run_dir, bins)
             self.trackers = open_trackers(run_dir, config.log.trackers, start, self.note)
+
+        Ranks.current().first("opening metrics.jsonl", open_files)
 
     def enter(self, phase: str) -> None:
         """A phase of the step begins."""
@@ -118,9 +125,22 @@ class RunReporter:
         self.progress.note(text)
 
     def close(self) -> None:
-        """Ends the display and the trackers, and draws the loss curve."""
-        self.progress.close()
-        self.trackers.close()
+        """Ends the display and the trackers, and draws the loss curve.
+
+        What fails of it is a warning: a run is as good without its picture, and an error that is under way
+        is the one to be heard.
+        """
+        for name, ending in (
+            ("the progress display", self.progress.close),
+            ("the trackers", self.trackers.close),
+            ("loss.png", self._draw),
+        ):
+            try:
+                ending()
+            except Exception as fault:
+                _logger.warning("%s could not be completed: %s: %s", name, type(fault).__name__, fault)
+
+    def _draw(self) -> None:
         if self.leads and (self.run_dir / "metrics.jsonl").exists():
             write_loss_curve(self.run_dir)
 
