@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -9,15 +10,18 @@ from pathlib import Path
 from typing import Literal, cast
 
 import torch
+import yaml
 from torch import nn
 
+from mm_core.config.dump import to_mapping
 from mm_core.config.load import load_config
+from mm_core.config.schema import RunConfig
 from mm_core.contracts import Task
 from mm_core.device import current_device
 from mm_core.errors import MMError
 from mm_core.plugin.registry import build
 from mm_core.train.checkpoint_reading import find_checkpoint, read_facts
-from mm_core.train.sampling import Weights, Which, load_task
+from mm_core.train.sampling import Weights, Which, load_task, stored_weights
 from mm_core.train.validation import Validator, build_metrics, default_settings
 
 Split = Literal["validation", "test"]
@@ -73,21 +77,16 @@ def evaluate(
         MMError: no checkpoint, no such dataset in the run's config, nothing readable.
     """
     source = find_checkpoint(Path(run), checkpoint)
-    config = load_config(source / "config.yaml", overrides)
+    config = load_config(source / "config.yaml", _with_section(source / "config.yaml", overrides))
     component = config.data.validation if split == "validation" else config.data.test
     if component is None:
-        held = [name for name in ("validation", "test") if getattr(config.data, name) is not None]
-        raise MMError(
-            f"the run's config has no data.{split}",
-            where=str(source / "config.yaml"),
-            accepted=f"--split {' or '.join(held)}" if held else None,
-            hint=f"name the data: mm evaluate ... data.{split}.type=video_text data.{split}.annotations=FILE",
-        )
+        raise _without_data(run, source, config, split)
     settings = default_settings(config, split)
     if clips is not None:
         settings = replace(settings, clips=clips)
     dataset = build("dataset", component)
-    task = load_task(config, source, weights)
+    used = stored_weights(source, weights)
+    task = load_task(config, source, used)
     validator = Validator(
         config,
         cast(Task, task),
@@ -106,6 +105,30 @@ def evaluate(
         checkpoint=source,
         step=step,
         split=split,
-        weights="ema" if weights == "ema" or (weights == "auto" and config.ema is not None) else "model",
+        weights=used,
         figures={name.removeprefix(f"{split}/"): value for name, value in figures.items()},
+    )
+
+
+def _with_section(path: Path, overrides: Sequence[str]) -> list[str]:
+    """The overrides, with a `validation` section for a run that has none where one of them names held-out
+    data: a config is refused with one of the two alone."""
+    if not any(text.startswith(("data.validation=", "data.validation.")) for text in overrides):
+        return list(overrides)
+    stored = yaml.safe_load(path.read_text(encoding="utf-8"))
+    lacks = isinstance(stored, dict) and stored.get("validation") is None
+    return [*(["validation={}"] if lacks else []), *overrides]
+
+
+def _without_data(run: str | Path, source: Path, config: RunConfig, split: Split) -> MMError:
+    """The sentence for a run without the split, with a command that works once it names other files."""
+    held = [name for name in ("validation", "test") if getattr(config.data, name) is not None]
+    train = {key: value for key, value in to_mapping(config)["data"]["train"].items() if value is not None}
+    flow = yaml.safe_dump(train, default_flow_style=True, sort_keys=False, width=10**6).strip()
+    words = ["mm", "evaluate", "--run", str(run), *(["--split", split] if split != "validation" else [])]
+    return MMError(
+        f"the run's config has no data.{split}",
+        where=str(source / "config.yaml"),
+        accepted=f"--split {' or '.join(held)}" if held else None,
+        hint=f"name the data, here that of the training: {shlex.join([*words, f'data.{split}={flow}'])}",
     )

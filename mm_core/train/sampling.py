@@ -19,6 +19,7 @@ from mm_core.parallel.initialise import initialise
 from mm_core.parallel.tying import tie, tied_names
 from mm_core.plan import build_task
 from mm_core.plugin.registry import build
+from mm_core.train.checkpoint_dcp import stored_parts
 from mm_core.train.checkpoint_reading import find_checkpoint, load_model_only
 from mm_core.train.media import write_clips
 from mm_core.train.sampled_clips import with_trained_size
@@ -110,6 +111,13 @@ def load_task(config: RunConfig, checkpoint: Path, weights: Weights = "auto") ->
     if device.type != "cpu":
         compute_as_trained(task, config)
     return task.eval()
+
+
+def stored_weights(checkpoint: Path, weights: Weights) -> Literal["model", "ema"]:
+    """What `auto` stands for in a checkpoint: the average where it holds one, whatever its config says."""
+    if weights == "auto":
+        return "ema" if "ema" in stored_parts(checkpoint) else "model"
+    return weights
 
 
 def compute_as_trained(task: nn.Module, config: RunConfig) -> None:

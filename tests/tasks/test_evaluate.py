@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,53 @@ def test_other_data_can_be_named(run, capsys):
     assert json.loads(capsys.readouterr().out)["figures"]["rows"] == 1
 
 
+def test_the_label_is_of_the_weights_that_were_taken_whatever_the_config_says(run, capsys):
+    assert main(["evaluate", "--run", str(run), "--json", "ema=null"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["figures"]["loss"] == pytest.approx(expected_loss(run, [0, 1, 2, 4], 0.5), rel=1e-5)
+    assert found["weights"] == "ema", "the checkpoint holds an average, and that is what was evaluated"
+
+
+def test_auto_takes_the_weights_of_a_checkpoint_without_an_average(run, tmp_path):
+    plain, config = tmp_path / "tiny", load_config(next(run.glob("checkpoints/*/config.yaml")))
+    model = {f"predictor.{name}": t for name, t in loaded(config, 1.0).predictor.state_dict().items()}
+    CheckpointStore(plain, 1).save(9, {"model": model, "optimizer": {}}, {}, to_yaml(config))  # ema: {} in it
+    found = evaluate(plain)
+    assert found.figures["loss"] == pytest.approx(expected_loss(run, [0, 1, 2, 4], 1.0), rel=1e-5)
+    assert found.weights == "model"
+
+
+@pytest.fixture(scope="module")
+def unvalidated(run, tmp_path_factory) -> Path:
+    """The same run as one that was trained without held-out data."""
+    folder = tmp_path_factory.mktemp("unvalidated with a space") / "tiny"
+    config = config_of(run.parent)
+    del config["data"]["validation"], config["validation"]
+    path = folder.parent / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    plain = load_config(path)
+    model = {f"predictor.{name}": t for name, t in loaded(plain, 1.0).predictor.state_dict().items()}
+    CheckpointStore(folder, 1).save(9, {"model": model, "optimizer": {}}, {}, to_yaml(plain))
+    return folder
+
+
+@pytest.mark.parametrize("split", ["validation", "test"])
+def test_the_hint_for_a_run_without_the_data_is_a_command_that_works(unvalidated, capsys, split):
+    assert main(["evaluate", "--run", str(unvalidated), "--split", split]) == 1
+    error = capsys.readouterr().err
+    assert f"the run's config has no data.{split}" in error
+    (command,) = (line.partition(": mm ")[2] for line in error.splitlines() if ": mm " in line)
+    assert main(shlex.split(command)) == 0
+    out = capsys.readouterr().out
+    assert f"step_00000009, model weights, data.{split}" in out and "loss_at/0.5" in out
+
+
+def test_one_override_names_the_held_out_data_of_a_run_without_any(run, unvalidated, capsys):
+    data = f"data.validation={{type: video_text, annotations: {run.parent / 'clips.json'}, num_frames: 4,"
+    assert main(["evaluate", "--run", str(unvalidated), "--json", data + " height: 16, width: 16}"]) == 0
+    assert json.loads(capsys.readouterr().out)["figures"]["rows"] == 4
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -128,4 +176,4 @@ def test_what_is_wrong_is_said_in_a_sentence(run, capsys, arguments, sentence):
     error = capsys.readouterr().err
     assert sentence in error and "Traceback" not in error
     if "--split" in arguments:
-        assert "accepted: --split validation" in error and "data.test.annotations=FILE" in error
+        assert "accepted: --split validation" in error
