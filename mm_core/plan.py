@@ -128,8 +128,9 @@ def build_task(config: RunConfig) -> nn.Module:
     with torch.device("meta"):
         task = build("task", config.task)
     assert isinstance(task, nn.Module)
-    add_adapters(task, config.train.adapters, formats_of(registry) if config.train.adapters else {})
-    freeze(task, config.train.freeze)
+    train = config.train
+    add_adapters(task, train.adapters, formats_of(registry) if train.adapters else {}, train.also_train)
+    freeze(task, train.freeze)
     return task
 
 

@@ -99,6 +99,7 @@ class TrainSection:
     )
     clip_grad_norm: Annotated[float, Range(gt=0)] | None = 1.0  # global L2 norm; none: only measured
     adapters: tuple[AdapterConfig, ...] = ()  # low-rank changes, trained in the place of all other weights
+    also_train: tuple[str, ...] = ()  # patterns of modules or parameters trained in full beside adapters
     freeze: tuple[str, ...] = ()  # patterns of modules or parameters that are not trained
     parameter_groups: tuple[ParameterGroup, ...] = ()  # the first that matches a parameter counts
     decay_norms_and_biases: bool = True  # false: no weight decay on parameters of one dimension
@@ -117,6 +118,8 @@ class TrainSection:
             raise ValueError(f"adapters: {twice[0]!r} is the name of several; give each a name of its own")
         if self.adapters and not any(adapter.train for adapter in self.adapters):
             raise ValueError("adapters: none of them is trained")
+        if self.also_train and not self.adapters:
+            raise ValueError("also_train: without adapters everything is trained that freeze leaves")
         if self.steps is not None and self.epochs is not None:
             raise ValueError("steps and epochs are both set; one of them says how long to train")
 

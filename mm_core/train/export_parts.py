@@ -17,8 +17,15 @@ from mm_core.parallel.tying import tied_names
 from mm_core.plugin.registry import Registry
 from mm_core.train.agreement import Ranks
 from mm_core.train.weight_sources import RunSource
-from mm_core.weights.adapter_files import AdapterScale, header_text, merge, peft_settings, stored_key
-from mm_core.weights.adapters import scales_of
+from mm_core.weights.adapter_files import (
+    AdapterScale,
+    beside_key,
+    header_text,
+    merge,
+    peft_settings,
+    stored_key,
+)
+from mm_core.weights.adapters import BESIDE, scales_of, trained_beside
 from mm_core.weights.fitting import formats_of
 from mm_core.weights.format import AdapterLayout, Layout, WeightFormat
 from mm_core.weights.key_map import Copy
@@ -129,10 +136,27 @@ class Planner:
             layout = self._form.adapter(root, module)
         if layout is None:
             raise self._cannot_hold(root, module, adapter=True)
+        beside = trained_beside(module)
+        if beside and (layout.config is None or len(scales) > 1):
+            raise MMError(
+                f"{root}.{next(iter(beside))} is trained beside the adapters, and"
+                f" {'one of several' if layout.config is not None else 'this format'} can not hold it",
+                where="--to",
+                hint="export merged weights (--merge-lora)",
+            )
         return [
-            self._adapter(root, module, layout, name, held, name if len(scales) > 1 else "")
+            self._adapter(root, module, layout, name, held, name if len(scales) > 1 else "", beside)
             for name, held in scales.items()
         ]
+
+    def check_nothing_beside(self, root: str, module: nn.Module) -> None:
+        """MMError for a component without adapters that is trained in full beside those of another."""
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            raise MMError(
+                f"{root} is trained ({BESIDE}) and has no adapter, so that no file of adapters holds it",
+                where="--to",
+                hint="export merged weights (--merge-lora)",
+            )
 
     def _adapter(
         self,
@@ -142,8 +166,9 @@ class Planner:
         adapter: str,
         scales: Mapping[str, AdapterScale],
         folder: str,
+        beside: Mapping[str, Sequence[str]],
     ) -> Part:
-        names: dict[str, str] = {}
+        names = {beside_key(layout, path, name): name for path, held in beside.items() for name in held}
         for name in own_state(module):
             place = adapter_of(name)
             if place is not None and place[2] == adapter:
@@ -160,7 +185,7 @@ class Planner:
         if layout.metadata_key is not None:
             metadata[layout.metadata_key] = header_text(layout, scales)
         if layout.config is not None:
-            texts[layout.config] = json.dumps(peft_settings(layout, scales), indent=2) + "\n"
+            texts[layout.config] = json.dumps(peft_settings(layout, scales, [*beside]), indent=2) + "\n"
         return Part(
             root=root,
             folder=str(PurePath(folder) / PurePath(layout.file).parent),

@@ -149,6 +149,8 @@ def _parts(task: nn.Module, planner: Planner, component: str | None, merge: bool
     if merge and not adapted:
         raise MMError("this run trains no adapter that could be merged", where="--merge-lora")
     if adapted and not merge:
+        for root in modules.keys() - adapted.keys():
+            planner.check_nothing_beside(root, modules[root])
         return [part for root, module in adapted.items() for part in planner.adapters(root, module)]
     return [planner.weights(root, module) for root, module in modules.items()]
 

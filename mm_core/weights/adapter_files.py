@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -180,8 +180,22 @@ def stored_key(layout: AdapterLayout, module: str, part: str) -> str:
     return f"{layout.module_prefix}{stored_module(layout, module)}.{ending}"
 
 
-def peft_settings(layout: AdapterLayout, scales: Mapping[str, AdapterScale]) -> dict[str, Any]:
-    """adapter_config.json: PEFT's LoraConfig for modules by their paths in the component."""
+def beside_key(layout: AdapterLayout, module: str, name: str) -> str:
+    """The name in a file of adapters of a tensor of a module that it holds whole."""
+    stored = layout.keys.renamed(name)
+    if stored != f"{stored_module(layout, module)}{name.removeprefix(module)}":
+        raise ContractError(
+            f"{name} can not be written beside an adapter: it is stored in another form there",
+            hint="export merged weights (--merge-lora)",
+        )
+    return f"{layout.module_prefix}{stored}"
+
+
+def peft_settings(
+    layout: AdapterLayout, scales: Mapping[str, AdapterScale], beside: Sequence[str] = ()
+) -> dict[str, Any]:
+    """adapter_config.json: PEFT's LoraConfig for modules by their paths in the component. beside: those
+    that the file holds whole."""
     names = {stored_module(layout, module): scale for module, scale in scales.items()}
     first = next(iter(names.values()))
     return {
@@ -193,7 +207,7 @@ def peft_settings(layout: AdapterLayout, scales: Mapping[str, AdapterScale]) -> 
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "lora_dropout": 0.0,
-        "modules_to_save": None,
+        "modules_to_save": [stored_module(layout, module) for module in beside] or None,
         "r": first.rank,
         "lora_alpha": _plain(first.alpha),
         "rank_pattern": {name: s.rank for name, s in names.items() if s.rank != first.rank},

@@ -18,7 +18,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from mm_core.builtin.configs.adapters import AdapterConfig
 from mm_core.errors import CheckpointError, ContractError, PlanError, nearest
-from mm_core.parallel.adapters import adapted_layers, adapter_of, row_lengths
+from mm_core.parallel.adapters import adapted_layers, adapter_of, base_name, row_lengths
+from mm_core.parallel.freezing import covered
 from mm_core.parallel.patterns import match
 from mm_core.parallel.tying import tied_names
 from mm_core.weights.adapter_files import AdapterFile, AdapterScale, open_adapter, stored_module
@@ -28,9 +29,12 @@ from mm_core.weights.key_map import Copy, whole
 from mm_core.weights.streaming import shard_of, stream
 
 KEY = "train.adapters"
+BESIDE = "train.also_train"
 
 
-def add_adapters(task: nn.Module, adapters: Sequence[AdapterConfig], formats: Formats) -> None:
+def add_adapters(
+    task: nn.Module, adapters: Sequence[AdapterConfig], formats: Formats, beside: Sequence[str] = ()
+) -> None:
     """Puts adapters into the trained components of a task on the meta device, and takes everything else
     out of training. The components stay the objects that they are.
 
@@ -38,9 +42,11 @@ def add_adapters(task: nn.Module, adapters: Sequence[AdapterConfig], formats: Fo
         task: built, not yet planned.
         adapters: in the order in which they count; with none, nothing happens.
         formats: that tell how a file calls the components' modules.
+        beside: patterns of modules or parameters that are trained in full.
 
     Raises:
-        PlanError: PEFT is not installed, or targets that match no linear layer.
+        PlanError: PEFT is not installed, targets that match no linear layer, or `beside` that matches
+            nothing or what is adapted.
         CheckpointError: an adapter to begin with that can not be read or does not fit.
     """
     if not adapters:
@@ -68,6 +74,7 @@ def add_adapters(task: nn.Module, adapters: Sequence[AdapterConfig], formats: Fo
         for name, parameter in task.get_submodule(root).named_parameters():
             place = adapter_of(name)
             parameter.requires_grad_(place is not None and place[2] in trained)
+    _train_beside(task, roots, beside)
 
 
 def linear_layers(component: nn.Module) -> list[str]:
@@ -93,6 +100,34 @@ def scales_of(component: nn.Module) -> dict[str, dict[str, AdapterScale]]:
     for path, layer in adapted_layers(component).items():
         for name, scale in layer.adapter_scales.items():
             found.setdefault(name, {})[path] = scale
+    return found
+
+
+def trained_beside(component: nn.Module) -> dict[str, list[str]]:
+    """Module -> its tensors (by their names in the component), of those that are trained in full beside
+    adapters. ContractError for one that no file of adapters can hold: part of a module, or shared."""
+    parameters = dict(component.named_parameters())
+    trained = [n for n, p in parameters.items() if p.requires_grad and adapter_of(n) is None]
+    tied = tied_names(component)
+    found: dict[str, list[str]] = {}
+    for path in sorted({name.rpartition(".")[0] for name in trained}, key=lambda path: path.count(".")):
+        if any(path.startswith(f"{above}.") for above in found):
+            continue
+        start = f"{path}." if path else ""
+        names = [name for name in component.state_dict() if name.startswith(start)]
+        if still := [name for name in names if name in parameters and name not in trained]:
+            raise ContractError(
+                f"{path or 'the top'} is trained beside the adapter without its {base_name(still[0])}:"
+                " files of adapters hold whole modules",
+                hint=f"export merged weights (--merge-lora), or name the whole module in {BESIDE}",
+            )
+        if shared := [name for name in names if name in tied or name in tied.values()]:
+            raise ContractError(
+                f"{shared[0]} is trained beside the adapter and shared with another module, which a file of"
+                " adapters can not say",
+                hint="export merged weights (--merge-lora)",
+            )
+        found[path] = names
     return found
 
 
@@ -126,6 +161,24 @@ def _targets(
 
 def _inside_adapted(path: str) -> bool:
     return "base_layer" in path.split(".") or adapter_of(f"{path}.x.weight") is not None
+
+
+def _train_beside(task: nn.Module, roots: Iterable[str], patterns: Sequence[str]) -> None:
+    own = {
+        base_name(path): (path, parameter)
+        for root in roots
+        for path, parameter in task.get_submodule(root).named_parameters(prefix=root)
+        if adapter_of(path) is None
+    }
+    for name in covered(patterns, own, BESIDE):
+        path, parameter = own[name]
+        if path != name:
+            raise PlanError(
+                f"{name} has an adapter, and would be trained in full as well",
+                where=BESIDE,
+                hint=f"leave it out of {BESIDE}, or out of the adapter's targets",
+            )
+        parameter.requires_grad_(True)
 
 
 def _read_only(task: nn.Module, above: Sequence[str]) -> bool:

@@ -39,11 +39,11 @@ FORMATS = formats_of(get_registry(()))
 class Task(nn.Module):
     trainable, frozen = ("predictor",), ()
 
-    def __init__(self, *adapters: AdapterConfig, model=None) -> None:
+    def __init__(self, *adapters: AdapterConfig, beside: tuple[str, ...] = ()) -> None:
         super().__init__()
         with torch.device("meta"):
             self.predictor = CustomDiT(num_heads=2, in_channels=4, out_channels=4, **SIZES)
-        add_adapters(self, adapters, FORMATS)
+        add_adapters(self, adapters, FORMATS, beside)
         self.adapters = adapters
 
     def begin(self, seed: int = 0) -> Task:
@@ -156,6 +156,22 @@ def test_several_adapters_count_together_and_only_those_in_training_learn(tmp_pa
     task.predictor(**inputs()).square().sum().backward()
     moved = {adapter_of(n)[2] for n, p in task.predictor.named_parameters() if p.grad is not None}
     assert moved == {"default"}
+
+
+def test_what_is_trained_in_full_beside_an_adapter():
+    task = Task(AdapterConfig(("to_q",)), beside=("predictor.proj_out", "predictor.blocks.{*}.norm2.bias"))
+    names = [n for n, p in task.named_parameters() if p.requires_grad and adapter_of(n) is None]
+    blocks = [f"predictor.blocks.{i}.norm2.bias" for i in range(2)]
+    assert names == [*blocks, "predictor.proj_out.weight", "predictor.proj_out.bias"]
+    with pytest.raises(PlanError) as caught:
+        Task(AdapterConfig(("to_q",)), beside=("predictor.blocks.0.attn1",))
+    assert str(caught.value) == (
+        "train.also_train: predictor.blocks.0.attn1.to_q.weight has an adapter, and would be trained in full"
+        " as well\n"
+        "  hint: leave it out of train.also_train, or out of the adapter's targets"
+    )
+    with pytest.raises(PlanError, match=r"pattern 'predictor\.proj' matches no module"):
+        Task(AdapterConfig(("to_q",)), beside=("predictor.proj",))
 
 
 @pytest.mark.parametrize("options", [{}, {"dora": True}, {"rslora": True}])
@@ -286,6 +302,8 @@ def test_adapters_of_one_name_or_all_at_rest_are_faults_of_the_config():
         TrainSection(steps=1, adapters=twice)
     with pytest.raises(ValueError, match="none of them is trained"):
         TrainSection(steps=1, adapters=(AdapterConfig(from_="x", train=False),))
+    with pytest.raises(ValueError, match="also_train: without adapters everything is trained"):
+        TrainSection(steps=1, also_train=("a",))
 
 
 def test_without_peft_the_sentence_says_what_to_install(monkeypatch):

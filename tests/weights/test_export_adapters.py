@@ -48,8 +48,8 @@ def trained(tmp_path: Path, config, origin: Path) -> torch.nn.Module:
     generator = torch.Generator().manual_seed(8)
     with torch.no_grad():
         for root in task.trainable:
-            for name, parameter in task.get_submodule(root).named_parameters():
-                if "lora_" in name:
+            for parameter in task.get_submodule(root).parameters():
+                if parameter.requires_grad:
                     parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
     state = {f"{r}.{k}": t for r in task.trainable for k, t in own_state(task.get_submodule(r)).items()}
     store = CheckpointStore(tmp_path / "runs/tuned", 9)
@@ -167,6 +167,66 @@ def test_a_dora_that_init_from_brings_is_as_it_was_trained(tmp_path):
     RunSource(tmp_path / "runs/tuned", "model").fill(saved)
     assert sum("lora_magnitude_vector" in name for name in saved) == 4
     assert all(torch.equal(state[name.removeprefix("lm.")], tensor) for name, tensor in saved.items())
+
+
+def test_what_is_trained_beside_an_adapter_goes_with_it(tmp_path):
+    """As what PEFT calls modules to save; merged weights hold it too."""
+    origin = in_out.published(tmp_path, "qwen3")
+    beside = ["lm.inner.lm_head", "lm.inner.model.norm"]
+    section = {"epochs": 1, "adapters": [ATTENTION], "also_train": beside}
+    task = trained(tmp_path, in_out.language(tmp_path, "qwen3", train=section), origin)
+    out = export(tmp_path / "runs/tuned", tmp_path / "out", "transformers")
+    merged = export(tmp_path / "runs/tuned", tmp_path / "merged", "transformers", merge_adapters=True)
+    library = type(in_out.out_parts.model_of("qwen3"))
+    with torch.no_grad():
+        ours = task.lm.inner(IDS).logits
+        close(library.from_pretrained(merged)(IDS).logits, ours)
+        close(PeftModel.from_pretrained(library.from_pretrained(origin), out).eval()(IDS).logits, ours)
+    head = load_file(origin / "model.safetensors")["lm_head.weight"]
+    assert not torch.equal(load_file(merged / "model.safetensors")["lm_head.weight"], head)
+
+
+@pytest.mark.parametrize(
+    ("kind", "beside", "adapters", "format", "said"),
+    [
+        ("qwen3_tied", "lm.inner.model.embed_tokens", 1, "transformers", "and shared with another module"),
+        ("qwen3", "lm.inner.lm_head", 2, "transformers", "and one of several can not hold it"),
+        (
+            "bert",
+            "lm.inner.cls.predictions.bias",
+            1,
+            "safetensors",
+            "inner.cls.predictions is trained beside the adapter without its inner.cls.predictions.transform",
+        ),
+    ],
+)
+def test_what_is_trained_beside_and_no_file_of_adapters_holds(kind, beside, adapters, format, said, tmp_path):
+    origin = in_out.published(tmp_path, kind)
+    target = "query" if kind == "bert" else "q_proj"
+    given = [{"name": f"a{i}", "targets": [target], "rank": 2} for i in range(adapters)]
+    section = {"epochs": 1, "adapters": given, "also_train": [beside]}
+    task = trained(tmp_path, in_out.language(tmp_path, kind, train=section), origin)
+    with pytest.raises(MMError) as caught:
+        export(tmp_path / "runs/tuned", tmp_path / "out", format)
+    assert said in str(caught.value) and "(--merge-lora)" in str(caught.value)
+    assert not (tmp_path / "out").exists()
+    merged = export(tmp_path / "runs/tuned", tmp_path / "merged", "transformers", merge_adapters=True)
+    with torch.no_grad():
+        theirs = type(in_out.out_parts.model_of(kind)).from_pretrained(merged).eval()
+        close(theirs(IDS).logits, task.lm.inner(IDS).logits)
+
+
+def test_diffusers_holds_nothing_beside_an_adapter(tmp_path):
+    origin = tmp_path / "wan"
+    WanTransformer3DModel(**WAN, patch_size=(2, 2, 2), cross_attn_norm=True).save_pretrained(origin)
+    section = {"epochs": 1, "adapters": [{"targets": ["to_q"]}], "also_train": ["predictor.proj_out"]}
+    trained(tmp_path, in_out.config_of(tmp_path, in_out.VIDEO, train=section), origin)
+    with pytest.raises(MMError) as caught:
+        export(tmp_path / "runs/tuned", tmp_path / "out", "wan_transformer")
+    assert str(caught.value) == (
+        "--to: predictor.proj_out is trained beside the adapters, and this format can not hold it\n"
+        "  hint: export merged weights (--merge-lora)"
+    )
 
 
 def test_the_weights_below_stay_as_they_came(tmp_path):
