@@ -38,6 +38,8 @@ _RULES: Mapping[str, tuple[Verdict, str]] = {
     "config.train.micro_batch_size": ("safe", "the global batch stays; dropout draws other masks"),
     "config.train.global_batch_size": ("allow", _ORDER),
     "config.train.freeze": ("refused", _STATE),
+    "config.train.also_train": ("refused", _STATE),
+    "config.train.adapters": ("allow", "adapters may count otherwise; other ranks or targets have no state"),
     "config.train.non_finite": ("safe", "no update changes, only when the run gives up"),
     "config.engine": ("safe", _SPEED),
     "config.engine.type": ("allow", "the engines' states may differ"),
