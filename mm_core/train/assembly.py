@@ -70,7 +70,7 @@ def assemble(
     try:
         return _assemble(config, store, resume, stop, allow)
     except BaseException:
-        store.close()  # frees the run's folder for the call that has mended the config
+        store.close(hurry=True)  # frees the run's folder for the call that has mended the config
         raise
 
 

@@ -7,8 +7,6 @@ next run begins.
 
 from __future__ import annotations
 
-import json
-import shutil
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -23,15 +21,16 @@ from mm_core.train import checkpoint_dcp as dcp
 from mm_core.train import checkpoint_io as files
 from mm_core.train.agreement import Ranks
 from mm_core.train.checkpoint_bytes import HostCopies, State, Write, WriterProcess, write_file
+from mm_core.train.checkpoint_digests import write_digests
 from mm_core.train.checkpoint_reading import find_checkpoint, open_checkpoint, open_files, read_facts
 from mm_core.train.checkpoint_retention import (
     Retention,
     complete_steps,
     put_aside,
     remove_stale_stages,
-    stage_name,
     torn_steps,
 )
+from mm_core.train.checkpoint_stage import complete, discard, open_stage, prepare, to_json
 from mm_core.train.checkpoint_thread import WriterThread
 from mm_core.train.run_lock import RunLock
 
@@ -119,7 +118,7 @@ class CheckpointStore:
         ranks = Ranks.current()
         digest = all(ranks.gather(digest))  # a signal may have reached some ranks only
         if not digest:
-            self._hurry.set()
+            self.hurry()
         ranks.agree("saving the checkpoint before", self.wait)
         final = self.folder / f"step_{step:08d}"
         texts = {
@@ -127,16 +126,16 @@ class CheckpointStore:
             files.MANIFEST: to_json(manifest or {}),
             files.CONFIG: config_yaml,
         }
-        stage = ranks.first("preparing the checkpoint folder", lambda: self._open_stage(final))
+        stage = ranks.first("preparing the checkpoint folder", lambda: open_stage(final))
         if self._asynchronous is None:
             self._commit(ranks, stage, final, tensors, texts)
             if digest:
-                self._digest(ranks, final, threading.Event())
+                write_digests(ranks, final, threading.Event())
             return final
         try:
             copies = ranks.agree("copying the state", lambda: self._copies.take(tensors))
         except BaseException:
-            _discard(ranks, stage)
+            discard(ranks, stage)
             raise
         apart = self._speakers()
         done = self._committed = threading.Event()
@@ -151,7 +150,7 @@ class CheckpointStore:
             finally:
                 done.set()
             if digest:
-                self._digest(apart, final, hurry)
+                write_digests(apart, final, hurry)
 
         self._thread.give(work)
         return final
@@ -174,9 +173,21 @@ class CheckpointStore:
         self._thread.check()
         self._checks.check()
 
-    def close(self) -> None:
-        """Waits for what is being written, and frees the run's folder."""
-        self._thread.finish()
+    def hurry(self) -> None:
+        """Gives up the sha256 of the last save, on all ranks: there is no time for it."""
+        self._hurry.set()
+
+    def close(self, *, hurry: bool = False) -> None:
+        """Waits for what is being written, and frees the run's folder.
+
+        hurry: an error waits to be heard. The save itself is completed; its sha256 is given up, and ranks
+            that still sum, or have died meanwhile, are not waited for.
+        """
+        if hurry:
+            self.hurry()
+            if self._committed is not None:
+                self._committed.wait()
+        self._thread.finish(_PATIENCE if hurry else None)
         if isinstance(self._write, WriterProcess):
             self._write.close()
             self._write = write_file
@@ -308,17 +319,6 @@ class CheckpointStore:
                 hint="resume with --resume auto, choose another run.name, or move the newer checkpoints away",
             )
 
-    def _open_stage(self, final: Path) -> Path:
-        if final.exists():
-            raise CheckpointError(
-                "this step has a checkpoint already, and none is ever overwritten",
-                where=str(final),
-                hint="choose another run.name, or move the folder away",
-            )
-        stage = final.with_name(stage_name(final.name))
-        stage.mkdir(parents=True)
-        return stage
-
     def _commit(
         self, ranks: Ranks, stage: Path, final: Path, tensors: State, texts: Mapping[str, str]
     ) -> None:
@@ -336,7 +336,7 @@ class CheckpointStore:
             ranks.first("completing the checkpoint", lambda: complete(stage, manifest))
             ranks.first("publishing the checkpoint", lambda: self._publish(stage, final))
         except BaseException:
-            _discard(ranks, stage)
+            discard(ranks, stage)
             raise
         self._finished.append(final)
 
@@ -347,53 +347,10 @@ class CheckpointStore:
         with suppress(OSError):  # what could not be removed goes with a later save
             self.retention.apply(final)
 
-    def _digest(self, ranks: Ranks, final: Path, hurry: threading.Event) -> None:
-        """sha256.json, after the checkpoint is complete: each rank reads what it has written. None is
-        written once `hurry` is set on any rank."""
-        doing = "summing the checkpoint"
-        names = ranks.first(doing, lambda: sorted(files.read_manifest(final)))
-        own = [name for name in names if name.startswith(f"__{ranks.rank}_")]
-        if ranks.rank == 0:
-            own += [name for name in names if not name.startswith("__")]
-        digests = ranks.agree(doing, lambda: {name: files.sha256(final / name, hurry) for name in own})
-        table = {name: digest for share in ranks.gather(digests) for name, digest in share.items()}
-        if None in table.values():
-            return
-        ranks.first(doing, lambda: files.move_text(final / files.SHA256, json.dumps(table, indent=1) + "\n"))
 
-
-def _discard(ranks: Ranks, stage: Path) -> None:
-    if ranks.rank == 0:
-        shutil.rmtree(stage, ignore_errors=True)
+_PATIENCE = 2.0  # seconds that an error waits for other ranks to give up their sums
 
 
 def shares(manifest: Mapping[str, files.Checksum], ranks: Ranks) -> list[str]:
     """The files whose bytes this rank checks: largest first, dealt in turn."""
     return sorted(manifest, key=lambda name: (-manifest[name].size, name))[ranks.rank :: ranks.count]
-
-
-def prepare(stage: Path, tensors: Mapping[str, Any]) -> None:
-    """What each rank needs before the ranks write together."""
-    dcp.check_tensors(tensors)
-    stage.mkdir(parents=True, exist_ok=True)
-
-
-def complete(stage: Path, manifest: Mapping[str, files.Checksum]) -> None:
-    """Rank 0 sees every rank's files, and lists them: from here on the checkpoint is complete."""
-    unseen = sorted(name for name in manifest if not (stage / name).is_file())
-    if unseen:
-        raise CheckpointError(
-            f"files that other ranks wrote are not here: {files.listed(unseen)}",
-            where=str(stage),
-            hint="run.dir must lie on a file system that all nodes share",
-        )
-    files.write_manifest(stage, manifest)
-    files.sync_folder(stage)
-
-
-def to_json(facts: Mapping[str, Any]) -> str:
-    """Facts as JSON text."""
-    try:
-        return json.dumps(dict(facts), indent=1, allow_nan=False) + "\n"
-    except (TypeError, ValueError) as fault:
-        raise CheckpointError(f"the facts of a checkpoint must be JSON: {fault}") from None

@@ -48,11 +48,12 @@ class WriterThread:
         if fault is not None:
             raise fault
 
-    def finish(self) -> None:
-        """Waits until everything given is done, and ends the thread."""
+    def finish(self, timeout: float | None = None) -> None:
+        """Waits until everything given is done, and ends the thread; after `timeout` seconds it is left to
+        end by itself, or with the process."""
         if self._thread is not None:
             self._work.put(None)
-            self._thread.join()
+            self._thread.join(timeout)
             self._thread = None
 
     def _run(self) -> None:

@@ -96,7 +96,7 @@ class RunMilestones:
 
     def _close_store(self, error: BaseException | None) -> None:
         try:
-            self.store.close()
+            self.store.close(hurry=error is not None)
         finally:
             if error is None:
                 self.tell_saved()

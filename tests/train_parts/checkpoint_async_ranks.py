@@ -1,7 +1,7 @@
 """Run by each of two ranks: saves behind the loop's back while the ranks go on speaking with each other, and
 prints what each attempt said, as one JSON object.
 
-usage: checkpoint_async_ranks.py RUN_DIR (thread|process) [hurry]
+usage: checkpoint_async_ranks.py RUN_DIR (thread|process) [hurry|error]
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import importlib.util
 import json
 import resource
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from mm_core.errors import CheckpointError
+from mm_core.train import checkpoint_io as files
 from mm_core.train.checkpoint import CheckpointStore
 from mm_core.train.checkpoint_retention import complete_steps
 from mm_core.train.failure import leave
@@ -114,10 +116,25 @@ def hurry() -> dict[str, object]:
     return {path.name: (path / "sha256.json").exists() for path in paths}
 
 
+def error() -> dict[str, object]:
+    """Rank 0 has an error to tell while rank 1, which knows of none, still sums."""
+    mesh = init_device_mesh("cpu", (2,))
+    state = sync.spread(sync.states.make_state(0), mesh)
+    store = CheckpointStore(Path(sys.argv[1]), keep=3, asynchronous=sys.argv[2])
+    store.begin(0)
+    if dist.get_rank() == 1:
+        files.sha256 = lambda path, hurry: time.sleep(60)
+    store.save(1, state, {}, "x: 1\n")
+    began = time.monotonic()
+    if dist.get_rank() == 0:
+        store.close(hurry=True)
+    return {"in time": time.monotonic() - began < 20, "saved": sorted(complete_steps(store.folder))}
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    answer = hurry() if "hurry" in sys.argv else main()
+    answer = hurry() if "hurry" in sys.argv else error() if "error" in sys.argv else main()
     dist.barrier()
     print("SAID " + json.dumps(answer))
     leave(0)

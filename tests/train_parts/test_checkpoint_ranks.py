@@ -148,3 +148,10 @@ def test_a_rank_that_has_no_time_for_sha256_speaks_for_all(tmp_path):
     script = SCRIPT.with_name("checkpoint_async_ranks.py")
     answers = spoken(ranks.run_ranks(script, 2, tmp_path, "thread", "hurry", timeout=60))
     assert answers == [{"step_00000001": False, "step_00000002": True}] * 2
+
+
+@pytest.mark.slow
+def test_a_rank_that_has_an_error_to_tell_does_not_wait_for_the_sums_of_another(tmp_path):
+    script = SCRIPT.with_name("checkpoint_async_ranks.py")
+    answers = spoken(ranks.run_ranks(script, 2, tmp_path, "thread", "error", timeout=60))
+    assert answers[0] == {"in time": True, "saved": [1]}

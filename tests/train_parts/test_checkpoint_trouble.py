@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,18 @@ def test_a_host_without_memory_for_the_copy_is_told_so(store):
     with pytest.raises(CheckpointError, match=r"the host has no memory for a copy of model\.w") as caught:
         store.poll()
     assert "checkpoint.async=false needs none" in str(caught.value)
+
+
+def test_an_error_does_not_wait_for_sha256_but_for_the_save_itself(store, state, monkeypatch):
+    def endless(path, hurry):
+        return None if hurry.wait(30) else "0"
+
+    monkeypatch.setattr("mm_core.train.checkpoint_io.sha256", endless)
+    path = store.save(1, state, {}, CONFIG)
+    began = time.monotonic()
+    store.close(hurry=True)
+    assert time.monotonic() - began < 10
+    assert store.poll() == [path] and not (path / "sha256.json").exists()
 
 
 # -- while reading ---------------------------------------------------------------------------------
