@@ -106,7 +106,7 @@ def run_rank(rounds: int, steps: int) -> int:
                 manual.run(steps, config.log.every)
             dist.barrier()
             times[name].append((time.perf_counter() - began) / steps)
-    run.reporter.close()
+    run.reporter.close("done")
     ok = True
     if dist.get_rank() == 0:
         ok = report({name: values[1:] for name, values in times.items()}, world)  # the first round warms up

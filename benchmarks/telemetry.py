@@ -98,7 +98,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         run = assemble(configure(Path(folder), args.pairs, args.log_every), "never")
         times = measure(run, args.pairs)
-        run.reporter.close()
+        run.reporter.close("done")
         rows = len((run.folder / "metrics.jsonl").read_text().splitlines())
     return report(times["on"], times["off"], rows)
 

@@ -28,6 +28,7 @@ from mm_core.contracts.randomness import Randomness
 from mm_core.contracts.running import (
     Callback,
     Dataset,
+    Ending,
     Engine,
     EnginePlan,
     InitialWeights,
@@ -47,6 +48,7 @@ __all__ = [
     "Callback",
     "Clip",
     "Dataset",
+    "Ending",
     "Engine",
     "EnginePlan",
     "Evaluation",

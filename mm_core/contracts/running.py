@@ -6,13 +6,16 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from mm_core.contracts.batch import Batch, Bins, Clip, Evaluation, Loss, SampleRequest
 from mm_core.contracts.randomness import Randomness
+
+Ending = Literal["done", "stopped", "failed"]
+"""How a run's process ends: with the run, saved and stopped before that on request, or by an error."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,9 @@ class Tracker(Protocol):
         previews: full length, at most 256 pixels a side."""
         ...
 
-    def close(self) -> None: ...
+    def close(self, ending: Ending) -> None:
+        """The process ends, and this is how."""
+        ...
 
 
 class Metric(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -67,15 +67,21 @@ def assemble(
 ) -> Assembly:
     """Plan, data, engine, restored state: everything before the first step, within a process group."""
     store = make_store(config, Path(config.run.dir) / config.run.name)
-    try:
-        return _assemble(config, store, resume, stop, allow)
-    except BaseException:
-        store.close(hurry=True)  # frees the run's folder for the call that has mended the config
-        raise
+    with ExitStack() as undo:
+        # The run's folder is free for the call that has mended the config.
+        undo.callback(store.close, hurry=True)
+        run = _assemble(config, store, resume, stop, allow, undo)
+        undo.pop_all()
+        return run
 
 
 def _assemble(
-    config: RunConfig, store: CheckpointStore, resume: str, stop: StopRequest | None, allow: Sequence[str]
+    config: RunConfig,
+    store: CheckpointStore,
+    resume: str,
+    stop: StopRequest | None,
+    allow: Sequence[str],
+    undo: ExitStack,
 ) -> Assembly:
     check_plugins(config)
     rng = Randomness(config.run.seed)
@@ -111,6 +117,7 @@ def _assemble(
     reporter = RunReporter(
         run_dir, config, plan, start, facts.get("samples", 0.0), bins=bins, watch=watchdog.enter
     )
+    undo.callback(reporter.close, "failed")
     for sentence in began.notes:
         reporter.note(sentence)
     transform = task.batch_transform()  # type: ignore[operator]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import queue
 import threading
 import time
@@ -15,18 +16,27 @@ from typing import Any
 
 import yaml
 
-from mm_core.contracts import Clip
+from mm_core.contracts import Clip, Ending
 from mm_core.errors import MMError
 from mm_core.train.media import clip_name
+from mm_core.train.signals import STOPPED
 
 _BACKLOG = 1000
+_UNANSWERED = 15.0
+"""Seconds that the end of a run waits for a server that has answered nothing at all."""
+
+_STATES: Mapping[Ending, str] = {"done": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+"""MLflow's words."""
+
+_EXIT_CODES: Mapping[Ending, int] = {"done": 0, "stopped": STOPPED, "failed": 1}
 
 
 class WandbTracker:
     """Metrics, config and clips to Weights & Biases. A run that resumes continues the same W&B run.
 
     Curves are over the metric `step`, not over W&B's own counter, which does not go back: what a run that
-    died had logged beyond its checkpoint stays visible beside what the resumed one logs.
+    died had logged beyond its checkpoint stays visible beside what the resumed one logs. A thread makes
+    every call, the first one too: a server that does not answer holds up neither start nor steps.
     """
 
     def __init__(
@@ -43,7 +53,8 @@ class WandbTracker:
         if "finish_timeout" in getattr(self._wandb.Settings, "model_fields", ()):  # from 0.22 on
             settings["finish_timeout"] = finish_timeout
         Path(run_dir).mkdir(parents=True, exist_ok=True)
-        self._run = self._wandb.init(
+        begin = partial(
+            self._wandb.init,
             project=project,
             entity=entity,
             dir=str(run_dir),
@@ -55,30 +66,41 @@ class WandbTracker:
             mode=mode,
             settings=settings,
         )
-        self._run.define_metric("step", hidden=True)
-        self._run.define_metric("*", step_metric="step")
+        self._run: Any = None
+        self._timeout = finish_timeout
+        self._courier = Courier()
+        self._courier.send(partial(self._open, begin))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Hands the metrics to W&B's own process."""
-        self._run.log({**metrics, "step": step})
+        row = {**metrics, "step": step}
+        self._courier.send(lambda: self._run.log(row))
 
     def clips(self, step: int, clips: Sequence[Clip], folder: Path) -> None:
         """Adds the mp4 files as one panel, `samples`."""
-        videos = [
-            self._wandb.Video(str(path), caption=clip.prompt, format="mp4")
-            for path, clip in _files(clips, folder)
-        ]
-        self._run.log({"samples": videos, "step": step})
+        captions = [(str(path), clip.prompt) for path, clip in _files(clips, folder)]
+        self._courier.send(partial(self._send_clips, step, captions))
 
-    def close(self) -> None:
+    def close(self, ending: Ending) -> None:
         """Waits until everything is uploaded, or the time for it is up."""
-        self._run.finish()
+        self._courier.send(lambda: self._run.finish(exit_code=_EXIT_CODES[ending]))
+        self._courier.close(self._timeout)
+
+    def _open(self, begin: Callable[[], Any]) -> None:
+        self._run = begin()
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+
+    def _send_clips(self, step: int, captions: Sequence[tuple[str, str]]) -> None:
+        videos = [self._wandb.Video(path, caption=prompt, format="mp4") for path, prompt in captions]
+        self._run.log({"samples": videos, "step": step})
 
 
 class MlflowTracker:
     """Metrics, config and clips to an MLflow store or server. A run that resumes continues its MLflow run.
 
-    Everything is sent by a thread, in order: a slow server does not slow the steps down.
+    A thread makes every call, in order, the first one too: a server that is slow, or does not answer,
+    holds up neither start nor steps.
     """
 
     def __init__(
@@ -88,40 +110,48 @@ class MlflowTracker:
         self._entities = importlib.import_module("mlflow.entities")
         self._client = mlflow.MlflowClient(tracking_uri=tracking_uri)
         self._timeout = finish_timeout
-        self._id, new = self._open(Path(run_dir), experiment, mlflow.exceptions.MlflowException)
+        self._id = ""
+        # It tells of each of the library's retries; what becomes of them is told once, by us.
+        logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
         self._courier = Courier()
-        if new:
-            self._courier.send(partial(self._describe, Path(run_dir)))
+        missing: type[Exception] = mlflow.exceptions.MlflowException
+        self._courier.send(partial(self._open, Path(run_dir), experiment, missing))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Sends the metrics."""
         now = int(time.time() * 1000)
         batch = [self._entities.Metric(name, value, now, step) for name, value in metrics.items()]
-        self._courier.send(partial(self._client.log_batch, self._id, metrics=batch))
+        self._courier.send(lambda: self._client.log_batch(self._id, metrics=batch))
 
     def clips(self, step: int, clips: Sequence[Clip], folder: Path) -> None:
         """Sends the mp4 files, as artifacts under `samples/step_00000010`."""
+        place = f"samples/step_{step:08d}"
         for path, _ in _files(clips, folder):
-            place = f"samples/step_{step:08d}"
-            self._courier.send(partial(self._client.log_artifact, self._id, str(path), place))
+            self._courier.send(partial(self._send_file, path, place))
 
-    def close(self) -> None:
+    def close(self, ending: Ending) -> None:
         """Waits until everything is sent, or the time for it is up."""
-        self._courier.send(partial(self._client.set_terminated, self._id, "FINISHED"))
+        self._courier.send(lambda: self._client.set_terminated(self._id, _STATES[ending]))
         self._courier.close(self._timeout)
 
-    def _open(self, run_dir: Path, experiment: str, missing: type[Exception]) -> tuple[str, bool]:
-        """The id of the run's MLflow run, and whether it is new."""
+    def _send_file(self, path: Path, place: str) -> None:
+        self._client.log_artifact(self._id, str(path), place)
+
+    def _open(self, run_dir: Path, experiment: str, missing: type[Exception]) -> None:
+        """Finds the run's MLflow run, or begins one."""
         if (kept := _kept_id(run_dir, "mlflow")) is not None:
             try:
                 self._client.update_run(kept, status="RUNNING")
-                return kept, False
-            except missing:  # another store, or it was deleted there
-                pass
+                self._id = kept
+                return
+            except missing as fault:
+                if fault.error_code == "INTERNAL_ERROR":  # type: ignore[attr-defined]
+                    raise  # no answer; else it is another store, or the run was deleted there
         found = self._client.get_experiment_by_name(experiment)
         home = found.experiment_id if found is not None else self._client.create_experiment(experiment)
         begun = self._client.create_run(home, run_name=run_dir.name)
-        return _keep_id(run_dir, "mlflow", str(begun.info.run_id)), True
+        self._id = _keep_id(run_dir, "mlflow", str(begun.info.run_id))
+        self._describe(run_dir)
 
     def _describe(self, run_dir: Path) -> None:
         """The config, as parameters to compare runs by and as a file."""
@@ -139,6 +169,7 @@ class Courier:
     def __init__(self) -> None:
         self._calls: queue.Queue[Callable[[], object] | None] = queue.Queue(_BACKLOG)
         self._error: Exception | None = None
+        self._answered = False
         self._thread = threading.Thread(target=self._work, name="tracker", daemon=True)
         self._thread.start()
 
@@ -152,7 +183,9 @@ class Courier:
             raise MMError(f"the server is {_BACKLOG} messages behind") from None
 
     def close(self, timeout: float) -> None:
-        """Waits for the calls that are queued. MMError when they take longer than `timeout` seconds."""
+        """Waits for the calls that are queued. MMError when they take longer than `timeout` seconds, or
+        `_UNANSWERED` where not one has come back."""
+        timeout = timeout if self._answered else min(timeout, _UNANSWERED)
         ends = time.monotonic() + timeout
         with contextlib.suppress(queue.Full):
             self._calls.put(None, timeout=timeout)
@@ -167,6 +200,7 @@ class Courier:
             if self._error is None:
                 try:
                     call()
+                    self._answered = True
                 except Exception as error:
                     self._error = error
 

@@ -6,12 +6,13 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
 from mm_core.config.schema import RunConfig
-from mm_core.contracts import Bins, Clip, Loss
+from mm_core.contracts import Bins, Clip, Ending, Loss
 from mm_core.device import peak_flops, peak_memory_bytes
 from mm_core.errors import ConfigError
 from mm_core.plan import RunPlan
@@ -124,19 +125,19 @@ class RunReporter:
         """A sentence beside the progress display (rank 0)."""
         self.progress.note(text)
 
-    def close(self) -> None:
-        """Ends the display and the trackers, and draws the loss curve.
+    def close(self, ending: Ending) -> None:
+        """Ends the display and the trackers, which are told how the run ended, and draws the loss curve.
 
         What fails of it is a warning: a run is as good without its picture, and an error that is under way
         is the one to be heard.
         """
-        for name, ending in (
+        for name, close in (
             ("the progress display", self.progress.close),
-            ("the trackers", self.trackers.close),
+            ("the trackers", partial(self.trackers.close, ending)),
             ("loss.png", self._draw),
         ):
             try:
-                ending()
+                close()
             except Exception as fault:
                 _logger.warning("%s could not be completed: %s: %s", name, type(fault).__name__, fault)
 

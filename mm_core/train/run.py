@@ -85,5 +85,9 @@ def running(run: Assembly) -> Iterator[None]:
     finally:
         try:
             milestones.close(error)
+        except BaseException as raised:
+            error = raised
+            raise
         finally:
-            run.reporter.close()
+            stopped = milestones.interrupted or milestones.step < milestones.steps
+            run.reporter.close("failed" if error is not None else "stopped" if stopped else "done")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mm_core.contracts import Clip, Tracker
+from mm_core.contracts import Clip, Ending, Tracker
 from mm_core.errors import MMError
 from mm_core.plugin.fields import ComponentConfig
 from mm_core.plugin.registry import build
@@ -24,25 +24,51 @@ class JsonlTracker:
     """`<run_dir>/metrics.jsonl`: one JSON object a logged step, appended, on disk line by line.
 
     JSON has no numbers for what is not finite: those are written as the strings "NaN", "Infinity" and
-    "-Infinity", which `float()` reads.
+    "-Infinity", which `float()` reads. A line that can not be written (a full disk, say) is lost and counted;
+    the next one is tried all the same.
     """
 
     def __init__(self, run_dir: Path) -> None:
         path = Path(run_dir) / METRICS_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._stream = path.open("a", encoding="utf-8", buffering=1)
+        # Without a buffer: one would hold a line that failed, and fail with it for ever.
+        self._file = path.open("ab", buffering=0)
+        self._torn = False
+        self._lost: list[int] = []
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Appends one line."""
         row = {"step": step, **{name: _number(value) for name, value in metrics.items()}}
-        self._stream.write(json.dumps(row, allow_nan=False) + "\n")
+        try:
+            self._append(json.dumps(row, allow_nan=False).encode() + b"\n")
+        except OSError as fault:
+            if not self._lost:
+                _logger.warning(
+                    "%s could not be written at step %d, and is tried again: %s", METRICS_FILE, step, fault
+                )
+            self._lost.append(step)
+
+    def _append(self, line: bytes) -> None:
+        left = b"\n" + line if self._torn else line  # what was cut short ends there, and readers drop it
+        while left:
+            written = self._file.write(left)
+            self._torn = written < len(left)
+            left = left[written:]
 
     def clips(self, step: int, clips: Sequence[Clip], folder: Path) -> None:
         """Nothing: the files speak for themselves."""
 
-    def close(self) -> None:
-        """Closes the file."""
-        self._stream.close()
+    def close(self, ending: Ending) -> None:
+        """Closes the file, and says what it lacks."""
+        self._file.close()
+        if self._lost:
+            _logger.warning(
+                "%s lacks %d lines, of steps %d to %d: they could not be written",
+                METRICS_FILE,
+                len(self._lost),
+                self._lost[0],
+                self._lost[-1],
+            )
 
 
 class TensorBoardTracker:
@@ -86,7 +112,7 @@ class TensorBoardTracker:
             self._writer = SummaryWriter(str(self._folder), purge_step=step, flush_secs=self._flush_secs)
         return self._writer
 
-    def close(self) -> None:
+    def close(self, ending: Ending) -> None:
         """Flushes and closes the event file, if there is one."""
         if self._writer is not None:
             self._writer.close()
@@ -120,11 +146,11 @@ class TrackerSet:
                     fault,
                 )
 
-    def close(self) -> None:
+    def close(self, ending: Ending) -> None:
         """Closes every tracker that still works."""
         for name, tracker in self._trackers.items():
             try:
-                tracker.close()
+                tracker.close(ending)
             except Exception as fault:
                 _logger.warning("tracker %s could not be closed: %s: %s", name, type(fault).__name__, fault)
         self._trackers.clear()

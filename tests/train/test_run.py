@@ -96,7 +96,7 @@ def test_state_at_load_is_bit_equal_on_another_world(whole, tiny, tmp_path, mm):
     with process_group():
         assembly = assemble(config)
         state = assembly.training.engine.state_dict()
-        assembly.reporter.close()
+        assembly.reporter.close("done")
         assert assembly.start == 6
         loaded = {
             f"{part}.{name}": (t.full_tensor() if hasattr(t, "full_tensor") else t).clone()

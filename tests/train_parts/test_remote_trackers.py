@@ -94,11 +94,11 @@ def test_wandb_holds_metrics_clips_and_config_and_a_resume_is_the_same_run(run, 
     tracker.log(1, {"loss": 0.5, "validation/loss": 0.25})
     tracker.log(2, {"loss": math.nan})
     tracker.clips(2, *clips)
-    tracker.close()
+    tracker.close("done")
     time.sleep(1.1)  # W&B names the folder of an offline run by the second
     again = open_wandb(run)
     again.log(2, {"loss": 0.125})  # behind what was logged: W&B's own counter would refuse it
-    again.close()
+    again.close("done")
 
     ends = time.monotonic() + 20
     while len((found := wandb_history(run))[1]) < 4 and time.monotonic() < ends:
@@ -142,14 +142,14 @@ def test_mlflow_holds_metrics_clips_and_config_and_a_resume_is_the_same_run(run,
     tracker = open_mlflow(run, store)
     tracker.log(1, {"loss": 0.5, "loss_by_sigma/0.1-0.2": 0.25})
     tracker.clips(2, *clips)
-    tracker.close()
+    tracker.close("done")
     found = client.get_experiment_by_name("tests")
     (first,) = client.search_runs([found.experiment_id])
     assert (first.info.run_name, first.info.status) == ("shapes", "FINISHED")
 
     again = open_mlflow(run, store)
     again.log(2, {"loss": 0.125})
-    again.close()
+    again.close("done")
     (only,) = client.search_runs([found.experiment_id])
     assert only.info.run_id == (run / "mlflow_run_id.txt").read_text().strip()
     history = client.get_metric_history(only.info.run_id, "loss")
@@ -164,9 +164,9 @@ def test_mlflow_holds_metrics_clips_and_config_and_a_resume_is_the_same_run(run,
 
 @pytest.mark.filterwarnings("ignore")
 def test_another_mlflow_store_gets_a_run_of_its_own(run, store, tmp_path):
-    open_mlflow(run, store).close()
+    open_mlflow(run, store).close("done")
     first = (run / "mlflow_run_id.txt").read_text()
-    open_mlflow(run, f"file:{tmp_path / 'other'}").close()
+    open_mlflow(run, f"file:{tmp_path / 'other'}").close("done")
     assert (run / "mlflow_run_id.txt").read_text() != first
 
 
@@ -184,7 +184,7 @@ def test_a_package_that_is_missing_is_a_sentence_and_the_run_goes_on(run, monkey
     wanted = components(("core/wandb", WandbConfig()), ("core/mlflow", MlflowConfig()))
     trackers = open_trackers(run, wanted, 0, notes.append)
     trackers.log(1, {"loss": 0.5})
-    trackers.close()
+    trackers.close("done")
     assert notes == [
         f"warning: tracker core/{name} could not start and is switched off: {name} is not installed\n"
         f"  hint: pip install 'mm-core[{name}]'"
@@ -199,7 +199,7 @@ def test_a_tracker_that_can_not_start_says_why_and_the_others_work(run, monkeypa
     broken = MlflowConfig(tracking_uri="nowhere://at-all")
     trackers = open_trackers(run, components(("core/mlflow", broken)), 0, notes.append)
     trackers.log(1, {"loss": 0.5})
-    trackers.close()
+    trackers.close("done")
     assert len(notes) == 1
     assert notes[0].startswith("warning: tracker core/mlflow could not start and is switched off: ")
     assert "nowhere" in notes[0]
@@ -210,9 +210,9 @@ def test_only_a_run_that_begins_anew_forgets_the_runs_of_its_trackers(run):
     kept = run / "mlflow_run_id.txt"
     kept.write_text("abc\n")
     for step in (1, 2, 3):
-        open_trackers(run, [], step, print).close()
+        open_trackers(run, [], step, print).close("done")
     assert kept.exists()
-    open_trackers(run, [], 0, print).close()
+    open_trackers(run, [], 0, print).close("done")
     assert not kept.exists()
 
 

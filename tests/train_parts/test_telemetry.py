@@ -254,7 +254,7 @@ def test_other_figures_are_lines_of_their_own(tiny, tmp_path, overrides):
         run = assemble(load_config(tiny, overrides("train.steps=4")), "never")
         reporter: RunReporter = run.reporter
         reporter.log(2, {"validation/loss": 0.5, "validation/loss_at/0.1": 0.25})
-        reporter.close()
+        reporter.close("done")
     lines = (tmp_path / "tiny/metrics.jsonl").read_text().splitlines()
     assert lines == ['{"step": 2, "validation/loss": 0.5, "validation/loss_at/0.1": 0.25}']
 

@@ -18,20 +18,20 @@ def write(run: Path, steps: range) -> None:
     tracker = JsonlTracker(run)
     for step in steps:
         tracker.log(step, {"loss": 1.0 / step})
-    tracker.close()
+    tracker.close("done")
 
 
 def test_one_line_a_step_on_disk_at_once(tmp_path):
     tracker = JsonlTracker(tmp_path / "run")
     tracker.log(1, {"loss": 0.5, "lr": 1e-5})
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 1, "loss": 0.5, "lr": 1e-05}\n'
-    tracker.close()
+    tracker.close("done")
 
 
 def test_what_is_not_finite_is_valid_json_that_float_reads(tmp_path):
     tracker = JsonlTracker(tmp_path)
     tracker.log(1, {"a": math.nan, "b": math.inf, "c": -math.inf})
-    tracker.close()
+    tracker.close("done")
 
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is not JSON")
@@ -67,7 +67,7 @@ def test_tensorboard_shows_a_resumed_run_once(tmp_path):
         tracker = TensorBoardTracker(tmp_path, flush_secs=1)
         for step in steps:
             tracker.log(step, {"loss": value})
-        tracker.close()
+        tracker.close("done")
     assert scalars(tmp_path / "tensorboard") == [(1, 1.0), (2, 1.0), (3, 1.0)] + [
         (s, 2.0) for s in (4, 5, 6, 7)
     ]
@@ -85,7 +85,7 @@ def test_tensorboard_shows_clips_as_moving_pictures_with_their_prompts(tmp_path)
     tracker.clips(3, clips, tmp_path)
     tracker.log(3, {"loss": 1.0})
     tracker.clips(6, clips[:1], tmp_path)
-    tracker.close()
+    tracker.close("done")
 
     events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={IMAGES: 0})
     events.Reload()
@@ -115,7 +115,7 @@ class Broken:
     def clips(self, step, clips, folder) -> None:
         self.log(step, {})
 
-    def close(self) -> None:
+    def close(self, ending) -> None:
         raise AssertionError("switched off trackers are left alone")
 
 
@@ -125,7 +125,7 @@ def test_a_tracker_that_fails_is_named_once_and_switched_off(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         for step in (1, 2, 3):
             trackers.log(step, {"loss": 1.0})
-        trackers.close()
+        trackers.close("done")
     assert [record.getMessage() for record in caplog.records] == [
         "tracker acme/server failed at step 1 and is switched off: ConnectionError: the server is gone"
     ]
@@ -140,18 +140,18 @@ def test_a_tracker_that_can_not_take_clips_is_switched_off_as_well(tmp_path, cap
     with caplog.at_level(logging.WARNING):
         for step in (4, 8):
             trackers.clips(step, [clip], tmp_path)
-        trackers.close()
+        trackers.close("done")
     assert "tracker acme/server failed at step 4 and is switched off" in caplog.text
     assert broken.calls == 1 and len(caplog.records) == 1
 
 
 def test_a_tracker_that_can_not_close_does_not_end_the_run(tmp_path, caplog):
     class Stuck(JsonlTracker):
-        def close(self) -> None:
+        def close(self, ending) -> None:
             raise OSError("disk full")
 
     with caplog.at_level(logging.WARNING):
-        TrackerSet({"acme/stuck": Stuck(tmp_path)}).close()
+        TrackerSet({"acme/stuck": Stuck(tmp_path)}).close("done")
     assert "tracker acme/stuck could not be closed: OSError: disk full" in caplog.text
 
 
@@ -159,5 +159,5 @@ def test_a_tracker_that_can_not_close_does_not_end_the_run(tmp_path, caplog):
 def test_tensorboard_takes_what_is_not_finite(tmp_path, value):
     tracker = TensorBoardTracker(tmp_path, flush_secs=1)
     tracker.log(1, {"loss": value})
-    tracker.close()
+    tracker.close("done")
     assert str(scalars(tmp_path / "tensorboard")[0][1]) == str(value)
