@@ -248,8 +248,8 @@ class RunConfig:
         if checkpoint.best is not None:
             if validation is None or self.data.validation is None:
                 raise ValueError("checkpoint.best needs a validation: set validation and data.validation")
-            if checkpoint.every % validation.every:
+            if checkpoint.every % validation.every and validation.every % checkpoint.every:
                 raise ValueError(
-                    f"checkpoint.every {checkpoint.every} is not a multiple of validation.every"
-                    f" {validation.every}: checkpoint.best is judged where both fall together"
+                    f"of checkpoint.every {checkpoint.every} and validation.every {validation.every} neither"
+                    " is a multiple of the other: checkpoint.best is judged where both fall together"
                 )

@@ -36,7 +36,7 @@ def path(tmp_path):
         (["checkpoint.best=loss"], "checkpoint.best needs a validation: set validation and data.validation"),
         (
             [HELD_OUT, "validation={every: 4}", "checkpoint={best: loss, every: 6}"],
-            "checkpoint.every 6 is not a multiple of validation.every 4",
+            "of checkpoint.every 6 and validation.every 4 neither is a multiple of the other",
         ),
         (["validation={samples: {prompts: []}}"], "validation.samples.prompts: prompts is empty"),
         ([HELD_OUT, "validation={timesteps: []}"], "validation.timesteps: timesteps is empty"),
@@ -51,6 +51,13 @@ def test_keys_that_do_not_go_together(overrides, words, path):
     with pytest.raises(ConfigError) as caught:
         load_config(path, overrides)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(("saves", "validations"), [(2, 6), (6, 6), (6, 2)])
+def test_the_best_may_be_judged_at_every_save_or_at_some(saves, validations, path):
+    every = f"checkpoint={{best: loss, every: {saves}}}"
+    config = load_config(path, [HELD_OUT, f"validation={{every: {validations}}}", every])
+    assert config.checkpoint.best == "loss"
 
 
 def test_async_is_written_as_users_write_it(path):
