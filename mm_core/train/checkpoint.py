@@ -7,6 +7,7 @@ next run begins.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -42,7 +43,7 @@ class CheckpointStore:
         run_dir: the run's folder, the same on all ranks and shared by all nodes.
         keep: how many of the newest complete checkpoints stay.
         keep_every: checkpoints of every so many steps stay as well.
-        best: a metric of `facts["metrics"]`, whose best checkpoint stays as well.
+        best: a metric of the facts' `metrics`, whose best checkpoint stays as well.
         mode: which value of `best` is best.
         asynchronous: "thread" or "process": `save` returns once the state is copied to host memory, and
             the rest is done behind the caller's back; "process" hands the bytes to a child. None: all of
@@ -72,6 +73,8 @@ class CheckpointStore:
         self._committed: threading.Event | None = None
         self._hurry = threading.Event()
         self._finished: list[Path] = []
+        self._naming = threading.Lock()  # between a checkpoint that gets its name and what is told of it
+        self._later: dict[Path, Mapping[str, Any]] = {}
 
     # -- saving --------------------------------------------------------------------------------
 
@@ -120,7 +123,7 @@ class CheckpointStore:
         if not digest:
             self.hurry()
         ranks.agree("saving the checkpoint before", self.wait)
-        final = self.folder / f"step_{step:08d}"
+        final = self._path(step)
         texts = {
             files.FACTS: to_json({"torch": str(torch.__version__), **facts, "step": step}),
             files.MANIFEST: to_json(manifest or {}),
@@ -154,6 +157,26 @@ class CheckpointStore:
 
         self._thread.give(work)
         return final
+
+    def add(self, step: int, metrics: Mapping[str, Any], *, looked: bool) -> None:
+        """Lays what became known after a save beside its checkpoint: now, or once that is complete.
+        Called by all ranks; rank 0 writes, and talks to nobody.
+
+        Args:
+            step: of a checkpoint that was saved, or that the run began with.
+            metrics: of its validation, as JSON.
+            looked: whether the validation and samples that were due are there.
+        """
+        if Ranks.current().rank:
+            return
+        final, later = self._path(step), {"metrics": metrics, "looked": looked}
+        with self._naming:
+            if final.is_dir():
+                self._write_later(final, later)
+                with suppress(OSError):  # BEST is named again with the next save
+                    self.retention.name_best(final)
+            else:
+                self._later[final] = later
 
     def poll(self) -> list[Path]:
         """Checkpoints that are complete since the last call. CheckpointError for one that failed. Costs
@@ -341,13 +364,28 @@ class CheckpointStore:
         self._finished.append(final)
 
     def _publish(self, stage: Path, final: Path) -> None:
-        stage.rename(final)
-        files.sync_folder(self.folder)
-        files.move_text(self.folder / "LATEST", final.name + "\n")
+        with self._naming:
+            stage.rename(final)
+            files.sync_folder(self.folder)
+            files.move_text(self.folder / "LATEST", final.name + "\n")
+            if final in self._later:
+                self._write_later(final, self._later.pop(final))
         with suppress(OSError):  # what could not be removed goes with a later save
-            self.retention.apply(final)
+            with self._naming:
+                best = self.retention.name_best(final)
+            self.retention.remove(final, best)
+
+    def _write_later(self, final: Path, later: Mapping[str, Any]) -> None:
+        try:
+            files.move_text(final / files.LATER, to_json(later))
+        except OSError as fault:  # the checkpoint is as good; a resume looks again
+            _logger.warning("%s of %s could not be written: %s", files.LATER, final, fault)
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step_{step:08d}"
 
 
+_logger = logging.getLogger(__name__)
 _PATIENCE = 2.0  # seconds that an error waits for other ranks to give up their sums
 
 

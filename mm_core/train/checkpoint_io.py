@@ -21,6 +21,7 @@ FACTS = "facts.json"
 CONFIG = "config.yaml"
 MANIFEST = "manifest.json"
 SHA256 = "sha256.json"
+LATER = "validation.json"
 FORMAT = 1
 _CHUNK = 1 << 22
 
@@ -174,6 +175,17 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise DamagedError(f"{path.name} holds no object", where=str(path.parent), hint=_OTHER)
     return document
+
+
+def read_later(folder: Path) -> dict[str, Any]:
+    """Facts that became known after the save, `metrics` and `looked`; {} where there are none to read."""
+    try:
+        document = json.loads((folder / LATER).read_text(encoding="utf-8"))
+        metrics, looked = document["metrics"], document["looked"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
+    whole = isinstance(metrics, dict) and isinstance(looked, bool)
+    return {"metrics": metrics, "looked": looked} if whole else {}
 
 
 def check_digests(folder: Path, names: Iterable[str]) -> None:

@@ -55,13 +55,13 @@ def load_model_only(
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """The facts that a checkpoint was saved with, `step` among them."""
+    """The facts that a checkpoint was saved with, `step` among them, and what a validation added later."""
     manifest = open_files(path)
     files.check_contents(path, manifest, [files.FACTS])
     facts = files.read_json(path / files.FACTS)
     if not isinstance(facts.get("step"), int):
         raise files.DamagedError("facts.json does not say the step", where=str(path))
-    return facts
+    return {**facts, **files.read_later(path)}
 
 
 def read_run_manifest(path: Path) -> dict[str, Any]:

@@ -96,25 +96,35 @@ class Retention:
         if self.best is None:
             return None
         with suppress(CheckpointError, OSError):
-            metrics = files.read_json(path / files.FACTS).get("metrics")
+            facts = {**files.read_json(path / files.FACTS), **files.read_later(path)}
+            metrics = facts.get("metrics")
             value = metrics.get(self.best) if isinstance(metrics, dict) else None
             if isinstance(value, (int, float)) and math.isfinite(value):
                 return float(value)
         return None
 
-    def apply(self, newest: Path) -> None:
-        """Removes what does not stay, up to the checkpoint just written, and names the best one."""
-        folder = newest.parent
-        steps = complete_steps(folder)
-        written = next(step for step, path in steps.items() if path == newest)
-        earlier = sorted(step for step in steps if step <= written)
-        best = self.best_of({step: steps[step] for step in earlier})
+    def name_best(self, newest: Path) -> int | None:
+        """Has BEST name the best one, up to the checkpoint `newest`; its step."""
+        steps = _up_to(newest)
+        best = self.best_of(steps)
         if best is not None:
-            files.move_text(folder / "BEST", steps[best].name + "\n")
-        stay = {*earlier[-self.keep :], best}
-        stay |= {step for step in earlier if self.keep_every and step % self.keep_every == 0}
-        for step in earlier:
+            files.move_text(newest.parent / "BEST", steps[best].name + "\n")
+        return best
+
+    def remove(self, newest: Path, best: int | None) -> None:
+        """Removes what does not stay, up to the checkpoint just written; `best` is the best one's step."""
+        steps = _up_to(newest)
+        stay = {*list(steps)[-self.keep :], best}
+        stay |= {step for step in steps if self.keep_every and step % self.keep_every == 0}
+        for step, path in steps.items():
             if step not in stay:
                 # Renamed first: a deletion that is cut short must not leave a half checkpoint under its name.
-                doomed = steps[step].rename(folder / stage_name(steps[step].name))
+                doomed = path.rename(path.with_name(stage_name(path.name)))
                 shutil.rmtree(doomed)
+
+
+def _up_to(newest: Path) -> dict[int, Path]:
+    """Complete checkpoints up to that one, in the order of their steps."""
+    steps = complete_steps(newest.parent)
+    written = next(step for step, path in steps.items() if path == newest)
+    return {step: steps[step] for step in sorted(steps) if step <= written}

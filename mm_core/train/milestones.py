@@ -73,8 +73,10 @@ class RunMilestones:
         elif step == 0 and settings is not None and settings.at_start:
             _, self.interrupted = self.look(0, always=True)
         elif not self.looked:
-            _, self.interrupted = self.look(step, always=step == self.steps)
-        if 0 < step == self.steps and not self.interrupted and not self._tested(step):
+            metrics, self.interrupted = self.look(step, always=step == self.steps, again=True)
+            if self._look_due(step, always=step == self.steps):
+                self.store.add(step, in_json(metrics), looked=not self.interrupted)
+        if 0 < step == self.steps and not self.interrupted and not self._logged(step, "test"):
             self.interrupted = not self.try_test(step)
 
     def close(self, error: BaseException | None) -> None:
@@ -138,48 +140,77 @@ class RunMilestones:
         self.profile.step_ended(step)
         self.observers.step_ended(step, logged)
         done = step == self.steps
-        metrics: Mapping[str, float] = {}
+        due = self._look_due(step, always=done)
+        saving = stop or save or done or step % self.config.checkpoint.every == 0
+        if saving:
+            # Before anybody looks: a validation that fails, on one rank or on all, costs no step. What it
+            # finds is added; what it does not come to is made up for at the resume.
+            self.save(step, {}, stopping=stop or done, looked=not due)
         if not stop:
             metrics, stop = self.look(step, always=done)
-        if stop or save or done or step % self.config.checkpoint.every == 0:
-            # What a signal has cut short is made up for at the resume.
-            self.save(step, metrics, stopping=stop or done, looked=not stop)
-        if done and not stop:
-            stop = not self.try_test(step)
+            if saving and due:
+                self.store.add(step, in_json(metrics), looked=not stop)
+            elif stop:
+                self.save(step, metrics, stopping=True, looked=False)
+            stop = stop or (done and not self.try_test(step))
+            if stop:  # a signal has cut it short, and leaves no time for sha256
+                self.store.hurry()
         nothing_left = done and self.validator is None and self.test is None
         self.interrupted = stop and not nothing_left
         self.reporter.pause()
         return stop or done
 
-    def _tested(self, step: int) -> bool:
-        """Whether the figures of data.test, which follow the last checkpoint, are in the log."""
-        rows = Ranks.current().first("reading metrics.jsonl", lambda: read_metrics(self.run_dir))
-        return any(row["step"] == step and "test/loss" in row for row in rows)
+    def _logged(self, step: int, split: str) -> dict[str, float]:
+        """The figures of an evaluation that a process before this one has logged; {} where none has."""
+
+        def read() -> dict[str, float]:
+            rows = [row for row in read_metrics(self.run_dir) if row["step"] == step]
+            found = next((row for row in rows if f"{split}/loss" in row), {})
+            return {name: float(value) for name, value in found.items() if name != "step"}
+
+        return Ranks.current().first("reading metrics.jsonl", read)
 
     def try_test(self, step: int) -> bool:
         """Evaluates data.test, if there is one; False where a signal has cut it short."""
         return self.test is None or self._evaluate(self.test, step) is not None
 
-    def look(self, step: int, *, always: bool) -> tuple[Mapping[str, float], bool]:
-        """Validates and samples where that is due; the metrics, and whether a signal cut it short."""
-        settings, validator = self.config.validation, self.validator
-        if settings is None or validator is None:
+    def look(self, step: int, *, always: bool, again: bool = False) -> tuple[Mapping[str, float], bool]:
+        """Validates and samples where that is due; the metrics, and whether a signal cut it short.
+
+        again: a process before this one may have validated this step, and have ended before it sampled.
+        """
+        validator = self.validator
+        if validator is None:
             return {}, False
         metrics: Mapping[str, float] = {}
-        if self.config.data.validation is not None and (always or step % settings.every == 0):
-            found = self._evaluate(validator, step)
+        if self._validation_due(step, always):
+            found = (again and self._logged(step, "validation")) or self._evaluate(validator, step)
             if found is None:
                 return {}, True
             self._check_best(found)
             metrics = found
-        samples = settings.samples
-        if samples is not None and (always or step % (samples.every or settings.every) == 0):
+        if self._samples_due(step, always):
             self.enter("validation")
             folder = validator.sample(step)
             if folder is None:
                 return metrics, True
             self.observers.sampled(step, folder)
         return metrics, False
+
+    def _look_due(self, step: int, *, always: bool) -> bool:
+        return self._validation_due(step, always) or self._samples_due(step, always)
+
+    def _validation_due(self, step: int, always: bool) -> bool:
+        settings = self.config.validation
+        if settings is None or self.validator is None or self.config.data.validation is None:
+            return False
+        return always or step % settings.every == 0
+
+    def _samples_due(self, step: int, always: bool) -> bool:
+        settings = self.config.validation
+        if settings is None or self.validator is None or settings.samples is None:
+            return False
+        return always or step % (settings.samples.every or settings.every) == 0
 
     def _evaluate(self, validator: Validator, step: int) -> Mapping[str, float] | None:
         self.enter("validation")
@@ -215,9 +246,7 @@ class RunMilestones:
     def save(self, step: int, metrics: Mapping[str, float], *, stopping: bool, looked: bool = True) -> None:
         """One checkpoint. A last one is complete when this returns; a signal leaves no time for sha256."""
         self.enter("checkpoint")
-        # JSON has no numbers for what is not finite; such a value is never the best.
-        figures = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
-        facts = {**self.facts(), "metrics": figures, "looked": looked}
+        facts = {**self.facts(), "metrics": in_json(metrics), "looked": looked}
         hurried = self.request.requested is not None
         self.store.save(
             step,
@@ -237,6 +266,11 @@ class RunMilestones:
         for path in self.store.poll():
             self.reporter.note(f"saved {path}")
             self.observers.saved(int(path.name.removeprefix("step_")), path)
+
+
+def in_json(metrics: Mapping[str, float]) -> dict[str, float | str]:
+    """JSON has no numbers for what is not finite; such a value is never the best."""
+    return {name: float(value) if math.isfinite(value) else str(value) for name, value in metrics.items()}
 
 
 def best_metric(config: RunConfig) -> str | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from mm_core.errors import CheckpointError
+from mm_core.train import checkpoint_dcp as dcp
 from mm_core.train import checkpoint_io as files
 from mm_core.train.checkpoint import CheckpointStore
 from mm_core.train.checkpoint_reading import read_facts
@@ -131,3 +133,56 @@ def test_nor_is_one_that_is_read_again_later(name, path, store, empty, monkeypat
     with pytest.raises(CheckpointError, match=rf"{name} can not be read now") as caught:
         read_facts(path) if name == "facts.json" else store.load(path, empty, verified=True)
     assert not isinstance(caught.value, files.DamagedError)
+
+
+# -- what a validation adds ------------------------------------------------------------------------
+
+
+def held_back(monkeypatch) -> threading.Event:
+    """Writing waits until the event is set."""
+    go = threading.Event()
+    written = dcp.write_tensors
+
+    def write_tensors(*arguments, **settings):
+        assert go.wait(30)
+        return written(*arguments, **settings)
+
+    monkeypatch.setattr(dcp, "write_tensors", write_tensors)
+    return go
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_figures_join_the_checkpoint_that_they_judge(early, tmp_path, state, monkeypatch):
+    """Also where they are there before it is complete."""
+    store = CheckpointStore(tmp_path / "run", 1, best="loss", asynchronous="thread")
+    figures = {1: 0.2, 2: 0.9, 3: 0.5}
+    for step, loss in figures.items():
+        go = held_back(monkeypatch)
+        final = store.save(step, state, {"metrics": {}, "looked": False}, CONFIG)
+        if not early:
+            go.set()
+            store.wait()
+        store.add(step, {"loss": loss}, looked=True)
+        assert final.exists() is not early
+        go.set()
+        store.wait()
+        assert read_facts(final)["metrics"] == {"loss": loss} and read_facts(final)["looked"] is True
+        assert (store.folder / "BEST").read_text() == "step_00000001\n"
+    assert complete_steps(store.folder).keys() == {1, 3}
+    store.verify(final)
+    store.close()
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"metrics": 1, "looked": true}', '{"metrics": {}}', "\udcff"])
+def test_figures_that_are_something_else_are_none(text, path):
+    (path / "validation.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    facts = read_facts(path)
+    assert "metrics" not in facts and "looked" not in facts
+
+
+def test_figures_that_find_no_room_are_a_warning(path, store, caplog):
+    (path / f"validation.json.tmp-{os.getpid()}").symlink_to("/dev/full")
+    store.add(1, {"loss": 0.5}, looked=True)
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said == f"validation.json of {path} could not be written: [Errno 28] No space left on device"
+    assert "metrics" not in read_facts(path)
