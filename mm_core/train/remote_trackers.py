@@ -193,6 +193,8 @@ class Courier:
         if self._error is not None:
             raise self._error
         if self._thread.is_alive():
+            if not self._answered:
+                raise MMError(f"the server has not answered, {timeout:g} seconds after the end of the run")
             raise MMError(f"{self._calls.qsize()} messages were not sent within {timeout:g} seconds")
 
     def _work(self) -> None:

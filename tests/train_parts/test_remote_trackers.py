@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
+import os
+import socket
 import struct
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -120,6 +125,18 @@ def test_wandb_holds_metrics_clips_and_config_and_a_resume_is_the_same_run(run, 
     assert (begun.project, begun.display_name, list(begun.tags)) == ("tests", "shapes", ["a", "b"])
 
 
+@pytest.mark.parametrize(("ending", "code"), [("done", 0), ("stopped", 75), ("failed", 1)])
+def test_wandb_is_told_the_exit_code_of_the_run(run, wandb_at_home, ending, code):
+    open_wandb(run).close(ending)
+    (path,) = run.glob("wandb/offline-run-*/*.wandb")
+    ends, codes = time.monotonic() + 20, []
+    while not codes and time.monotonic() < ends:
+        time.sleep(0.1)
+        records = [r for r in wandb_records(path) if r.WhichOneof("record_type") == "exit"]
+        codes = [record.exit.exit_code for record in records]
+    assert codes == [code]
+
+
 # -- MLflow ----------------------------------------------------------------------------------------
 
 
@@ -170,6 +187,22 @@ def test_another_mlflow_store_gets_a_run_of_its_own(run, store, tmp_path):
     assert (run / "mlflow_run_id.txt").read_text() != first
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("ending", "status"), [("stopped", "KILLED"), ("failed", "FAILED")])
+def test_mlflow_is_told_how_a_run_ended_and_a_resume_runs_again(run, store, ending, status):
+    import mlflow
+
+    client = mlflow.MlflowClient(tracking_uri=store)
+    open_mlflow(run, store).close(ending)
+    kept = (run / "mlflow_run_id.txt").read_text().strip()
+    assert client.get_run(kept).info.status == status
+    again, begun = open_mlflow(run, store), threading.Event()
+    again._courier.send(begun.set)
+    assert begun.wait(30) and client.get_run(kept).info.status == "RUNNING"
+    again.close("done")
+    assert client.get_run(kept).info.status == "FINISHED"
+
+
 # -- whatever they report to ----------------------------------------------------------------------
 
 
@@ -216,6 +249,88 @@ def test_only_a_run_that_begins_anew_forgets_the_runs_of_its_trackers(run):
     assert not kept.exists()
 
 
+@pytest.fixture(params=["nobody listens", "nobody answers"])
+def lost_server(request) -> Iterator[str]:
+    """The address of a server that is not there, or that takes connections and says nothing."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if request.param == "nobody answers":
+            server.listen()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+LOST = """
+import sys, time
+import mlflow, wandb  # which takes seconds, whatever the server does
+from pathlib import Path
+from mm_core.plugin.fields import ComponentConfig
+from mm_core.train import remote_trackers, trackers
+
+remote_trackers._UNANSWERED = 3.0  # the end waits as long
+name, run, address = sys.argv[1:]
+common = {"finish_timeout": 600.0}
+own = {
+    "mlflow": {"tracking_uri": address, "experiment": "tests"},
+    "wandb": {"project": "tests", "entity": None, "mode": "online", "tags": ()},
+}
+began = time.monotonic()
+found = trackers.open_trackers(
+    Path(run), [ComponentConfig("tracker", f"core/{name}", own[name] | common)], 0, print
+)
+for step in (1, 2, 3):
+    found.log(step, {"loss": 0.5})
+print("began", time.monotonic() - began)
+time.sleep(3)  # the library tries again and again meanwhile
+found.close("done")
+print("ended", time.monotonic() - began, flush=True)
+import os
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mlflow", "wandb"])
+def test_a_server_that_is_lost_holds_neither_start_nor_steps_and_is_one_warning(
+    name, run, lost_server, wandb_at_home
+):
+    # A process of its own: W&B reads its environment once, and would hold this one's end.
+    done = subprocess.run(
+        [sys.executable, "-c", LOST, name, str(run), lost_server],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"WANDB_BASE_URL": lost_server, "WANDB_API_KEY": "0" * 40},
+    )
+    assert done.returncode == 0, done.stderr
+    began, ended = (float(line.split()[1]) for line in done.stdout.splitlines())
+    assert began < 2 and ended < 10
+    own = [line for line in done.stderr.splitlines() if not line.startswith("wandb: ")]
+    assert own == [
+        f"tracker core/{name} could not be closed: MMError: the server has not answered,"
+        " 3 seconds after the end of the run"
+    ]
+    assert [row["step"] for row in read_metrics(run)] == [1, 2, 3]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_server_that_is_lost_for_good_is_switched_off(run, monkeypatch, caplog):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")  # minutes, by default
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+    (run / "mlflow_run_id.txt").write_text("abc\n")
+    wanted = components(("core/mlflow", MlflowConfig(tracking_uri=address)))
+    with caplog.at_level(logging.WARNING):
+        trackers, ends = open_trackers(run, wanted, 1, print), time.monotonic() + 30
+        while not caplog.records and time.monotonic() < ends:
+            trackers.log(2, {"loss": 0.5})
+            time.sleep(0.05)
+        trackers.close("done")
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.startswith("tracker core/mlflow failed at step 2 and is switched off: MlflowException: ")
+    assert (run / "mlflow_run_id.txt").read_text() == "abc\n", "the next resume may find the server"
+
+
 def test_a_slow_server_does_not_hold_the_sender_and_calls_keep_their_order():
     gate, calls, courier = threading.Event(), [], Courier()
     courier.send(gate.wait)
@@ -246,10 +361,12 @@ def test_the_first_call_that_fails_is_the_last_and_is_heard_of():
 
 
 def test_a_server_that_hangs_does_not_hold_the_end_of_the_run():
-    gate, courier = threading.Event(), Courier()
-    courier.send(gate.wait)
+    gate, answered, courier = threading.Event(), threading.Event(), Courier()
+    courier.send(lambda: None)
+    courier.send(lambda: (answered.set(), gate.wait()))
+    assert answered.wait(10)
     courier.send(print)
-    with pytest.raises(MMError, match=r"messages were not sent within 0.05 seconds"):
+    with pytest.raises(MMError, match=r"2 messages were not sent within 0.05 seconds"):
         courier.close(0.05)
     gate.set()
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import math
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -52,6 +55,40 @@ def test_a_resume_drops_what_lies_beyond_it_and_goes_on(tmp_path):
     assert truncate_after(tmp_path / "absent", 0) == 0
     assert truncate_after(tmp_path, 0) == 7
     assert read_metrics(tmp_path) == []
+
+
+@contextmanager
+def room_for(path: Path, more: int) -> Iterator[None]:
+    """No file of this process grows beyond the size of `path` and so many bytes, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + more, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("room", [0, 5])
+def test_metrics_go_on_when_a_full_disk_has_room_again(tmp_path, caplog, room):
+    trackers = TrackerSet({"core/jsonl": JsonlTracker(tmp_path)})
+    path = tmp_path / "metrics.jsonl"
+    trackers.log(1, {"loss": 0.5})
+    with caplog.at_level(logging.WARNING):
+        with room_for(path, room):  # 5: a line is cut short
+            for step in (2, 3, 4):
+                trackers.log(step, {"loss": 0.5})
+        assert [r.getMessage().partition(": ")[0] for r in caplog.records] == [
+            "metrics.jsonl could not be written at step 2, and is tried again"
+        ]
+        trackers.log(5, {"loss": 0.5})
+        trackers.log(6, {"loss": 0.5})
+        trackers.close("done")
+    assert caplog.records[-1].getMessage() == (
+        "metrics.jsonl lacks 3 lines, of steps 2 to 4: they could not be written"
+    )
+    assert len(caplog.records) == 2
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 5, 6]
+    assert truncate_after(tmp_path, 5) == (1 if room == 0 else 2), "a line that was cut short goes as well"
 
 
 def scalars(folder: Path) -> list[tuple[int, float]]:
