@@ -18,12 +18,14 @@ from mm_core.parallel.tying import tied_names
 from mm_core.train.agreement import Ranks
 from mm_core.train.checkpoint_io import listed
 from mm_core.train.weight_sources import RunSource
-from mm_core.weights.fitting import Fit, Formats, no_way, untied, ways_to_read
+from mm_core.weights.adapter_files import DIFFUSERS_ADAPTER
+from mm_core.weights.fitting import Fit, Formats, best_way, no_way, untied, ways_to_read
 from mm_core.weights.format import StoredTensors
+from mm_core.weights.formats import PEFT_ADAPTER
 from mm_core.weights.key_map import Copy, whole
 from mm_core.weights.progress import byte_bar
 from mm_core.weights.stored import TORCH_SUFFIXES, open_stored
-from mm_core.weights.streaming import stream
+from mm_core.weights.streaming import overlap, shard_of, stream
 
 Pieces = list[tuple[Copy, StoredTensors]]
 
@@ -128,7 +130,11 @@ class WarmStart:
         ranks.agree(doing, lambda: self._stream(targets, ranks.rank == 0))
 
     def _stream(self, targets: Mapping[str, Tensor], shown: bool) -> None:
-        total = sum(prod(copy.size) * stored.dtypes[copy.stored].itemsize for copy, stored in self._pieces)
+        places = {name: shard_of(tensor)[1] for name, tensor in targets.items()}
+        total = 0
+        for copy, stored in self._pieces:
+            if (box := overlap(copy, places[copy.component])) is not None:
+                total += prod(part.stop - part.start for part in box) * stored.dtypes[copy.stored].itemsize
         with byte_bar(f"reading {self.init.path}", total, shown) as advance:
             stream(targets, self._pieces, advance)
 
@@ -168,7 +174,7 @@ class WarmStart:
             shapes |= {other: shapes[first] for other, first in self._tied[root].items() if first in shapes}
             ways = ways_to_read(path, root, part, shapes, self._formats)
             if ways:
-                fits[root] = untied(ways[0], self._tied[root])
+                fits[root] = untied(best_way(ways, path, root), self._tied[root])
         if init.format is not None and not fits:
             raise no_way(path, ", ".join(self._parts), self._formats)
         found = sum(way.found for way in fits.values())
@@ -176,6 +182,7 @@ class WarmStart:
             named = {s for way in fits.values() for s in way.stored.shapes if s in state}
             if not found or len(named) > found:
                 return None
+        _check_apart(path, fits)
         self._settle(path, fits, state, chosen)
         return True
 
@@ -215,8 +222,23 @@ class WarmStart:
         self._pieces.sort(key=lambda piece: (str(piece[1].where), piece[0].stored))
         skipped = tuple(name for name in state if name not in chosen)
         names = tuple(name for name in state if name in loaded)
-        kinds = tuple(dict.fromkeys(way.format for way in fits.values()))
+        places = (f"{way.format}{f' in {way.folder}' if way.folder else ''}" for way in fits.values())
+        kinds = tuple(dict.fromkeys(places))
         self.report = WarmStartReport(names, tuple(missing), tuple(unexpected), skipped, kinds)
+
+
+def _check_apart(path: Path, fits: Mapping[str, Fit]) -> None:
+    """CheckpointError where two components would be read from the same tensors."""
+    owners: dict[tuple[Path, str], str] = {}
+    for root, way in fits.items():
+        for copy in way.copies:
+            other = owners.setdefault((way.stored.where, copy.stored), root)
+            if other != root:
+                raise CheckpointError(
+                    f"{other!r} and {root!r} would both be read from {way.folder or 'the same file'}",
+                    where=str(path),
+                    hint="begin one after another: init_from.include, and the other one's own folder",
+                )
 
 
 def warm_start(init: InitFromSection, parameters: Mapping[str, Tensor]) -> WarmStartReport:
@@ -229,6 +251,12 @@ def warm_start(init: InitFromSection, parameters: Mapping[str, Tensor]) -> WarmS
 
 def _open(path: Path, init: InitFromSection) -> StoredTensors | RunSource:
     """Weights whose names are paths in the task, or are made so by `prefixes`."""
+    if any((path / name).is_file() or path.name == name for name in (PEFT_ADAPTER, DIFFUSERS_ADAPTER)):
+        raise CheckpointError(
+            "this is an adapter, not weights",
+            where=str(path),
+            hint="train.adapters: [{from: ...}] begins with it",
+        )
     of_files = path.is_file() and (path.suffix in {".safetensors", *TORCH_SUFFIXES} or path.suffix == ".json")
     if of_files or (path.is_dir() and any(path.glob("*.safetensors"))):
         if init.weights == "ema":
@@ -325,6 +353,8 @@ def _misfit(
 
 
 def _hint(missing: list[str], unexpected: list[str], misshapen: list[str]) -> str:
+    if any(adapter_of(name) is not None for name in unexpected):
+        return "the run trained adapters: mm export --merge-lora puts them into weights to begin with"
     if found := likely_prefix(missing, unexpected):
         start, path, count = found
         return f"init_from.prefixes: {{{start!r}: {path!r}}} would name {count} of the missing ones"

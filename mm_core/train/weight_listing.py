@@ -13,14 +13,17 @@ from torch import Tensor
 
 from mm_core.config.load import load_config
 from mm_core.errors import CheckpointError
-from mm_core.parallel.adapters import base_name
+from mm_core.parallel.adapters import adapter_of, base_name
 from mm_core.parallel.tying import tied_names
 from mm_core.plan import build_task
 from mm_core.plugin.registry import Registry, get_registry
 from mm_core.train.checkpoint_reading import find_checkpoint
 from mm_core.train.weight_sources import RunSource
+from mm_core.weights.adapter_files import DIFFUSERS_ADAPTER
+from mm_core.weights.adapters import linear_layers, locate
 from mm_core.weights.fitting import formats_of, untied, ways_to_read
 from mm_core.weights.format import StoredTensors
+from mm_core.weights.formats import PEFT_ADAPTER
 from mm_core.weights.stored import SafetensorsFiles, open_stored
 
 _SLAB = 64 * 2**20
@@ -58,7 +61,7 @@ def contents(path: Path, config: Path | None = None) -> Contents:
 
     Args:
         path: weights, an adapter, a run or one of its checkpoints.
-        config: of a run whose components are held against it; a checkpoint brings its own.
+        config: of a run whose components are held against files.
 
     Raises:
         CheckpointError: no weights, or damaged or hostile ones.
@@ -86,14 +89,21 @@ def _fits(path: Path, config: Path) -> Iterator[str]:
     run = load_config(config)
     registry = get_registry(run.plugins.path)
     task = build_task(run)
+    if any((path / name).is_file() or path.name == name for name in (PEFT_ADAPTER, DIFFUSERS_ADAPTER)):
+        linear = {root: linear_layers(task.get_submodule(root)) for root in task.trainable}  # type: ignore[union-attr]
+        found = locate(task, str(path), linear, formats_of(registry))
+        yield f"{found.root}: an adapter of {len(found.modules)} of its modules"
+        return
     for root in task.trainable:  # type: ignore[union-attr]
         component = task.get_submodule(root)
-        shapes = {name: tuple(tensor.shape) for name, tensor in component.state_dict().items()}
+        state = component.state_dict().items()
+        shapes = {base_name(name): tuple(t.shape) for name, t in state if adapter_of(name) is None}
+        tied = {base_name(other): base_name(first) for other, first in tied_names(component).items()}
         ways = ways_to_read(path, root, component, shapes, formats_of(registry))
         if not ways or not ways[0].found:
             yield f"{root} ({type(component).__name__}): no"
             continue
-        way = untied(ways[0], tied_names(component))
+        way = untied(ways[0], tied)
         faults = (("missing", way.missing), ("unexpected", way.unexpected), ("misshapen", way.misshapen))
         words = [f"{len(names)} {kind}" for kind, names in faults if names]
         said = "yes, whole" if way.whole else f"{way.found} tensors; {', '.join(words)}"

@@ -210,8 +210,10 @@ def peft_settings(
         "modules_to_save": [stored_module(layout, module) for module in beside] or None,
         "r": first.rank,
         "lora_alpha": _plain(first.alpha),
-        "rank_pattern": {name: s.rank for name, s in names.items() if s.rank != first.rank},
-        "alpha_pattern": {name: _plain(s.alpha) for name, s in names.items() if s.alpha != first.alpha},
+        "rank_pattern": {whole_pattern(name): s.rank for name, s in names.items() if s.rank != first.rank},
+        "alpha_pattern": {
+            whole_pattern(name): _plain(s.alpha) for name, s in names.items() if s.alpha != first.alpha
+        },
         "use_dora": first.dora,
         "use_rslora": first.rslora,
         "target_modules": sorted(names),
@@ -224,6 +226,11 @@ def header_text(layout: AdapterLayout, scales: Mapping[str, AdapterScale]) -> st
     settings = peft_settings(layout, scales)
     prefix = layout.module_prefix
     return json.dumps({f"{prefix}{key}": settings[key] for key in wanted}, indent=2, sort_keys=True)
+
+
+def whole_pattern(name: str) -> str:
+    """A pattern of PEFT for this module alone: without the mark it would fit the end of other paths."""
+    return f"^{re.escape(name)}"
 
 
 def _plain(number: float) -> float:

@@ -22,7 +22,13 @@ from mm_core.parallel.adapters import adapted_layers, adapter_of, base_name, row
 from mm_core.parallel.freezing import covered
 from mm_core.parallel.patterns import match
 from mm_core.parallel.tying import tied_names
-from mm_core.weights.adapter_files import AdapterFile, AdapterScale, open_adapter, stored_module
+from mm_core.weights.adapter_files import (
+    AdapterFile,
+    AdapterScale,
+    open_adapter,
+    stored_module,
+    whole_pattern,
+)
 from mm_core.weights.fitting import Formats
 from mm_core.weights.format import StoredTensors
 from mm_core.weights.key_map import Copy, whole
@@ -51,6 +57,13 @@ def add_adapters(
     """
     if not adapters:
         return
+    for adapter in adapters:
+        if hasattr(nn.ModuleDict, adapter.name):
+            raise PlanError(
+                f"an adapter can not be called {adapter.name!r}, which torch's modules keep for themselves",
+                where=KEY,
+                hint="give it another name",
+            )
     roots: tuple[str, ...] = task.trainable  # type: ignore[assignment]
     wanted: dict[str, list[tuple[AdapterConfig, dict[str, AdapterScale]]]] = {root: [] for root in roots}
     linear = {root: linear_layers(task.get_submodule(root)) for root in roots}
@@ -231,8 +244,8 @@ def _inject(component: nn.Module, adapter: AdapterConfig, scales: Mapping[str, A
         use_dora=first.dora,
         use_rslora=first.rslora,
         target_modules="|".join(map(re.escape, scales)),  # a text is matched as a whole, a list by ends
-        rank_pattern={f"^{re.escape(n)}": s.rank for n, s in scales.items() if s.rank != first.rank},
-        alpha_pattern={f"^{re.escape(n)}": s.alpha for n, s in scales.items() if s.alpha != first.alpha},
+        rank_pattern={whole_pattern(n): s.rank for n, s in scales.items() if s.rank != first.rank},
+        alpha_pattern={whole_pattern(n): s.alpha for n, s in scales.items() if s.alpha != first.alpha},
     )
     peft.inject_adapter_in_model(config, component, adapter.name, low_cpu_mem_usage=True)
     layers = adapted_layers(component)

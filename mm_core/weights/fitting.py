@@ -118,7 +118,25 @@ def ways_to_read(
                 faults.append(fault)
     if not ways and faults:
         raise faults[0]
-    return sorted(ways, key=lambda way: (-way.found, len(way.unexpected)))
+    # Of folders that fit alike, the one that is called as the component is.
+    return sorted(ways, key=lambda way: (-way.found, way.folder != name, len(way.unexpected)))
+
+
+def best_way(ways: Sequence[Fit], path: Path, name: str) -> Fit:
+    """The best of `ways_to_read`.
+
+    Raises CheckpointError where several folders fit alike and none is called as the component is: two models
+    of one architecture hold other numbers.
+    """
+    best = ways[0]
+    alike = list(dict.fromkeys(way.folder for way in ways if way.found == best.found))
+    if len(alike) > 1 and best.folder != name:
+        raise CheckpointError(
+            f"{name!r} could be read from any of these folders: {', '.join(alike)}",
+            where=str(path),
+            hint="name one of them in the path",
+        )
+    return best
 
 
 def untied(way: Fit, tied: Mapping[str, str]) -> Fit:

@@ -246,7 +246,7 @@ class KeyMap:
             raise ContractError(f"{absent[0]!r} is missing: it is stored together with {names[0]!r}")
         parts = [tuple(shapes[name]) for name in names]
         rests = {part[: rule.dim] + part[rule.dim + 1 :] for part in parts}
-        if len(rests) > 1:
+        if len(rests) > 1 or not 0 <= rule.dim < len(parts[0]):
             raise ContractError(f"{', '.join(names)} do not fit side by side along dimension {rule.dim}")
         entire = list(parts[0])
         entire[rule.dim] = sum(part[rule.dim] for part in parts)
@@ -259,9 +259,9 @@ class KeyMap:
 
 
 def _split(rule: Split, values: Mapping[str, str], name: str, shape: Shape) -> list[Copy]:
-    count, length = len(rule.stored), shape[rule.dim]
+    count, length = len(rule.stored), shape[rule.dim] if 0 <= rule.dim < len(shape) else -1
     sizes = rule.sizes or (length // count,) * count
-    if len(sizes) != count or sum(sizes) != length:
+    if len(sizes) != count or sum(sizes) != length or min(sizes) < 1:
         raise ContractError(f"{rule} does not fit {name!r} of shape {list(shape)}")
     begin, copies = 0, []
     for text, size in zip(rule.stored, sizes, strict=True):

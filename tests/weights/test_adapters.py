@@ -23,9 +23,10 @@ from mm_core.parallel.adapters import adapter_of, base_name
 from mm_core.parallel.initialise import initialise
 from mm_core.plugin.registry import get_registry
 from mm_core.weights import adapters as module
-from mm_core.weights.adapter_files import AdapterScale, merge, open_adapter
+from mm_core.weights.adapter_files import AdapterScale, merge, open_adapter, peft_settings
 from mm_core.weights.adapters import AdapterWeights, add_adapters, scales_of
 from mm_core.weights.fitting import formats_of
+from mm_core.weights.format import AdapterLayout
 
 _spec = importlib.util.spec_from_file_location("ranks", Path(__file__).parents[1] / "ranks.py")
 ranks = importlib.util.module_from_spec(_spec)
@@ -408,3 +409,28 @@ def test_adapters_train_alike_on_two_ranks_and_leave_the_weights_alone(tmp_path,
     for name, tensor in found[1]["after"].items():
         torch.testing.assert_close(found[2]["after"][name], tensor, rtol=1e-5, atol=1e-6)
     assert all(torch.equal(found[1]["before"][n], found[2]["before"][n]) for n in found[1]["before"])
+
+
+@pytest.mark.parametrize("name", ["keys", "items", "forward", "train"])
+def test_names_that_torch_keeps_for_itself_are_a_sentence(name):
+    with pytest.raises(PlanError, match=f"an adapter can not be called '{name}'"):
+        Task(AdapterConfig(targets=("to_q",), name=name))
+
+
+def test_ranks_that_differ_are_kept_for_each_module_alone(tmp_path):
+    """`proj_out` is also how no other path may be meant that ends so."""
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=["to_q", "proj_out"], rank_pattern={"attn1.to_q": 2}
+    )
+    theirs = peft.get_peft_model(plain(), config)
+    perturbed(theirs).save_pretrained(tmp_path)
+    task = Task(AdapterConfig(from_=str(tmp_path))).begin()
+    bold(task.predictor)
+    torch.testing.assert_close(task.predictor(**inputs()), theirs(**inputs()), rtol=1e-5, atol=1e-6)
+    scales = scales_of(task.predictor)["default"]
+    settings = peft_settings(AdapterLayout("a.safetensors"), scales)
+    again = peft.LoraConfig(**settings)
+    fresh = peft.get_peft_model(plain(), again)
+    for name, scale in scales.items():
+        layer = fresh.base_model.model.get_submodule(name)
+        assert (layer.r["default"], layer.scaling["default"]) == (scale.rank, scale.factor), name

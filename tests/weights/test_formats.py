@@ -105,11 +105,14 @@ def test_a_diffusers_folder_begins_a_custom_dit_that_computes_the_same(wan, tmp_
     path = pipeline_of(tmp_path / "pipeline", wan) if path is None else path
     task = Task(predictor=on_meta(custom_dit))
     report = start(task, path).report
-    assert report.formats == ("custom_dit/wan_transformer",) and not report.missing + report.unexpected
+    assert (
+        report.formats[0].startswith("custom_dit/wan_transformer") and not report.missing + report.unexpected
+    )
     weights = theirs.state_dict()
     for name, tensor in task.predictor.state_dict().items():
         assert torch.equal(tensor, weights[name].reshape(tensor.shape)), name
-    assert str(report).startswith(f"{len(weights)} tensors loaded (custom_dit/wan_transformer)")
+    assert str(report).startswith(f"{len(weights)} tensors loaded (custom_dit/wan_transformer")
+    assert ("in transformer)" in str(report)) is (given == "pipeline")
 
 
 def test_a_model_of_the_library_and_its_wrapper_read_its_folder(wan):
@@ -197,3 +200,46 @@ def test_a_hostile_config_is_simply_not_recognised(tmp_path, text):
     assert not any(known.recognises(tmp_path) for known in formats().values())
     (tmp_path / "model_index.json").write_text(text)
     assert ways_to_read(tmp_path, "predictor", custom_dit(), {"w": (1,)}, formats()) == []
+
+
+def two_transformers(tmp_path) -> tuple[Path, list[dict[str, torch.Tensor]]]:
+    """A pipeline with two models of one architecture and other numbers."""
+    folder, held = tmp_path / "two", []
+    for seed, name in enumerate(("transformer", "transformer_2")):
+        torch.manual_seed(seed)
+        model = WanTransformer3DModel(**WAN)
+        model.save_pretrained(folder / name)
+        held.append(model.state_dict())
+    index = {
+        "_class_name": "WanPipeline",
+        "transformer": ["diffusers", "W"],
+        "transformer_2": ["diffusers", "W"],
+    }
+    (folder / "model_index.json").write_text(json.dumps(index))
+    return folder, held
+
+
+def test_of_two_models_alike_each_component_reads_the_one_of_its_name(tmp_path):
+    folder, held = two_transformers(tmp_path)
+    make = lambda: on_meta(lambda: WanTransformer3DModel(**WAN))  # noqa: E731
+    task = Task(transformer=make(), transformer_2=make())
+    report = start(task, folder).report
+    for component, weights in zip((task.transformer, task.transformer_2), held, strict=True):
+        assert all(torch.equal(t, weights[n]) for n, t in component.state_dict().items())
+    assert report.formats == ("core/diffusers in transformer", "core/diffusers in transformer_2")
+    alone = Task(transformer_2=make())
+    start(alone, folder)
+    assert all(torch.equal(t, held[1][n]) for n, t in alone.transformer_2.state_dict().items())
+    with pytest.raises(CheckpointError, match="could be read from any of these folders: transformer, transf"):
+        start(Task(predictor=make()), folder)
+    with pytest.raises(CheckpointError, match="'a' and 'b' would both be read from the same file"):
+        start(Task(a=make(), b=make()), folder / "transformer")
+
+
+def test_an_adapter_is_no_weights_to_begin_with(tmp_path):
+    save_file({"a": torch.ones(1)}, tmp_path / "adapter_model.safetensors")
+    for path in (tmp_path, tmp_path / "adapter_model.safetensors"):
+        with pytest.raises(
+            CheckpointError, match=r"this is an adapter, not weights\n  hint: train\.adapters"
+        ):
+            start(Task(predictor=on_meta(custom_dit)), path)
