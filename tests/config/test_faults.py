@@ -42,8 +42,9 @@ def test_five_planted_mistakes_are_all_reported_in_line_order_with_what_was_mean
         "run.yaml:13: data.train.num_frames: found 'eight', a text\n  accepted: an integer >= 1",
         "run.yaml:13: data.train.height: found 0, an integer\n  accepted: an integer >= 1",
         "run.yaml:15: train.setps: unknown key 'setps'\n"
-        "  accepted: steps, epochs, micro_batch_size, global_batch_size, clip_grad_norm, adapters, also_train,"
-        " freeze, parameter_groups, decay_norms_and_biases, non_finite, spike, overfit_one_batch\n"
+        "  accepted: steps, epochs, micro_batch_size, global_batch_size, clip_grad_norm, adapters,"
+        " also_train, freeze, parameter_groups, decay_norms_and_biases, non_finite, spike,"
+        " overfit_one_batch\n"
         "  hint: did you mean 'steps'?",
     ]
 

@@ -30,8 +30,9 @@ def test_faults_go_to_standard_error_and_the_exit_code_is_1(place, capsys):
         "override 'run.seed=x': run.seed: found 'x', a text",
         "  accepted: an integer",
         "override 'train.stps=3': train.stps: unknown key 'stps'",
-        "  accepted: steps, epochs, micro_batch_size, global_batch_size, clip_grad_norm, adapters, also_train,"
-        " freeze, parameter_groups, decay_norms_and_biases, non_finite, spike, overfit_one_batch",
+        "  accepted: steps, epochs, micro_batch_size, global_batch_size, clip_grad_norm, adapters,"
+        " also_train, freeze, parameter_groups, decay_norms_and_biases, non_finite, spike,"
+        " overfit_one_batch",
         "  hint: did you mean 'steps'?",
     ]
 
@@ -52,8 +53,9 @@ def test_json_holds_every_fault(place, capsys):
             {
                 "where": "override 'train.stps=3': train.stps",
                 "what": "unknown key 'stps'",
-                "accepted": "steps, epochs, micro_batch_size, global_batch_size, clip_grad_norm, adapters, also_train, "
-                "freeze, parameter_groups, decay_norms_and_biases, non_finite, spike, overfit_one_batch",
+                "accepted": "steps, epochs, micro_batch_size, global_batch_size, clip_grad_norm, adapters, "
+                "also_train, freeze, parameter_groups, decay_norms_and_biases, non_finite, spike, "
+                "overfit_one_batch",
                 "hint": "did you mean 'steps'?",
             },
         ],
