@@ -48,7 +48,8 @@ class Registry:
         return tuple(c for plugin in self.plugins for c in plugin.components if kind in (None, c.kind))
 
     def resolve(self, kind: str, name: str) -> Registered:
-        """The component that `name` stands for: qualified, bare while unique, or an alias.
+        """The component that `name` stands for: qualified, bare while unique, or an alias. A bare name that
+        the core has is the core's: installing a plugin never changes what a config means.
 
         PluginError when there is none (with near names and the plugins that failed to load) or
         when a bare name is ambiguous.
@@ -58,8 +59,9 @@ class Registry:
                 f"there is no kind {kind!r}", accepted=", ".join(KINDS), hint=did_you_mean(kind, KINDS)
             )
         matches = self._by_name[kind].get(name, [])
-        if len(matches) == 1:
-            return matches[0]
+        own = [match for match in matches if match.namespace == "core"]
+        if len(matches) == 1 or len(own) == 1:
+            return (own or matches)[0]
         if matches:
             raise PluginError(
                 f"the {kind} name {name!r} is ambiguous: {len(matches)} plugins have one",

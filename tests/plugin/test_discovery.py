@@ -258,6 +258,19 @@ def test_a_bare_name_of_two_plugins_is_ambiguous_only_when_used(site: Any) -> No
         )
 
 
+def test_a_bare_name_of_the_core_stays_the_cores_whatever_is_installed(site: Any) -> None:
+    site.plugin(
+        "alpha",
+        "from mm_core import Component, hookimpl\n"
+        "@hookimpl\n"
+        "def mm_schedulers():\n"
+        "    return [Component(name='flow_match', target='mm_alpha.flow:Flow')]\n",
+    )
+    registry = site.registry()
+    assert registry.resolve("scheduler", "flow_match").qualified == "core/flow_match"
+    assert registry.resolve("scheduler", "alpha/flow_match").namespace == "alpha"
+
+
 def test_the_allow_list_keeps_the_core(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     site.good("alpha")
     site.good("beta")
