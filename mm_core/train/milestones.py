@@ -75,7 +75,7 @@ class RunMilestones:
         elif not self.looked:
             metrics, self.interrupted = self.look(step, always=step == self.steps, again=True)
             if self._look_due(step, always=step == self.steps):
-                self.store.add(step, in_json(metrics), looked=not self.interrupted)
+                self._add(step, metrics, looked=not self.interrupted)
         if 0 < step == self.steps and not self.interrupted and not self._logged(step, "test"):
             self.interrupted = not self.try_test(step)
 
@@ -149,7 +149,7 @@ class RunMilestones:
         if not stop:
             metrics, stop = self.look(step, always=done)
             if saving and due:
-                self.store.add(step, in_json(metrics), looked=not stop)
+                self._add(step, metrics, looked=not stop)
             elif stop:
                 self.save(step, metrics, stopping=True, looked=False)
             stop = stop or (done and not self.try_test(step))
@@ -260,6 +260,11 @@ class RunMilestones:
         if stopping:
             self.store.wait()
         self.tell_saved()
+
+    def _add(self, step: int, metrics: Mapping[str, float], *, looked: bool) -> None:
+        """Figures for the checkpoint of `step`, which was saved before they were there."""
+        if metrics or looked:
+            self.store.add(step, in_json(metrics), looked=looked)
 
     def tell_saved(self) -> None:
         """Names the checkpoints that have become complete. CheckpointError for one that failed."""
