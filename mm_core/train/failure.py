@@ -19,7 +19,7 @@ from typing import NoReturn
 from mm_core.errors import MMError, PeerError
 from mm_core.train.launch_folder import ENDED, FAILED, LOST, STOPPED_EARLY, LaunchFolder
 from mm_core.train.rank_logs import latest_log
-from mm_core.train.signals import STOPPED
+from mm_core.train.signals import STOPPED, show_cursor
 
 GRACE = 5.0
 """Seconds that a rank goes on after another one on its host has failed or vanished."""
@@ -164,6 +164,7 @@ def _watch(folder: LaunchFolder) -> None:
             failed_at = time.monotonic()
         elif time.monotonic() - failed_at > GRACE:
             end_children()
+            show_cursor()  # the main thread, which waits in native code, may have a bar open
             os._exit(1)
 
 

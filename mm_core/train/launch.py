@@ -262,7 +262,9 @@ def launch(command: Sequence[str], nodes: Nodes) -> int:
                 if (code := running.abandoned()) is not None:
                     sys.stderr.write("mm: no rank had started\n")
                     return code
-        return running.exit_code()
+        if code := running.exit_code():
+            show_cursor("")  # a rank that was killed after another had spoken left it hidden
+        return code
     finally:
         logging.disable(logging.NOTSET)
         shutil.rmtree(folder, ignore_errors=True)

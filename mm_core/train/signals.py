@@ -80,11 +80,12 @@ def _say(text: str, interrupted: bool) -> None:
     os.write(2, f"{text}{once_more}\n".encode())
 
 
-def show_cursor() -> None:
-    """Gives a terminal its cursor back: a live progress bar that is cut off leaves it hidden."""
+def show_cursor(then: str = "\n") -> None:
+    """Gives a terminal its cursor back: a live progress bar that is cut off leaves it hidden. `then` is
+    written after that: what follows is not to stand in the bar's line."""
     for descriptor in (1, 2):
         if os.isatty(descriptor):
-            os.write(descriptor, b"\x1b[?25h\n")
+            os.write(descriptor, f"\x1b[?25h{then}".encode())
             return
 
 

@@ -39,8 +39,9 @@ _INSTALLED = ("site-packages", "dist-packages", get_path("stdlib"), "<frozen ")
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Where a rank stood. seconds: since the epoch, when it last moved on. place: its main thread's line.
-    waits: whether that lies in a collective, where it waits for another."""
+    """Where a rank stood. seconds: since the epoch, when it last moved on, for people to read: clocks of
+    hosts differ, and nothing is judged by them. place: its main thread's line. waits: whether that lies in
+    a collective, where it waits for another."""
 
     rank: int
     step: int
@@ -78,7 +79,7 @@ class Watchdog:
         self._folder, self._rank, self._world = Path(run_dir) / "logs", rank, world
         self._limit, self._log, self._end = stuck_after, log, end or _leave
         self._at, self._phase, self._moves = 0, "start", 0
-        self._moved = time.time()
+        self._moved = time.monotonic()  # the clock of the wall may be set while a run trains
         self._main = threading.get_ident()
         self._pause = min((stuck_after or 0.0) / 4, 5.0)  # seconds between two looks
         self._over = threading.Event()
@@ -88,7 +89,7 @@ class Watchdog:
         """Begins to watch."""
         if self._limit is None:
             return
-        self._moved = time.time()
+        self._moved = time.monotonic()
         self._write()  # one of an earlier process may lie there, and be ahead
         self._thread = threading.Thread(target=self._watch, name="mm_core watchdog", daemon=True)
         self._thread.start()
@@ -115,9 +116,9 @@ class Watchdog:
         seen = -1
         while not self._over.wait(self._pause):
             if self._moves != seen:
-                seen, self._moved = self._moves, time.time()
+                seen, self._moved = self._moves, time.monotonic()
             self._write()
-            if time.time() - self._moved > self._limit:
+            if time.monotonic() - self._moved > self._limit:
                 self._leave_stacks()
                 # All ranks leave their stacks before one ends the run; and it may have moved on after all.
                 if self._over.wait(2 * self._pause):
@@ -128,7 +129,8 @@ class Watchdog:
 
     def _beat(self) -> Heartbeat:
         place, waits = self._place()
-        return Heartbeat(self._rank, self._at, self._phase, self._moves, self._moved, place, waits)
+        moved = time.time() - (time.monotonic() - self._moved)
+        return Heartbeat(self._rank, self._at, self._phase, self._moves, moved, place, waits)
 
     def _place(self) -> tuple[str, bool]:
         """The innermost line of the main thread that lies in no installed library; whether it waits there."""
@@ -165,7 +167,7 @@ class Watchdog:
 
     def _stuck(self) -> None:
         behind = min(self._read(), key=progress)
-        seconds = round(time.time() - self._moved)
+        seconds = round(time.monotonic() - self._moved)
         self._end(
             TrainingError(
                 f"nothing has moved for {seconds} s; rank {behind.rank} is furthest behind, in"
@@ -189,7 +191,9 @@ def _leave(fault: TrainingError) -> NoReturn:
     """Says the sentence, once over the ranks of this host, and ends the process: the main thread may
     wait in native code, where no exception reaches it."""
     from mm_core.train.failure import end_children, say
+    from mm_core.train.signals import show_cursor
 
     say(fault)
     end_children()
+    show_cursor()  # the bar is still open
     os._exit(1)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from mm_core.errors import DataError, PeerError
 from mm_core.train.failure import leave, run_as_rank
+from mm_core.train.launch_folder import FAILED, LaunchFolder
+from mm_core.train.progress import make_progress
 from mm_core.train.rank_logs import rank_log
 from mm_core.train.signals import STOPPED, StopFlag
 
@@ -65,8 +67,19 @@ def do(scenario: str, stop: StopFlag) -> int:
         if RANK == 0:
             raise DataError("nothing can be read here", where="clip 3")
         dist.barrier()
+    if RANK == 0 and scenario.startswith("bar"):
+        make_progress(10, 0).note("a bar is open")
+        Path("open").touch()
+        while scenario == "bar_killed" and LaunchFolder.current().read(FAILED) is None:
+            time.sleep(0.05)
+        if scenario == "bar_killed":  # after the other has spoken
+            os.kill(os.getpid(), signal.SIGKILL)
     if RANK == 0:
         wait_deafly()
+    if scenario.startswith("bar"):
+        while not Path("open").exists():
+            time.sleep(0.05)
+        raise DataError("nothing can be read here", where="clip 3")
     if scenario == "late":
         time.sleep(1)
     if scenario in ("error", "late"):

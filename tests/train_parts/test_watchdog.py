@@ -76,6 +76,20 @@ def test_what_stands_still_is_named_with_its_line_and_leaves_its_stacks(tmp_path
     assert (beat["step"], beat["phase"]) == (3, "forward_backward")
 
 
+@pytest.mark.parametrize("hours", [1, -1])
+def test_a_clock_that_is_set_neither_ends_a_run_nor_hides_a_hang(tmp_path, monkeypatch, hours):
+    watched, clock = Watched(tmp_path, limit=2.0), time.time
+    watched.dog.start()
+    watched.dog.enter("data")
+    time.sleep(0.6)  # the watch has seen that
+    monkeypatch.setattr(time, "time", lambda: clock() + 3600 * hours)
+    watched.wait(1.1)  # by the clock, an hour has gone by, and two looks
+    assert not watched.said
+    watched.wait(20)
+    watched.dog.close()
+    assert 2 <= int(watched.said[0].what.split()[4]) < 60, "seconds, and no hour"
+
+
 def test_a_run_that_moves_on_after_its_stacks_were_left_goes_on(tmp_path):
     watched = Watched(tmp_path)
     watched.dog.start()
