@@ -262,9 +262,10 @@ def launch(command: Sequence[str], nodes: Nodes) -> int:
                 if (code := running.abandoned()) is not None:
                     sys.stderr.write("mm: no rank had started\n")
                     return code
-        if code := running.exit_code():
+        ended = running.exit_code()
+        if ended:
             show_cursor("")  # a rank that was killed after another had spoken left it hidden
-        return code
+        return ended
     finally:
         logging.disable(logging.NOTSET)
         shutil.rmtree(folder, ignore_errors=True)

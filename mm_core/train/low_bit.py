@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import nn
 
 from mm_core.errors import PluginError
+
+with suppress(ImportError):  # torch then reads the tensors that it packs: `adamw_8bit` says what is missing
+    import torchao.optim  # noqa: F401
 
 
 def adamw_8bit(
@@ -66,7 +71,15 @@ def _optimizer_class() -> Any:
     aten = torch.ops.aten
     # torchao's own `to` shares memory where the device stays the same, even when asked for a copy.
     OptimState8bit.implements([aten.clone.default, aten.empty_like.default, aten._to_copy.default])(copied)
-    return AdamW8bit
+
+    class OwnKernels(AdamW8bit):  # type: ignore[misc]
+        def step(self, closure: Callable[[], Any] | None = None) -> Any:
+            # torch 2.13 names what it has compiled for a DTensor by its whole shape, and takes it again on
+            # a rank whose shard has another size: memory that is not the tensor's would be written.
+            with torch._functorch.config.patch(enable_autograd_cache=False):
+                return super().step(closure)
+
+    return OwnKernels
 
 
 @cache

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mm_core.config.load import load_config
 from mm_core.errors import MMError
+from mm_core.plugin.registry import get_registry
 from mm_core.train import checkpoint_dcp as dcp
 from mm_core.train import checkpoint_io as files
 from mm_core.train.checkpoint_reading import find_checkpoint, read_facts
@@ -63,6 +65,9 @@ def verify_resume(
     Raises:
         MMError: when one of the three runs fails, or the run has less than 2K steps.
     """
+    checked = load_config(config, overrides)
+    # torch reads the tensors of an optimizer's own kind once its library is there.
+    get_registry(checked.plugins.path).resolve("optimizer", checked.optimizer.type).load_target()
     with tempfile.TemporaryDirectory(prefix="mm_core-verify-") as folder:
         quiet = ["checkpoint.best=null", "log={every: 1, trackers: []}", "callbacks=[]", "profile=null"]
         # Nothing but the stop saves: a save is no part of what is compared.

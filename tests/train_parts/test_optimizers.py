@@ -269,6 +269,16 @@ def test_moments_of_8_bits_follow_adamw_and_survive_a_checkpoint(tmp_path):
     assert torch.equal(ours, resumed)
 
 
+@pytest.mark.slow
+def test_moments_of_8_bits_saved_in_the_background_resume_bit_for_bit(tmp_path, monkeypatch):
+    """On two ranks, one of which has no row of a tensor and must not run what was compiled for the other."""
+    pytest.importorskip("torchao.optim")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # the second run finds the first's
+    for asynchronous in ("thread", "process"):
+        script = Path(__file__).with_name("low_bit_ranks.py")
+        ranks.run_ranks(script, 2, tmp_path / asynchronous, asynchronous)
+
+
 # -- over ranks --------------------------------------------------------------------------------
 
 
