@@ -20,10 +20,6 @@ from mm_core.train.low_bit import adamw_8bit
 
 # Two ranks hold 64 and 64 rows, 1 and 0, 2 and 1.
 SHAPES = {"matrix": (128, 64), "one_row": (1, 2, 64), "odd": (3, 64)}
-    "matrix": (128, 64),
-    "one_row": (1, 2, 64),
-    "odd": (3, 64),
-}  # of which two ranks hold 1 and 0, 2 and 1
 SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
 
