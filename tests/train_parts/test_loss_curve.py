@@ -27,7 +27,7 @@ def draw(run, losses):
     tracker = JsonlTracker(run)
     for step, loss in enumerate(losses, 1):
         tracker.log(step, {"loss": loss})
-    tracker.close()
+    tracker.close("done")
     return write_loss_curve(run)
 
 
