@@ -73,6 +73,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """The exit code. Under a launcher (RANK is set) this process is a rank, and does not return."""
+    _refuse_contradictions(args)
     if args.overfit_one_batch:
         args.overrides.append("train.overfit_one_batch=true")
     if "RANK" in os.environ:
@@ -169,6 +170,32 @@ def _dry_run_of_rank(args: argparse.Namespace) -> int:
     world = environment_world()
     config = load_config(args.config, args.overrides)
     return _dry_run(config, world.world_size, args.json) if world.rank == 0 else 0
+
+
+def _refuse_contradictions(args: argparse.Namespace) -> None:
+    """Options of which one would be passed over in silence are an error."""
+    options = {
+        "--dry-run": args.dry_run,
+        "--resume": args.resume != "auto",
+        "--allow": bool(args.allow),
+        "--stop-after": args.stop_after is not None,
+    }
+    given = [name for name, there in options.items() if there]
+    if args.verify_resume is not None and given:
+        raise MMError(
+            f"{', '.join(given)} can not go with --verify-resume, which trains from nothing in a folder of"
+            " its own and stops by itself",
+            where="command line",
+            hint="leave one or the other out",
+        )
+    if args.resume == "never" and args.allow:
+        raise MMError(
+            "--allow can not go with --resume never: there is no checkpoint that anything has changed since",
+            where="command line",
+            hint="leave one or the other out",
+        )
+    if args.json and not args.dry_run:
+        raise MMError("--json goes with --dry-run only: it is the plan's form", where="command line")
 
 
 def _refuse_launch_options(args: argparse.Namespace) -> None:

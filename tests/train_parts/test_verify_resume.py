@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mm_core.cli.main import main
 from mm_core.errors import MMError
 from mm_core.train.checkpoint import CheckpointStore
 from mm_core.train.verify_resume import compare_checkpoints, compare_runs, render
@@ -154,3 +155,27 @@ def test_a_run_that_is_too_short_or_fails_is_a_sentence(tiny, mm):
 def test_under_a_launcher_it_is_refused(tiny, mm):
     done = mm("train", "--config", tiny, "--verify-resume", 1, RANK="0", WORLD_SIZE="1")
     assert done.code == 1 and "--verify-resume can not be met: this process is already rank 0" in done.err
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            "--verify-resume 2 --stop-after 1 --resume never --dry-run",
+            "--dry-run, --resume, --stop-after can not go with --verify-resume, which trains from nothing in"
+            " a folder of its own and stops by itself",
+        ),
+        (
+            "--verify-resume 2 --allow train",
+            "--allow can not go with --verify-resume, which trains",
+        ),
+        ("--resume never --allow all", "--allow can not go with --resume never: there is no checkpoint"),
+        ("--json", "--json goes with --dry-run only"),
+    ],
+)
+def test_options_that_contradict_each_other_are_one_sentence(options, sentence, tmp_path, capsys):
+    path = tmp_path / "absent.yaml"
+    assert main(["train", "--config", str(path), *options.split()]) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith(f"mm: error: command line: {sentence}") and not said.out
+    assert said.err.count("mm: error:") == 1
