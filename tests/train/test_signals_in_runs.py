@@ -113,13 +113,14 @@ def test_in_validation(group, tiny, tmp_path, untouched):
     resumed_is_untouched(config_at(tiny, tmp_path, "run"), tmp_path / "run", untouched)
 
 
-def test_when_the_save_takes_40_seconds(tiny, tmp_path, untouched):
+@pytest.mark.parametrize("group", [False, True])
+def test_when_the_save_takes_40_seconds(group, tiny, tmp_path, untouched):
     """Longer than the 30 seconds after which torch's agent kills ranks that were asked to end."""
     disk = {"type": "local/slow_disk", "folder": str(tmp_path), "seconds": 40.0}
     process = train(config_at(tiny, tmp_path, "run", disk=disk))
     metrics = tmp_path / "run/metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2)
-    send(process, False)
+    send(process, group)
     sent = time.monotonic()
     code, text = end(process)
     assert time.monotonic() - sent > 40 and code == 75, text
