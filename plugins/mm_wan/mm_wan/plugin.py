@@ -5,7 +5,17 @@ from mm_core import Component, hookimpl
 
 @hookimpl
 def mm_predictors() -> list[Component]:
-    return []
+    return [
+        Component(
+            name="transformer",
+            target="mm_wan.transformer:WanTransformer",
+            config="mm_wan.config_predictor:WanTransformerConfig",
+            summary="Wan 2.1 and 2.2's video transformer, Diffusers' own class",
+            aliases=("wandit",),
+            licence="Apache-2.0",
+            paper="https://arxiv.org/abs/2503.20314",
+        )
+    ]
 
 
 @hookimpl
@@ -25,4 +35,15 @@ def mm_schedulers() -> list[Component]:
 
 @hookimpl
 def mm_weight_formats() -> list[Component]:
-    return []
+    return [
+        Component(
+            name="diffusers",
+            target="mm_wan.formats:WanDiffusers",
+            summary="a folder that Diffusers' WanPipeline loads, or its transformer's alone",
+        ),
+        Component(
+            name="original",
+            target="mm_wan.formats:WanOriginal",
+            summary="Wan's transformer as Wan-AI publishes it",
+        ),
+    ]
