@@ -30,7 +30,17 @@ def mm_text_encoders() -> list[Component]:
 
 @hookimpl
 def mm_schedulers() -> list[Component]:
-    return []
+    return [
+        Component(
+            name="flow_match",
+            target="mm_wan.flow_match:WanFlowMatch",
+            config="mm_wan.config_scheduler:WanFlowMatchConfig",
+            summary="Wan's flow matching, sampled by Diffusers' UniPC, Euler or DPM-Solver++",
+            aliases=("wan_flow_match_scheduler",),
+            licence="Apache-2.0",
+            paper="https://arxiv.org/abs/2503.20314",
+        )
+    ]
 
 
 @hookimpl
