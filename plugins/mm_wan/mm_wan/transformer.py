@@ -89,11 +89,15 @@ class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers 
         self._check(latents, timestep, text, conditions)
         if (image_latents := conditions.get("image_latents")) is not None:
             latents = torch.cat([latents, image_latents], dim=1)
+        image_embeds = conditions.get("image_embeds")
+        if image_embeds is not None and self.fields["pos_embed_seq_len"] is not None:
+            # Diffusers takes first and last frame as rows of their own, and puts them together again.
+            image_embeds = image_embeds.unflatten(1, (2, -1)).flatten(0, 1)
         (predicted,) = super().forward(
             hidden_states=latents,
             timestep=timestep,
             encoder_hidden_states=text,
-            encoder_hidden_states_image=conditions.get("image_embeds"),
+            encoder_hidden_states_image=image_embeds,
             return_dict=False,
         )
         # A fresh tensor: FSDP2 may drop its backward hook when its root returns a view.
@@ -108,7 +112,8 @@ class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers 
         """
         needed = {"image_latents": f"[B,{self.image_channels},T,H,W]"} if self.image_channels else {}
         if self.fields["image_dim"] is not None:
-            needed["image_embeds"] = f"[B,K,{self.fields['image_dim']}]"
+            tokens = self.fields["pos_embed_seq_len"] or "K"
+            needed["image_embeds"] = f"[B,{tokens},{self.fields['image_dim']}]"
         return needed
 
     def forward_flops(
