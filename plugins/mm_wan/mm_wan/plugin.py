@@ -20,12 +20,32 @@ def mm_predictors() -> list[Component]:
 
 @hookimpl
 def mm_autoencoders() -> list[Component]:
-    return []
+    return [
+        Component(
+            name="vae",
+            target="mm_wan.vae:WanVAE",
+            config="mm_wan.config_encoders:WanVAEConfig",
+            summary="Wan 2.1 and 2.2's causal video autoencoder, Diffusers' own class",
+            aliases=("wan_video_vae",),
+            licence="Apache-2.0",
+            paper="https://arxiv.org/abs/2503.20314",
+        )
+    ]
 
 
 @hookimpl
 def mm_text_encoders() -> list[Component]:
-    return []
+    return [
+        Component(
+            name="umt5",
+            target="mm_wan.umt5:WanUMT5",
+            config="mm_wan.config_encoders:WanUMT5Config",
+            summary="UMT5 as Wan's pipelines use it, Transformers' own class",
+            aliases=("UMT5",),
+            licence="Apache-2.0",
+            paper="https://arxiv.org/abs/2304.09151",
+        )
+    ]
 
 
 @hookimpl

@@ -74,8 +74,8 @@ class Solver:
 
 
 def published(name: SolverName, order: int | None, shift: float, num_train_timesteps: int) -> Solver:
-    """The settings that Wan's pipelines are published with: UniPC of order 2 in flow mode, all else Diffusers'
-    defaults. Its shift is 3 for 480p and 5 for 720p (the example in Diffusers 0.42's
+    """The settings that Wan's pipelines are published with: UniPC of order 2 in flow mode, all else as
+    Diffusers has it. Its shift is 3 for 480p and 5 for 720p (the example in Diffusers 0.42's
     pipelines/wan/pipeline_wan.py; https://huggingface.co/docs/diffusers/api/pipelines/wan)."""
     settings: dict[str, Any] = {"num_train_timesteps": num_train_timesteps}
     if name == "euler":
