@@ -220,6 +220,11 @@ def test_an_interval_of_timesteps_equals_the_boundaries_that_enclose_it():
     assert len(np.unique(drawn(whole))) == 1000  # the whole schedule is as it was
 
 
+def test_a_draw_on_the_border_of_two_levels_belongs_to_the_upper_one():
+    scheduler = WanFlowMatch(num_train_timesteps=4, shift=1.0)
+    assert scheduler.timestep_quantile(torch.tensor([0.0, 0.25, 0.5, 0.75])).tolist() == [1, 2, 3, 4]
+
+
 def test_a_timestep_depends_on_its_own_generator_alone():
     def generators(count):
         return [torch.Generator().manual_seed(i) for i in range(count)]
@@ -252,6 +257,8 @@ def test_its_tables_are_real_where_models_are_built_without_memory():
         scheduler = WanFlowMatch(timesteps="mode")
         timesteps = scheduler.sample_timesteps([torch.Generator().manual_seed(0)])
         assert scheduler.sigmas(2).device.type == timesteps.device.type == "cpu"
+    expected = WanFlowMatch(timesteps="mode").sample_timesteps([torch.Generator().manual_seed(0)])
+    assert torch.equal(timesteps, expected)
 
 
 def test_its_config_imports_no_torch():
