@@ -45,7 +45,7 @@ class WanFlowMatch:
         # Everything below is in the order of k, so that it rises with the noise.
         self._timesteps = (count * sigmas).flip(0).float()
         self._cdf = _density_cdf(config)
-        self._gaussian = _gaussian_constants(count * sigmas)
+        self._gaussian = _gaussian_constants(sigmas)
         if config.loss_weighting == "gaussian" and self._gaussian[1] == 0:
             raise ContractError(
                 "the Gaussian weights of these noise levels are all 0",
@@ -122,8 +122,10 @@ class WanFlowMatch:
         sigma = self._sigma(timestep)
         if self.config.loss_weighting == "min_snr":
             return torch.minimum((1 - sigma) ** 2, self.config.min_snr_gamma * sigma**2)
+        # y - y_0 = y_0 (exp(2 (sigma_0 - sigma) (sigma_0 + sigma - 1)) - 1): as a difference it would lose
+        # half of float32's digits.
         lowest, factor = self._gaussian
-        return ((torch.exp(-2 * (sigma - 0.5) ** 2) - lowest) * factor).clamp(min=0)
+        return (factor * torch.expm1(2 * (lowest - sigma) * (lowest + sigma - 1))).clamp(min=0)
 
     def model_timestep(self, timestep: Tensor) -> Tensor:
         """The timestep itself."""
@@ -192,12 +194,13 @@ def _levels(config: WanFlowMatchConfig) -> Tensor:
     return rectified_flow.shift_sigma(u[:count], config.shift)
 
 
-def _gaussian_constants(timesteps: Tensor) -> tuple[float, float]:
-    """min y and N / sum(y - min y) of the Gaussian weights over timestep[N]; 0 where all y are the same."""
-    count = len(timesteps)
-    y = torch.exp(-2 * ((timesteps - count / 2) / count) ** 2)
-    total = float((y - y.min()).sum())
-    return float(y.min()), count / total if total > 1e-9 else 0.0
+def _gaussian_constants(sigmas: Tensor) -> tuple[float, float]:
+    """Of the Gaussian weights of sigma[N]: the sigma_0 whose y is lowest, and y_0 N / sum(y - y_0), which is 0
+    where all y are the same."""
+    y = torch.exp(-2 * (sigmas - 0.5) ** 2)
+    lowest = y.argmin()
+    total = float((y - y[lowest]).sum())
+    return float(sigmas[lowest]), float(y[lowest]) * len(sigmas) / total if total > 1e-9 else 0.0
 
 
 def _density_cdf(config: WanFlowMatchConfig) -> Tensor:
