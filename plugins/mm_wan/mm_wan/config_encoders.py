@@ -13,7 +13,8 @@ _Size = Annotated[int, Range(ge=1)]
 @dataclass(frozen=True)
 class TilingParam:
     """Tiles that larger clips are cut into, as `AutoencoderKLWan.enable_tiling` takes them. All four are
-    multiples of the autoencoder's spatial stride. Tiles change the latents a little at their seams."""
+    multiples of the autoencoder's spatial stride. Tiles change the latents a little at their seams. The
+    48-channel autoencoder encodes patches of 2x2 pixels, and Diffusers counts its tiles in these there."""
 
     tile_sample_min_height: _Size = 256  # pixels of a tile, down
     tile_sample_min_width: _Size = 256  # pixels of a tile, across

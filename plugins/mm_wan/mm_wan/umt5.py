@@ -94,9 +94,10 @@ class WanUMT5(nn.Module):
         if self.encoder.model is not None:
             return
         kind = read_mapping(self.folder / "config.json").get("model_type")
-        if kind is not None and kind != "umt5":
+        if (self.folder / "config.json").is_file() and kind != "umt5":
             raise CheckpointError(
-                f"this folder holds no UMT5 encoder: its config.json is of model_type {kind!r}",
+                "this folder holds no UMT5 encoder: its config.json "
+                + (f"is of model_type {kind!r}" if kind else "names no model_type"),
                 where=str(self.folder),
                 accepted="the folder `text_encoder` of a Wan pipeline",
                 hint="core/hf_text takes other encoders",

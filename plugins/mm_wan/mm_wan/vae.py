@@ -177,7 +177,7 @@ class WanVAE(nn.Module):
                 where=str(self.folder),
                 accepted=f"a folder as Diffusers' {_CLASS}.save_pretrained writes it, or its pipeline's",
             )
-        self._check_tiles()
+        self._check_tiles(self.stride[1])
         model = _empty_model(self._config, self.folder)
         if pickled := self._pickled():
             raise only_pickled(self.folder, pickled)
@@ -195,7 +195,8 @@ class WanVAE(nn.Module):
         `latent_shape` refuses."""
         assert self.model is not None, "load() comes first"
         self.latent_shape(*pixels.shape[2:])
-        return self.posterior(self.model.encode(pixels.to(self.dtype)).latent_dist.parameters)
+        rows = pixels.split(1) if self.slicing else [pixels]
+        return self.posterior(torch.cat([self._moments(row) for row in rows]))
 
     def posterior(self, moments: Tensor) -> WanPosterior:
         """The posterior whose moments[B,2C,T,H,W] were kept from an earlier `encode`."""
@@ -215,6 +216,25 @@ class WanVAE(nn.Module):
         return super().train(False)
 
     # -- inside -----------------------------------------------------------------------------------
+
+    def _moments(self, pixels: Tensor) -> Tensor:
+        """[B,2C,T,H,W] of pixels[B,3,F,Y,X]: what AutoencoderKLWan.encode gives. It casts and patchifies a
+        whole clip at once; here each piece is, so that only the moments grow with the clip."""
+        from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, patchify
+
+        model = self.model
+        if self.tiling is not None:
+            found: Tensor = model.encode(pixels.to(self.dtype)).latent_dist.parameters
+            return found
+        patch = model.config.patch_size
+        # Each causal convolution keeps the frames that the next piece looks back at.
+        kept = [None] * sum(isinstance(layer, WanCausalConv3d) for layer in model.encoder.modules())
+        encoded = []
+        for piece in pixels.tensor_split(tuple(range(1, pixels.shape[2], _FRAMES)), dim=2):
+            piece = piece.to(self.dtype)
+            piece = piece if patch is None else patchify(piece, patch_size=patch)
+            encoded.append(model.encoder(piece, feat_cache=kept, feat_idx=[0]))
+        return model.quant_conv(torch.cat(encoded, dim=2))
 
     @cached_property
     def _config(self) -> Mapping[str, Any]:
@@ -241,23 +261,14 @@ class WanVAE(nn.Module):
         asked = self._asked_channels
         if not (self.folder / "config.json").is_file():
             return asked or 16, (4, 16, 16) if asked == 48 else (4, 8, 8)
-        config = self._config
-        channels = config.get("z_dim", 16)
+        channels, stride = _layers(self._config, self.folder)
         if asked is not None and asked != channels:
             raise CheckpointError(
                 f"the autoencoder's latents have {channels} channels, but latent_channels asks for {asked}",
                 where=str(self.folder),
                 hint="Wan 2.1 and the 14B models of Wan 2.2 have 16 channels, Wan 2.2 TI2V-5B has 48",
             )
-        halvings = len(config.get("dim_mult", "1244")) - 1
-        shrink = 2**halvings * (config.get("patch_size") or 1)
-        frames = 2 ** sum(map(bool, config.get("temperal_downsample", (False, True, True))))
-        if frames != _FRAMES:
-            raise CheckpointError(
-                f"the autoencoder takes {frames} frames a latent, and {_CLASS} encodes {_FRAMES} at a time",
-                where=str(self.folder / "config.json"),
-            )
-        return channels, (frames, shrink, shrink)
+        return channels, stride
 
     @cached_property
     def _normalisation(self) -> Normalisation | None:
@@ -295,11 +306,11 @@ class WanVAE(nn.Module):
                 hint="leave them out, or set norm_mode: value_shift_scale",
             )
 
-    def _check_tiles(self) -> None:
+    def _check_tiles(self, step: int) -> None:
         """ContractError for tiles that leave gaps, or do not divide into latents."""
         if self.tiling is None:
             return
-        sizes, step = asdict(self.tiling), self.stride[1]
+        sizes = asdict(self.tiling)
         for axis in ("height", "width"):
             tile, apart = sizes[f"tile_sample_min_{axis}"], sizes[f"tile_sample_stride_{axis}"]
             if apart > tile or tile % step or apart % step:
@@ -315,6 +326,29 @@ def pipeline_part(folder: Path, name: str) -> Path:
     return folder / name if (folder / "model_index.json").is_file() else folder
 
 
+def _layers(config: Mapping[str, Any], folder: Path) -> tuple[int, tuple[int, int, int]]:
+    """Channels and stride of the layers that config.json describes, with AutoencoderKLWan's defaults."""
+    try:
+        channels = int(config.get("z_dim", 16))
+        levels, halves = config.get("dim_mult", (1, 2, 4, 4)), config.get("temperal_downsample", (0, 1, 1))
+        frames, shrink = 2 ** sum(map(bool, halves)), 2 ** (len(levels) - 1) * (config.get("patch_size") or 1)
+    except (TypeError, ValueError) as fault:
+        raise _no_model(fault, folder) from fault
+    if frames != _FRAMES:
+        raise CheckpointError(
+            f"the autoencoder takes {frames} frames a latent, and {_CLASS} encodes {_FRAMES} at a time",
+            where=str(folder / "config.json"),
+        )
+    return channels, (frames, shrink, shrink)
+
+
+def _no_model(fault: Exception, folder: Path) -> CheckpointError:
+    return CheckpointError(
+        f"config.json describes no autoencoder that Diffusers can build: {fault}",
+        where=str(folder / "config.json"),
+    )
+
+
 def _empty_model(config: Mapping[str, Any], folder: Path) -> Any:
     """An AutoencoderKLWan with its parameters on the meta device and its buffers real."""
     from accelerate import init_empty_weights
@@ -324,10 +358,7 @@ def _empty_model(config: Mapping[str, Any], folder: Path) -> Any:
         with init_empty_weights(include_buffers=False):
             return AutoencoderKLWan.from_config(dict(config))
     except (TypeError, ValueError, LookupError, AssertionError, RuntimeError, AttributeError) as fault:
-        raise CheckpointError(
-            f"config.json describes no autoencoder that Diffusers can build: {fault}",
-            where=str(folder / "config.json"),
-        ) from fault
+        raise _no_model(fault, folder) from fault
 
 
 def _read_into(model: Any, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
