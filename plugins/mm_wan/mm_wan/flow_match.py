@@ -195,8 +195,8 @@ def _levels(config: WanFlowMatchConfig) -> Tensor:
 
 
 def _gaussian_constants(sigmas: Tensor) -> tuple[float, float]:
-    """Of the Gaussian weights of sigma[N]: the sigma_0 whose y is lowest, and y_0 N / sum(y - y_0), which is 0
-    where all y are the same."""
+    """Of the Gaussian weights of sigma[N]: the sigma_0 whose y is lowest, and y_0 N / sum(y - y_0), which is
+    0 where all y are the same."""
     y = torch.exp(-2 * (sigmas - 0.5) ** 2)
     lowest = y.argmin()
     total = float((y - y[lowest]).sum())
@@ -207,7 +207,8 @@ def _density_cdf(config: WanFlowMatchConfig) -> Tensor:
     """[N+1] float64: the share of the density below each border k / N of the levels, before the shift."""
     v = torch.linspace(0, 1, config.num_train_timesteps + 1, dtype=torch.float64, device="cpu")
     if config.timesteps == "logit_normal":  # SD3, eq. 19
-        return torch.special.ndtr((torch.logit(v) - config.logit_mean) / config.logit_std)
+        share: Tensor = torch.special.ndtr((torch.logit(v) - config.logit_mean) / config.logit_std)
+        return share
     if config.timesteps == "mode":
         return _mode_cdf(v, config.mode_scale)
     if config.timesteps == "beta":

@@ -44,7 +44,8 @@ class Solver:
 
     def sigmas(self, steps: int) -> Tensor:
         """sigmas[steps+1] float32 on CPU, falling to 0, that `integrate` visits."""
-        return self._begin(steps, torch.device("cpu")).sigmas.clone()
+        sigmas: Tensor = self._begin(steps, torch.device("cpu")).sigmas
+        return sigmas.clone()
 
     def integrate(self, velocity: VelocityField, noise: Tensor, steps: int) -> Tensor:
         """Clean latents[B,C,T,H,W] float32 from noise[B,C,T,H,W], as WanPipeline's loop computes them.
