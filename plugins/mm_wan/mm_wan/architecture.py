@@ -25,7 +25,7 @@ ACCEPTED = (
     f"the folder of a Wan pipeline ({INDEX}), of its transformer (config.json of {CLASS}),"
     f" or as Wan-AI lays it out (config.json of {ORIGINAL_CLASS})"
 )
-_ORIGINAL_KEYS = {"dim", "ffn_dim", "freq_dim", "in_dim", "num_heads", "num_layers", "out_dim"}
+_ORIGINAL_KEYS = ("dim", "ffn_dim", "freq_dim", "in_dim", "num_heads", "num_layers", "out_dim")
 
 
 def resolve(
@@ -126,13 +126,19 @@ def read_fields(folder: Path) -> dict[str, object]:
 def wan_parts(folder: Path) -> list[str]:
     """The Wan transformers that a pipeline's folder lists: `transformer`, `transformer_2`."""
     index = read_mapping(folder / INDEX)
-    return sorted(name for name, kind in index.items() if isinstance(kind, list) and kind[-1:] == [CLASS])
+    return sorted(
+        name
+        for name, kind in index.items()
+        if isinstance(kind, list) and kind[-1:] == [CLASS] and Path(name).name == name
+    )
 
 
 def is_original(folder: Path) -> bool:
     """Whether a folder is laid out as Wan-AI does; by its config.json alone."""
     config = read_mapping(folder / "config.json")
-    return config.get("_class_name", ORIGINAL_CLASS) == ORIGINAL_CLASS and config.keys() >= _ORIGINAL_KEYS
+    return config.get("_class_name", ORIGINAL_CLASS) == ORIGINAL_CLASS and config.keys() >= set(
+        _ORIGINAL_KEYS
+    )
 
 
 def pipeline_of(weights: WeightsFrom | None) -> tuple[Path, str] | None:
@@ -157,21 +163,50 @@ def _diffusers_fields(config: Mapping[str, Any], where: Path) -> dict[str, objec
             hint="it is another variant of Wan, or needs a later version of this plugin",
         )
     fields = {**DEFAULTS, **settings}
-    fields["patch_size"] = tuple(fields["patch_size"])  # type: ignore[arg-type]
+    if isinstance(patch := fields["patch_size"], list):
+        fields["patch_size"] = tuple(patch)
     fields["out_channels"] = fields["out_channels"] or fields["in_channels"]
+    return _checked(fields, where)
+
+
+def _checked(fields: dict[str, object], where: Path) -> dict[str, object]:
+    """The same. CheckpointError for a value that is none of its field: nobody vouches for the folder."""
+    for name, value in fields.items():
+        if name == "patch_size":
+            good = isinstance(value, tuple) and len(value) == 3 and all(map(_is_size, value))
+        elif name == "eps":
+            good = isinstance(value, float) and value > 0
+        elif name in ("cross_attn_norm", "qk_norm"):
+            good = type(value) is type(DEFAULTS[name])
+        else:
+            good = _is_size(value) or (value is None and DEFAULTS[name] is None)
+        if not good:
+            raise CheckpointError(
+                f"{name} is {value!r}", where=str(where), accepted=f"a value such as {DEFAULTS[name]!r}"
+            )
     return fields
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and value >= 1
 
 
 def _original_fields(folder: Path) -> dict[str, object]:
     """What config.json does not say (WanModel keeps it out) is seen from the tensors' shapes."""
     config = read_mapping(folder / "config.json")
+    if strange := [name for name in _ORIGINAL_KEYS if not _is_size(config[name])]:
+        raise CheckpointError(
+            f"{strange[0]} is {config[strange[0]]!r}",
+            where=str(folder / "config.json"),
+            accepted="a whole number above 0",
+        )
     shapes = open_stored(folder, STEM).shapes
     needed = ("patch_embedding.weight", "text_embedding.0.weight")
     if absent := [name for name in needed if name not in shapes]:
         raise CheckpointError(f"these weights lack {', '.join(absent)}", where=str(folder), accepted=ACCEPTED)
     image = shapes.get("img_emb.proj.1.weight")
     positions = shapes.get("img_emb.emb_pos")
-    return {
+    fields = {
         **DEFAULTS,
         "patch_size": tuple(shapes["patch_embedding.weight"][2:]),
         "num_attention_heads": config["num_heads"],
@@ -188,3 +223,4 @@ def _original_fields(folder: Path) -> dict[str, object]:
         "added_kv_proj_dim": config["dim"] if image else None,
         "pos_embed_seq_len": positions[1] if positions else None,
     }
+    return _checked(fields, folder / "config.json")

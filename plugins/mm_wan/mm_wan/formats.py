@@ -127,11 +127,11 @@ class WanDiffusers:
             and (pipeline := pipeline_of(component.weights_from)) is not None
         ]
         copies: dict[str, Path] = {}
-        for pipeline, _ in begun:
-            copies[INDEX] = pipeline / INDEX
-            for name, kind in read_mapping(pipeline / INDEX).items():
+        for top, _ in begun:
+            copies[INDEX] = top / INDEX
+            for name, kind in read_mapping(top / INDEX).items():
                 if isinstance(kind, list) and kind[:1] != [None] and Path(name).name == name:
-                    copies[name] = pipeline / name
+                    copies[name] = top / name
         return Companions(copies={n: path for n, path in copies.items() if n not in {w for _, w in begun}})
 
 

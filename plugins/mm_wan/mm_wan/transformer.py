@@ -58,19 +58,20 @@ class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers 
                 accepted="an even number, 6 or more",
             )
         super().__init__(**architecture)
-        self.fields: Mapping[str, Any] = architecture
+        known: dict[str, Any] = dict(architecture)
+        self.fields: Mapping[str, Any] = known
         self.weights_from: WeightsFrom | None = weights
-        self.patch_size: tuple[int, int, int] = self.fields["patch_size"]
-        self.out_channels: int = self.fields["out_channels"]
+        self.patch_size: tuple[int, int, int] = known["patch_size"]
+        self.out_channels: int = known["out_channels"]
         # Image-to-video models take the noisy latents and the given frames in one tensor.
-        self.image_channels: int = max(0, self.fields["in_channels"] - self.out_channels)
-        self.in_channels: int = self.fields["in_channels"] - self.image_channels
-        self.text_dim: int = self.fields["text_dim"]
+        self.image_channels: int = max(0, known["in_channels"] - self.out_channels)
+        self.in_channels: int = known["in_channels"] - self.image_channels
+        self.text_dim: int = known["text_dim"]
         if self.patch_embedding.weight.device.type != "meta":
             with torch.no_grad():
                 self.init_weights()
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, latents: Tensor, timestep: Tensor, text: Tensor, text_mask: Tensor, **conditions: Tensor
     ) -> Tensor:
         """Velocity[B,C,T,H,W] in the dtype of the latents.
@@ -92,7 +93,8 @@ class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers 
         image_embeds = conditions.get("image_embeds")
         if image_embeds is not None and self.fields["pos_embed_seq_len"] is not None:
             # Diffusers takes first and last frame as rows of their own, and puts them together again.
-            image_embeds = image_embeds.unflatten(1, (2, -1)).flatten(0, 1)
+            batch, tokens, width = image_embeds.shape
+            image_embeds = image_embeds.reshape(2 * batch, tokens // 2, width)
         (predicted,) = super().forward(
             hidden_states=latents,
             timestep=timestep,
@@ -101,7 +103,8 @@ class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers 
             return_dict=False,
         )
         # A fresh tensor: FSDP2 may drop its backward hook when its root returns a view.
-        return predicted.to(latents.dtype).clone(memory_format=torch.contiguous_format)
+        fresh: Tensor = predicted.to(latents.dtype).clone(memory_format=torch.contiguous_format)
+        return fresh
 
     @property
     def needed_conditions(self) -> dict[str, str]:

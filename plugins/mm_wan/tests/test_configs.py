@@ -18,6 +18,7 @@ from mm_wan.formats import ORIGINAL_KEYS
 from mm_wan.presets import PRESETS
 from mm_wan.testing import make_tiny_checkpoint
 
+import mm_core
 from mm_core.config.load import load_config
 from mm_core.plan import build_task, make_plan
 from mm_core.train.exporting import export
@@ -147,9 +148,9 @@ def test_a_tiny_twin_trains_and_comes_out(name, tmp_path, monkeypatch):
         "--config",
         f"{ROOT}/configs/wan/{name}.yaml",
     ]
-    found = subprocess.run(
-        [*command, *fewer], env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
-    )
+    core = str(Path(mm_core.__file__).parents[1])  # the one of this process, wherever it lies
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": core}
+    found = subprocess.run([*command, *fewer], env=environment, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout + found.stderr
     out = export(tmp_path / f"runs/wan_{name}", tmp_path / "out", "wan/diffusers")
     if name.endswith("lora"):
