@@ -128,7 +128,7 @@ def _tokenizer() -> Any:
     letters = [(letter, score) for letter, score in letters if letter not in known]
     specials = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
     tokenizer = Tokenizer(models.Unigram([*specials, *scored, *letters], unk_id=2, byte_fallback=False))
-    space = {"replacement": "▁", "prepend_scheme": "always"}
+    space: dict[str, Any] = {"replacement": "▁", "prepend_scheme": "always"}
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(**space)]
     )

@@ -17,7 +17,7 @@ from mm_core.errors import CheckpointError
 from mm_core.plugin import DType
 from mm_core.weights.formats import read_mapping
 from mm_wan.config_encoders import WanUMT5Config
-from mm_wan.vae import pipeline_part
+from mm_wan.vae_files import pipeline_part
 
 
 def clean_prompt(text: str) -> str:

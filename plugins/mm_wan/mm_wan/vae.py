@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,20 @@ from torch import Tensor, nn
 from mm_core.contracts import torch_dtype
 from mm_core.errors import CheckpointError, ContractError
 from mm_core.plugin import DType
-from mm_core.weights import KeyMap, open_stored
-from mm_core.weights.fitting import fit
 from mm_core.weights.formats import only_pickled, read_mapping
 from mm_core.weights.stored import INDEX
-from mm_core.weights.streaming import stream
 from mm_wan.config_encoders import TilingParam, WanVAEConfig
+from mm_wan.vae_files import (
+    CLASS,
+    FRAMES_A_LATENT,
+    STEM,
+    empty_model,
+    layers_of,
+    pipeline_part,
+    read_into,
+)
 
-_CLASS = "AutoencoderKLWan"
-_STEM = "diffusion_pytorch_model"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_FRAMES = 4  # that AutoencoderKLWan encodes at a time, after the first
 
 
 class Normalisation:
@@ -175,16 +179,17 @@ class WanVAE(nn.Module):
             raise CheckpointError(
                 "the folder of the autoencoder holds no config.json",
                 where=str(self.folder),
-                accepted=f"a folder as Diffusers' {_CLASS}.save_pretrained writes it, or its pipeline's",
+                accepted=f"a folder as Diffusers' {CLASS}.save_pretrained writes it, or its pipeline's",
             )
         self._check_tiles(self.stride[1])
-        model = _empty_model(self._config, self.folder)
+        model = empty_model(self._config, self.folder)
         if pickled := self._pickled():
             raise only_pickled(self.folder, pickled)
-        _read_into(model, self.folder, self.dtype, device)
+        read_into(model, self.folder, self.dtype, device)
         if self.tiling is not None:
             model.enable_tiling(**asdict(self.tiling))
         model.use_slicing = self.slicing
+        _ = self._normalisation  # complains now, not at the first clip
         self.model = model.eval().requires_grad_(False)
 
     # -- pixels <-> latents -----------------------------------------------------------------------
@@ -195,11 +200,12 @@ class WanVAE(nn.Module):
         `latent_shape` refuses."""
         assert self.model is not None, "load() comes first"
         self.latent_shape(*pixels.shape[2:])
-        rows = pixels.split(1) if self.slicing else [pixels]
-        return self.posterior(torch.cat([self._moments(row) for row in rows]))
+        if self.slicing and len(pixels) > 1:
+            return self.posterior(torch.cat([self._moments(row[None]) for row in pixels]))
+        return self.posterior(self._moments(pixels))
 
     def posterior(self, moments: Tensor) -> WanPosterior:
-        """The posterior whose moments[B,2C,T,H,W] were kept from an earlier `encode`."""
+        """The posterior whose moments[B,2C,T,H,W] were kept from an earlier `encode`. Needs no weights."""
         return WanPosterior(moments, self._normalisation, self.do_sample)
 
     @torch.no_grad()
@@ -223,18 +229,22 @@ class WanVAE(nn.Module):
         from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, patchify
 
         model = self.model
+        found: Tensor
         if self.tiling is not None:
-            found: Tensor = model.encode(pixels.to(self.dtype)).latent_dist.parameters
+            found = model.encode(pixels.to(self.dtype)).latent_dist.parameters
             return found
         patch = model.config.patch_size
         # Each causal convolution keeps the frames that the next piece looks back at.
         kept = [None] * sum(isinstance(layer, WanCausalConv3d) for layer in model.encoder.modules())
         encoded = []
-        for piece in pixels.tensor_split(tuple(range(1, pixels.shape[2], _FRAMES)), dim=2):
+        for piece in pixels.tensor_split(tuple(range(1, pixels.shape[2], FRAMES_A_LATENT)), dim=2):
             piece = piece.to(self.dtype)
             piece = piece if patch is None else patchify(piece, patch_size=patch)
             encoded.append(model.encoder(piece, feat_cache=kept, feat_idx=[0]))
-        return model.quant_conv(torch.cat(encoded, dim=2))
+        found = torch.cat(encoded, dim=2)
+        encoded.clear()
+        found = model.quant_conv(found)
+        return found
 
     @cached_property
     def _config(self) -> Mapping[str, Any]:
@@ -247,13 +257,13 @@ class WanVAE(nn.Module):
                 f"config.json can not be read ({type(fault).__name__})", where=str(where)
             ) from None
         kind = found.get("_class_name") if isinstance(found, dict) else None
-        if kind != _CLASS:
+        if kind != CLASS:
             raise CheckpointError(
                 f"this folder holds no Wan autoencoder: its config.json is of {kind or 'no Diffusers model'}",
                 where=str(self.folder),
-                accepted=f"the folder `vae` of a Wan pipeline, of class {_CLASS}",
+                accepted=f"the folder `vae` of a Wan pipeline, of class {CLASS}",
             )
-        return found
+        return dict(found)
 
     @cached_property
     def _facts(self) -> tuple[int, tuple[int, int, int]]:
@@ -261,7 +271,7 @@ class WanVAE(nn.Module):
         asked = self._asked_channels
         if not (self.folder / "config.json").is_file():
             return asked or 16, (4, 16, 16) if asked == 48 else (4, 8, 8)
-        channels, stride = _layers(self._config, self.folder)
+        channels, stride = layers_of(self._config, self.folder)
         if asked is not None and asked != channels:
             raise CheckpointError(
                 f"the autoencoder's latents have {channels} channels, but latent_channels asks for {asked}",
@@ -279,14 +289,26 @@ class WanVAE(nn.Module):
             return Normalisation(
                 torch.tensor([self.shift_factor or 0.0]), torch.tensor([self.scaling_factor])
             )
-        config = self.model.config
-        return Normalisation(torch.tensor(config.latents_mean), 1.0 / torch.tensor(config.latents_std))
+        from diffusers import AutoencoderKLWan
+
+        defaults = signature(
+            AutoencoderKLWan.__init__
+        ).parameters  # the first published config has no numbers
+        mean, std = (
+            self._config.get(name, defaults[name].default) for name in ("latents_mean", "latents_std")
+        )
+        if not len(mean) == len(std) == self.latent_channels:
+            raise CheckpointError(
+                f"latents_mean and latents_std are not of {self.latent_channels} numbers each, one a channel",
+                where=str(self.folder / "config.json"),
+            )
+        return Normalisation(torch.tensor(mean), 1.0 / torch.tensor(std))
 
     def _weight_files(self) -> list[str]:
         """The files that the folder's index lists, or the one file of small models."""
-        index = self.folder / f"{_STEM}{INDEX}"
+        index = self.folder / f"{STEM}{INDEX}"
         if not index.is_file():
-            return [f"{_STEM}.safetensors"]
+            return [f"{STEM}.safetensors"]
         listed = read_mapping(index).get("weight_map")  # load() says what is wrong with a damaged one
         return sorted(set(map(str, listed.values()))) if isinstance(listed, dict) else []
 
@@ -319,65 +341,3 @@ class WanVAE(nn.Module):
                     where="tiling_param",
                     accepted=f"multiples of {step}, the stride at most the tile",
                 )
-
-
-def pipeline_part(folder: Path, name: str) -> Path:
-    """The folder of one model, also where the pipeline's folder is given."""
-    return folder / name if (folder / "model_index.json").is_file() else folder
-
-
-def _layers(config: Mapping[str, Any], folder: Path) -> tuple[int, tuple[int, int, int]]:
-    """Channels and stride of the layers that config.json describes, with AutoencoderKLWan's defaults."""
-    try:
-        channels = int(config.get("z_dim", 16))
-        levels, halves = config.get("dim_mult", (1, 2, 4, 4)), config.get("temperal_downsample", (0, 1, 1))
-        frames, shrink = 2 ** sum(map(bool, halves)), 2 ** (len(levels) - 1) * (config.get("patch_size") or 1)
-    except (TypeError, ValueError) as fault:
-        raise _no_model(fault, folder) from fault
-    if frames != _FRAMES:
-        raise CheckpointError(
-            f"the autoencoder takes {frames} frames a latent, and {_CLASS} encodes {_FRAMES} at a time",
-            where=str(folder / "config.json"),
-        )
-    return channels, (frames, shrink, shrink)
-
-
-def _no_model(fault: Exception, folder: Path) -> CheckpointError:
-    return CheckpointError(
-        f"config.json describes no autoencoder that Diffusers can build: {fault}",
-        where=str(folder / "config.json"),
-    )
-
-
-def _empty_model(config: Mapping[str, Any], folder: Path) -> Any:
-    """An AutoencoderKLWan with its parameters on the meta device and its buffers real."""
-    from accelerate import init_empty_weights
-    from diffusers import AutoencoderKLWan
-
-    try:
-        with init_empty_weights(include_buffers=False):
-            return AutoencoderKLWan.from_config(dict(config))
-    except (TypeError, ValueError, LookupError, AssertionError, RuntimeError, AttributeError) as fault:
-        raise _no_model(fault, folder) from fault
-
-
-def _read_into(model: Any, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-    """Streams the weights of `folder`. CheckpointError unless they are exactly the model's."""
-    stored = open_stored(folder, _STEM)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    way = fit(KeyMap(), shapes, stored)
-    if not way.whole:
-        raise CheckpointError(f"the weights are not this autoencoder's: {_misfit(way)}", where=str(folder))
-    state = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
-    stream(state, ((copy, stored) for copy in way.copies))
-    model.load_state_dict(state, assign=True)
-    model.to(device)
-
-
-def _misfit(way: Any) -> str:
-    if way.misshapen:
-        name, wanted, found = way.misshapen[0]
-        return f"{name} has shape {found}, not {wanted}"
-    names, word = (way.missing, "lack") if way.missing else (way.unexpected, "also have")
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"they {word} {', '.join(names[:3])}{more}"

@@ -152,7 +152,7 @@ def test_without_do_sample_the_mode_is_taken(checkpoints):
 def test_kept_moments_give_the_same_latents(checkpoints):
     vae = loaded(checkpoints["t2v"])
     posterior = vae.encode(clips(1, 3, 5, 16, 16))
-    again = vae.posterior(posterior.moments.clone())
+    again = WanVAE(str(checkpoints["t2v"])).posterior(posterior.moments.clone())  # without its weights
     assert torch.equal(again.sample(generators(1)), posterior.sample(generators(1)))
 
 
@@ -216,6 +216,17 @@ def peak_of_encoding(vae: WanVAE, pixels: torch.Tensor) -> int:
 
 
 # -- what is not there, or not right --------------------------------------------------------------
+
+
+def test_a_config_without_numbers_has_diffusers_own(copied):
+    config = json.loads((copied / "config.json").read_text())
+    kept = {name: value for name, value in config.items() if name not in ("latents_mean", "latents_std")}
+    (copied / "config.json").write_text(json.dumps(kept))
+    defaults, vae = AutoencoderKLWan.from_pretrained(copied).config, loaded(copied)
+    posterior = vae.encode(clips(1, 3, 1, 16, 16))
+    mean = torch.tensor(defaults.latents_mean).view(1, -1, 1, 1, 1)
+    std = torch.tensor(defaults.latents_std).view(1, -1, 1, 1, 1)
+    assert torch.equal(posterior.mode(), (posterior.moments.chunk(2, 1)[0] - mean) * (1.0 / std))
 
 
 def test_without_files_the_published_sizes_are_assumed(tmp_path):
@@ -298,6 +309,7 @@ def test_pickles_are_refused(copied):
         ({"num_res_blocks": 2}, r"not this autoencoder's: they lack .* and \d+ more"),
         ({"dim_mult": 4}, "config.json describes no autoencoder that Diffusers can build"),
         ({"dim_mult": "wide"}, "config.json describes no autoencoder that Diffusers can build"),
+        ({"latents_std": [1.0] * 4}, "latents_mean and latents_std are not of 16 numbers each"),
         ({"temperal_downsample": [True] * 3}, "takes 8 frames a latent, and AutoencoderKLWan encodes 4"),
     ],
 )
