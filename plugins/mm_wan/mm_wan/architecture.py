@@ -1,0 +1,226 @@
+"""Which transformer is meant: a folder's, a published one, or one by its fields.
+
+Two layouts are read: that of Diffusers (config.json of `WanTransformer3DModel`, alone or in a pipeline's
+folder) and Wan-AI's own (config.json of `WanModel`, https://github.com/Wan-Video/Wan2.1,
+wan/modules/model.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mm_core.contracts import WeightsFrom
+from mm_core.errors import CheckpointError, ConfigError, did_you_mean
+from mm_core.weights import open_stored
+from mm_core.weights.formats import read_mapping
+from mm_wan.presets import DEFAULTS, PRESETS, Fields, presets_of
+
+CLASS = "WanTransformer3DModel"
+ORIGINAL_CLASS = "WanModel"
+STEM = "diffusion_pytorch_model"
+INDEX = "model_index.json"
+ACCEPTED = (
+    f"the folder of a Wan pipeline ({INDEX}), of its transformer (config.json of {CLASS}),"
+    f" or as Wan-AI lays it out (config.json of {ORIGINAL_CLASS})"
+)
+_ORIGINAL_KEYS = ("dim", "ffn_dim", "freq_dim", "in_dim", "num_heads", "num_layers", "out_dim")
+
+
+def resolve(
+    from_pretrained: str | None, preset: str | None, given: Fields
+) -> tuple[dict[str, object], WeightsFrom | None]:
+    """The architecture, and the weights that it begins with.
+
+    Args:
+        from_pretrained: a folder. Where it does not exist yet and `preset` names what it will hold, the
+            preset serves: a run can be planned before its weights are fetched.
+        preset: a name of PRESETS.
+        given: fields of the architecture that were set.
+
+    Raises:
+        CheckpointError: a folder that is no Wan transformer's, or another one's than the preset's.
+        ConfigError: a name that no preset has, or fields that contradict the folder or the preset.
+    """
+    if preset is not None and preset not in PRESETS:
+        raise ConfigError(
+            f"no preset is named {preset!r}", accepted=", ".join(PRESETS), hint=did_you_mean(preset, PRESETS)
+        )
+    weights = None
+    if from_pretrained is not None:
+        folder = Path(from_pretrained)
+        weights = WeightsFrom(from_pretrained, "wan/original" if is_original(folder) else "wan/diffusers")
+        if folder.exists() or preset is None:
+            published = read_fields(folder)
+            if preset is not None:
+                _check_preset(folder, published, preset)
+            return _uncontradicted(published, given, from_pretrained), weights
+    if preset is not None:
+        return _uncontradicted(PRESETS[preset].fields, given, f"preset {preset}"), weights
+    return {**DEFAULTS, **given}, weights
+
+
+def _check_preset(folder: Path, published: Fields, preset: str) -> None:
+    expected = PRESETS[preset].fields
+    if different := _differences(published, expected):
+        held = " or ".join(presets_of(published)) or "no published model"
+        raise CheckpointError(
+            f"the preset is {preset}, and this folder holds {held}: {different}",
+            where=str(folder),
+            hint="leave preset out: the folder says what it holds",
+        )
+
+
+def _uncontradicted(published: Fields, given: Fields, origin: str) -> dict[str, object]:
+    expected = {name: published[name] for name in given}
+    if different := _differences(given, expected):
+        raise ConfigError(
+            f"these options contradict {origin}: {different}",
+            hint="leave them out: the published config counts",
+        )
+    return dict(published)
+
+
+def _differences(found: Fields, expected: Fields) -> str:
+    pairs = ((name, found[name], expected[name]) for name in found)
+    return ", ".join(f"{name} {one} instead of {other}" for name, one, other in pairs if one != other)
+
+
+# -- folders -------------------------------------------------------------------------------------
+
+
+def read_fields(folder: Path) -> dict[str, object]:
+    """The architecture of the transformer in a folder. CheckpointError where there is none."""
+    if not folder.is_dir():
+        raise CheckpointError(
+            "this is a file" if folder.exists() else "there is no such folder",
+            where=str(folder),
+            accepted=ACCEPTED,
+            hint="fetch the weights there; or set preset to plan a run without them",
+        )
+    if is_original(folder):
+        return _original_fields(folder)
+    place = folder
+    if (folder / INDEX).is_file():
+        index = read_mapping(folder / INDEX)
+        if not wan_parts(folder):
+            raise CheckpointError(
+                f"this pipeline ({index.get('_class_name', 'of no class')}) has no Wan transformer",
+                where=str(folder),
+                accepted=ACCEPTED,
+            )
+        place = folder / wan_parts(folder)[0]
+    config = read_mapping(place / "config.json")
+    if config.get("_class_name") != CLASS:
+        found = f"config.json is of {config['_class_name']}" if "_class_name" in config else ""
+        missing = (
+            "config.json names no class" if (place / "config.json").exists() else "config.json is missing"
+        )
+        raise CheckpointError(
+            f"this is no Wan transformer: {found or missing}", where=str(place), accepted=ACCEPTED
+        )
+    return _diffusers_fields(config, place / "config.json")
+
+
+def wan_parts(folder: Path) -> list[str]:
+    """The Wan transformers that a pipeline's folder lists: `transformer`, `transformer_2`."""
+    index = read_mapping(folder / INDEX)
+    return sorted(
+        name
+        for name, kind in index.items()
+        if isinstance(kind, list) and kind[-1:] == [CLASS] and Path(name).name == name
+    )
+
+
+def is_original(folder: Path) -> bool:
+    """Whether a folder is laid out as Wan-AI does; by its config.json alone."""
+    config = read_mapping(folder / "config.json")
+    return config.get("_class_name", ORIGINAL_CLASS) == ORIGINAL_CLASS and config.keys() >= set(
+        _ORIGINAL_KEYS
+    )
+
+
+def pipeline_of(weights: WeightsFrom | None) -> tuple[Path, str] | None:
+    """(pipeline's folder, name of the transformer's folder in it) for weights that lie in a pipeline."""
+    if weights is None:
+        return None
+    path = Path(weights.path)
+    if parts := wan_parts(path):
+        return path, parts[0]
+    # A link is followed no further than its name: `transformer` in the pipeline's own folder.
+    parent = path.absolute().parent
+    return (parent, path.absolute().name) if path.absolute().name in wan_parts(parent) else None
+
+
+def _diffusers_fields(config: Mapping[str, Any], where: Path) -> dict[str, object]:
+    settings = {name: value for name, value in config.items() if not name.startswith("_")}
+    if strange := [name for name in settings if name not in DEFAULTS]:
+        raise CheckpointError(
+            f"this transformer has settings that {CLASS} does not know: {', '.join(strange)}",
+            where=str(where),
+            accepted=", ".join(DEFAULTS),
+            hint="it is another variant of Wan, or needs a later version of this plugin",
+        )
+    fields = {**DEFAULTS, **settings}
+    if isinstance(patch := fields["patch_size"], list):
+        fields["patch_size"] = tuple(patch)
+    fields["out_channels"] = fields["out_channels"] or fields["in_channels"]
+    return _checked(fields, where)
+
+
+def _checked(fields: dict[str, object], where: Path) -> dict[str, object]:
+    """The same. CheckpointError for a value that is none of its field: nobody vouches for the folder."""
+    for name, value in fields.items():
+        if name == "patch_size":
+            good = isinstance(value, tuple) and len(value) == 3 and all(map(_is_size, value))
+        elif name == "eps":
+            good = isinstance(value, float) and value > 0
+        elif name in ("cross_attn_norm", "qk_norm"):
+            good = type(value) is type(DEFAULTS[name])
+        else:
+            good = _is_size(value) or (value is None and DEFAULTS[name] is None)
+        if not good:
+            raise CheckpointError(
+                f"{name} is {value!r}", where=str(where), accepted=f"a value such as {DEFAULTS[name]!r}"
+            )
+    return fields
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _original_fields(folder: Path) -> dict[str, object]:
+    """What config.json does not say (WanModel keeps it out) is seen from the tensors' shapes."""
+    config = read_mapping(folder / "config.json")
+    if strange := [name for name in _ORIGINAL_KEYS if not _is_size(config[name])]:
+        raise CheckpointError(
+            f"{strange[0]} is {config[strange[0]]!r}",
+            where=str(folder / "config.json"),
+            accepted="a whole number above 0",
+        )
+    shapes = open_stored(folder, STEM).shapes
+    needed = ("patch_embedding.weight", "text_embedding.0.weight")
+    if absent := [name for name in needed if name not in shapes]:
+        raise CheckpointError(f"these weights lack {', '.join(absent)}", where=str(folder), accepted=ACCEPTED)
+    image = shapes.get("img_emb.proj.1.weight")
+    positions = shapes.get("img_emb.emb_pos")
+    fields = {
+        **DEFAULTS,
+        "patch_size": tuple(shapes["patch_embedding.weight"][2:]),
+        "num_attention_heads": config["num_heads"],
+        "attention_head_dim": config["dim"] // config["num_heads"],
+        "in_channels": config["in_dim"],
+        "out_channels": config["out_dim"],
+        "text_dim": shapes["text_embedding.0.weight"][1],
+        "freq_dim": config["freq_dim"],
+        "ffn_dim": config["ffn_dim"],
+        "num_layers": config["num_layers"],
+        "cross_attn_norm": "blocks.0.norm3.weight" in shapes,
+        "eps": config.get("eps", DEFAULTS["eps"]),
+        "image_dim": image[1] if image else None,
+        "added_kv_proj_dim": config["dim"] if image else None,
+        "pos_embed_seq_len": positions[1] if positions else None,
+    }
+    return _checked(fields, folder / "config.json")

@@ -1,0 +1,51 @@
+"""Config of the predictor `wan/transformer`: torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from mm_core.plugin import Range
+
+_Size = Annotated[int, Range(ge=1)]
+
+PresetName = Literal[
+    "wan2.1-t2v-1.3b",
+    "wan2.1-t2v-14b",
+    "wan2.1-i2v-14b-480p",
+    "wan2.1-i2v-14b-720p",
+    "wan2.1-flf2v-14b-720p",
+    "wan2.2-t2v-a14b",
+    "wan2.2-i2v-a14b",
+    "wan2.2-ti2v-5b",
+]
+
+
+@dataclass(frozen=True)
+class WanTransformerConfig:
+    """Wan's diffusion transformer (https://arxiv.org/abs/2503.20314), from a folder, by the name of a
+    published architecture, or by its fields. A field that is not set is that of the folder or preset, and
+    without either that of Diffusers' class (14B text-to-video)."""
+
+    from_pretrained: str | None = None  # folder of a pipeline, of its transformer, or as Wan-AI lays it out
+    preset: PresetName | None = None  # published architecture; a folder must be of it
+    patch_size: tuple[_Size, _Size, _Size] | None = None  # latents a token along (t, h, w)
+    num_attention_heads: _Size | None = None  # the width is num_attention_heads * attention_head_dim
+    attention_head_dim: _Size | None = None  # channels a head; even, 6 or more
+    in_channels: _Size | None = (
+        None  # of the first layer: those of the latents, and of frames given with them
+    )
+    out_channels: _Size | None = None  # of the prediction, which are those of the latents
+    text_dim: _Size | None = None  # width of the text encoder's hidden states
+    freq_dim: _Size | None = None  # width of the timestep's sinusoids
+    ffn_dim: _Size | None = None  # inner width of the feed-forward
+    num_layers: _Size | None = None  # transformer blocks
+    cross_attn_norm: bool | None = None  # layer norm before the cross-attention
+    qk_norm: Literal["rms_norm_across_heads"] | None = None  # norm of queries and keys; the only one Wan has
+    eps: Annotated[float, Range(gt=0)] | None = None  # of all norms
+    image_dim: _Size | None = None  # width of CLIP's image features; none: the model takes no such features
+    added_kv_proj_dim: _Size | None = (
+        None  # width of the image's keys and values; the model's where it has any
+    )
+    rope_max_seq_len: _Size | None = None  # tokens along any axis that the rotary tables reach
+    pos_embed_seq_len: _Size | None = None  # image tokens of first and last frame together (first-last-frame)

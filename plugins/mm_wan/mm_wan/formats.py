@@ -1,0 +1,204 @@
+"""Weight formats of Wan's transformer: Diffusers' pipelines, and Wan-AI's own layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import diffusers
+from torch import nn
+
+from mm_core.weights import AdapterLayout, Companions, KeyMap, Layout, Rename, StoredTensors
+from mm_core.weights.formats import Diffusers, read_mapping
+from mm_wan.architecture import CLASS, INDEX, ORIGINAL_CLASS, STEM, is_original, pipeline_of, wan_parts
+from mm_wan.transformer import TEXT_LENGTH, WanTransformer
+
+_EXPERTS = ("high_noise_model", "low_noise_model")
+"""Folders of Wan 2.2's two transformers in Wan-AI's layout."""
+
+# The first image-to-video checkpoints hold a norm that nothing uses; Diffusers ignores it as well.
+DIFFUSERS_KEYS = KeyMap(ignored=("blocks.{i}.attn2.norm_added_q.weight",))
+
+
+def _attention(ours: str, theirs: str, layers: dict[str, str]) -> list[Rename]:
+    return [
+        Rename(f"blocks.{{i}}.{ours}.{one}.{{p}}", f"blocks.{{i}}.{theirs}.{other}.{{p}}")
+        for one, other in layers.items()
+    ]
+
+
+_LAYERS = {"to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "o", "norm_q": "norm_q", "norm_k": "norm_k"}
+_IMAGE = {"add_k_proj": "k_img", "add_v_proj": "v_img", "norm_added_k": "norm_k_img"}
+_EMBEDDER = {
+    "time_embedder.linear_1": "time_embedding.0",
+    "time_embedder.linear_2": "time_embedding.2",
+    "time_proj": "time_projection.1",
+    "text_embedder.linear_1": "text_embedding.0",
+    "text_embedder.linear_2": "text_embedding.2",
+    "image_embedder.norm1": "img_emb.proj.0",
+    "image_embedder.ff.net.0.proj": "img_emb.proj.1",
+    "image_embedder.ff.net.2": "img_emb.proj.3",
+    "image_embedder.norm2": "img_emb.proj.4",
+}
+
+ORIGINAL_KEYS = KeyMap(
+    (
+        *_attention("attn1", "self_attn", _LAYERS),
+        *_attention("attn2", "cross_attn", {**_LAYERS, **_IMAGE}),
+        # Wan-AI uses norm1, norm3 and norm2 in this order, which Diffusers calls 1, 2 and 3; only this one of
+        # them has parameters.
+        Rename("blocks.{i}.norm2.{p}", "blocks.{i}.norm3.{p}"),
+        Rename("blocks.{i}.ffn.net.0.proj.{p}", "blocks.{i}.ffn.0.{p}"),
+        Rename("blocks.{i}.ffn.net.2.{p}", "blocks.{i}.ffn.2.{p}"),
+        Rename("blocks.{i}.scale_shift_table", "blocks.{i}.modulation"),
+        *(Rename(f"condition_embedder.{one}.{{p}}", f"{other}.{{p}}") for one, other in _EMBEDDER.items()),
+        Rename("condition_embedder.image_embedder.pos_embed", "img_emb.emb_pos"),
+        Rename("proj_out.{p}", "head.head.{p}"),
+        Rename("scale_shift_table", "head.modulation"),
+    )
+)
+"""Names of `WanTransformer3DModel` -> those of `WanModel` (https://github.com/Wan-Video/Wan2.1,
+wan/modules/model.py), the inverse of Diffusers' conversion (scripts/convert_wan_to_diffusers.py)."""
+
+
+class WanDiffusers:
+    """A pipeline's folder that `WanPipeline.from_pretrained` loads, or a lone transformer's.
+
+    A run that began with a pipeline's weights is written as a pipeline: its transformer, and the parts of
+    that pipeline that were not trained. Others are written as a transformer's folder.
+    """
+
+    def __init__(self) -> None:
+        self._folder = Diffusers()
+
+    def recognises(self, path: Path) -> bool:
+        """A pipeline that lists a Wan transformer, or the folder of one."""
+        return bool(wan_parts(path)) or read_mapping(path / "config.json").get("_class_name") == CLASS
+
+    def folders(self, path: Path) -> Sequence[str]:
+        """The Wan transformers of a pipeline; [""] for a lone one's folder."""
+        return wan_parts(path) or [""]
+
+    def open(self, path: Path, folder: str = "") -> StoredTensors:
+        """The tensors of one transformer."""
+        return self._folder.open(path, folder)
+
+    def layout(self, name: str, component: nn.Module) -> Layout | None:
+        """A WanTransformer, under Diffusers' names."""
+        if not isinstance(component, WanTransformer):
+            return None
+        pipeline = pipeline_of(component.weights_from)
+        loading = f'from diffusers import {CLASS}\n\nmodel = {CLASS}.from_pretrained("{{folder}}")'
+        if pipeline is not None:
+            kind = read_mapping(pipeline[0] / INDEX).get("_class_name", "DiffusionPipeline")
+            # The card knows the transformer's folder; the pipeline's is the one above.
+            loading = f'from diffusers import {kind}\n\npipeline = {kind}.from_pretrained("{{folder}}/..")'
+        return Layout(
+            DIFFUSERS_KEYS,
+            folder=pipeline[1] if pipeline else "",
+            stem=STEM,
+            texts={"config.json": component.to_json_string()},
+            library="diffusers",
+            loading=loading,
+        )
+
+    def adapter(self, name: str, component: nn.Module) -> AdapterLayout | None:
+        """What `WanPipeline.load_lora_weights` reads."""
+        if not isinstance(component, WanTransformer):
+            return None
+        pipeline = pipeline_of(component.weights_from)
+        second = ", load_into_transformer_2=True" if pipeline and pipeline[1] == "transformer_2" else ""
+        file = "pytorch_lora_weights.safetensors"
+        return AdapterLayout(
+            file,
+            "transformer.",
+            metadata_key="lora_adapter_metadata",
+            library="diffusers",
+            loading=f'pipeline.load_lora_weights("{{folder}}", weight_name="{file}"{second})',
+        )
+
+    def companions(self, task: nn.Module) -> Companions:
+        """The other parts of the pipelines that the task's transformers began with, and their index."""
+        begun = [
+            pipeline
+            for component in task.children()
+            if isinstance(component, WanTransformer)
+            and (pipeline := pipeline_of(component.weights_from)) is not None
+        ]
+        copies: dict[str, Path] = {}
+        for top, _ in begun:
+            copies[INDEX] = top / INDEX
+            for name, kind in read_mapping(top / INDEX).items():
+                if isinstance(kind, list) and kind[:1] != [None] and Path(name).name == name:
+                    copies[name] = top / name
+        return Companions(copies={n: path for n, path in copies.items() if n not in {w for _, w in begun}})
+
+
+class WanOriginal:
+    """A folder as Wan-AI publishes it: config.json of `WanModel` and its safetensors."""
+
+    def __init__(self) -> None:
+        self._folder = Diffusers()
+
+    def recognises(self, path: Path) -> bool:
+        """A folder whose config.json is WanModel's, or that holds the two of Wan 2.2."""
+        return is_original(path) or bool(_experts(path))
+
+    def folders(self, path: Path) -> Sequence[str]:
+        """Those of Wan 2.2's two transformers; else the top."""
+        return [""] if is_original(path) else _experts(path)
+
+    def open(self, path: Path, folder: str = "") -> StoredTensors:
+        """The tensors of one transformer."""
+        return self._folder.open(path, folder)
+
+    def layout(self, name: str, component: nn.Module) -> Layout | None:
+        """A WanTransformer, under Wan-AI's names."""
+        if not isinstance(component, WanTransformer):
+            return None
+        config = json.dumps(original_config(component), indent=2) + "\n"
+        return Layout(
+            ORIGINAL_KEYS,
+            stem=STEM,
+            texts={"config.json": config},
+            library="wan",
+            loading='from wan.modules.model import WanModel\n\nmodel = WanModel.from_pretrained("{folder}")',
+        )
+
+    def adapter(self, name: str, component: nn.Module) -> AdapterLayout | None:
+        """None: Wan-AI's own code reads no adapters."""
+        return None
+
+    def companions(self, task: nn.Module) -> Companions:
+        """None: its other parts are torch files of other names, which no run of ours begins with."""
+        return Companions()
+
+
+def _experts(path: Path) -> list[str]:
+    return [name for name in _EXPERTS if is_original(path / name)]
+
+
+def original_config(component: WanTransformer) -> dict[str, object]:
+    """config.json of `WanModel` for the same architecture."""
+    fields = component.fields
+    if fields["pos_embed_seq_len"] is not None:
+        kind = "flf2v"
+    elif component.image_channels:
+        kind = "i2v"
+    else:
+        kind = "ti2v" if component.in_channels == 48 else "t2v"  # only TI2V has the VAE of 48 channels
+    return {
+        "_class_name": ORIGINAL_CLASS,
+        "_diffusers_version": diffusers.__version__,
+        "dim": fields["num_attention_heads"] * fields["attention_head_dim"],
+        "eps": fields["eps"],
+        "ffn_dim": fields["ffn_dim"],
+        "freq_dim": fields["freq_dim"],
+        "in_dim": fields["in_channels"],
+        "model_type": kind,
+        "num_heads": fields["num_attention_heads"],
+        "num_layers": fields["num_layers"],
+        "out_dim": fields["out_channels"],
+        "text_len": TEXT_LENGTH,
+    }

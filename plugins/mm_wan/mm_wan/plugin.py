@@ -1,0 +1,79 @@
+"""Entry point of the plugin: imports nothing heavy."""
+
+from mm_core import Component, hookimpl
+
+
+@hookimpl
+def mm_predictors() -> list[Component]:
+    return [
+        Component(
+            name="transformer",
+            target="mm_wan.transformer:WanTransformer",
+            config="mm_wan.config_predictor:WanTransformerConfig",
+            summary="Wan 2.1 and 2.2's video transformer, Diffusers' own class",
+            aliases=("wandit",),
+            licence="Apache-2.0",
+            paper="https://arxiv.org/abs/2503.20314",
+        )
+    ]
+
+
+@hookimpl
+def mm_autoencoders() -> list[Component]:
+    return [
+        Component(
+            name="vae",
+            target="mm_wan.vae:WanVAE",
+            config="mm_wan.config_encoders:WanVAEConfig",
+            summary="Wan 2.1 and 2.2's causal video autoencoder, Diffusers' own class",
+            aliases=("wan_video_vae",),
+            licence="Apache-2.0",
+            paper="https://arxiv.org/abs/2503.20314",
+        )
+    ]
+
+
+@hookimpl
+def mm_text_encoders() -> list[Component]:
+    return [
+        Component(
+            name="umt5",
+            target="mm_wan.umt5:WanUMT5",
+            config="mm_wan.config_encoders:WanUMT5Config",
+            summary="UMT5 as Wan's pipelines use it, Transformers' own class",
+            aliases=("UMT5",),
+            licence="Apache-2.0",
+            paper="https://arxiv.org/abs/2304.09151",
+        )
+    ]
+
+
+@hookimpl
+def mm_schedulers() -> list[Component]:
+    return [
+        Component(
+            name="flow_match",
+            target="mm_wan.flow_match:WanFlowMatch",
+            config="mm_wan.config_scheduler:WanFlowMatchConfig",
+            summary="Wan's flow matching, sampled by Diffusers' UniPC, Euler or DPM-Solver++",
+            aliases=("wan_flow_match_scheduler",),
+            licence="Apache-2.0",
+            paper="https://arxiv.org/abs/2503.20314",
+        )
+    ]
+
+
+@hookimpl
+def mm_weight_formats() -> list[Component]:
+    return [
+        Component(
+            name="diffusers",
+            target="mm_wan.formats:WanDiffusers",
+            summary="a folder that Diffusers' WanPipeline loads, or its transformer's alone",
+        ),
+        Component(
+            name="original",
+            target="mm_wan.formats:WanOriginal",
+            summary="Wan's transformer as Wan-AI publishes it",
+        ),
+    ]

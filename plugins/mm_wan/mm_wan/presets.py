@@ -1,0 +1,84 @@
+"""The published architectures of Wan 2.1 and 2.2, as data; torch-free.
+
+Each is the `transformer/config.json` of the repository that stands beside it, under the names of Diffusers'
+`WanTransformer3DModel`. Widths, heads and layers of 1.3B and 14B: https://arxiv.org/abs/2503.20314, table 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+Fields = Mapping[str, object]
+"""Architecture: field of `WanTransformer3DModel` -> value; patch_size is a tuple."""
+
+DEFAULTS: Fields = MappingProxyType(
+    {
+        "patch_size": (1, 2, 2),
+        "num_attention_heads": 40,
+        "attention_head_dim": 128,
+        "in_channels": 16,
+        "out_channels": 16,
+        "text_dim": 4096,
+        "freq_dim": 256,
+        "ffn_dim": 13824,
+        "num_layers": 40,
+        "cross_attn_norm": True,
+        "qk_norm": "rms_norm_across_heads",
+        "eps": 1e-6,
+        "image_dim": None,
+        "added_kv_proj_dim": None,
+        "rope_max_seq_len": 1024,
+        "pos_embed_seq_len": None,
+    }
+)
+"""Those of Diffusers' class, which are the 14B text-to-video model's."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A published transformer. source: the repository whose config.json it is. changed: its fields that are
+    not `DEFAULTS`."""
+
+    source: str
+    changed: Fields
+
+    @property
+    def fields(self) -> dict[str, object]:
+        """The whole architecture."""
+        return {**DEFAULTS, **self.changed}
+
+
+_SMALL: Fields = {"num_attention_heads": 12, "num_layers": 30, "ffn_dim": 8960}
+# 16 noisy channels, 16 of the given frames and 4 of their mask; CLIP's image features beside the text.
+_I2V: Fields = {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
+_TI2V: Fields = {
+    "num_attention_heads": 24,
+    "num_layers": 30,
+    "ffn_dim": 14336,
+    "in_channels": 48,
+    "out_channels": 48,
+}
+
+PRESETS: Mapping[str, Preset] = MappingProxyType(
+    {
+        "wan2.1-t2v-1.3b": Preset("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", _SMALL),
+        "wan2.1-t2v-14b": Preset("Wan-AI/Wan2.1-T2V-14B-Diffusers", {}),
+        "wan2.1-i2v-14b-480p": Preset("Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", _I2V),
+        "wan2.1-i2v-14b-720p": Preset("Wan-AI/Wan2.1-I2V-14B-720P-Diffusers", _I2V),
+        "wan2.1-flf2v-14b-720p": Preset(
+            "Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers",
+            {**_I2V, "pos_embed_seq_len": 514},  # 257 CLIP tokens of each of the two frames
+        ),
+        # Either of the two experts.
+        "wan2.2-t2v-a14b": Preset("Wan-AI/Wan2.2-T2V-A14B-Diffusers", {}),
+        "wan2.2-i2v-a14b": Preset("Wan-AI/Wan2.2-I2V-A14B-Diffusers", {"in_channels": 36}),
+        "wan2.2-ti2v-5b": Preset("Wan-AI/Wan2.2-TI2V-5B-Diffusers", _TI2V),
+    }
+)
+
+
+def presets_of(fields: Fields) -> list[str]:
+    """The presets of that architecture: several models may share one."""
+    return [name for name, preset in PRESETS.items() if preset.fields == dict(fields)]
