@@ -67,7 +67,7 @@ def test_shapes_stay_in_view_and_cross_much_of_it(shapes) -> None:
 
 
 def test_rendering_is_repeatable(shapes, shapes_data: Path, tmp_path: Path) -> None:
-    """Of what the example decides, each bit: x264's files of the same pixels have been seen to differ by a few bytes."""
+    """Each bit of what the example decides; x264 has been seen to write other bytes for the same pixels."""
     render, judge = shapes
     drawn = {}
     write = render.write_mp4
