@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from mm_core.builtin.configs.diffusion import ByteTextConfig, HFTextConfig
 from mm_core.contracts import Randomness, Tokenizer, torch_dtype
+from mm_core.diffusion.hf_folder import ModelFolder, first_line
 from mm_core.errors import CheckpointError
 from mm_core.plugin.fields import DType
 
@@ -20,7 +20,6 @@ END, PAD = 256, 257
 """Tokens beside the 256 bytes: the end of every caption, and padding."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "spiece.model", "vocab.txt", "vocab.json")
-_PICKLED = ("*.bin", "*.pt", "*.pth")
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,7 @@ def open_tokenizer(folder: str) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, ImportError, KeyError) as fault:
         raise CheckpointError(
-            f"no tokenizer can be made of this folder: {_first_line(fault)}",
+            f"no tokenizer can be made of this folder: {first_line(fault)}",
             where=folder,
             accepted="a folder that Transformers' AutoTokenizer opens",
             hint="set tokenizer: to the tokenizer's own folder where it is not the model's",
@@ -166,6 +165,7 @@ class HFTextEncoder(nn.Module):
     ) -> None:
         super().__init__()
         self.folder = Path(from_pretrained)
+        self._files = ModelFolder(self.folder, "text encoder")
         self.tokenizer_folder = Path(tokenizer) if tokenizer is not None else self.folder
         self.max_length = max_length
         self.dtype = torch_dtype(dtype)
@@ -178,9 +178,7 @@ class HFTextEncoder(nn.Module):
 
     def missing_files(self) -> list[str]:
         """Of config.json, the weights and the tokenizer, those that do not exist."""
-        missing = [] if self._has("config.json") else [str(self.folder / "config.json")]
-        if not self._pickled_only():  # those are there, and load() says why it refuses them
-            missing += [str(self.folder / name) for name in self._weight_files() if not self._has(name)]
+        missing = self._files.missing_files()
         if not any((self.tokenizer_folder / name).is_file() for name in _TOKENIZER_FILES):
             missing.append(str(self.tokenizer_folder / _TOKENIZER_FILES[0]))
         return missing
@@ -190,18 +188,11 @@ class HFTextEncoder(nn.Module):
         if self.model is not None:
             return
         config = self._config()
-        if self._pickled_only():
-            raise CheckpointError(
-                "the weights are pickled, which can run code when they are read",
-                where=str(self.folder),
-                accepted="safetensors",
-                hint="convert them: load the model where you trust it and call "
-                "save_pretrained(..., safe_serialization=True)",
-            )
+        self._files.check()
         if missing := self.missing_files():
             raise CheckpointError(f"files are missing: {', '.join(missing)}", where=str(self.folder))
         open_tokenizer(str(self.tokenizer_folder))
-        self.model = _read_model(self.folder, config, self.dtype).to(device).eval().requires_grad_(False)
+        self.model = self._files.read(_loader(config, self.folder), self.dtype).to(device)
 
     def tokenizer(self) -> Tokenizer:
         """The half for data workers."""
@@ -217,46 +208,9 @@ class HFTextEncoder(nn.Module):
         """Stays in evaluation mode: a frozen encoder has no dropout."""
         return super().train(False)
 
-    def _has(self, name: str) -> bool:
-        return (self.folder / name).is_file()
-
-    def _weight_files(self) -> list[str]:
-        """The safetensors files that the folder's index lists, or the one file of small models."""
-        index = self.folder / "model.safetensors.index.json"
-        if not index.is_file():
-            return ["model.safetensors"]
-        try:
-            return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, LookupError, TypeError, AttributeError) as fault:
-            raise CheckpointError(
-                f"the index of the weights is damaged: {type(fault).__name__}: {fault}",
-                where=str(index),
-                accepted="JSON with a weight_map from tensor to file",
-                hint="copy the file again",
-            ) from None
-
-    def _pickled_only(self) -> bool:
-        pickled = any(path for pattern in _PICKLED for path in self.folder.glob(pattern))
-        return pickled and not any(self.folder.glob("*.safetensors"))
-
     def _config(self) -> Any:
         """The model's config, of the text part where there are several. CheckpointError for none."""
-        from transformers import AutoConfig
-
-        if not self._has("config.json"):
-            raise CheckpointError(
-                "the folder of the text encoder holds no config.json",
-                where=str(self.folder),
-                accepted="a folder as Transformers' save_pretrained writes it",
-                hint="in Diffusers' layout that is the sub-folder text_encoder",
-            )
-        try:
-            config = AutoConfig.from_pretrained(self.folder, local_files_only=True)
-        except (OSError, ValueError, KeyError) as fault:
-            raise CheckpointError(
-                f"config.json describes no model that Transformers knows: {_first_line(fault)}",
-                where=str(self.folder),
-            ) from fault
+        config = self._files.config()
         if not hasattr(config, "vocab_size") or not hasattr(config, "hidden_size"):
             raise CheckpointError(
                 f"a model of type {config.model_type!r} is no text encoder: it has no vocabulary",
@@ -266,10 +220,8 @@ class HFTextEncoder(nn.Module):
         return config
 
 
-def _read_model(folder: Path, config: Any, dtype: torch.dtype) -> nn.Module:
-    import transformers
-    from packaging.version import Version
-    from safetensors import SafetensorError
+def _loader(config: Any, folder: Path) -> Any:
+    """The Transformers class that reads the encoder alone."""
     from transformers import AutoModel, AutoModelForTextEncoding
     from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING
 
@@ -280,25 +232,4 @@ def _read_model(folder: Path, config: Any, dtype: torch.dtype) -> nn.Module:
             where=str(folder),
             accepted="T5, MT5, UMT5, T5Gemma, or a model that is an encoder only",
         )
-    # Transformers renamed the argument; the old name is gone in later versions.
-    key = "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
-    try:
-        model, report = (AutoModelForTextEncoding if known else AutoModel).from_pretrained(
-            folder, local_files_only=True, use_safetensors=True, output_loading_info=True, **{key: dtype}
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as fault:
-        raise CheckpointError(
-            f"the text encoder can not be read: {_first_line(fault)}", where=str(folder)
-        ) from fault
-    # Transformers fills what a file lacks with random numbers. Poolers come after the hidden states.
-    if lacking := sorted(name for name in report["missing_keys"] if "pooler" not in name):
-        raise CheckpointError(
-            f"the weights lack {len(lacking)} tensors of the text encoder: {', '.join(lacking[:4])}",
-            where=str(folder),
-        )
-    assert isinstance(model, nn.Module)
-    return model
-
-
-def _first_line(fault: BaseException) -> str:
-    return next(iter(str(fault).splitlines()), type(fault).__name__)
+    return AutoModelForTextEncoding if known else AutoModel

@@ -14,6 +14,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "predictor": "mm_predictors",
         "autoencoder": "mm_autoencoders",
         "text_encoder": "mm_text_encoders",
+        "image_encoder": "mm_image_encoders",
         "scheduler": "mm_schedulers",
         "dataset": "mm_datasets",
         "task": "mm_tasks",

@@ -33,6 +33,11 @@ def mm_text_encoders() -> Iterable[Component]:  # type: ignore[empty-body]
 
 
 @hookspec
+def mm_image_encoders() -> Iterable[Component]:  # type: ignore[empty-body]
+    """Images -> hidden states: `target(**fields)` -> `mm_core.contracts.ImageEncoder`."""
+
+
+@hookspec
 def mm_schedulers() -> Iterable[Component]:  # type: ignore[empty-body]
     """Noise schedules: `target(**fields)` -> `mm_core.contracts.NoiseScheduler`."""
 

@@ -1,4 +1,4 @@
-"""Configs of the frozen encoders `wan/vae` and `wan/umt5`: torch-free."""
+"""Configs of the frozen encoders `wan/vae`, `wan/umt5` and `wan/clip_vision`: torch-free."""
 
 from __future__ import annotations
 
@@ -49,3 +49,12 @@ class WanUMT5Config:
     tokenizer: str | None = None  # folder; none: that of the weights, else `tokenizer` beside it
     max_length: _Size = 512  # tokens; longer captions are cut, all are padded to it
     dtype: DType = "bf16"  # of the weights and the hidden states
+
+
+@dataclass(frozen=True)
+class WanCLIPVisionConfig:
+    """The CLIP image encoder of Wan 2.1's image-to-video models, fed as their pipelines feed it."""
+
+    from_pretrained: str  # folder with config.json and safetensors: a pipeline's `image_encoder`, or its own
+    processor: str | None = None  # folder; none: that of the weights, else `image_processor` beside it
+    dtype: DType = "fp32"  # of the weights and the hidden states; Wan's pipelines are published with fp32

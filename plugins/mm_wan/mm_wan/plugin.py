@@ -49,6 +49,20 @@ def mm_text_encoders() -> list[Component]:
 
 
 @hookimpl
+def mm_image_encoders() -> list[Component]:
+    return [
+        Component(
+            name="clip_vision",
+            target="mm_wan.clip_vision:WanCLIPVision",
+            config="mm_wan.config_encoders:WanCLIPVisionConfig",
+            summary="CLIP's image encoder as Wan 2.1's image-to-video pipelines use it",
+            licence="MIT",
+            paper="https://arxiv.org/abs/2103.00020",
+        )
+    ]
+
+
+@hookimpl
 def mm_schedulers() -> list[Component]:
     return [
         Component(
