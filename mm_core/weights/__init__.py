@@ -1,7 +1,7 @@
 """Weights on disk: formats, key maps, streaming into shards and out of checkpoints, adapters."""
 
 from mm_core.weights.format import AdapterLayout, Companions, Layout, StoredTensors, WeightFormat
-from mm_core.weights.key_map import Copy, Fuse, KeyMap, Rename, Reshape, Split, Transpose
+from mm_core.weights.key_map import Copy, Fuse, KeyMap, Rename, Reshape, Split, Stack, Transpose
 from mm_core.weights.stored import open_stored
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Rename",
     "Reshape",
     "Split",
+    "Stack",
     "StoredTensors",
     "Transpose",
     "WeightFormat",

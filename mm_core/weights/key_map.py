@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
@@ -26,8 +26,9 @@ _BRACE = re.compile(r"\{(\w+)(\.\.\.)?\}")
 class Copy:
     """A box of a component's tensor, and the box of a stored tensor that holds the same numbers.
 
-    The stored tensor is first seen as `view` (where one is given), then its dimensions are put in the
-    order `dims`; what then lies at `stored_start` is what lies at `start` of the component's tensor.
+    The stored tensor is first seen as `view` (where one is given: with ones before its dimensions, or with
+    the same first dimension and others after it), then its dimensions are put in the order `dims`; what
+    then lies at `stored_start` is what lies at `start` of the component's tensor.
 
     component, stored: names. start, size: the box in the component's tensor. stored_shape: of the whole
     stored tensor, as in the file.
@@ -90,7 +91,20 @@ class Split:
     sizes: tuple[int, ...] | None = None
 
 
-Rule = Rename | Transpose | Reshape | Fuse | Split
+@dataclass(frozen=True)
+class Stack:
+    """One tensor of the component whose slices of the first dimension are stored one by one, as a mixture
+    of experts is: `{index}` in the stored names counts them from 0. Where several names are given, each
+    slice is stored as several, side by side along `dim` of the slice; in equal parts, or of `sizes`."""
+
+    component: str
+    stored: tuple[str, ...]
+    dim: int = 0
+    sizes: tuple[int, ...] | None = None
+    index: str = "e"
+
+
+Rule = Rename | Transpose | Reshape | Fuse | Split | Stack
 
 
 class Template:
@@ -127,6 +141,8 @@ class KeyMap:
         prefix: what every name of the component begins with and no stored name does ("transformer." for
             a component that wraps a model under that name).
         ignored: templates of stored names that the component has no use for (tables that it computes).
+        placed: name of the component, without the prefix -> where it lies, for names whose place was found
+            otherwise (`mm_core.weights.traced`); these go before the rules.
 
     Raises:
         ContractError: a rule whose sides do not have the same braces.
@@ -135,17 +151,20 @@ class KeyMap:
     rules: tuple[Rule, ...] = ()
     prefix: str = ""
     ignored: tuple[str, ...] = ()
+    placed: Mapping[str, tuple[Copy, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for rule in self.rules:
             sides = [*_component_sides(rule), *_stored_sides(rule)]
-            names = {frozenset(Template(side).names) for side in sides}
+            counted = {rule.index} if isinstance(rule, Stack) else set()
+            names = {frozenset(Template(side).names) | counted for side in _component_sides(rule)}
+            names |= {frozenset(Template(side).names) for side in _stored_sides(rule)}
             if len(names) > 1 or len(sides) != len(set(_component_sides(rule))) + len(
                 set(_stored_sides(rule))
             ):
                 raise ContractError(
                     f"the sides of {rule} do not have the same braces, or name one thing twice",
-                    accepted="templates with the same {names} on every side",
+                    accepted="templates with the same {names} on every side; a Stack's index on the stored one",
                 )
 
     @cached_property
@@ -163,6 +182,9 @@ class KeyMap:
     def renamed(self, name: str) -> str | None:
         """The stored name of a tensor that is stored whole and as it is; None where it is not."""
         bare = name.removeprefix(self.prefix)
+        if bare in self.placed:
+            found = self.placed[bare]
+            return found[0].stored if found == (whole(bare, found[0].stored, found[0].size),) else None
         for rule, _, template in self._by_component:
             values = template.match(bare)
             if values is not None:
@@ -205,12 +227,21 @@ class KeyMap:
     def _of(self, name: str, shapes: Mapping[str, Sequence[int]]) -> list[Copy]:
         if not name.startswith(self.prefix):
             raise ContractError(f"{name!r} does not begin with {self.prefix!r}, as this map wants")
+        if (bare := name[len(self.prefix) :]) in self.placed:
+            return self._placed(bare, name, tuple(shapes[name]))
         for rule, index, template in self._by_component:
-            values = template.match(name[len(self.prefix) :])
+            values = template.match(bare)
             if values is not None:
                 return self._copies_of(rule, index, values, name, shapes)
         shape = tuple(shapes[name])
-        return [whole(name, name[len(self.prefix) :], shape)]
+        return [whole(name, bare, shape)]
+
+    def _placed(self, bare: str, name: str, shape: Shape) -> list[Copy]:
+        copies = self.placed[bare]
+        ends = [tuple(s + n for s, n in zip(copy.start, copy.size, strict=True)) for copy in copies]
+        if shape != tuple(max(sizes) for sizes in zip(*ends, strict=True)):
+            raise ContractError(f"this map is of another {name!r} than one of shape {list(shape)}")
+        return [replace(copy, component=name) for copy in copies]
 
     def _copies_of(
         self,
@@ -238,6 +269,8 @@ class KeyMap:
             return [replace(entire, stored_shape=(shape[0], *rule.shape), view=shape)]
         if isinstance(rule, Split):
             return _split(rule, values, name, shape)
+        if isinstance(rule, Stack):
+            return _stack(rule, values, name, shape)
         return self._fuse(rule, values, shapes)
 
     def _fuse(self, rule: Fuse, values: Mapping[str, str], shapes: Mapping[str, Sequence[int]]) -> list[Copy]:
@@ -258,7 +291,7 @@ class KeyMap:
         return copies
 
 
-def _split(rule: Split, values: Mapping[str, str], name: str, shape: Shape) -> list[Copy]:
+def _split(rule: Split | Stack, values: Mapping[str, str], name: str, shape: Shape) -> list[Copy]:
     count, length = len(rule.stored), shape[rule.dim] if 0 <= rule.dim < len(shape) else -1
     sizes = rule.sizes or (length // count,) * count
     if len(sizes) != count or sum(sizes) != length or min(sizes) < 1:
@@ -272,6 +305,22 @@ def _split(rule: Split, values: Mapping[str, str], name: str, shape: Shape) -> l
     return copies
 
 
+def _stack(rule: Stack, values: Mapping[str, str], name: str, shape: Shape) -> list[Copy]:
+    if len(shape) < 2:
+        raise ContractError(f"{rule} does not fit {name!r} of shape {list(shape)}")
+    return [
+        replace(
+            copy,
+            start=(number, *copy.start),
+            size=(1, *copy.size),
+            stored_start=(0, *copy.stored_start),
+            view=(1, *copy.stored_shape),
+        )
+        for number in range(shape[0])
+        for copy in _split(rule, {**values, rule.index: str(number)}, name, shape[1:])
+    ]
+
+
 def whole(component: str, stored: str, shape: Shape) -> Copy:
     """One tensor that is stored as it is."""
     zeros = (0,) * len(shape)
@@ -283,4 +332,4 @@ def _component_sides(rule: Rule) -> tuple[str, ...]:
 
 
 def _stored_sides(rule: Rule) -> tuple[str, ...]:
-    return rule.stored if isinstance(rule, Split) else (rule.stored,)
+    return rule.stored if isinstance(rule, Split | Stack) else (rule.stored,)

@@ -52,16 +52,25 @@ def read_box(copy: Copy, stored: StoredTensors, box: Box) -> Tensor:
         slice(part.start - start + offset, part.stop - start + offset)
         for part, start, offset in zip(box, copy.start, copy.stored_start, strict=True)
     ]
-    if copy.view is not None:
-        rest = (slice(0, size) for size in copy.stored_shape[1:])
-        rows = stored.read(copy.stored, (inner[0], *rest))
-        return rows.reshape(rows.shape[0], *copy.view[1:])[(slice(None), *inner[1:])]
-    if copy.dims is None:
-        return stored.read(copy.stored, tuple(inner))
-    theirs = [slice(0)] * len(inner)
-    for ours, dim in enumerate(copy.dims):
-        theirs[dim] = inner[ours]
-    return stored.read(copy.stored, tuple(theirs)).permute(copy.dims)
+    theirs = inner
+    if copy.dims is not None:
+        theirs = [slice(0)] * len(inner)
+        for ours, dim in enumerate(copy.dims):
+            theirs[dim] = inner[ours]
+    found = _read_seen(copy, stored, tuple(theirs))
+    return found if copy.dims is None else found.permute(copy.dims)
+
+
+def _read_seen(copy: Copy, stored: StoredTensors, box: Box) -> Tensor:
+    """A box of a stored tensor as its copy sees it."""
+    if copy.view is None:
+        return stored.read(copy.stored, box)
+    ones = len(copy.view) - len(copy.stored_shape)
+    if ones > 0 and copy.view == (1,) * ones + copy.stored_shape:
+        return stored.read(copy.stored, box[ones:])[(None,) * ones]
+    rest = (slice(0, size) for size in copy.stored_shape[1:])
+    rows = stored.read(copy.stored, (box[0], *rest))
+    return rows.reshape(rows.shape[0], *copy.view[1:])[(slice(None), *box[1:])]
 
 
 def shard_of(tensor: Tensor) -> tuple[Tensor, Box]:

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mm_core.errors import ContractError
-from mm_core.weights import Fuse, KeyMap, Rename, Reshape, Split, Transpose
+from mm_core.weights import Fuse, KeyMap, Rename, Reshape, Split, Stack, Transpose
 from mm_core.weights.streaming import overlap, read_box
+from mm_core.weights.writing import assemble
 
 MAP = KeyMap(
     (
@@ -23,6 +24,10 @@ MAP = KeyMap(
         Transpose("turned", "turned", dims=(2, 0, 1)),
         Reshape("patch.weight", "patch.weight", (2, 1, 2, 2)),
         Rename("head.{rest...}", "lm.head.{rest...}"),
+        Stack("blocks.{i}.experts.down", ("layers.{i}.mlp.{e}.w2",)),
+        Stack("blocks.{i}.experts.gate_up", ("layers.{i}.mlp.{e}.w1", "layers.{i}.mlp.{e}.w3")),
+        Stack("blocks.{i}.experts.cut", ("layers.{i}.{n}.a", "layers.{i}.{n}.b"), 1, (1, 3), index="n"),
+        Stack("blocks.{i}.experts.bias", ("layers.{i}.mlp.{e}.bias",)),
     ),
     prefix="model.",
     ignored=("rope.{table}",),
@@ -42,6 +47,10 @@ SHAPES = {
         "turned": (2, 3, 4),
         "patch.weight": (7, 8),
         "head.a.b.weight": (2, 2),
+        "blocks.0.experts.down": (3, 5, 2),
+        "blocks.0.experts.gate_up": (3, 4, 5),
+        "blocks.1.experts.cut": (2, 3, 4),
+        "blocks.1.experts.bias": (2, 3),
         "scale": (),
         "untouched.weight": (3,),
     }.items()
@@ -82,6 +91,12 @@ def stored() -> dict[str, torch.Tensor]:
         "turned": own["turned"].permute(1, 2, 0),  # whose permute(2, 0, 1) is the component's
         "patch.weight": own["patch.weight"].reshape(7, 2, 1, 2, 2),
         "lm.head.a.b.weight": own["head.a.b.weight"],
+        **{f"layers.0.mlp.{e}.w2": own["blocks.0.experts.down"][e] for e in range(3)},
+        **{f"layers.0.mlp.{e}.w1": own["blocks.0.experts.gate_up"][e, :2] for e in range(3)},
+        **{f"layers.0.mlp.{e}.w3": own["blocks.0.experts.gate_up"][e, 2:] for e in range(3)},
+        **{f"layers.1.{e}.a": own["blocks.1.experts.cut"][e, :, :1] for e in range(2)},
+        **{f"layers.1.{e}.b": own["blocks.1.experts.cut"][e, :, 1:] for e in range(2)},
+        **{f"layers.1.mlp.{e}.bias": own["blocks.1.experts.bias"][e] for e in range(2)},
         "scale": own["scale"],
         "untouched.weight": own["untouched.weight"],
     }
@@ -117,6 +132,17 @@ def test_any_box_of_a_tensor_is_read_alone(data):
     assert int(found.isnan().logical_not().sum()) == own[name][tuple(place)].numel(), "nothing else is read"
 
 
+def test_the_file_is_put_together_from_the_component():
+    """What `assemble` writes, all rules."""
+    own = component()
+    held: dict[str, list] = {}
+    for copy in MAP.copies(SHAPES):
+        held.setdefault(copy.stored, []).append(copy)
+    for name, tensor in stored().items():
+        assert torch.equal(assemble(held.pop(name), own.__getitem__), tensor), name
+    assert not held
+
+
 def test_a_map_says_what_it_can_not_map():
     with pytest.raises(ContractError, match="do not have the same braces"):
         KeyMap((Rename("blocks.{i}.w", "layers.{j}.w"),))
@@ -131,6 +157,14 @@ def test_a_map_says_what_it_can_not_map():
         KeyMap((Reshape("w", "w", (3,)),)).copies({"w": (2, 4)})
     with pytest.raises(ContractError, match="does not fit 'w' of shape"):
         KeyMap((Split("w", ("a", "b")),)).copies({"w": (3, 4)})
+    with pytest.raises(ContractError, match=r"Stack\(.* does not fit 'w' of shape \[3\]"):
+        KeyMap((Stack("w", ("w.{e}",)),)).copies({"w": (3,)})
+    with pytest.raises(ContractError, match=r"Stack\(.* does not fit 'w' of shape \[4, 3\]"):
+        KeyMap((Stack("w", ("w.{e}.a", "w.{e}.b"), dim=1),)).copies({"w": (2, 4, 3)})
+    with pytest.raises(ContractError, match="do not have the same braces"):
+        KeyMap((Stack("w", ("w.{n}",)),))
+    with pytest.raises(ContractError, match="do not have the same braces"):
+        KeyMap((Stack("w", ("w",)),))
     with pytest.raises(ContractError, match="does not fit 'w' of 3 dimensions"):
         KeyMap((Transpose("w", "w"),)).copies({"w": (3, 4, 2)})
     with pytest.raises(ContractError, match="two tensors of the component would be stored as 'b'"):
