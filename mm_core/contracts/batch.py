@@ -92,6 +92,7 @@ class Loss:
     bins: [2, n] float32, detached: the loss and the weight that fell into each bin of `Task.bins`;
         None where the task has no bins.
     tokens: what the trained network has processed, in its own tokens (patches of latents).
+    flops: operations of its forward and backward, where the network says them; else 0.
     """
 
     total: Tensor
@@ -99,6 +100,7 @@ class Loss:
     metrics: dict[str, Tensor] = field(default_factory=dict)
     bins: Tensor | None = None
     tokens: int = 0
+    flops: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -136,15 +138,16 @@ class SampleRequest:
 
     prompts: one clip each. negative_prompt: the unconditional branch of guidance ("" by default).
     seed: noise of clip i comes from (seed, first + i) alone. first: number of the first prompt, where
-    several ranks share a list. steps: solver steps. guidance: classifier-free
-    guidance scale (1 switches it off). num_frames, height, width: F, Y, X in pixels. fps: 1/s.
+    several ranks share a list. steps: solver steps. guidance: classifier-free guidance scale (up to 1 there
+    is none), or one for each expert of the predictor, from noise to clean. num_frames, height, width: F, Y,
+    X in pixels. fps: 1/s.
     """
 
     prompts: tuple[str, ...]
     negative_prompt: str = ""
     seed: int = 0
     steps: int | None = None
-    guidance: float | None = None
+    guidance: float | tuple[float, ...] | None = None
     num_frames: int | None = None
     height: int | None = None
     width: int | None = None

@@ -109,6 +109,15 @@ class Task(Protocol):
         ...
 
 
+@runtime_checkable
+class Stepped(Protocol):
+    """A task that has a choice of its own for each step, made from (seed, step)."""
+
+    def begin_step(self, step: int) -> None:
+        """The micro-batches that follow are those of `step` (from 0). Called on every rank."""
+        ...
+
+
 class LRSchedule(Protocol):
     """A factor of the base learning rate."""
 

@@ -31,6 +31,7 @@ from mm_core.contracts import (
 )
 from mm_core.diffusion.mixture import clean_estimate, noise_share
 from mm_core.errors import ContractError
+from mm_core.tasks.experts import Experts
 from mm_core.tasks.text_to_video_bins import declared_bins, sum_by_bin
 from mm_core.tasks.text_to_video_checks import collect_faults
 
@@ -54,7 +55,8 @@ class TextToVideoInputs:
 
     noisy, target: [B,C,T,H,W]. timestep: [B]. text: [B,L,D]. text_mask: [B,L].
     factors: [B], loss weight of the timestep times weight of the sample. weight: of the batch.
-    weights: [B], of the samples. sigma: [B], noise level from 0 to 1.
+    weights: [B], of the samples. sigma: [B], noise level from 0 to 1. expert: of the predictor, for all
+    rows.
     """
 
     noisy: Tensor
@@ -66,6 +68,7 @@ class TextToVideoInputs:
     weight: float
     weights: Tensor
     sigma: Tensor
+    expert: str | None = None
 
 
 class TextToVideo(nn.Module):
@@ -94,7 +97,9 @@ class TextToVideo(nn.Module):
         self.predictor = predictor
         self.autoencoder = autoencoder
         self.text_encoder = text_encoder
-        self.scheduler = scheduler
+        self.experts = Experts(predictor, scheduler)
+        self.scheduler = self.experts.scheduler
+        self._step = 0
         self.caption_dropout = caption_dropout
         self.latents = latents
         self.sample_defaults = SampleConfig() if sample is None else sample
@@ -115,6 +120,10 @@ class TextToVideo(nn.Module):
         """Tokenizing, for data workers."""
         return TokenizeCaptions(self.text_encoder.tokenizer())
 
+    def begin_step(self, step: int) -> None:
+        """What follows is of `step` (from 0): it decides which expert is trained."""
+        self._step = step
+
     @torch.no_grad()
     def prepare(self, batch: Batch, rng: Randomness) -> TextToVideoInputs:
         """Encodes pixels and captions, draws noise and timesteps. `rng` is the run's root."""
@@ -123,7 +132,8 @@ class TextToVideo(nn.Module):
         latents = self._encode_pixels(batch, rng).float()
         shape = tuple(latents.shape[1:])
         noise = torch.stack([rng.normal(shape, "noise", *key) for key in batch.keys]).to(device)
-        timestep = self.scheduler.sample_timesteps([rng.generator("timestep", *key) for key in batch.keys])
+        expert, scheduler = self.experts.of_step(rng, self._step)
+        timestep = scheduler.sample_timesteps([rng.generator("timestep", *key) for key in batch.keys])
         timestep = timestep.to(device)
         dropped = [self._drops_caption(rng, key) for key in batch.keys]
         text, mask = self._encode_text(*self._without(dropped, *self._tokens(batch)))
@@ -138,11 +148,12 @@ class TextToVideo(nn.Module):
             weight=self.weight(batch),
             weights=weights,
             sigma=noise_share(self.scheduler, timestep),
+            expert=expert,
         )
 
     def loss(self, inputs: TextToVideoInputs) -> Loss:
         """Squared error of the prediction, in float32, as a weighted sum over samples."""
-        predicted = self._predict(inputs.noisy, inputs.timestep, inputs.text, inputs.text_mask)
+        predicted = self._predict(inputs.noisy, inputs.timestep, inputs.text, inputs.text_mask, inputs.expert)
         losses = _squared_error(predicted, inputs.target) * inputs.factors
         bins = sum_by_bin(inputs.sigma, losses, inputs.weights)
         return Loss(losses.sum(), inputs.weight, bins=bins, tokens=self._tokens_of(inputs.noisy))
@@ -193,11 +204,18 @@ class TextToVideo(nn.Module):
             text, mask = _pad(text[:, :length], length), _pad(mask[:, :length], length)
         return text, mask
 
-    def _predict(self, latents: Tensor, timestep: Tensor, text: Tensor, mask: Tensor) -> Tensor:
+    def _predict(
+        self, latents: Tensor, timestep: Tensor, text: Tensor, mask: Tensor, expert: str | None
+    ) -> Tensor:
         # Sharded parameters are float32 here and the engine casts; a lone bf16 predictor needs it done.
         dtype = next(cast(nn.Module, self.predictor).parameters()).dtype
+        routed: dict[str, Any] = {} if expert is None else {"expert": expert}
         return self.predictor(
-            latents=latents.to(dtype), timestep=timestep.float(), text=text.to(dtype), text_mask=mask
+            latents=latents.to(dtype),
+            timestep=timestep.float(),
+            text=text.to(dtype),
+            text_mask=mask,
+            **routed,
         )
 
     # -- evaluation ----------------------------------------------------------------------------
@@ -220,9 +238,11 @@ class TextToVideo(nn.Module):
         middle = sorted(quantiles)[len(quantiles) // 2]
         losses, estimate = {}, clean
         for quantile in quantiles:
-            timestep = self.scheduler.timestep_quantile(torch.full((len(batch),), quantile)).to(device)
+            timestep = self.scheduler.timestep_quantile(torch.full((len(batch),), quantile))
+            expert = self.experts.of(timestep)
+            timestep = timestep.to(device)
             noisy = self.scheduler.add_noise(clean, noise, timestep)
-            predicted = self._predict(noisy, self.scheduler.model_timestep(timestep), text, mask)
+            predicted = self._predict(noisy, self.scheduler.model_timestep(timestep), text, mask, expert)
             error = _squared_error(predicted, self.scheduler.target(clean, noise, timestep))
             losses[f"loss_at/{quantile:g}"] = error * self.scheduler.loss_weight(timestep)
             if quantile == middle:
@@ -240,12 +260,13 @@ class TextToVideo(nn.Module):
         wanted = self._complete(request)
         shape = self._sample_shape(wanted)
         clips: list[Clip] = []
-        for first, prompts in _chunks(wanted.prompts, self.sample_defaults.batch_size):
-            numbers = range(wanted.first + first, wanted.first + first + len(prompts))
-            noise = torch.stack([Randomness(wanted.seed).normal(shape, "sample", i) for i in numbers])
-            pixels = self._generate(prompts, noise, wanted).float().clamp(-1, 1).cpu()
-            assert wanted.fps is not None
-            clips += [Clip(p, wanted.fps, prompt) for p, prompt in zip(pixels, prompts, strict=True)]
+        with self.experts.complete(self._device()):
+            for first, prompts in _chunks(wanted.prompts, self.sample_defaults.batch_size):
+                numbers = range(wanted.first + first, wanted.first + first + len(prompts))
+                noise = torch.stack([Randomness(wanted.seed).normal(shape, "sample", i) for i in numbers])
+                pixels = self._generate(prompts, noise, wanted).float().clamp(-1, 1).cpu()
+                assert wanted.fps is not None
+                clips += [Clip(p, wanted.fps, prompt) for p, prompt in zip(pixels, prompts, strict=True)]
         return clips
 
     def _complete(self, request: SampleRequest) -> SampleRequest:
@@ -274,18 +295,22 @@ class TextToVideo(nn.Module):
         device = self._device()
         guidance, steps = request.guidance, request.steps
         assert guidance is not None and steps is not None
-        guided = guidance != 1
+        scales = self.experts.scales(guidance)
+        guided = any(scale > 1 for scale in scales.values())
         captions = [*prompts, *[request.negative_prompt] * (len(prompts) if guided else 0)]
         ids, mask = self.text_encoder.tokenizer()(captions)
         text, mask = self._encode_text(ids.to(device), mask.to(device))
 
         def velocity(latents: Tensor, timestep: Tensor) -> Tensor:
-            timestep = self.scheduler.model_timestep(timestep)
-            if not guided:
-                return self._predict(latents, timestep, text, mask).float()
-            both = self._predict(latents.repeat(2, 1, 1, 1, 1), timestep.repeat(2), text, mask)
+            expert = self.experts.of(timestep)
+            scale = scales[expert]
+            timestep = self.scheduler.model_timestep(timestep.to(device))
+            if scale <= 1:
+                rows = len(latents)
+                return self._predict(latents, timestep, text[:rows], mask[:rows], expert).float()
+            both = self._predict(latents.repeat(2, 1, 1, 1, 1), timestep.repeat(2), text, mask, expert)
             conditional, unconditional = both.float().chunk(2)
-            return unconditional + guidance * (conditional - unconditional)
+            return unconditional + scale * (conditional - unconditional)
 
         return self.autoencoder.decode(self.scheduler.integrate(velocity, noise.to(device), steps))
 

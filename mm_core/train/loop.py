@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from mm_core.contracts import Batch, Engine, Loss, LRSchedule, Randomness, Task
+from mm_core.contracts import Batch, Engine, Loss, LRSchedule, Randomness, Stepped, Task
 from mm_core.errors import MMError, PeerError, TrainingError
 from mm_core.plan import RunPlan
 
@@ -100,6 +100,8 @@ def run_steps(training: Training, start: int) -> int:
     plan, engine, report = training.plan, training.engine, training.report
     for step in range(start, plan.steps):
         training.milestones.begin(step)
+        if isinstance(training.task, Stepped):
+            training.task.begin_step(step)
         report.enter("data")
         began = perf_counter()
         batches, weights, fault = read_step(training)
