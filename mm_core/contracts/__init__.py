@@ -18,12 +18,15 @@ from mm_core.contracts.components import (
     Posterior,
     Predictor,
     Pretrained,
+    SelfLoading,
+    Streamed,
     TextEncoder,
     Tokenizer,
     VelocityField,
     WeightsFrom,
 )
 from mm_core.contracts.dtypes import torch_dtype
+from mm_core.contracts.empty import empty_parameters
 from mm_core.contracts.experts import Expert, Routed, TruncatedScheduler
 from mm_core.contracts.frames import (
     FrameConditioned,
@@ -87,7 +90,9 @@ __all__ = [
     "Routed",
     "SampleKey",
     "SampleRequest",
+    "SelfLoading",
     "Stepped",
+    "Streamed",
     "Task",
     "TextEncoder",
     "Tokenizer",
@@ -99,6 +104,7 @@ __all__ = [
     "VideoTextBatch",
     "WeightsFrom",
     "attention",
+    "empty_parameters",
     "linear",
     "torch_dtype",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -48,17 +48,24 @@ class Predictor(Protocol):
 
 @dataclass(frozen=True)
 class WeightsFrom:
-    """Files that a trained component begins with. path: file or folder. format: name of the weight format;
-    None takes the one that fits best."""
+    """Files that hold a component's weights.
+
+    path: file or folder. format: name of the weight format; None takes the one that fits best. For frozen
+    components also: part: the files may hold a larger model; what lies outside of the component's own
+    top-level modules is passed over. unused: its sub-modules that no result depends on (a pooler): they
+    are not read, and zero.
+    """
 
     path: str
     format: str | None = None
+    part: bool = False
+    unused: tuple[str, ...] = ()
 
 
 @runtime_checkable
 class Pretrained(Protocol):
-    """A component that is trained from weights of its own. It is built from settings alone: the core
-    streams the weights into its shards."""
+    """A component with weights of its own that is built from settings alone: the core streams the weights
+    into it, each rank what it keeps."""
 
     weights_from: WeightsFrom | None
 
@@ -79,14 +86,41 @@ class Posterior(Protocol):
 
 @runtime_checkable
 class Frozen(Protocol):
-    """A component whose weights are read, never trained. Its constructor is cheap and reads no file."""
+    """A component that is never trained. Its constructor is cheap and reads no file. Its weights are read
+    by the core (`Streamed`) or by itself (`SelfLoading`)."""
+
+    def missing_files(self) -> list[str]:
+        """Paths that it will need and that do not exist (for `--dry-run`); [] when all is there."""
+        ...
+
+
+@runtime_checkable
+class SelfLoading(Frozen, Protocol):
+    """A frozen component that reads its weights itself: the same on every rank."""
 
     def load(self, device: torch.device) -> None:
         """Reads the weights onto `device`. Calling it again does nothing."""
         ...
 
-    def missing_files(self) -> list[str]:
-        """Paths that `load` will need and that do not exist (for `--dry-run`); [] when all is there."""
+
+@runtime_checkable
+class Streamed(Frozen, Pretrained, Protocol):
+    """A frozen `torch.nn.Module` that the core fills: `engine.frozen` says whether each rank keeps all of
+    it, a shard, or keeps it in host memory.
+
+    entry_points: names of the methods that compute with the weights. Every rank calls them equally often,
+    in the same order. blocks: patterns, below the component, of modules that may be gathered or moved one
+    at a time, because a call of an entry point runs each of them once; "auto" finds its lists of like
+    modules, () takes it whole.
+    """
+
+    entry_points: tuple[str, ...]
+    blocks: Literal["auto"] | tuple[str, ...]
+
+    def build_empty(self) -> None:
+        """Makes the modules as its files describe them, in evaluation mode, parameters on the meta device in
+        the dtype that they are kept in, buffers computed (see `empty_parameters`). An MMError for files of
+        another model. Called only when no file is missing; calling it again does nothing."""
         ...
 
 

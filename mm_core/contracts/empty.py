@@ -1,0 +1,30 @@
+"""Models built without memory for their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def empty_parameters() -> Iterator[None]:
+    """Within it, modules get their parameters on the meta device and their buffers on the CPU, where the
+    constructor computes them: files seldom hold tables. To build a component whose weights the core streams."""
+    register = nn.Module.register_parameter
+
+    def register_empty(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(module, name, param)
+        if param is not None and not param.is_meta:  # one that is already is shared, and stays one
+            empty = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+            module._parameters[name] = empty
+
+    # Buffers are made on the CPU also where the caller builds on meta.
+    with torch.device("cpu"):
+        nn.Module.register_parameter = register_empty  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            nn.Module.register_parameter = register  # type: ignore[method-assign]
