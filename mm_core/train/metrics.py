@@ -60,7 +60,8 @@ class MetricsWindow:
     ) -> None:
         self.samples_seen = samples_seen
         self.step_flops = 0.0
-        """Operations of the trained modules in one step, over all ranks; 0 until they are counted."""
+        """Operations of the trained modules in one step, over all ranks, where no loss says its own; 0 until
+        they are counted."""
         self._memory, self._gather, self._clock = memory, gather, clock
         self._phases, self._peak = phases, peak
         self._bins = BinnedLoss(bins, gather) if bins is not None else None
@@ -70,7 +71,7 @@ class MetricsWindow:
     def _reset(self) -> None:
         self._sums: dict[str, Tensor] = {}
         self._step_sums: dict[str, Tensor] = {}
-        self._weight = self._step_weight = self._samples = self._tokens = 0.0
+        self._weight = self._step_weight = self._samples = self._tokens = self._flops = 0.0
         self._step_time = self._data_wait = self._grad_norm = 0.0
         self._steps = self._finite_steps = 0
 
@@ -82,6 +83,7 @@ class MetricsWindow:
         """Adds one micro-batch: its sums stay where they are."""
         self._step_weight += loss.weight
         self._tokens += loss.tokens
+        self._flops += loss.flops
         if self._bins is not None and loss.bins is not None:
             self._bins.micro(loss.bins)
         for name, value in (("loss", loss.total), *loss.metrics.items()):
@@ -136,7 +138,7 @@ class MetricsWindow:
         weight = sum(columns[0])
         step_time, data_wait, memory = (max(column) for column in columns[1:4])
         spent = [max(column) for column in columns[5 : 5 + len(PHASES)]]
-        tokens = sum(columns[_HEAD - 2])
+        tokens, flops = sum(columns[_HEAD - 2]), sum(columns[_HEAD - 3]) or self.step_flops * self._steps
         sums = [sum(column) for column in columns[_HEAD : _HEAD + len(names)]]
         means = {
             name: total / weight if weight else float("nan") for name, total in zip(names, sums, strict=True)
@@ -153,8 +155,8 @@ class MetricsWindow:
             "memory": memory,
             **{f"time/{name}": value / steps for name, value in zip(PHASES, spent, strict=True) if value},
         }
-        if self.step_flops and step_time:
-            rate = self.step_flops * self._steps / step_time / len(ranks)
+        if flops and step_time:
+            rate = flops / step_time / len(ranks)
             metrics["model_flops_per_second"] = rate
             if self._peak:
                 metrics["mfu"] = rate / self._peak
@@ -162,12 +164,12 @@ class MetricsWindow:
         return metrics
 
     def _exchange(self, names: Sequence[str]) -> list[list[float]]:
-        """One row a rank: weight, step time, data wait, memory, phases, tokens, fingerprint, sums. Beyond the
-        collective it is plain numbers: many small tensor operations would cost more than the step's log."""
+        """One row a rank: weight, step time, data wait, memory, phases, operations, tokens, fingerprint,
+        sums. Beyond the collective it is plain numbers: small tensor operations would cost more than that."""
         fingerprint = float(zlib.crc32("\n".join(names).encode()))
         spent = self._phases.take() if self._phases is not None else {}
         row = [self._weight, self._step_time, self._data_wait, float(self._memory()), 0.0]
-        row += [*(spent.get(name, 0.0) for name in PHASES), self._tokens, fingerprint]
+        row += [*(spent.get(name, 0.0) for name in PHASES), self._flops, self._tokens, fingerprint]
         if names:
             row += torch.stack([self._sums[name] for name in names]).tolist()
         # Padded, so that ranks whose names differ can still tell each other so.
@@ -187,4 +189,4 @@ def add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
     sums[name] = sums[name] + value if name in sums else value.clone()
 
 
-_HEAD = 7 + len(PHASES)
+_HEAD = 8 + len(PHASES)

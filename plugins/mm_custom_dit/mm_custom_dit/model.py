@@ -9,6 +9,7 @@ Letters: B batch; C,T,H,W latents; L,D text; N tokens, M width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -23,6 +24,7 @@ from diffusers.models.transformers.transformer_wan import (
 from einops import rearrange
 from torch import Tensor, nn
 
+from mm_core.contracts import Product, attention, linear
 from mm_core.errors import ContractError
 from mm_custom_dit.config import CustomDiTConfig
 
@@ -163,6 +165,40 @@ class CustomDiT(nn.Module):
             tables = self._rotary_tables()
         for name, table in tables.named_buffers():
             self.rope.get_buffer(name).copy_(table)
+
+    def products(
+        self, latents: Sequence[int], timestep: Sequence[int], text: Sequence[int]
+    ) -> Sequence[Product]:
+        """What a forward of arguments of these shapes multiplies. Satisfies `CountsProducts`."""
+        batch, width, patch = latents[0], self.num_heads * self.head_dim, prod(self.patch_size)
+        tokens = prod(latents[2:]) // patch
+        rows, length, times = batch * tokens, prod(text[:2]), prod(timestep)
+        time, words = "condition_embedder.time_embedder", "condition_embedder.text_embedder"
+        found = [
+            linear("patch_embedding", rows, self.in_channels * patch, width, after=()),
+            linear(f"{time}.linear_1", times, self.freq_dim, width, after=()),
+            linear(f"{time}.linear_2", times, width, width, after=(f"{time}.linear_1",)),
+            linear("condition_embedder.time_proj", times, width, 6 * width, after=(time,)),
+            linear(f"{words}.linear_1", length, self.text_dim, width, after=()),
+            linear(f"{words}.linear_2", length, width, width, after=(f"{words}.linear_1",)),
+        ]
+        given: tuple[str, ...] = ("patch_embedding", "condition_embedder.time_proj")  # to the first block
+        for index in range(len(self.blocks)):
+            given += (f"blocks.{index}.scale_shift_table",)
+            itself, across, inner = (f"blocks.{index}.{name}" for name in ("attn1", "attn2", "ffn.net"))
+            found += [
+                *(linear(f"{itself}.{name}", rows, width, width, given) for name in ("to_q", "to_k", "to_v")),
+                attention(itself, batch, tokens, tokens, width),
+                linear(f"{itself}.to_out.0", rows, width, width),
+                linear(f"{across}.to_q", rows, width, width),
+                *(linear(f"{across}.{n}", length, width, width, after=(words,)) for n in ("to_k", "to_v")),
+                attention(across, batch, tokens, text[1], width),
+                linear(f"{across}.to_out.0", rows, width, width),
+                linear(f"{inner}.0.proj", rows, width, self.ffn_dim),
+                linear(f"{inner}.2", rows, self.ffn_dim, width),
+            ]
+            given = (f"blocks.{index}",)
+        return [*found, linear("proj_out", rows, width, self.out_channels * patch)]
 
     def _rotary_tables(self) -> WanRotaryPosEmbed:
         return WanRotaryPosEmbed(self.head_dim, self.patch_size, self.rope_max_seq_len)

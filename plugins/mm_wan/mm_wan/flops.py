@@ -1,4 +1,4 @@
-"""Operations of one forward of Wan's transformer, in plain formulas; torch-free.
+"""Operations of Wan's transformer: what a forward multiplies, module by module.
 
 A multiplication and an addition are two operations: a matrix product [m,k] x [k,n] counts 2mkn. Norms,
 activations and rotations count for nothing, as is usual for MFU (https://arxiv.org/abs/2204.02311,
@@ -10,7 +10,69 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
+from mm_core.contracts import Product, attention, linear
 from mm_wan.presets import Fields
+
+_EMBEDDER = "condition_embedder"
+
+
+def forward_products(
+    fields: Fields,
+    latents: Sequence[int],
+    text_length: int = 512,
+    image_tokens: int = 0,
+    timesteps_per_token: bool = False,
+) -> list[Product]:
+    """The products of a forward, by modules of Diffusers' class (models/transformers/transformer_wan.py).
+
+    Args:
+        fields: the architecture, by the names of `WanTransformer3DModel`.
+        latents: (B, C, T, H, W), or (C, T, H, W) for one clip.
+        text_length: tokens of the text.
+        image_tokens: of CLIP's image features (257 a frame); 0 without.
+        timesteps_per_token: whether each token has its own timestep.
+    """
+    size: dict[str, int] = {k: v for k, v in fields.items() if isinstance(v, int)}
+    patch: Sequence[int] = fields["patch_size"]  # type: ignore[assignment]
+    batch = latents[0] if len(latents) == 5 else 1
+    tokens = prod(length // p for length, p in zip(latents[-3:], patch, strict=True))
+    B, N, L, K = batch, batch * tokens, batch * text_length, batch * image_tokens
+    M = size["num_attention_heads"] * size["attention_head_dim"]  # width
+    times = N if timesteps_per_token else B
+    time, text, image = (f"{_EMBEDDER}.{name}_embedder" for name in ("time", "text", "image"))
+    found = [
+        linear("patch_embedding", N, size["in_channels"] * prod(patch), M, after=()),
+        linear(f"{time}.linear_1", times, size["freq_dim"], M, after=()),
+        linear(f"{time}.linear_2", times, M, M, after=(f"{time}.linear_1",)),
+        linear(f"{_EMBEDDER}.time_proj", times, M, 6 * M, after=(time,)),
+        linear(f"{text}.linear_1", L, size["text_dim"], M, after=()),
+        linear(f"{text}.linear_2", L, M, M, after=(f"{text}.linear_1",)),
+    ]
+    if K:
+        wide, inner = size["image_dim"], f"{image}.ff.net"
+        found += [
+            linear(f"{inner}.0.proj", K, wide, wide, after=(f"{image}.norm1",)),
+            linear(f"{inner}.2", K, wide, M, after=(f"{image}.norm1", f"{inner}.0")),
+        ]
+    given: tuple[str, ...] = ("patch_embedding", f"{_EMBEDDER}.time_proj")  # what the first block is given
+    for index in range(size["num_layers"]):
+        given += (f"blocks.{index}.scale_shift_table",)
+        self_attention, across, inner = (f"blocks.{index}.{name}" for name in ("attn1", "attn2", "ffn.net"))
+        found += [linear(f"{self_attention}.{name}", N, M, M, given) for name in ("to_q", "to_k", "to_v")]
+        found += [attention(self_attention, B, tokens, tokens, M)]
+        found += [linear(f"{self_attention}.to_out.0", N, M, M), linear(f"{across}.to_q", N, M, M)]
+        found += [linear(f"{across}.{name}", L, M, M, after=(text,)) for name in ("to_k", "to_v")]
+        if K:
+            keys = [f"{across}.{name}" for name in ("add_k_proj", "add_v_proj")]
+            found += [linear(key, K, size["added_kv_proj_dim"], M, after=(image,)) for key in keys]
+        found += [attention(across, B, tokens, text_length + image_tokens, M)]
+        found += [linear(f"{across}.to_out.0", N, M, M)]
+        found += [
+            linear(f"{inner}.0.proj", N, M, size["ffn_dim"]),
+            linear(f"{inner}.2", N, size["ffn_dim"], M),
+        ]
+        given = (f"blocks.{index}",)
+    return [*found, linear("proj_out", N, M, size["out_channels"] * prod(patch))]
 
 
 def forward_flops(
@@ -20,35 +82,6 @@ def forward_flops(
     image_tokens: int = 0,
     timesteps_per_token: bool = False,
 ) -> int:
-    """Operations of a forward; a trained step (forward and backward) is three times as many.
-
-    Args:
-        fields: the architecture, by the names of `WanTransformer3DModel`.
-        latents: (B, C, T, H, W), or (C, T, H, W) for one clip.
-        text_length: tokens of the text.
-        image_tokens: of CLIP's image features (257 a frame); 0 without.
-        timesteps_per_token: whether each token has its own timestep.
-
-    Each term names the module of Diffusers' class (models/transformers/transformer_wan.py) that it is of.
-    """
-    size: dict[str, int] = {k: v for k, v in fields.items() if isinstance(v, int)}
-    patch: Sequence[int] = fields["patch_size"]  # type: ignore[assignment]
-    batch = latents[0] if len(latents) == 5 else 1
-    N = prod(length // p for length, p in zip(latents[-3:], patch, strict=True))  # tokens
-    L, K = text_length, image_tokens
-    M = size["num_attention_heads"] * size["attention_head_dim"]  # width
-    times = N if timesteps_per_token else 1
-
-    patch_embedding = 2 * N * M * size["in_channels"] * prod(patch)  # a convolution with stride = kernel
-    time = 2 * times * (size["freq_dim"] * M + M * M + M * 6 * M)  # time_embedder's two layers, time_proj
-    text = 2 * L * (size["text_dim"] * M + M * M)  # text_embedder's two layers
-    image = 2 * K * (size["image_dim"] ** 2 + size["image_dim"] * M) if K else 0  # image_embedder.ff
-    self_attention = 4 * 2 * N * M * M + 2 * 2 * N * N * M  # attn1: q, k, v, out; scores and values
-    cross_attention = 2 * 2 * N * M * M + 2 * 2 * L * M * M + 2 * 2 * N * L * M  # attn2: q, out; k, v; both
-    if K:
-        # attn2: add_k_proj, add_v_proj; scores and values
-        cross_attention += 2 * 2 * K * size["added_kv_proj_dim"] * M + 2 * 2 * N * K * M
-    feed_forward = 2 * 2 * N * M * size["ffn_dim"]  # ffn's two layers
-    proj_out = 2 * N * M * size["out_channels"] * prod(patch)
-    blocks = size["num_layers"] * (self_attention + cross_attention + feed_forward)
-    return batch * (patch_embedding + time + text + image + blocks + proj_out)
+    """Operations of a forward: arguments as of `forward_products`."""
+    found = forward_products(fields, latents, text_length, image_tokens, timesteps_per_token)
+    return sum(product.flops for product in found)
