@@ -24,7 +24,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="clip i's noise comes from (seed, i)")
     parser.add_argument("--steps", type=_count, help="solver steps")
     parser.add_argument(
-        "--guidance", type=_number(0), help="classifier-free guidance scale; 1 switches it off"
+        "--guidance",
+        type=_number(0),
+        nargs="+",
+        help="classifier-free guidance scale; up to 1 it is off; several: one for each expert",
     )
     parser.add_argument("--num-frames", type=_count, help="frames (default: as trained)")
     parser.add_argument("--height", type=_count, help="pixels (default: as trained)")
@@ -56,7 +59,7 @@ def execute(args: argparse.Namespace) -> int:
         negative_prompt=args.negative_prompt,
         seed=args.seed,
         steps=args.steps,
-        guidance=args.guidance,
+        guidance=args.guidance[0] if args.guidance and len(args.guidance) == 1 else args.guidance,
         num_frames=args.num_frames,
         height=args.height,
         width=args.width,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from mm_core.builtin.configs.adapters import AdapterConfig
-from mm_core.plugin.fields import ComponentConfig, Kind, Range
+from mm_core.plugin.fields import ComponentConfig, Guidance, Kind, Range
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class SamplesSection:
     every: Annotated[int, Range(ge=1)] | None = None  # steps; none: with each validation
     negative_prompt: str = ""  # what guidance leads away from
     steps: Annotated[int, Range(ge=1)] | None = None  # solver steps; none: as in task.sample
-    guidance: Annotated[float, Range(ge=0)] | None = None  # none: as in task.sample
+    guidance: Guidance | None = None  # none: as in task.sample
     seed: int = 0  # noise of clip i comes from (seed, i)
 
     def __post_init__(self) -> None:

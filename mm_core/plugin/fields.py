@@ -5,7 +5,7 @@ from __future__ import annotations
 import keyword
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 
 def yaml_key(name: str) -> str:
@@ -45,6 +45,11 @@ class Range:
             and (self.le is None or value <= self.le)
             and (self.lt is None or value < self.lt)
         )
+
+
+Scale = Annotated[float, Range(ge=0)]
+Guidance = Scale | tuple[Scale, ...]
+"""A scale of classifier-free guidance, or one for each expert of the predictor, from noise to clean."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,9 +20,13 @@ from mm_core.contracts import (
     Bins,
     Clip,
     Evaluation,
+    FrameNames,
+    GivenFrames,
+    ImageEncoder,
     Loss,
     NoiseScheduler,
     Predictor,
+    PredictorInputs,
     Randomness,
     SampleKey,
     SampleRequest,
@@ -34,6 +39,17 @@ from mm_core.errors import ContractError
 from mm_core.tasks.experts import Experts
 from mm_core.tasks.text_to_video_bins import declared_bins, sum_by_bin
 from mm_core.tasks.text_to_video_checks import collect_faults
+from mm_core.tasks.text_to_video_frames import (
+    check_images,
+    choices,
+    frames_of_clips,
+    frames_of_images,
+    inputs_of,
+)
+
+
+Images = Sequence[Sequence[Tensor]]
+"""Of each clip the images that it is given, uint8 [3,Y,X]."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +69,14 @@ class TokenizeCaptions:
 class TextToVideoInputs:
     """What a forward needs, on the device, in float32.
 
-    noisy, target: [B,C,T,H,W]. timestep: [B]. text: [B,L,D]. text_mask: [B,L].
+    given: noisy latents [B,C,T,H,W], their timesteps, and what the predictor takes of given frames.
+    target: [B,C,T,H,W]. text: [B,L,D]. text_mask: [B,L].
     factors: [B], loss weight of the timestep times weight of the sample. weight: of the batch.
     weights: [B], of the samples. sigma: [B], noise level from 0 to 1. expert: of the predictor, for all
     rows.
     """
 
-    noisy: Tensor
-    timestep: Tensor
+    given: PredictorInputs
     text: Tensor
     text_mask: Tensor
     target: Tensor
@@ -75,7 +91,8 @@ class TextToVideo(nn.Module):
     """Trains a predictor on latents of clips, conditioned on their captions. Satisfies `Task`.
 
     The loss is the mean squared error over (C,T,H,W) of each sample, times its weights, summed over
-    the batch. Noise, timesteps and dropped captions derive from (seed, purpose, epoch, sample).
+    the batch. A predictor that is `FrameConditioned` is shown frames of the clip itself (`frames`), and what
+    it is shown in the place of noisy latents counts for nothing. Noise, timesteps and dropped captions derive from (seed, purpose, epoch, sample).
     Classifier-free guidance: Ho and Salimans 2022, https://arxiv.org/abs/2207.12598.
     Fields are those of `TextToVideoConfig`, with components built.
     """
@@ -92,6 +109,8 @@ class TextToVideo(nn.Module):
         caption_dropout: float = TextToVideoConfig.caption_dropout,
         latents: str = TextToVideoConfig.latents,
         sample: SampleConfig | None = None,
+        image_encoder: ImageEncoder | None = None,
+        frames: FrameNames | None = TextToVideoConfig.frames,
     ) -> None:
         super().__init__()
         self.predictor = predictor
@@ -100,6 +119,10 @@ class TextToVideo(nn.Module):
         self.experts = Experts(predictor, scheduler)
         self.scheduler = self.experts.scheduler
         self._step = 0
+        self.image_encoder = image_encoder
+        if image_encoder is not None:
+            self.frozen = (*self.frozen, "image_encoder")
+        self.frames: FrameNames = choices(predictor)[0] if frames is None else tuple(frames)
         self.caption_dropout = caption_dropout
         self.latents = latents
         self.sample_defaults = SampleConfig() if sample is None else sample
@@ -139,8 +162,12 @@ class TextToVideo(nn.Module):
         text, mask = self._encode_text(*self._without(dropped, *self._tokens(batch)))
         weights = batch.weights.to(device)
         return TextToVideoInputs(
-            noisy=self.scheduler.add_noise(latents, noise, timestep),
-            timestep=self.scheduler.model_timestep(timestep),
+            given=inputs_of(
+                self.predictor,
+                self.scheduler.add_noise(latents, noise, timestep),
+                self.scheduler.model_timestep(timestep),
+                frames_of_clips(self, batch.pixels, self.frames),
+            ),
             text=text,
             text_mask=mask,
             target=self.scheduler.target(latents, noise, timestep),
@@ -153,10 +180,10 @@ class TextToVideo(nn.Module):
 
     def loss(self, inputs: TextToVideoInputs) -> Loss:
         """Squared error of the prediction, in float32, as a weighted sum over samples."""
-        predicted = self._predict(inputs.noisy, inputs.timestep, inputs.text, inputs.text_mask, inputs.expert)
-        losses = _squared_error(predicted, inputs.target) * inputs.factors
+        predicted = self._predict(inputs.given, inputs.text, inputs.text_mask, inputs.expert)
+        losses = _squared_error(predicted, inputs.target, inputs.given.counts) * inputs.factors
         bins = sum_by_bin(inputs.sigma, losses, inputs.weights)
-        return Loss(losses.sum(), inputs.weight, bins=bins, tokens=self._tokens_of(inputs.noisy))
+        return Loss(losses.sum(), inputs.weight, bins=bins, tokens=self._tokens_of(inputs.given.latents))
 
     def _tokens_of(self, latents: Tensor) -> int:
         """Tokens of the predictor: patches of latents[B,C,T,H,W]."""
@@ -204,18 +231,17 @@ class TextToVideo(nn.Module):
             text, mask = _pad(text[:, :length], length), _pad(mask[:, :length], length)
         return text, mask
 
-    def _predict(
-        self, latents: Tensor, timestep: Tensor, text: Tensor, mask: Tensor, expert: str | None
-    ) -> Tensor:
+    def _predict(self, given: PredictorInputs, text: Tensor, mask: Tensor, expert: str | None) -> Tensor:
         # Sharded parameters are float32 here and the engine casts; a lone bf16 predictor needs it done.
-        dtype = next(cast(nn.Module, self.predictor).parameters()).dtype
+        dtype = _main_dtype(cast(nn.Module, self.predictor))
         routed: dict[str, Any] = {} if expert is None else {"expert": expert}
         return self.predictor(
-            latents=latents.to(dtype),
-            timestep=timestep.float(),
+            latents=given.latents.to(dtype),
+            timestep=given.timestep.float(),
             text=text.to(dtype),
             text_mask=mask,
             **routed,
+            **{name: tensor.to(dtype) for name, tensor in given.conditions.items()},
         )
 
     # -- evaluation ----------------------------------------------------------------------------
@@ -235,6 +261,7 @@ class TextToVideo(nn.Module):
         noise = torch.stack([rng.normal(shape, "validation noise", key.index) for key in batch.keys])
         noise = noise.to(device)
         text, mask = self._encode_text(*self._tokens(batch))
+        frames = frames_of_clips(self, batch.pixels, self.frames)
         middle = sorted(quantiles)[len(quantiles) // 2]
         losses, estimate = {}, clean
         for quantile in quantiles:
@@ -242,11 +269,14 @@ class TextToVideo(nn.Module):
             expert = self.experts.of(timestep)
             timestep = timestep.to(device)
             noisy = self.scheduler.add_noise(clean, noise, timestep)
-            predicted = self._predict(noisy, self.scheduler.model_timestep(timestep), text, mask, expert)
-            error = _squared_error(predicted, self.scheduler.target(clean, noise, timestep))
+            given = inputs_of(self.predictor, noisy, self.scheduler.model_timestep(timestep), frames)
+            predicted = self._predict(given, text, mask, expert)
+            error = _squared_error(predicted, self.scheduler.target(clean, noise, timestep), given.counts)
             losses[f"loss_at/{quantile:g}"] = error * self.scheduler.loss_weight(timestep)
             if quantile == middle:
                 estimate = clean_estimate(self.scheduler, noisy, predicted.float(), timestep)
+                if given.counts is not None:
+                    estimate = torch.where(given.counts, estimate, clean)
         mean = torch.stack(list(losses.values())).mean(0)
         outputs = {"clean": clean, "estimate": estimate}
         return Evaluation({"loss": mean, **losses}, torch.ones(len(batch), device=device), outputs)
@@ -258,13 +288,15 @@ class TextToVideo(nn.Module):
         """One clip a prompt. Clip i starts from the noise of (seed, first + i), whatever is generated
         with it."""
         wanted = self._complete(request)
+        check_images(self.predictor, wanted.images, len(wanted.prompts))
         shape = self._sample_shape(wanted)
         clips: list[Clip] = []
         with self.experts.complete(self._device()):
             for first, prompts in _chunks(wanted.prompts, self.sample_defaults.batch_size):
                 numbers = range(wanted.first + first, wanted.first + first + len(prompts))
                 noise = torch.stack([Randomness(wanted.seed).normal(shape, "sample", i) for i in numbers])
-                pixels = self._generate(prompts, noise, wanted).float().clamp(-1, 1).cpu()
+                images = wanted.images[first : first + len(prompts)]
+                pixels = self._generate(prompts, images, noise, wanted).float().clamp(-1, 1).cpu()
                 assert wanted.fps is not None
                 clips += [Clip(p, wanted.fps, prompt) for p, prompt in zip(pixels, prompts, strict=True)]
         return clips
@@ -290,7 +322,9 @@ class TextToVideo(nn.Module):
             raise faults[0]
         return self.autoencoder.latent_shape(**sizes)
 
-    def _generate(self, prompts: Sequence[str], noise: Tensor, request: SampleRequest) -> Tensor:
+    def _generate(
+        self, prompts: Sequence[str], images: Images, noise: Tensor, request: SampleRequest
+    ) -> Tensor:
         """pixels[B,3,F,Y,X] from noise[B,C,T,H,W]."""
         device = self._device()
         guidance, steps = request.guidance, request.steps
@@ -300,19 +334,29 @@ class TextToVideo(nn.Module):
         captions = [*prompts, *[request.negative_prompt] * (len(prompts) if guided else 0)]
         ids, mask = self.text_encoder.tokenizer()(captions)
         text, mask = self._encode_text(ids.to(device), mask.to(device))
+        frames = self._given_frames(images, request)
 
         def velocity(latents: Tensor, timestep: Tensor) -> Tensor:
             expert = self.experts.of(timestep)
             scale = scales[expert]
             timestep = self.scheduler.model_timestep(timestep.to(device))
+            given = inputs_of(self.predictor, latents, timestep, frames)
             if scale <= 1:
                 rows = len(latents)
-                return self._predict(latents, timestep, text[:rows], mask[:rows], expert).float()
-            both = self._predict(latents.repeat(2, 1, 1, 1, 1), timestep.repeat(2), text, mask, expert)
+                return self._predict(given, text[:rows], mask[:rows], expert).float()
+            both = self._predict(given.repeat(2), text, mask, expert)
             conditional, unconditional = both.float().chunk(2)
             return unconditional + scale * (conditional - unconditional)
 
-        return self.autoencoder.decode(self.scheduler.integrate(velocity, noise.to(device), steps))
+        clean = self.scheduler.integrate(velocity, noise.to(device), steps)
+        # What was given in the place of noisy latents is in the clip as it was given.
+        clean = inputs_of(self.predictor, clean, clean.new_zeros(len(clean)), frames).latents
+        return self.autoencoder.decode(clean)
+
+    def _given_frames(self, images: Images, request: SampleRequest) -> GivenFrames | None:
+        frames, height, width = request.num_frames, request.height, request.width
+        assert frames is not None and height is not None and width is not None
+        return frames_of_images(self, images, (frames, height, width), self._device())
 
     def _device(self) -> torch.device:
         """Where it is computed: the frozen parts lie there, a predictor's parameters may be offloaded."""
@@ -332,6 +376,10 @@ class TextToVideo(nn.Module):
         if own != sizes["data.train"]:
             sizes["task.sample"] = own
         faults = collect_faults(self, sizes)
+        try:
+            self.experts.scales(self.sample_defaults.guidance, "task.sample.guidance")
+        except ContractError as fault:
+            faults.append(fault)
         if len(faults) == 1:
             raise faults[0]
         if faults:
@@ -340,14 +388,28 @@ class TextToVideo(nn.Module):
             )
 
 
-def _squared_error(predicted: Tensor, target: Tensor) -> Tensor:
-    """[B] float32: the mean over (C,T,H,W). ContractError when the shapes differ."""
+def _squared_error(predicted: Tensor, target: Tensor, counts: Tensor | None) -> Tensor:
+    """[B] float32: the mean over (C,T,H,W), where counts[1,1,T,H,W] is true (None: everywhere).
+    ContractError when the shapes differ."""
     if predicted.shape != target.shape:
         raise ContractError(
             f"the predictor returned {tuple(predicted.shape)} for targets {tuple(target.shape)}",
             where="task.predictor",
         )
-    return (predicted.float() - target).square().flatten(1).mean(1)
+    squares = (predicted.float() - target).square()
+    if counts is None:
+        return squares.flatten(1).mean(1)
+    # Selected, not multiplied: what does not count may hold anything.
+    return torch.where(counts, squares, 0.0).flatten(1).sum(1) / (counts.sum() * squares.shape[1])
+
+
+def _main_dtype(module: nn.Module) -> torch.dtype:
+    """That of most floating parameters by size: tables and norms may be kept more precise."""
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            sizes[parameter.dtype] += parameter.numel()
+    return sizes.most_common(1)[0][0]
 
 
 def _pad(tensor: Tensor, length: int) -> Tensor:

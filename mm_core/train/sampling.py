@@ -39,7 +39,7 @@ def sample(
     negative_prompt: str = "",
     seed: int = 0,
     steps: int | None = None,
-    guidance: float | None = None,
+    guidance: float | Sequence[float] | None = None,
     num_frames: int | None = None,
     height: int | None = None,
     width: int | None = None,
@@ -55,7 +55,8 @@ def sample(
         prompt, prompts: what to show; `prompt` comes first when both are given.
         negative_prompt: what guidance leads away from.
         seed: clip i's noise comes from (seed, i).
-        steps: solver steps. guidance: classifier-free guidance scale, 1 switches it off.
+        steps: solver steps. guidance: classifier-free guidance scale (up to 1 it is
+            off), or one for each expert of the predictor, from noise to clean.
         num_frames, height, width, fps: size in pixels and frames, and frames a second; None takes
             the task's `sample` defaults, then what the run was trained on.
         out: folder for mp4 files and a contact sheet; None writes nothing.
@@ -75,7 +76,7 @@ def sample(
         negative_prompt=negative_prompt,
         seed=seed,
         steps=steps,
-        guidance=guidance,
+        guidance=guidance if isinstance(guidance, int | float | None) else tuple(guidance),
         num_frames=num_frames,
         height=height,
         width=width,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from mm_core.plugin.fields import ComponentConfig, Kind, Range
+from mm_core.plugin.fields import ComponentConfig, Guidance, Kind, Range
 
 _Size = Annotated[int, Range(ge=1)]
 
@@ -15,7 +15,7 @@ class SampleConfig:
     """What `mm sample` and validation generate unless they are told otherwise."""
 
     steps: _Size = 50  # solver steps
-    guidance: Annotated[float, Range(ge=0)] = 5.0  # classifier-free guidance scale; 1 switches it off
+    guidance: Guidance = 5.0  # classifier-free guidance scale; up to 1 it is off; a list: one for each expert
     num_frames: _Size | None = None  # frames; none: as in data.train
     height: _Size | None = None  # pixels; none: as in data.train
     width: _Size | None = None  # pixels; none: as in data.train
@@ -35,4 +35,10 @@ class TextToVideoConfig:
         0.0  # share of captions replaced by ""; needed for guidance
     )
     latents: Literal["mode", "sample"] = "mode"  # of the autoencoder's posterior
+    image_encoder: Annotated[ComponentConfig, Kind("image_encoder")] | None = (
+        None  # given frames -> features, frozen; for predictors that take them
+    )
+    frames: tuple[Literal["first", "last"], ...] | None = (
+        None  # of each training clip, that the predictor is shown; none: as the predictor is made for
+    )
     sample: SampleConfig = field(default_factory=SampleConfig)
