@@ -48,7 +48,8 @@ class CountsProducts(Protocol):
     def products(
         self, latents: Shape, timestep: Shape, text: Shape, **conditions: Shape
     ) -> Sequence[Product]:
-        """The products of a forward of arguments of these shapes, in the order of the forward."""
+        """The products of a forward of arguments of these shapes, in the order of the forward. One that is
+        `Routed` also takes `expert`, as its forward does."""
         ...
 
 
