@@ -31,13 +31,13 @@ from mm_core.contracts import (
     SampleKey,
     SampleRequest,
     TextEncoder,
-    Tokenizer,
     VideoTextBatch,
 )
 from mm_core.diffusion.mixture import clean_estimate, noise_share
 from mm_core.errors import ContractError
 from mm_core.tasks.experts import Experts
 from mm_core.tasks.text_to_video_bins import declared_bins, sum_by_bin
+from mm_core.tasks.text_to_video_captions import Captions, TokenizeCaptions
 from mm_core.tasks.text_to_video_checks import collect_faults
 from mm_core.tasks.text_to_video_frames import (
     check_images,
@@ -47,22 +47,8 @@ from mm_core.tasks.text_to_video_frames import (
     inputs_of,
 )
 
-
 Images = Sequence[Sequence[Tensor]]
 """Of each clip the images that it is given, uint8 [3,Y,X]."""
-
-
-@dataclass(frozen=True)
-class TokenizeCaptions:
-    """Fills `text_ids` and `text_mask` of a batch from its captions, in the data worker."""
-
-    tokenizer: Tokenizer
-
-    def __call__(self, batch: Batch) -> Batch:
-        """The batch with its captions as tokens."""
-        assert isinstance(batch, VideoTextBatch)
-        ids, mask = self.tokenizer(batch.captions)
-        return replace(batch, text_ids=ids, text_mask=mask)
 
 
 @dataclass
@@ -92,13 +78,14 @@ class TextToVideo(nn.Module):
 
     The loss is the mean squared error over (C,T,H,W) of each sample, times its weights, summed over
     the batch. A predictor that is `FrameConditioned` is shown frames of the clip itself (`frames`), and what
-    it is shown in the place of noisy latents counts for nothing. Noise, timesteps and dropped captions derive from (seed, purpose, epoch, sample).
+    it is shown in the place of noisy latents counts for nothing. Noise, timesteps and dropped captions derive
+    from (seed, purpose, epoch, sample).
     Classifier-free guidance: Ho and Salimans 2022, https://arxiv.org/abs/2207.12598.
     Fields are those of `TextToVideoConfig`, with components built.
     """
 
     trainable = ("predictor",)
-    frozen = ("autoencoder", "text_encoder")
+    frozen: tuple[str, ...] = ("autoencoder", "text_encoder")
 
     def __init__(
         self,
@@ -126,7 +113,7 @@ class TextToVideo(nn.Module):
         self.caption_dropout = caption_dropout
         self.latents = latents
         self.sample_defaults = SampleConfig() if sample is None else sample
-        self._empty_caption: tuple[Tensor, Tensor] | None = None
+        self._captions = Captions(text_encoder, predictor.text_padding)
 
     # -- training ------------------------------------------------------------------------------
 
@@ -159,7 +146,7 @@ class TextToVideo(nn.Module):
         timestep = scheduler.sample_timesteps([rng.generator("timestep", *key) for key in batch.keys])
         timestep = timestep.to(device)
         dropped = [self._drops_caption(rng, key) for key in batch.keys]
-        text, mask = self._encode_text(*self._without(dropped, *self._tokens(batch)))
+        text, mask = self._captions.encoded(batch, dropped)
         weights = batch.weights.to(device)
         return TextToVideoInputs(
             given=inputs_of(
@@ -195,41 +182,8 @@ class TextToVideo(nn.Module):
             return posterior.mode()
         return posterior.sample([rng.generator("posterior", *key) for key in batch.keys])
 
-    def _tokens(self, batch: VideoTextBatch) -> tuple[Tensor, Tensor]:
-        """ids[B,L], mask[B,L] of the captions, on the device of the pixels."""
-        ids, mask = batch.text_ids, batch.text_mask
-        if ids is None or mask is None:
-            ids, mask = self.text_encoder.tokenizer()(batch.captions)
-        return ids.to(batch.pixels.device), mask.to(batch.pixels.device)
-
     def _drops_caption(self, rng: Randomness, key: SampleKey) -> bool:
         return self.caption_dropout > 0 and rng.uniform("caption_dropout", *key) < self.caption_dropout
-
-    def _without(self, dropped: Sequence[bool], ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """The same tokens, with the empty caption in the `dropped` rows."""
-        if not any(dropped):
-            return ids, mask
-        empty_ids, empty_mask = self._empty()
-        length = max(ids.shape[1], empty_ids.shape[1])
-        ids, mask = _pad(ids, length), _pad(mask, length)
-        rows = torch.tensor(dropped, device=ids.device)[:, None]
-        empty_ids, empty_mask = _pad(empty_ids, length).to(ids), _pad(empty_mask, length).to(mask)
-        return torch.where(rows, empty_ids, ids), torch.where(rows, empty_mask, mask)
-
-    def _empty(self) -> tuple[Tensor, Tensor]:
-        if self._empty_caption is None:
-            self._empty_caption = self.text_encoder.tokenizer()([""])
-        return self._empty_caption
-
-    def _encode_text(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states in float32 (the engine lowers them), padded as the predictor wants."""
-        text, mask = self.text_encoder.encode(ids, mask)
-        text = text.float().masked_fill(~mask[..., None], 0)
-        padding = self.predictor.text_padding
-        if isinstance(padding, tuple):
-            length = padding[1]
-            text, mask = _pad(text[:, :length], length), _pad(mask[:, :length], length)
-        return text, mask
 
     def _predict(self, given: PredictorInputs, text: Tensor, mask: Tensor, expert: str | None) -> Tensor:
         # Sharded parameters are float32 here and the engine casts; a lone bf16 predictor needs it done.
@@ -260,7 +214,7 @@ class TextToVideo(nn.Module):
         shape = tuple(clean.shape[1:])
         noise = torch.stack([rng.normal(shape, "validation noise", key.index) for key in batch.keys])
         noise = noise.to(device)
-        text, mask = self._encode_text(*self._tokens(batch))
+        text, mask = self._captions.encoded(batch)
         frames = frames_of_clips(self, batch.pixels, self.frames)
         middle = sorted(quantiles)[len(quantiles) // 2]
         losses, estimate = {}, clean
@@ -332,8 +286,7 @@ class TextToVideo(nn.Module):
         scales = self.experts.scales(guidance)
         guided = any(scale > 1 for scale in scales.values())
         captions = [*prompts, *[request.negative_prompt] * (len(prompts) if guided else 0)]
-        ids, mask = self.text_encoder.tokenizer()(captions)
-        text, mask = self._encode_text(ids.to(device), mask.to(device))
+        text, mask = self._captions.encoded_texts(captions, device)
         frames = self._given_frames(images, request)
 
         def velocity(latents: Tensor, timestep: Tensor) -> Tensor:
@@ -410,14 +363,6 @@ def _main_dtype(module: nn.Module) -> torch.dtype:
         if parameter.is_floating_point():
             sizes[parameter.dtype] += parameter.numel()
     return sizes.most_common(1)[0][0]
-
-
-def _pad(tensor: Tensor, length: int) -> Tensor:
-    """[B,L] or [B,L,D] with zeros behind, up to `length` tokens."""
-    missing = length - tensor.shape[1]
-    if missing <= 0:
-        return tensor
-    return torch.cat([tensor, tensor.new_zeros(tensor.shape[0], missing, *tensor.shape[2:])], dim=1)
 
 
 def _chunks(prompts: Sequence[str], size: int) -> Iterator[tuple[int, Sequence[str]]]:

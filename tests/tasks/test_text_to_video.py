@@ -118,9 +118,10 @@ def test_chance_depends_on_epoch_and_sample():
     task = make_task()
     one, again = (task.prepare(make_batch(task), RNG) for _ in range(2))
     later = task.prepare(make_batch(task, epoch=1), RNG)
-    assert torch.equal(one.noisy, again.noisy) and torch.equal(one.timestep, again.timestep)
-    assert not (one.timestep == later.timestep).any()
-    assert len(one.timestep.unique()) == 3
+    assert torch.equal(one.given.latents, again.given.latents)
+    assert torch.equal(one.given.timestep, again.given.timestep)
+    assert not (one.given.timestep == later.given.timestep).any()
+    assert len(one.given.timestep.unique()) == 3
 
 
 def test_a_sample_without_weight_moves_no_gradient():
@@ -188,10 +189,10 @@ def test_latents_are_sampled_from_the_posterior_by_the_samples_own_generator():
 def test_the_predictor_gets_its_timestep_in_float32_beside_bf16_latents():
     task = make_task(SmallPredictor().bfloat16())
     inputs = task.prepare(make_batch(task), RNG)
-    assert inputs.noisy.dtype == torch.float32
+    assert inputs.given.latents.dtype == torch.float32
     loss = task.loss(inputs)
     (call,) = task.predictor.calls
-    assert call["timestep"].dtype == torch.float32 and torch.equal(call["timestep"], inputs.timestep)
+    assert call["timestep"].dtype == torch.float32 and torch.equal(call["timestep"], inputs.given.timestep)
     assert call["latents"].dtype == call["text"].dtype == torch.bfloat16
     assert loss.total.dtype == torch.float32
 

@@ -14,6 +14,7 @@ from mm_core.contracts import Product, attention, linear
 from mm_wan.presets import Fields
 
 _EMBEDDER = "condition_embedder"
+Q, KEYS = ("to_q", "norm_q"), ("to_k", "norm_k")
 
 
 def forward_products(
@@ -59,13 +60,16 @@ def forward_products(
         given += (f"blocks.{index}.scale_shift_table",)
         self_attention, across, inner = (f"blocks.{index}.{name}" for name in ("attn1", "attn2", "ffn.net"))
         found += [linear(f"{self_attention}.{name}", N, M, M, given) for name in ("to_q", "to_k", "to_v")]
-        found += [attention(self_attention, B, tokens, tokens, M)]
+        found += attention(self_attention, (B, tokens, tokens, M), Q, KEYS, ("to_v",))
         found += [linear(f"{self_attention}.to_out.0", N, M, M), linear(f"{across}.to_q", N, M, M)]
         found += [linear(f"{across}.{name}", L, M, M, after=(text,)) for name in ("to_k", "to_v")]
         if K:
             keys = [f"{across}.{name}" for name in ("add_k_proj", "add_v_proj")]
             found += [linear(key, K, size["added_kv_proj_dim"], M, after=(image,)) for key in keys]
-        found += [attention(across, B, tokens, text_length + image_tokens, M)]
+            found += attention(
+                across, (B, tokens, image_tokens, M), Q, ("add_k_proj", "norm_added_k"), ("add_v_proj",)
+            )
+        found += attention(across, (B, tokens, text_length, M), Q, KEYS, ("to_v",))
         found += [linear(f"{across}.to_out.0", N, M, M)]
         found += [
             linear(f"{inner}.0.proj", N, M, size["ffn_dim"]),

@@ -23,17 +23,19 @@ from diffusers.models.transformers.transformer_wan import (
 )
 from torch import Tensor, nn
 
-from mm_core.contracts import WeightsFrom
+from mm_core.contracts import FrameNames, GivenFrames, PredictorInputs, Product, WeightsFrom
 from mm_core.errors import ContractError, did_you_mean
 from mm_wan.architecture import CLASS, resolve
-from mm_wan.flops import forward_flops
+from mm_wan.flops import forward_flops, forward_products
+from mm_wan.frames import beside, frame_choices, in_place, padded_clip
 
 TEXT_LENGTH = 512
 """Tokens that every Wan model was trained with; its image-to-video models find the image by counting them."""
 
 
 class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers has no types
-    """Predicts the velocity of noisy latents. Satisfies `mm_core.contracts.Predictor` and `Pretrained`.
+    """Predicts the velocity of noisy latents. Satisfies `mm_core.contracts.Predictor`, `Pretrained` and
+    `FrameConditioned`.
 
     Fields are those of `WanTransformerConfig`, where each is described. Text is padded with zeros to 512
     tokens; the mask is ignored, as in Diffusers' pipelines.
@@ -67,6 +69,8 @@ class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers 
         self.image_channels: int = max(0, known["in_channels"] - self.out_channels)
         self.in_channels: int = known["in_channels"] - self.image_channels
         self.text_dim: int = known["text_dim"]
+        self.image_dim: int | None = known["image_dim"]
+        self.frame_choices: tuple[FrameNames, ...] = frame_choices(known)
         if self.patch_embedding.weight.device.type != "meta":
             with torch.no_grad():
                 self.init_weights()
@@ -128,6 +132,28 @@ class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers 
     ) -> int:
         """Operations of a forward of latents of shape (B,C,T,H,W) or (C,T,H,W): see `mm_wan.flops`."""
         return forward_flops(self.fields, latents, text_length, image_tokens, timesteps_per_token)
+
+    def products(
+        self, latents: Sequence[int], timestep: Sequence[int], text: Sequence[int], **conditions: Sequence[int]
+    ) -> Sequence[Product]:
+        """What a forward of arguments of these shapes multiplies: see `mm_wan.flops`."""
+        images = conditions.get("image_embeds")
+        return forward_products(
+            self.fields, latents, text[1], 0 if images is None else images[1], len(timestep) == 2
+        )
+
+    # -- given frames ------------------------------------------------------------------------------
+
+    def frames_clip(self, frames: Sequence[Tensor], num_frames: int) -> Tensor:
+        """What the autoencoder encodes of the given frames[B,3,Y,X]: see `mm_wan.frames`."""
+        return padded_clip(frames, num_frames) if self.image_channels else frames[0][:, :, None]
+
+    def with_frames(self, latents: Tensor, timestep: Tensor, given: GivenFrames) -> PredictorInputs:
+        """What the forward takes of latents[B,C,T,H,W] at timestep[B] and given frames: see
+        `mm_wan.frames`."""
+        if self.image_channels:
+            return beside(latents, timestep, given, self.image_channels - self.out_channels)
+        return in_place(latents, timestep, given, self.patch_size)
 
     # -- weights -----------------------------------------------------------------------------------
 

@@ -1,0 +1,42 @@
+"""Image files, and their pixels at a clip's size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mm_core.errors import DataError
+
+
+def read_image(path: Path) -> Tensor:
+    """uint8 [3,Y,X], upright (by its EXIF orientation) and in colour. DataError for what is no readable
+    image, or so large that Pillow takes it for an attack."""
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(path) as opened:
+            image = ImageOps.exif_transpose(opened).convert("RGB")
+    except FileNotFoundError:
+        raise DataError("there is no such image", where=str(path)) from None
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as fault:
+        raise DataError(f"the image can not be read: {fault}", where=str(path)) from fault
+    return _tensor(image)
+
+
+def fit_image(image: Tensor, height: int, width: int) -> Tensor:
+    """float32 [3,height,width] in [-1,1] of uint8 [3,Y,X], by Pillow's Lanczos filter. An image of another
+    shape is stretched, as Diffusers' image-to-video pipelines do it: crop it before if that is not wanted."""
+    from PIL import Image
+
+    picture = Image.fromarray(image.permute(1, 2, 0).cpu().contiguous().numpy())
+    if picture.size != (width, height):
+        picture = picture.resize((width, height), Image.Resampling.LANCZOS)
+    return 2.0 * (_tensor(picture).float() / 255.0) - 1.0
+
+
+def _tensor(image: Any) -> Tensor:
+    data = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+    return data.view(image.height, image.width, 3).permute(2, 0, 1).contiguous()
