@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import PurePath
@@ -27,7 +27,7 @@ from mm_core.weights.adapter_files import (
 )
 from mm_core.weights.adapters import BESIDE, scales_of, trained_beside
 from mm_core.weights.fitting import formats_of
-from mm_core.weights.format import AdapterLayout, Layout, WeightFormat
+from mm_core.weights.format import AdapterLayout, Layout, WeightFormat, divided, of_component
 from mm_core.weights.key_map import Copy
 from mm_core.weights.writing import Shard, TensorSpec, assemble, plan_shards
 
@@ -41,9 +41,10 @@ Scales = Mapping[str, Mapping[str, AdapterScale]]
 class Part:
     """The files of one component, or of one adapter of it.
 
-    root: the component. folder, stem: of the files. produce: gives each tensor of `shards` by its stored
-    name. texts: further files in `folder`. library, loading: as the layout says. adapters: those that the
-    files hold, or that were merged into what they hold.
+    root: the component. part: path of its sub-module, "" for all of it. folder, stem: of the files.
+    produce: gives each tensor of `shards` by its stored name. texts: further files in `folder`. library,
+    loading: as the layout says. adapters: those that the files hold, or that were merged into what they
+    hold.
     """
 
     root: str
@@ -55,6 +56,7 @@ class Part:
     texts: Mapping[str, str]
     library: str
     loading: str
+    part: str = ""
     adapters: Scales = field(default_factory=dict)
 
     @property
@@ -97,14 +99,21 @@ class Planner:
         self._registry, self._label, self._form = registry, label, form
         self._saved, self._dtype, self._limit = saved, dtype, limit
 
-    def weights(self, root: str, module: nn.Module) -> Part:
-        """A component's weights, with its adapters in them."""
+    def weights(self, root: str, module: nn.Module) -> list[Part]:
+        """A component's weights, with its adapters in them: a part for each folder."""
         with without_adapters(module):
-            layout = self._form.layout(root, module)
-        if layout is None:
+            layouts = of_component(self._form.layout(root, module))
+        if not layouts:
             raise self._cannot_hold(root, module)
-        scales = scales_of(module)
         own = {base_name(name): name for name in own_state(module) if adapter_of(name) is None}
+        shares = divided(layouts, own)
+        return [
+            self._part(root, layout, {name: own[name] for name in names}, scales_of(module))
+            for layout, names in zip(layouts, shares, strict=True)
+        ]
+
+    def _part(self, root: str, layout: Layout, own: Mapping[str, str], scales: Scales) -> Part:
+        """own: a tensor's name in the component -> with its adapters."""
         shapes = {name: self._saved.shapes[f"{root}.{path}"] for name, path in own.items()}
         dtypes = {name: self._cast(self._saved.dtypes[f"{root}.{path}"]) for name, path in own.items()}
         copies: dict[str, list[Copy]] = {}
@@ -118,6 +127,7 @@ class Planner:
         read = _Reader(self._saved, root, own, dtypes, scales)
         return Part(
             root=root,
+            part=layout.part,
             folder=layout.folder,
             stem=layout.stem,
             shards=plan_shards(specs, layout.stem, self._limit),
@@ -126,27 +136,31 @@ class Planner:
             texts=layout.texts,
             library=layout.library,
             loading=layout.loading,
-            adapters=scales,
+            adapters=_within(scales, own),
         )
 
     def adapters(self, root: str, module: nn.Module) -> list[Part]:
-        """A component's adapters alone; each in a folder of its name where there are several."""
+        """A component's adapters alone, a part for each file; each adapter in a folder of its name where
+        there are several."""
         scales = scales_of(module)
         with without_adapters(module):
-            layout = self._form.adapter(root, module)
-        if layout is None:
+            layouts = of_component(self._form.adapter(root, module))
+        if not layouts:
             raise self._cannot_hold(root, module, adapter=True)
         beside = trained_beside(module)
-        if beside and (layout.config is None or len(scales) > 1):
+        if beside and (len(scales) > 1 or any(layout.config is None for layout in layouts)):
             raise MMError(
                 f"{root}.{next(iter(beside))} is trained beside the adapters, and"
-                f" {'one of several' if layout.config is not None else 'this format'} can not hold it",
+                f" {'this format' if len(scales) == 1 else 'one of several'} can not hold it",
                 where="--to",
                 hint="export merged weights (--merge-lora)",
             )
         return [
-            self._adapter(root, module, layout, name, held, name if len(scales) > 1 else "", beside)
+            part
             for name, held in scales.items()
+            for part in self._adapter_parts(
+                root, module, layouts, name, held, name if len(scales) > 1 else "", beside
+            )
         ]
 
     def check_nothing_beside(self, root: str, module: nn.Module) -> None:
@@ -158,21 +172,49 @@ class Planner:
                 hint="export merged weights (--merge-lora)",
             )
 
-    def _adapter(
+    def _adapter_parts(
         self,
         root: str,
         module: nn.Module,
-        layout: AdapterLayout,
+        layouts: Sequence[AdapterLayout],
         adapter: str,
         scales: Mapping[str, AdapterScale],
         folder: str,
         beside: Mapping[str, Sequence[str]],
-    ) -> Part:
-        names = {beside_key(layout, path, name): name for path, held in beside.items() for name in held}
+    ) -> Iterator[Part]:
+        """The files of one adapter: none for a part of the component in which nothing is adapted."""
+        tensors: dict[str, list[str]] = {}
         for name in own_state(module):
             place = adapter_of(name)
             if place is not None and place[2] == adapter:
-                names[stored_key(layout, place[0], place[1])] = name
+                tensors.setdefault(place[0], []).append(name)
+        modules, whole = divided(layouts, scales), divided(layouts, beside)
+        for layout, adapted, held in zip(layouts, modules, whole, strict=True):
+            if held and not adapted:
+                raise MMError(
+                    f"{root}.{held[0]} is trained beside the adapter, and {root}.{layout.part}, whose file"
+                    " would hold it, has none",
+                    where="--to",
+                    hint="export merged weights (--merge-lora)",
+                )
+            if adapted:
+                names = {beside_key(layout, path, name): name for path in held for name in beside[path]}
+                for path in adapted:
+                    names |= {stored_key(layout, path, _adapter_place(n)): n for n in tensors[path]}
+                own = {path: scales[path] for path in adapted}
+                yield self._adapter(root, layout, adapter, own, folder, names, held)
+
+    def _adapter(
+        self,
+        root: str,
+        layout: AdapterLayout,
+        adapter: str,
+        scales: Mapping[str, AdapterScale],
+        folder: str,
+        names: Mapping[str, str],
+        beside: Sequence[str],
+    ) -> Part:
+        """names: stored -> of the component."""
         paths = {stored: f"{root}.{name}" for stored, name in names.items()}
         dtypes = {name: self._cast(self._saved.dtypes[paths[stored]]) for stored, name in names.items()}
         read = _Reader(self._saved, root, {name: name for name in dtypes}, dtypes, {})
@@ -185,9 +227,10 @@ class Planner:
         if layout.metadata_key is not None:
             metadata[layout.metadata_key] = header_text(layout, scales)
         if layout.config is not None:
-            texts[layout.config] = json.dumps(peft_settings(layout, scales, [*beside]), indent=2) + "\n"
+            texts[layout.config] = json.dumps(peft_settings(layout, scales, beside), indent=2) + "\n"
         return Part(
             root=root,
+            part=layout.part,
             folder=str(PurePath(folder) / PurePath(layout.file).parent),
             stem=stem,
             shards=plan_shards(specs, stem),
@@ -206,15 +249,33 @@ class Planner:
         able = []
         with without_adapters(module):
             for name, form in formats_of(self._registry).items():
-                found: Layout | AdapterLayout | None
-                found = form.adapter(root, module) if adapter else form.layout(root, module)
-                able += [name] if found is not None else []
+                held = bool(
+                    of_component(form.adapter(root, module))
+                    if adapter
+                    else of_component(form.layout(root, module))
+                )
+                able += [name] if held else []
         return MMError(
             f"the format {self._label} can not hold {'an adapter of ' * adapter}{root!r},"
             f" a {type(module).__name__}",
             where="--to",
             accepted=", ".join(sorted(able)) or "no installed format can: a plugin offers one",
         )
+
+
+def _within(scales: Scales, names: Collection[str]) -> Scales:
+    """Of the adapters, what changes a component's tensors of these names."""
+    kept = {
+        adapter: {module: scale for module, scale in held.items() if f"{module}.weight" in names}
+        for adapter, held in scales.items()
+    }
+    return {adapter: held for adapter, held in kept.items() if held}
+
+
+def _adapter_place(name: str) -> str:
+    place = adapter_of(name)
+    assert place is not None
+    return place[1]
 
 
 class _Reader:

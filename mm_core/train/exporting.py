@@ -13,12 +13,15 @@ from typing import Literal
 from torch import nn
 
 from mm_core.config.load import load_config
+from mm_core.config.schema import RunConfig
 from mm_core.contracts import torch_dtype
 from mm_core.errors import CheckpointError, ContractError, MMError, did_you_mean
 from mm_core.parallel.adapters import adapted_layers
 from mm_core.plan import build_task
 from mm_core.plugin.registry import get_registry
+from mm_core.train.adapter_runs import adapters_in
 from mm_core.train.agreement import Ranks
+from mm_core.train.base_weights import frozen_names, recorded
 from mm_core.train.checkpoint_dcp import stored_parts
 from mm_core.train.checkpoint_io import write_durably
 from mm_core.train.checkpoint_reading import find_checkpoint
@@ -74,16 +77,19 @@ def export(
     config = load_config(source / "config.yaml")
     registry = get_registry(config.plugins.path)
     (label, form), *_ = formats_of(registry, format).items()
-    task = build_task(config)
+    task = build_task(config, adapters_in(source))
     averaged = weights == "ema" or (weights == "auto" and "ema" in stored_parts(source))
+    which: Literal["model", "ema"] = "ema" if averaged else "model"
     ranks = Ranks.current()
-    saved = ranks.agree(f"reading {source}", lambda: _open(source, averaged, task))
+    saved = ranks.agree(f"reading {source}", lambda: RunSource(source, which, otherwise="leave out --ema"))
+    _complete(saved, config, task, alone=not merge_adapters and _adapted(task, component))
     planner = Planner(registry, label, form, saved, torch_dtype(dtype) if dtype else None, limit)
     parts = _parts(task, planner, component, merge_adapters)
     _check_apart(parts)
     ranks.agree(f"reading {source}", saved.verify)
     adapters_alone = any(part.adapters for part in parts) and not merge_adapters
-    whole = not adapters_alone and len(parts) == len(task.trainable)  # type: ignore[arg-type]
+    roots = {part.root for part in parts}
+    whole = not adapters_alone and len(roots) == len(task.trainable)  # type: ignore[arg-type]
     with (
         staged_folder(out) as stage,
         byte_bar(f"writing {out}", sum(part.nbytes for part in parts)) as advance,
@@ -115,17 +121,25 @@ def checkpoint_at(run: str | Path) -> Path:
     )
 
 
-def _open(source: Path, averaged: bool, task: nn.Module) -> RunSource:
-    """The checkpoint, compared with the task by names and shapes."""
-    saved = RunSource(source, "ema" if averaged else "model", otherwise="leave out --ema")
-    saved.compare(
-        {
-            f"{root}.{name}": tensor
-            for root in task.trainable  # type: ignore[union-attr]
-            for name, tensor in own_state(task.get_submodule(root)).items()
-        }
-    )
-    return saved
+def _complete(saved: RunSource, config: RunConfig, task: nn.Module, *, alone: bool) -> None:
+    """Compares the checkpoint with the task by names and shapes, and finds what it leaves to other files,
+    which adapters alone do not need."""
+    state = {
+        f"{root}.{name}": tensor
+        for root in task.trainable  # type: ignore[union-attr]
+        for name, tensor in own_state(task.get_submodule(root)).items()
+    }
+    if alone:
+        missing = frozen_names(task) - saved.shapes.keys()
+        state = {name: tensor for name, tensor in state.items() if name not in missing}
+    else:
+        saved.join(recorded(saved.folder, config, task, state), state)
+    Ranks.current().agree(f"reading {saved.folder}", lambda: saved.compare(state))
+
+
+def _adapted(task: nn.Module, component: str | None) -> bool:
+    """Whether anything of what is exported has adapters."""
+    return any(adapted_layers(task.get_submodule(root)) for root in _roots(task, component))
 
 
 def _roots(task: nn.Module, component: str | None) -> tuple[str, ...]:
@@ -152,7 +166,7 @@ def _parts(task: nn.Module, planner: Planner, component: str | None, merge: bool
         for root in modules.keys() - adapted.keys():
             planner.check_nothing_beside(root, modules[root])
         return [part for root, module in adapted.items() for part in planner.adapters(root, module)]
-    return [planner.weights(root, module) for root, module in modules.items()]
+    return [part for root, module in modules.items() for part in planner.weights(root, module)]
 
 
 def _check_apart(parts: Sequence[Part]) -> None:

@@ -179,7 +179,7 @@ class WarmStart:
             raise no_way(path, ", ".join(self._parts), self._formats)
         found = sum(way.found for way in fits.values())
         if init.format is None:
-            named = {s for way in fits.values() for s in way.stored.shapes if s in state}
+            named = {s for way in fits.values() for held in way.sources for s in held.shapes if s in state}
             if not found or len(named) > found:
                 return None
         _check_apart(path, fits)
@@ -194,13 +194,14 @@ class WarmStart:
         loaded: dict[str, None] = {}
         unexpected: dict[str, None] = {}
         misshapen: list[str] = []
-        wanted = {copy.stored for way in fits.values() for copy in way.copies}
+        wanted = {(held.where, copy.stored) for way in fits.values() for copy, held in way.pieces}
         for root, way in fits.items():
-            for copy in way.copies:
+            for copy, held in way.pieces:
                 if (name := f"{root}.{copy.component}") in chosen:
                     loaded[name] = None
-                    self._pieces.append((replace(copy, component=name), way.stored))
-            unexpected |= dict.fromkeys(name for name in way.unexpected if name not in wanted)
+                    self._pieces.append((replace(copy, component=name), held))
+            left = ((held, name) for held, name in way.unexpected if (held.where, name) not in wanted)
+            unexpected |= dict.fromkeys(way.text(held, name) for held, name in left)
             misshapen += [
                 f"{root}.{name} ({_size(stored)} in the file, {_size(own)} in the task)"
                 for name, own, stored in way.misshapen
@@ -212,9 +213,11 @@ class WarmStart:
             for name in state
             if name in chosen and name not in loaded and name not in wrong and adapter_of(name) is None
         ]
-        if misshapen or (init.strict and (missing or unexpected)) or not loaded:
-            left = {name: name for name in unexpected}
-            fault = _misfit(init, missing, list(unexpected), misshapen, left)
+        spared = {f"{root}.{name}" for root, way in fits.items() for name in way.spared}
+        lacking = [name for name in missing if name not in spared]
+        if misshapen or (init.strict and (lacking or unexpected)) or not loaded:
+            fault = _misfit(init, lacking, list(unexpected), misshapen, {name: name for name in unexpected})
+            fault = _absent_parts(fault, [folder for way in fits.values() for folder in way.absent])
             if self._key != "init_from":
                 hint = f"{self._key} must have the options of the model that this folder holds"
                 fault = CheckpointError(fault.what, where=fault.where, hint=hint)
@@ -222,7 +225,7 @@ class WarmStart:
         self._pieces.sort(key=lambda piece: (str(piece[1].where), piece[0].stored))
         skipped = tuple(name for name in state if name not in chosen)
         names = tuple(name for name in state if name in loaded)
-        places = (f"{way.format}{f' in {way.folder}' if way.folder else ''}" for way in fits.values())
+        places = (" in ".join(filter(None, (way.format, _folders(way)))) for way in fits.values())
         kinds = tuple(dict.fromkeys(places))
         self.report = WarmStartReport(names, tuple(missing), tuple(unexpected), skipped, kinds)
 
@@ -231,14 +234,27 @@ def _check_apart(path: Path, fits: Mapping[str, Fit]) -> None:
     """CheckpointError where two components would be read from the same tensors."""
     owners: dict[tuple[Path, str], str] = {}
     for root, way in fits.items():
-        for copy in way.copies:
-            other = owners.setdefault((way.stored.where, copy.stored), root)
+        for copy, held in way.pieces:
+            other = owners.setdefault((held.where, copy.stored), root)
             if other != root:
                 raise CheckpointError(
-                    f"{other!r} and {root!r} would both be read from {way.folder or 'the same file'}",
+                    f"{other!r} and {root!r} would both be read from {_folders(way) or 'the same file'}",
                     where=str(path),
                     hint="begin one after another: init_from.include, and the other one's own folder",
                 )
+
+
+def _folders(way: Fit) -> str:
+    return " and ".join(filter(None, way.folders))
+
+
+def _absent_parts(fault: CheckpointError, folders: Sequence[str]) -> CheckpointError:
+    """The same, where what is missing lies in folders that are not there."""
+    if not folders:
+        return fault
+    hint = "init_from.include takes the parts that are there, and strict: false leaves the rest as it begins"
+    what = f"{fault.what}; there is no folder {' and no folder '.join(folders)}"
+    return CheckpointError(what, where=fault.where, hint=hint)
 
 
 def warm_start(init: InitFromSection, parameters: Mapping[str, Tensor]) -> WarmStartReport:

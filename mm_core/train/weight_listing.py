@@ -20,7 +20,8 @@ from mm_core.plugin.registry import Registry, get_registry
 from mm_core.train.checkpoint_reading import find_checkpoint
 from mm_core.train.weight_sources import RunSource
 from mm_core.weights.adapter_files import DIFFUSERS_ADAPTER
-from mm_core.weights.adapters import linear_layers, locate
+from mm_core.weights.adapter_location import locate
+from mm_core.weights.adapters import linear_layers
 from mm_core.weights.fitting import formats_of, untied, ways_to_read
 from mm_core.weights.format import StoredTensors
 from mm_core.weights.formats import PEFT_ADAPTER

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,12 +21,10 @@ from mm_core.parallel.freezing import covered
 from mm_core.parallel.patterns import match
 from mm_core.parallel.tying import tied_names
 from mm_core.weights.adapter_files import (
-    AdapterFile,
     AdapterScale,
-    open_adapter,
-    stored_module,
     whole_pattern,
 )
+from mm_core.weights.adapter_location import locate
 from mm_core.weights.fitting import Formats
 from mm_core.weights.format import StoredTensors
 from mm_core.weights.key_map import Copy, whole
@@ -37,9 +33,16 @@ from mm_core.weights.streaming import shard_of, stream
 KEY = "train.adapters"
 BESIDE = "train.also_train"
 
+Structure = Mapping[str, Mapping[str, AdapterScale]]
+"""Adapter -> path of a module in the task -> how it counts there."""
+
 
 def add_adapters(
-    task: nn.Module, adapters: Sequence[AdapterConfig], formats: Formats, beside: Sequence[str] = ()
+    task: nn.Module,
+    adapters: Sequence[AdapterConfig],
+    formats: Formats,
+    beside: Sequence[str] = (),
+    known: Structure | None = None,
 ) -> None:
     """Puts adapters into the trained components of a task on the meta device, and takes everything else
     out of training. The components stay the objects that they are.
@@ -49,6 +52,7 @@ def add_adapters(
         adapters: in the order in which they count; with none, nothing happens.
         formats: that tell how a file calls the components' modules.
         beside: patterns of modules or parameters that are trained in full.
+        known: of adapters that a run has begun already: the files that they began with are not asked.
 
     Raises:
         PlanError: PEFT is not installed, targets that match no linear layer, or `beside` that matches
@@ -72,9 +76,12 @@ def add_adapters(
             scale = AdapterScale(adapter.rank, adapter.alpha or adapter.rank, adapter.dora, adapter.rslora)
             for root, names in _targets(task, adapter, linear).items():
                 wanted[root].append((adapter, dict.fromkeys(names, scale)))
+        elif adapter.name in (known or {}):
+            for root, scales in _placed(adapter.name, known[adapter.name], linear).items():  # type: ignore[index]
+                wanted[root].append((adapter, scales))
         else:
             found = locate(task, adapter.from_, linear, formats)
-            scales = {name: found.file.scales[stored] for name, stored in found.modules.items()}
+            scales = {name: file.scales[stored] for name, (file, stored) in found.modules.items()}
             wanted[found.root].append((adapter, scales))
     for root, given in wanted.items():
         _check_tied(root, task.get_submodule(root), {name: a.name for a, held in given for name in held})
@@ -169,6 +176,25 @@ def _targets(
         if path in chosen:
             root, name = layers[path]
             found.setdefault(root, []).append(name)
+    return found
+
+
+def _placed(
+    name: str, held: Mapping[str, AdapterScale], linear: Mapping[str, Sequence[str]]
+) -> dict[str, dict[str, AdapterScale]]:
+    """Component -> module -> how an adapter counts there that a run has begun with."""
+    layers = {f"{root}.{module}": (root, module) for root, modules in linear.items() for module in modules}
+    if absent := [path for path in held if path not in layers]:
+        raise CheckpointError(
+            f"{len(absent)} of the {len(held)} modules that the adapter {name!r} has in the checkpoint are no"
+            f" linear layers of this task: {', '.join(absent[:3])}",
+            where=KEY,
+            hint="the model must have the options that the run began with",
+        )
+    found: dict[str, dict[str, AdapterScale]] = {}
+    for path, scale in held.items():
+        root, module = layers[path]
+        found.setdefault(root, {})[module] = scale
     return found
 
 
@@ -273,46 +299,6 @@ def _peft() -> Any:
 # -- from files ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Located:
-    """An adapter's file and the component that it fits. modules: path in the component -> in the file."""
-
-    file: AdapterFile
-    root: str
-    modules: Mapping[str, str]
-
-
-def locate(task: nn.Module, path: str, linear: Mapping[str, Sequence[str]], formats: Formats) -> Located:
-    """The component whose modules an adapter's file names, by the name that any format gives them."""
-    file = open_adapter(Path(path))
-    best: tuple[int, str, dict[str, str]] = (0, "", {})
-    for root, names in linear.items():
-        component = task.get_submodule(root)
-        for form in formats.values():
-            layout = form.adapter(root, component)
-            if layout is None:
-                continue
-            table: dict[str, str] = {}
-            for name in names:
-                try:
-                    stored = stored_module(layout, name)
-                except ContractError:
-                    continue
-                if stored in file.scales:
-                    table[name] = stored
-            if len(table) > best[0]:
-                best = (len(table), root, table)
-    _, root, table = best
-    if absent := [name for name in file.modules if name not in set(table.values())]:
-        raise CheckpointError(
-            f"{len(absent)} of the {len(file.modules)} modules of this adapter are no linear layers of"
-            f" {root or ' or '.join(linear)}: {', '.join(absent[:3])}",
-            where=path,
-            hint="it was made for another model",
-        )
-    return Located(file, root, table)
-
-
 class AdapterWeights:
     """Where adapters begin: those of files are read, lengths of new DoRAs are those of the weights.
 
@@ -328,12 +314,12 @@ class AdapterWeights:
         for adapter in self.adapters:
             assert adapter.from_ is not None
             found = locate(task, adapter.from_, linear, formats)
-            for module, stored in found.modules.items():
+            for module, (file, stored) in found.modules.items():
                 for part in ("lora_A", "lora_B", "lora_magnitude_vector"):
-                    if (key := found.file.keys.get((stored, part))) is not None:
+                    if (key := file.keys.get((stored, part))) is not None:
                         name = f"{found.root}.{module}.{part}.{adapter.name}.weight"
-                        shape = tuple(found.file.stored.shapes[key])
-                        self._pieces.append((whole(name, key, shape), found.file.stored))
+                        shape = tuple(file.stored.shapes[key])
+                        self._pieces.append((whole(name, key, shape), file.stored))
 
     def covers(self, state: Mapping[str, Tensor]) -> Collection[str]:
         """The adapters' tensors that files hold. CheckpointError where one has another shape."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -10,11 +10,14 @@ from torch import nn
 
 from mm_core.errors import CheckpointError, ContractError, MMError
 from mm_core.plugin.registry import Registry
-from mm_core.weights.format import StoredTensors, WeightFormat
+from mm_core.weights.format import Layout, StoredTensors, WeightFormat, divided, of_component
 from mm_core.weights.key_map import Copy, KeyMap
 from mm_core.weights.stored import open_stored
 
 Formats = Mapping[str, WeightFormat]
+
+Piece = tuple[Copy, StoredTensors]
+"""A box of a component's tensor, and what it is read from."""
 
 
 def formats_of(registry: Registry, only: str | None = None) -> dict[str, WeightFormat]:
@@ -34,28 +37,41 @@ def formats_of(registry: Registry, only: str | None = None) -> dict[str, WeightF
 class Fit:
     """One way to read a component.
 
-    format: its qualified name. folder: below the path. copies: what would be read. missing: the
-    component's names that have no tensor there. unexpected: stored names that nothing asks for. misshapen:
-    the component's name, its shape as it would be stored, and the shape that is stored.
+    format: its qualified name. folders: below the path, that are read; [""] for the path itself. pieces:
+    what would be read from where. missing: the component's names that have no tensor there. unexpected:
+    stored names that nothing asks for, with where they are. misshapen: the component's name, its shape as
+    it would be stored, and the shape that is stored. absent: folders of the component's parts that are not
+    there. spared: names of absent parts that files may lack; they are not among `missing`.
     """
 
     format: str
-    folder: str
-    stored: StoredTensors
-    copies: tuple[Copy, ...]
+    folders: tuple[str, ...]
+    pieces: tuple[Piece, ...]
     missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
+    unexpected: tuple[tuple[StoredTensors, str], ...]
     misshapen: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = field(default=())
+    absent: tuple[str, ...] = field(default=())
+    spared: tuple[str, ...] = field(default=())
 
     @property
     def found(self) -> int:
         """How many stored tensors are asked for, of the right shape: what ways are compared by."""
-        return len({copy.stored for copy in self.copies})
+        return len({(stored.where, copy.stored) for copy, stored in self.pieces})
 
     @property
     def whole(self) -> bool:
         """Whether nothing is missing, left over or misshapen."""
         return not (self.missing or self.unexpected or self.misshapen)
+
+    @property
+    def sources(self) -> list[StoredTensors]:
+        """What is read, each once."""
+        read = [*(stored for _, stored in self.pieces), *(stored for stored, _ in self.unexpected)]
+        return list({stored.where: stored for stored in read}.values())
+
+    def text(self, stored: StoredTensors, name: str) -> str:
+        """A stored name, with its folder where several are read."""
+        return f"{stored.where.name}/{name}" if len(self.folders) > 1 else name
 
 
 def fit(keys: KeyMap, shapes: Mapping[str, Sequence[int]], stored: StoredTensors) -> Fit:
@@ -71,13 +87,13 @@ def fit(keys: KeyMap, shapes: Mapping[str, Sequence[int]], stored: StoredTensors
         if copy.stored in stored.shapes and tuple(stored.shapes[copy.stored]) != copy.stored_shape
     }
     wanted = {copy.stored for copy in copies}
+    left = (n for n in (*stored.shapes, *stored.others) if n not in wanted and not keys.ignores(n))
     return Fit(
         "",
-        "",
-        stored,
-        tuple(c for c in copies if c.component not in absent and c.component not in misshapen),
+        ("",),
+        tuple((c, stored) for c in copies if c.component not in absent and c.component not in misshapen),
         tuple(name for name in shapes if name in absent),
-        tuple(n for n in (*stored.shapes, *stored.others) if n not in wanted and not keys.ignores(n)),
+        tuple((stored, name) for name in left),
         tuple(misshapen.values()),
     )
 
@@ -104,22 +120,64 @@ def ways_to_read(
         lone = path.is_file()
         if not lone and not known.recognises(path):
             continue
-        layout = known.layout(name, component)
-        if layout is None:
-            continue
+        layouts = of_component(known.layout(name, component))
         folders = [""] if lone else known.folders(path)
-        for folder in [layout.folder] if layout.folder in folders else folders:
-            place = path / folder if folder else path
-            try:
+        for places in _places(path, layouts, folders):
+            for folder in {folder for folder in places if folder is not None}:
+                place = path / folder if folder else path
                 if place not in seen:
                     seen[place] = open_stored(path) if lone else known.open(path, folder)
-                ways.append(replace(fit(layout.keys, shapes, seen[place]), format=label, folder=folder))
+            opened = [None if place is None else seen[path / place if place else path] for place in places]
+            try:
+                way = _fit_parts(layouts, shapes, opened)
             except ContractError as fault:  # a map for another shape of model
                 faults.append(fault)
+                continue
+            found = tuple(folder for folder in places if folder is not None)
+            ways.append(replace(way, format=label, folders=found))
     if not ways and faults:
         raise faults[0]
     # Of folders that fit alike, the one that is called as the component is.
-    return sorted(ways, key=lambda way: (-way.found, way.folder != name, len(way.unexpected)))
+    return sorted(ways, key=lambda way: (-way.found, way.folders != (name,), len(way.unexpected)))
+
+
+def _places(
+    path: Path, layouts: Sequence[Layout], folders: Sequence[str]
+) -> Iterator[tuple[str | None, ...]]:
+    """The folders that the layouts could be read from together; None for a part that is not there."""
+    if len(layouts) == 1:
+        own = layouts[0].folder
+        yield from ((folder,) for folder in ([own] if own in folders else folders))
+        return
+    # The folder or file of one part alone is known by its name: the parts may well be of one shape.
+    home = path.name if path.is_dir() else path.parent.name
+    alone = {home: ""} if list(folders) == [""] else {}
+    known = alone | {folder: folder for folder in folders if folder}
+    places = tuple(known.get(layout.folder) for layout in layouts)
+    if any(place is not None for place in places):
+        yield places
+
+
+def _fit_parts(
+    layouts: Sequence[Layout], shapes: Mapping[str, Sequence[int]], opened: Sequence[StoredTensors | None]
+) -> Fit:
+    """How a component lies in the files of its parts; None for those of a part that is not there."""
+    way = Fit("", (), (), (), ())
+    for layout, names, stored in zip(layouts, divided(layouts, shapes), opened, strict=True):
+        if stored is not None:
+            one = fit(layout.keys, {name: shapes[name] for name in names}, stored)
+            way = replace(
+                way,
+                pieces=way.pieces + one.pieces,
+                missing=way.missing + one.missing,
+                unexpected=way.unexpected + one.unexpected,
+                misshapen=way.misshapen + one.misshapen,
+            )
+        elif layout.optional:
+            way = replace(way, spared=way.spared + tuple(names))
+        else:
+            way = replace(way, missing=way.missing + tuple(names), absent=(*way.absent, layout.folder))
+    return way
 
 
 def best_way(ways: Sequence[Fit], path: Path, name: str) -> Fit:
@@ -129,10 +187,11 @@ def best_way(ways: Sequence[Fit], path: Path, name: str) -> Fit:
     of one architecture hold other numbers.
     """
     best = ways[0]
-    alike = list(dict.fromkeys(way.folder for way in ways if way.found == best.found))
-    if len(alike) > 1 and best.folder != name:
+    alike = list(dict.fromkeys(way.folders for way in ways if way.found == best.found))
+    if len(alike) > 1 and best.folders != (name,):
         raise CheckpointError(
-            f"{name!r} could be read from any of these folders: {', '.join(alike)}",
+            f"{name!r} could be read from any of these folders:"
+            f" {', '.join(' and '.join(folders) for folders in alike)}",
             where=str(path),
             hint="name one of them in the path",
         )
@@ -153,23 +212,23 @@ def untied(way: Fit, tied: Mapping[str, str]) -> Fit:
     groups: dict[str, set[str]] = {}
     for other, first in tied.items():
         groups.setdefault(first, {first}).add(other)
-    by_name: dict[str, list[Copy]] = {}
-    for copy in way.copies:
-        by_name.setdefault(copy.component, []).append(copy)
+    by_name: dict[str, list[Piece]] = {}
+    for copy, stored in way.pieces:
+        by_name.setdefault(copy.component, []).append((copy, stored))
     missing = set(way.missing)
     for first, names in groups.items():
         present = sorted(name for name in names if name in by_name)
         chosen = first if first in present else (present[0] if present else None)
-        copies = [replace(copy, component=first) for copy in by_name.get(chosen or "", ())]
+        pieces = [(replace(copy, component=first), stored) for copy, stored in by_name.get(chosen or "", ())]
         for name in names:
             by_name.pop(name, None)
         if chosen is not None:
-            by_name[first] = copies
+            by_name[first] = pieces
             missing -= names
         else:
             missing -= names - {first}
-    kept = tuple(copy for copies in by_name.values() for copy in copies)
-    return replace(way, copies=kept, missing=tuple(name for name in way.missing if name in missing))
+    kept = tuple(piece for pieces in by_name.values() for piece in pieces)
+    return replace(way, pieces=kept, missing=tuple(name for name in way.missing if name in missing))
 
 
 def no_way(path: Path, component: str, formats: Iterable[str]) -> CheckpointError:

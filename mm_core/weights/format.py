@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from mm_core.errors import ContractError
 from mm_core.weights.key_map import KeyMap, Shape
 
 
@@ -42,13 +43,14 @@ class StoredTensors(Protocol):
 
 @dataclass(frozen=True)
 class Layout:
-    """How one component lies in a format.
+    """How one component, or a part of it, lies in a format.
 
-    keys: its names there. folder: where its files lie below the top ("" for the top itself). stem: the
-    files' name before `.safetensors`, or before `-00001-of-00003.safetensors` and
-    `.safetensors.index.json`. texts: further files in `folder` by name (config.json). metadata: texts in
-    the header of each file. library: that reads it, as hubs call it. loading: Python that loads it, with
-    `{folder}` for where it lies; both go into the card of an export.
+    part: path of the sub-module that this layout covers; "" for the whole component. optional: files may
+    lack the part, which then stays as it began. keys: names there of the part's own names. folder: where
+    its files lie below the top ("" for the top itself). stem: the files' name before `.safetensors`, or
+    before `-00001-of-00003.safetensors` and `.safetensors.index.json`. texts: further files in `folder` by
+    name (config.json). metadata: texts in the header of each file. library: that reads it, as hubs call it.
+    loading: Python that loads it, with `{folder}` for where it lies; both go into the card of an export.
     """
 
     keys: KeyMap = field(default_factory=KeyMap)
@@ -58,16 +60,19 @@ class Layout:
     metadata: Mapping[str, str] = field(default_factory=lambda: {"format": "pt"})
     library: str = ""
     loading: str = ""
+    part: str = ""
+    optional: bool = False
 
 
 @dataclass(frozen=True)
 class AdapterLayout:
-    """How an adapter of one component lies in a format, so that the model's own library loads it.
+    """How an adapter of one component, or of a part of it, lies in a format, so that the model's own
+    library loads it.
 
     file: of the tensors, below the top. module_prefix: what stands before a module's stored path in a
     key. keys: the component's names in the format, by which adapted modules are renamed. config: name of
     the file that holds the adapter's settings in PEFT's form, or None where they go into the header of
-    `file` as text under `metadata_key`. library, loading: as of `Layout`.
+    `file` as text under `metadata_key`. library, loading, part: as of `Layout`.
     """
 
     file: str
@@ -77,6 +82,7 @@ class AdapterLayout:
     metadata_key: str | None = None
     library: str = ""
     loading: str = ""
+    part: str = ""
 
 
 @dataclass(frozen=True)
@@ -105,15 +111,61 @@ class WeightFormat(Protocol):
         """The tensors of one model. CheckpointError for damaged or hostile files."""
         ...
 
-    def layout(self, name: str, component: nn.Module) -> Layout | None:
-        """How the task's sub-module `name` lies in this format; None where it can not hold it.
+    def layout(self, name: str, component: nn.Module) -> Layout | Sequence[Layout] | None:
+        """How the task's sub-module `name` lies in this format; None where it can not hold it. Where it
+        lies in several folders, a layout for each: their parts cover the component, and do not overlap.
         `component` may be on the meta device: it is asked for names and settings alone."""
         ...
 
-    def adapter(self, name: str, component: nn.Module) -> AdapterLayout | None:
-        """How an adapter of that component lies in this format; None where it has none."""
+    def adapter(self, name: str, component: nn.Module) -> AdapterLayout | Sequence[AdapterLayout] | None:
+        """How an adapter of that component lies in this format; None where it has none. Where it lies in
+        several files, a layout for each: a part that is not adapted has no file."""
         ...
 
     def companions(self, task: nn.Module) -> Companions:
         """What a finished export also needs: tokenizers, schedulers, an index of the pipeline."""
         ...
+
+
+AnyLayout = TypeVar("AnyLayout", Layout, AdapterLayout)
+
+
+def of_component(found: AnyLayout | Sequence[AnyLayout] | None) -> tuple[AnyLayout, ...]:
+    """What a format says of a component as layouts whose key maps take the component's own names; () where
+    it can not hold it. ContractError for two layouts of one part, or in one place."""
+    given: Sequence[AnyLayout]
+    if found is None:
+        given = ()
+    elif isinstance(found, Layout | AdapterLayout):
+        given = (found,)
+    else:
+        given = tuple(found)
+    places = [one.folder if isinstance(one, Layout) else one.file for one in given]
+    parts = [f"{one.part}." if one.part else "" for one in given]
+    inside = any(a.startswith(b) for i, a in enumerate(parts) for j, b in enumerate(parts) if i != j)
+    if inside or len(set(places)) != len(places):
+        raise ContractError(
+            f"a weight format gives layouts of the parts {', '.join(repr(one.part) for one in given)}"
+            f" in {', '.join(map(repr, places))}",
+            accepted="parts that do not overlap, each in a place of its own",
+        )
+    return tuple(
+        replace(one, keys=replace(one.keys, prefix=start + one.keys.prefix))
+        for one, start in zip(given, parts, strict=True)
+    )
+
+
+def divided(layouts: Sequence[AnyLayout], names: Iterable[str]) -> list[list[str]]:
+    """The names of a component that each layout covers. ContractError for one that none does."""
+    found: list[list[str]] = [[] for _ in layouts]
+    for name in names:
+        for layout, covered in zip(layouts, found, strict=True):
+            if not layout.part or name.startswith(f"{layout.part}."):
+                covered.append(name)
+                break
+        else:
+            raise ContractError(
+                f"the weight format has no place for {name!r}",
+                accepted=f"names below {', '.join(layout.part for layout in layouts)}",
+            )
+    return found

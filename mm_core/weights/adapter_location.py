@@ -1,0 +1,96 @@
+"""Which component of a task an adapter on disk is of, and which file holds each of its modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from mm_core.errors import CheckpointError, ContractError
+from mm_core.weights.adapter_files import AdapterFile, open_adapter, stored_module
+from mm_core.weights.fitting import Formats
+from mm_core.weights.format import AdapterLayout, of_component
+
+
+@dataclass(frozen=True)
+class Located:
+    """The component that an adapter on disk fits. modules: path in the component -> the file that holds
+    it, and its path there."""
+
+    root: str
+    modules: Mapping[str, tuple[AdapterFile, str]]
+
+
+def locate(task: nn.Module, path: str, linear: Mapping[str, Sequence[str]], formats: Formats) -> Located:
+    """The component whose modules an adapter names, by the names that any format gives them: one file, or
+    a folder with a file for each part of the component.
+
+    Raises:
+        CheckpointError: no adapter, modules that no component has, or a file that fits several parts alike.
+    """
+    best = Located("", {})
+    alike: dict[str, None] = {}
+    opened: dict[Path, AdapterFile] = {}
+    for root, names in linear.items():
+        component = task.get_submodule(root)
+        for form in formats.values():
+            for chosen in _candidates(Path(path), of_component(form.adapter(root, component))):
+                found: dict[str, tuple[AdapterFile, str]] = {}
+                for layout, place in chosen:
+                    if place not in opened:
+                        opened[place] = open_adapter(place)
+                    found |= _named(layout, names, opened[place])
+                parts = " and ".join(f"{root}.{layout.part}".rstrip(".") for layout, _ in chosen)
+                if len(found) > len(best.modules):
+                    best, alike = Located(root, found), {}
+                if found and len(found) == len(best.modules):
+                    alike[parts] = None
+    files = list({id(file): file for file, _ in best.modules.values()}.values())
+    files = files or [*opened.values()] or [open_adapter(Path(path))]
+    held = {(id(file), stored) for file, stored in best.modules.values()}
+    modules = [(id(file), name) for file in files for name in file.modules]
+    if absent := [name for file, name in modules if (file, name) not in held]:
+        raise CheckpointError(
+            f"{len(absent)} of the {len(modules)} modules of this adapter are no linear layers of"
+            f" {best.root or ' or '.join(linear)}: {', '.join(absent[:3])}",
+            where=path,
+            hint="it was made for another model",
+        )
+    if len(alike) > 1:
+        raise CheckpointError(
+            f"this adapter could be of any of these: {', '.join(alike)}",
+            where=path,
+            accepted="a file that fits one of them alone, or a folder of files as an export calls them",
+        )
+    return best
+
+
+def _candidates(path: Path, layouts: Sequence[AdapterLayout]) -> Iterator[list[tuple[AdapterLayout, Path]]]:
+    """What could be read together: the files of a component's parts, or one file as any of them."""
+    held = [layout for layout in layouts if (path / layout.file).is_file()]
+    if held and len(layouts) > 1:
+        # Settings may lie in a file beside it.
+        places = [path / layout.file for layout in held]
+        yield list(zip(held, places, strict=True))
+        return
+    named = [layout for layout in layouts if path.is_file() and path.as_posix().endswith(f"/{layout.file}")]
+    yield from ([(layout, path)] for layout in (named if len(named) == 1 else layouts))
+
+
+def _named(
+    layout: AdapterLayout, names: Iterable[str], file: AdapterFile
+) -> dict[str, tuple[AdapterFile, str]]:
+    """The modules of a component, or of its part, that a file names."""
+    table: dict[str, tuple[AdapterFile, str]] = {}
+    for name in names:
+        if layout.part and not f"{name}.".startswith(f"{layout.part}."):
+            continue
+        try:
+            stored = stored_module(layout, name)
+        except ContractError:
+            continue
+        if stored in file.scales:
+            table[name] = (file, stored)
+    return table
