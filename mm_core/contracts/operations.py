@@ -14,30 +14,42 @@ from typing import Protocol, runtime_checkable
 Shape = Sequence[int]
 
 
+Paths = tuple[str, ...]
+"""Modules and parameters of the predictor that something comes from, and from all that theirs comes from."""
+
+
 @dataclass(frozen=True)
 class Product:
     """Matrix products of one module in a forward.
 
-    module: its path in the predictor. flops: operations, of all rows. weight: whether the module's own
-    weight is one factor; otherwise activations are multiplied with each other, as attention does. after:
-    paths of the modules and parameters that its input comes from, and all that theirs come from; None: of
-    all products before it.
+    module: its path in the predictor. flops: operations, of all rows. after: what the input comes from; None:
+    all products before it. second: what the other factor comes from where that is no weight of the module but
+    another activation, as in attention.
     """
 
     module: str
     flops: int
-    weight: bool = True
-    after: tuple[str, ...] | None = None
+    after: Paths | None = None
+    second: Paths | None = None
 
 
-def linear(module: str, rows: int, into: int, out: int, after: tuple[str, ...] | None = None) -> Product:
+def linear(module: str, rows: int, into: int, out: int, after: Paths | None = None) -> Product:
     """A linear layer of [out, into] on `rows` rows, or a convolution whose stride is its kernel."""
-    return Product(module, 2 * rows * into * out, after=after)
+    return Product(module, 2 * rows * into * out, after)
 
 
-def attention(module: str, batch: int, queries: int, keys: int, width: int) -> Product:
-    """Scores of all heads, `width` wide together, and their product with the values."""
-    return Product(module, 4 * batch * queries * keys * width, weight=False)
+def attention(module: str, sizes: tuple[int, int, int, int], q: Paths, k: Paths, v: Paths) -> list[Product]:
+    """Scores of queries and keys, and their product with the values, of all heads.
+
+    Args:
+        module: the path of the attention.
+        sizes: (clips, queries, keys, width of all heads together).
+        q, k, v: paths below the module that each of the three comes from.
+    """
+    batch, queries, keys, width = sizes
+    flops = 2 * batch * queries * keys * width
+    of_q, of_k, of_v = (tuple(f"{module}.{name}" for name in names) for names in (q, k, v))
+    return [Product(module, flops, of_q, of_k), Product(module, flops, of_q + of_k, of_v)]
 
 
 @runtime_checkable

@@ -17,8 +17,9 @@ def step_operations(
     """What a forward of `products` and its backward cost.
 
     A product with a weight costs as much again in backward for the weight's gradient, if it is trained, and
-    for its input's, if anything trained lies before it. One of two activations costs twice as much. Adapters
-    (https://arxiv.org/abs/2106.09685) are counted with the layers that they are in; DoRA's lengths are not.
+    for its input's, if anything trained lies before it; one of two activations likewise for each of them.
+    Adapters (https://arxiv.org/abs/2106.09685) are counted with the layers that they are in; DoRA's lengths
+    are not.
 
     Args:
         module: whose products they are, built (on meta too): its parameters say what is trained.
@@ -29,21 +30,27 @@ def step_operations(
     trained = {above for name, p in module.named_parameters() if p.requires_grad for above in _paths(name)}
     forward = backward = again = 0.0
     differentiable: set[str] = set()  # paths whose outputs have a gradient
+
+    def fed(paths: Collection[str] | None) -> bool:
+        if paths is None:
+            return bool(differentiable)
+        return any(path in trained or path in differentiable for path in paths)
+
     for product in products:
-        place = product.module
-        fed = bool(differentiable)
-        if product.after is not None:
-            fed = any(path in trained or path in differentiable for path in product.after)
+        place, first = product.module, fed(product.after)
         layer: Any = module.get_submodule(place)
-        moved, extra, extra_back = False, 0.0, 0.0
+        extra = extra_back = 0.0
         if place in adapted:
-            extra, extra_back = _of_adapters(layer, fed)
+            extra, extra_back = _of_adapters(layer, first)
             layer = layer.base_layer
-        if product.weight:
-            moved = any(p.requires_grad and p.dim() > 1 for p in layer.parameters(recurse=False))
+        if product.second is None:
+            other = any(p.requires_grad and p.dim() > 1 for p in layer.parameters(recurse=False))
+            moved = place in trained
+        else:
+            moved = other = fed(product.second)
         forward += product.flops * (1 + extra)
-        backward += product.flops * ((moved + fed if product.weight else 2 * fed) + extra_back)
-        if fed or (product.weight and place in trained):
+        backward += product.flops * (first + other + extra_back)
+        if first or moved:
             differentiable.update(_paths(place))
         if "" in recomputed or any(path in recomputed for path in _paths(place)):
             again += product.flops * (1 + extra)

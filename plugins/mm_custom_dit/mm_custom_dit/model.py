@@ -173,6 +173,11 @@ class CustomDiT(nn.Module):
         batch, width, patch = latents[0], self.num_heads * self.head_dim, prod(self.patch_size)
         tokens = prod(latents[2:]) // patch
         rows, length, times = batch * tokens, prod(text[:2]), prod(timestep)
+        qkv = (("to_q", "norm_q"), ("to_k", "norm_k"), ("to_v",))
+
+        def below(module: str) -> tuple[str, ...]:
+            return tuple(f"{module}.{name}" for names in qkv for name in names)
+
         time, words = "condition_embedder.time_embedder", "condition_embedder.text_embedder"
         found = [
             linear("patch_embedding", rows, self.in_channels * patch, width, after=()),
@@ -184,21 +189,25 @@ class CustomDiT(nn.Module):
         ]
         given: tuple[str, ...] = ("patch_embedding", "condition_embedder.time_proj")  # to the first block
         for index in range(len(self.blocks)):
-            given += (f"blocks.{index}.scale_shift_table",)
-            itself, across, inner = (f"blocks.{index}.{name}" for name in ("attn1", "attn2", "ffn.net"))
+            block = f"blocks.{index}"
+            itself, across, inner = f"{block}.attn1", f"{block}.attn2", f"{block}.ffn.net"
+            given += (f"{block}.scale_shift_table",)
             found += [
-                *(linear(f"{itself}.{name}", rows, width, width, given) for name in ("to_q", "to_k", "to_v")),
-                attention(itself, batch, tokens, tokens, width),
-                linear(f"{itself}.to_out.0", rows, width, width),
-                linear(f"{across}.to_q", rows, width, width),
-                *(linear(f"{across}.{n}", length, width, width, after=(words,)) for n in ("to_k", "to_v")),
-                attention(across, batch, tokens, text[1], width),
-                linear(f"{across}.to_out.0", rows, width, width),
-                linear(f"{inner}.0.proj", rows, width, self.ffn_dim),
-                linear(f"{inner}.2", rows, self.ffn_dim, width),
+                linear(f"{itself}.{name}", rows, width, width, given) for name in ("to_q", "to_k", "to_v")
             ]
-            given = (f"blocks.{index}",)
-        return [*found, linear("proj_out", rows, width, self.out_channels * patch)]
+            found += attention(itself, (batch, tokens, tokens, width), *qkv)
+            found += [linear(f"{itself}.to_out.0", rows, width, width, below(itself))]
+            given += (itself, f"{block}.norm2")
+            found += [linear(f"{across}.to_q", rows, width, width, given)]
+            found += [linear(f"{across}.{name}", length, width, width, (words,)) for name in ("to_k", "to_v")]
+            found += attention(across, (batch, tokens, text[1], width), *qkv)
+            found += [linear(f"{across}.to_out.0", rows, width, width, below(across))]
+            given += (across,)
+            found += [linear(f"{inner}.0.proj", rows, width, self.ffn_dim, given)]
+            found += [linear(f"{inner}.2", rows, self.ffn_dim, width, (*given, f"{inner}.0"))]
+            given = (block,)
+        given += (time, "scale_shift_table")
+        return [*found, linear("proj_out", rows, width, self.out_channels * patch, given)]
 
     def _rotary_tables(self) -> WanRotaryPosEmbed:
         return WanRotaryPosEmbed(self.head_dim, self.patch_size, self.rope_max_seq_len)

@@ -14,7 +14,8 @@ from mm_core.contracts import Product, attention, linear
 from mm_wan.presets import Fields
 
 _EMBEDDER = "condition_embedder"
-Q, KEYS = ("to_q", "norm_q"), ("to_k", "norm_k")
+_QKV = (("to_q", "norm_q"), ("to_k", "norm_k"), ("to_v",))
+_IMAGE_QKV = (("to_q", "norm_q"), ("add_k_proj", "norm_added_k"), ("add_v_proj",))
 
 
 def forward_products(
@@ -57,26 +58,31 @@ def forward_products(
         ]
     given: tuple[str, ...] = ("patch_embedding", f"{_EMBEDDER}.time_proj")  # what the first block is given
     for index in range(size["num_layers"]):
-        given += (f"blocks.{index}.scale_shift_table",)
-        self_attention, across, inner = (f"blocks.{index}.{name}" for name in ("attn1", "attn2", "ffn.net"))
-        found += [linear(f"{self_attention}.{name}", N, M, M, given) for name in ("to_q", "to_k", "to_v")]
-        found += attention(self_attention, (B, tokens, tokens, M), Q, KEYS, ("to_v",))
-        found += [linear(f"{self_attention}.to_out.0", N, M, M), linear(f"{across}.to_q", N, M, M)]
-        found += [linear(f"{across}.{name}", L, M, M, after=(text,)) for name in ("to_k", "to_v")]
+        block = f"blocks.{index}"
+        given += (f"{block}.scale_shift_table",)
+        itself, across, inner = f"{block}.attn1", f"{block}.attn2", f"{block}.ffn.net"
+        found += [linear(f"{itself}.{name}", N, M, M, given) for name in ("to_q", "to_k", "to_v")]
+        found += attention(itself, (B, tokens, tokens, M), *_QKV)
+        found += [linear(f"{itself}.to_out.0", N, M, M, _below(itself, *_QKV))]
+        given += (itself, f"{block}.norm2")
+        found += [linear(f"{across}.to_q", N, M, M, given)]
+        found += [linear(f"{across}.{name}", L, M, M, (text,)) for name in ("to_k", "to_v")]
+        found += attention(across, (B, tokens, text_length, M), *_QKV)
         if K:
-            keys = [f"{across}.{name}" for name in ("add_k_proj", "add_v_proj")]
-            found += [linear(key, K, size["added_kv_proj_dim"], M, after=(image,)) for key in keys]
-            found += attention(
-                across, (B, tokens, image_tokens, M), Q, ("add_k_proj", "norm_added_k"), ("add_v_proj",)
-            )
-        found += attention(across, (B, tokens, text_length, M), Q, KEYS, ("to_v",))
-        found += [linear(f"{across}.to_out.0", N, M, M)]
-        found += [
-            linear(f"{inner}.0.proj", N, M, size["ffn_dim"]),
-            linear(f"{inner}.2", N, size["ffn_dim"], M),
-        ]
-        given = (f"blocks.{index}",)
-    return [*found, linear("proj_out", N, M, size["out_channels"] * prod(patch))]
+            added = [f"{across}.{name}" for name in ("add_k_proj", "add_v_proj")]
+            found += [linear(name, K, size["added_kv_proj_dim"], M, (image,)) for name in added]
+            found += attention(across, (B, tokens, image_tokens, M), *_IMAGE_QKV)
+        found += [linear(f"{across}.to_out.0", N, M, M, _below(across, *_QKV, *(_IMAGE_QKV if K else ())))]
+        given += (across,)
+        found += [linear(f"{inner}.0.proj", N, M, size["ffn_dim"], given)]
+        found += [linear(f"{inner}.2", N, size["ffn_dim"], M, (*given, f"{inner}.0"))]
+        given = (block,)
+    given += (time, "scale_shift_table")
+    return [*found, linear("proj_out", N, M, size["out_channels"] * prod(patch), given)]
+
+
+def _below(module: str, *names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"{module}.{name}" for group in names for name in group)
 
 
 def forward_flops(
