@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from mm_core.contracts import Autoencoder, Predictor, TextEncoder
+from mm_core.contracts import Autoencoder, FrameNames, ImageEncoder, Predictor, TextEncoder
 from mm_core.errors import ContractError
+from mm_core.tasks.text_to_video_frames import choices, describe, image_dim
 
 
 class Parts(Protocol):
@@ -15,6 +16,8 @@ class Parts(Protocol):
     predictor: Predictor
     autoencoder: Autoencoder
     text_encoder: TextEncoder
+    image_encoder: ImageEncoder | None
+    frames: FrameNames
 
 
 Sizes = Mapping[str, int | None]
@@ -25,7 +28,7 @@ def collect_faults(
     parts: Parts, sizes: Mapping[str, Sizes], *, sizes_only: bool = False
 ) -> list[ContractError]:
     """Every misfit. `sizes` maps the place that clip sizes are written in to the sizes."""
-    faults = [] if sizes_only else [*_channel_faults(parts), *_text_faults(parts)]
+    faults = [] if sizes_only else [*_channel_faults(parts), *_text_faults(parts), *_frame_faults(parts)]
     for where, clip in sizes.items():
         if all(value is not None for value in clip.values()):
             known = {name: value for name, value in clip.items() if value is not None}
@@ -66,6 +69,48 @@ def _text_faults(parts: Parts) -> list[ContractError]:
                 f"max_length is {encoder.max_length}, but the predictor takes {padding[1]} tokens",
                 where="task.text_encoder.max_length",
                 accepted=f"at most {padding[1]}",
+            )
+        )
+    return faults
+
+
+def _frame_faults(parts: Parts) -> list[ContractError]:
+    """Frames that the predictor can not be given, or an image encoder that it needs, or does not."""
+    possible, dim, encoder = choices(parts.predictor), image_dim(parts.predictor), parts.image_encoder
+    faults = []
+    if parts.frames not in possible:
+        faults.append(
+            ContractError(
+                f"frames asks to show the predictor {describe(parts.frames)} of each clip",
+                where="task.frames",
+                accepted=" or ".join(f"[{', '.join(names)}]" for names in possible),
+                hint="leave it out: the predictor says what it is made for",
+            )
+        )
+    if dim is not None and encoder is None:
+        faults.append(
+            ContractError(
+                f"the predictor takes image features {dim} wide, and there is no image encoder",
+                where="task.image_encoder",
+                accepted="a component, such as `image_encoder: {type: ..., from_pretrained: ...}`",
+            )
+        )
+    if dim is None and encoder is not None:
+        faults.append(
+            ContractError(
+                "there is an image encoder, and the predictor takes no image features",
+                where="task.image_encoder",
+                hint="leave it out",
+            )
+        )
+    # The width stands in the encoder's files, which a dry run may do without.
+    if dim is not None and encoder is not None and not encoder.missing_files() and encoder.hidden_size != dim:
+        faults.append(
+            ContractError(
+                f"the image encoder's hidden states are {encoder.hidden_size} wide, but the predictor "
+                f"takes {dim}",
+                where="task.image_encoder",
+                accepted=str(dim),
             )
         )
     return faults

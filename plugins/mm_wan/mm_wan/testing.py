@@ -15,10 +15,13 @@ import torch
 
 from mm_core.errors import ContractError
 
-Variant = Literal["t2v", "t2v_high_low", "i2v", "ti2v"]
+Variant = Literal["t2v", "t2v_high_low", "i2v", "flf2v", "ti2v"]
 
 TEXT_WIDTH = 32
 """Width of the hidden states of tiny text encoders, and `text_dim` of tiny transformers."""
+
+_IMAGE, _IMAGE_PATCH = 32, 16
+"""Pixels of a side that tiny image encoders see, and of their patches."""
 
 SENTENCES = (
     *(
@@ -43,12 +46,14 @@ class _Facts:
     conditions: int = 0  # input channels of the transformer beside the latents: a mask of 4, and an image
     boundary_ratio: float | None = None  # where there are two transformers
     expand_timesteps: bool = False  # a timestep a token
+    last_frame: bool = False  # positions for CLIP's tokens of two images
 
 
 _VARIANTS: dict[str, _Facts] = {
     "t2v": _Facts(),
     "t2v_high_low": _Facts(boundary_ratio=0.875),
     "i2v": _Facts(pipeline="WanImageToVideoPipeline", conditions=4 + 16),
+    "flf2v": _Facts(pipeline="WanImageToVideoPipeline", conditions=4 + 16, last_frame=True),
     "ti2v": _Facts(channels=48, expand_timesteps=True),
 }
 
@@ -69,10 +74,11 @@ def make_tiny_checkpoint(
     Args:
         folder: is made where it does not exist.
         variant: `t2v` (Wan 2.1, 16 channels), `t2v_high_low` (Wan 2.2 A14B: two transformers, boundary
-            0.875), `i2v` (Wan 2.1: mask and image latents beside the noisy ones), `ti2v` (Wan 2.2 5B: 48
-            channels, a timestep a token).
+            0.875), `i2v` (Wan 2.1: mask and image latents beside the noisy ones), `flf2v` (Wan 2.1: the same
+            for the first and the last frame), `ti2v` (Wan 2.2 5B: 48 channels, a timestep a token).
         seed: of all weights; the same folder, byte for byte, for the same seed and library versions.
-        image_encoder: for `i2v`, a CLIP image encoder, and a transformer that takes its embeddings.
+        image_encoder: for `i2v` and `flf2v`, a CLIP image encoder, and a transformer that takes its
+            embeddings.
         max_shard_size: cuts weights into files of this size and an index ("100KB").
 
     Returns:
@@ -199,12 +205,17 @@ def _transformer(facts: _Facts, image_encoder: bool) -> Any:
 
     heads, head_width = 2, 12
     embeds = facts.conditions > 0 and image_encoder
-    return WanTransformer3DModel(
+    tokens = 2 * (1 + (_IMAGE // _IMAGE_PATCH) ** 2)
+    model = WanTransformer3DModel(
         patch_size=(1, 2, 2), num_attention_heads=heads, attention_head_dim=head_width,
         in_channels=facts.channels + facts.conditions, out_channels=facts.channels,
         text_dim=TEXT_WIDTH, freq_dim=32, ffn_dim=48, num_layers=2,
         image_dim=TEXT_WIDTH if embeds else None, added_kv_proj_dim=heads * head_width if embeds else None,
-    ).eval()  # fmt: skip
+        pos_embed_seq_len=tokens if embeds and facts.last_frame else None,
+    )  # fmt: skip
+    if embeds and facts.last_frame:
+        torch.nn.init.normal_(model.condition_embedder.image_embedder.pos_embed)  # Diffusers leaves zeros
+    return model.eval()
 
 
 def _image_encoder() -> tuple[Any, Any]:
@@ -212,7 +223,8 @@ def _image_encoder() -> tuple[Any, Any]:
 
     config = CLIPVisionConfig(
         hidden_size=TEXT_WIDTH, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        image_size=32, patch_size=16,
+        image_size=_IMAGE, patch_size=_IMAGE_PATCH,
     )  # fmt: skip
-    processor = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    crop = {"height": _IMAGE, "width": _IMAGE}
+    processor = CLIPImageProcessor(size={"shortest_edge": _IMAGE}, crop_size=crop)
     return CLIPVisionModel(config).eval(), processor
