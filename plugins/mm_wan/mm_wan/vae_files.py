@@ -68,7 +68,7 @@ def read_into(model: Any, folder: Path, dtype: torch.dtype, device: torch.device
     if not way.whole:
         raise CheckpointError(f"the weights are not this autoencoder's: {_misfit(way)}", where=str(folder))
     state = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
-    stream(state, ((copy, stored) for copy in way.copies))
+    stream(state, way.pieces)
     model.load_state_dict(state, assign=True)
     model.to(device)
 
@@ -77,6 +77,7 @@ def _misfit(way: Fit) -> str:
     if way.misshapen:
         name, wanted, found = way.misshapen[0]
         return f"{name} has shape {found}, not {wanted}"
-    names, word = (way.missing, "lack") if way.missing else (way.unexpected, "also have")
+    more_than_asked = tuple(name for _, name in way.unexpected)
+    names, word = (way.missing, "lack") if way.missing else (more_than_asked, "also have")
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"they {word} {', '.join(names[:3])}{more}"
