@@ -17,7 +17,7 @@ from mm_core.errors import PlanError
 from mm_core.parallel.freezing import freeze
 from mm_core.plugin.fields import ComponentConfig
 from mm_core.plugin.registry import build, get_registry
-from mm_core.weights.adapters import add_adapters
+from mm_core.weights.adapters import Structure, add_adapters
 from mm_core.weights.fitting import formats_of
 
 
@@ -119,8 +119,11 @@ def _abridged(paths: tuple[str, ...]) -> str:
     return ", ".join(paths) if len(paths) <= 4 else f"{paths[0]}, {paths[1]}, ... {paths[-1]}"
 
 
-def build_task(config: RunConfig) -> nn.Module:
-    """The task with its trainable modules on the meta device and its frozen ones not yet loaded."""
+def build_task(config: RunConfig, adapters: Structure | None = None) -> nn.Module:
+    """The task with its trainable modules on the meta device and its frozen ones not yet loaded.
+
+    adapters: as a checkpoint of the run holds them; the files that they began with are not asked then.
+    """
     registry = get_registry(config.plugins.path)
     for _, component in walk_components(config.task):
         # Imported before the meta device is entered: a module's own tensors must be real ones.
@@ -129,7 +132,8 @@ def build_task(config: RunConfig) -> nn.Module:
         task = build("task", config.task)
     assert isinstance(task, nn.Module)
     train = config.train
-    add_adapters(task, train.adapters, formats_of(registry) if train.adapters else {}, train.also_train)
+    formats = formats_of(registry) if train.adapters else {}
+    add_adapters(task, train.adapters, formats, train.also_train, adapters)
     freeze(task, train.freeze)
     return task
 

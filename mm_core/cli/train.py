@@ -155,9 +155,10 @@ def _verify_resume(args: argparse.Namespace, config: RunConfig, nproc: int, host
 
 
 def _dry_run(config: RunConfig, world: int, as_json: bool) -> int:
-    from mm_core.plan import make_plan
+    from mm_core.plan import build_task, make_plan
+    from mm_core.train.adapter_runs import adapters_begun
 
-    plan = make_plan(config, world)
+    plan = make_plan(config, world, build_task(config, adapters_begun(config)))
     print(json.dumps(plan.to_mapping(), indent=2) if as_json else plan.render())
     return 0
 

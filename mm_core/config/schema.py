@@ -184,6 +184,7 @@ class CheckpointSection:
     best: str | None = None  # metric of the validation (`loss`, ...) whose best checkpoint stays as well
     mode: Literal["min", "max"] = "min"  # which value of `best` is best
     async_: bool | Literal["thread", "process"] = True  # written while training goes on; true: by a thread
+    frozen: bool | None = None  # hold frozen weights that files bring; none: but for runs with adapters
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -24,6 +24,7 @@ from mm_core.device import set_patience, start_process_group
 from mm_core.errors import PlanError
 from mm_core.plan import RunPlan, build_task, make_plan, sample_order
 from mm_core.plugin.registry import build, check_ranks_agree, get_registry
+from mm_core.train.adapter_runs import adapters_in
 from mm_core.train.agreement import Ranks
 from mm_core.train.beginning import begin
 from mm_core.train.checkpoint import CheckpointStore
@@ -41,6 +42,7 @@ from mm_core.train.rank_logs import current_log
 from mm_core.train.reporting import RunReporter
 from mm_core.train.validation import Validator, build_metrics, default_settings
 from mm_core.train.watchdog import Watchdog
+from mm_core.weights.adapter_record import record_of
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,8 @@ def _assemble(
 ) -> Assembly:
     check_plugins(config)
     rng = Randomness(config.run.seed)
-    task = build_task(config)
+    source, refused = store.open(resume)
+    task = build_task(config, adapters_in(source))
     engine: Engine = build("engine", config.engine)
     datasets: dict[str, Dataset] = {
         name: build("dataset", section) for name, section in data_sections(config).items()
@@ -99,12 +102,14 @@ def _assemble(
         )
     run_dir = Path(config.run.dir) / config.run.name
     load_frozen(task, engine.device)
-    source, refused = store.open(resume)
-    weights = Resumed(source) if source is not None else FromFiles(config, task)
+    weights: Resumed | FromFiles
+    weights = Resumed(source, config, task) if source is not None else FromFiles(config, task)
     engine.prepare(task, plan.engine, partial(make_optimizer, config), rng, weights)
     ema = EMA(dict(engine.named_parameters()), config.ema) if config.ema is not None else None
-    manifest = run_manifest(config, plan, datasets)
-    began = begin(store, source, refused, engine, ema, manifest, allow, plan.steps)
+    base, absent = weights.left_out(), weights.absent.names if isinstance(weights, Resumed) else ()
+    adapters = record_of(task, config.train.adapters)
+    manifest = run_manifest(config, plan, datasets, adapters, base.rows(config.literals))
+    began = begin(store, source, refused, engine, ema, manifest, allow, plan.steps, absent)
     began.notes += weights.notes()
     Ranks.current().first(
         "writing config.yaml and manifest.json", lambda: write_run_files(run_dir, config, plan, manifest)
@@ -160,7 +165,7 @@ def _assemble(
         run_dir=run_dir,
         steps=plan.steps,
         store=store,
-        state=partial(state_of, engine, ema),
+        state=partial(state_of, engine, ema, base.names),
         facts=partial(facts_of, config, plan, reporter, order, guard, ema),
         config_yaml=to_yaml(config),
         manifest=manifest,
@@ -280,9 +285,11 @@ def make_store(config: RunConfig, run_dir: Path) -> CheckpointStore:
     )
 
 
-def state_of(engine: Engine, ema: EMA | None) -> dict[str, Any]:
-    """The tensors of a checkpoint: live ones, not copies."""
-    return {**engine.state_dict(), **({"ema": ema.state_dict()} if ema is not None else {})}
+def state_of(engine: Engine, ema: EMA | None, left_out: Collection[str] = ()) -> dict[str, Any]:
+    """The tensors of a checkpoint: live ones, not copies. left_out: of the model."""
+    state = engine.state_dict()
+    state["model"] = {name: tensor for name, tensor in state["model"].items() if name not in left_out}
+    return {**state, **({"ema": ema.state_dict()} if ema is not None else {})}
 
 
 def facts_of(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,11 +37,13 @@ def begin(
     manifest: Mapping[str, Any],
     allow: Sequence[str],
     steps: int,
+    absent: Collection[str] = (),
 ) -> Beginning:
     """Restores the engine and the average for a run of `steps` from the checkpoint `source`, as
     `store.open` found it; None begins anew. Called by all ranks.
 
-    `refused`: damaged checkpoints that were passed over, loudly, for an older one.
+    `refused`: damaged checkpoints that were passed over, loudly, for an older one. `absent`: weights that the
+    checkpoint leaves to other files, which the engine has read.
 
     Raises:
         CheckpointError: a change since then that `allow` does not name.
@@ -50,7 +52,7 @@ def begin(
     for fault in refused:
         begun.notes.append(f"warning: {fault.where} is passed over: {fault.what}")
     if source is not None:
-        _restore(store, source, engine, ema, manifest, allow, begun)
+        _restore(store, source, engine, ema, manifest, allow, begun, absent)
         begun.notes.insert(len(refused), f"resumed {source} at step {begun.step} of {steps}")
     store.begin(begun.step, [Path(str(fault.where)) for fault in refused])
     if source is not None:
@@ -66,6 +68,7 @@ def _restore(
     manifest: Mapping[str, Any],
     allow: Sequence[str],
     begun: Beginning,
+    absent: Collection[str],
 ) -> None:
     """Fills model, optimizer and average in place."""
     ranks = Ranks.current()
@@ -74,6 +77,7 @@ def _restore(
     saved = ranks.agree("reading the checkpoint", lambda: read_run_manifest(source))
     begun.notes += check_resume(saved, manifest, allow, say=dist.get_rank() == 0)
     state = engine.state_template(stepped_parameters(source))
+    state["model"] = {name: tensor for name, tensor in state["model"].items() if name not in absent}
     averaged = "ema" in stored_parts(source)
     if ema is not None and averaged:
         state["ema"] = ema.state_dict()

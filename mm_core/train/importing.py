@@ -26,6 +26,7 @@ from mm_core.train.checkpoint_retention import complete_steps, torn_steps
 from mm_core.train.ema import EMA
 from mm_core.train.initial_weights import FromFiles
 from mm_core.train.manifest import run_manifest
+from mm_core.weights.adapter_record import record_of
 
 
 def import_weights(config: RunConfig, path: Path, format: str | None = None) -> tuple[Path, list[str]]:
@@ -72,7 +73,7 @@ def _import(
     task = build_task(config)
     engine: Engine = build("engine", config.engine)
     plan = _plan(config, task, engine)
-    weights = FromFiles(replace(config, init_from=init), task)
+    weights = FromFiles(_imported(config, init), task)
     engine.prepare(task, plan.engine, partial(make_optimizer, config), Randomness(config.run.seed), weights)
     ema = EMA(dict(engine.named_parameters()), config.ema) if config.ema is not None else None
     store.begin(0)
@@ -83,11 +84,18 @@ def _import(
         "ema_updates": 0,
         "imported": {"path": str(path), "format": format},
     }
-    saved = store.save(
-        0, state_of(engine, ema), facts, to_yaml(config), manifest=run_manifest(config, plan, {})
-    )
+    base, adapters = weights.left_out(), record_of(task, config.train.adapters)
+    rows = base.rows(config.literals.keys() - {"init_from.path"})
+    manifest = run_manifest(config, plan, {}, adapters, rows)
+    saved = store.save(0, state_of(engine, ema, base.names), facts, to_yaml(config), manifest=manifest)
     store.wait()
     return saved, weights.notes()
+
+
+def _imported(config: RunConfig, init: InitFromSection) -> RunConfig:
+    """The run that begins with `init`. What is imported is held, unless the config says otherwise."""
+    held = config.checkpoint.frozen is not False
+    return replace(config, init_from=init, checkpoint=replace(config.checkpoint, frozen=held))
 
 
 def _plan(config: RunConfig, task: nn.Module, engine: Engine) -> RunPlan:

@@ -7,32 +7,44 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from mm_core.config.schema import InitFromSection, RunConfig
-from mm_core.contracts import Pretrained
+from mm_core.config.schema import RunConfig
 from mm_core.plugin.registry import get_registry
 from mm_core.train.agreement import Ranks
+from mm_core.train.base_weights import BaseWeights, left_out, recorded, starts_of
 from mm_core.train.checkpoint_dcp import stored_names
-from mm_core.train.warm_start import WarmStart
 from mm_core.weights.adapters import AdapterWeights
 from mm_core.weights.fitting import formats_of
 
 
 class Resumed:
-    """Weights that a checkpoint brings after the engine is ready: nothing is drawn for them."""
+    """Weights that a checkpoint brings after the engine is ready: nothing is drawn for them.
 
-    def __init__(self, checkpoint: Path) -> None:
+    Args:
+        checkpoint: of the run. config: of the run as it is now. task: with its adapters in place.
+    """
+
+    def __init__(self, checkpoint: Path, config: RunConfig, task: nn.Module) -> None:
         self._names = stored_names(checkpoint, "model")
+        self._checkpoint, self._config, self._task = checkpoint, config, task
+        self.absent = BaseWeights()
+        """What the checkpoint leaves to other files, once `covers` was called."""
 
     def covers(self, state: Mapping[str, Tensor]) -> Collection[str]:
-        """What the checkpoint holds."""
-        return self._names & set(state)
+        """What the checkpoint holds, or leaves to files that are there."""
+        self.absent = recorded(self._checkpoint, self._config, self._task, state)
+        return (self._names & set(state)) | self.absent.names
 
     def fill(self, state: Mapping[str, Tensor]) -> None:
-        """Nothing: all of the state is loaded together."""
+        """What the checkpoint leaves to other files: all of its own state is loaded together, later."""
+        self.absent.fill(state)
+
+    def left_out(self) -> BaseWeights:
+        """What the next checkpoints leave out: what this one does, unless they are to hold all."""
+        return BaseWeights() if self._config.checkpoint.frozen else self.absent
 
     def notes(self) -> list[str]:
-        """None: the resume says what it has loaded."""
-        return []
+        """Where what the checkpoint leaves out was read; the resume says what else it has loaded."""
+        return [f"{start.place}: {len(names)} frozen tensors loaded" for start, names in self.absent.starts]
 
 
 class FromFiles:
@@ -44,19 +56,11 @@ class FromFiles:
     """
 
     def __init__(self, config: RunConfig, task: nn.Module) -> None:
-        registry = get_registry(config.plugins.path)
-        self.starts: list[WarmStart] = []
-        for root in task.trainable:  # type: ignore[union-attr]
-            component = task.get_submodule(root)
-            given = component.weights_from if isinstance(component, Pretrained) else None
-            if given is not None:
-                wanted = InitFromSection(path=given.path, format=given.format, include=(root,))
-                formats = formats_of(registry, given.format)
-                self.starts.append(WarmStart(wanted, task, formats, roots=(root,), key=f"task.{root}"))
-        if (init := config.init_from) is not None:
-            self.starts.append(WarmStart(init, task, formats_of(registry, init.format)))
+        formats = formats_of(get_registry(config.plugins.path))
+        self.starts = starts_of(config, task)
+        self._config, self._task = config, task
         self._started: set[str] = set()
-        self._adapters = AdapterWeights(task, config.train.adapters, formats_of(registry))
+        self._adapters = AdapterWeights(task, config.train.adapters, formats)
 
     def covers(self, state: Mapping[str, Tensor]) -> Collection[str]:
         """What any of them holds."""
@@ -68,6 +72,10 @@ class FromFiles:
         for start in self.starts:
             start.fill(state)
         Ranks.current().agree("reading adapters", lambda: self._adapters.fill(state, self._started))
+
+    def left_out(self) -> BaseWeights:
+        """What checkpoints leave out, once `covers` was called."""
+        return left_out(self.starts, self._task, self._config)
 
     def notes(self) -> list[str]:
         """What was read from where, a sentence each."""

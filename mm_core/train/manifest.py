@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,24 @@ from mm_core.plan import RunPlan
 from mm_core.plugin.fields import ComponentConfig
 
 
-def run_manifest(config: RunConfig, plan: RunPlan, datasets: Mapping[str, Dataset]) -> dict[str, Any]:
+def run_manifest(
+    config: RunConfig,
+    plan: RunPlan,
+    datasets: Mapping[str, Dataset],
+    adapters: Sequence[Mapping[str, Any]] = (),
+    base: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
     """Resolved config (what came from the environment as it was written, with a trace of its value),
-    components with their distributions and versions, data fingerprints, device stack, world; plain values."""
+    components with their distributions and versions, data fingerprints, device stack, world; plain values.
+
+    adapters: where they are, by `record_of`. base: what checkpoints leave to files, by `BaseWeights.rows`.
+    """
     sections = {"train": config.data.train, "validation": config.data.validation, "test": config.data.test}
     return {
         "config": to_mapping(config),
         "environment": environment_traces(config),
+        "adapters": [*adapters],
+        "base": [*base],
         "plugins": [asdict(component) for component in plan.components],
         "data": {
             name: fingerprint(section, datasets[name])

@@ -14,6 +14,7 @@ Verdict = Literal["safe", "allow", "refused"]
 _RATE = "changes what is learned"
 _ORDER = "changes which samples come when"
 _SPEED = "changes speed, memory or what is shown"
+_PRECISION = "changes the precision"
 _STATE = "the saved state is of another kind; init_from takes the weights alone"
 _RULES: Mapping[str, tuple[Verdict, str]] = {
     "config": ("allow", _RATE),
@@ -41,12 +42,13 @@ _RULES: Mapping[str, tuple[Verdict, str]] = {
     "config.train.also_train": ("refused", _STATE),
     "config.train.adapters": ("allow", "adapters may count otherwise; other ranks or targets have no state"),
     "config.train.non_finite": ("safe", "no update changes, only when the run gives up"),
+    "config.train.base_dtype": ("allow", _PRECISION),
     "config.engine": ("safe", _SPEED),
     "config.engine.type": ("allow", "the engines' states may differ"),
-    "config.engine.param_dtype": ("allow", "changes the precision"),
-    "config.engine.reduce_dtype": ("allow", "changes the precision"),
-    "config.engine.output_dtype": ("allow", "changes the precision"),
-    "config.engine.cast_forward_inputs": ("allow", "changes the precision"),
+    "config.engine.param_dtype": ("allow", _PRECISION),
+    "config.engine.reduce_dtype": ("allow", _PRECISION),
+    "config.engine.output_dtype": ("allow", _PRECISION),
+    "config.engine.cast_forward_inputs": ("allow", _PRECISION),
     "config.optimizer.type": ("refused", _STATE),
     "config.init_from": ("safe", "a resumed run has weights of its own"),
     "config.ema.device": ("safe", _SPEED),
@@ -84,7 +86,8 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Differe
     A key that only one of them has is none, since versions add keys; a section that was switched on or
     off is one.
     """
-    old, new = dict(_flat(_by_name(before))), dict(_flat(_by_name(after)))
+    resolved = all(manifest.get("adapters") for manifest in (before, after))
+    old, new = (dict(_flat(_by_name(manifest, resolved))) for manifest in (before, after))
     keys = [key for key in old if key in new and not _same(old[key], new[key])]
     for here, there in ((old, new), (new, old)):
         keys += [
@@ -181,11 +184,17 @@ def render_table(differences: Sequence[Difference]) -> str:
     )
 
 
-def _by_name(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifest with its list of components as versions by distribution, whose order means nothing."""
+def _by_name(manifest: Mapping[str, Any], resolved: bool) -> dict[str, Any]:
+    """The manifest with its list of components as versions by distribution, whose order means nothing.
+    resolved: adapters are compared by the layers that they have, not by how the config names these."""
     versions = {str(row.get("distribution")): row.get("version") for row in manifest.get("plugins", ())}
     known = ("config", "data", "devices", "versions", "world")
-    return {**{key: manifest[key] for key in known if key in manifest}, "plugins": versions}
+    found = {**{key: manifest[key] for key in known if key in manifest}, "plugins": versions}
+    if resolved:
+        config = manifest.get("config", {})
+        train = {**config.get("train", {}), "adapters": manifest["adapters"]}
+        found["config"] = {**config, "train": train}
+    return found
 
 
 def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

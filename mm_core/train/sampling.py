@@ -19,6 +19,8 @@ from mm_core.parallel.initialise import initialise
 from mm_core.parallel.tying import tie, tied_names
 from mm_core.plan import build_task
 from mm_core.plugin.registry import build
+from mm_core.train.adapter_runs import adapters_in
+from mm_core.train.base_weights import recorded
 from mm_core.train.checkpoint_dcp import stored_parts
 from mm_core.train.checkpoint_reading import find_checkpoint, load_model_only
 from mm_core.train.media import write_clips
@@ -94,7 +96,7 @@ def sample(
 def load_task(config: RunConfig, checkpoint: Path, weights: Weights = "auto") -> nn.Module:
     """The run's task on this process's device, in evaluation mode, with the checkpoint's weights. An
     accelerator computes in the dtype that the engine trained in."""
-    task, device = build_task(config), current_device()
+    task, device = build_task(config, adapters_in(checkpoint)), current_device()
     state: dict[str, torch.Tensor] = {}
     for name in (*task.frozen, *task.trainable):  # type: ignore[misc]
         module = getattr(task, name)
@@ -108,7 +110,10 @@ def load_task(config: RunConfig, checkpoint: Path, weights: Weights = "auto") ->
         # Fills tables that no checkpoint holds.
         initialise(module, name, Randomness(config.run.seed), spared=own)
         state |= own
-    load_model_only(checkpoint, state, weights)
+    absent = recorded(checkpoint, config, task, state)
+    own = {name: tensor for name, tensor in state.items() if name not in absent.names}
+    load_model_only(checkpoint, own, weights)
+    absent.fill(state)
     if device.type != "cpu":
         compute_as_trained(task, config)
     return task.eval()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import Literal
 
 from torch import Tensor, nn
 
@@ -19,6 +20,7 @@ from mm_core.train.agreement import Ranks
 from mm_core.train.checkpoint_io import listed
 from mm_core.train.weight_sources import RunSource
 from mm_core.weights.adapter_files import DIFFUSERS_ADAPTER
+from mm_core.weights.fingerprint import fingerprint
 from mm_core.weights.fitting import Fit, Formats, best_way, no_way, untied, ways_to_read
 from mm_core.weights.format import StoredTensors
 from mm_core.weights.formats import PEFT_ADAPTER
@@ -63,6 +65,7 @@ class WarmStart:
         formats: by qualified name; those to be tried.
         roots: the task's components that are to be filled; None: all that are trained.
         key: of the config, for errors.
+        open_run: opens a checkpoint of ours.
     """
 
     def __init__(
@@ -72,9 +75,11 @@ class WarmStart:
         formats: Formats | None = None,
         roots: Sequence[str] | None = None,
         key: str = "init_from",
+        open_run: Callable[[Path, Literal["model", "ema"]], RunSource] = RunSource,
     ) -> None:
         self.init = init
-        self._key = key
+        self.key = key
+        self._open_run = open_run
         self.report = WarmStartReport((), (), (), ())
         self._formats = formats or {}
         self._pieces: Pieces = []
@@ -112,31 +117,54 @@ class WarmStart:
                 hint="widen init_from.include, or narrow init_from.exclude",
             )
         Ranks.current().agree(f"reading {init.path}", lambda: self._find(state, chosen))
+        return self.covered
+
+    @property
+    def covered(self) -> list[str]:
+        """What `covers` has given."""
         return [self._names[name] for name in self.report.loaded]
 
-    def fill(self, state: Mapping[str, Tensor]) -> None:
-        """Fills in place what `covers` has named: plain tensors, or DTensors of which each rank reads its
-        shard. Dtypes may differ: values are cast. CheckpointError, on all ranks, where a read fails."""
+    @property
+    def place(self) -> Path:
+        """Where the weights are: of a run, the checkpoint."""
+        return self._run[0].folder if self._run is not None else Path(self.init.path)
+
+    def fill(self, state: Mapping[str, Tensor], only: Collection[str] | None = None) -> None:
+        """Fills in place what `covers` has named, or what of it is in `only`: plain tensors, or DTensors of
+        which each rank reads its shard. Dtypes may differ: values are cast. CheckpointError, on all ranks,
+        where a read fails."""
         ranks = Ranks.current()
         doing = f"reading {self.init.path}"
+        wanted = {name for name in self.report.loaded if only is None or self._names[name] in only}
         state = {base_name(name): tensor for name, tensor in state.items()}
         if self._run is not None:
             source, origins = self._run
-            targets = {stored: state[name] for name, stored in origins.items()}
+            targets = {stored: state[name] for name, stored in origins.items() if name in wanted}
             ranks.agree(doing, source.verify)
             ranks.agree(doing, lambda: source.fill(targets))
             return
-        targets = {name: state[name] for name in self.report.loaded}
-        ranks.agree(doing, lambda: self._stream(targets, ranks.rank == 0))
+        targets = {name: state[name] for name in wanted}
+        ranks.agree(doing, lambda: self._stream(targets, ranks.rank == 0 and len(targets) > 1))
+
+    def fingerprint(self, names: Collection[str]) -> str:
+        """Of the stored tensors that fill these names; of a checkpoint of ours, that of its checksums. Not
+        collective."""
+        if self._run is not None:
+            return self._run[0].fingerprint()
+        wanted = {base_name(name) for name in names}
+        found = {(copy.component, copy.stored): held for copy, held in self._pieces}
+        keys = sorted(key for key in found if key[0] in wanted)
+        return fingerprint((stored, found[name, stored]) for name, stored in keys)
 
     def _stream(self, targets: Mapping[str, Tensor], shown: bool) -> None:
         places = {name: shard_of(tensor)[1] for name, tensor in targets.items()}
         total = 0
-        for copy, stored in self._pieces:
+        pieces = [(copy, stored) for copy, stored in self._pieces if copy.component in targets]
+        for copy, stored in pieces:
             if (box := overlap(copy, places[copy.component])) is not None:
                 total += prod(part.stop - part.start for part in box) * stored.dtypes[copy.stored].itemsize
         with byte_bar(f"reading {self.init.path}", total, shown) as advance:
-            stream(targets, self._pieces, advance)
+            stream(targets, pieces, advance)
 
     # -- where everything is -------------------------------------------------------------------
 
@@ -146,7 +174,7 @@ class WarmStart:
             found = self._by_format(path, state, chosen)
             if found is not None:
                 return
-        source = _open(path, init)
+        source = _open(path, init, self._open_run)
         origins, self.report = _compare(init, source, state, chosen)
         if isinstance(source, RunSource):
             self._run = source, origins
@@ -218,8 +246,8 @@ class WarmStart:
         if misshapen or (init.strict and (lacking or unexpected)) or not loaded:
             fault = _misfit(init, lacking, list(unexpected), misshapen, {name: name for name in unexpected})
             fault = _absent_parts(fault, [folder for way in fits.values() for folder in way.absent])
-            if self._key != "init_from":
-                hint = f"{self._key} must have the options of the model that this folder holds"
+            if self.key != "init_from":
+                hint = f"{self.key} must have the options of the model that this folder holds"
                 fault = CheckpointError(fault.what, where=fault.where, hint=hint)
             raise fault
         self._pieces.sort(key=lambda piece: (str(piece[1].where), piece[0].stored))
@@ -265,7 +293,11 @@ def warm_start(init: InitFromSection, parameters: Mapping[str, Tensor]) -> WarmS
     return start.report
 
 
-def _open(path: Path, init: InitFromSection) -> StoredTensors | RunSource:
+def _open(
+    path: Path,
+    init: InitFromSection,
+    open_run: Callable[[Path, Literal["model", "ema"]], RunSource],
+) -> StoredTensors | RunSource:
     """Weights whose names are paths in the task, or are made so by `prefixes`."""
     if any((path / name).is_file() or path.name == name for name in (PEFT_ADAPTER, DIFFUSERS_ADAPTER)):
         raise CheckpointError(
@@ -283,7 +315,7 @@ def _open(path: Path, init: InitFromSection) -> StoredTensors | RunSource:
             )
         return open_stored(path)
     if path.is_dir():
-        return RunSource(path, init.weights)
+        return open_run(path, init.weights)
     raise CheckpointError(
         "this is no file of weights" if path.exists() else "there is no such file or folder",
         where=str(path),

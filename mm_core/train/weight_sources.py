@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -14,6 +15,19 @@ from mm_core.train import checkpoint_io as files
 from mm_core.train.agreement import Ranks
 from mm_core.train.checkpoint import shares
 from mm_core.train.checkpoint_reading import find_checkpoint
+
+
+class Elsewhere(Protocol):
+    """Weights that a checkpoint leaves to other files, by the names that it would have for them."""
+
+    @property
+    def names(self) -> Collection[str]:
+        """All of them."""
+        ...
+
+    def fill(self, state: Mapping[str, Tensor]) -> None:
+        """Reads those of them that `state` names into its tensors. Called by all ranks."""
+        ...
 
 
 class RunSource:
@@ -29,7 +43,9 @@ class RunSource:
         otherwise: str = "set init_from.weights to model",
     ) -> None:
         folder = find_checkpoint(path)
-        self._folder = folder
+        self.folder = folder
+        self._base: Elsewhere | None = None
+        self._verified = False
         self._manifest = files.read_manifest(folder)
         files.check_present(folder, self._manifest)
         files.check_contents(folder, self._manifest, [files.METADATA])
@@ -56,18 +72,42 @@ class RunSource:
             for name, part in self._parts.items()
         }
 
+    def join(self, base: Elsewhere, state: Mapping[str, Tensor]) -> None:
+        """Has it hold what it leaves to files, in the shapes and dtypes that `state` has for them."""
+        self._base = base
+        self.shapes |= {name: tuple(state[name].shape) for name in base.names}
+        self.dtypes |= {name: state[name].dtype for name in base.names}
+
+    def fingerprint(self) -> str:
+        """Of its tensors' files, by their checksums."""
+        rows = sorted((name, entry.size, entry.crc32) for name, entry in self._manifest.items())
+        held = [row for row in rows if row[0] not in (files.FACTS, files.CONFIG)]
+        return hashlib.sha256(repr(held).encode()).hexdigest()
+
     def verify(self) -> None:
-        """Checks every file's checksum, each by one of the ranks. DamagedError for one that is wrong."""
-        files.check_contents(self._folder, self._manifest, shares(self._manifest, Ranks.current()))
+        """Checks every file's checksum, each by one of the ranks, the first time that it is called.
+        DamagedError for one that is wrong."""
+        if self._verified:
+            return
+        files.check_contents(self.folder, self._manifest, shares(self._manifest, Ranks.current()))
+        self._verified = True
 
     def compare(self, state: Mapping[str, Tensor]) -> None:
         """CheckpointError that lists every name or shape of a model that differs from the checkpoint's."""
-        dcp.compare(self._metadata, {"model": state}, self._folder, exact=False)
+        base = self._base.names if self._base is not None else ()
+        own = {name: tensor for name, tensor in state.items() if name not in base}
+        dcp.compare(self._metadata, {"model": own}, self.folder, exact=False)
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
         """Copies stored tensors, by their names, into tensors of their shape (plain, or DTensors of which
         each rank reads its shard), cast to their dtype. Called by all ranks, with the same names."""
+        base = self._base.names if self._base is not None else ()
+        if self._base is not None and (beside := {n: t for n, t in targets.items() if n in base}):
+            self._base.fill(beside)
         parts: dict[str, dict[str, Tensor]] = {}
         for name, target in targets.items():
+            if name in base:
+                continue
             parts.setdefault(self._parts[name], {})[name] = target.detach()
-        dcp.read_tensors(self._folder, self._metadata, parts, alone=Ranks.current().alone)
+        if parts:
+            dcp.read_tensors(self.folder, self._metadata, parts, alone=Ranks.current().alone)
