@@ -20,6 +20,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--prompt", action="append", default=[], help="what to show; may be given several times"
     )
     parser.add_argument("--prompts", metavar="FILE", help="one prompt a line, or JSON/JSONL")
+    parser.add_argument(
+        "--image",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="first frame, for image-to-video; given once for all prompts, or once for each",
+    )
+    parser.add_argument(
+        "--last-image",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="last frame, where the model takes one",
+    )
     parser.add_argument("--negative-prompt", default="", help="what guidance leads away from")
     parser.add_argument("--seed", type=int, default=0, help="clip i's noise comes from (seed, i)")
     parser.add_argument("--steps", type=_count, help="solver steps")
@@ -47,7 +61,8 @@ def execute(args: argparse.Namespace) -> int:
     prompts = list(args.prompt)
     if not prompts and not args.prompts:
         raise MMError("there is no prompt", accepted="--prompt TEXT, or --prompts FILE")
-    from mm_core.train.sampling import read_prompts, sample
+    from mm_core.train.prompts import read_prompts
+    from mm_core.train.sampling import sample
 
     if args.prompts:
         prompts += read_prompts(Path(args.prompts))
@@ -56,6 +71,8 @@ def execute(args: argparse.Namespace) -> int:
     clips = sample(
         run,
         prompts=prompts,
+        images=args.image,
+        last_images=args.last_image,
         negative_prompt=args.negative_prompt,
         seed=args.seed,
         steps=args.steps,

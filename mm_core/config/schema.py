@@ -139,6 +139,8 @@ class SamplesSection:
     """Clips that are generated while training."""
 
     prompts: tuple[str, ...]  # one clip each
+    images: tuple[str, ...] = ()  # files of first frames, for image-to-video: one for all, or one a prompt
+    last_images: tuple[str, ...] = ()  # files of last frames, where the predictor takes them
     every: Annotated[int, Range(ge=1)] | None = None  # steps; none: with each validation
     negative_prompt: str = ""  # what guidance leads away from
     steps: Annotated[int, Range(ge=1)] | None = None  # solver steps; none: as in task.sample

@@ -40,6 +40,7 @@ from mm_core.contracts.operations import CountsProducts, Product, StepOperations
 from mm_core.contracts.randomness import Randomness
 from mm_core.contracts.running import (
     Callback,
+    ChecksRequests,
     Dataset,
     Ending,
     Engine,
@@ -60,6 +61,7 @@ __all__ = [
     "Batch",
     "Bins",
     "Callback",
+    "ChecksRequests",
     "Clip",
     "CountsProducts",
     "Dataset",

@@ -118,6 +118,15 @@ class Stepped(Protocol):
         ...
 
 
+@runtime_checkable
+class ChecksRequests(Protocol):
+    """A task that can say before any training whether it will be able to sample."""
+
+    def check_request(self, request: SampleRequest) -> None:
+        """ContractError for what `sample` would refuse."""
+        ...
+
+
 class LRSchedule(Protocol):
     """A factor of the base learning rate."""
 

@@ -46,6 +46,7 @@ from mm_core.tasks.text_to_video_frames import (
     frames_of_images,
     inputs_of,
 )
+from mm_core.tasks.text_to_video_operations import TrainedOperations
 
 Images = Sequence[Sequence[Tensor]]
 """Of each clip the images that it is given, uint8 [3,Y,X]."""
@@ -104,6 +105,7 @@ class TextToVideo(nn.Module):
         self.autoencoder = autoencoder
         self.text_encoder = text_encoder
         self.experts = Experts(predictor, scheduler)
+        self.operations = TrainedOperations(predictor)
         self.scheduler = self.experts.scheduler
         self._step = 0
         self.image_encoder = image_encoder
@@ -170,7 +172,10 @@ class TextToVideo(nn.Module):
         predicted = self._predict(inputs.given, inputs.text, inputs.text_mask, inputs.expert)
         losses = _squared_error(predicted, inputs.target, inputs.given.counts) * inputs.factors
         bins = sum_by_bin(inputs.sigma, losses, inputs.weights)
-        return Loss(losses.sum(), inputs.weight, bins=bins, tokens=self._tokens_of(inputs.given.latents))
+        given = inputs.given
+        shapes = {"latents": given.latents, "timestep": given.timestep, "text": inputs.text, **given.conditions}
+        flops = self.operations.of(inputs.expert, **shapes)
+        return Loss(losses.sum(), inputs.weight, bins=bins, tokens=self._tokens_of(given.latents), flops=flops)
 
     def _tokens_of(self, latents: Tensor) -> int:
         """Tokens of the predictor: patches of latents[B,C,T,H,W]."""
@@ -242,7 +247,7 @@ class TextToVideo(nn.Module):
         """One clip a prompt. Clip i starts from the noise of (seed, first + i), whatever is generated
         with it."""
         wanted = self._complete(request)
-        check_images(self.predictor, wanted.images, len(wanted.prompts))
+        self.check_request(wanted)
         shape = self._sample_shape(wanted)
         clips: list[Clip] = []
         with self.experts.complete(self._device()):
@@ -254,6 +259,14 @@ class TextToVideo(nn.Module):
                 assert wanted.fps is not None
                 clips += [Clip(p, wanted.fps, prompt) for p, prompt in zip(pixels, prompts, strict=True)]
         return clips
+
+    def check_request(self, request: SampleRequest) -> None:
+        """ContractError for what `sample` would refuse: sizes, images, guidance."""
+        wanted = self._complete(request)
+        self._sample_shape(wanted)
+        check_images(self.predictor, wanted.images, len(wanted.prompts))
+        assert wanted.guidance is not None
+        self.experts.scales(wanted.guidance)
 
     def _complete(self, request: SampleRequest) -> SampleRequest:
         """The request with the task's own defaults. ContractError when one is set nowhere."""

@@ -144,7 +144,7 @@ def _assemble(
         if held_out is None and not clips:
             return None
         settings = default_settings(config, split)
-        return Validator(
+        made = Validator(
             config,
             task,  # type: ignore[arg-type]
             engine,
@@ -159,6 +159,9 @@ def _assemble(
             log=reporter.log,
             show=reporter.clips,
         )
+        if clips:
+            made.check_samples()
+        return made
 
     milestones = RunMilestones(
         config=config,

@@ -41,7 +41,7 @@ def with_trained_size(request: SampleRequest, config: RunConfig) -> SampleReques
     return dataclasses.replace(request, **filled)
 
 
-def share_prompts(prompts: Sequence[str], rank: int, count: int) -> tuple[int, tuple[str, ...], int]:
+def share_prompts(prompts: Sequence[T], rank: int, count: int) -> tuple[int, tuple[T, ...], int]:
     """A rank's block of the prompts: the number of its first, the block filled up to the length of the
     others', and how many of it are real. Every rank generates equally many."""
     block = -(-len(prompts) // count)

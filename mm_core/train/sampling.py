@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -13,7 +12,7 @@ from mm_core.config.load import load_config
 from mm_core.config.schema import RunConfig
 from mm_core.contracts import Clip, Randomness, SampleRequest, torch_dtype
 from mm_core.device import current_device
-from mm_core.errors import DataError, MMError
+from mm_core.errors import MMError
 from mm_core.parallel.casting import cast_inputs
 from mm_core.parallel.initialise import initialise
 from mm_core.parallel.tying import tie, tied_names
@@ -24,6 +23,7 @@ from mm_core.train.base_weights import recorded
 from mm_core.train.checkpoint_dcp import stored_parts
 from mm_core.train.checkpoint_reading import find_checkpoint, load_model_only
 from mm_core.train.media import write_clips
+from mm_core.train.prompts import Prompt, read_images, with_images
 from mm_core.train.sampled_clips import with_trained_size
 
 if TYPE_CHECKING:
@@ -37,7 +37,9 @@ def sample(
     run: str | Path,
     prompt: str | None = None,
     *,
-    prompts: Sequence[str] = (),
+    prompts: Sequence[str | Prompt] = (),
+    images: Sequence[str | Path] = (),
+    last_images: Sequence[str | Path] = (),
     negative_prompt: str = "",
     seed: int = 0,
     steps: int | None = None,
@@ -55,6 +57,8 @@ def sample(
     Args:
         run: a run's folder, or one of its checkpoints.
         prompt, prompts: what to show; `prompt` comes first when both are given.
+        images, last_images: for image-to-video, files of the first (and last) frame: one for all prompts, or
+            one for each. They are brought to the clip's size; one of another shape is stretched.
         negative_prompt: what guidance leads away from.
         seed: clip i's noise comes from (seed, i).
         steps: solver steps. guidance: classifier-free guidance scale (up to 1 it is
@@ -66,15 +70,18 @@ def sample(
         checkpoint: `latest` or `best`, of the complete ones.
 
     Raises:
-        MMError: no prompt, no checkpoint, a size that the model can not make.
+        MMError: no prompt, no checkpoint, a size that the model can not make, images that it does not take
+            or that are missing.
     """
-    texts = [*([prompt] if prompt is not None else []), *prompts]
-    if not texts:
+    given = [*([prompt] if prompt is not None else []), *prompts]
+    if not given:
         raise MMError("there is no prompt", accepted="prompt='...' or prompts=[...]")
+    wanted = with_images([p if isinstance(p, Prompt) else Prompt(p) for p in given], images, last_images)
     source = find_checkpoint(Path(run), checkpoint)
     config = load_config(source / "config.yaml")
     request = SampleRequest(
-        prompts=tuple(texts),
+        prompts=tuple(each.text for each in wanted),
+        images=read_images(wanted),
         negative_prompt=negative_prompt,
         seed=seed,
         steps=steps,
@@ -141,37 +148,3 @@ def compute_as_trained(task: nn.Module, config: RunConfig) -> None:
     if options.get("cast_forward_inputs", True):
         for path in (*plan.wrapped, *task.trainable):  # type: ignore[misc]
             cast_inputs(task.get_submodule(path), dtype)
-
-
-def read_prompts(path: Path) -> list[str]:
-    """Prompts from a JSON list (texts, or objects with `prompt` or `cap`), JSONL, or one a line."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"the prompts can not be read: {error}", where=str(path)) from None
-    if path.suffix in (".json", ".jsonl"):
-        try:
-            lines = [line for line in text.splitlines() if line.strip()]
-            rows = json.loads(text) if path.suffix == ".json" else [json.loads(line) for line in lines]
-        except ValueError as error:
-            raise DataError(f"this is not JSON: {error}", where=str(path)) from None
-        prompts = [_prompt_of(row, path) for row in (rows if isinstance(rows, list) else [rows])]
-    else:
-        prompts = [line.strip() for line in text.splitlines() if line.strip()]
-    if not prompts:
-        raise DataError("the file holds no prompt", where=str(path), accepted="one prompt a line, or JSON")
-    return prompts
-
-
-def _prompt_of(row: Any, path: Path) -> str:
-    if isinstance(row, str):
-        return row
-    if isinstance(row, dict):
-        for key in ("prompt", "cap"):
-            if isinstance(row.get(key), str):
-                return str(row[key])
-    raise DataError(
-        f"a row is no prompt: {row!r}"[:200],
-        where=str(path),
-        accepted="texts, or objects with 'prompt' or 'cap'",
-    )

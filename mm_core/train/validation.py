@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -14,11 +15,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mm_core.config.schema import RunConfig, ValidationSection
-from mm_core.contracts import Batch, Clip, Dataset, Evaluation, Metric, Randomness, SampleRequest, Task
+from mm_core.contracts import (
+    Batch,
+    ChecksRequests,
+    Clip,
+    Dataset,
+    Evaluation,
+    Metric,
+    Randomness,
+    SampleRequest,
+    Task,
+)
 from mm_core.errors import ContractError, DataError, MMError, PeerError
 from mm_core.plugin.registry import build
 from mm_core.train.agreement import Ranks
 from mm_core.train.evaluation_data import EvaluationData
+from mm_core.train.prompts import Prompt, read_images, with_images
 from mm_core.train.sampled_clips import gather_previews, share_prompts, with_trained_size, write_own
 
 
@@ -214,21 +226,15 @@ class Validator:
         Each rank generates and writes its share of the prompts; clip i is the one that `mm sample` with
         the same seed generates from a checkpoint of this step. Rank 0 adds the contact sheet.
         """
-        samples = self.settings.samples
-        assert samples is not None, "validation.samples names the prompts"
-        first, prompts, real = share_prompts(samples.prompts, self._ranks.rank, self._ranks.count)
-        request = SampleRequest(
-            prompts=prompts,
-            negative_prompt=samples.negative_prompt,
-            seed=samples.seed,
-            steps=samples.steps,
-            guidance=samples.guidance,
-            first=first,
-        )
+        whole = self._request
+        rows = list(zip(whole.prompts, whole.images or [()] * len(whole.prompts), strict=True))
+        first, mine, real = share_prompts(rows, self._ranks.rank, self._ranks.count)
+        prompts, images = zip(*mine, strict=True)
+        request = replace(whole, prompts=prompts, images=images if whole.images else (), first=first)
         applied = nullcontext if self._ema is None else self._ema.applied
         try:
             with applied(), self._engine.evaluating(), self._agreeing_forwards():
-                clips = self._task.sample(with_trained_size(request, self._config))[:real]
+                clips = self._task.sample(request)[:real]
         except Abandoned:
             self._note(f"the samples after step {step} were left: a rank was asked to stop")
             return None
@@ -241,6 +247,27 @@ class Validator:
             self._show(step, previews, folder)
         self._log_samples(step, clips)
         return folder
+
+    def check_samples(self) -> None:
+        """MMError for clips of `validation.samples` that could not be generated: before the first step."""
+        if self.settings.samples is not None and isinstance(self._task, ChecksRequests):
+            self._task.check_request(self._request)
+
+    @cached_property
+    def _request(self) -> SampleRequest:
+        """All clips of `validation.samples`, with their images read once."""
+        samples = self.settings.samples
+        assert samples is not None, "validation.samples names the prompts"
+        prompts = with_images([Prompt(text) for text in samples.prompts], samples.images, samples.last_images)
+        request = SampleRequest(
+            prompts=samples.prompts,
+            images=read_images(prompts),
+            negative_prompt=samples.negative_prompt,
+            seed=samples.seed,
+            steps=samples.steps,
+            guidance=samples.guidance,
+        )
+        return with_trained_size(request, self._config)
 
     @contextmanager
     def _agreeing_forwards(self) -> Iterator[None]:

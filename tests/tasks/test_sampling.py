@@ -23,7 +23,8 @@ from mm_core.plugin.registry import build
 from mm_core.train.checkpoint import CheckpointStore
 from mm_core.train.media import write_clips
 from mm_core.train.run import process_group
-from mm_core.train.sampling import compute_as_trained, load_task, read_prompts, sample
+from mm_core.train.prompts import Prompt, read_prompts
+from mm_core.train.sampling import compute_as_trained, load_task, sample
 
 PROMPTS = ["a red circle moves left", "a blue square"]
 CONFIG = {
@@ -221,7 +222,7 @@ def test_a_single_frame_is_a_clip_too(tmp_path):
 )
 def test_prompts_are_read_from_lines_json_and_jsonl(tmp_path, name, text):
     (tmp_path / name).write_text(text)
-    assert read_prompts(tmp_path / name) == ["one", "two"]
+    assert read_prompts(tmp_path / name) == [Prompt("one"), Prompt("two")]
 
 
 @pytest.mark.parametrize(
