@@ -120,7 +120,11 @@ def ways_to_read(
         lone = path.is_file()
         if not lone and not known.recognises(path):
             continue
-        layouts = of_component(known.layout(name, component))
+        try:
+            layouts = of_component(known.layout(name, component))
+        except ContractError as fault:  # a model that the format has no map for
+            faults.append(fault)
+            continue
         folders = [""] if lone else known.folders(path)
         for places in _places(path, layouts, folders):
             for folder in {folder for folder in places if folder is not None}:
@@ -165,7 +169,7 @@ def _fit_parts(
     way = Fit("", (), (), (), ())
     for layout, names, stored in zip(layouts, divided(layouts, shapes), opened, strict=True):
         if stored is not None:
-            one = fit(layout.keys, {name: shapes[name] for name in names}, stored)
+            one = _fit_layout(layout, {name: shapes[name] for name in names}, stored)
             way = replace(
                 way,
                 pieces=way.pieces + one.pieces,
@@ -178,6 +182,18 @@ def _fit_parts(
         else:
             way = replace(way, missing=way.missing + tuple(names), absent=(*way.absent, layout.folder))
     return way
+
+
+def _fit_layout(layout: Layout, shapes: Mapping[str, Sequence[int]], stored: StoredTensors) -> Fit:
+    """By the map that files are written by or, where that leaves something over, the one for others."""
+    way = fit(layout.keys, shapes, stored)
+    if layout.reading is None or not (way.unexpected or way.misshapen):
+        return way
+    try:
+        other = fit(replace(layout.reading(stored), prefix=layout.keys.prefix), shapes, stored)
+    except ContractError:
+        return way  # which says in what the files differ
+    return other if other.found > way.found else way
 
 
 def best_way(ways: Sequence[Fit], path: Path, name: str) -> Fit:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, TypeVar, runtime_checkable
@@ -51,6 +51,8 @@ class Layout:
     before `-00001-of-00003.safetensors` and `.safetensors.index.json`. texts: further files in `folder` by
     name (config.json). metadata: texts in the header of each file. library: that reads it, as hubs call it.
     loading: Python that loads it, with `{folder}` for where it lies; both go into the card of an export.
+    reading: the map for files that `keys` do not fit, as other versions of a library wrote them; never
+    written by. Its prefix is that of `keys`. ContractError where it can make nothing of them.
     """
 
     keys: KeyMap = field(default_factory=KeyMap)
@@ -62,6 +64,7 @@ class Layout:
     loading: str = ""
     part: str = ""
     optional: bool = False
+    reading: Callable[[StoredTensors], KeyMap] | None = None
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from mm_core.errors import CheckpointError
 from mm_core.weights.format import AdapterLayout, Companions, Layout, StoredTensors
 from mm_core.weights.key_map import KeyMap
 from mm_core.weights.stored import INDEX, open_stored
+from mm_core.weights.transformers_names import keys_as_loaded, keys_as_saved
 
 PEFT_ADAPTER = "adapter_model.safetensors"
 
@@ -166,15 +167,16 @@ class Transformers:
         if model.can_generate() and model.generation_config is not None:
             texts["generation_config.json"] = model.generation_config.to_json_string()
         return Layout(
-            KeyMap(prefix=prefix),
+            keys_as_saved(model, prefix),
             stem=self.stem,
             texts=texts,
             library="transformers",
             loading=_from_pretrained("transformers", model),
+            reading=lambda stored: keys_as_loaded(model, stored),
         )
 
     def adapter(self, name: str, component: nn.Module) -> AdapterLayout | None:
-        """PEFT's layout."""
+        """PEFT's layout, whose names are those in memory."""
         found = wrapped_model(component, "transformers", "PreTrainedModel")
         if found is None:
             return None

@@ -164,7 +164,7 @@ class KeyMap:
             ):
                 raise ContractError(
                     f"the sides of {rule} do not have the same braces, or name one thing twice",
-                    accepted="templates with the same {names} on every side; a Stack's index on the stored one",
+                    accepted="the same {names} in the templates of all sides; a Stack's index in the stored",
                 )
 
     @cached_property
