@@ -224,3 +224,45 @@ def _original_fields(folder: Path) -> dict[str, object]:
         "pos_embed_seq_len": positions[1] if positions else None,
     }
     return _checked(fields, folder / "config.json")
+
+
+# -- two experts ---------------------------------------------------------------------------------
+
+EXPERT_PARTS = {"high": "transformer", "low": "transformer_2"}
+"""Folders of Wan 2.2's two transformers in a pipeline: for much noise, and for little."""
+EXPERT_FOLDERS = {"high": "high_noise_model", "low": "low_noise_model"}
+"""The same in the folder that Wan-AI publishes."""
+
+
+def expert_folders(top: Path) -> dict[str, str]:
+    """Where the experts lie below a folder, by their names. Of one that does not exist yet, a pipeline's.
+
+    CheckpointError for a folder that does not hold two.
+    """
+    if not top.exists():
+        return EXPERT_PARTS
+    parts = wan_parts(top)
+    if set(EXPERT_PARTS.values()) <= set(parts):
+        return EXPERT_PARTS
+    lone = is_original(top) or read_mapping(top / "config.json").get("_class_name") == CLASS
+    found = parts or [name for name in EXPERT_FOLDERS.values() if is_original(top / name)]
+    if not parts and len(found) == len(EXPERT_FOLDERS):
+        return EXPERT_FOLDERS
+    what = "a lone transformer" if lone else f"of two experts only {found[0]}" if found else "no two experts"
+    raise CheckpointError(
+        f"this folder holds {what}",
+        where=str(top),
+        accepted=f"a pipeline's folder ({INDEX}) with {' and '.join(EXPERT_PARTS.values())}, or Wan-AI's "
+        f"with {' and '.join(EXPERT_FOLDERS.values())}",
+        hint="wan/transformer trains a lone one" if lone or found else None,
+    )
+
+
+def stored_boundary(top: Path) -> float | None:
+    """What a pipeline's index says of its two transformers; None where it says nothing."""
+    found = read_mapping(top / INDEX).get("boundary_ratio")
+    if found is None or (type(found) is float and 0 < found < 1):
+        return found
+    raise CheckpointError(
+        f"boundary_ratio is {found!r}", where=str(top / INDEX), accepted="a number between 0 and 1"
+    )

@@ -1,4 +1,4 @@
-"""Config of the predictor `wan/transformer`: torch-free."""
+"""Configs of the predictors `wan/transformer` and `wan/two_expert`: torch-free."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ PresetName = Literal[
 ]
 
 
-@dataclass(frozen=True)
-class WanTransformerConfig:
-    """Wan's diffusion transformer (https://arxiv.org/abs/2503.20314), from a folder, by the name of a
-    published architecture, or by its fields. A field that is not set is that of the folder or preset, and
-    without either that of Diffusers' class (14B text-to-video)."""
+TwoExpertPresetName = Literal["wan2.2-t2v-a14b", "wan2.2-i2v-a14b"]
+Train = Literal["both", "high", "low"]
 
-    from_pretrained: str | None = None  # folder of a pipeline, of its transformer, or as Wan-AI lays it out
-    preset: PresetName | None = None  # published architecture; a folder must be of it
+
+@dataclass(frozen=True)
+class ArchitectureConfig:
+    """Fields of Wan's transformer. One that is not set is that of the folder or preset, and without either
+    that of Diffusers' class (14B text-to-video)."""
+
     patch_size: tuple[_Size, _Size, _Size] | None = None  # latents a token along (t, h, w)
     num_attention_heads: _Size | None = None  # the width is num_attention_heads * attention_head_dim
     attention_head_dim: _Size | None = None  # channels a head; even, 6 or more
@@ -49,3 +50,25 @@ class WanTransformerConfig:
     )
     rope_max_seq_len: _Size | None = None  # tokens along any axis that the rotary tables reach
     pos_embed_seq_len: _Size | None = None  # image tokens of first and last frame together (first-last-frame)
+
+
+@dataclass(frozen=True)
+class WanTransformerConfig(ArchitectureConfig):
+    """Wan's diffusion transformer (https://arxiv.org/abs/2503.20314), from a folder, by the name of a
+    published architecture, or by its fields. A field that is not set is that of the folder or preset, and
+    without either that of Diffusers' class (14B text-to-video)."""
+
+    from_pretrained: str | None = None  # folder of a pipeline, of its transformer, or as Wan-AI lays it out
+    preset: PresetName | None = None  # published architecture; a folder must be of it
+
+
+@dataclass(frozen=True)
+class TwoExpertConfig(ArchitectureConfig):
+    """Wan 2.2 A14B: two transformers of one architecture, one for much noise and one for little."""
+
+    from_pretrained: str | None = None  # folder of a pipeline, or the one that Wan-AI publishes
+    preset: TwoExpertPresetName | None = None  # published pair; a folder must be of it
+    boundary: Annotated[float, Range(gt=0, lt=1)] | None = (
+        None  # share of the timesteps where `high` begins; none: the folder's or preset's, or as published
+    )
+    train: Train = "both"  # experts; one that is not trained takes no memory but while clips are sampled

@@ -14,7 +14,15 @@ def mm_predictors() -> list[Component]:
             aliases=("wandit",),
             licence="Apache-2.0",
             paper="https://arxiv.org/abs/2503.20314",
-        )
+        ),
+        Component(
+            name="two_expert",
+            target="mm_wan.two_expert:TwoExpert",
+            config="mm_wan.config_predictor:TwoExpertConfig",
+            summary="Wan 2.2 A14B: one transformer for much noise, one for little, trained together or alone",
+            licence="Apache-2.0",
+            paper="https://arxiv.org/abs/2503.20314",
+        ),
     ]
 
 

@@ -39,16 +39,21 @@ DEFAULTS: Fields = MappingProxyType(
 @dataclass(frozen=True)
 class Preset:
     """A published transformer. source: the repository whose config.json it is. changed: its fields that are
-    not `DEFAULTS`."""
+    not `DEFAULTS`. boundary: where the model has two of them, the share of the timesteps at which the one
+    for less noise takes over (`boundary_ratio` of the repository's model_index.json)."""
 
     source: str
     changed: Fields
+    boundary: float | None = None
 
     @property
     def fields(self) -> dict[str, object]:
         """The whole architecture."""
         return {**DEFAULTS, **self.changed}
 
+
+T2V_BOUNDARY, I2V_BOUNDARY = 0.875, 0.9
+"""Of Wan 2.2's two published pairs of experts."""
 
 _SMALL: Fields = {"num_attention_heads": 12, "num_layers": 30, "ffn_dim": 8960}
 # 16 noisy channels, 16 of the given frames and 4 of their mask; CLIP's image features beside the text.
@@ -72,8 +77,8 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             {**_I2V, "pos_embed_seq_len": 514},  # 257 CLIP tokens of each of the two frames
         ),
         # Either of the two experts.
-        "wan2.2-t2v-a14b": Preset("Wan-AI/Wan2.2-T2V-A14B-Diffusers", {}),
-        "wan2.2-i2v-a14b": Preset("Wan-AI/Wan2.2-I2V-A14B-Diffusers", {"in_channels": 36}),
+        "wan2.2-t2v-a14b": Preset("Wan-AI/Wan2.2-T2V-A14B-Diffusers", {}, T2V_BOUNDARY),
+        "wan2.2-i2v-a14b": Preset("Wan-AI/Wan2.2-I2V-A14B-Diffusers", {"in_channels": 36}, I2V_BOUNDARY),
         "wan2.2-ti2v-5b": Preset("Wan-AI/Wan2.2-TI2V-5B-Diffusers", _TI2V),
     }
 )

@@ -50,8 +50,8 @@ class Solver:
     def integrate(self, velocity: VelocityField, noise: Tensor, steps: int) -> Tensor:
         """Clean latents[B,C,T,H,W] float32 from noise[B,C,T,H,W], as WanPipeline's loop computes them.
 
-        `velocity` is given float32 latents and the timestep that the pipeline passes: int64 [B] for UniPC
-        and DPM-Solver++ (1000 sigma, its fraction cut off), float32 [B] for Euler.
+        `velocity` is given float32 latents and the timestep that the pipeline passes, on the CPU: int64 [B]
+        for UniPC and DPM-Solver++ (1000 sigma, its fraction cut off), float32 [B] for Euler.
 
         Raises:
             ContractError: steps below 1.
@@ -59,9 +59,10 @@ class Solver:
         scheduler = self._begin(steps, noise.device)
         scheduler.set_begin_index(0)
         latents = noise.float()
-        for timestep in scheduler.timesteps:
+        # Fetched once, so that nobody who looks at a timestep waits for the device.
+        for timestep, known in zip(scheduler.timesteps, scheduler.timesteps.cpu(), strict=True):
             # Euler's step would lower the latents to the dtype of the velocity.
-            predicted = velocity(latents, timestep.expand(len(latents))).float()
+            predicted = velocity(latents, known.expand(len(latents))).float()
             (latents,) = scheduler.step(predicted, timestep, latents, return_dict=False)
         return latents
 

@@ -134,7 +134,11 @@ class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers 
         return forward_flops(self.fields, latents, text_length, image_tokens, timesteps_per_token)
 
     def products(
-        self, latents: Sequence[int], timestep: Sequence[int], text: Sequence[int], **conditions: Sequence[int]
+        self,
+        latents: Sequence[int],
+        timestep: Sequence[int],
+        text: Sequence[int],
+        **conditions: Sequence[int],
     ) -> Sequence[Product]:
         """What a forward of arguments of these shapes multiplies: see `mm_wan.flops`."""
         images = conditions.get("image_embeds")
@@ -183,6 +187,10 @@ class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers 
         nn.init.uniform_(weight, -bound, bound)
         nn.init.zeros_(self.patch_embedding.bias)
         nn.init.zeros_(self.proj_out.weight)
+        self.init_tables()
+
+    def init_tables(self) -> None:
+        """Fills the rotary tables, which no file holds."""
         with torch.device("cpu"):
             tables = WanRotaryPosEmbed(
                 self.fields["attention_head_dim"], self.patch_size, self.fields["rope_max_seq_len"]
