@@ -6,7 +6,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from mm_core.contracts import CountsProducts, Predictor
+from mm_core.contracts import CountsProducts, Predictor, PredictorInputs
 from mm_core.parallel.operations import step_operations
 
 
@@ -18,12 +18,13 @@ class TrainedOperations:
         self._predictor = predictor
         self._known: dict[tuple[object, ...], float] = {}
 
-    def of(self, expert: str | None = None, **arguments: Tensor) -> float:
-        """Operations that MFU counts, of a forward with these arguments (without the mask) and its backward;
-        0 where the predictor does not say what it multiplies."""
+    def of(self, given: PredictorInputs, text: Tensor, expert: str | None = None) -> float:
+        """Operations that MFU counts, of a forward with these arguments and its backward; 0 where the
+        predictor does not say what it multiplies."""
         if not isinstance(self._predictor, CountsProducts):
             return 0.0
-        shapes = {name: tuple(tensor.shape) for name, tensor in arguments.items()}
+        tensors = {"latents": given.latents, "timestep": given.timestep, "text": text, **given.conditions}
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         key = (expert, *sorted(shapes.items()))
         if key not in self._known:
             routed = {} if expert is None else {"expert": expert}
