@@ -47,6 +47,7 @@ from mm_core.tasks.text_to_video_frames import (
     inputs_of,
 )
 from mm_core.tasks.text_to_video_operations import TrainedOperations
+from mm_core.tasks.text_to_video_operations import TrainedOperations
 
 Images = Sequence[Sequence[Tensor]]
 """Of each clip the images that it is given, uint8 [3,Y,X]."""
@@ -105,6 +106,7 @@ class TextToVideo(nn.Module):
         self.autoencoder = autoencoder
         self.text_encoder = text_encoder
         self.experts = Experts(predictor, scheduler)
+        self.operations = TrainedOperations(predictor)
         self.operations = TrainedOperations(predictor)
         self.scheduler = self.experts.scheduler
         self._step = 0
