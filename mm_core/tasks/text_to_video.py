@@ -47,7 +47,6 @@ from mm_core.tasks.text_to_video_frames import (
     inputs_of,
 )
 from mm_core.tasks.text_to_video_operations import TrainedOperations
-from mm_core.tasks.text_to_video_operations import TrainedOperations
 
 Images = Sequence[Sequence[Tensor]]
 """Of each clip the images that it is given, uint8 [3,Y,X]."""
@@ -106,7 +105,6 @@ class TextToVideo(nn.Module):
         self.autoencoder = autoencoder
         self.text_encoder = text_encoder
         self.experts = Experts(predictor, scheduler)
-        self.operations = TrainedOperations(predictor)
         self.operations = TrainedOperations(predictor)
         self.scheduler = self.experts.scheduler
         self._step = 0
@@ -174,10 +172,9 @@ class TextToVideo(nn.Module):
         predicted = self._predict(inputs.given, inputs.text, inputs.text_mask, inputs.expert)
         losses = _squared_error(predicted, inputs.target, inputs.given.counts) * inputs.factors
         bins = sum_by_bin(inputs.sigma, losses, inputs.weights)
-        given = inputs.given
-        shapes = {"latents": given.latents, "timestep": given.timestep, "text": inputs.text, **given.conditions}
-        flops = self.operations.of(inputs.expert, **shapes)
-        return Loss(losses.sum(), inputs.weight, bins=bins, tokens=self._tokens_of(given.latents), flops=flops)
+        tokens = self._tokens_of(inputs.given.latents)
+        flops = self.operations.of(inputs.given, inputs.text, inputs.expert)
+        return Loss(losses.sum(), inputs.weight, bins=bins, tokens=tokens, flops=flops)
 
     def _tokens_of(self, latents: Tensor) -> int:
         """Tokens of the predictor: patches of latents[B,C,T,H,W]."""
