@@ -11,7 +11,7 @@ from pathlib import PurePath
 import torch
 from torch import Tensor, nn
 
-from mm_core.errors import MMError
+from mm_core.errors import ContractError, MMError
 from mm_core.parallel.adapters import adapter_of, base_name, row_lengths, without_adapters
 from mm_core.parallel.tying import tied_names
 from mm_core.plugin.registry import Registry
@@ -249,11 +249,14 @@ class Planner:
         able = []
         with without_adapters(module):
             for name, form in formats_of(self._registry).items():
-                held = bool(
-                    of_component(form.adapter(root, module))
-                    if adapter
-                    else of_component(form.layout(root, module))
-                )
+                try:
+                    held = bool(
+                        of_component(form.adapter(root, module))
+                        if adapter
+                        else of_component(form.layout(root, module))
+                    )
+                except ContractError:  # a model that the format has no map for
+                    held = False
                 able += [name] if held else []
         return MMError(
             f"the format {self._label} can not hold {'an adapter of ' * adapter}{root!r},"
