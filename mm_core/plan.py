@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mm_core.config.schema import RunConfig
-from mm_core.contracts import Engine, EnginePlan, Frozen
+from mm_core.contracts import CountsSamples, Engine, EnginePlan, Frozen, StepOperations, Streamed
 from mm_core.data.sampler import BatchPlan
 from mm_core.errors import PlanError
 from mm_core.parallel.freezing import freeze
@@ -54,6 +54,7 @@ class RunPlan:
     global_batch_size: int
     accumulation: int
     ema_bytes: int = 0
+    operations: StepOperations | None = None  # of a step, over all ranks, where they are known
 
     @property
     def missing_files(self) -> tuple[str, ...]:
@@ -108,6 +109,10 @@ class RunPlan:
         }
         sizes["together"] = sum(sizes.values())
         lines += [f"  {label:<11} {size:>18,} bytes  {_gib(size)}" for label, size in sizes.items()]
+        if self.operations is not None:
+            lines += ["", "operations a step, of all ranks together"]
+            for label, count in asdict(self.operations).items():
+                lines.append(f"  {label:<11} {count / 1e12:>18,.6g} TFLOP")
         return "\n".join(lines)
 
 
@@ -138,6 +143,14 @@ def build_task(config: RunConfig, adapters: Structure | None = None) -> nn.Modul
     return task
 
 
+def build_frozen(task: nn.Module) -> None:
+    """Builds the frozen components that the core fills, where their files are there: their sizes count."""
+    for name in task.frozen:  # type: ignore[union-attr]
+        component = getattr(task, name)
+        if isinstance(component, Streamed) and not component.missing_files():
+            component.build_empty()
+
+
 def make_plan(
     config: RunConfig,
     world: int,
@@ -155,6 +168,7 @@ def make_plan(
     for data in (config.data.train, config.data.validation, config.data.test):
         if data is not None:
             task.check(data.options)  # type: ignore[operator]
+    build_frozen(task)
     registry = get_registry(config.plugins.path)
     optimizer = registry.resolve("optimizer", config.optimizer.type)
     states = optimizer.component.capabilities.get("state_tensors", 2)
@@ -180,8 +194,18 @@ def make_plan(
         micro_batch_size=micro,
         global_batch_size=size,
         accumulation=size // wave,
+        operations=_operations(config, task, layout, size),
         ema_bytes=layout.gradient_bytes if config.ema is not None and config.ema.device == "same" else 0,
     )
+
+
+def _operations(
+    config: RunConfig, task: nn.Module, layout: EnginePlan, global_batch_size: int
+) -> StepOperations | None:
+    if not isinstance(task, CountsSamples):
+        return None
+    sample = task.sample_operations(config.data.train.options, layout.recomputed)
+    return None if sample is None else sample * global_batch_size
 
 
 def _steps(config: RunConfig, global_batch_size: int, num_samples: int | None) -> int:

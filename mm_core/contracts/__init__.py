@@ -36,7 +36,14 @@ from mm_core.contracts.frames import (
     ImageEncoder,
     PredictorInputs,
 )
-from mm_core.contracts.operations import CountsProducts, Product, StepOperations, attention, linear
+from mm_core.contracts.operations import (
+    CountsProducts,
+    CountsSamples,
+    Product,
+    StepOperations,
+    attention,
+    linear,
+)
 from mm_core.contracts.randomness import Randomness
 from mm_core.contracts.running import (
     Callback,
@@ -45,6 +52,7 @@ from mm_core.contracts.running import (
     Ending,
     Engine,
     EnginePlan,
+    FrozenPlan,
     InitialWeights,
     LRSchedule,
     Metric,
@@ -64,6 +72,7 @@ __all__ = [
     "ChecksRequests",
     "Clip",
     "CountsProducts",
+    "CountsSamples",
     "Dataset",
     "Ending",
     "Engine",
@@ -75,6 +84,7 @@ __all__ = [
     "FrameName",
     "FrameNames",
     "Frozen",
+    "FrozenPlan",
     "GivenFrames",
     "ImageEncoder",
     "InitialWeights",
@@ -94,6 +104,7 @@ __all__ = [
     "SampleRequest",
     "SelfLoading",
     "Stepped",
+    "StepOperations",
     "Streamed",
     "Task",
     "TextEncoder",

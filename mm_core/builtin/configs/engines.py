@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from mm_core.plugin.fields import Range
 
 ComputeDType = Literal["fp32", "bf16"]
 """fp16 would need loss scaling, which the engine does not do."""
+
+Placement = Literal["replicated", "sharded", "offloaded"]
+"""Of a frozen component's weights: on every rank, 1/shards a rank, or in host memory between calls."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,7 @@ class FSDP2Config:
     sharding_size: Annotated[int, Range(ge=1)] | Literal["auto"] = "auto"  # ranks a shard group; auto: all
     sub_modules_to_wrap: Literal["auto"] | tuple[str, ...] = "auto"  # modules gathered one at a time
     ignored_modules: tuple[str, ...] = ()  # frozen modules, or parts without parameters, left alone
+    frozen: Mapping[str, Placement] = field(default_factory=dict)  # frozen component -> where its weights lie
     recompute_modules: Literal["auto"] | tuple[str, ...] = ()  # activations recomputed in backward
     use_reentrant: bool = False  # the older autograd path of recomputation
     reshard_after_forward: bool = True  # false: keeps gathered parameters until backward (ZeRO-2)
