@@ -7,9 +7,9 @@ appendix B).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 Shape = Sequence[int]
 
@@ -84,3 +84,17 @@ class StepOperations:
 
     def __mul__(self, times: float) -> StepOperations:
         return StepOperations(self.forward * times, self.backward * times, self.recomputed * times)
+
+
+@runtime_checkable
+class CountsSamples(Protocol):
+    """A task that says what a training sample costs before one is read, for the plan."""
+
+    def sample_operations(
+        self, batch_spec: Mapping[str, Any], recomputed: Collection[str]
+    ) -> StepOperations | None:
+        """Of one sample of a dataset with these fields; None where that can not be known.
+
+        recomputed: module paths in the task.
+        """
+        ...

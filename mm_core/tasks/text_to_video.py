@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -30,6 +30,7 @@ from mm_core.contracts import (
     Randomness,
     SampleKey,
     SampleRequest,
+    StepOperations,
     TextEncoder,
     VideoTextBatch,
 )
@@ -46,7 +47,7 @@ from mm_core.tasks.text_to_video_frames import (
     frames_of_images,
     inputs_of,
 )
-from mm_core.tasks.text_to_video_operations import TrainedOperations
+from mm_core.tasks.text_to_video_operations import TrainedOperations, sample_operations
 
 Images = Sequence[Sequence[Tensor]]
 """Of each clip the images that it is given, uint8 [3,Y,X]."""
@@ -332,6 +333,12 @@ class TextToVideo(nn.Module):
         return torch.device("cpu")
 
     # -- checks --------------------------------------------------------------------------------
+
+    def sample_operations(
+        self, batch_spec: Mapping[str, Any], recomputed: Collection[str]
+    ) -> StepOperations | None:
+        """Operations of a training sample, for the plan."""
+        return sample_operations(self, batch_spec, recomputed)
 
     def check(self, batch_spec: Mapping[str, Any]) -> None:
         """ContractError with every misfit of the components, the data's sizes and the sizes to sample."""
