@@ -22,6 +22,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=("bf16", "fp16", "fp32"), help="of the files (default: as in the checkpoint)")
     add("--max-shard", metavar="SIZE", help="most bytes of a file, as 5GB (the default) or 4GiB")
     add("--component", metavar="NAME", help="of a run that trains several")
+    add(
+        "--pipeline",
+        metavar="DIR",
+        help="whose other parts are taken over (default: that the run began with)",
+    )
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -44,6 +49,7 @@ def execute(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         max_shard=args.max_shard or MAX_SHARD,
         component=args.component,
+        pipeline=args.pipeline,
     )
     sizes = {path.relative_to(out): path.stat().st_size for path in sorted(out.rglob("*")) if path.is_file()}
     for path, size in sizes.items():

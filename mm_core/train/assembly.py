@@ -170,7 +170,7 @@ def _assemble(
         steps=plan.steps,
         store=store,
         state=partial(state_of, engine, ema, base.names),
-        facts=partial(facts_of, config, plan, reporter, order, guard, ema),
+        facts=partial(facts_of, config, plan, reporter, order, guard, ema, facts.get("imported")),
         config_yaml=to_yaml(config),
         manifest=manifest,
         request=request,
@@ -296,9 +296,11 @@ def facts_of(
     order: BatchPlan,
     guard: UpdateGuard,
     ema: EMA | None,
+    imported: Any = None,
 ) -> dict[str, Any]:
     """What a checkpoint holds beside its tensors; where the data stood is a function of the step."""
     return {
+        **({"imported": imported} if imported is not None else {}),
         "seed": config.run.seed,
         "samples": reporter.window.samples_seen,
         "order": asdict(order),

@@ -14,11 +14,11 @@ from torch import nn
 from mm_core import __version__
 from mm_core.config.dump import to_mapping
 from mm_core.config.schema import RunConfig
-from mm_core.contracts import Pretrained
 from mm_core.plan import walk_components
 from mm_core.plugin.registry import Registry
 from mm_core.train.checkpoint_reading import read_facts, read_run_manifest
 from mm_core.train.export_parts import Part
+from mm_core.train.origins import given_weights, own_weights
 from mm_core.weights.model_card import Card, render
 
 _SECTIONS = ("task", "train", "optimizer", "lr_schedule", "ema", "engine", "init_from")
@@ -35,13 +35,15 @@ def card_of(
     averaged: bool,
     adapters_alone: bool,
     folder: str,
+    loading: str = "",
 ) -> str:
     """The text of README.md.
 
     Args:
         source: the checkpoint. config: of its run. form: the format's qualified name.
         task: with the components. parts: what is written. averaged: of the moving average.
-        adapters_alone: without the weights below them. folder: the export's name.
+        adapters_alone: without the weights below them. folder: the export's name. loading: Python that
+            loads the whole of it, where its parts are not loaded one by one.
     """
     facts, manifest = read_facts(source), read_run_manifest(source)
     step = facts["step"]
@@ -52,7 +54,7 @@ def card_of(
     begins = (
         f" In mm_core, `init_from: {{path: {folder}}}` begins a run with it." if not adapters_alone else ""
     )
-    loading = [_loading(part, folder) for part in parts if part.loading]
+    separate = [_loading(part, folder) for part in parts if part.loading]
     card = Card(
         title=f"{config.run.name}, step {step}",
         summary=f"{names} of the run `{config.run.name}` after {step} steps, in the format `{form}`.{begins}",
@@ -60,7 +62,7 @@ def card_of(
         licence=_licence(config, registry, roots),
         base_model=hubs[0] if hubs else None,
         tags=["mm_core", config.task.type.rpartition("/")[2].replace("_", "-")],
-        loading="\n\n".join(loading),
+        loading=loading.replace("{folder}", folder) or "\n\n".join(separate),
         facts=[
             *((f"component `{root}`", _described(config, registry, root)) for root in roots),
             ("weights", "the moving average" if averaged else "as trained"),
@@ -106,13 +108,8 @@ def _adapters(parts: Sequence[Part], alone: bool) -> Iterator[tuple[str, str]]:
 
 def _origins(config: RunConfig, facts: Mapping[str, Any], modules: Sequence[nn.Module]) -> Iterator[str]:
     """The folders that the run began with."""
-    for module in modules:
-        if isinstance(module, Pretrained) and module.weights_from is not None:
-            yield module.weights_from.path
-    if isinstance(imported := facts.get("imported"), Mapping):
-        yield str(imported.get("path"))
-    elif config.init_from is not None:
-        yield config.init_from.path
+    named = [*(own_weights(module) for module in modules), given_weights(config, facts)]
+    yield from (path for path in named if path is not None)
 
 
 def _described(config: RunConfig, registry: Registry, root: str) -> str:

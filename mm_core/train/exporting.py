@@ -6,7 +6,8 @@ read from the checkpoint, laid out, cast and written before the next.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -24,15 +25,16 @@ from mm_core.train.agreement import Ranks
 from mm_core.train.base_weights import frozen_names, recorded
 from mm_core.train.checkpoint_dcp import stored_parts
 from mm_core.train.checkpoint_io import write_durably
-from mm_core.train.checkpoint_reading import find_checkpoint
+from mm_core.train.checkpoint_reading import find_checkpoint, read_facts
 from mm_core.train.checkpoint_retention import complete_steps
 from mm_core.train.export_card import card_of
 from mm_core.train.export_parts import Part, Planner, own_state
+from mm_core.train.origins import origins_of
 from mm_core.train.staging import check_unused, staged_folder
 from mm_core.train.taking_over import take_over
 from mm_core.train.weight_sources import RunSource
 from mm_core.weights.fitting import formats_of
-from mm_core.weights.format import Companions
+from mm_core.weights.format import Companions, Written
 from mm_core.weights.progress import byte_bar
 from mm_core.weights.writing import parse_size, write_shards
 
@@ -52,6 +54,7 @@ def export(
     dtype: str | None = None,
     max_shard: str | int = MAX_SHARD,
     component: str | None = None,
+    pipeline: str | Path | None = None,
 ) -> Path:
     """Writes a checkpoint's trained components in a weight format; `out` appears when all of it is there.
     Of a run that trains adapters it writes these alone.
@@ -66,6 +69,8 @@ def export(
         dtype: `bf16`, `fp16`, `fp32`: of all floating-point tensors; None keeps that of the checkpoint.
         max_shard: most bytes of a file, as `5GB`.
         component: of the task, where it trains several and only one is wanted.
+        pipeline: folder whose other parts are taken over, for formats that write whole pipelines; None
+            takes the one that the run began with.
 
     Raises:
         MMError: no such checkpoint, or a damaged one; a format that can not hold a component; something at
@@ -85,19 +90,37 @@ def export(
     _complete(saved, config, task, alone=not merge_adapters and _adapted(task, component))
     planner = Planner(registry, label, form, saved, torch_dtype(dtype) if dtype else None, limit)
     parts = _parts(task, planner, component, merge_adapters)
-    _check_apart(parts)
-    ranks.agree(f"reading {source}", saved.verify)
     adapters_alone = any(part.adapters for part in parts) and not merge_adapters
     roots = {part.root for part in parts}
     whole = not adapters_alone and len(roots) == len(task.trainable)  # type: ignore[arg-type]
+    companions = Companions()
+    if whole:
+        origins = origins_of(config, read_facts(source), task)
+        companions = form.companions(task, _written(parts, origins, pipeline))
+    if pipeline is not None and not companions.places:
+        raise _no_pipeline(Path(pipeline), label, whole)
+    parts = [replace(part, folder=companions.places.get(_key(part), part.folder)) for part in parts]
+    _check_apart(parts)
+    ranks.agree(f"reading {source}", saved.verify)
     with (
         staged_folder(out) as stage,
         byte_bar(f"writing {out}", sum(part.nbytes for part in parts)) as advance,
     ):
         for part in parts:
             _write(stage, part, advance)
-        _accompany(stage, form.companions(task) if whole else Companions())
-        card = card_of(source, config, registry, label, task, parts, averaged, adapters_alone, out.name)
+        _accompany(stage, companions)
+        card = card_of(
+            source,
+            config,
+            registry,
+            label,
+            task,
+            parts,
+            averaged,
+            adapters_alone,
+            out.name,
+            companions.loading,
+        )
         write_durably(_inside(stage, "README.md"), card)
     return out
 
@@ -169,16 +192,44 @@ def _parts(task: nn.Module, planner: Planner, component: str | None, merge: bool
     return [part for root, module in modules.items() for part in planner.weights(root, module)]
 
 
+def _key(part: Part) -> tuple[str, str]:
+    return part.root, part.part
+
+
+def _written(
+    parts: Sequence[Part], origins: Mapping[str, Sequence[Path]], pipeline: str | Path | None
+) -> list[Written]:
+    """What formats are told of the parts. pipeline: is taken for where all of them began."""
+    chosen = None if pipeline is None else (Path(pipeline),)
+    return [
+        Written(part.root, part.part, part.folder, part.texts, chosen or origins[part.root]) for part in parts
+    ]
+
+
+def _no_pipeline(folder: Path, label: str, whole: bool) -> MMError:
+    if not whole:
+        return MMError(
+            "a pipeline is written with all that the run trains, and here a part of it is exported",
+            where="--pipeline",
+            hint="leave out --component, or merge the adapters: --merge-lora",
+        )
+    return MMError(
+        f"the format {label} finds no part in this pipeline that the exported weights could be",
+        where=f"--pipeline: {folder}",
+        accepted="a folder whose model_index.json lists a model of the class that is written",
+    )
+
+
 def _check_apart(parts: Sequence[Part]) -> None:
     """MMError where two components would have files of the same name."""
-    places: dict[tuple[str, str], str] = {}
+    places: dict[tuple[str, str], Part] = {}
     for part in parts:
-        place = (part.folder, part.stem)
-        if (other := places.setdefault(place, part.root)) != part.root:
+        other = places.setdefault((part.folder, part.stem), part)
+        if other is not part:
             raise MMError(
-                f"{other!r} and {part.root!r} would be files of the same name",
+                f"{other.root!r} and {part.root!r} would be files of the same name",
                 where="--to",
-                hint=f"export one after another: --component {other}",
+                hint=f"export one after another: --component {other.root}",
             )
 
 

@@ -89,12 +89,29 @@ class AdapterLayout:
 
 
 @dataclass(frozen=True)
+class Written:
+    """What an export writes of a component. component: its name in the task. part, folder, texts: as of
+    its `Layout`. origins: files and folders that its weights began with, those that counted last first;
+    they may be gone."""
+
+    component: str
+    part: str
+    folder: str
+    texts: Mapping[str, str]
+    origins: Sequence[Path] = ()
+
+
+@dataclass(frozen=True)
 class Companions:
     """What lies at the top of a format beside the components. texts: files by name. copies: files or
-    folders that are taken over as they are, by their place below the top."""
+    folders that are taken over as they are, by their place below the top. places: (component, part) -> the
+    folder below the top that it goes to, where that is not its layout's. loading: Python that loads the
+    whole, with `{folder}` for where it lies; "" where each part is loaded as its layout says."""
 
     texts: Mapping[str, str] = field(default_factory=dict)
     copies: Mapping[str, Path] = field(default_factory=dict)
+    places: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    loading: str = ""
 
 
 @runtime_checkable
@@ -125,8 +142,11 @@ class WeightFormat(Protocol):
         several files, a layout for each: a part that is not adapted has no file."""
         ...
 
-    def companions(self, task: nn.Module) -> Companions:
-        """What a finished export also needs: tokenizers, schedulers, an index of the pipeline."""
+    def companions(self, task: nn.Module, written: Sequence[Written]) -> Companions:
+        """What a finished export also needs: tokenizers, schedulers, an index of the pipeline.
+
+        written: what is written of the task's components, all of them. CheckpointError for an origin that
+        can not be made sense of."""
         ...
 
 

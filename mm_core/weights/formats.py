@@ -13,12 +13,14 @@ from torch import nn
 
 from mm_core.contracts import Pretrained
 from mm_core.errors import CheckpointError
-from mm_core.weights.format import AdapterLayout, Companions, Layout, StoredTensors
+from mm_core.weights.format import AdapterLayout, Companions, Layout, StoredTensors, Written
 from mm_core.weights.key_map import KeyMap
 from mm_core.weights.stored import INDEX, open_stored
 from mm_core.weights.transformers_names import keys_as_loaded, keys_as_saved
 
 PEFT_ADAPTER = "adapter_model.safetensors"
+PIPELINE = "model_index.json"
+"""Lists the parts of a pipeline of Diffusers: folder -> library and class."""
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -66,7 +68,7 @@ class Safetensors:
         """PEFT's layout."""
         return peft_layout(KeyMap())
 
-    def companions(self, task: nn.Module) -> Companions:
+    def companions(self, task: nn.Module, written: Sequence[Written]) -> Companions:
         """None."""
         return Companions()
 
@@ -79,15 +81,14 @@ class Diffusers:
     def recognises(self, path: Path) -> bool:
         """A folder with model_index.json, or with a config.json that names a `_class_name`."""
         return path.is_dir() and (
-            (path / "model_index.json").is_file() or "_class_name" in read_mapping(path / "config.json")
+            (path / PIPELINE).is_file() or "_class_name" in read_mapping(path / "config.json")
         )
 
     def folders(self, path: Path) -> Sequence[str]:
         """A pipeline's folders with weights; [""] for a model's folder."""
-        if not (path / "model_index.json").is_file():
+        if not (path / PIPELINE).is_file():
             return [""]
-        names = [name for name in read_mapping(path / "model_index.json") if Path(name).name == name]
-        return [name for name in names if any((path / name).glob("*.safetensors"))]
+        return [name for name in pipeline_parts(path) if any((path / name).glob("*.safetensors"))]
 
     def open(self, path: Path, folder: str = "") -> StoredTensors:
         """The tensors of one model."""
@@ -125,9 +126,9 @@ class Diffusers:
             loading='pipeline.load_lora_weights("{folder}", weight_name="pytorch_lora_weights.safetensors")',
         )
 
-    def companions(self, task: nn.Module) -> Companions:
-        """None: a model's folder is whole."""
-        return Companions()
+    def companions(self, task: nn.Module, written: Sequence[Written]) -> Companions:
+        """Where what is written began with a pipeline, that pipeline around it: see `pipeline_around`."""
+        return pipeline_around(written)
 
 
 class Transformers:
@@ -182,7 +183,7 @@ class Transformers:
             return None
         return peft_layout(KeyMap(prefix=found[0]))
 
-    def companions(self, task: nn.Module) -> Companions:
+    def companions(self, task: nn.Module, written: Sequence[Written]) -> Companions:
         """Tokenizer and processor files of the folders that the task's models were read from."""
         folders = [
             Path(component.weights_from.path)
@@ -191,6 +192,54 @@ class Transformers:
         ]
         files = [folder / name for folder in folders for name in TOKENIZER_FILES]
         return Companions(copies={path.name: path for path in files if path.is_file()})
+
+
+def pipeline_parts(top: Path) -> dict[str, str]:
+    """The parts that a pipeline's folder lists, with their classes; {} for any other folder. A part's own
+    config.json has the last word on its class."""
+    found = {}
+    for name, kind in read_mapping(top / PIPELINE).items():
+        # Nobody vouches for the folder: a name may lead elsewhere.
+        if isinstance(kind, list) and kind and kind[0] is not None and Path(name).name == name != "..":
+            found[name] = str(read_mapping(top / name / "config.json").get("_class_name", kind[-1]))
+    return found
+
+
+def pipeline_around(written: Sequence[Written]) -> Companions:
+    """The pipeline that what is written began with: its index and its other parts as they are, and each
+    written part in its folder. What is no part of it gets a folder of the component's name. Nothing, where
+    no part began with a pipeline, or several did with different ones."""
+    homes = {(one.component, one.part): _pipeline_of(one) for one in written}
+    tops = {home[0] for home in homes.values() if home is not None}
+    if len(tops) != 1:
+        return Companions()
+    top = tops.pop()
+    places = {
+        (one.component, one.part): home[1] if home is not None else one.folder or one.component
+        for one, home in zip(written, homes.values(), strict=True)
+    }
+    copies = {name: top / name for name in (PIPELINE, *pipeline_parts(top)) if name not in places.values()}
+    kind = read_mapping(top / PIPELINE).get("_class_name")
+    # It goes into Python that a reader may run.
+    kind = kind if isinstance(kind, str) and kind.isidentifier() else "DiffusionPipeline"
+    loading = f'from diffusers import {kind}\n\npipeline = {kind}.from_pretrained("{{folder}}")'
+    return Companions(copies=copies, places=places, loading=loading)
+
+
+def _pipeline_of(part: Written) -> tuple[Path, str] | None:
+    """(pipeline's folder, folder in it) of the model of this class that a part began with: a pipeline, the
+    folder of one of its models, or a file in that."""
+    wanted = json.loads(part.texts.get("config.json", "{}")).get("_class_name", "")
+    for origin in (origin.absolute() for origin in part.origins):
+        alike = [name for name, kind in pipeline_parts(origin).items() if kind == wanted]
+        named = [name for name in (part.folder, part.component, part.part) if name in alike]
+        if alike and (named or len(alike) == 1):
+            return origin, (named or alike)[0]
+        # A link is followed no further than its name: `transformer` in the pipeline's own folder.
+        for folder in (origin, origin.parent):
+            if pipeline_parts(folder.parent).get(folder.name) == wanted:
+                return folder.parent, folder.name
+    return None
 
 
 def peft_layout(keys: KeyMap) -> AdapterLayout:
@@ -216,15 +265,16 @@ def only_pickled(folder: Path, names: Sequence[str]) -> CheckpointError:
 
 
 def wrapped_model(component: nn.Module, library: str, base: str) -> tuple[str, Any] | None:
-    """(prefix of its names, model): the component itself where it is a model of `library`, or its only
-    child that holds all its tensors. The library is not imported: nobody can hold a model of a library
+    """(prefix of its names, model): the component itself where it is a model of `library`, or the only
+    one in it, where that holds all its tensors. The library is not imported: nobody can hold a model of a library
     that was never imported."""
     kind = getattr(sys.modules.get(library), base, None)
     if kind is None:
         return None
     if isinstance(component, kind):
         return "", component
-    found = [(name, child) for name, child in component.named_children() if isinstance(child, kind)]
+    held = [(name, child) for name, child in component.named_modules() if isinstance(child, kind)]
+    found = [(name, m) for name, m in held if not any(name.startswith(f"{outer}.") for outer, _ in held)]
     if len(found) != 1:
         return None
     prefix = f"{found[0][0]}."

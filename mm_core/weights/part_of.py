@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from os.path import commonprefix
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from mm_core.errors import ContractError
 from mm_core.weights.format import (
     AdapterLayout,
     Companions,
@@ -22,31 +24,28 @@ from mm_core.weights.key_map import Shape
 
 
 class PartOf:
-    """The stored tensors that may belong to a model, by the names that it knows them under.
+    """The stored tensors of a model among those of a larger one.
 
     Args:
         stored: of the larger model.
         wanted: stored names that the model asks for.
-        computed: stored names of tables that the model computes, which older files hold.
+        computed: stored names of tables that the model computes, and older files hold.
+        prefix: what is before these names in the files.
 
-    A larger model stores its parts below a name (`bert.`), or at the top: where more of `wanted` is found
-    counts. What then lies outside of the model's own top-level names is the larger model's.
+    What lies outside of the model's own top-level modules is the larger model's, and not there.
     """
 
-    def __init__(self, stored: StoredTensors, wanted: Collection[str], computed: Collection[str]) -> None:
+    def __init__(
+        self, stored: StoredTensors, wanted: Collection[str], computed: Collection[str], prefix: str = ""
+    ) -> None:
         self.where = stored.where
-        self._stored = stored
-        tops = {name.partition(".")[0] for name in wanted}
-        found = Counter({"": sum(name in wanted for name in stored.shapes)})
-        for name in stored.shapes:
-            first, dot, rest = name.partition(".")
-            if rest in wanted:
-                found[first + dot] += 1
-        self._prefix = found.most_common(1)[0][0]
-        names = (name[len(self._prefix) :] for name in stored.shapes if name.startswith(self._prefix))
-        kept = [name for name in names if name.partition(".")[0] in tops and name not in computed]
-        self.shapes: Mapping[str, Shape] = {name: stored.shapes[self._prefix + name] for name in kept}
-        self.dtypes: Mapping[str, torch.dtype] = {name: stored.dtypes[self._prefix + name] for name in kept}
+        self._stored, self._prefix = stored, prefix
+        depth = len(commonprefix([name.split(".") for name in wanted])) + 1  # type: ignore[type-var]
+        tops = {tuple(name.split(".")[:depth]) for name in wanted}
+        names = (name[len(prefix) :] for name in stored.shapes if name.startswith(prefix))
+        kept = [n for n in names if tuple(n.split(".")[:depth]) in tops and n not in computed]
+        self.shapes: Mapping[str, Shape] = {name: stored.shapes[prefix + name] for name in kept}
+        self.dtypes: Mapping[str, torch.dtype] = {name: stored.dtypes[prefix + name] for name in kept}
         self.others: Sequence[str] = ()
 
     def read(self, name: str, box: tuple[slice, ...]) -> Tensor:
@@ -59,11 +58,30 @@ class FormatOfPart:
 
     def __init__(self, whole: WeightFormat, name: str, component: nn.Module) -> None:
         self._whole = whole
-        layouts = of_component(whole.layout(name, component))
+        self._layouts = of_component(whole.layout(name, component))
         shapes = {key: tuple(tensor.shape) for key, tensor in component.state_dict().items()}
         tables = {key: tuple(t.shape) for key, t in component.named_buffers() if key not in shapes}
-        self._wanted = {stored for one in layouts for stored in one.keys.stored_shapes(shapes)}
-        self._computed = {stored for one in layouts for stored in one.keys.stored_shapes(tables)}
+        self._wanted = {stored for one in self._layouts for stored in one.keys.stored_shapes(shapes)}
+        self._computed = {stored for one in self._layouts for stored in one.keys.stored_shapes(tables)}
+
+    def open(self, path: Path, folder: str = "") -> StoredTensors:
+        """The component's tensors alone. Where they are is by its own names, by those of the format for
+        other files, or by its own below a name of the larger model (`bert.`): what finds most."""
+        stored = self._whole.open(path, folder)
+        ways = [(self._wanted, ""), (self._wanted_of_others(stored), "")]
+        starts = dict.fromkeys(name.partition(".")[0] for name in stored.shapes)
+        ways += [(self._wanted, f"{start}.") for start in starts]
+        wanted, prefix = max(ways, key=lambda way: sum(way[1] + name in stored.shapes for name in way[0]))
+        return PartOf(stored, wanted, self._computed, prefix)
+
+    def _wanted_of_others(self, stored: StoredTensors) -> set[str]:
+        found: set[str] = set()
+        for layout in self._layouts:
+            if layout.reading is not None:
+                with suppress(ContractError):  # the reader says why, where it comes to that
+                    placed = layout.reading(stored).placed.values()
+                    found |= {copy.stored for copies in placed for copy in copies}
+        return found
 
     def recognises(self, path: Path) -> bool:
         """As the format does."""
@@ -72,10 +90,6 @@ class FormatOfPart:
     def folders(self, path: Path) -> Sequence[str]:
         """As the format has them."""
         return self._whole.folders(path)
-
-    def open(self, path: Path, folder: str = "") -> StoredTensors:
-        """The component's tensors alone."""
-        return PartOf(self._whole.open(path, folder), self._wanted, self._computed)
 
     def layout(self, name: str, component: nn.Module) -> Layout | Sequence[Layout] | None:
         """As the format has it."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
-from mm_core.weights import AdapterLayout, Companions, KeyMap, Layout, Reshape, StoredTensors
+from mm_core.weights import AdapterLayout, Companions, KeyMap, Layout, Reshape, StoredTensors, Written
 from mm_core.weights.formats import Diffusers
 from mm_custom_dit.model import CustomDiT
 
@@ -62,9 +62,9 @@ class WanTransformer:
             loading='pipeline.load_lora_weights("{folder}", weight_name="pytorch_lora_weights.safetensors")',
         )
 
-    def companions(self, task: nn.Module) -> Companions:
-        """None."""
-        return Companions()
+    def companions(self, task: nn.Module, written: Sequence[Written]) -> Companions:
+        """As in Diffusers' folders."""
+        return self._folder.companions(task, written)
 
 
 def keys_of(model: CustomDiT) -> KeyMap:

@@ -9,9 +9,9 @@ from pathlib import Path
 import diffusers
 from torch import nn
 
-from mm_core.weights import AdapterLayout, Companions, KeyMap, Layout, Rename, StoredTensors
+from mm_core.weights import AdapterLayout, Companions, KeyMap, Layout, Rename, StoredTensors, Written
 from mm_core.weights.formats import Diffusers, read_mapping
-from mm_wan.architecture import CLASS, INDEX, ORIGINAL_CLASS, STEM, is_original, pipeline_of, wan_parts
+from mm_wan.architecture import CLASS, ORIGINAL_CLASS, STEM, is_original, pipeline_of, wan_parts
 from mm_wan.transformer import TEXT_LENGTH, WanTransformer
 
 _EXPERTS = ("high_noise_model", "low_noise_model")
@@ -89,18 +89,13 @@ class WanDiffusers:
         if not isinstance(component, WanTransformer):
             return None
         pipeline = pipeline_of(component.weights_from)
-        loading = f'from diffusers import {CLASS}\n\nmodel = {CLASS}.from_pretrained("{{folder}}")'
-        if pipeline is not None:
-            kind = read_mapping(pipeline[0] / INDEX).get("_class_name", "DiffusionPipeline")
-            # The card knows the transformer's folder; the pipeline's is the one above.
-            loading = f'from diffusers import {kind}\n\npipeline = {kind}.from_pretrained("{{folder}}/..")'
         return Layout(
             DIFFUSERS_KEYS,
             folder=pipeline[1] if pipeline else "",
             stem=STEM,
             texts={"config.json": component.to_json_string()},
             library="diffusers",
-            loading=loading,
+            loading=f'from diffusers import {CLASS}\n\nmodel = {CLASS}.from_pretrained("{{folder}}")',
         )
 
     def adapter(self, name: str, component: nn.Module) -> AdapterLayout | None:
@@ -118,21 +113,9 @@ class WanDiffusers:
             loading=f'pipeline.load_lora_weights("{{folder}}", weight_name="{file}"{second})',
         )
 
-    def companions(self, task: nn.Module) -> Companions:
-        """The other parts of the pipelines that the task's transformers began with, and their index."""
-        begun = [
-            pipeline
-            for component in task.children()
-            if isinstance(component, WanTransformer)
-            and (pipeline := pipeline_of(component.weights_from)) is not None
-        ]
-        copies: dict[str, Path] = {}
-        for top, _ in begun:
-            copies[INDEX] = top / INDEX
-            for name, kind in read_mapping(top / INDEX).items():
-                if isinstance(kind, list) and kind[:1] != [None] and Path(name).name == name:
-                    copies[name] = top / name
-        return Companions(copies={n: path for n, path in copies.items() if n not in {w for _, w in begun}})
+    def companions(self, task: nn.Module, written: Sequence[Written]) -> Companions:
+        """The pipeline that the run began with, around what is written."""
+        return self._folder.companions(task, written)
 
 
 class WanOriginal:
@@ -170,7 +153,7 @@ class WanOriginal:
         """None: Wan-AI's own code reads no adapters."""
         return None
 
-    def companions(self, task: nn.Module) -> Companions:
+    def companions(self, task: nn.Module, written: Sequence[Written]) -> Companions:
         """None: its other parts are torch files of other names, which no run of ours begins with."""
         return Companions()
 
