@@ -57,8 +57,8 @@ def test_upon_another_run_the_weights_below_keep_every_bit(tiny, tmp_path, mm):
             *FEATURES[1:],
             f"run.name=on_{ranks}",
         )
-        begin = f"init_from={{path: {tmp_path / 'base'}}}"
-        done = mm("train", "--config", tiny, "--nproc", ranks, begin, *features, *short)
+        begin = (f"init_from={{path: {tmp_path / 'base'}}}", "checkpoint.frozen=true")
+        done = mm("train", "--config", tiny, "--nproc", ranks, *features, *begin, *short)
         assert done.code == 0, done.err
         run = tmp_path / f"on_{ranks}"
         found[ranks] = state_of(run)
