@@ -132,7 +132,7 @@ def check_images(predictor: Predictor, images: Sequence[Sequence[Tensor]], promp
             hint="leave the images out, or sample an image-to-video model",
         )
     raise ContractError(
-        f"{_images(counts[0])} is given to a predictor that needs {takes}",
+        f"{_images(counts[0])} {'are' if counts[0] > 1 else 'is'} given to a predictor that needs {takes}",
         where="images",
         accepted=" or ".join(_images(len(names)) for names in possible),
         hint="give --image (and --last-image for the last frame), or `image` in the rows of --prompts",
