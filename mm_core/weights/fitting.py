@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from mm_core.errors import CheckpointError, ContractError, MMError
+from mm_core.parallel.adapters import without_adapters
 from mm_core.plugin.registry import Registry
 from mm_core.weights.format import Layout, StoredTensors, WeightFormat, divided, of_component
 from mm_core.weights.key_map import Copy, KeyMap
@@ -115,30 +116,33 @@ def ways_to_read(
     ways: list[Fit] = []
     seen: dict[Path, StoredTensors] = {}
     faults: list[MMError] = []
-    for label, known in formats.items():
-        # A single file tells no format: whatever map fits its names will do.
-        lone = path.is_file()
-        if not lone and not known.recognises(path):
-            continue
-        try:
-            layouts = of_component(known.layout(name, component))
-        except ContractError as fault:  # a model that the format has no map for
-            faults.append(fault)
-            continue
-        folders = [""] if lone else known.folders(path)
-        for places in _places(path, layouts, folders):
-            for folder in {folder for folder in places if folder is not None}:
-                place = path / folder if folder else path
-                if place not in seen:
-                    seen[place] = open_stored(path) if lone else known.open(path, folder)
-            opened = [None if place is None else seen[path / place if place else path] for place in places]
+    with without_adapters(component):  # a format knows what its author wrote
+        for label, known in formats.items():
+            # A single file tells no format: whatever map fits its names will do.
+            lone = path.is_file()
+            if not lone and not known.recognises(path):
+                continue
             try:
-                way = _fit_parts(layouts, shapes, opened)
-            except ContractError as fault:  # a map for another shape of model
+                layouts = of_component(known.layout(name, component))
+            except ContractError as fault:  # a model that the format has no map for
                 faults.append(fault)
                 continue
-            found = tuple(folder for folder in places if folder is not None)
-            ways.append(replace(way, format=label, folders=found))
+            folders = [""] if lone else known.folders(path)
+            for places in _places(path, layouts, folders):
+                for folder in {folder for folder in places if folder is not None}:
+                    place = path / folder if folder else path
+                    if place not in seen:
+                        seen[place] = open_stored(path) if lone else known.open(path, folder)
+                opened = [
+                    None if place is None else seen[path / place if place else path] for place in places
+                ]
+                try:
+                    way = _fit_parts(layouts, shapes, opened)
+                except ContractError as fault:  # a map for another shape of model
+                    faults.append(fault)
+                    continue
+                found = tuple(folder for folder in places if folder is not None)
+                ways.append(replace(way, format=label, folders=found))
     if not ways and faults:
         raise faults[0]
     # Of folders that fit alike, the one that is called as the component is.
@@ -203,7 +207,9 @@ def best_way(ways: Sequence[Fit], path: Path, name: str) -> Fit:
     of one architecture hold other numbers.
     """
     best = ways[0]
-    alike = list(dict.fromkeys(way.folders for way in ways if way.found == best.found))
+    # Another format that fits as well has no say: the first may know the folder, where that one only guesses.
+    of_best = (way for way in ways if way.format == best.format)
+    alike = list(dict.fromkeys(way.folders for way in of_best if way.found == best.found))
     if len(alike) > 1 and best.folders != (name,):
         raise CheckpointError(
             f"{name!r} could be read from any of these folders:"
