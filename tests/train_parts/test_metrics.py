@@ -174,6 +174,22 @@ def test_tokens_and_operations_are_rates_of_the_slowest_rank():
     assert first["mfu"] == 0.6
 
 
+def test_operations_that_losses_say_go_before_those_that_were_counted():
+    window = MetricsWindow(memory=lambda: 0, clock=(clock := Clock()), peak=1000.0)
+    window.step_flops = 7.0
+    for flops in (600.0, 1000.0):  # clips of two sizes
+        for _ in range(2):
+            window.micro(Loss(torch.ones(()), 1.0, flops=flops))
+        clock.now += 2.0
+        window.step(grad_norm=1.0, data_wait=0.0, samples=2)
+    metrics = window.flush()
+    assert (metrics["model_flops_per_second"], metrics["mfu"]) == (2 * (600 + 1000) / 4.0, 0.8)
+    window.micro(Loss(torch.ones(()), 1.0))
+    clock.now += 1.0
+    window.step(grad_norm=1.0, data_wait=0.0, samples=2)
+    assert window.flush()["model_flops_per_second"] == 7.0
+
+
 def test_what_is_not_known_is_not_named():
     window = MetricsWindow(memory=lambda: 0, clock=(clock := Clock()))
     window.step_flops = 10.0  # on a device without a published peak

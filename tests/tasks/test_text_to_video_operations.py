@@ -1,0 +1,93 @@
+"""What text_to_video's training costs: of each micro-batch, and of a step in the plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from mm_core.config.load import load_config
+from mm_core.contracts import Randomness, SampleKey, StepOperations, VideoTextBatch
+from mm_core.plan import RunPlan, build_task, make_plan
+from mm_core.tasks.text_to_video import TextToVideo
+
+LORA = 'train.adapters=[{"targets":["to_q","to_v","ffn.net.2"],"rank":4}]'
+
+
+def batch(rows: int, frames: int) -> VideoTextBatch:
+    return VideoTextBatch(
+        keys=[SampleKey(0, index) for index in range(rows)],
+        weights=torch.ones(rows),
+        ids=[str(index) for index in range(rows)],
+        pixels=torch.zeros(rows, 3, frames, 16, 16),
+        captions=["a red circle moves left"] * rows,
+    )
+
+
+def ready(task: nn.Module) -> TextToVideo:
+    """On the CPU, with weights of any values: no operation depends on them."""
+    assert isinstance(task, TextToVideo)
+    task.to_empty(device="cpu")
+    for name in task.frozen:
+        getattr(task, name).load(torch.device("cpu"))
+    return task
+
+
+def counted(task: TextToVideo, samples: VideoTextBatch) -> tuple[float, int]:
+    """What the loss says, and what torch counts of its forward and backward."""
+    inputs = task.prepare(samples, Randomness(1))
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        loss = task.loss(inputs)
+        loss.total.backward()
+    return loss.flops, counter.get_total_flops()
+
+
+@pytest.mark.parametrize("adapters", [[], [LORA]], ids=["full", "lora"])
+def test_a_loss_says_the_operations_of_its_own_micro_batch(tiny, adapters):
+    task = ready(build_task(load_config(tiny, adapters)))
+    for rows, frames in ((1, 8), (3, 8), (2, 4)):
+        said, found = counted(task, batch(rows, frames))
+        assert said == pytest.approx(found, rel=1e-12) and said > 0
+
+
+def test_a_predictor_that_does_not_say_them_leaves_them_to_torchs_count(tiny):
+    class Silent(nn.Linear):
+        text_padding, patch_size, in_channels, out_channels, text_dim = "masked", (2, 2, 2), 12, 12, 32
+
+        def forward(self, latents, timestep, text, text_mask):
+            return super().forward(latents.movedim(1, -1)).movedim(-1, 1).clone()
+
+    given = ready(build_task(load_config(tiny)))
+    task = TextToVideo(Silent(12, 12), given.autoencoder, given.text_encoder, given.scheduler)
+    assert task.loss(task.prepare(batch(1, 8), Randomness(1))).flops == 0
+    assert task.sample_operations({"num_frames": 8, "height": 16, "width": 16}, ()) is None
+
+
+def test_the_plan_says_those_of_a_step(tiny):
+    """8 samples of 32 tokens; the text as long as the encoder lets it be."""
+    config = load_config(tiny, ["engine.recompute_modules=[predictor.blocks.0]"])
+    plan = make_plan(config, 2)
+    task = ready(build_task(config))
+    samples = replace(batch(8, 8), captions=["x" * 500] * 8)
+    loss = task.loss(task.prepare(samples, Randomness(1)))
+    assert plan.operations is not None and plan.operations.useful == loss.flops
+    assert 0 < plan.operations.recomputed < plan.operations.forward / 2
+    assert make_plan(load_config(tiny), 2).operations == replace(plan.operations, recomputed=0.0)
+    assert plan.to_mapping()["operations"]["forward"] == plan.operations.forward
+
+
+def test_the_plan_prints_them(tiny):
+    plan = make_plan(load_config(tiny), 1)
+    shown = replace(plan, operations=StepOperations(2.5e12, 5.125e12, 0.0)).render().splitlines()
+    assert shown[-4:] == [
+        "operations a step, of all ranks together",
+        "  forward                    2.5 TFLOP",
+        "  backward                 5.125 TFLOP",
+        "  recomputed                   0 TFLOP",
+    ]
+    assert isinstance(plan, RunPlan)
+    assert "operations" not in replace(plan, operations=None).render()
