@@ -15,15 +15,27 @@ from mm_core.plugin.hookspecs import hookimpl
 if TYPE_CHECKING:
     from mm_core.config.load import load_config
     from mm_core.plugin.registry import build
+    from mm_core.train.frozen import load_frozen
     from mm_core.train.run import train
     from mm_core.train.sampling import sample
 
 __version__ = "0.1.0"
-__all__ = ["Component", "MMError", "__version__", "build", "hookimpl", "load_config", "sample", "train"]
+__all__ = [
+    "Component",
+    "MMError",
+    "__version__",
+    "build",
+    "hookimpl",
+    "load_config",
+    "load_frozen",
+    "sample",
+    "train",
+]
 
 _LAZY = {
     "build": "mm_core.plugin.registry",
     "load_config": "mm_core.config.load",
+    "load_frozen": "mm_core.train.frozen",
     "sample": "mm_core.train.sampling",
     "train": "mm_core.train.run",
 }

@@ -1,8 +1,9 @@
-"""The folder of a frozen Transformers model: what it lacks, and reading it without running anything in it."""
+"""The folder of a frozen Transformers model: what it lacks, and the model that it describes."""
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mm_core.contracts import WeightsFrom, empty_parameters
 from mm_core.errors import CheckpointError
 
 _PICKLED = ("*.bin", "*.pt", "*.pth")
@@ -70,34 +72,27 @@ class ModelFolder:
         if missing := self.missing_files():
             raise CheckpointError(f"files are missing: {', '.join(missing)}", where=str(self.path))
 
-    def read(self, loader: Any, dtype: torch.dtype) -> nn.Module:
-        """The model by `loader.from_pretrained`, in evaluation mode, on the CPU. CheckpointError unless its
-        weights are whole."""
-        import transformers
-        from packaging.version import Version
-        from safetensors import SafetensorError
+    @property
+    def weights(self) -> WeightsFrom:
+        """Where the core finds the weights; the folder may hold a larger model."""
+        return WeightsFrom(str(self.path), "core/transformers", part=True)
 
-        # Transformers renamed the argument; the old name is gone in later versions.
-        key = "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
+    def empty(self, kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
+        """The model that `kind.from_config` makes, in evaluation mode, without memory for its parameters.
+        They have the dtype that `from_pretrained` would keep them in. CheckpointError for pickled weights,
+        weights that are not all there, or a config.json that nothing can be made of."""
+        self.check()
         try:
-            model, report = loader.from_pretrained(
-                self.path,
-                local_files_only=True,
-                use_safetensors=True,
-                output_loading_info=True,
-                **{key: dtype},
-            )
-        except (OSError, ValueError, RuntimeError, SafetensorError) as fault:
+            with empty_parameters():
+                model = kind.from_config(config, **{_dtype_key(): dtype})
+        except (OSError, ValueError, TypeError, AttributeError, LookupError, RuntimeError) as fault:
             raise CheckpointError(
-                f"the {self.role} can not be read: {first_line(fault)}", where=str(self.path)
+                f"no {self.role} can be made of config.json: {first_line(fault)}", where=str(self.path)
             ) from fault
-        # Transformers fills what a file lacks with random numbers. Poolers come after the hidden states.
-        if lacking := sorted(name for name in report["missing_keys"] if "pooler" not in name):
-            raise CheckpointError(
-                f"the weights lack {len(lacking)} tensors of the {self.role}: {', '.join(lacking[:4])}",
-                where=str(self.path),
-            )
         assert isinstance(model, nn.Module)
+        for name in _kept_in_fp32(model, dtype):
+            parameter = model.get_parameter(name)
+            parameter.data = parameter.data.float()
         return model.eval().requires_grad_(False)
 
     def _weight_files(self) -> list[str]:
@@ -114,6 +109,25 @@ class ModelFolder:
                 accepted="JSON with a weight_map from tensor to file",
                 hint="copy the file again",
             ) from None
+
+
+def _dtype_key() -> str:
+    """Transformers renamed the argument; the old name is gone in later versions."""
+    import transformers
+    from packaging.version import Version
+
+    return "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
+
+
+def _kept_in_fp32(model: Any, dtype: torch.dtype) -> list[str]:
+    """Names of the parameters that Transformers leaves in fp32 in a model of this dtype."""
+    parts: set[str] = set()
+    if dtype is torch.float16:
+        parts |= set(model._keep_in_fp32_modules or ())
+    if dtype in (torch.float16, torch.bfloat16):
+        parts |= set(model._keep_in_fp32_modules_strict or ())
+    kept = [re.compile(rf"(^|\.){part}(\.|$)") for part in parts]
+    return [name for name, _ in model.named_parameters() if any(one.search(name) for one in kept)]
 
 
 def first_line(fault: BaseException) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mm_core.builtin.configs.diffusion import ByteTextConfig, HFTextConfig
-from mm_core.contracts import Randomness, Tokenizer, torch_dtype
+from mm_core.contracts import Randomness, Tokenizer, WeightsFrom, torch_dtype
 from mm_core.diffusion.hf_folder import ModelFolder, first_line
 from mm_core.errors import CheckpointError
 from mm_core.plugin.fields import DType
@@ -148,12 +148,14 @@ def open_tokenizer(folder: str) -> Any:
 
 
 class HFTextEncoder(nn.Module):
-    """The last hidden states of a Transformers text encoder, frozen. Satisfies `TextEncoder`.
+    """The last hidden states of a Transformers text encoder. Satisfies `TextEncoder` and `Streamed`.
 
     Of encoder-decoder families (T5, UMT5) the encoder alone is read. Nothing is ever downloaded, and
     weights are read from safetensors only. Fields are those of `HFTextConfig`.
     """
 
+    entry_points = ("encode",)
+    block_patterns = "auto"
     model: nn.Module | None
 
     def __init__(
@@ -166,6 +168,7 @@ class HFTextEncoder(nn.Module):
         super().__init__()
         self.folder = Path(from_pretrained)
         self._files = ModelFolder(self.folder, "text encoder")
+        self.weights_from: WeightsFrom | None = self._files.weights
         self.tokenizer_folder = Path(tokenizer) if tokenizer is not None else self.folder
         self.max_length = max_length
         self.dtype = torch_dtype(dtype)
@@ -183,8 +186,9 @@ class HFTextEncoder(nn.Module):
             missing.append(str(self.tokenizer_folder / _TOKENIZER_FILES[0]))
         return missing
 
-    def load(self, device: torch.device) -> None:
-        """Reads the weights in `dtype`. CheckpointError for a folder that holds no such model."""
+    def build_empty(self) -> None:
+        """Makes the encoder of config.json. CheckpointError for a folder that holds no such model, or pickles
+        alone, and for a tokenizer that can not be opened."""
         if self.model is not None:
             return
         config = self._config()
@@ -192,7 +196,10 @@ class HFTextEncoder(nn.Module):
         if missing := self.missing_files():
             raise CheckpointError(f"files are missing: {', '.join(missing)}", where=str(self.folder))
         open_tokenizer(str(self.tokenizer_folder))
-        self.model = self._files.read(_loader(config, self.folder), self.dtype).to(device)
+        self.model = self._files.empty(_kind(config, self.folder), config, self.dtype)
+        named = (name for name, _ in self.named_parameters() if ".pooler." in name)
+        poolers = dict.fromkeys(name.partition(".pooler.")[0] + ".pooler" for name in named)
+        self.weights_from = replace(self._files.weights, unused=tuple(poolers))
 
     def tokenizer(self) -> Tokenizer:
         """The half for data workers."""
@@ -201,7 +208,7 @@ class HFTextEncoder(nn.Module):
     @torch.no_grad()
     def encode(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """ids[B,L], mask[B,L] -> hidden[B,L,D] in the encoder's dtype, mask[B,L]."""
-        assert self.model is not None, "load() comes first"
+        assert self.model is not None, "its weights come first"
         return self.model(input_ids=ids, attention_mask=mask.long()).last_hidden_state, mask
 
     def train(self, mode: bool = True) -> HFTextEncoder:
@@ -220,8 +227,8 @@ class HFTextEncoder(nn.Module):
         return config
 
 
-def _loader(config: Any, folder: Path) -> Any:
-    """The Transformers class that reads the encoder alone."""
+def _kind(config: Any, folder: Path) -> Any:
+    """The Transformers class that makes the encoder alone."""
     from transformers import AutoModel, AutoModelForTextEncoding
     from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING
 

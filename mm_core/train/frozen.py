@@ -25,9 +25,10 @@ class FrozenFiles:
     Args:
         components: `Streamed` ones by their name in the task, built empty.
         registry: of the run's plugins.
+        above: key of the config that they are below.
     """
 
-    def __init__(self, components: Mapping[str, nn.Module], registry: Registry) -> None:
+    def __init__(self, components: Mapping[str, nn.Module], registry: Registry, above: str = "task.") -> None:
         holder: Any = nn.ModuleDict(components)
         self._starts: dict[str, WarmStart] = {}
         for name, component in components.items():
@@ -39,7 +40,8 @@ class FrozenFiles:
                 formats = {key: FormatOfPart(one, name, component) for key, one in formats.items()}
             exclude = tuple(f"{name}.{path}" for path in given.unused)
             wanted = InitFromSection(given.path, format=given.format, include=(name,), exclude=exclude)
-            self._starts[name] = WarmStart(wanted, holder, formats, roots=(name,), key=f"task.{name}")
+            key = f"{above}{name} (or its config.json)"  # for hints
+            self._starts[name] = WarmStart(wanted, holder, formats, roots=(name,), key=key)
 
     def covers(self, state: Mapping[str, Tensor]) -> Collection[str]:
         """All but what no result depends on. CheckpointError that lists every name that does not fit."""
@@ -93,8 +95,9 @@ def load_frozen(component: nn.Module, device: torch.device | str | None = None) 
     if _is_loaded(component):
         return component
     component.build_empty()
-    files = FrozenFiles({"component": component}, get_registry(()))
-    place(component, FrozenPlan("component", "replicated", (), 0, 0, 0), where, files)
+    name = type(component).__name__
+    files = FrozenFiles({name: component}, get_registry(()), above="")
+    place(component, FrozenPlan(name, "replicated", (), 0, 0, 0), where, files)
     return component
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from os.path import commonprefix
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -40,7 +40,8 @@ class PartOf:
     ) -> None:
         self.where = stored.where
         self._stored, self._prefix = stored, prefix
-        depth = len(commonprefix([name.split(".") for name in wanted])) + 1  # type: ignore[type-var]
+        columns = zip(*(name.split(".") for name in wanted), strict=False)
+        depth = 1 + sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
         tops = {tuple(name.split(".")[:depth]) for name in wanted}
         names = (name[len(prefix) :] for name in stored.shapes if name.startswith(prefix))
         kept = [n for n in names if tuple(n.split(".")[:depth]) in tops and n not in computed]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mm_core.contracts import torch_dtype
+from mm_core.contracts import WeightsFrom, torch_dtype
 from mm_core.diffusion.hf_folder import ModelFolder, first_line
 from mm_core.errors import CheckpointError
 from mm_core.plugin import DType
@@ -22,12 +22,15 @@ _KINDS = ("clip_vision_model", "clip")
 
 
 class WanCLIPVision(nn.Module):
-    """Hidden states of images by CLIP (https://arxiv.org/abs/2103.00020), frozen. Satisfies `ImageEncoder`.
+    """Hidden states of images by CLIP (https://arxiv.org/abs/2103.00020), frozen. Satisfies `ImageEncoder`
+    and `Streamed`.
 
     Equal to `WanImageToVideoPipeline.encode_image`: the states before the last layer, of the class token and
     the patches. Fields are those of `WanCLIPVisionConfig`. The constructor opens no file.
     """
 
+    entry_points = ("encode",)
+    block_patterns = "auto"
     model: nn.Module | None
 
     def __init__(
@@ -41,6 +44,7 @@ class WanCLIPVision(nn.Module):
         self.processor_folder = _processor_folder(self.folder) if processor is None else Path(processor)
         self.dtype = torch_dtype(dtype)
         self._files = ModelFolder(self.folder, "image encoder")
+        self.weights_from: WeightsFrom | None = self._files.weights
         self._processor: Any = None
         self.register_module("model", None)
 
@@ -54,23 +58,23 @@ class WanCLIPVision(nn.Module):
         settings = self.processor_folder / SETTINGS
         return self._files.missing_files() + ([] if settings.is_file() else [str(settings)])
 
-    def load(self, device: torch.device) -> None:
-        """Reads the weights in `dtype`. CheckpointError for a folder of another model, without a processor's
-        settings, damaged files, or pickles alone; nothing in a file runs."""
+    def build_empty(self) -> None:
+        """Makes the encoder. CheckpointError for a folder of another model, without a processor's settings,
+        or of pickles alone; nothing in a file runs."""
         if self.model is not None:
             return
-        from transformers import CLIPVisionModel
+        from transformers import AutoModel
 
-        self._config()
+        config = self._config()
         self._files.check()
         self._processor = _open_processor(self.processor_folder)
-        self.model = self._files.read(CLIPVisionModel, self.dtype).to(device)
+        self.model = self._files.empty(AutoModel, config, self.dtype)
 
     @torch.no_grad()
     def encode(self, images: Sequence[Tensor]) -> Tensor:
         """B images, each uint8 [3,Y,X] of any size -> hidden[B,K,D] in the encoder's dtype; K is 1 + the
         patches."""
-        assert self.model is not None, "load() comes first"
+        assert self.model is not None, "its weights come first"
         from PIL import Image
 
         pictures = [Image.fromarray(image.permute(1, 2, 0).cpu().contiguous().numpy()) for image in images]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mm_core.contracts import Tokenizer
+from mm_core.contracts import Tokenizer, WeightsFrom
 from mm_core.diffusion.text import HFTextEncoder, open_tokenizer
 from mm_core.errors import CheckpointError
 from mm_core.plugin import DType
@@ -59,11 +59,16 @@ class WanTokenizer:
 
 
 class WanUMT5(nn.Module):
-    """Hidden states of captions by UMT5 (https://arxiv.org/abs/2304.09151), frozen. Satisfies `TextEncoder`.
+    """Hidden states of captions by UMT5 (https://arxiv.org/abs/2304.09151), frozen.
+
+    Satisfies `TextEncoder` and `Streamed`.
 
     Equal to `WanPipeline.encode_prompt`: rows of max_length tokens, the padding masked inside the encoder and
     zero behind it. Fields are those of `WanUMT5Config`. The constructor opens no weights.
     """
+
+    entry_points = ("encode",)
+    block_patterns = "auto"
 
     def __init__(
         self,
@@ -80,6 +85,11 @@ class WanUMT5(nn.Module):
         self.encoder = HFTextEncoder(str(self.folder), str(self.tokenizer_folder), max_length, dtype)
 
     @property
+    def weights_from(self) -> WeightsFrom | None:
+        """The folder's safetensors."""
+        return self.encoder.weights_from
+
+    @property
     def hidden_size(self) -> int:
         """Width of a hidden state, as config.json says."""
         return self.encoder.hidden_size
@@ -88,11 +98,9 @@ class WanUMT5(nn.Module):
         """Of config.json, the weights and the tokenizer, those that do not exist."""
         return self.encoder.missing_files()
 
-    def load(self, device: torch.device) -> None:
-        """Reads the weights. CheckpointError for a folder of another model, a tokenizer folder without a
-        tokenizer, damaged files, or pickles alone; nothing in a file runs."""
-        if self.encoder.model is not None:
-            return
+    def build_empty(self) -> None:
+        """Makes the encoder. CheckpointError for a folder of another model, a tokenizer folder without a
+        tokenizer, or pickles alone."""
         kind = read_mapping(self.folder / "config.json").get("model_type")
         if (self.folder / "config.json").is_file() and kind != "umt5":
             raise CheckpointError(
@@ -109,7 +117,7 @@ class WanUMT5(nn.Module):
                 accepted="the folder `tokenizer` of a Wan pipeline",
                 hint="set tokenizer: to the folder that holds tokenizer.json or spiece.model",
             )
-        self.encoder.load(device)
+        self.encoder.build_empty()
 
     def tokenizer(self) -> Tokenizer:
         """The half for data workers."""

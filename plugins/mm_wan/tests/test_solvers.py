@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
+import mm_core
 from mm_core.contracts import Randomness, SampleRequest
 from mm_core.diffusion.text import HFTextEncoder
 from mm_core.errors import CheckpointError, ConfigError, ContractError
@@ -288,7 +289,7 @@ def test_the_cores_task_samples_what_the_pipeline_samples(
     predictor, reference, text_folder, solver, guidance
 ):
     encoder = HFTextEncoder(str(text_folder), dtype="fp32")
-    encoder.load(torch.device("cpu"))
+    mm_core.load_frozen(encoder, "cpu")
     task = TextToVideo(predictor, Scaled(), encoder, WanFlowMatch(solver=solver))
     request = SampleRequest(
         PROMPTS, NEGATIVE, seed=3, steps=4, guidance=guidance, num_frames=5, height=32, width=48, fps=8
