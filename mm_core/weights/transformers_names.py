@@ -21,6 +21,9 @@ from mm_core.weights.format import StoredTensors
 from mm_core.weights.key_map import Copy, KeyMap, whole
 from mm_core.weights.traced import Probe, Untraceable, component_from, stored_from
 
+# Of a conversion that reckons with a probe, or that the library itself refuses.
+_FAULTS = (Untraceable, TypeError, ValueError)
+
 
 def keys_as_saved(model: Any, prefix: str = "") -> KeyMap:
     """The names under which `save_pretrained` stores a model.
@@ -37,7 +40,7 @@ def keys_as_saved(model: Any, prefix: str = "") -> KeyMap:
         return KeyMap(prefix=prefix, placed=_renamed(own, names))
     try:
         found = loading.revert_weight_conversion(model, dict(own))
-    except Untraceable as fault:
+    except _FAULTS as fault:
         raise _beyond(model, own, fault) from None
     if all(found.get(name) is probe for name, probe in own.items()):
         return KeyMap(prefix=prefix)
@@ -101,7 +104,7 @@ def _converted(
     for name, group in groups.items():
         try:
             made = group.convert(name, model=model, config=model.config)
-        except (Untraceable, ValueError) as fault:
+        except _FAULTS as fault:
             raise _beyond(model, [name], fault) from None
         made = made[0] if isinstance(made, tuple) else made  # 5.0 to 5.2 tell errors beside it
         for target, probe in made.items():
