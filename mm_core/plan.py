@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from mm_core.config.schema import RunConfig
-from mm_core.contracts import CountsSamples, Engine, EnginePlan, Frozen, StepOperations, Streamed
+from mm_core.contracts import CountsSamples, Engine, EnginePlan, Frozen, StepOperations, Streamed, torch_dtype
 from mm_core.data.sampler import BatchPlan
 from mm_core.errors import PlanError
+from mm_core.parallel.casting import hold_frozen
 from mm_core.parallel.freezing import freeze
 from mm_core.plugin.fields import ComponentConfig
 from mm_core.plugin.registry import build, get_registry
@@ -140,6 +141,8 @@ def build_task(config: RunConfig, adapters: Structure | None = None) -> nn.Modul
     formats = formats_of(registry) if train.adapters else {}
     add_adapters(task, train.adapters, formats, train.also_train, adapters)
     freeze(task, train.freeze)
+    if train.base_dtype is not None:
+        hold_frozen(task, torch_dtype(train.base_dtype))
     return task
 
 
@@ -174,6 +177,7 @@ def make_plan(
     states = optimizer.component.capabilities.get("state_tensors", 2)
     assert isinstance(states, (int, float))
     layout = engine.plan(task, world, states)
+    _check_base_dtype(config, task, layout)
     micro = config.train.micro_batch_size
     wave = micro * layout.data_parallel
     size = config.train.global_batch_size or wave
@@ -206,6 +210,25 @@ def _operations(
         return None
     sample = task.sample_operations(config.data.train.options, layout.recomputed)
     return None if sample is None else sample * global_batch_size
+
+
+def _check_base_dtype(config: RunConfig, task: nn.Module, layout: EnginePlan) -> None:
+    """PlanError where weights of two dtypes would meet in one computation."""
+    if (name := config.train.base_dtype) is None:
+        return
+    if config.engine.options.get("param_dtype") is None:
+        raise PlanError(
+            f"adapters are fp32 and the weights below them would be {name}: nothing says what to compute in",
+            where="train.base_dtype",
+            hint="set engine.param_dtype: bf16",
+        )
+    for path in layout.ignored:
+        if any(p.dtype == torch_dtype(name) for p in task.get_submodule(path).parameters()):
+            raise PlanError(
+                f"{path} would be held in {name}, and the engine, which ignores it, would not compute in it",
+                where="train.base_dtype",
+                hint="take it out of engine.ignored_modules, or leave train.base_dtype out",
+            )
 
 
 def _steps(config: RunConfig, global_batch_size: int, num_samples: int | None) -> int:

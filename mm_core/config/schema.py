@@ -100,6 +100,7 @@ class TrainSection:
     clip_grad_norm: Annotated[float, Range(gt=0)] | None = 1.0  # global L2 norm; none: only measured
     adapters: tuple[AdapterConfig, ...] = ()  # low-rank changes, trained in the place of all other weights
     also_train: tuple[str, ...] = ()  # patterns of modules or parameters trained in full beside adapters
+    base_dtype: Literal["bf16"] | None = None  # of weights below adapters, where they lie; none: as built
     freeze: tuple[str, ...] = ()  # patterns of modules or parameters that are not trained
     parameter_groups: tuple[ParameterGroup, ...] = ()  # the first that matches a parameter counts
     decay_norms_and_biases: bool = True  # false: no weight decay on parameters of one dimension
@@ -120,6 +121,8 @@ class TrainSection:
             raise ValueError("adapters: none of them is trained")
         if self.also_train and not self.adapters:
             raise ValueError("also_train: without adapters everything is trained that freeze leaves")
+        if self.base_dtype is not None and not self.adapters:
+            raise ValueError("base_dtype: it is of weights below adapters, and there are none")
         if self.steps is not None and self.epochs is not None:
             raise ValueError("steps and epochs are both set; one of them says how long to train")
 

@@ -29,7 +29,7 @@ from mm_core.contracts import EnginePlan, InitialWeights, Loss, Randomness, torc
 from mm_core.device import current_device, device_mesh
 from mm_core.errors import ContractError, PlanError
 from mm_core.parallel.averaging import average_by_sum, check_replicas
-from mm_core.parallel.casting import cast_inputs
+from mm_core.parallel.casting import cast_inputs, check_dtypes
 from mm_core.parallel.initialise import initialise
 from mm_core.parallel.layout import decide_layout, mesh_shape
 from mm_core.parallel.placing import place, plan_frozen
@@ -68,6 +68,7 @@ class FSDP2Engine:
             recompute=config.recompute_modules,
             ignore=config.ignored_modules,
         )
+        check_dtypes(task, layout.roots)
         own = trained = 0
         for root in layout.roots:
             for name, parameter in task.get_submodule(root).named_parameters(prefix=root):

@@ -1,18 +1,57 @@
-"""Input casting under mixed precision that leaves timesteps alone.
+"""Dtypes of inputs and of frozen weights.
 
-fully_shard's own `cast_forward_inputs` turns timestep 998.7 into 1000 in bf16.
+Inputs under mixed precision are cast here, timesteps excepted: fully_shard's own `cast_forward_inputs` turns
+timestep 998.7 into 1000 in bf16.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
+from mm_core.errors import PlanError
+from mm_core.parallel.adapters import adapter_of
+
 KEEP = frozenset({"timestep", "timesteps", "t", "sigma", "sigmas"})
 """Names of inputs whose precision is never lowered."""
+
+
+def hold_frozen(task: nn.Module, dtype: torch.dtype) -> None:
+    """Gives the parameters that are not trained another dtype; what adapters hold keeps its own, and so do
+    buffers. To be called on the meta device, before the engine plans."""
+    for root in task.trainable:  # type: ignore[union-attr]
+        for name, parameter in task.get_submodule(root).named_parameters():
+            if not parameter.requires_grad and parameter.is_floating_point() and adapter_of(name) is None:
+                parameter.data = parameter.data.to(dtype)
+
+
+def check_dtypes(task: nn.Module, roots: Iterable[str]) -> None:
+    """PlanError where trained parameters have another dtype than frozen ones, and this torch can not shard
+    both together."""
+    for root in roots:
+        kinds = {parameter.dtype for parameter in task.get_submodule(root).parameters()}
+        if len(kinds) > 1 and not shards_mixed():
+            names = " and ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
+            raise PlanError(
+                f"{root} holds parameters of {names}, which torch {torch.__version__} can not shard together",
+                where="train.base_dtype",
+                hint="leave it out, or use a newer torch",
+            )
+
+
+def shards_mixed() -> bool:
+    """Whether a group of fully_shard may hold frozen parameters of another dtype: 2.7 asserts that all are
+    alike, later versions look at the trained ones. Nothing public tells it before the first forward."""
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+        return "requires_grad" in inspect.getsource(FSDPParamGroup._init_mp_dtypes)
+    except (ImportError, AttributeError, OSError):
+        return True
 
 
 def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:

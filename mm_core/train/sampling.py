@@ -13,7 +13,7 @@ from mm_core.config.schema import RunConfig
 from mm_core.contracts import Clip, Randomness, SampleRequest, torch_dtype
 from mm_core.device import current_device
 from mm_core.errors import MMError
-from mm_core.parallel.casting import cast_inputs
+from mm_core.parallel.casting import cast_inputs, hold_frozen
 from mm_core.parallel.initialise import initialise
 from mm_core.parallel.tying import tie, tied_names
 from mm_core.plan import build_task
@@ -120,6 +120,8 @@ def load_task(config: RunConfig, checkpoint: Path, weights: Weights = "auto") ->
     own = {name: tensor for name, tensor in state.items() if name not in absent.names}
     load_model_only(checkpoint, own, weights)
     absent.fill(state)
+    if config.train.base_dtype is not None:
+        hold_frozen(task, torch.float32)  # its values stay, and one process computes all in one dtype
     if device.type != "cpu":
         compute_as_trained(task, config)
     return task.eval()

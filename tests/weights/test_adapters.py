@@ -10,17 +10,21 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+import yaml
 from diffusers import WanTransformer3DModel
 from mm_custom_dit.model import CustomDiT
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from mm_core.builtin.configs.adapters import AdapterConfig
+from mm_core.config.load import load_config
 from mm_core.config.schema import TrainSection
 from mm_core.contracts import Randomness
 from mm_core.errors import CheckpointError, PlanError
+from mm_core.parallel import casting
 from mm_core.parallel.adapters import adapter_of, base_name
 from mm_core.parallel.initialise import initialise
+from mm_core.plan import build_task, make_plan
 from mm_core.plugin.registry import get_registry
 from mm_core.weights import adapters as module
 from mm_core.weights.adapter_files import AdapterScale, merge, open_adapter, peft_settings
@@ -434,3 +438,41 @@ def test_ranks_that_differ_are_kept_for_each_module_alone(tmp_path):
     for name, scale in scales.items():
         layer = fresh.base_model.model.get_submodule(name)
         assert (layer.r["default"], layer.scaling["default"]) == (scale.rank, scale.factor), name
+
+
+# -- weights below adapters in another dtype -------------------------------------------------------
+
+
+def with_base_dtype(tmp_path: Path, **engine: object):
+    document = yaml.safe_load((Path(__file__).parents[2] / "configs/custom_dit/quickstart.yaml").read_text())
+    document["train"] |= {"adapters": [{"targets": ["to_q"]}], "base_dtype": "bf16"}
+    document["engine"] = {"type": "fsdp2", **engine}
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(document))
+    return load_config(path)
+
+
+@pytest.mark.skipif(not casting.shards_mixed(), reason="this torch shards no module of mixed dtypes")
+def test_weights_below_adapters_are_held_in_bf16(tmp_path):
+    """Half the memory; adapters, what is trained beside them and tables are as they were."""
+    config = with_base_dtype(tmp_path, param_dtype="bf16")
+    task = build_task(config)
+    kinds = {adapter_of(n) is None: p.dtype for n, p in task.predictor.named_parameters()}
+    assert kinds == {True: torch.bfloat16, False: torch.float32}
+    own = sum(p.nbytes for p in task.predictor.parameters())
+    assert make_plan(config, 1, task, num_samples=100).engine.parameter_bytes == own
+
+
+def test_a_dtype_below_adapters_that_nothing_computes_in_is_a_sentence(tmp_path, monkeypatch):
+    with pytest.raises(PlanError) as caught:
+        make_plan(with_base_dtype(tmp_path, param_dtype=None), 1, num_samples=100)
+    assert str(caught.value) == (
+        "train.base_dtype: adapters are fp32 and the weights below them would be bf16: nothing says what to"
+        " compute in\n  hint: set engine.param_dtype: bf16"
+    )
+    monkeypatch.setattr(casting, "shards_mixed", lambda: False)
+    said = "predictor holds parameters of bfloat16 and float32, which torch .* can not shard together"
+    with pytest.raises(PlanError, match=said):
+        make_plan(with_base_dtype(tmp_path, param_dtype="bf16"), 1, num_samples=100)
+    with pytest.raises(ValueError, match="base_dtype: it is of weights below adapters, and there are none"):
+        TrainSection(steps=1, base_dtype="bf16")

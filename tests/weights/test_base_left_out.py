@@ -13,12 +13,18 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from mm_core.parallel.adapters import adapter_of
+from mm_core.parallel.casting import shards_mixed
 from mm_core.train.checkpoint_dcp import stored_names
+from mm_core.train.weight_sources import RunSource
 
 pytestmark = pytest.mark.slow
 
 SIZES = {"num_layers": 2, "num_heads": 4, "head_dim": 24, "in_channels": 12, "out_channels": 12}
 SIZES |= {"text_dim": 32, "freq_dim": 32, "ffn_dim": 1536, "patch_size": (2, 2, 2), "rope_max_seq_len": 64}
+
+
+KINDS = [("alone", "wan_transformer"), ("merged", "safetensors", "--merge-lora")]
+KINDS += [("average", "safetensors", "--merge-lora", "--ema")]
 
 
 def model(seed: int) -> CustomDiT:
@@ -81,10 +87,8 @@ def test_a_checkpoint_is_what_is_trained_and_is_resumed_sampled_and_exported(tin
         done = mm(*command, "--stop-after", 2)
         assert done.code == 75, done.err
     assert size(checkpoint(tmp_path / "lean", 2)) < 0.1 * size(checkpoint(tmp_path / "full", 2))
-    held = stored_names(checkpoint(tmp_path / "lean", 2), "model")
-    assert held == {
-        name for name in stored_names(checkpoint(tmp_path / "full", 2), "model") if adapter_of(name)
-    }
+    held, everything = (stored_names(checkpoint(tmp_path / name, 2), "model") for name in runs)
+    assert held == {name for name in everything if adapter_of(name)}
     (row,) = json.loads((checkpoint(tmp_path / "lean", 2) / "manifest.json").read_text())["base"]
     assert row["key"] == "init_from" and row["path"] == str(base) and row["tensors"] == len(load_file(base))
     shutil.rmtree(style)
@@ -92,38 +96,20 @@ def test_a_checkpoint_is_what_is_trained_and_is_resumed_sampled_and_exported(tin
         assert mm(*command, "--dry-run").code == 0
         done = mm(*command, "--nproc", 2)
         assert done.code == 0, done.err
-        for kind, options in (
-            ("alone", ()),
-            ("merged", ("--merge-lora",)),
-            ("ema", ("--merge-lora", "--ema")),
-        ):
-            out = (
-                "--out",
-                tmp_path / f"{name}-{kind}",
-                "--to",
-                "safetensors" if options else "wan_transformer",
-            )
+        for kind, layout, *options in KINDS:
+            out = ("--out", tmp_path / f"{name}-{kind}", "--to", layout)
             done = mm("export", "--run", tmp_path / name, *out, *options)
             assert done.code == 0, done.err
-    for kind in ("alone", "merged", "ema"):
+    for kind, *_ in KINDS:
         lean, full = (weights(tmp_path / f"{name}-{kind}") for name in runs)
         assert lean.keys() == full.keys()
         assert all(torch.equal(tensor, full[name]) for name, tensor in lean.items())
     clips = []
     for name in runs:
-        done = mm(
-            "sample",
-            "--run",
-            tmp_path / name,
-            "--prompt",
-            "a circle",
-            "--steps",
-            2,
-            "--out",
-            tmp_path / f"{name}-c",
-        )
+        out = tmp_path / f"{name}-clips"
+        done = mm("sample", "--run", tmp_path / name, "--prompt", "a circle", "--steps", 2, "--out", out)
         assert done.code == 0, done.err
-        clips.append(next((tmp_path / f"{name}-c").glob("*.mp4")).read_bytes())
+        clips.append(next(out.glob("*.mp4")).read_bytes())
     assert clips[0] == clips[1]
 
 
@@ -153,9 +139,10 @@ def test_a_base_that_has_gone_moved_or_changed_is_one_sentence(tiny, base, tmp_p
     for done in (mm(*command(base)), mm(*sample)):
         assert done.code == 1
         assert done.err == (
-            f"mm: error: {saved}: this checkpoint leaves 69 frozen weights to {base}: there is no such file or"
-            " folder\n  accepted: the files that the run began with\n  hint: put them back, or have init_from name"
-            " the place where they are; runs whose files may go set checkpoint.frozen: true\n"
+            f"mm: error: {saved}: this checkpoint leaves 69 frozen weights to {base}:"
+            " there is no such file or folder\n  accepted: the files that the run began with\n  hint: put"
+            " them back, or have init_from name the place where they are; runs whose files may go set"
+            " checkpoint.frozen: true\n"
         )
     # The adapter alone asks for no weights below it.
     out = ("--to", "wan_transformer", "--out", tmp_path / "alone")
@@ -206,3 +193,30 @@ def test_an_import_holds_what_it_copies_unless_it_is_told_not_to(tiny, base, tmp
         assert len(stored_names(checkpoint(tmp_path / name, 0), "model")) == count
         assert mm(*command, "train.steps=1", "--allow", "data").code == 0
         assert len(stored_names(checkpoint(tmp_path / name, 1), "model")) == count
+
+
+@pytest.mark.skipif(not shards_mixed(), reason="this torch shards no module of mixed dtypes")
+def test_a_base_in_bf16_trains_as_one_in_fp32_that_is_computed_in_bf16(tiny, base, tmp_path, mm):
+    """Its values are numbers of bf16: not a bit of what is trained differs, nor of what is sampled."""
+    stored = {name: tensor.bfloat16() for name, tensor in load_file(base).items()}
+    save_file(stored, base)
+    clips, tuned, losses = [], [], []
+    for name, options in (("wide", ()), ("narrow", ("train.base_dtype=bf16",))):
+        adapter = "{targets: [to_q, ffn], rank: 2, dora: true}"
+        command = arguments(tiny, tmp_path, name, base, adapter, "engine.param_dtype=bf16", *options)
+        done = mm(*command, "--nproc", 2, "checkpoint.frozen=true")
+        assert done.code == 0, done.err
+        rows = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        losses.append([row["loss"] for row in rows if "loss" in row])
+        out = tmp_path / f"{name}-clips"
+        done = mm("sample", "--run", tmp_path / name, "--prompt", "a circle", "--steps", 2, "--out", out)
+        assert done.code == 0, done.err
+        clips.append(next(out.glob("*.mp4")).read_bytes())
+        source = RunSource(tmp_path / name, "model")
+        kinds = {str(kind) for path, kind in source.dtypes.items() if not adapter_of(path)}
+        assert kinds == {"torch.bfloat16" if options else "torch.float32"}
+        state = {path: torch.empty(shape) for path, shape in source.shapes.items()}
+        source.fill(state)
+        tuned.append(state)
+    assert losses[0] == losses[1] and clips[0] == clips[1]
+    assert all(torch.equal(tensor, tuned[1][name]) for name, tensor in tuned[0].items())
