@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import diffusers
@@ -11,11 +12,21 @@ from torch import nn
 
 from mm_core.weights import AdapterLayout, Companions, KeyMap, Layout, Rename, StoredTensors, Written
 from mm_core.weights.formats import Diffusers, read_mapping
-from mm_wan.architecture import CLASS, ORIGINAL_CLASS, STEM, is_original, pipeline_of, wan_parts
+from mm_wan.architecture import (
+    CLASS,
+    EXPERT_FOLDERS,
+    EXPERT_PARTS,
+    ORIGINAL_CLASS,
+    STEM,
+    is_original,
+    pipeline_of,
+    wan_parts,
+)
 from mm_wan.transformer import TEXT_LENGTH, WanTransformer
+from mm_wan.two_expert import TwoExpert
 
-_EXPERTS = ("high_noise_model", "low_noise_model")
-"""Folders of Wan 2.2's two transformers in Wan-AI's layout."""
+_LORA = {"high": "pytorch_lora_weights.safetensors", "low": "pytorch_lora_weights_2.safetensors"}
+"""Files of the experts' adapters; of a lone transformer the first."""
 
 # The first image-to-video checkpoints hold a norm that nothing uses; Diffusers ignores it as well.
 DIFFUSERS_KEYS = KeyMap(ignored=("blocks.{i}.attn2.norm_added_q.weight",))
@@ -84,10 +95,16 @@ class WanDiffusers:
         """The tensors of one transformer."""
         return self._folder.open(path, folder)
 
-    def layout(self, name: str, component: nn.Module) -> Layout | None:
-        """A WanTransformer, under Diffusers' names."""
-        if not isinstance(component, WanTransformer):
-            return None
+    def layout(self, name: str, component: nn.Module) -> Layout | Sequence[Layout] | None:
+        """A WanTransformer, under Diffusers' names; each expert that is trained in the folder of its own."""
+        if isinstance(component, TwoExpert):
+            return [
+                replace(self._layout(model), part=name, folder=EXPERT_PARTS[name])
+                for name, model in component.built.items()
+            ]
+        return self._layout(component) if isinstance(component, WanTransformer) else None
+
+    def _layout(self, component: WanTransformer) -> Layout:
         pipeline = pipeline_of(component.weights_from)
         return Layout(
             DIFFUSERS_KEYS,
@@ -98,20 +115,15 @@ class WanDiffusers:
             loading=f'from diffusers import {CLASS}\n\nmodel = {CLASS}.from_pretrained("{{folder}}")',
         )
 
-    def adapter(self, name: str, component: nn.Module) -> AdapterLayout | None:
-        """What `WanPipeline.load_lora_weights` reads."""
+    def adapter(self, name: str, component: nn.Module) -> AdapterLayout | Sequence[AdapterLayout] | None:
+        """What `WanPipeline.load_lora_weights` reads; of two experts a file each."""
+        if isinstance(component, TwoExpert):
+            built = component.built
+            return [replace(_adapter(_LORA[name], EXPERT_PARTS[name]), part=name) for name in built]
         if not isinstance(component, WanTransformer):
             return None
         pipeline = pipeline_of(component.weights_from)
-        second = ", load_into_transformer_2=True" if pipeline and pipeline[1] == "transformer_2" else ""
-        file = "pytorch_lora_weights.safetensors"
-        return AdapterLayout(
-            file,
-            "transformer.",
-            metadata_key="lora_adapter_metadata",
-            library="diffusers",
-            loading=f'pipeline.load_lora_weights("{{folder}}", weight_name="{file}"{second})',
-        )
+        return _adapter(_LORA["high"], pipeline[1] if pipeline else "")
 
     def companions(self, task: nn.Module, written: Sequence[Written]) -> Companions:
         """The pipeline that the run began with, around what is written."""
@@ -136,10 +148,16 @@ class WanOriginal:
         """The tensors of one transformer."""
         return self._folder.open(path, folder)
 
-    def layout(self, name: str, component: nn.Module) -> Layout | None:
-        """A WanTransformer, under Wan-AI's names."""
-        if not isinstance(component, WanTransformer):
-            return None
+    def layout(self, name: str, component: nn.Module) -> Layout | Sequence[Layout] | None:
+        """A WanTransformer, under Wan-AI's names; each expert that is trained in the folder of its own."""
+        if isinstance(component, TwoExpert):
+            return [
+                replace(self._layout(model), part=name, folder=EXPERT_FOLDERS[name])
+                for name, model in component.built.items()
+            ]
+        return self._layout(component) if isinstance(component, WanTransformer) else None
+
+    def _layout(self, component: WanTransformer) -> Layout:
         config = json.dumps(original_config(component), indent=2) + "\n"
         return Layout(
             ORIGINAL_KEYS,
@@ -154,12 +172,32 @@ class WanOriginal:
         return None
 
     def companions(self, task: nn.Module, written: Sequence[Written]) -> Companions:
-        """None: its other parts are torch files of other names, which no run of ours begins with."""
-        return Companions()
+        """The expert that was not trained, where the run began with both. Its other parts are torch files of
+        other names, which no run of ours begins with."""
+        copies = {
+            folder: Path(component.weights_from.path) / folder
+            for component in task.children()
+            if isinstance(component, TwoExpert) and component.weights_from is not None
+            for name, folder in EXPERT_FOLDERS.items()
+            if name not in component.built and is_original(Path(component.weights_from.path) / folder)
+        }
+        return Companions(copies=copies)
 
 
 def _experts(path: Path) -> list[str]:
-    return [name for name in _EXPERTS if is_original(path / name)]
+    return [name for name in EXPERT_FOLDERS.values() if is_original(path / name)]
+
+
+def _adapter(file: str, part: str) -> AdapterLayout:
+    """Of the transformer that is a pipeline's `part`."""
+    second = ", load_into_transformer_2=True" if part == EXPERT_PARTS["low"] else ""
+    return AdapterLayout(
+        file,
+        "transformer.",
+        metadata_key="lora_adapter_metadata",
+        library="diffusers",
+        loading=f'pipeline.load_lora_weights("{{folder}}", weight_name="{file}"{second})',
+    )
 
 
 def original_config(component: WanTransformer) -> dict[str, object]:

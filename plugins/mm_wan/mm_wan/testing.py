@@ -15,7 +15,7 @@ import torch
 
 from mm_core.errors import ContractError
 
-Variant = Literal["t2v", "t2v_high_low", "i2v", "flf2v", "ti2v"]
+Variant = Literal["t2v", "t2v_high_low", "i2v", "i2v_high_low", "flf2v", "ti2v"]
 
 TEXT_WIDTH = 32
 """Width of the hidden states of tiny text encoders, and `text_dim` of tiny transformers."""
@@ -46,6 +46,7 @@ class _Facts:
     conditions: int = 0  # input channels of the transformer beside the latents: a mask of 4, and an image
     boundary_ratio: float | None = None  # where there are two transformers
     expand_timesteps: bool = False  # a timestep a token
+    clip: bool = True  # whether given frames may be shown to CLIP as well
     last_frame: bool = False  # positions for CLIP's tokens of two images
 
 
@@ -53,6 +54,9 @@ _VARIANTS: dict[str, _Facts] = {
     "t2v": _Facts(),
     "t2v_high_low": _Facts(boundary_ratio=0.875),
     "i2v": _Facts(pipeline="WanImageToVideoPipeline", conditions=4 + 16),
+    "i2v_high_low": _Facts(
+        pipeline="WanImageToVideoPipeline", conditions=4 + 16, clip=False, boundary_ratio=0.9
+    ),
     "flf2v": _Facts(pipeline="WanImageToVideoPipeline", conditions=4 + 16, last_frame=True),
     "ti2v": _Facts(channels=48, expand_timesteps=True),
 }
@@ -74,8 +78,9 @@ def make_tiny_checkpoint(
     Args:
         folder: is made where it does not exist.
         variant: `t2v` (Wan 2.1, 16 channels), `t2v_high_low` (Wan 2.2 A14B: two transformers, boundary
-            0.875), `i2v` (Wan 2.1: mask and image latents beside the noisy ones), `flf2v` (Wan 2.1: the same
-            for the first and the last frame), `ti2v` (Wan 2.2 5B: 48 channels, a timestep a token).
+            0.875), `i2v` (Wan 2.1: mask and image latents beside the noisy ones), `i2v_high_low` (Wan 2.2
+            A14B: the same with two transformers, boundary 0.9, and never CLIP), `flf2v` (Wan 2.1: the first
+            and the last frame), `ti2v` (Wan 2.2 5B: 48 channels, a timestep a token).
         seed: of all weights; the same folder, byte for byte, for the same seed and library versions.
         image_encoder: for `i2v` and `flf2v`, a CLIP image encoder, and a transformer that takes its
             embeddings.
@@ -92,6 +97,7 @@ def make_tiny_checkpoint(
     if variant not in _VARIANTS:
         raise ContractError(f"{variant!r} is no variant of a tiny checkpoint", accepted=", ".join(_VARIANTS))
     facts = _VARIANTS[variant]
+    image_encoder = image_encoder and facts.clip
     folder = Path(folder)
     parts: dict[str, Any] = {"tokenizer": _tokenizer()}
     with torch.random.fork_rng(devices=[]):

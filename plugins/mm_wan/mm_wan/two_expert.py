@@ -146,6 +146,11 @@ class TwoExpert(nn.Module):
         finally:
             self._visiting = {}
 
+    @property
+    def built(self) -> dict[str, WanTransformer]:
+        """The experts that are trained, by their names."""
+        return {name: self.get_submodule(name) for name in self._modules}  # type: ignore[misc]
+
     # -- what the core asks ------------------------------------------------------------------------
 
     @property

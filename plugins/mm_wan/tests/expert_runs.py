@@ -1,0 +1,76 @@
+"""Tiny pipelines of two experts whose every weight counts, and runs that begin with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import yaml
+from diffusers import WanTransformer3DModel
+from mm_wan.testing import make_tiny_checkpoint
+from torch import nn
+
+from mm_core.config.load import load_config
+from mm_core.train.importing import import_weights
+from mm_core.train.sampling import load_task
+
+PARTS = {"high": "transformer", "low": "transformer_2"}
+SOLVERS = ("unipc", "euler", "dpm++")
+
+
+def pair_at(folder: Path, variant: str = "t2v_high_low") -> Path:
+    """A whole tiny pipeline. Its two transformers differ, and answer to text and time."""
+    make_tiny_checkpoint(folder, variant)
+    for seed, part in enumerate(PARTS.values()):
+        model = WanTransformer3DModel.from_pretrained(folder / part)
+        shake(model, seed)
+        model.save_pretrained(folder / part)
+    return folder
+
+
+def shake(model: nn.Module, seed: int, spread: float = 0.3) -> None:
+    """Moves every weight."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            size = spread if parameter.dim() > 1 else spread / 3
+            parameter.add_(size * torch.randn(parameter.shape, generator=generator))
+
+
+def config_of(place: Path, folder: Path, name: str = "pair", *, train: str = "both", **sections):
+    """A run without data of the pipeline in `folder`: what its dataset names does not exist."""
+    document = {
+        "run": {"name": name, "dir": str(place / "runs")},
+        "task": {
+            "type": "text_to_video",
+            "predictor": {"type": "wan/two_expert", "from_pretrained": str(folder), "train": train},
+            "autoencoder": {"type": "wan/vae", "from_pretrained": str(folder / "vae")},
+            "text_encoder": {
+                "type": "wan/umt5",
+                "from_pretrained": str(folder / "text_encoder"),
+                "dtype": "fp32",
+            },
+            "scheduler": {"type": "wan/flow_match", "sample_shift": 3.0},
+        },
+        "data": {
+            "train": {
+                "type": "video_text",
+                "annotations": str(place / "none.json"),
+                "num_frames": 5,
+                "height": 32,
+                "width": 48,
+            }
+        },
+        "train": {"epochs": 1},
+        **sections,
+    }
+    path = place / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(document), encoding="utf-8")
+    return load_config(path)
+
+
+def imported(place: Path, folder: Path, name: str = "pair", *, train: str = "both", **sections):
+    """(the config, the checkpoint of step 0, the task with its weights)."""
+    config = config_of(place, folder, name, train=train, **sections)
+    saved, _ = import_weights(config, folder)
+    return config, saved, load_task(config, saved, "model")
