@@ -1,7 +1,9 @@
 """The published architectures of Wan 2.1 and 2.2, as data; torch-free.
 
-Each is the `transformer/config.json` of the repository that stands beside it, under the names of Diffusers'
-`WanTransformer3DModel`. Widths, heads and layers of 1.3B and 14B: https://arxiv.org/abs/2503.20314, table 2.
+Each is the architecture of the repository that stands beside it, under the names of Diffusers'
+`WanTransformer3DModel`: what `get_transformer_config` of Diffusers' scripts/convert_wan_to_diffusers.py gave
+that repository, and wan/configs of github.com/Wan-Video/Wan2.1 and Wan2.2 say. tests/test_presets.py compares
+each tensor with them, and with the sizes of the published files.
 """
 
 from __future__ import annotations
