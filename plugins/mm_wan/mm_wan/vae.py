@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mm_core.contracts import torch_dtype
+from mm_core.contracts import WeightsFrom, torch_dtype
 from mm_core.errors import CheckpointError, ContractError
 from mm_core.plugin import DType
 from mm_core.weights.formats import only_pickled, read_mapping
@@ -26,7 +26,6 @@ from mm_wan.vae_files import (
     empty_model,
     layers_of,
     pipeline_part,
-    read_into,
 )
 
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -88,9 +87,9 @@ class WanPosterior:
 class WanVAE(nn.Module):
     """Clips <-> latents by Diffusers' AutoencoderKLWan (https://arxiv.org/abs/2503.20314, section 4.1).
 
-    Satisfies `Autoencoder`. F = 4k+1 frames become T = k+1 latents; Y and X are divided by 8 (Wan 2.1, 16
-    channels) or 16 (Wan 2.2 TI2V, 48 channels). Time is taken in pieces of four frames, so that memory does
-    not grow with the clip. Fields are those of `WanVAEConfig`.
+    Satisfies `Autoencoder` and `Streamed`. F = 4k+1 frames become T = k+1 latents; Y and X are divided by 8
+    (Wan 2.1, 16 channels) or 16 (Wan 2.2 TI2V, 48 channels). Time is taken in pieces of four frames, so that
+    memory does not grow with the clip. Fields are those of `WanVAEConfig`.
 
     The constructor opens no file. What config.json says is read when it is first asked for; where that file
     is not there yet, `latent_channels` tells which of the two published autoencoders is meant.
@@ -99,6 +98,8 @@ class WanVAE(nn.Module):
         ContractError: options that contradict each other.
     """
 
+    entry_points = ("encode", "decode")
+    block_patterns = ()  # a call runs its layers once for each piece of a clip: moved or gathered whole
     model: Any
 
     def __init__(
@@ -117,6 +118,7 @@ class WanVAE(nn.Module):
     ) -> None:
         super().__init__()
         self.folder = pipeline_part(Path(from_pretrained), "vae")
+        self.weights_from: WeightsFrom | None = WeightsFrom(str(self.folder), "core/diffusers")
         self.dtype = torch_dtype(dtype)
         self.tiling = (TilingParam() if tiling_param is None else tiling_param) if tiling else None
         self.slicing = slicing
@@ -170,9 +172,9 @@ class WanVAE(nn.Module):
             names += self._weight_files()
         return [str(self.folder / name) for name in names if not (self.folder / name).is_file()]
 
-    def load(self, device: torch.device) -> None:
-        """Reads the weights in `dtype`. CheckpointError for a folder that holds no whole Wan autoencoder,
-        or pickles alone; nothing in a file runs."""
+    def build_empty(self) -> None:
+        """Makes the autoencoder. CheckpointError for a folder of another model, or of pickles alone; nothing
+        in a file runs."""
         if self.model is not None:
             return
         if not (self.folder / "config.json").is_file():
@@ -182,10 +184,9 @@ class WanVAE(nn.Module):
                 accepted=f"a folder as Diffusers' {CLASS}.save_pretrained writes it, or its pipeline's",
             )
         self._check_tiles(self.stride[1])
-        model = empty_model(self._config, self.folder)
+        model = empty_model(self._config, self.folder, self.dtype)
         if pickled := self._pickled():
             raise only_pickled(self.folder, pickled)
-        read_into(model, self.folder, self.dtype, device)
         if self.tiling is not None:
             model.enable_tiling(**asdict(self.tiling))
         model.use_slicing = self.slicing
@@ -198,7 +199,7 @@ class WanVAE(nn.Module):
     def encode(self, pixels: Tensor) -> WanPosterior:
         """pixels[B,3,F,Y,X] in [-1,1] -> posterior over latents[B,C,T,H,W]. ContractError for sizes that
         `latent_shape` refuses."""
-        assert self.model is not None, "load() comes first"
+        assert self.model is not None, "its weights come first"
         self.latent_shape(*pixels.shape[2:])
         if self.slicing and len(pixels) > 1:
             return self.posterior(torch.cat([self._moments(row[None]) for row in pixels]))
@@ -211,7 +212,7 @@ class WanVAE(nn.Module):
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """latents[B,C,T,H,W] -> pixels[B,3,F,Y,X] in [-1,1], in the autoencoder's dtype."""
-        assert self.model is not None, "load() comes first"
+        assert self.model is not None, "its weights come first"
         if self._normalisation is not None:
             latents = self._normalisation.own(latents)
         found: Tensor = self.model.decode(latents.to(self.dtype)).sample

@@ -1,4 +1,4 @@
-"""What the folder of an AutoencoderKLWan holds: its layers by config.json, and its weights."""
+"""What the folder of an AutoencoderKLWan holds: its layers, by config.json."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from typing import Any
 
 import torch
 
+from mm_core.contracts import empty_parameters
 from mm_core.errors import CheckpointError
-from mm_core.weights import KeyMap, open_stored
-from mm_core.weights.fitting import Fit, fit
-from mm_core.weights.streaming import stream
 
 CLASS = "AutoencoderKLWan"
 STEM = "diffusion_pytorch_model"
@@ -48,36 +46,13 @@ def _no_model(fault: Exception, folder: Path) -> CheckpointError:
     )
 
 
-def empty_model(config: Mapping[str, Any], folder: Path) -> Any:
-    """An AutoencoderKLWan with its parameters on the meta device and its buffers real."""
-    from accelerate import init_empty_weights
+def empty_model(config: Mapping[str, Any], folder: Path, dtype: torch.dtype) -> Any:
+    """An AutoencoderKLWan without memory for its parameters, which are of `dtype`."""
     from diffusers import AutoencoderKLWan
 
     try:
-        with init_empty_weights(include_buffers=False):
-            return AutoencoderKLWan.from_config(dict(config))
+        with empty_parameters():
+            model = AutoencoderKLWan.from_config(dict(config))
     except (TypeError, ValueError, LookupError, AssertionError, RuntimeError, AttributeError) as fault:
         raise _no_model(fault, folder) from fault
-
-
-def read_into(model: Any, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-    """Streams the weights of `folder`. CheckpointError unless they are exactly the model's."""
-    stored = open_stored(folder, STEM)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    way = fit(KeyMap(), shapes, stored)
-    if not way.whole:
-        raise CheckpointError(f"the weights are not this autoencoder's: {_misfit(way)}", where=str(folder))
-    state = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
-    stream(state, way.pieces)
-    model.load_state_dict(state, assign=True)
-    model.to(device)
-
-
-def _misfit(way: Fit) -> str:
-    if way.misshapen:
-        name, wanted, found = way.misshapen[0]
-        return f"{name} has shape {found}, not {wanted}"
-    more_than_asked = tuple(name for _, name in way.unexpected)
-    names, word = (way.missing, "lack") if way.missing else (more_than_asked, "also have")
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"they {word} {', '.join(names[:3])}{more}"
+    return model.to(dtype)
