@@ -9,6 +9,7 @@ from mm_core.contracts.batch import (
     Loss,
     SampleKey,
     SampleRequest,
+    TextBatch,
     VideoTextBatch,
 )
 from mm_core.contracts.components import (
@@ -107,6 +108,7 @@ __all__ = [
     "Stepped",
     "Streamed",
     "Task",
+    "TextBatch",
     "TextEncoder",
     "Tokenizer",
     "Tracker",

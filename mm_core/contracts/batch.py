@@ -83,6 +83,31 @@ class VideoTextBatch(Batch):
 
 
 @dataclass
+class TextBatch(Batch):
+    """What a Transformers model takes: tokens, and tensors of images or others beside them.
+
+    inputs: tensors by the names that the model's `forward` has for them, padded, with `labels` among them:
+        [B] or [B,K] of rows, or [B,L] int64 of tokens, -100 where there is nothing to learn.
+    counts: of each row, how many labels its loss is over. tokens: of all rows, without padding. Both are
+        filled by the task's batch transform in the worker.
+    """
+
+    inputs: dict[str, Tensor]
+    counts: list[int] | None = None
+    tokens: int = 0
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
+        """The same batch with its inputs on `device`."""
+        moved = {name: t.to(device, non_blocking=non_blocking) for name, t in self.inputs.items()}
+        return dataclasses.replace(self, inputs=moved)
+
+    def pin_memory(self) -> Self:
+        """The same batch with its tensors in page-locked memory."""
+        pinned = {name: tensor.pin_memory() for name, tensor in self.inputs.items()}
+        return dataclasses.replace(self, inputs=pinned, weights=self.weights.pin_memory())
+
+
+@dataclass
 class Loss:
     """A loss as a sum and the weight that it is a sum over, so that means are exact anywhere.
 
