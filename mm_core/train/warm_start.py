@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -12,12 +11,13 @@ from typing import Literal
 from torch import Tensor, nn
 
 from mm_core.config.schema import InitFromSection
-from mm_core.errors import CheckpointError, PlanError, nearest
+from mm_core.errors import CheckpointError, PlanError
 from mm_core.parallel.adapters import adapter_of, base_name
 from mm_core.parallel.freezing import covered
 from mm_core.parallel.tying import tied_names
 from mm_core.train.agreement import Ranks
 from mm_core.train.checkpoint_io import listed
+from mm_core.train.misfit import absent_parts, misfit, size_text
 from mm_core.train.weight_sources import RunSource
 from mm_core.weights.adapter_files import DIFFUSERS_ADAPTER
 from mm_core.weights.fingerprint import fingerprint
@@ -231,7 +231,7 @@ class WarmStart:
             left = ((held, name) for held, name in way.unexpected if (held.where, name) not in wanted)
             unexpected |= dict.fromkeys(way.text(held, name) for held, name in left)
             misshapen += [
-                f"{root}.{name} ({_size(stored)} in the file, {_size(own)} in the task)"
+                f"{root}.{name} ({size_text(stored)} in the file, {size_text(own)} in the task)"
                 for name, own, stored in way.misshapen
                 if f"{root}.{name}" in chosen
             ]
@@ -244,8 +244,8 @@ class WarmStart:
         spared = {f"{root}.{name}" for root, way in fits.items() for name in way.spared}
         lacking = [name for name in missing if name not in spared]
         if misshapen or (init.strict and (lacking or unexpected)) or not loaded:
-            fault = _misfit(init, lacking, list(unexpected), misshapen, {name: name for name in unexpected})
-            fault = _absent_parts(fault, [folder for way in fits.values() for folder in way.absent])
+            fault = misfit(init, lacking, list(unexpected), misshapen, {name: name for name in unexpected})
+            fault = absent_parts(fault, [folder for way in fits.values() for folder in way.absent])
             if self.key != "init_from":
                 hint = f"{self.key} must have the options of the model that this folder holds"
                 fault = CheckpointError(fault.what, where=fault.where, hint=hint)
@@ -274,15 +274,6 @@ def _check_apart(path: Path, fits: Mapping[str, Fit]) -> None:
 
 def _folders(way: Fit) -> str:
     return " and ".join(filter(None, way.folders))
-
-
-def _absent_parts(fault: CheckpointError, folders: Sequence[str]) -> CheckpointError:
-    """The same, where what is missing lies in folders that are not there."""
-    if not folders:
-        return fault
-    hint = "init_from.include takes the parts that are there, and strict: false leaves the rest as it begins"
-    what = f"{fault.what}; there is no folder {' and no folder '.join(folders)}"
-    return CheckpointError(what, where=fault.where, hint=hint)
 
 
 def warm_start(init: InitFromSection, parameters: Mapping[str, Tensor]) -> WarmStartReport:
@@ -343,12 +334,12 @@ def _compare(
         found for name, found in stored.items() if name not in parameters or found in source.others
     )
     misshapen = [
-        f"{name} ({_size(source.shapes[found])} in the file, {_size(parameters[name].shape)} in the task)"
+        f"{name} ({size_text(stored_shape)} in the file, {size_text(parameters[name].shape)} in the task)"
         for name, found in origins.items()
-        if tuple(source.shapes[found]) != tuple(parameters[name].shape)
+        if (stored_shape := tuple(source.shapes[found])) != tuple(parameters[name].shape)
     ]
     if misshapen or (init.strict and (missing or unexpected)) or not origins:
-        raise _misfit(init, list(missing), list(unexpected), misshapen, stored)
+        raise misfit(init, list(missing), list(unexpected), misshapen, stored)
     skipped = tuple(name for name in parameters if name not in chosen)
     return origins, WarmStartReport(tuple(origins), missing, unexpected, skipped)
 
@@ -374,62 +365,3 @@ def renamed(stored: Collection[str], init: InitFromSection) -> dict[str, str]:
             )
         found[path] = name
     return found
-
-
-def _misfit(
-    init: InitFromSection,
-    missing: list[str],
-    unexpected: list[str],
-    misshapen: list[str],
-    stored: Mapping[str, str],
-) -> CheckpointError:
-    """One error with every name that does not fit."""
-    lacking = missing if init.strict or not misshapen else []
-    left = unexpected if init.strict or not misshapen else []
-    paths = [path for path, name in stored.items() if name in set(left)]
-    near = [
-        f"{name} (near: {', '.join(found)})" if (found := nearest(name, paths, 1)) else name
-        for name in lacking[:10]
-    ]
-    kinds = (("missing", near + lacking[10:]), ("unexpected", left), ("misshapen", misshapen))
-    lines = [f"{len(names)} {kind}: {listed(names)}" for kind, names in kinds if names]
-    return CheckpointError(
-        "these weights do not fit the task: " + "; ".join(lines),
-        where=init.path,
-        hint=_hint(missing, unexpected, misshapen),
-    )
-
-
-def _hint(missing: list[str], unexpected: list[str], misshapen: list[str]) -> str:
-    if any(adapter_of(name) is not None for name in unexpected):
-        return "the run trained adapters: mm export --merge-lora puts them into weights to begin with"
-    if found := likely_prefix(missing, unexpected):
-        start, path, count = found
-        return f"init_from.prefixes: {{{start!r}: {path!r}}} would name {count} of the missing ones"
-    if misshapen:
-        return "leave them out with init_from.exclude"
-    return "rename with init_from.prefixes, leave out with init_from.exclude, or set init_from.strict: false"
-
-
-def likely_prefix(missing: Collection[str], unexpected: Collection[str]) -> tuple[str, str, int] | None:
-    """(start of stored names, path in the task, how many names it mends): the change of the beginning that
-    makes most stored names into missing ones, or None."""
-    tails: dict[str, list[list[str]]] = {}
-    for name in unexpected:
-        tails.setdefault(".".join(name.split(".")[-2:]), []).append(name.split("."))
-    votes: Counter[tuple[str, str]] = Counter()
-    for name in missing:
-        path = name.split(".")
-        for other in tails.get(".".join(path[-2:]), ()):
-            same = 0
-            while same < min(len(path), len(other)) and path[-1 - same] == other[-1 - same]:
-                same += 1
-            votes[".".join(other[: len(other) - same]), ".".join(path[: len(path) - same])] += 1
-    if not votes:
-        return None
-    (start, end), count = votes.most_common(1)[0]
-    return start, end, count
-
-
-def _size(shape: Collection[int]) -> str:
-    return "x".join(map(str, shape)) or "scalar"

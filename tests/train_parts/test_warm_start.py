@@ -18,7 +18,8 @@ from torch import nn
 from mm_core.config.schema import InitFromSection
 from mm_core.errors import CheckpointError, PlanError
 from mm_core.train.checkpoint import CheckpointStore
-from mm_core.train.warm_start import likely_prefix, warm_start
+from mm_core.train.misfit import likely_prefix
+from mm_core.train.warm_start import warm_start
 
 _spec = importlib.util.spec_from_file_location("ranks", Path(__file__).parents[1] / "ranks.py")
 ranks = importlib.util.module_from_spec(_spec)
