@@ -21,8 +21,8 @@ from mm_core.weights.format import StoredTensors
 from mm_core.weights.key_map import Copy, KeyMap, whole
 from mm_core.weights.traced import Probe, Untraceable, component_from, stored_from
 
-# Of a conversion that reckons with a probe, or that the library itself refuses.
-_FAULTS = (Untraceable, TypeError, ValueError)
+# Of a conversion that reckons with a probe, that has no way back, or that the library itself refuses.
+_FAULTS = (Untraceable, TypeError, ValueError, NotImplementedError)
 
 
 def keys_as_saved(model: Any, prefix: str = "") -> KeyMap:
@@ -41,7 +41,7 @@ def keys_as_saved(model: Any, prefix: str = "") -> KeyMap:
     try:
         found = loading.revert_weight_conversion(model, dict(own))
     except _FAULTS as fault:
-        raise _beyond(model, own, fault) from None
+        raise _beyond(model, _culprit(loading, model, own), fault) from None
     if all(found.get(name) is probe for name, probe in own.items()):
         return KeyMap(prefix=prefix)
     placed: dict[str, list[Copy]] = {name: [] for name in own}
@@ -49,7 +49,7 @@ def keys_as_saved(model: Any, prefix: str = "") -> KeyMap:
         try:
             copies = stored_from(stored, probe)
         except Untraceable as fault:
-            raise _beyond(model, [piece.source for piece in probe.pieces], fault) from None
+            raise _beyond(model, probe.pieces[0].source, fault) from None
         for copy in copies:
             placed[copy.component].append(copy)
     return KeyMap(prefix=prefix, placed={name: tuple(copies) for name, copies in placed.items()})
@@ -75,7 +75,7 @@ def keys_as_loaded(model: Any, stored: StoredTensors) -> KeyMap:
             try:
                 placed[name] = tuple(component_from(name, found[name], stored.shapes))
             except Untraceable as fault:
-                raise _beyond(model, [name], fault) from None
+                raise _beyond(model, name, fault) from None
     return KeyMap(placed=placed)
 
 
@@ -105,7 +105,7 @@ def _converted(
         try:
             made = group.convert(name, model=model, config=model.config)
         except _FAULTS as fault:
-            raise _beyond(model, [name], fault) from None
+            raise _beyond(model, name, fault) from None
         made = made[0] if isinstance(made, tuple) else made  # 5.0 to 5.2 tell errors beside it
         for target, probe in made.items():
             found.setdefault(target, probe[0] if isinstance(probe, list) else probe)
@@ -148,20 +148,37 @@ def _renamed(own: Mapping[str, Probe], names: Mapping[str, str]) -> dict[str, tu
     return {name: (whole(name, stored, own[name].shape),) for name, stored in names.items()}
 
 
-def _beyond(model: Any, names: Iterable[str], fault: Exception) -> ContractError:
-    """The error for a conversion that has no place in a map, by the library's name of what it does."""
+def _culprit(loading: Any, model: Any, own: Mapping[str, Probe]) -> str:
+    """The first tensor that the library can not save alone."""
+    for name, probe in own.items():
+        try:
+            loading.revert_weight_conversion(model, {name: probe})
+        except _FAULTS:
+            return name
+    return next(iter(own))
+
+
+def _operations(model: Any, name: str) -> str:
+    """What the library does to a tensor, by its own words."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    kinds: dict[str, str] = {}
     for rule in get_model_conversion_mapping(model):
         if operations := getattr(rule, "operations", None):
-            back = rule.reverse_transform()
-            for name in names:
-                if back.rename_source_key(name)[1] is not None:
-                    kinds.setdefault(", ".join(type(one).__name__ for one in operations), name)
-    told = next(((what, name) for what, name in kinds.items()), (str(fault), next(iter(names))))
+            try:
+                there = rule.reverse_transform().rename_source_key(name)[1] is not None
+            except NotImplementedError:  # of the rule that has no way back
+                there = True
+            if there:
+                return ", ".join(type(one).__name__ for one in operations)
+    return "a rule of its own"
+
+
+def _beyond(model: Any, name: str, fault: Exception) -> ContractError:
+    """The error for a conversion that has no place in a map."""
+    one_way = isinstance(fault, NotImplementedError)
     return ContractError(
-        f"{type(model).__name__} changes {told[1]} between memory and file by {told[0]} ({fault})",
+        f"{type(model).__name__} changes {'tensors' if one_way else name} between memory and file by"
+        f" {_operations(model, name)} ({'which has no way back' if one_way else fault})",
         accepted="conversions that rename, cut, join, stack or turn tensors",
         hint="the format safetensors holds it under its names in memory",
     )
