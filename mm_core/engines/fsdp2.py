@@ -34,6 +34,7 @@ from mm_core.parallel.initialise import initialise
 from mm_core.parallel.layout import decide_layout, mesh_shape
 from mm_core.parallel.placing import place, plan_frozen
 from mm_core.parallel.recompute import recompute
+from mm_core.parallel.resting import Resting
 from mm_core.parallel.tying import tie, tied_names
 
 
@@ -49,6 +50,7 @@ class FSDP2Engine:
         self._trained: dict[str, nn.Module] = {}
         self._tied: dict[str, dict[str, str]] = {}
         self._roots: list[FSDPModule] = []
+        self._resting = Resting(())
         self._parameters: dict[str, nn.Parameter] = {}
         self._optimizer: torch.optim.Optimizer | None = None
         self._base_lrs: list[float] = []
@@ -173,6 +175,7 @@ class FSDP2Engine:
         self._roots = [root for root in self._trained.values() if isinstance(root, FSDPModule)]
         chain = [m for p in plan.wrapped if isinstance(m := task.get_submodule(p), FSDPModule)]
         average_by_sum(self.device, [*chain, *self._roots])
+        self._resting = Resting([*chain, *self._trained.values()])
         self._prefetch(chain)
 
     def _pins(self) -> bool:
@@ -194,6 +197,8 @@ class FSDP2Engine:
             root.set_requires_gradient_sync(last)
             root.set_is_last_backward(last)
         loss = compute()
+        if not last:
+            self._resting.spare()
         # A total that is not finite may still have finite gradients (x + nan): they would update unseen.
         seed = torch.where(torch.isfinite(loss.total.detach()), scale, float("nan"))
         loss.total.backward(seed.to(loss.total.dtype))  # type: ignore[no-untyped-call]
