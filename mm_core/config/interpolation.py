@@ -12,6 +12,7 @@ from mm_core.plugin.nodes import FAILED, Node, from_python
 
 _ENVIRONMENT = "oc.env"
 _ACCEPTED = "${key.path}, ${oc.env:NAME} or ${oc.env:NAME,default}"
+_UNSET = re.compile(r"Environment variable '(.*)' not found")
 _BEFORE = re.compile(r"(\\*)\$\{")
 
 
@@ -28,11 +29,15 @@ def escape(text: str) -> str:
     return _BEFORE.sub(lambda match: f"{match[1] * 2}\\${{", text)
 
 
-def resolve(root: Node, faults: list[MMError]) -> tuple[Node, Mapping[str, str]]:
+def resolve(
+    root: Node, faults: list[MMError], unset: list[MMError] | None = None
+) -> tuple[Node, Mapping[str, str]]:
     """The tree without interpolations, and the texts of those that depend on the environment.
 
-    One that can not be resolved is a fault and becomes FAILED.
+    One that can not be resolved is a fault and becomes FAILED. `unset`, where it is another list than
+    `faults`, takes those of variables that are not set: their texts stay as they are written.
     """
+    unset = faults if unset is None else unset
     nodes = [node for node in _leaves(root) if isinstance(node.value, str) and "${" in node.value]
     if not nodes:
         return root, {}
@@ -57,7 +62,7 @@ def resolve(root: Node, faults: list[MMError]) -> tuple[Node, Mapping[str, str]]
             return replace(node, value=[walk(child, within, i) for i, child in enumerate(node.value)])
         if id(node) in wrong:
             return replace(node, value=FAILED)
-        return _resolved(node, holder, key, faults) if id(node) in readings else node
+        return _resolved(node, holder, key, faults, unset) if id(node) in readings else node
 
     return walk(root, config, None), literals
 
@@ -126,7 +131,7 @@ def _walked(tree: Any) -> _Reading:
     return _Reading(tuple(resolvers), tuple(references))
 
 
-def _resolved(node: Node, holder: Any, key: Any, faults: list[MMError]) -> Node:
+def _resolved(node: Node, holder: Any, key: Any, faults: list[MMError], unset: list[MMError]) -> Node:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -138,19 +143,17 @@ def _resolved(node: Node, holder: Any, key: Any, faults: list[MMError]) -> Node:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         quoted = re.search(r'raised while resolving interpolation: "?(.*?)"?$', first)
         cause = quoted[1] if quoted else first
-        faults.append(
-            ConfigError(
-                f"{node.value!r} can not be resolved: {cause}",
-                where=node.place(),
-                hint=_remedy(cause),
-            )
+        fault = ConfigError(
+            f"{node.value!r} can not be resolved: {cause}", where=node.place(), hint=_remedy(cause)
         )
-        return replace(node, value=FAILED)
+        missing = _UNSET.search(cause) is not None
+        (unset if missing else faults).append(fault)
+        return node if missing and unset is not faults else replace(node, value=FAILED)
     return replace(from_python(value, node.where, node.path, loose=True), key_where=node.key_where)
 
 
 def _remedy(cause: str) -> str | None:
-    if missing := re.search(r"Environment variable '(.*)' not found", cause):
+    if missing := _UNSET.search(cause):
         return f"set {missing[1]}, or give a default: ${{oc.env:{missing[1]},default}}"
     if "Interpolation key" in cause:
         return "it can refer to keys that the files or overrides write, not to defaults"

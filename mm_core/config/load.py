@@ -22,12 +22,16 @@ _INCLUDE = "include"
 _SECTIONS = tuple(f.name for f in dataclasses.fields(RunConfig) if f.metadata.get("yaml", True))
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), *, spare_environment: bool = False
+) -> RunConfig:
     """Reads, merges, resolves and checks a run's config. Imports no torch.
 
     Args:
         path: the YAML file. Its `include:` names files, relative to it, that are merged first.
         overrides: `key.path=value`, laid upon the file.
+        spare_environment: a variable that is not set is a fault only where the text that asks for it can not
+            stand for its value; for a run that has trained, of which not all is needed any more.
 
     Returns:
         The run, every default filled and every `type` a qualified name.
@@ -42,12 +46,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     root = lay(root, overrides, faults)
     if sources.lost:  # without them, everything that they hold would be reported as missing
         raise ConfigError(_ordered(faults), where=str(path))
-    root, literals = resolve(root, faults)
+    unset: list[MMError] = []
+    root, literals = resolve(root, faults, unset if spare_environment else faults)
     root = _anchor_plugins(root)
     checker = Checker(get_registry(_local_plugins(root, faults)))
     config = checker.dataclass(RunConfig, root, further=(_INCLUDE,))
     faults += checker.faults
     if faults:
+        faults += unset
         raise ConfigError(_ordered(faults), where=str(path))
     assert isinstance(config, RunConfig)
     return dataclasses.replace(config, literals=dict(literals))

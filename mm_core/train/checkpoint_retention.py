@@ -8,6 +8,7 @@ import re
 import secrets
 import shutil
 import socket
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -45,16 +46,32 @@ def stage_name(final: str) -> str:
     return f"{final}.tmp-{secrets.token_hex(4)}-{os.getpid()}@{socket.gethostname()}"
 
 
-def remove_stale_stages(folder: Path, pattern: str = "*.tmp-*") -> None:
-    """Removes what dead runs left unfinished; what a live process of this host writes is left alone."""
+def remove_stale_stages(folder: Path, pattern: str = "*.tmp-*", patience: float | None = None) -> None:
+    """Removes what dead runs left unfinished; what a live process of this host writes is left alone.
+
+    patience: seconds since something was last written to it, after which that of another host is taken for
+        dead; None where it is known to be: the caller holds the lock that a writer would hold.
+    """
     for leftover in folder.glob(pattern):
         owner = _STAGE.match(leftover.name)
-        if owner and owner[2] == socket.gethostname() and _alive(int(owner[1])):
+        here = owner is not None and owner[2] == socket.gethostname()
+        if owner and here and _alive(int(owner[1])):
+            continue
+        if not here and patience is not None and time.time() - _written(leftover) < patience:
             continue
         if leftover.is_dir() and not leftover.is_symlink():
             shutil.rmtree(leftover)
         else:
             leftover.unlink(missing_ok=True)
+
+
+def _written(path: Path) -> float:
+    """When anything in a folder was last written."""
+    times = [0.0]
+    for place in (path, *path.rglob("*")):
+        with suppress(OSError):
+            times.append(place.lstat().st_mtime)
+    return max(times)
 
 
 def _alive(pid: int) -> bool:

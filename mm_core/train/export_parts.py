@@ -83,8 +83,10 @@ class Planner:
         registry: for the formats that could do what this one can not.
         label, form: the format and its qualified name.
         saved: the checkpoint.
-        dtype: of all floating-point tensors; None keeps the checkpoint's.
+        dtype: of all floating-point parameters; None keeps the checkpoint's.
         limit: most bytes of a file.
+        tables: paths in the task of tensors that keep their dtype: buffers, which a component holds in the
+            precision that it needs them in.
     """
 
     def __init__(
@@ -95,7 +97,9 @@ class Planner:
         saved: RunSource,
         dtype: torch.dtype | None,
         limit: int,
+        tables: Collection[str] = (),
     ) -> None:
+        self._tables = tables
         self._registry, self._label, self._form = registry, label, form
         self._saved, self._dtype, self._limit = saved, dtype, limit
 
@@ -115,7 +119,7 @@ class Planner:
     def _part(self, root: str, layout: Layout, own: Mapping[str, str], scales: Scales) -> Part:
         """own: a tensor's name in the component -> with its adapters."""
         shapes = {name: self._saved.shapes[f"{root}.{path}"] for name, path in own.items()}
-        dtypes = {name: self._cast(self._saved.dtypes[f"{root}.{path}"]) for name, path in own.items()}
+        dtypes = {name: self._cast(f"{root}.{path}") for name, path in own.items()}
         copies: dict[str, list[Copy]] = {}
         for copy in layout.keys.copies(shapes):
             copies.setdefault(copy.stored, []).append(copy)
@@ -216,7 +220,7 @@ class Planner:
     ) -> Part:
         """names: stored -> of the component."""
         paths = {stored: f"{root}.{name}" for stored, name in names.items()}
-        dtypes = {name: self._cast(self._saved.dtypes[paths[stored]]) for stored, name in names.items()}
+        dtypes = {name: self._cast(paths[stored]) for stored, name in names.items()}
         read = _Reader(self._saved, root, {name: name for name in dtypes}, dtypes, {})
         stem = PurePath(layout.file).name.removesuffix(".safetensors")
         specs = [
@@ -242,8 +246,10 @@ class Planner:
             adapters={adapter: scales},
         )
 
-    def _cast(self, kind: torch.dtype) -> torch.dtype:
-        return self._dtype if self._dtype is not None and kind in _CASTABLE else kind
+    def _cast(self, path: str) -> torch.dtype:
+        kind = self._saved.dtypes[path]
+        cast = self._dtype is not None and kind in _CASTABLE and path not in self._tables
+        return self._dtype if cast else kind  # type: ignore[return-value]
 
     def _cannot_hold(self, root: str, module: nn.Module, adapter: bool = False) -> MMError:
         able = []

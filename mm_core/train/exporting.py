@@ -66,7 +66,8 @@ def export(
         weights: `ema` takes the average of what was trained, and the model's own tensors for the rest;
             `auto` does so where the checkpoint holds an average.
         merge_adapters: write the weights with the adapters in them (computed in fp32) instead.
-        dtype: `bf16`, `fp16`, `fp32`: of all floating-point tensors; None keeps that of the checkpoint.
+        dtype: `bf16`, `fp16`, `fp32`: of all floating-point parameters; buffers (tables, running means) and,
+            with None, everything keep that of the checkpoint.
         max_shard: most bytes of a file, as `5GB`.
         component: of the task, where it trains several and only one is wanted.
         pipeline: folder whose other parts are taken over, for formats that write whole pipelines; None
@@ -79,7 +80,7 @@ def export(
     out, source = Path(out), checkpoint_at(run)
     check_unused(out)
     limit = parse_size(max_shard)
-    config = load_config(source / "config.yaml")
+    config = load_config(source / "config.yaml", spare_environment=True)
     registry = get_registry(config.plugins.path)
     (label, form), *_ = formats_of(registry, format).items()
     task = build_task(config, adapters_in(source))
@@ -88,7 +89,8 @@ def export(
     ranks = Ranks.current()
     saved = ranks.agree(f"reading {source}", lambda: RunSource(source, which, otherwise="leave out --ema"))
     _complete(saved, config, task, alone=not merge_adapters and _adapted(task, component))
-    planner = Planner(registry, label, form, saved, torch_dtype(dtype) if dtype else None, limit)
+    tables = {name for name, _ in task.named_buffers()}
+    planner = Planner(registry, label, form, saved, torch_dtype(dtype) if dtype else None, limit, tables)
     parts = _parts(task, planner, component, merge_adapters)
     adapters_alone = any(part.adapters for part in parts) and not merge_adapters
     roots = {part.root for part in parts}

@@ -7,12 +7,14 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from mm_core.builtin.configs.adapters import AdapterConfig
 from mm_core.config.schema import RunConfig
 from mm_core.plugin.registry import get_registry
 from mm_core.train.agreement import Ranks
 from mm_core.train.base_weights import BaseWeights, left_out, recorded, starts_of
 from mm_core.train.checkpoint_dcp import stored_names
-from mm_core.weights.adapters import AdapterWeights
+from mm_core.train.checkpoint_io import listed
+from mm_core.weights.adapters import AdapterWeights, passed_over
 from mm_core.weights.fitting import formats_of
 
 
@@ -80,4 +82,14 @@ class FromFiles:
     def notes(self) -> list[str]:
         """What was read from where, a sentence each."""
         adapters = [f"{a.from_}: adapter {a.name!r} loaded" for a in self._adapters.adapters]
-        return [*(f"{start.init.path}: {start.report}" for start in self.starts), *adapters]
+        left = [sentence_on(self._task, adapter) for adapter in self._config.train.adapters]
+        loaded = [f"{start.init.path}: {start.report}" for start in self.starts]
+        return [*loaded, *adapters, *filter(None, left)]
+
+
+def sentence_on(task: nn.Module, adapter: AdapterConfig) -> str:
+    """What an adapter's targets hold beside linear layers, for a person to know; "" for nothing."""
+    found = [f"{path} ({kind})" for path, kind in passed_over(task, adapter).items()]
+    if not found:
+        return ""
+    return f"adapter {adapter.name!r} is of linear layers alone; its targets also hold {listed(found, 5)}"

@@ -79,7 +79,7 @@ def sample(
         raise MMError("there is no prompt", accepted="prompt='...' or prompts=[...]")
     wanted = with_images([p if isinstance(p, Prompt) else Prompt(p) for p in given], images, last_images)
     source = find_checkpoint(Path(run), checkpoint)
-    config = load_config(source / "config.yaml")
+    config = load_config(source / "config.yaml", spare_environment=True)
     request = SampleRequest(
         prompts=tuple(each.text for each in wanted),
         images=read_images(wanted),

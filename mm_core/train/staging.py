@@ -13,6 +13,9 @@ from mm_core.errors import MMError
 from mm_core.train.checkpoint_io import sync_folder
 from mm_core.train.checkpoint_retention import remove_stale_stages, stage_name
 
+_PATIENCE = 24 * 3600.0
+"""Seconds for which what another host writes may stand still before it is taken for dead."""
+
 _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota is used up"}
 
 
@@ -21,7 +24,8 @@ def staged_folder(out: Path) -> Iterator[Path]:
     """Gives a folder beside `out` to write to; when the block ends well, it gets the name `out`.
 
     What the block writes must be on disk when it ends (`durable`, `write_durably`); its folders are seen
-    to here. A fault leaves nothing; what a kill leaves is removed by the next export of the same name.
+    to here. A fault leaves nothing; what a kill leaves is removed by the next export of the same name, on
+    another host a day later.
 
     Raises:
         MMError: something lies at `out` already, or an OSError in the block: a full disk, say.
@@ -29,7 +33,7 @@ def staged_folder(out: Path) -> Iterator[Path]:
     check_unused(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        remove_stale_stages(out.parent, f".{glob.escape(out.name)}.tmp-*")
+        remove_stale_stages(out.parent, f".{glob.escape(out.name)}.tmp-*", patience=_PATIENCE)
         stage = out.with_name(stage_name(f".{out.name}"))
         stage.mkdir()
     except OSError as fault:

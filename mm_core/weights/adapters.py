@@ -7,11 +7,12 @@ https://arxiv.org/abs/2402.09353. The layers are PEFT's own.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from mm_core.builtin.configs.adapters import AdapterConfig
@@ -159,17 +160,15 @@ def _targets(
 ) -> dict[str, list[str]]:
     """Component -> its linear layers that an adapter's targets name."""
     layers = {f"{root}.{name}": (root, name) for root, names in linear.items() for name in names}
-    modules = ((root, name) for root in linear for name, _ in task.get_submodule(root).named_modules())
-    paths = [path for root, name in modules if not _inside_adapted(path := f"{root}.{name}".rstrip("."))]
+    modules = [f"{root}.{name}".rstrip(".") for root in linear for name, _ in _modules(task, root)]
+    paths = [path for path in modules if not _inside_adapted(path)]
     chosen: dict[str, None] = {}
     for target in adapter.targets:
-        if "{" in target:
-            above = match([target], paths, f"{KEY} ({adapter.name}): targets")
-        else:
-            above = [path for path in paths if path == target or path.endswith(f".{target}")]
+        above = _named_by(target, paths, adapter.name)
         hit = [path for path in layers if any(path == a or path.startswith(f"{a}.") for a in above)]
         if not hit:
-            raise _no_target(adapter, target, layers, _read_only(task, above))
+            kinds = {kind for path in above for kind in _other_layers(task, path).values()}
+            raise _no_target(adapter, target, layers, sorted(kinds), _read_only(task, above))
         chosen |= dict.fromkeys(hit)
     found: dict[str, list[str]] = {}
     for path in layers:
@@ -177,6 +176,36 @@ def _targets(
             root, name = layers[path]
             found.setdefault(root, []).append(name)
     return found
+
+
+def _named_by(target: str, paths: Sequence[str], adapter: str) -> list[str]:
+    """The modules that a pattern, or the end of a path, names."""
+    if "{" in target:
+        return match([target], paths, f"{KEY} ({adapter}): targets")
+    return [path for path in paths if path == target or path.endswith(f".{target}")]
+
+
+def passed_over(task: nn.Module, adapter: AdapterConfig) -> dict[str, str]:
+    """Layers that the targets of an adapter stand for and that it can not change, by path in the task, with
+    their kinds: adapters are of linear layers alone. task: with its adapters in place."""
+    roots: tuple[str, ...] = task.trainable  # type: ignore[assignment]
+    modules = [f"{root}.{name}".rstrip(".") for root in roots for name, _ in _modules(task, root)]
+    paths = [path for path in modules if not _inside_adapted(path)]
+    above = [path for target in adapter.targets for path in _named_by(target, paths, adapter.name)]
+    return {name: kind for path in above for name, kind in _other_layers(task, path).items()}
+
+
+def _other_layers(task: nn.Module, path: str) -> dict[str, str]:
+    """Convolutions and embeddings at or below a path."""
+    return {
+        f"{path}.{name}".rstrip("."): type(module).__name__
+        for name, module in _modules(task, path)
+        if isinstance(module, _ConvNd | nn.Embedding | nn.EmbeddingBag)
+    }
+
+
+def _modules(task: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    yield from task.get_submodule(path).named_modules()
 
 
 def _placed(
@@ -228,7 +257,11 @@ def _read_only(task: nn.Module, above: Sequence[str]) -> bool:
 
 
 def _no_target(
-    adapter: AdapterConfig, target: str, layers: Iterable[str], read_only: bool = False
+    adapter: AdapterConfig,
+    target: str,
+    layers: Iterable[str],
+    kinds: Sequence[str] = (),
+    read_only: bool = False,
 ) -> PlanError:
     ends = list(dict.fromkeys(re.search(r"[^.]+(\.\d+)*\Z", path)[0] for path in layers))  # type: ignore[index]
     near = nearest(target.rpartition(".")[2], ends, 3) or ends[:5]
@@ -240,7 +273,8 @@ def _no_target(
             hint="leave it out",
         )
     return PlanError(
-        f"the target {target!r} of the adapter {adapter.name!r} is no linear layer, and holds none",
+        f"the target {target!r} of the adapter {adapter.name!r} is no linear layer, and holds none"
+        + (f", but {' and '.join(kinds)}: adapters are of linear layers alone" if kinds else ""),
         where=KEY,
         accepted="patterns of modules, or ends of paths such as " + ", ".join(map(repr, near)),
     )

@@ -26,9 +26,10 @@ from mm_core.parallel.adapters import adapter_of, base_name
 from mm_core.parallel.initialise import initialise
 from mm_core.plan import build_task, make_plan
 from mm_core.plugin.registry import get_registry
+from mm_core.train.initial_weights import sentence_on
 from mm_core.weights import adapters as module
 from mm_core.weights.adapter_files import AdapterScale, merge, open_adapter, peft_settings
-from mm_core.weights.adapters import AdapterWeights, add_adapters, scales_of
+from mm_core.weights.adapters import AdapterWeights, add_adapters, passed_over, scales_of
 from mm_core.weights.fitting import formats_of
 from mm_core.weights.format import AdapterLayout
 
@@ -253,6 +254,27 @@ class Around(nn.Module):
         with torch.device("meta"):
             self.model = build()
         add_adapters(self, (AdapterConfig(targets, rank=2),), {})
+
+
+def test_adapters_are_of_linear_layers_alone_and_say_what_they_pass_over():
+    def build():
+        return nn.ModuleDict({"stem": nn.Conv3d(2, 4, 3), "words": nn.Embedding(5, 4), "up": nn.Linear(4, 4)})
+
+    with pytest.raises(PlanError) as caught:
+        Around(build, "stem")
+    assert str(caught.value) == (
+        "train.adapters: the target 'stem' of the adapter 'default' is no linear layer, and holds none, but"
+        " Conv3d: adapters are of linear layers alone\n"
+        "  accepted: patterns of modules, or ends of paths such as 'up'"
+    )
+    task = Around(build, "model")
+    others = {"model.stem": "Conv3d", "model.words": "Embedding"}
+    assert passed_over(task, AdapterConfig(("model",))) == others
+    assert not passed_over(task, AdapterConfig(("up",)))
+    assert sentence_on(task, AdapterConfig(("model",))) == (
+        "adapter 'default' is of linear layers alone; its targets also hold model.stem (Conv3d), model.words"
+        " (Embedding)"
+    )
 
 
 def test_a_layer_that_is_read_and_never_called_is_not_adapted():

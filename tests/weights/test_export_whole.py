@@ -238,10 +238,18 @@ def test_a_fault_or_an_interrupt_leaves_nothing(tmp_path):
             assert caught.value is fault
 
 
+def _ended() -> int:
+    """The number of a process that has ended."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
 def test_the_stage_of_a_live_process_is_left_alone(tmp_path):
     """Two exports to one name: the second to end finds it taken."""
     alive = tmp_path / f".out.tmp-00-{os.getppid()}@{os.uname().nodename}"
-    for folder in (alive, tmp_path / ".out.tmp-01-1@elsewhere", tmp_path / ".other.tmp-02-1@elsewhere"):
+    dead = tmp_path / f".out.tmp-01-{_ended()}@{os.uname().nodename}"
+    for folder in (alive, dead, tmp_path / ".other.tmp-02-1@elsewhere"):
         folder.mkdir()
     with staged_folder(tmp_path / "out"):
         assert len(stages(tmp_path)) == 3
