@@ -16,7 +16,13 @@ def mm_tasks() -> list[Component]:
             target="mm_core.tasks.text_to_video:TextToVideo",
             config=f"{_CONFIG}.text_to_video:TextToVideoConfig",
             summary="diffusion training of captioned clips; sampling with classifier-free guidance",
-        )
+        ),
+        Component(
+            name="pretrained",
+            target="mm_core.tasks.pretrained:PretrainedTask",
+            config=f"{_CONFIG}.pretrained:PretrainedConfig",
+            summary="any Transformers model with its own loss, exact over tokens or rows of the global batch",
+        ),
     ]
 
 

@@ -50,16 +50,17 @@ class Predictor(Protocol):
 class WeightsFrom:
     """Files that hold a component's weights.
 
-    path: file or folder. format: name of the weight format; None takes the one that fits best. For frozen
-    components also: part: the files may hold a larger model; what lies outside of the component's own
-    top-level modules is passed over. unused: its sub-modules that no result depends on (a pooler): they
-    are not read, and zero.
+    path: file or folder. format: name of the weight format; None takes the one that fits best. part: the
+    files may hold a larger model; what lies outside of the component's own top-level modules is passed over.
+    unused: of a frozen component, its sub-modules that no result depends on (a pooler): they are not read,
+    and zero. new: of a trained one, the parameters that the files lack (a head): they begin at random.
     """
 
     path: str
     format: str | None = None
     part: bool = False
     unused: tuple[str, ...] = ()
+    new: tuple[str, ...] = ()
 
 
 @runtime_checkable

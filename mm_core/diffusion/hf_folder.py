@@ -19,10 +19,12 @@ _PICKLED = ("*.bin", "*.pt", "*.pth")
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A folder as Transformers' `save_pretrained` writes it. role: what the model is, in sentences."""
+    """A folder as Transformers' `save_pretrained` writes it. role: what the model is, in sentences.
+    trust_remote_code: Python files of the folder may run."""
 
     path: Path
     role: str
+    trust_remote_code: bool = False
 
     def has(self, name: str) -> bool:
         """Whether a file of that name is there."""
@@ -52,7 +54,9 @@ class ModelFolder:
                 hint=f"in Diffusers' layout that is the sub-folder {self.role.replace(' ', '_')}",
             )
         try:
-            return AutoConfig.from_pretrained(self.path, local_files_only=True)
+            return AutoConfig.from_pretrained(
+                self.path, local_files_only=True, trust_remote_code=self.trust_remote_code
+            )
         except (OSError, ValueError, KeyError) as fault:
             raise CheckpointError(
                 f"config.json describes no model that Transformers knows: {first_line(fault)}",
@@ -84,7 +88,7 @@ class ModelFolder:
         self.check()
         try:
             with empty_parameters():
-                model = kind.from_config(config, **{_dtype_key(): dtype})
+                model = kind.from_config(config, **{dtype_key(): dtype})
         except (OSError, ValueError, TypeError, AttributeError, LookupError, RuntimeError) as fault:
             raise CheckpointError(
                 f"no {self.role} can be made of config.json: {first_line(fault)}", where=str(self.path)
@@ -111,7 +115,7 @@ class ModelFolder:
             ) from None
 
 
-def _dtype_key() -> str:
+def dtype_key() -> str:
     """Transformers renamed the argument; the old name is gone in later versions."""
     import transformers
     from packaging.version import Version

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mm_core.config.load import load_config
 from mm_core.config.schema import InitFromSection, RunConfig
-from mm_core.contracts import Pretrained
+from mm_core.contracts import Pretrained, WeightsFrom
 from mm_core.errors import CheckpointError, MMError
 from mm_core.parallel.adapters import adapter_of
 from mm_core.plan import build_task
@@ -27,7 +27,8 @@ from mm_core.train.checkpoint_dcp import stored_names
 from mm_core.train.checkpoint_reading import find_checkpoint, read_run_manifest
 from mm_core.train.warm_start import WarmStart
 from mm_core.train.weight_sources import RunSource
-from mm_core.weights.fitting import formats_of
+from mm_core.weights.fitting import Formats, formats_of
+from mm_core.weights.part_of import FormatOfPart
 
 _RECIPE = ("format", "weights", "strict", "include", "exclude", "prefixes")
 
@@ -110,19 +111,19 @@ def recorded(
     Raises:
         CheckpointError: files that are gone, or hold other weights than they did.
     """
-    rows = read_run_manifest(checkpoint).get("base") or []
+    rows = absent_rows(checkpoint)
     absent = set(state).intersection(frozen_names(task)) - stored_names(checkpoint, "model")
     if not rows or not absent:
         return BaseWeights()
     registry = get_registry(config.plugins.path)
-    return _found([_row(row, checkpoint) for row in rows], absent, checkpoint, config, task, registry, state)
+    return _found(rows, absent, checkpoint, config, task, registry, state)
 
 
 def open_run(path: Path, weights: Literal["model", "ema"]) -> RunSource:
     """A checkpoint to begin with, together with what it has left out: its own task says where that goes."""
     source = RunSource(path, weights)
     folder = find_checkpoint(path)
-    if read_run_manifest(folder).get("base"):
+    if absent_rows(folder):
         config = load_config(folder / "config.yaml")
         task = build_task(config, adapters_in(folder))
         roots: tuple[str, ...] = task.trainable  # type: ignore[assignment]
@@ -135,8 +136,9 @@ def open_run(path: Path, weights: Literal["model", "ema"]) -> RunSource:
 
 
 @dataclass(frozen=True)
-class _Row:
-    """Of a manifest. path: None where the environment named the place."""
+class Row:
+    """What a manifest says of frozen weights elsewhere. key: of the config, that named them. path: None where
+    the environment named the place. recipe: how their names are matched."""
 
     key: str
     path: str | None
@@ -145,13 +147,18 @@ class _Row:
     recipe: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _row(row: Any, checkpoint: Path) -> _Row:
+def absent_rows(checkpoint: Path) -> list[Row]:
+    """What a checkpoint leaves to other files, unchecked; [] for one that holds everything."""
+    return [_row(row, checkpoint) for row in read_run_manifest(checkpoint).get("base") or ()]
+
+
+def _row(row: Any, checkpoint: Path) -> Row:
     try:
         recipe = {key: row[key] for key in _RECIPE}
         recipe |= {key: tuple(map(str, row[key])) for key in ("include", "exclude")}
         recipe["prefixes"] = {str(key): str(value) for key, value in row["prefixes"].items()}
         path = None if row["path"] is None else str(row["path"])
-        return _Row(str(row["key"]), path, int(row["tensors"]), str(row["sha256"]), recipe)
+        return Row(str(row["key"]), path, int(row["tensors"]), str(row["sha256"]), recipe)
     except (KeyError, TypeError, ValueError, AttributeError):
         raise CheckpointError(
             "what this checkpoint says of the weights below is not understood",
@@ -161,7 +168,7 @@ def _row(row: Any, checkpoint: Path) -> _Row:
 
 
 def _found(
-    rows: Sequence[_Row],
+    rows: Sequence[Row],
     absent: set[str],
     checkpoint: Path,
     config: RunConfig,
@@ -191,14 +198,14 @@ def _found(
     return BaseWeights(tuple(starts))
 
 
-def _places(row: _Row, config: RunConfig, task: nn.Module) -> list[str]:
+def _places(row: Row, config: RunConfig, task: nn.Module) -> list[str]:
     """Where the weights may be: as the checkpoint says, and as the config says now."""
     root = row.key.removeprefix("task.")
     own = config.init_from if row.key == "init_from" else _own(task, root)
     return list(dict.fromkeys(path for path in (row.path, own.path if own is not None else None) if path))
 
 
-def _unchanged(start: WarmStart, names: Collection[str], row: _Row) -> bool:
+def _unchanged(start: WarmStart, names: Collection[str], row: Row) -> bool:
     return len(names) == row.tensors and _contents(start, names) == row.sha256
 
 
@@ -207,7 +214,7 @@ def _contents(start: WarmStart, names: Collection[str]) -> str:
     return Ranks.current().first(doing, lambda: start.fingerprint(names))
 
 
-def _lost(row: _Row, checkpoint: Path, faults: Sequence[MMError]) -> CheckpointError:
+def _lost(row: Row, checkpoint: Path, faults: Sequence[MMError]) -> CheckpointError:
     said = "; ".join(f"{fault.where}: {fault.what}" for fault in faults)
     return CheckpointError(
         f"this checkpoint leaves {row.tensors} frozen weights to {said or 'a place that no config names'}",
@@ -220,13 +227,24 @@ def _lost(row: _Row, checkpoint: Path, faults: Sequence[MMError]) -> CheckpointE
 
 def _own(task: nn.Module, root: str) -> InitFromSection | None:
     """The files that a component names itself."""
+    given = _given(task, root)
+    if given is None:
+        return None
+    new = tuple(f"{root}.{path}" for path in given.new)
+    return InitFromSection(path=given.path, format=given.format, include=(root,), exclude=new)
+
+
+def _given(task: nn.Module, root: str) -> WeightsFrom | None:
     roots: tuple[str, ...] = task.trainable  # type: ignore[assignment]
     component = task.get_submodule(root) if root in roots else None
-    given = component.weights_from if isinstance(component, Pretrained) else None
-    return InitFromSection(path=given.path, format=given.format, include=(root,)) if given else None
+    return component.weights_from if isinstance(component, Pretrained) else None
 
 
 def _start(key: str, init: InitFromSection, task: nn.Module, registry: Registry) -> WarmStart:
-    formats = formats_of(registry, init.format)
+    formats: Formats = formats_of(registry, init.format)
     roots = None if key == "init_from" else (key.removeprefix("task."),)
+    for root in roots or ():
+        if (given := _given(task, root)) is not None and given.part:
+            component = task.get_submodule(root)
+            formats = {name: FormatOfPart(one, root, component) for name, one in formats.items()}
     return WarmStart(init, task, formats, roots=roots, key=key, open_run=open_run)

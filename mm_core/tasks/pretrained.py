@@ -1,0 +1,256 @@
+"""The task `pretrained`: any model of Transformers, trained with its own loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mm_core.builtin.configs.pretrained import PretrainedConfig
+from mm_core.contracts import Batch, Clip, Evaluation, Loss, Randomness, SampleRequest, TextBatch
+from mm_core.errors import ContractError
+from mm_core.tasks.chunked_loss import hold_back
+from mm_core.tasks.pretrained_loss import IGNORED, RowLosses, check_returned, follow
+from mm_core.tasks.pretrained_model import build_model, forward_names
+
+_SHIFTED = {"ForCausalLM", "ForConditionalGeneration", None}
+"""Transformers' losses in which a token's label is the next one; None: of classes without a name for it."""
+
+
+@dataclass
+class PretrainedInputs:
+    """What a forward takes. weights: [B] float32 on the device. weight: of the batch. counts: of each row."""
+
+    inputs: dict[str, Tensor]
+    weights: Tensor
+    counts: list[int]
+    weight: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class CountLabels:
+    """What data workers do with a collated batch: count the labels of each row that its loss is over.
+
+    shifted: a token's label is the next one, so that the first of a row counts for nothing.
+    accepted: names that the model's forward takes; None where it takes any.
+    """
+
+    shifted: bool
+    accepted: tuple[str, ...] | None
+
+    def __call__(self, batch: Batch) -> Batch:
+        """The batch with `counts` and `tokens`. ContractError for one that the model can not take."""
+        if not isinstance(batch, TextBatch):
+            raise ContractError(
+                f"the dataset makes a {type(batch).__name__}, and the task pretrained takes a TextBatch",
+                where="data.train",
+                hint="choose a dataset of tokens (text_rows), or the task that the dataset is for",
+            )
+        if "labels" not in batch.inputs:
+            raise ContractError(
+                "the dataset gives no `labels`, so there is nothing to learn",
+                where="data.train",
+                accepted=f"inputs with labels; these are {', '.join(batch.inputs)}",
+            )
+        strange = sorted(set(batch.inputs) - {*(self.accepted or batch.inputs), "labels"})
+        if strange:
+            raise ContractError(
+                f"the model's forward takes no {', '.join(strange)}",
+                where="data.train",
+                accepted=", ".join(self.accepted or ()),
+            )
+        return replace(batch, counts=self.counts(batch.inputs["labels"]), tokens=_tokens(batch.inputs))
+
+    def counts(self, labels: Tensor) -> list[int]:
+        """Of each row of labels [B], [B,K] or [B,L]."""
+        if labels.is_floating_point():
+            return [1] * len(labels)
+        if labels.dim() == 1:
+            labels = labels[:, None]
+        elif self.shifted:
+            labels = labels[:, 1:]
+        return [int(count) for count in (labels != IGNORED).flatten(1).sum(1)]
+
+
+def _tokens(inputs: Mapping[str, Tensor]) -> int:
+    if "attention_mask" in inputs and inputs["attention_mask"].dim() == 2:
+        return int((inputs["attention_mask"] > 0).sum())
+    return inputs["input_ids"].numel() if "input_ids" in inputs else 0
+
+
+class PretrainedTask(nn.Module):
+    """Trains a model on batches that its `forward` takes by name. Satisfies `Task`.
+
+    The loss is the one that the model computes from `labels`, as a sum: over tokens whose label is not -100,
+    or over rows; rows of weight 0 count for nothing. Fields are those of `PretrainedConfig`.
+    """
+
+    trainable = ("model",)
+    frozen: tuple[str, ...] = ()
+    bins = None
+
+    def __init__(self, from_pretrained: str, auto_class: str, **others: Any) -> None:
+        super().__init__()
+        wanted = PretrainedConfig(from_pretrained, auto_class, **others)
+        self.model: Any = build_model(wanted, "model")
+        names, others_too = forward_names(self.model)
+        self._options = _without_cache(self.model, names, others_too)
+        composite = getattr(self.model.config, "is_encoder_decoder", False)
+        self._labels = CountLabels(
+            shifted=not composite and getattr(self.model, "loss_type", None) in _SHIFTED,
+            accepted=None if others_too else tuple(names),
+        )
+        self._holding: Callable[[], AbstractContextManager[None]] = _chunks(self.model, wanted)
+        self._names: frozenset[str] | None = None
+        self._checked: set[bool] = set()  # in training, in evaluation
+        self._record: RowLosses | None = None
+        # Before the engine's own hooks, which may cast what the model returns.
+        self.model.register_forward_hook(self._look)
+
+    # -- training ------------------------------------------------------------------------------
+
+    def weight(self, batch: Batch) -> float:
+        """The number of labels that the loss is over, each times the weight of its row."""
+        assert isinstance(batch, TextBatch)
+        self._check_names(batch)
+        counts = batch.counts if batch.counts is not None else self._labels.counts(batch.inputs["labels"])
+        return float(sum(w * n for w, n in zip(batch.weights.tolist(), counts, strict=True)))
+
+    def batch_transform(self) -> Callable[[Batch], Batch]:
+        """Counting labels, for data workers."""
+        return self._labels
+
+    def prepare(self, batch: Batch, rng: Randomness) -> PretrainedInputs:
+        """The batch as it is: nothing is drawn and nothing encoded."""
+        assert isinstance(batch, TextBatch)
+        counts = batch.counts if batch.counts is not None else self._labels.counts(batch.inputs["labels"])
+        weight = float(sum(w * n for w, n in zip(batch.weights.tolist(), counts, strict=True)))
+        weights = batch.weights.to(next(iter(batch.inputs.values())).device, non_blocking=True)
+        return PretrainedInputs(batch.inputs, weights, counts, weight, batch.tokens)
+
+    def loss(self, inputs: PretrainedInputs) -> Loss:
+        """The model's own loss, in float32, as a weighted sum over labels."""
+        record = RowLosses(inputs.weights)
+        returned = self._forward(inputs, record)
+        return Loss(returned.loss, inputs.weight, tokens=inputs.tokens)
+
+    def _forward(self, inputs: PretrainedInputs, record: RowLosses) -> Any:
+        given = dict(inputs.inputs)
+        given["labels"] = follow(given["labels"], record)
+        self._record = record
+        try:
+            with self._holding():
+                returned = self.model(**given, **self._options)
+        finally:
+            self._record = None
+        if self.model.training not in self._checked:
+            _check_counts(record, inputs.counts)
+            self._checked.add(self.model.training)
+        return returned
+
+    def _look(self, model: nn.Module, args: Any, returned: Any) -> None:
+        """Checks what the first forward returns: the loss is the sum that was asked for, and nothing else."""
+        if self._record is not None and model.training not in self._checked:
+            check_returned(self._record, getattr(returned, "loss", None))
+
+    def _check_names(self, batch: TextBatch) -> None:
+        """ContractError for a batch with other inputs than those before: it would run other modules, and the
+        ranks would wait for one another for ever."""
+        names = frozenset(batch.inputs)
+        if self._names is None:
+            self._names = names
+        elif names != self._names:
+            raise ContractError(
+                f"a batch has other inputs than those before it: {', '.join(sorted(names ^ self._names))} "
+                "only in some",
+                where="data.train",
+                accepted="the same names in every batch: a blank image, say, where a row has none",
+            )
+
+    # -- evaluation ----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch, rng: Randomness, quantiles: Sequence[float]) -> Evaluation:
+        """Each row's loss, summed over its labels; its weight is their number.
+
+        For labels that are classes also `accuracy`, how many are right, and as outputs `predictions` and
+        `labels`: [B], or [B,L] with -100 where nothing counts. Where rows have one label, or several numbers,
+        also `logits` [B,K].
+        """
+        assert isinstance(batch, TextBatch)
+        inputs = self.prepare(batch, rng)
+        record = RowLosses(torch.ones_like(inputs.weights), keep_predictions=True)
+        returned = self._forward(inputs, record)
+        assert record.rows is not None
+        sums, outputs = {"loss": record.rows.float()}, {}
+        labels = inputs.inputs["labels"]
+        if record.predictions is not None and record.labels is not None:
+            predictions, wanted = record.predictions, record.labels
+            sums["accuracy"] = ((predictions == wanted) & (wanted != IGNORED)).sum(1).float()
+            one = labels.dim() == 1
+            outputs = {"predictions": predictions[:, 0] if one else predictions}
+            outputs["labels"] = wanted[:, 0] if one else wanted
+        if labels.dim() == 1 or labels.is_floating_point():
+            outputs |= {"logits": returned.logits.float(), "labels": labels}
+        weights = torch.tensor(inputs.counts, dtype=torch.float32, device=record.rows.device)
+        return Evaluation(sums, weights, outputs)
+
+    # -- the rest of the contract --------------------------------------------------------------
+
+    def sample(self, request: SampleRequest) -> list[Clip]:
+        """ContractError: these models make no clips."""
+        raise _no_clips()
+
+    def check_request(self, request: SampleRequest) -> None:
+        """ContractError, before any training."""
+        raise _no_clips()
+
+    def check(self, batch_spec: Mapping[str, Any]) -> None:
+        """What fits is seen in the first batch: datasets name their inputs only there."""
+
+
+def _chunks(model: Any, wanted: PretrainedConfig) -> Callable[[], AbstractContextManager[None]]:
+    """The context in which the model's output embedding holds its logits back."""
+    head = model.get_output_embeddings() if wanted.loss != "plain" else None
+    if type(head) is nn.Linear:
+        return hold_back(head, wanted.chunk_tokens)
+    if wanted.loss == "chunked":
+        found = "none" if head is None else f"a {type(head).__name__}"
+        raise ContractError(
+            f"a chunked loss needs an output embedding, and {type(model).__name__} has {found}",
+            where="task.loss",
+            accepted="auto, plain; chunked for models whose get_output_embeddings is a linear layer",
+        )
+    return nullcontext
+
+
+def _without_cache(model: Any, names: Sequence[str], others_too: bool) -> dict[str, Any]:
+    """The option that keeps a decoder from caching keys and values: recomputed blocks would add to it."""
+    text = model.config.get_text_config()
+    takes = "use_cache" in names or (others_too and hasattr(text, "use_cache"))
+    return {"use_cache": False} if takes else {}
+
+
+def _check_counts(record: RowLosses, counts: Sequence[int]) -> None:
+    """ContractError where the model's loss is over other labels than `weight` has counted."""
+    assert record.counted is not None
+    found = [int(count) for count in record.counted.tolist()]
+    if found != list(counts):
+        raise ContractError(
+            f"the model's loss is over {found} labels of a batch's rows, where {list(counts)} were counted",
+            where="task.auto_class",
+            accepted="labels that are shifted by one (causal models), or not at all",
+        )
+
+
+def _no_clips() -> ContractError:
+    return ContractError(
+        "a Transformers model generates no clips",
+        where="validation.samples",
+        hint="leave validation.samples out; the exported folder generates in Transformers itself",
+    )

@@ -1,0 +1,212 @@
+"""A model of Transformers from its folder: the class, the modules without memory, weights drawn by chance."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mm_core.builtin.configs.pretrained import PretrainedConfig
+from mm_core.contracts import Randomness, WeightsFrom, empty_parameters
+from mm_core.diffusion.hf_folder import ModelFolder, dtype_key, first_line
+from mm_core.errors import CheckpointError, ContractError, MMError, nearest
+from mm_core.parallel.freezing import covered
+from mm_core.parallel.initialise import keep_local_part
+
+_SEED = "mm_seed"
+
+
+def build_model(wanted: PretrainedConfig, name: str) -> Any:
+    """The model of a folder, called `name` in its task: parameters on the meta device, tables computed.
+
+    It has what the core asks of a component: `init_weights`, and `weights_from` where files hold weights.
+
+    Raises:
+        CheckpointError: no such folder, or one that no model can be made of.
+        ContractError: a class that there is not, or that makes no such model.
+    """
+    folder = Path(wanted.from_pretrained)
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(
+            "this folder holds no config.json" if folder.is_dir() else "there is no such folder",
+            where=str(folder),
+            accepted="a folder as Transformers' save_pretrained writes it",
+            hint="set task.from_pretrained",
+        )
+    if wanted.trust_remote_code:
+        warnings.warn(f"task.trust_remote_code is on: Python files of {folder} are run", stacklevel=2)
+    config = _config_of(folder, wanted)
+    model = _made(_class_of(wanted.auto_class), config, wanted, folder)
+    _prepare_initialisation(model)
+    new = _new_parameters(model, wanted, name)
+    model.weights_from = None
+    if wanted.weights == "files":
+        model.weights_from = WeightsFrom(str(folder), "core/transformers", part=True, new=new)
+    return model
+
+
+def _config_of(folder: Path, wanted: PretrainedConfig) -> Any:
+    config = ModelFolder(folder, "model", trust_remote_code=wanted.trust_remote_code).config()
+    known = config.to_dict()
+    for key, value in wanted.overrides.items():
+        if key not in known and not hasattr(config, key):
+            raise ContractError(
+                f"the model's config.json has no key {key!r}",
+                where="task.overrides",
+                accepted=", ".join(nearest(key, known, 5)) or f"a key of {type(config).__name__}",
+            )
+        if isinstance(value, Mapping) and key in config.sub_configs:
+            for inner, changed in value.items():
+                setattr(getattr(config, key), inner, changed)
+        else:
+            setattr(config, key, value)
+    if wanted.labels:
+        config.id2label = dict(enumerate(wanted.labels))
+        config.label2id = {label: index for index, label in enumerate(wanted.labels)}
+    return config
+
+
+def _class_of(auto_class: str) -> Any:
+    """A class of models, or an auto class that chooses one by a config."""
+    import transformers
+
+    if ":" not in auto_class:
+        kind = getattr(transformers, auto_class, None)
+        if inspect.isclass(kind) and hasattr(kind, "from_config") and hasattr(kind, "_model_mapping"):
+            return kind
+        known = [name for name in dir(transformers) if name.startswith("AutoModel")]
+        raise ContractError(
+            f"Transformers has no auto class {auto_class!r}",
+            where="task.auto_class",
+            accepted=", ".join(nearest(auto_class, known, 3) or known[:8]) + "; or module:Class",
+        )
+    module, _, name = auto_class.partition(":")
+    try:
+        kind = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as fault:
+        raise ContractError(
+            f"{auto_class!r} can not be imported: {first_line(fault)}", where="task.auto_class"
+        ) from fault
+    if not (inspect.isclass(kind) and issubclass(kind, transformers.PreTrainedModel)):
+        raise ContractError(
+            f"{auto_class!r} is no model of Transformers",
+            where="task.auto_class",
+            accepted="a child of transformers.PreTrainedModel",
+        )
+    return kind
+
+
+def _made(kind: Any, config: Any, wanted: PretrainedConfig, folder: Path) -> Any:
+    options: dict[str, Any] = {dtype_key(): torch.float32}
+    if wanted.attn_implementation is not None:
+        options["attn_implementation"] = wanted.attn_implementation
+    automatic = hasattr(kind, "_model_mapping")
+    make = kind.from_config if automatic else kind._from_config
+    if automatic:
+        options["trust_remote_code"] = wanted.trust_remote_code
+    elif not isinstance(config, kind.config_class):
+        raise _other_kind(kind, config, folder)
+    try:
+        with empty_parameters():
+            return make(config, **options)
+    except MMError:
+        raise
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, ImportError, RuntimeError) as fault:
+        if automatic and type(config) not in kind._model_mapping and not wanted.trust_remote_code:
+            raise _other_kind(kind, config, folder) from fault
+        raise ContractError(
+            f"{kind.__name__} makes no model of this folder: {first_line(fault)}", where=str(folder)
+        ) from fault
+
+
+def _other_kind(kind: Any, config: Any, folder: Path) -> ContractError:
+    listed = ", ".join(config.architectures or ())
+    return ContractError(
+        f"{kind.__name__} makes no model of this folder, whose config.json is of {config.model_type!r}",
+        where=str(folder),
+        accepted=f"an auto class for it, or its own class: {listed}" if listed else "an auto class for it",
+        hint="set task.auto_class, or task.from_pretrained",
+    )
+
+
+def _new_parameters(model: nn.Module, wanted: PretrainedConfig, name: str) -> tuple[str, ...]:
+    """What `new_modules` covers, by path in the model."""
+    paths = [path for path, _ in model.named_parameters(prefix=name)]
+    found = covered(wanted.new_modules, paths, "task.new_modules")
+    return tuple(path.removeprefix(f"{name}.") for path in found)
+
+
+# -- initialisation ------------------------------------------------------------------------------
+
+
+def _prepare_initialisation(model: Any) -> None:
+    """Has the engine fill the model as its authors do: tables as computed, weights as they draw them."""
+    tables = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    # A buffer that the engine seeds as it seeds any other tensor: the rest is drawn from it.
+    model.register_buffer(_SEED, torch.zeros(1, device="cpu"), persistent=False)
+
+    def init_weights() -> None:
+        _draw(model)
+        for name, table in tables.items():
+            model.get_buffer(name).copy_(table)
+
+    model.init_weights = init_weights
+
+
+def _draw(model: Any) -> None:
+    """Draws every parameter that the engine has marked as unset (by nan), one module at a time, whole: what
+    authors do to rows and to `.data` of a parameter would miss the shards."""
+    seed = nn.init.uniform_(getattr(model, _SEED))
+    rng = Randomness(int(float(seed) * 2**24))
+    done: set[int] = set()
+    owners = _owners(model)
+    for path, module in reversed(list(model.named_modules())):  # children first, as the library goes
+        own = {key: p for key, p in module._parameters.items() if p is not None}
+        todo = {key: p for key, p in own.items() if id(p) not in done and _unset(p)}
+        done |= {id(parameter) for parameter in own.values()}
+        if not todo:
+            continue
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(rng.seed32(path))
+            whole = {key: nn.Parameter(torch.full(p.shape, float("nan"))) for key, p in own.items()}
+            _with(module, whole, owners[path])
+        for key, parameter in todo.items():
+            keep_local_part(parameter, whole[key].detach())
+
+
+def _owners(model: Any) -> dict[str, Callable[[nn.Module], None]]:
+    """Of each module, the `_init_weights` of the innermost model that it is in."""
+    from transformers import PreTrainedModel
+
+    found: dict[str, Callable[[nn.Module], None]] = {}
+    for path, module in model.named_modules():
+        own = isinstance(module, PreTrainedModel)
+        found[path] = module._init_weights if own else found[path.rpartition(".")[0]]
+    return found
+
+
+def _with(module: nn.Module, whole: Mapping[str, nn.Parameter], init: Callable[[nn.Module], None]) -> None:
+    kept: Mapping[str, Any] = dict(module._parameters)
+    module._parameters.update(whole)
+    try:
+        init(module)
+    finally:
+        module._parameters.update(kept)
+
+
+def _unset(parameter: Tensor) -> bool:
+    local: Any = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return bool(local.isnan().any())
+
+
+def forward_names(model: nn.Module) -> tuple[Sequence[str], bool]:
+    """(names of what the model's forward takes, whether it takes others as well)."""
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY or p.kind is p.POSITIONAL_OR_KEYWORD]
+    return names[1:], any(p.kind is p.VAR_KEYWORD for p in parameters)
