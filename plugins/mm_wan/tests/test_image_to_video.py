@@ -36,6 +36,7 @@ def module_at(path: Path) -> ModuleType:
 
 
 frames, solvers = module_at(HERE / "wan_frames.py"), module_at(HERE / "test_solvers.py")
+ranks = module_at(HERE.parents[2] / "tests/ranks.py")
 
 NAMES = {"i2v": ("first",), "i2v_2.2": ("first",), "flf2v": ("first", "last"), "ti2v": ("first",)}
 PROMPT, NEGATIVE = "a red circle moves left", "blurred details"
@@ -319,3 +320,23 @@ def test_from_python(made):
     assert torch.equal(clip.pixels, other.pixels)
     (expected,) = piped(WanImageToVideoPipeline.from_pretrained(at.folder), [first, last], "unipc", 5.0, "pt")
     torch.testing.assert_close(clip.pixels, expected.transpose(0, 1) * 2 - 1, rtol=0, atol=1e-4)
+
+
+# -- over ranks ------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["i2v", "ti2v"])
+def test_two_ranks_train_the_weights_of_one(made, tmp_path, variant):
+    seen = {}
+    for world in (1, 2):
+        out = tmp_path / f"{world}.pt"
+        ranks.run_ranks(HERE / "frames_ranks.py", world, out, made(variant).folder, variant)
+        seen[world] = torch.load(out)
+    assert seen[2]["losses"] == pytest.approx(seen[1]["losses"], rel=1e-5)
+    for part in ("gradients", "trained"):
+        for name, one in seen[1][part].items():
+            gap = (seen[2][part][name] - one).abs().max() / one.abs().max().clamp_min(1e-8)
+            assert gap < 1e-5, (part, name)
+    moved = [n for n, t in seen[2]["trained"].items() if not torch.equal(t, seen[2]["begun"][n])]
+    assert moved == list(seen[2]["begun"])

@@ -1,0 +1,74 @@
+"""Run by each rank: text_to_video of a tiny image-to-video checkpoint, three steps on four clips.
+
+usage: frames_ranks.py OUT FOLDER VARIANT
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from wan_frames import config_at
+from wan_ranks import BLOCKS, weights, whole
+
+from mm_core.contracts import Randomness, SampleKey, VideoTextBatch
+from mm_core.device import start_process_group
+from mm_core.engines.fsdp2 import FSDP2Engine
+from mm_core.plan import build_task
+from mm_core.train.failure import leave
+from mm_core.train.frozen import load_frozen_alone
+from mm_core.train.initial_weights import FromFiles
+
+RNG = Randomness(5)
+
+
+def row_of(row: int) -> VideoTextBatch:
+    """One smooth clip."""
+    coarse = RNG.normal((1, 3, 3, 3, 5), "clip", row)
+    pixels = torch.nn.functional.interpolate(coarse, (5, 32, 64), mode="trilinear").tanh()
+    captions = [f"a red circle {row}"]
+    return VideoTextBatch([SampleKey(0, row)], torch.ones(1), captions, pixels=pixels, captions=captions)
+
+
+def main() -> None:
+    out, folder, variant = sys.argv[1:]
+    start_process_group()
+    torch.set_num_threads(1)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    place = Path(f"{out}.{rank}")
+    place.mkdir()
+    config = config_at(place, Path(folder), variant)
+    task = build_task(config)
+    load_frozen_alone(task, torch.device("cpu"), config)
+    engine = FSDP2Engine(sub_modules_to_wrap=BLOCKS, recompute_modules=BLOCKS, param_dtype=None)
+    # SGD: a step is as exact as its gradient, where AdamW makes a sign of a gradient near zero.
+    engine.prepare(
+        task,
+        engine.plan(task, world, 2),
+        lambda p: torch.optim.SGD(p.values(), lr=1e-2),
+        Randomness(0),
+        FromFiles(config, task),
+    )
+    seen = {"begun": weights(engine), "losses": []}
+    for step in range(3):
+        rows = [row for row in range(4) if row % world == rank]
+        total = torch.zeros(())
+        for row in rows:
+            inputs = task.prepare(row_of(row), RNG.at(step))
+            total += engine.micro_step(lambda: task.loss(inputs), last=row == rows[-1], scale=world / 4).total  # noqa: B023
+        dist.all_reduce(total)
+        seen["losses"].append(float(total))
+        if step == 0:
+            seen["gradients"] = {name: whole(p.grad) for name, p in engine.named_parameters()}
+        engine.step(engine.grad_norm(), 1.0)
+    seen["trained"] = weights(engine)
+    if rank == 0:
+        torch.save(seen, out)
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()
+    leave(0)
