@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from mm_core.config.schema import RunConfig
-from mm_core.contracts import CountsSamples, Engine, EnginePlan, Frozen, StepOperations, Streamed, torch_dtype
+from mm_core.contracts import (
+    CountsSamples,
+    Engine,
+    EnginePlan,
+    Frozen,
+    Pretrained,
+    StepOperations,
+    Streamed,
+    torch_dtype,
+)
 from mm_core.data.sampler import BatchPlan
 from mm_core.errors import PlanError
 from mm_core.parallel.casting import hold_frozen
@@ -20,6 +30,7 @@ from mm_core.plugin.fields import ComponentConfig
 from mm_core.plugin.registry import build, get_registry
 from mm_core.weights.adapters import Structure, add_adapters
 from mm_core.weights.fitting import formats_of
+from mm_core.weights.stored import missing_at
 
 
 @dataclass(frozen=True)
@@ -39,7 +50,15 @@ class ModuleFact:
     name: str
     trainable: bool
     parameters: int
-    missing_files: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class MissingFile:
+    """A file or folder that does not exist. component: of the task, that names it. needed: for what."""
+
+    path: str
+    component: str
+    needed: Literal["to train", "to begin", "to sample"]
 
 
 @dataclass(frozen=True)
@@ -56,11 +75,12 @@ class RunPlan:
     accumulation: int
     ema_bytes: int = 0
     operations: StepOperations | None = None  # of a step, over all ranks, where they are known
+    missing: tuple[MissingFile, ...] = ()
 
     @property
     def missing_files(self) -> tuple[str, ...]:
-        """Files that frozen components will need and that do not exist."""
-        return tuple(path for module in self.modules for path in module.missing_files)
+        """Paths of all files that are missing."""
+        return tuple(file.path for file in self.missing)
 
     def to_mapping(self) -> dict[str, Any]:
         """The plan as plain values, for `--dry-run --json`."""
@@ -85,7 +105,10 @@ class RunPlan:
                 f"{module.parameters:>15,} parameters" if module.parameters else "       as its files hold"
             )
             lines.append(f"  {module.name:<{width}}  {state:<8} {count}")
-            lines += [f"    missing: {path} (needed to train)" for path in module.missing_files]
+            lines += self._missing_of(module.name)
+        named = {module.name for module in self.modules}
+        for component in dict.fromkeys(f.component for f in self.missing if f.component not in named):
+            lines += [f"  {component}", *self._missing_of(component)]
         lines += ["", "sharding"]
         for label, paths in (
             ("wrapped", engine.wrapped),
@@ -93,6 +116,9 @@ class RunPlan:
             ("ignored", engine.ignored),
         ):
             lines.append(f"  {label:<11} {len(paths):>4}  {_abridged(paths)}")
+        for frozen in engine.frozen:
+            by = f", {len(frozen.blocks)} blocks one at a time" if frozen.blocks else ""
+            lines.append(f"  {'frozen':<11}       {frozen.name} {frozen.placement}{by}")
         lines += [
             "",
             "batches",
@@ -100,21 +126,41 @@ class RunPlan:
             f" x {self.accumulation} accumulated x {engine.data_parallel} data-parallel ranks",
             f"  {self.steps:,} steps = {self.steps * self.global_batch_size:,} samples",
             "",
-            "memory a rank, without activations",
+            *self._memory(),
         ]
-        sizes = {
-            "parameters": engine.parameter_bytes,
-            "gradients": engine.gradient_bytes,
-            "optimizer": engine.optimizer_bytes,
-            **({"average": self.ema_bytes} if self.ema_bytes else {}),
-        }
-        sizes["together"] = sum(sizes.values())
-        lines += [f"  {label:<11} {size:>18,} bytes  {_gib(size)}" for label, size in sizes.items()]
         if self.operations is not None:
             lines += ["", "operations a step, of all ranks together"]
             for label, count in asdict(self.operations).items():
                 lines.append(f"  {label:<11} {count / 1e12:>18,.6g} TFLOP")
         return "\n".join(lines)
+
+    def _missing_of(self, component: str) -> list[str]:
+        return [
+            f"    missing: {f.path} (needed {f.needed})" for f in self.missing if f.component == component
+        ]
+
+    def _memory(self) -> list[str]:
+        engine = self.engine
+        sizes = {
+            "parameters": engine.parameter_bytes,
+            "gradients": engine.gradient_bytes,
+            "optimizer": engine.optimizer_bytes,
+            **({"average": self.ema_bytes} if self.ema_bytes else {}),
+            **{frozen.name: frozen.device_bytes for frozen in engine.frozen},
+        }
+        sizes["together"] = sum(sizes.values())
+        width = max(11, *map(len, sizes))
+        lines = ["memory a rank, without activations"]
+        lines += [f"  {label:<{width}} {size:>18,} bytes  {_gib(size)}" for label, size in sizes.items()]
+        for frozen in engine.frozen:
+            if frozen.host_bytes:
+                lines.append(f"  {frozen.name} keeps {_gib(frozen.host_bytes)} in host memory")
+            if frozen.call_bytes:
+                lines.append(f"  {frozen.name} has up to {_gib(frozen.call_bytes)} more while it computes")
+        known = {frozen.name for frozen in engine.frozen}
+        if unknown := [m.name for m in self.modules if not m.trainable and m.name not in known]:
+            lines.append(f"  not counted: {', '.join(unknown)}")
+        return lines
 
 
 def _gib(size: int) -> str:
@@ -194,6 +240,7 @@ def make_plan(
         engine=layout,
         components=tuple(_components(config)),
         modules=tuple(_modules(task)),
+        missing=tuple(_missing(config, task)),
         steps=_steps(config, size, num_samples),
         micro_batch_size=micro,
         global_batch_size=size,
@@ -261,9 +308,31 @@ def _modules(task: nn.Module) -> list[ModuleFact]:
         for name in names:  # type: ignore[union-attr]
             module = getattr(task, name)
             count = sum(p.numel() for p in module.parameters()) if isinstance(module, nn.Module) else 0
-            missing = tuple(module.missing_files()) if isinstance(module, Frozen) else ()
-            facts.append(ModuleFact(name, trainable, count, missing))
+            facts.append(ModuleFact(name, trainable, count))
     return facts
+
+
+def _missing(config: RunConfig, task: nn.Module) -> list[MissingFile]:
+    """Of the trained components' folders, the frozen ones' files, and what others (a scheduler) need to
+    sample: what does not exist."""
+    trained: Sequence[str] = task.trainable  # type: ignore[assignment]
+    frozen: Sequence[str] = task.frozen  # type: ignore[assignment]
+    found = []
+    for name in trained:
+        component = task.get_submodule(name)
+        given = component.weights_from if isinstance(component, Pretrained) else None
+        paths = missing_at(Path(given.path)) if given is not None else []
+        found += [MissingFile(path, name, "to begin") for path in paths]
+    others = [name for name in config.task.options if name not in (*trained, *frozen)]
+    samples = config.validation is not None and config.validation.samples is not None
+    for name in (*frozen, *others):
+        part = getattr(task, name, None)  # not every option of a task is a part of it
+        if isinstance(part, Frozen):
+            needed: Literal["to train", "to sample"] = (
+                "to train" if name in frozen or samples else "to sample"
+            )
+            found += [MissingFile(path, name, needed) for path in part.missing_files()]
+    return found
 
 
 def _components(config: RunConfig) -> list[ComponentFact]:

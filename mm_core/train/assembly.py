@@ -95,9 +95,9 @@ def _assemble(
         name: build("dataset", section) for name, section in data_sections(config).items()
     }
     plan = make_plan(config, dist.get_world_size(), task, engine, len(datasets["train"]))
-    if plan.missing_files:
+    if missing := [file.path for file in plan.missing if file.needed == "to train"]:
         raise PlanError(
-            f"files of frozen components are missing: {', '.join(plan.missing_files)}",
+            f"files of frozen components are missing: {', '.join(missing)}",
             where="task",
             hint="download them, or point from_pretrained at the folder that holds them",
         )

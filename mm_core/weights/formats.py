@@ -184,10 +184,11 @@ class Transformers:
         return peft_layout(KeyMap(prefix=found[0]))
 
     def companions(self, task: nn.Module, written: Sequence[Written]) -> Companions:
-        """Tokenizer and processor files of the folders that the task's models were read from."""
+        """Tokenizer and processor files of the folders that the trained models were read from."""
+        trained = [task.get_submodule(name) for name in task.trainable]  # type: ignore[union-attr]
         folders = [
             Path(component.weights_from.path)
-            for component in task.children()
+            for component in trained
             if isinstance(component, Pretrained) and component.weights_from is not None
         ]
         files = [folder / name for folder in folders for name in TOKENIZER_FILES]
@@ -266,8 +267,8 @@ def only_pickled(folder: Path, names: Sequence[str]) -> CheckpointError:
 
 def wrapped_model(component: nn.Module, library: str, base: str) -> tuple[str, Any] | None:
     """(prefix of its names, model): the component itself where it is a model of `library`, or the only
-    one in it, where that holds all its tensors. The library is not imported: nobody can hold a model of a library
-    that was never imported."""
+    one in it, where that holds all its tensors. The library is not imported: nobody can hold a model of a
+    library that was never imported."""
     kind = getattr(sys.modules.get(library), base, None)
     if kind is None:
         return None

@@ -160,6 +160,21 @@ class TorchFile:
         return self._tensors[name].detach()[box]
 
 
+def missing_at(path: Path) -> list[str]:
+    """Of weights at a path, what does not exist: the file or folder, or files that its index lists."""
+    if not path.exists():
+        return [str(path)]
+    found = path.glob(f"*{INDEX}") if path.is_dir() else [path] if path.name.endswith(INDEX) else []
+    missing = []
+    for index in sorted(found):
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, LookupError, TypeError, AttributeError, OSError, RecursionError):
+            continue  # a damaged index: reading says so
+        missing += [str(index.parent / name) for name in names if not (index.parent / str(name)).is_file()]
+    return missing
+
+
 def indexed(index: Path) -> list[Path]:
     """The files that an index lists; CheckpointError for one that names a file outside of its folder, or
     none at all."""

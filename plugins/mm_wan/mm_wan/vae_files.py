@@ -55,4 +55,6 @@ def empty_model(config: Mapping[str, Any], folder: Path, dtype: torch.dtype) -> 
             model = AutoencoderKLWan.from_config(dict(config))
     except (TypeError, ValueError, LookupError, AssertionError, RuntimeError, AttributeError) as fault:
         raise _no_model(fault, folder) from fault
-    return model.to(dtype)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
