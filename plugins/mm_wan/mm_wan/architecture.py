@@ -21,6 +21,10 @@ CLASS = "WanTransformer3DModel"
 ORIGINAL_CLASS = "WanModel"
 STEM = "diffusion_pytorch_model"
 INDEX = "model_index.json"
+EXPERT_PARTS = {"high": "transformer", "low": "transformer_2"}
+"""Folders of Wan 2.2's two transformers in a pipeline: for much noise, and for little."""
+EXPERT_FOLDERS = {"high": "high_noise_model", "low": "low_noise_model"}
+"""The same in the folder that Wan-AI publishes."""
 ACCEPTED = (
     f"the folder of a Wan pipeline ({INDEX}), of its transformer (config.json of {CLASS}),"
     f" or as Wan-AI lays it out (config.json of {ORIGINAL_CLASS})"
@@ -124,8 +128,13 @@ def read_fields(folder: Path) -> dict[str, object]:
 
 
 def wan_parts(folder: Path) -> list[str]:
-    """The Wan transformers that a pipeline's folder lists: `transformer`, `transformer_2`."""
+    """The Wan transformers that a pipeline's folder lists: `transformer`, `transformer_2`. Both of them are
+    also found without a pipeline around them."""
     index = read_mapping(folder / INDEX)
+    if not index:
+        both = list(EXPERT_PARTS.values())
+        found = [read_mapping(folder / name / "config.json").get("_class_name") for name in both]
+        return both if found == [CLASS, CLASS] else []
     return sorted(
         name
         for name, kind in index.items()
@@ -227,11 +236,6 @@ def _original_fields(folder: Path) -> dict[str, object]:
 
 
 # -- two experts ---------------------------------------------------------------------------------
-
-EXPERT_PARTS = {"high": "transformer", "low": "transformer_2"}
-"""Folders of Wan 2.2's two transformers in a pipeline: for much noise, and for little."""
-EXPERT_FOLDERS = {"high": "high_noise_model", "low": "low_noise_model"}
-"""The same in the folder that Wan-AI publishes."""
 
 
 def expert_folders(top: Path) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -37,17 +38,27 @@ def shake(model: nn.Module, seed: int, spread: float = 0.3) -> None:
             parameter.add_(size * torch.randn(parameter.shape, generator=generator))
 
 
-def config_of(place: Path, folder: Path, name: str = "pair", *, train: str = "both", **sections):
-    """A run without data of the pipeline in `folder`: what its dataset names does not exist."""
+def config_of(
+    place: Path,
+    folder: Path,
+    name: str = "pair",
+    *,
+    train: str = "both",
+    encoders: Path | None = None,
+    adapters: Sequence[dict] = (),
+):
+    """A run without data of the experts in `folder`: what its dataset names does not exist. encoders: the
+    pipeline's folder, where the experts' is none."""
+    encoders = encoders or folder
     document = {
         "run": {"name": name, "dir": str(place / "runs")},
         "task": {
             "type": "text_to_video",
             "predictor": {"type": "wan/two_expert", "from_pretrained": str(folder), "train": train},
-            "autoencoder": {"type": "wan/vae", "from_pretrained": str(folder / "vae")},
+            "autoencoder": {"type": "wan/vae", "from_pretrained": str(encoders / "vae")},
             "text_encoder": {
                 "type": "wan/umt5",
-                "from_pretrained": str(folder / "text_encoder"),
+                "from_pretrained": str(encoders / "text_encoder"),
                 "dtype": "fp32",
             },
             "scheduler": {"type": "wan/flow_match", "sample_shift": 3.0},
@@ -61,16 +72,15 @@ def config_of(place: Path, folder: Path, name: str = "pair", *, train: str = "bo
                 "width": 48,
             }
         },
-        "train": {"epochs": 1},
-        **sections,
+        "train": {"epochs": 1, "adapters": list(adapters)},
     }
     path = place / f"{name}.yaml"
     path.write_text(yaml.safe_dump(document), encoding="utf-8")
     return load_config(path)
 
 
-def imported(place: Path, folder: Path, name: str = "pair", *, train: str = "both", **sections):
+def imported(place: Path, folder: Path, name: str = "pair", **options):
     """(the config, the checkpoint of step 0, the task with its weights)."""
-    config = config_of(place, folder, name, train=train, **sections)
+    config = config_of(place, folder, name, **options)
     saved, _ = import_weights(config, folder)
     return config, saved, load_task(config, saved, "model")
