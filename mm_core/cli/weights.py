@@ -45,6 +45,7 @@ def _show(args: argparse.Namespace) -> int:
         document = {
             "formats": found.formats,
             "fits": found.fits,
+            "absent": found.absent,
             "metadata": dict(found.texts),
             "bytes": total,
             "tensors": tensors,
@@ -60,6 +61,8 @@ def _show(args: argparse.Namespace) -> int:
     print(f"format: {', '.join(found.formats) or 'none that is installed recognises it'}")
     for line in found.fits:
         print(f"fits {line}")
+    for line in found.absent:
+        print(f"not in it: {line}")
     return 0
 
 

@@ -17,6 +17,7 @@ from mm_core.parallel.adapters import adapter_of, base_name
 from mm_core.parallel.tying import tied_names
 from mm_core.plan import build_task
 from mm_core.plugin.registry import Registry, get_registry
+from mm_core.train.base_weights import absent_rows
 from mm_core.train.checkpoint_reading import find_checkpoint
 from mm_core.train.weight_sources import RunSource
 from mm_core.weights.adapter_files import DIFFUSERS_ADAPTER
@@ -48,12 +49,14 @@ class Listed:
 @dataclass(frozen=True)
 class Contents:
     """What lies at a path. formats: qualified names of the weight formats that recognise it; `checkpoint`
-    for one of ours. fits: how a component of a config reads it, best first, a sentence each."""
+    for one of ours. fits: how a component of a config reads it, best first, a sentence each. absent: what a
+    checkpoint leaves to other files, likewise."""
 
     path: Path
     formats: tuple[str, ...]
     tensors: tuple[Listed, ...]
     fits: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
     texts: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -74,8 +77,8 @@ def contents(path: Path, config: Path | None = None) -> Contents:
         for place, stored in opened.items()
         for name in stored.shapes
     )
-    if any(isinstance(stored, RunSource) for stored in opened.values()):
-        return Contents(path, ("checkpoint",), tensors)
+    if runs := [stored for stored in opened.values() if isinstance(stored, RunSource)]:
+        return Contents(path, ("checkpoint",), tensors, absent=tuple(_absent(runs[0].folder)))
     known = tuple(name for name, form in formats_of(registry).items() if form.recognises(path))
     texts = {
         key: text
@@ -83,7 +86,13 @@ def contents(path: Path, config: Path | None = None) -> Contents:
         if isinstance(stored, SafetensorsFiles)
         for key, text in stored.metadata().items()
     }
-    return Contents(path, known, tensors, tuple(_fits(path, config)) if config else (), texts)
+    return Contents(path, known, tensors, tuple(_fits(path, config)) if config else (), texts=texts)
+
+
+def _absent(checkpoint: Path) -> Iterator[str]:
+    for row in absent_rows(checkpoint):
+        place = row.path or "a place that the environment named"
+        yield f"{row.tensors} frozen tensors of {row.key}, read from {place}"
 
 
 def _fits(path: Path, config: Path) -> Iterator[str]:

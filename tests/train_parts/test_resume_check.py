@@ -87,6 +87,21 @@ def test_each_difference_has_a_verdict(path, value, verdict):
     assert difference.verdict == verdict
 
 
+def test_adapters_are_compared_by_the_layers_that_they_have():
+    """Not by the file or the patterns that named them, where both sides say which these are."""
+    layer = {"rank": 4, "alpha": 4.0, "dora": False, "rslora": False, "modules": ["predictor.a"]}
+    row = {"name": "default", "train": True, "dropout": 0.0, "layers": [layer]}
+    before = changed("config.train.adapters", [{"from": "gone"}]) | {"adapters": [row]}
+    after = changed("config.train.adapters", [{"targets": ["a"]}])
+    assert compare(before, after | {"adapters": [row]}) == []
+    wider = after | {"adapters": [{**row, "layers": [{**layer, "alpha": 8.0}]}]}
+    (difference,) = compare(before, wider)
+    assert (difference.key, difference.verdict) == ("train.adapters", "allow")
+    # A checkpoint of before such records.
+    (difference,) = compare({**before, "adapters": []}, wider)
+    assert difference.before == [{"from": "gone"}]
+
+
 def test_a_change_to_be_allowed_names_the_flag_and_shows_the_table():
     with pytest.raises(CheckpointError) as caught:
         check_resume(BEFORE, changed("config.optimizer.lr", 2e-05))
