@@ -198,6 +198,8 @@ class WarmStart:
         fits: dict[str, Fit] = {}
         for root, part in self._parts.items():
             own = [name for name in state if name.startswith(f"{root}.") and adapter_of(name) is None]
+            if not any(name in chosen for name in own):
+                continue
             shapes = {name[len(root) + 1 :]: tuple(state[name].shape) for name in own}
             shapes |= {other: shapes[first] for other, first in self._tied[root].items() if first in shapes}
             ways = ways_to_read(path, root, part, shapes, self._formats)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
 
 from mm_core.errors import CheckpointError, ContractError
-from mm_core.weights.adapter_files import AdapterFile, open_adapter, stored_module
+from mm_core.weights.adapter_files import DIFFUSERS_ADAPTER, AdapterFile, open_adapter, stored_module
 from mm_core.weights.fitting import Formats
 from mm_core.weights.format import AdapterLayout, of_component
+from mm_core.weights.formats import PEFT_ADAPTER
+
+Placed = tuple[AdapterLayout, Path]
+"""How an adapter of a component, or of its part, lies in a format, and the file or folder where it does."""
 
 
 @dataclass(frozen=True)
@@ -33,20 +37,17 @@ def locate(task: nn.Module, path: str, linear: Mapping[str, Sequence[str]], form
     best = Located("", {})
     alike: dict[str, None] = {}
     opened: dict[Path, AdapterFile] = {}
-    for root, names in linear.items():
-        component = task.get_submodule(root)
-        for form in formats.values():
-            for chosen in _candidates(Path(path), of_component(form.adapter(root, component))):
-                found: dict[str, tuple[AdapterFile, str]] = {}
-                for layout, place in chosen:
-                    if place not in opened:
-                        opened[place] = open_adapter(place)
-                    found |= _named(layout, names, opened[place])
-                parts = " and ".join(f"{root}.{layout.part}".rstrip(".") for layout, _ in chosen)
-                if len(found) > len(best.modules):
-                    best, alike = Located(root, found), {}
-                if found and len(found) == len(best.modules):
-                    alike[parts] = None
+    for root, chosen in _candidates(task, Path(path), linear, formats):
+        found: dict[str, tuple[AdapterFile, str]] = {}
+        for layout, place in chosen:
+            if place not in opened:
+                opened[place] = open_adapter(place)
+            found |= _named(layout, linear[root], opened[place])
+        parts = " and ".join(f"{root}.{layout.part}".rstrip(".") for layout, _ in chosen)
+        if len(found) > len(best.modules):
+            best, alike = Located(root, found), {}
+        if found and len(found) == len(best.modules):
+            alike[parts] = None
     files = list({id(file): file for file, _ in best.modules.values()}.values())
     files = files or [*opened.values()] or [open_adapter(Path(path))]
     held = {(id(file), stored) for file, stored in best.modules.values()}
@@ -67,16 +68,24 @@ def locate(task: nn.Module, path: str, linear: Mapping[str, Sequence[str]], form
     return best
 
 
-def _candidates(path: Path, layouts: Sequence[AdapterLayout]) -> Iterator[list[tuple[AdapterLayout, Path]]]:
-    """What could be read together: the files of a component's parts, or one file as any of them."""
-    held = [layout for layout in layouts if (path / layout.file).is_file()]
-    if held and len(layouts) > 1:
-        # Settings may lie in a file beside it.
-        places = [path / layout.file for layout in held]
-        yield list(zip(held, places, strict=True))
-        return
-    named = [layout for layout in layouts if path.is_file() and path.as_posix().endswith(f"/{layout.file}")]
-    yield from ([(layout, path)] for layout in (named if len(named) == 1 else layouts))
+def _candidates(
+    task: nn.Module, path: Path, linear: Iterable[str], formats: Formats
+) -> list[tuple[str, list[Placed]]]:
+    """(component, what of it could be read together): the files of its parts, or one file as any of them."""
+    together, alone = [], []
+    for root in linear:
+        component = task.get_submodule(root)
+        for form in formats.values():
+            layouts = of_component(form.adapter(root, component))
+            held = [(layout, path / layout.file) for layout in layouts if (path / layout.file).is_file()]
+            if held and len(layouts) > 1:
+                together.append((root, held))
+                continue
+            tail = path.absolute().as_posix()
+            named = [layout for layout in layouts if path.is_file() and tail.endswith(f"/{layout.file}")]
+            alone += [(root, [(layout, path)]) for layout in (named if len(named) == 1 else layouts)]
+    own = path.is_file() or any((path / name).is_file() for name in (PEFT_ADAPTER, DIFFUSERS_ADAPTER))
+    return together + alone if own or not together else together
 
 
 def _named(

@@ -201,7 +201,8 @@ def pipeline_parts(top: Path) -> dict[str, str]:
     found = {}
     for name, kind in read_mapping(top / PIPELINE).items():
         # Nobody vouches for the folder: a name may lead elsewhere.
-        if isinstance(kind, list) and kind and kind[0] is not None and Path(name).name == name != "..":
+        plain = Path(name).name == name and name not in ("", "..")
+        if plain and isinstance(kind, list) and kind and kind[0] is not None:
             found[name] = str(read_mapping(top / name / "config.json").get("_class_name", kind[-1]))
     return found
 
@@ -234,7 +235,8 @@ def _pipeline_of(part: Written) -> tuple[Path, str] | None:
     for origin in (origin.absolute() for origin in part.origins):
         alike = [name for name, kind in pipeline_parts(origin).items() if kind == wanted]
         named = [name for name in (part.folder, part.component, part.part) if name in alike]
-        if alike and (named or len(alike) == 1):
+        # The parts of one component may be of one class: only their folders tell them apart.
+        if named or (len(alike) == 1 and not part.part):
             return origin, (named or alike)[0]
         # A link is followed no further than its name: `transformer` in the pipeline's own folder.
         for folder in (origin, origin.parent):
@@ -291,7 +293,8 @@ def _from_pretrained(library: str, model: nn.Module) -> str:
 def read_mapping(path: Path) -> Mapping[str, Any]:
     """A small JSON object of a folder that nobody vouches for; {} for anything else."""
     try:
-        if path.stat().st_size > 10_000_000:
+        # A pipe under this name would be waited for for ever.
+        if not path.is_file() or path.stat().st_size > 10_000_000:
             return {}
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
