@@ -160,6 +160,15 @@ def test_a_base_that_has_gone_moved_or_changed_is_one_sentence(tiny, base, tmp_p
     assert done.code == 1 and f"{moved}: it holds other weights than it did" in done.err
 
 
+def test_a_place_that_the_environment_names_is_not_written_down(tiny, base, tmp_path, mm):
+    command = arguments(tiny, tmp_path, "tuned", Path("${oc.env:BASE}"), LORA)
+    assert mm(*command, "--stop-after", 1, BASE=str(base)).code == 75
+    saved = checkpoint(tmp_path / "tuned", 1)
+    assert str(base) not in (saved / "manifest.json").read_text() + (saved / "config.yaml").read_text()
+    done = mm(*command, BASE=str(base.rename(base.with_name("moved.safetensors"))))
+    assert done.code == 0 and "moved.safetensors: 69 frozen tensors loaded" in done.out + done.err, done.err
+
+
 def test_what_is_held_from_then_on_and_what_an_older_checkpoint_holds(tiny, base, tmp_path, mm):
     """checkpoint.frozen: true at a resume makes a run independent of its base, for good."""
     command = arguments(tiny, tmp_path, "tuned", base, LORA)

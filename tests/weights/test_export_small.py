@@ -12,7 +12,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from mm_core.config.load import load_config
-from mm_core.errors import ConfigError
+from mm_core.errors import CheckpointError, ConfigError
+from mm_core.train.checkpoint_dcp import stored_names
 from mm_core.train.exporting import export
 from mm_core.train.importing import import_weights
 from mm_core.train.staging import staged_folder
@@ -20,15 +21,16 @@ from mm_core.train.staging import staged_folder
 PLUGIN = Path(__file__).with_name("table_parts.py")
 
 
-def run(tmp_path: Path, **data: object) -> Path:
+def run(tmp_path: Path, **sections: object) -> Path:
     """A checkpoint of a layer with a table, of a run whose data the environment names."""
     clips = {"num_frames": 8, "height": 16, "width": 16}
     document = {
         "run": {"name": "tuned", "dir": str(tmp_path / "runs")},
         "task": {"type": "local/table"},
-        "data": {"train": {"type": "video_text", "annotations": "${oc.env:CLIPS}/a.json", **clips, **data}},
+        "data": {"train": {"type": "video_text", "annotations": "${oc.env:CLIPS}/a.json", **clips}},
         "train": {"steps": 1},
         "plugins": {"path": [str(PLUGIN)]},
+        **sections,
     }
     path = tmp_path / "tuned.yaml"
     path.write_text(yaml.safe_dump(document), encoding="utf-8")
@@ -71,6 +73,22 @@ def test_an_export_does_not_ask_for_the_environment_of_the_data(tmp_path, monkey
     (tmp_path / "number.yaml").write_text(text)
     with pytest.raises(ConfigError, match=r"(?s)found '\$\{oc.env:FRAMES\}'.*set FRAMES, or give a default"):
         load_config(tmp_path / "number.yaml", spare_environment=True)
+
+
+def test_what_freezing_keeps_is_left_out_where_the_config_says_so(tmp_path, monkeypatch):
+    """And is in an export all the same."""
+    monkeypatch.setenv("CLIPS", str(tmp_path))
+    saved = run(tmp_path, train={"steps": 1, "freeze": ["net.weight"]}, checkpoint={"frozen": False})
+    assert stored_names(saved, "model") == {"net.bias", "net.table"}
+    (file,) = export(saved, tmp_path / "out", "safetensors").glob("*.safetensors")
+    found, given = load_file(file), load_file(tmp_path / "given.safetensors")
+    assert {f"net.{name.removeprefix('net.')}" for name in found} == given.keys()
+    assert all(
+        torch.equal(tensor, given[f"net.{name.removeprefix('net.')}"]) for name, tensor in found.items()
+    )
+    (tmp_path / "given.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"leaves 1 frozen weights to .*given\.safetensors"):
+        export(saved, tmp_path / "again", "safetensors")
 
 
 def test_what_another_host_writes_is_left_for_a_day(tmp_path):
