@@ -15,6 +15,7 @@ from mm_core.train import checkpoint_dcp as dcp
 from mm_core.train import checkpoint_io as files
 from mm_core.train.agreement import Ranks
 from mm_core.train.checkpoint_retention import complete_steps
+from mm_core.weights.stored import TORCH_SUFFIXES
 
 Which = Literal["latest", "best"]
 
@@ -83,6 +84,7 @@ def find_checkpoint(path: Path, which: Which = "latest") -> Path:
     accepted = (
         "'auto', 'never', a checkpoint folder (runs/NAME/checkpoints/step_N) or a run folder (runs/NAME)"
     )
+    hint = ""
     if not path.exists():
         what = "there is no such checkpoint"
     elif not path.is_dir():
@@ -93,7 +95,10 @@ def find_checkpoint(path: Path, which: Which = "latest") -> Path:
         what = "this run has no complete checkpoint"
     else:
         what = "this folder is neither a checkpoint nor a run"
-    raise CheckpointError(what, where=str(path), accepted=accepted)
+        if held := sorted(file.name for file in path.iterdir() if file.suffix in TORCH_SUFFIXES):
+            hint = f"files of torch.save are read one by one; name {path / held[0]}"
+            hint += f", or another of the {len(held)} here" if len(held) > 1 else ""
+    raise CheckpointError(what, where=str(path), accepted=accepted, hint=hint)
 
 
 def _best(folder: Path, steps: Mapping[int, Path]) -> Path:

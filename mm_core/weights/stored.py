@@ -20,6 +20,7 @@ INDEX = ".safetensors.index.json"
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 
 _NESTED = ("state_dict", "model", "module")
+_DEPTH = 8  # a mapping of a file that nobody vouches for may hold itself
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -151,6 +152,15 @@ class TorchFile:
         stored = _unnested(_load(path), path)
         self.where = path
         self._tensors = {name: item for name, item in stored.items() if isinstance(item, Tensor)}
+        if odd := {name: kind for name, item in self._tensors.items() if (kind := _other_kind(item))}:
+            name, kind = next(iter(odd.items()))
+            more = f", as are {len(odd) - 1} more" if len(odd) > 1 else ""
+            raise CheckpointError(
+                f"{name} is {kind}{more}",
+                where=str(path),
+                accepted="dense tensors, which can be read slice by slice",
+                hint="save it anew with .to_dense() or .dequantize(), where you trust it",
+            )
         self.others: Sequence[str] = sorted(name for name in stored if name not in self._tensors)
         self.shapes: Mapping[str, Shape] = {name: tuple(t.shape) for name, t in self._tensors.items()}
         self.dtypes = {name: tensor.dtype for name, tensor in self._tensors.items()}
@@ -242,12 +252,27 @@ def _reason(fault: Exception) -> str:
     return f"{type(fault).__name__}: {text[:300]}"
 
 
+def _other_kind(tensor: Tensor) -> str:
+    """What keeps a tensor from being read slice by slice; "" for a dense one."""
+    if tensor.layout is not torch.strided:
+        return f"sparse ({str(tensor.layout).removeprefix('torch.')})"
+    if tensor.is_quantized:
+        return f"quantized ({str(tensor.dtype).removeprefix('torch.')})"
+    return "on the meta device, without numbers" if tensor.is_meta else ""
+
+
 def _unnested(found: Any, path: Path) -> Mapping[str, Any]:
-    """The mapping that holds the tensors, also below `state_dict`, `model` or `module`."""
-    while isinstance(found, Mapping):
+    """The mapping that holds the tensors, also below `state_dict`, `model` or `module`: what lies beside
+    it (a step that is a tensor) is none of the model's."""
+    held: Mapping[str, Any] | None = None
+    for _ in range(_DEPTH):
+        if not isinstance(found, Mapping):
+            break
         if any(isinstance(item, Tensor) for item in found.values()):
-            return {str(name): item for name, item in found.items()}
-        found = next((found[key] for key in _NESTED if key in found), None)
+            held = found
+        found = next((found[key] for key in _NESTED if isinstance(found.get(key), Mapping)), None)
+    if held is not None:
+        return {str(name): item for name, item in held.items()}
     raise CheckpointError(
         "this file holds no tensors by name",
         where=str(path),

@@ -261,6 +261,42 @@ def test_a_path_that_holds_no_weights_says_what_would(tmp_path):
     (tmp_path / "x.txt").write_text("no weights")
     assert fault(tmp_path / "x.txt", task()) == f"{tmp_path}/x.txt: this is no file of weights\n{accepted}"
     assert "neither a checkpoint nor a run" in fault(tmp_path, task())
+    first = stored_as("pt", tmp_path, weights())
+    hint = f"\n  hint: files of torch.save are read one by one; name {first}"
+    assert fault(tmp_path, task()).endswith(hint)
+    torch.save(weights(), first.with_name(f"{first.stem}-more.pth"))
+    assert fault(tmp_path, task()).endswith(f"{first.stem}-more.pth, or another of the 2 here")
+
+
+def test_a_torch_files_weights_may_lie_beside_other_tensors(tmp_path):
+    """The deepest mapping with tensors is the model's; one that holds itself has an end."""
+    stored = prefixed(weights(), "predictor.")
+    path = tmp_path / "x.pt"
+    torch.save({"model": {"state_dict": stored, "scale": torch.ones(1)}, "step": torch.tensor(7)}, path)
+    into = task()
+    assert not begin(path, into).unexpected
+    assert all(torch.equal(into[name], tensor) for name, tensor in stored.items())
+    endless: dict = {"step": 3}
+    endless["model"] = endless
+    torch.save(endless, path)
+    assert "this file holds no tensors by name" in fault(path, task())
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (lambda t: t.to_sparse(), "is sparse (sparse_coo), as are 1 more"),
+        (lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8), "is quantized (qint8), as are 1 more"),
+        (lambda t: t.to("meta"), "is on the meta device, without numbers, as are 1 more"),
+    ],
+)
+def test_a_torch_file_of_tensors_that_have_no_slices_is_refused_by_name(kind, says, tmp_path):
+    stored = prefixed(weights(), "predictor.")
+    odd = [name for name, tensor in stored.items() if tensor.dim() == 2][:2]
+    torch.save({name: kind(t) if name in odd else t for name, t in stored.items()}, tmp_path / "x.pt")
+    said = fault(tmp_path / "x.pt", task())
+    assert said.startswith(f"{tmp_path}/x.pt: {odd[0]} {says}\n  accepted: dense tensors")
 
 
 def test_damaged_files_are_refused_by_name(tmp_path):
