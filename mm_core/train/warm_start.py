@@ -21,7 +21,7 @@ from mm_core.train.misfit import absent_parts, misfit, size_text
 from mm_core.train.weight_sources import RunSource
 from mm_core.weights.adapter_files import DIFFUSERS_ADAPTER
 from mm_core.weights.fingerprint import fingerprint
-from mm_core.weights.fitting import Fit, Formats, best_way, no_way, untied, ways_to_read
+from mm_core.weights.fitting import Fit, Formats, best_way, no_way, unlike, untied, ways_to_read
 from mm_core.weights.format import StoredTensors
 from mm_core.weights.formats import PEFT_ADAPTER
 from mm_core.weights.key_map import Copy, whole
@@ -38,7 +38,9 @@ class WarmStartReport:
 
     loaded, missing, skipped: paths in the task that were read, that kept their initialisation because the
     source has no such name, and that the patterns leave out. unexpected: names of the source that nothing
-    asked for. formats: that the files were read by; none where stored names are paths in the task.
+    asked for. formats: that the files were read by; none where stored names are paths in the task. unlike:
+    of a tensor that the model shares and files hold twice, with other numbers, the stored name that was
+    read and the other; known to the first rank.
     """
 
     loaded: tuple[str, ...]
@@ -46,11 +48,17 @@ class WarmStartReport:
     unexpected: tuple[str, ...]
     skipped: tuple[str, ...]
     formats: tuple[str, ...] = ()
+    unlike: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         kinds = (("missing", self.missing), ("unexpected", self.unexpected), ("left out", self.skipped))
         parts = [f"{len(names)} {kind} ({listed(list(names), 5)})" for kind, names in kinds if names]
         read_by = f" ({', '.join(self.formats)})" if self.formats else ""
+        parts += [
+            "the model shares one tensor where the files hold two that differ"
+            f" ({taken} is read, {left} is not)"
+            for taken, left in self.unlike
+        ]
         return ", ".join([f"{len(self.loaded)} tensors loaded{read_by}", *parts])
 
 
@@ -257,7 +265,9 @@ class WarmStart:
         names = tuple(name for name in state if name in loaded)
         places = (" in ".join(filter(None, (way.format, _folders(way)))) for way in fits.values())
         kinds = tuple(dict.fromkeys(places))
-        self.report = WarmStartReport(names, tuple(missing), tuple(unexpected), skipped, kinds)
+        first = Ranks.current().rank == 0
+        pairs = tuple(pair for way in fits.values() for pair in (unlike(way) if first else ()))
+        self.report = WarmStartReport(names, tuple(missing), tuple(unexpected), skipped, kinds, pairs)
 
 
 def _check_apart(path: Path, fits: Mapping[str, Fit]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from mm_core.errors import CheckpointError, ContractError, MMError
@@ -14,6 +15,7 @@ from mm_core.plugin.registry import Registry
 from mm_core.weights.format import Layout, StoredTensors, WeightFormat, divided, of_component
 from mm_core.weights.key_map import Copy, KeyMap
 from mm_core.weights.stored import open_stored
+from mm_core.weights.streaming import chunks, overlap, read_box
 
 Formats = Mapping[str, WeightFormat]
 
@@ -42,7 +44,8 @@ class Fit:
     what would be read from where. missing: the component's names that have no tensor there. unexpected:
     stored names that nothing asks for, with where they are. misshapen: the component's name, its shape as
     it would be stored, and the shape that is stored. absent: folders of the component's parts that are not
-    there. spared: names of absent parts that files may lack; they are not among `missing`.
+    there. spared: names of absent parts that files may lack; they are not among `missing`. twins: of a
+    tensor that the component shares and files hold several times, what is read and what is not.
     """
 
     format: str
@@ -53,6 +56,7 @@ class Fit:
     misshapen: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = field(default=())
     absent: tuple[str, ...] = field(default=())
     spared: tuple[str, ...] = field(default=())
+    twins: tuple[tuple[tuple[Piece, ...], tuple[Piece, ...]], ...] = field(default=())
 
     @property
     def found(self) -> int:
@@ -238,10 +242,14 @@ def untied(way: Fit, tied: Mapping[str, str]) -> Fit:
     for copy, stored in way.pieces:
         by_name.setdefault(copy.component, []).append((copy, stored))
     missing = set(way.missing)
+    twins: list[tuple[tuple[Piece, ...], tuple[Piece, ...]]] = []
     for first, names in groups.items():
         present = sorted(name for name in names if name in by_name)
         chosen = first if first in present else (present[0] if present else None)
         pieces = [(replace(copy, component=first), stored) for copy, stored in by_name.get(chosen or "", ())]
+        for name in present:
+            if name != chosen:
+                twins.append((tuple(by_name[chosen or ""]), tuple(by_name[name])))
         for name in names:
             by_name.pop(name, None)
         if chosen is not None:
@@ -250,7 +258,34 @@ def untied(way: Fit, tied: Mapping[str, str]) -> Fit:
         else:
             missing -= names - {first}
     kept = tuple(piece for pieces in by_name.values() for piece in pieces)
-    return replace(way, pieces=kept, missing=tuple(name for name in way.missing if name in missing))
+    left = tuple(name for name in way.missing if name in missing)
+    return replace(way, pieces=kept, missing=left, twins=tuple(twins))
+
+
+def unlike(way: Fit) -> list[tuple[str, str]]:
+    """Of the tensors that a component shares and files hold several times: the stored name that is read,
+    and one that is not and holds other numbers. Reads both. CheckpointError as of reading."""
+    return [
+        (way.text(taken[0][1], taken[0][0].stored), way.text(passed[0][1], passed[0][0].stored))
+        for taken, passed in way.twins
+        if not all(_alike(one, other) for one in taken for other in passed)
+    ]
+
+
+def _alike(one: Piece, other: Piece) -> bool:
+    """Whether two pieces hold the same numbers where they meet."""
+    (copy, stored), (second, beside) = one, other
+    place = tuple(slice(s, s + n) for s, n in zip(copy.start, copy.size, strict=True))
+    if (region := overlap(second, place)) is None:
+        return True
+    width = max(stored.dtypes[copy.stored].itemsize, beside.dtypes[second.stored].itemsize)
+    for box in chunks(region, width):
+        first, last = read_box(copy, stored, box), read_box(second, beside, box)
+        if first.dtype != last.dtype:
+            first, last = first.float(), last.float()
+        if not torch.equal(first, last):
+            return False
+    return True
 
 
 def no_way(path: Path, component: str, formats: Iterable[str]) -> CheckpointError:

@@ -38,7 +38,7 @@ def stream(
         region = overlap(copy, place)
         if region is None:
             continue
-        for piece in _chunks(region, stored.dtypes[copy.stored].itemsize):
+        for piece in chunks(region, stored.dtypes[copy.stored].itemsize):
             read = read_box(copy, stored, piece)
             inside = [slice(p.start - o.start, p.stop - o.start) for p, o in zip(piece, place, strict=True)]
             local[tuple(inside)] = read
@@ -91,7 +91,7 @@ def overlap(copy: Copy, place: Box) -> Box | None:
     return found if all(part.start < part.stop for part in found) else None
 
 
-def _chunks(box: Box, itemsize: int) -> Iterable[Box]:
+def chunks(box: Box, itemsize: int) -> Iterable[Box]:
     """A box in slabs along its first dimension, of `_CHUNK` bytes at most where that can be."""
     if not box:
         yield box

@@ -19,6 +19,7 @@ from mm_core.errors import CheckpointError, PluginError
 from mm_core.parallel.tying import tie, tied_names
 from mm_core.plugin.registry import get_registry
 from mm_core.train.warm_start import WarmStart
+from mm_core.weights import streaming
 from mm_core.weights.fitting import formats_of, ways_to_read
 
 SIZES = {"num_layers": 2, "head_dim": 12, "freq_dim": 16, "ffn_dim": 32, "text_dim": 16}
@@ -148,6 +149,33 @@ def test_of_a_tied_weight_any_name_will_do(tmp_path):
     (tmp_path / "config.json").write_text(config.to_json_string())
     report = start(Task(model=model), tmp_path).report
     assert "model.model.embed_tokens.weight" in report.loaded and not report.missing + report.unexpected
+
+
+@pytest.mark.parametrize("change", ["none", "cast", "far", "near"])
+def test_two_stored_tensors_for_a_tied_weight_are_silent_only_where_they_are_equal(
+    tmp_path, monkeypatch, change
+):
+    monkeypatch.setattr(streaming, "_CHUNK", 256)  # the last rows are in another piece than the first
+    config = Qwen3Config(**QWEN, tie_word_embeddings=True)
+    model = on_meta(lambda: AutoModelForCausalLM.from_config(config))
+    generator = torch.Generator().manual_seed(0)
+    held = {n: torch.randn(t.shape, generator=generator).bfloat16() for n, t in model.named_parameters()}
+    head = held["model.embed_tokens.weight"].clone()
+    if change == "near":
+        head[-1, -1] *= 2
+    held["lm_head.weight"] = head.float() if change == "cast" else -head if change == "far" else head
+    save_file(held, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(config.to_json_string())
+    task = Task(model=model)
+    report = start(task, tmp_path).report
+    assert torch.equal(
+        task.state_dict()["model.lm_head.weight"].bfloat16(), held["model.embed_tokens.weight"]
+    )
+    says = (
+        ", the model shares one tensor where the files hold two that differ"
+        " (model.embed_tokens.weight is read, lm_head.weight is not)"
+    )
+    assert str(report).endswith("(core/transformers)" + (says if change in ("far", "near") else ""))
 
 
 def test_what_does_not_fit_is_one_error_with_every_name(wan):
