@@ -486,6 +486,7 @@ def test_weights_below_adapters_are_held_in_bf16(tmp_path):
 
 
 def test_a_dtype_below_adapters_that_nothing_computes_in_is_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(casting, "shards_mixed", lambda: True)
     with pytest.raises(PlanError) as caught:
         make_plan(with_base_dtype(tmp_path, param_dtype=None), 1, num_samples=100)
     assert str(caught.value) == (
