@@ -261,12 +261,14 @@ class TextToVideo(nn.Module):
         return clips
 
     def check_request(self, request: SampleRequest) -> None:
-        """ContractError for what `sample` would refuse: sizes, images, guidance."""
+        """MMError for what `sample` would refuse: sizes, images, guidance, an expert that is nowhere."""
         wanted = self._complete(request)
         self._sample_shape(wanted)
         check_images(self.predictor, wanted.images, len(wanted.prompts))
         assert wanted.guidance is not None
         self.experts.scales(wanted.guidance)
+        with self.experts.complete(self._device()):
+            pass  # its files are looked at
 
     def _complete(self, request: SampleRequest) -> SampleRequest:
         """The request with the task's own defaults. ContractError when one is set nowhere."""

@@ -259,14 +259,17 @@ def test_a_run_that_trains_one_samples_with_the_others_published_weights(pair, t
     assert (expected - before).abs().max() > 1e-2
 
 
-def test_a_run_samples_by_its_folder_alone(pair, tmp_path):
+def test_a_run_samples_by_its_folders_alone(pair, tmp_path):
     runs.imported(tmp_path, pair, train="low")
     clips = mm_core.sample(tmp_path / "runs/pair", prompt=PROMPTS[0], steps=2, guidance=[4.0, 3.0], seed=3)
     assert clips[0].pixels.shape == (3, 5, 32, 48) and clips[0].pixels.isfinite().all()
     moved = tmp_path / "elsewhere"
     shutil.copytree(pair, moved)
-    runs.imported(tmp_path, moved, "other", train="low")
+    task = runs.imported(tmp_path, moved, "other", train="low")[2]
     shutil.rmtree(moved / "transformer")
+    with pytest.raises(CheckpointError, match=r"elsewhere/transformer: there is no such folder"):
+        # What is asked before the first step of a run that samples while it trains.
+        task.check_request(SampleRequest(PROMPTS, fps=8, **SIZES))
     with pytest.raises(CheckpointError, match=r"elsewhere/transformer: there is no such folder"):
         mm_core.sample(tmp_path / "runs/other", prompt=PROMPTS[0], steps=2)
 
