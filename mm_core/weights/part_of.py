@@ -29,7 +29,7 @@ class PartOf:
     Args:
         stored: of the larger model.
         wanted: stored names that the model asks for.
-        computed: stored names of tables that the model computes, and older files hold.
+        computed: ends of stored names of tables that the model computes, and older files hold.
         prefix: what is before these names in the files.
 
     What lies outside of the model's own top-level modules is the larger model's, and not there.
@@ -44,7 +44,8 @@ class PartOf:
         depth = 1 + sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
         tops = {tuple(name.split(".")[:depth]) for name in wanted}
         names = (name[len(prefix) :] for name in stored.shapes if name.startswith(prefix))
-        kept = [n for n in names if tuple(n.split(".")[:depth]) in tops and n not in computed]
+        ends = tuple(f".{name}" for name in computed)
+        kept = [n for n in names if tuple(n.split(".")[:depth]) in tops and not f".{n}".endswith(ends)]
         self.shapes: Mapping[str, Shape] = {name: stored.shapes[prefix + name] for name in kept}
         self.dtypes: Mapping[str, torch.dtype] = {name: stored.dtypes[prefix + name] for name in kept}
         self.others: Sequence[str] = ()
