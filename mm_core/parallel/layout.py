@@ -54,6 +54,15 @@ def decide_layout(
                 hint="take it out of the list",
             )
     wrapped = tuple(p for p in resolve(wrap, "engine.sub_modules_to_wrap") if p not in trainable)
+    if tied := shared_outside(task, wrapped):
+        if wrap != "auto":
+            path, (own, other) = next(iter(tied.items()))
+            raise PlanError(
+                f"{path!r} shares {own!r} with {other!r} outside of it: both must be gathered together",
+                where="engine.sub_modules_to_wrap",
+                accepted="auto, which leaves such modules out; or a module that holds both",
+            )
+        wrapped = tuple(path for path in wrapped if path not in tied)
     recomputed = resolve(recompute, "engine.recompute_modules")
     for key, chosen in (("sub_modules_to_wrap", wrapped), ("recompute_modules", recomputed)):
         outside = [p for p in chosen if not any(p == r or p.startswith(r + ".") for r in trainable)]
@@ -65,6 +74,22 @@ def decide_layout(
             )
         check_callable(task, chosen, f"engine.{key}")
     return Layout(tuple(trainable), wrapped, recomputed, ignored)
+
+
+def shared_outside(task: nn.Module, paths: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Of the modules that share a parameter with what is not in them (tied weights), by path: (its name, the
+    other name)."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in task.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    found: dict[str, tuple[str, str]] = {}
+    for several in (group for group in names.values() if len(group) > 1):
+        for path in paths:
+            inside = [name for name in several if name.startswith(f"{path}.")]
+            outside = [name for name in several if not name.startswith(f"{path}.")]
+            if inside and outside:
+                found.setdefault(path, (inside[0], outside[0]))
+    return found
 
 
 def check_callable(task: nn.Module, paths: Sequence[str], key: str) -> None:

@@ -99,6 +99,12 @@ class PretrainedTask(nn.Module):
         wanted = PretrainedConfig(from_pretrained, auto_class, **others)
         self.model: Any = build_model(wanted, "model")
         names, others_too = forward_names(self.model)
+        if "labels" not in names:
+            raise ContractError(
+                f"{type(self.model).__name__} computes no loss: its forward takes no `labels`",
+                where="task.auto_class",
+                accepted="a class with a head: AutoModelForCausalLM, AutoModelForSequenceClassification, ...",
+            )
         self._options = _without_cache(self.model, names, others_too)
         composite = getattr(self.model.config, "is_encoder_decoder", False)
         self._labels = CountLabels(

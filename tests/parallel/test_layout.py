@@ -84,3 +84,18 @@ def test_planned_bytes_are_those_of_the_largest_shard():
         expected,
         2 * expected,
     )
+
+
+class Tied(Lists):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].weight = self.stem.weight
+
+
+def test_a_block_that_shares_a_parameter_with_the_rest_is_gathered_with_the_rest():
+    assert layout(ListTask(Tied())).wrapped == ("predictor.layers.0", "predictor.layers.2")
+    with pytest.raises(
+        PlanError, match=r"'predictor\.layers\.1' shares 'predictor\.layers\.1\.weight' with"
+    ) as e:
+        layout(ListTask(Tied()), wrap=["predictor.layers.{*}"])
+    assert "'predictor.stem.weight' outside of it" in str(e.value)

@@ -1,0 +1,92 @@
+"""Run by each rank: one step's loss and gradients of configs, over micro-batches of uneven rows.
+
+usage: pretrained_ranks.py OUT CONFIG ...
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import mm_core
+from mm_core.config.schema import RunConfig
+from mm_core.contracts import Randomness, SampleKey, TextBatch
+from mm_core.device import start_process_group
+from mm_core.plan import build_task
+from mm_core.plugin.registry import build, get_registry
+from mm_core.train.failure import leave
+from mm_core.train.initial_weights import FromFiles
+
+ROWS, MICRO = 12, 2
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def batch_of(dataset, rows: range, last: float = 0.0) -> TextBatch:
+    """Rows of a dataset; number 11 weighs `last`."""
+    samples = [
+        {**dataset[row], "key": SampleKey(0, row), "weight": last if row == ROWS - 1 else 1.0} for row in rows
+    ]
+    return dataset.collate(samples)
+
+
+def one_step(config: RunConfig) -> dict[str, object]:
+    """Loss and gradients of the mean over the global batch, and what an evaluation of it says."""
+    get_registry(config.plugins.path)
+    task = build_task(config)
+    engine = build("engine", config.engine)
+    plan = engine.plan(task, dist.get_world_size(), 2)
+
+    def optimizer(parameters):
+        return torch.optim.SGD(parameters.values(), lr=0.1)
+
+    engine.prepare(task, plan, optimizer, Randomness(7), FromFiles(config, task))
+    dataset = build("dataset", config.data.train)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    mine = [range(first, first + MICRO) for first in range(rank * MICRO, ROWS, MICRO * world)]
+    batches = [task.batch_transform()(batch_of(dataset, rows)) for rows in mine]
+    table = torch.tensor([sum(task.weight(batch) for batch in batches)])
+    dist.all_reduce(table)
+    scale = world / float(table)
+    total = torch.zeros(())
+    for index, batch in enumerate(batches):
+        compute = partial(lambda held: task.loss(task.prepare(held, Randomness(1))), batch)
+        loss = engine.micro_step(compute, last=index == len(batches) - 1, scale=scale)
+        assert loss.weight == task.weight(batch)
+        total += loss.total
+    dist.all_reduce(total)
+    gradients = {name: whole(p.grad) for name, p in engine.named_parameters() if p.grad is not None}
+    with engine.evaluating():
+        found = [task.evaluate(batch, Randomness(1), (0.5,)) for batch in batches]
+    rows = torch.zeros(2, ROWS)
+    for numbers, evaluation in zip(mine, found, strict=True):
+        rows[0, list(numbers)], rows[1, list(numbers)] = evaluation.sums["loss"], evaluation.weights
+    dist.all_reduce(rows)
+    return {
+        "loss": float(total) / float(table),
+        "gradients": gradients,
+        "rows": rows,
+        "wrapped": plan.wrapped,
+    }
+
+
+def main() -> None:
+    out, configs = Path(sys.argv[1]), sys.argv[2:]
+    start_process_group()
+    found = {Path(path).stem: one_step(mm_core.load_config(path)) for path in configs}
+    if dist.get_rank() == 0:
+        torch.save(found, out)
+    dist.barrier()
+    dist.destroy_process_group()
+    leave(0)  # torch's teardown of gloo aborts now and then
+
+
+if __name__ == "__main__":
+    main()
