@@ -31,7 +31,7 @@ from mm_core.train.export_card import card_of
 from mm_core.train.export_parts import Part, Planner, own_state
 from mm_core.train.origins import origins_of
 from mm_core.train.staging import check_unused, staged_folder
-from mm_core.train.taking_over import take_over
+from mm_core.train.taking_over import check_taken, take_over
 from mm_core.train.weight_sources import RunSource
 from mm_core.weights.fitting import formats_of
 from mm_core.weights.format import Companions, Written
@@ -103,6 +103,8 @@ def export(
         raise _no_pipeline(Path(pipeline), label, whole)
     parts = [replace(part, folder=companions.places.get(_key(part), part.folder)) for part in parts]
     _check_apart(parts)
+    for taken in companions.copies.values():
+        check_taken(taken)
     ranks.agree(f"reading {source}", saved.verify)
     with (
         staged_folder(out) as stage,

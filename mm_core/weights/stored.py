@@ -134,15 +134,20 @@ class SafetensorsFiles:
 
     def _opened(self, path: Path) -> Any:
         if path not in self._open:
-            try:
-                self._open[path] = safe_open(str(path), framework="pt", device="cpu")
-            except (SafetensorError, OSError) as fault:
-                raise CheckpointError(
-                    f"this is no whole safetensors file: {_why(fault)}",
-                    where=str(path),
-                    hint="fetch it again" if path.is_file() else "",
-                ) from None
+            self._open[path] = open_whole(path)
         return self._open[path]
+
+
+def open_whole(path: Path) -> Any:
+    """A safetensors file, mapped. CheckpointError where it is none, or not all of it is there."""
+    try:
+        return safe_open(str(path), framework="pt", device="cpu")
+    except (SafetensorError, OSError) as fault:
+        raise CheckpointError(
+            f"this is no whole safetensors file: {_why(fault)}",
+            where=str(path),
+            hint="fetch it again" if path.is_file() else "",
+        ) from None
 
 
 class TorchFile:

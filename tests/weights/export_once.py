@@ -1,6 +1,6 @@
 """One export in a process of its own: to be killed, or to be measured.
 
-Arguments: run, out. Prints the anonymous memory before it began and at most, in bytes.
+Arguments: run, out, and a format (safetensors). Prints the anonymous memory before it began and at most, in bytes.
 """
 
 import json
@@ -18,7 +18,7 @@ def anonymous() -> int:
     raise AssertionError("this kernel does not tell anonymous memory")
 
 
-def main(run: str, out: str) -> None:
+def main(run: str, out: str, form: str = "safetensors") -> None:
     ready = Path(out).parent / f"{Path(out).name}.ready"
     before = peak = anonymous()
     done = threading.Event()
@@ -31,7 +31,7 @@ def main(run: str, out: str) -> None:
     watcher = threading.Thread(target=watch)
     watcher.start()
     ready.touch()
-    export(run, out, "safetensors", dtype="bf16", max_shard="200MB")
+    export(run, out, form, dtype="bf16", max_shard="200MB")
     done.set()
     watcher.join()
     print(json.dumps({"before": before, "peak": peak}))

@@ -6,7 +6,9 @@ import importlib.util
 import json
 import os
 import resource
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -245,11 +247,14 @@ def test_a_part_alone_is_no_pipeline(origin, tmp_path):
 # -- what is wrong with a pipeline -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", ["gone", "link", "pipe"])
+@pytest.mark.parametrize("what", ["gone", "link", "pipe", "cut"])
 def test_parts_that_can_not_be_taken_over_are_a_sentence(what, origin, tmp_path):
     import_weights(config_of(tmp_path, LTX), origin)
     part = origin / "vae"
-    if what == "gone":
+    if what == "cut":
+        os.truncate(part / FILE, (part / FILE).stat().st_size - 10)
+        said = f"vae/{FILE}: this is no whole safetensors file: it is cut off"
+    elif what == "gone":
         part.rename(tmp_path / "elsewhere")
         said = "this is missing, and the export needs it"
     else:
@@ -294,6 +299,26 @@ def test_a_file_that_may_not_grow_leaves_nothing_of_a_pipeline(origin, tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert nothing_at(tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_a_pipeline_that_is_killed_leaves_nothing_under_its_name(origin, tmp_path):
+    """While its other parts are copied; the next export takes what is left with it."""
+    save_file({"large": torch.zeros(150_000_000)}, origin / "vae" / "large.safetensors")
+    import_weights(config_of(tmp_path, LTX), origin)
+    out = tmp_path / "out"
+    script = Path(__file__).with_name("export_once.py")
+    command = [sys.executable, str(script), str(tmp_path / "runs/tuned"), str(out), "diffusers"]
+    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+    while not (begun := [p for p in tmp_path.glob(".out.tmp-*") if (p / "vae/large.safetensors").exists()]):
+        assert process.poll() is None, "it was killed too late"
+        time.sleep(0.001)
+    process.kill()
+    process.wait()
+    assert (begun[0] / "transformer" / FILE).is_file() and not out.exists()
+    export(tmp_path / "runs/tuned", out, "diffusers")
+    assert not list(tmp_path.glob(".out.tmp-*"))
+    assert LTXPipeline.from_pretrained(out).transformer is not None
 
 
 # -- components in several folders -----------------------------------------------------------------

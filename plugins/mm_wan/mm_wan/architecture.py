@@ -14,7 +14,7 @@ from typing import Any
 from mm_core.contracts import WeightsFrom
 from mm_core.errors import CheckpointError, ConfigError, did_you_mean
 from mm_core.weights import open_stored
-from mm_core.weights.formats import read_mapping
+from mm_core.weights.formats import pipeline_parts, read_mapping
 from mm_wan.presets import DEFAULTS, PRESETS, Fields, presets_of
 
 CLASS = "WanTransformer3DModel"
@@ -135,11 +135,7 @@ def wan_parts(folder: Path) -> list[str]:
         both = list(EXPERT_PARTS.values())
         found = [read_mapping(folder / name / "config.json").get("_class_name") for name in both]
         return both if found == [CLASS, CLASS] else []
-    return sorted(
-        name
-        for name, kind in index.items()
-        if isinstance(kind, list) and kind[-1:] == [CLASS] and Path(name).name == name
-    )
+    return sorted(name for name, kind in pipeline_parts(folder).items() if kind == CLASS)
 
 
 def is_original(folder: Path) -> bool:
