@@ -86,8 +86,8 @@ def layers_of(gigabytes: float) -> int:
     return max(1, round(gigabytes * 1e9 / (4096 * 4096 * 4)))
 
 
-def run(folder: Path, world: int, kind: str) -> list[dict[str, float]]:
-    """What each process has measured."""
+def run(folder: Path, world: int, kind: str, script: Path = Path(__file__)) -> list[dict[str, float]]:
+    """What each process of a script has measured."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -97,7 +97,7 @@ def run(folder: Path, world: int, kind: str) -> list[dict[str, float]]:
         variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "OMP_NUM_THREADS": 1}
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         environment = os.environ | {name: str(value) for name, value in variables.items()}
-        command = [sys.executable, __file__, flag, str(folder)]
+        command = [sys.executable, str(script), flag, str(folder)]
         processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
     outputs = [process.communicate()[0] for process in processes]
     assert not any(process.returncode for process in processes)
@@ -208,6 +208,11 @@ class Anonymous:
     def _watch(self) -> None:
         while not self._ended.wait(0.005):
             self._peak = max(self._peak, self.now())
+
+    @property
+    def peak(self) -> int:
+        """The peak so far."""
+        return max(self._peak, self.now()) - self._before
 
     def close(self) -> int:
         """The peak, and the end of watching."""
