@@ -218,6 +218,23 @@ def test_text_becomes_the_pipelines_clip(pair, task, solver, guidance, theirs):
     assert (expected[0] - expected[1]).abs().max() > 0.05 and (expected.abs() < 1).float().mean() > 0.5
 
 
+def test_a_scale_up_to_1_switches_guidance_off_for_that_expert_alone(task):
+    """One forward of the rows instead of two; also below 1, as in the pipeline."""
+    rows: list[tuple[str, int]] = []
+    hook = task.predictor.register_forward_pre_hook(
+        lambda _, args, given: rows.append((given["expert"], len(given["latents"]))), with_kwargs=True
+    )
+    counts = {}
+    for guidance in (3.0, 1.0, 0.5, (1.0, 3.0), (3.0, 0.0)):
+        rows.clear()
+        ours(task, "euler", guidance)
+        counts[guidance] = dict(rows)
+        assert len(rows) == 4 and [name for name, _ in rows] == sorted(name for name, _ in rows)
+    hook.remove()
+    assert counts[3.0] == {"high": 4, "low": 4} and counts[1.0] == counts[0.5] == {"high": 2, "low": 2}
+    assert counts[1.0, 3.0] == {"high": 2, "low": 4} and counts[3.0, 0.0] == {"high": 4, "low": 2}
+
+
 def test_both_experts_and_both_scales_have_a_part_in_a_clip(pair, task):
     plain = ours(task, "unipc", (4.0, 3.0))
     for other in ((4.0, 4.0), (3.0, 3.0), (4.0, 1.0)):
