@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -13,13 +14,17 @@ from mm_wan.config_encoders import TilingParam
 from mm_wan.testing import make_tiny_checkpoint
 from mm_wan.vae import WanVAE
 from safetensors.torch import load_file, save_file
-from torch.profiler import ProfilerActivity, profile
 
 import mm_core
 from mm_core.contracts import Autoencoder
 from mm_core.errors import CheckpointError, ContractError
 
 CPU = torch.device("cpu")
+_spec = importlib.util.spec_from_file_location(
+    "wan_vae_memory", Path(__file__).parents[3] / "benchmarks/wan_vae_memory.py"
+)
+benchmark = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(benchmark)
 
 
 @pytest.fixture(scope="module")
@@ -199,20 +204,8 @@ def test_memory_does_not_grow_with_the_clip(checkpoints):
     for variant, dtype in (("t2v", "fp32"), ("ti2v", "fp32"), ("ti2v", "bf16")):
         vae = loaded(checkpoints[variant], dtype=dtype)
         vae.encode(clips(1, 3, 5, 64, 64))
-        short, long = (peak_of_encoding(vae, clips(1, 3, frames, 64, 64)) for frames in (17, 81))
+        short, long = (benchmark.cpu_peak(vae, clips(1, 3, frames, 64, 64)) for frames in (17, 81))
         assert long <= 1.15 * short, f"{variant} {dtype}: {long / short:.3f}"
-
-
-def peak_of_encoding(vae: WanVAE, pixels: torch.Tensor) -> int:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        moments = vae.encode(pixels).moments
-    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    assert peak > moments.nbytes
-    return peak - moments.nbytes
 
 
 # -- what is not there, or not right --------------------------------------------------------------
