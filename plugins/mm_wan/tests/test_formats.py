@@ -19,6 +19,7 @@ from mm_wan.transformer import WanTransformer
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
+from transformers import CLIPVisionConfig
 
 from mm_core.errors import CheckpointError, MMError
 from mm_core.train.exporting import export
@@ -38,12 +39,14 @@ def module_at(path: Path) -> ModuleType:
 
 variants, runs = module_at(HERE / "wan_variants.py"), module_at(HERE / "wan_runs.py")
 SIZES = {**runs.CHANNELS, "ffn_dim": 48}
+IMAGE = 12 + 4
+"""Channels of given frames: their latents, and which they are."""
 
 
 def fields_of(variant: str) -> dict:
     """A tiny variant whose latents are those of the built-in autoencoder."""
     tiny = variants.tiny(variant)
-    return {**SIZES, "in_channels": 12 + tiny["in_channels"] - tiny["out_channels"]}
+    return {**SIZES, "in_channels": 12 + (IMAGE if tiny["in_channels"] > tiny["out_channels"] else 0)}
 
 
 def published(variant: str) -> WanTransformer3DModel:
@@ -53,6 +56,14 @@ def published(variant: str) -> WanTransformer3DModel:
 def architecture(variant: str) -> dict:
     """What a config says of it, where no folder does."""
     return variants.tiny(variant, **fields_of(variant))
+
+
+def clip_at(folder: Path, variant: str) -> dict | None:
+    """An image encoder as wide as the variant takes; its weights are never read."""
+    if "image_dim" not in variants.tiny(variant):
+        return None
+    CLIPVisionConfig(hidden_size=10, num_attention_heads=2).save_pretrained(folder / "clip")
+    return {"type": "wan/clip_vision", "from_pretrained": str(folder / "clip")}
 
 
 def original_at(folder: Path, model: WanTransformer3DModel, **config) -> Path:
@@ -162,7 +173,7 @@ def test_in_and_out_is_bit_equal_in_both_layouts(variant, layout, tmp_path):
     else:
         original_at(given, model)
         model.save_pretrained(other)
-    config = runs.config_of(tmp_path, architecture(variant))
+    config = runs.config_of(tmp_path, architecture(variant), image_encoder=clip_at(tmp_path, variant))
     _, notes = import_weights(config, given)
     assert f"({layout})" in notes[0]
     out = export(tmp_path / "runs/tuned", tmp_path / "out", layout)
@@ -179,9 +190,13 @@ def test_in_and_out_is_bit_equal_in_both_layouts(variant, layout, tmp_path):
         "text": torch.randn(2, 512, 32),
         "latents": torch.randn(2, 12, 2, 6, 4),
     }
+    if "image_latents" in inputs:
+        inputs["image_latents"] = torch.randn(2, IMAGE, 2, 6, 4)
     with torch.no_grad():
         assert torch.equal(variants.theirs(loaded.eval(), inputs), variants.theirs(model, inputs))
-    again = runs.config_of(tmp_path, {"from_pretrained": str(turned)}, "again")
+    again = runs.config_of(
+        tmp_path, {"from_pretrained": str(turned)}, "again", image_encoder=clip_at(tmp_path, variant)
+    )
     import_weights(again, turned)
     same(stored(export(tmp_path / "runs/again", tmp_path / "back", layout)), stored(given))
 
@@ -353,7 +368,7 @@ def test_weights_of_another_variant_are_a_sentence(tmp_path):
     published("wan2.1-i2v-14b-480p").save_pretrained(tmp_path / "i2v")
     config = runs.config_of(tmp_path, architecture("wan2.1-t2v-1.3b"))
     with pytest.raises(
-        CheckpointError, match=r"misshapen: predictor.patch_embedding.weight \(24x17x1x2x2 in "
+        CheckpointError, match=r"misshapen: predictor.patch_embedding.weight \(24x28x1x2x2 in "
     ):
         import_weights(config, tmp_path / "i2v")
 

@@ -60,7 +60,9 @@ def clip(pipeline: WanPipeline) -> torch.Tensor:
     ).frames  # fmt: skip
 
 
-def config_of(tmp_path: Path, predictor: dict, name: str = "tuned", **sections):
+def config_of(
+    tmp_path: Path, predictor: dict, name: str = "tuned", image_encoder: dict | None = None, **sections
+):
     """A run without data: what its dataset names does not exist."""
     document = {
         "run": {"name": name, "dir": str(tmp_path / "runs")},
@@ -70,6 +72,7 @@ def config_of(tmp_path: Path, predictor: dict, name: str = "tuned", **sections):
             "autoencoder": {"type": "pixel", "spatial": 2},
             "text_encoder": {"type": "bytes", "hidden_size": 32},
             "scheduler": {"type": "core/flow_match"},
+            **({"image_encoder": image_encoder} if image_encoder else {}),
         },
         "data": {
             "train": {
