@@ -1,25 +1,49 @@
 """Weights on disk: formats, key maps, streaming into shards and out of checkpoints, adapters."""
 
 from mm_core.weights.composed import composed
+from mm_core.weights.fitting import Fit, best_way, fit, formats_of, no_way, ways_to_read
 from mm_core.weights.format import AdapterLayout, Companions, Layout, StoredTensors, WeightFormat, Written
+from mm_core.weights.formats import (
+    Diffusers,
+    Safetensors,
+    Transformers,
+    only_pickled,
+    pipeline_parts,
+    read_mapping,
+)
 from mm_core.weights.key_map import Copy, Fuse, KeyMap, Rename, Reshape, Split, Stack, Transpose
-from mm_core.weights.stored import open_stored
+from mm_core.weights.stored import INDEX, open_stored
+from mm_core.weights.streaming import stream
 
 __all__ = [
+    "INDEX",
     "AdapterLayout",
     "Companions",
     "Copy",
+    "Diffusers",
+    "Fit",
     "Fuse",
     "KeyMap",
     "Layout",
     "Rename",
     "Reshape",
+    "Safetensors",
     "Split",
     "Stack",
     "StoredTensors",
+    "Transformers",
     "Transpose",
     "WeightFormat",
     "Written",
+    "best_way",
     "composed",
+    "fit",
+    "formats_of",
+    "no_way",
+    "only_pickled",
     "open_stored",
+    "pipeline_parts",
+    "read_mapping",
+    "stream",
+    "ways_to_read",
 ]

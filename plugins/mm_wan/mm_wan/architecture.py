@@ -13,8 +13,7 @@ from typing import Any
 
 from mm_core.contracts import WeightsFrom
 from mm_core.errors import CheckpointError, ConfigError, did_you_mean
-from mm_core.weights import open_stored
-from mm_core.weights.formats import pipeline_parts, read_mapping
+from mm_core.weights import open_stored, pipeline_parts, read_mapping
 from mm_wan.presets import DEFAULTS, PRESETS, Fields, presets_of
 
 CLASS = "WanTransformer3DModel"

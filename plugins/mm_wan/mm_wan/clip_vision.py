@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from mm_core.contracts import WeightsFrom, torch_dtype
-from mm_core.diffusion.hf_folder import ModelFolder, first_line
+from mm_core.diffusion import ModelFolder, first_line
 from mm_core.errors import CheckpointError
 from mm_core.plugin import DType
-from mm_core.weights.formats import read_mapping
+from mm_core.weights import read_mapping
 from mm_wan.config_encoders import WanCLIPVisionConfig
 from mm_wan.vae_files import pipeline_part
 

@@ -9,8 +9,7 @@ import torch
 
 from mm_core.errors import CheckpointError
 from mm_core.plugin.registry import get_registry
-from mm_core.weights.fitting import Fit, best_way, formats_of, no_way, ways_to_read
-from mm_core.weights.streaming import stream
+from mm_core.weights import Fit, best_way, formats_of, no_way, stream, ways_to_read
 from mm_wan.architecture import is_original
 from mm_wan.transformer import WanTransformer
 
@@ -31,7 +30,9 @@ class ExpertFiles:
         model.to_empty(device=device)
         model.init_tables()
         stream(model.state_dict(), self.way.pieces)
-        return model.requires_grad_(False).eval()
+        model.requires_grad_(False)
+        model.eval()
+        return model
 
 
 def open_expert(folder: Path) -> ExpertFiles:

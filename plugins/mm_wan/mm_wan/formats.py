@@ -10,8 +10,17 @@ from pathlib import Path
 import diffusers
 from torch import nn
 
-from mm_core.weights import AdapterLayout, Companions, KeyMap, Layout, Rename, StoredTensors, Written
-from mm_core.weights.formats import Diffusers, read_mapping
+from mm_core.weights import (
+    AdapterLayout,
+    Companions,
+    Diffusers,
+    KeyMap,
+    Layout,
+    Rename,
+    StoredTensors,
+    Written,
+    read_mapping,
+)
 from mm_wan.architecture import (
     CLASS,
     EXPERT_FOLDERS,

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from mm_core.contracts import Tokenizer, WeightsFrom
-from mm_core.diffusion.text import HFTextEncoder, open_tokenizer
+from mm_core.diffusion import HFTextEncoder, open_tokenizer
 from mm_core.errors import CheckpointError
 from mm_core.plugin import DType
-from mm_core.weights.formats import read_mapping
+from mm_core.weights import read_mapping
 from mm_wan.config_encoders import WanUMT5Config
 from mm_wan.vae_files import pipeline_part
 

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from mm_core.contracts import WeightsFrom, torch_dtype
 from mm_core.errors import CheckpointError, ContractError
 from mm_core.plugin import DType
-from mm_core.weights.formats import only_pickled, read_mapping
-from mm_core.weights.stored import INDEX
+from mm_core.weights import INDEX, only_pickled, read_mapping
 from mm_wan.config_encoders import TilingParam, WanVAEConfig
 from mm_wan.vae_files import (
     CLASS,
