@@ -165,8 +165,8 @@ class SampleRequest:
     seed: noise of clip i comes from (seed, first + i) alone. first: number of the first prompt, where
     several ranks share a list. steps: solver steps. guidance: classifier-free guidance scale (up to 1 there
     is none), or one for each expert of the predictor, from noise to clean. num_frames, height, width: F, Y,
-    X in pixels. fps: 1/s. images: frames that each clip is given, uint8 [3,Y,X] of any size: its first one, or
-    its first and its last; () gives none to any.
+    X in pixels. fps: 1/s. images: frames that each clip is given, uint8 [3,Y,X] of any size: its first one,
+    or its first and its last; () gives none to any.
     """
 
     prompts: tuple[str, ...]

@@ -202,6 +202,6 @@ class NoiseScheduler(Protocol):
         ...
 
     def integrate(self, velocity: VelocityField, noise: Tensor, steps: int) -> Tensor:
-        """Solves from noise[B,C,T,H,W] to clean latents, calling `velocity(latents, timestep[B])`. On the CPU,
-        a timestep tells which expert of a predictor is meant without waiting for the device."""
+        """Solves from noise[B,C,T,H,W] to clean latents, calling `velocity(latents, timestep[B])`. A timestep
+        on the CPU tells which expert of a predictor is meant without waiting for the device."""
         ...
