@@ -66,12 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as they were given to mm-train")
     options = parser.parse_args(arguments)
     from mm_core.train.media import write_clips
-    from mm_core.train.sampling import read_prompts
+    from mm_core.train.prompts import read_prompts
 
     try:
         config = mm_core.load_config(options.config, options.overrides)
         run = Path(config.run.dir) / config.run.name
-        prompts = read_prompts(options.prompts)
+        prompts = [prompt.text for prompt in read_prompts(options.prompts)]
         began = time.perf_counter()
         clips = mm_core.sample(run, prompts=prompts, seed=options.seed)
         seconds = time.perf_counter() - began

@@ -110,7 +110,7 @@ def test_a_fault_of_an_override_is_located_at_it(place):
     assert place.fault("train.stps=3") == (
         "override 'train.stps=3': train.stps: unknown key 'stps'\n"
         "  accepted: steps, epochs, micro_batch_size, global_batch_size, clip_grad_norm, adapters,"
-        " also_train, freeze, parameter_groups, decay_norms_and_biases, non_finite, spike,"
+        " also_train, base_dtype, freeze, parameter_groups, decay_norms_and_biases, non_finite, spike,"
         " overfit_one_batch\n"
         "  hint: did you mean 'steps'?"
     )

@@ -31,7 +31,7 @@ def test_faults_go_to_standard_error_and_the_exit_code_is_1(place, capsys):
         "  accepted: an integer",
         "override 'train.stps=3': train.stps: unknown key 'stps'",
         "  accepted: steps, epochs, micro_batch_size, global_batch_size, clip_grad_norm, adapters,"
-        " also_train, freeze, parameter_groups, decay_norms_and_biases, non_finite, spike,"
+        " also_train, base_dtype, freeze, parameter_groups, decay_norms_and_biases, non_finite, spike,"
         " overfit_one_batch",
         "  hint: did you mean 'steps'?",
     ]
@@ -54,8 +54,8 @@ def test_json_holds_every_fault(place, capsys):
                 "where": "override 'train.stps=3': train.stps",
                 "what": "unknown key 'stps'",
                 "accepted": "steps, epochs, micro_batch_size, global_batch_size, clip_grad_norm, adapters, "
-                "also_train, freeze, parameter_groups, decay_norms_and_biases, non_finite, spike, "
-                "overfit_one_batch",
+                "also_train, base_dtype, freeze, parameter_groups, decay_norms_and_biases, non_finite, "
+                "spike, overfit_one_batch",
                 "hint": "did you mean 'steps'?",
             },
         ],

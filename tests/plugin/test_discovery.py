@@ -235,8 +235,8 @@ def test_a_name_in_a_failed_namespace_names_only_that_plugin(site: Any) -> None:
 
 def test_not_found_says_when_no_such_plugin_is_installed_and_when_the_kind_differs(site: Any) -> None:
     registry = site.registry()
-    with pytest.raises(PluginError, match="no plugin 'wan' is installed"):
-        registry.resolve("predictor", "wan/dit")
+    with pytest.raises(PluginError, match="no plugin 'absent' is installed"):
+        registry.resolve("predictor", "absent/dit")
     with pytest.raises(PluginError, match="'adamw' is an optimizer, not a predictor"):
         registry.resolve("predictor", "adamw")
     with pytest.raises(PluginError, match=r"(?s)there is no kind 'optimiser'.*did you mean 'optimizer'"):
