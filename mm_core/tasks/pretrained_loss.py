@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class RowLosses:
 
     weights: [B] float32, factors of the rows' losses in `total`. keep_predictions: for evaluations.
     rows: [B] float32, the summed loss of each row. counted: [B], over how many labels. total: what the model
-    takes for its mean.
+    takes for its mean. sums: how often it asked. version: of `total`, before the model adds to it in place.
     """
 
     weights: Tensor
@@ -51,7 +51,8 @@ class RowLosses:
     total: Tensor | None = None
     predictions: Tensor | None = None
     labels: Tensor | None = None
-    sums: int = field(default=0)
+    sums: int = 0
+    version: int = 0
 
     def of_model(self, function: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any]) -> Tensor:
         """The loss that a model asks for: the weighted sum in the place of its mean."""
@@ -78,6 +79,7 @@ class RowLosses:
         self.rows, self.counted = self._by_row(losses).sum(1), self._by_row(counted).sum(1)
         self.sums += 1
         self.total = (self.rows * self.weights).sum() if total is None else total
+        self.version = self.total._version
         return self.total
 
     def _cross_entropy(
@@ -155,7 +157,7 @@ def check_returned(record: RowLosses, returned: Any) -> None:
         )
     if record.sums > 1:
         raise _unsummable("it adds several losses of the labels")
-    if returned is not record.total:
+    if returned is not record.total or record.total._version != record.version:
         raise _unsummable(
             "it adds to the loss of its labels, or scales it (a router's term, say)",
             "switch the term off by a key of config.json (task.overrides: {output_router_logits: false})",

@@ -18,6 +18,7 @@ from mm_core.diffusion.hf_folder import ModelFolder, dtype_key, first_line
 from mm_core.errors import CheckpointError, ContractError, MMError, nearest
 from mm_core.parallel.freezing import covered
 from mm_core.parallel.initialise import keep_local_part
+from mm_core.weights.formats import read_mapping
 
 _SEED = "mm_seed"
 
@@ -41,9 +42,10 @@ def build_model(wanted: PretrainedConfig, name: str) -> Any:
         )
     if wanted.trust_remote_code:
         warnings.warn(f"task.trust_remote_code is on: Python files of {folder} are run", stacklevel=2)
-    config = _config_of(folder, wanted)
-    model = _made(_class_of(wanted.auto_class), config, wanted, folder)
-    _prepare_initialisation(model)
+    with torch.device("cpu"):  # modules that are imported now may hold tensors of their own
+        config = _config_of(folder, wanted)
+        model = _made(_class_of(wanted.auto_class), config, wanted, folder)
+        _prepare_initialisation(model)
     new = _new_parameters(model, wanted, name)
     model.weights_from = None
     if wanted.weights == "files":
@@ -52,7 +54,10 @@ def build_model(wanted: PretrainedConfig, name: str) -> Any:
 
 
 def _config_of(folder: Path, wanted: PretrainedConfig) -> Any:
-    config = ModelFolder(folder, "model", trust_remote_code=wanted.trust_remote_code).config()
+    try:
+        config = ModelFolder(folder, "model", trust_remote_code=wanted.trust_remote_code).config()
+    except CheckpointError as fault:
+        raise _untrusted(folder, wanted, fault) from fault
     known = config.to_dict()
     for key, value in wanted.overrides.items():
         if key not in known and not hasattr(config, key):
@@ -118,11 +123,34 @@ def _made(kind: Any, config: Any, wanted: PretrainedConfig, folder: Path) -> Any
     except MMError:
         raise
     except (OSError, ValueError, TypeError, AttributeError, LookupError, ImportError, RuntimeError) as fault:
-        if automatic and type(config) not in kind._model_mapping and not wanted.trust_remote_code:
+        if automatic and kind.__name__ in _code_of(folder):
+            raise _untrusted(folder, wanted, _no_model(kind, folder, fault)) from fault
+        if automatic and type(config) not in kind._model_mapping:
             raise _other_kind(kind, config, folder) from fault
-        raise ContractError(
-            f"{kind.__name__} makes no model of this folder: {first_line(fault)}", where=str(folder)
-        ) from fault
+        raise _no_model(kind, folder, fault) from fault
+
+
+def _no_model(kind: Any, folder: Path, fault: Exception) -> ContractError:
+    return ContractError(
+        f"{kind.__name__} makes no model of this folder: {first_line(fault)}", where=str(folder)
+    )
+
+
+def _code_of(folder: Path) -> Mapping[str, Any]:
+    """What config.json says of Python files in the folder: auto class -> class."""
+    found = read_mapping(folder / "config.json").get("auto_map")
+    return found if isinstance(found, dict) else {}
+
+
+def _untrusted(folder: Path, wanted: PretrainedConfig, otherwise: MMError) -> MMError:
+    """The error of a folder whose code was not run; `otherwise` where there is none, or it was."""
+    if wanted.trust_remote_code or not _code_of(folder):
+        return otherwise
+    return ContractError(
+        "config.json names Python files of the folder, which are not run",
+        where=str(folder),
+        hint="read them, and set task.trust_remote_code: true",
+    )
 
 
 def _other_kind(kind: Any, config: Any, folder: Path) -> ContractError:
@@ -164,12 +192,15 @@ def _draw(model: Any) -> None:
     authors do to rows and to `.data` of a parameter would miss the shards."""
     seed = nn.init.uniform_(getattr(model, _SEED))
     rng = Randomness(int(float(seed) * 2**24))
-    done: set[int] = set()
     owners = _owners(model)
+    # Tied weights are drawn as the first of their modules draws them: the others join it afterwards.
+    first: dict[int, nn.Module] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            first.setdefault(id(parameter), module)
     for path, module in reversed(list(model.named_modules())):  # children first, as the library goes
         own = {key: p for key, p in module._parameters.items() if p is not None}
-        todo = {key: p for key, p in own.items() if id(p) not in done and _unset(p)}
-        done |= {id(parameter) for parameter in own.values()}
+        todo = {key: p for key, p in own.items() if first[id(p)] is module and _unset(p)}
         if not todo:
             continue
         with torch.random.fork_rng(devices=[]):

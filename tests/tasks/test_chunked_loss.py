@@ -120,7 +120,7 @@ def test_parameters_in_bf16_give_the_loss_in_fp32():
     (exact(ids, labels) * count).backward()
     for own, their, true in zip(model.parameters(), theirs.parameters(), exact.parameters(), strict=True):
         assert own.grad.dtype == torch.bfloat16
-        # From the gradients of the same weights in fp32 they are two roundings away, where all logits are one.
+        # They are two roundings away from the gradients in fp32, where those of all logits are one.
         ours = (own.grad.float() - true.grad).norm()
         assert ours <= 2**0.5 * (their.grad.float() - true.grad).norm() + 1e-6
 

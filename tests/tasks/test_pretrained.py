@@ -1,0 +1,405 @@
+"""The task `pretrained`: what it builds, what it counts, what it refuses and how it says so."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from mm_core import load_config
+from mm_core.contracts import Batch, Randomness, SampleKey, SampleRequest
+from mm_core.errors import CheckpointError, ConfigError, ContractError, MMError, PlanError
+from mm_core.parallel.initialise import initialise
+from mm_core.plan import build_task
+from mm_core.tasks.pretrained import PretrainedTask
+
+HERE = Path(__file__).parent
+
+
+def of_tests(name: str):
+    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+models = of_tests("pretrained_models")
+rows_of = of_tests("pretrained_ranks").batch_of
+token_rows = of_tests("token_rows")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Folders of the models that are asked for."""
+    top, made = tmp_path_factory.mktemp("models"), {}
+
+    def folder(name: str) -> Path:
+        if name not in made:
+            made[name] = models.save_model(name, top)
+        return made[name]
+
+    return folder
+
+
+def task_of(folder: Path, name: str, **options) -> PretrainedTask:
+    """The task, ready to compute in this process: weights by chance."""
+    with torch.device("meta"):
+        task = PretrainedTask(str(folder), models.MODELS[name][3], **options)
+    task.model.to_empty(device="cpu")
+    task.model.tie_weights()
+    initialise(task.model, "model", Randomness(1))
+    return task
+
+
+def loss_of(task: PretrainedTask, batch):
+    return task.loss(task.prepare(task.batch_transform()(batch), Randomness(1)))
+
+
+# -- what it builds ------------------------------------------------------------------------------
+
+
+def test_a_model_has_no_memory_before_the_engine_gives_it_some(folders):
+    with torch.device("meta"):
+        task = PretrainedTask(str(folders("qwen3_vl")), "AutoModelForImageTextToText")
+    assert type(task.model) is transformers.Qwen3VLForConditionalGeneration
+    assert all(parameter.is_meta for parameter in task.model.parameters())
+    assert all(parameter.dtype == torch.float32 for parameter in task.model.parameters())
+    # Tables that no file holds are there.
+    table = task.model.get_buffer("model.language_model.rotary_emb.inv_freq")
+    assert table.device.type == "cpu" and table[0] == 1
+    assert task.model.weights_from.path == str(folders("qwen3_vl"))
+
+
+def test_weights_by_chance_are_those_of_the_library(folders):
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**{**models.BERT, "hidden_size": 128, "vocab_size": 600})
+    theirs = transformers.BertForMaskedLM(config)
+    config.save_pretrained(wide := folders("bert_masked").parent / "wide")
+    task = task_of(wide, "bert_masked", weights="random")
+    assert task.model.weights_from is None
+    for (name, own), their in zip(task.model.named_parameters(), theirs.parameters(), strict=True):
+        own, their = own.detach(), their.detach()
+        assert own.std() == pytest.approx(float(their.std()), rel=0.15, abs=1e-6), name
+        assert own.mean() == pytest.approx(float(their.mean()), abs=0.01), name
+    words = task.model.bert.embeddings.word_embeddings.weight
+    assert not words[0].any(), "the row of padding begins at zero"
+    assert task.model.cls.predictions.decoder.weight is words
+    again = task_of(wide, "bert_masked", weights="random")
+    assert torch.equal(again.model.bert.embeddings.word_embeddings.weight, words)
+
+
+def test_class_names_keys_of_config_and_attention_are_set(folders):
+    with torch.device("meta"):
+        task = PretrainedTask(
+            str(folders("bert_classes")),
+            "AutoModelForSequenceClassification",
+            labels=("joy", "anger", "fear", "calm"),
+            overrides={"hidden_dropout_prob": 0.25},
+            attn_implementation="eager",
+        )
+    config = task.model.config
+    assert config.num_labels == 4 and config.id2label[3] == "calm" and config.label2id["anger"] == 1
+    assert task.model.classifier.out_features == 4
+    assert task.model.dropout.p == 0.25 and config._attn_implementation == "eager"
+
+
+def test_a_class_may_be_named_by_its_module(folders):
+    with torch.device("meta"):
+        task = PretrainedTask(str(folders("qwen3")), "transformers:Qwen3ForCausalLM")
+    assert type(task.model) is transformers.Qwen3ForCausalLM
+
+
+def test_a_new_head_begins_at_random_and_the_rest_is_read(folders, tmp_path):
+    """A classifier of a masked language model's folder: other heads of the files are passed over."""
+    import mm_core
+
+    path = models.run_config(
+        "bert_classes",
+        folders("bert_masked"),
+        tmp_path,
+        task={"new_modules": ["model.classifier", "model.bert.pooler"], "labels": ["a", "b", "c"]},
+        train={"steps": 0},
+    )
+    mm_core.train(load_config(path))
+    found = transformers.BertForMaskedLM.from_pretrained(folders("bert_masked")).state_dict()
+    from mm_core.train.checkpoint_reading import load_model_only
+
+    task = build_task(load_config(path))
+    state = {f"model.{n}": torch.zeros(p.shape) for n, p in task.model.named_parameters()}
+    load_model_only(tmp_path / "runs/bert_classes/checkpoints/step_00000000", state)
+    assert torch.equal(
+        state["model.bert.encoder.layer.1.output.dense.weight"],
+        found["bert.encoder.layer.1.output.dense.weight"],
+    )
+    assert 0.005 < state["model.classifier.weight"].std() < 0.04
+
+
+def test_a_head_that_the_files_lack_is_named(folders, tmp_path):
+    import mm_core
+
+    path = models.run_config("bert_classes", folders("bert_masked"), tmp_path)
+    with pytest.raises(CheckpointError, match=r"4 missing: .*model\.classifier\.weight"):
+        mm_core.train(load_config(path))
+
+
+# -- what it counts ------------------------------------------------------------------------------
+
+
+def test_labels_are_counted_as_each_loss_counts_them(folders):
+    tokens = rows_of(token_rows.TokenRows("tokens"), range(9, 12), last=0.0)
+    shifted = task_of(folders("qwen3"), "qwen3").batch_transform()(tokens)
+    known = (tokens.inputs["labels"] != -100).sum(1).tolist()
+    assert shifted.counts == known  # the first label of a row is never learnt here
+    assert shifted.tokens == int(tokens.inputs["attention_mask"].sum())
+    every = {**tokens.inputs, "labels": tokens.inputs["input_ids"].clone()}
+    tokens.inputs = every
+    lengths = every["labels"].shape[1]
+    assert task_of(folders("qwen3"), "qwen3").batch_transform()(tokens).counts == [lengths - 1] * 3
+    masked = task_of(folders("bert_masked"), "bert_masked")
+    assert masked.batch_transform()(tokens).counts == [lengths] * 3
+    assert masked.weight(masked.batch_transform()(tokens)) == 2 * lengths
+
+
+@pytest.mark.parametrize("name", ["qwen3", "bert_classes", "bert_numbers", "bert_marks"])
+def test_a_row_of_weight_zero_counts_for_nothing(name, folders):
+    task = task_of(folders(name), name)
+    data = token_rows.TokenRows(models.MODELS[name][4])
+    found = []
+    for rows, last in ((range(9, 12), 0.0), (range(9, 11), 1.0)):
+        task.zero_grad()
+        loss = loss_of(task, rows_of(data, rows, last))
+        (loss.total / loss.weight).backward()
+        found.append((loss, [p.grad.clone() for p in task.parameters()]))
+    assert found[0][0].weight == found[1][0].weight
+    torch.testing.assert_close(found[0][0].total, found[1][0].total, rtol=1e-5, atol=0)
+    for one, other in zip(found[0][1], found[1][1], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-7)
+
+
+def test_an_evaluation_says_what_is_right_and_what_was_found(folders):
+    task = task_of(folders("bert_classes"), "bert_classes").eval()
+    batch = rows_of(token_rows.TokenRows("classes"), range(6))
+    found = task.evaluate(task.batch_transform()(batch), Randomness(1), ())
+    assert set(found.sums) == {"loss", "accuracy"} and found.weights.tolist() == [1.0] * 6
+    assert torch.equal(found.outputs["labels"], batch.inputs["labels"])
+    assert torch.equal(found.outputs["predictions"], found.outputs["logits"].argmax(1))
+    right = found.outputs["predictions"] == batch.inputs["labels"]
+    assert torch.equal(found.sums["accuracy"], right.float())
+    numbers = task_of(folders("bert_numbers"), "bert_numbers").eval()
+    batch = numbers.batch_transform()(rows_of(token_rows.TokenRows("numbers"), range(6)))
+    found = numbers.evaluate(batch, Randomness(1), ())
+    assert set(found.sums) == {"loss"} and found.outputs["logits"].shape == (6, 1)
+
+
+def test_an_evaluation_of_tokens_counts_tokens(folders):
+    task = task_of(folders("qwen3"), "qwen3", chunk_tokens=3).eval()
+    batch = task.batch_transform()(rows_of(token_rows.TokenRows("tokens"), range(6)))
+    found = task.evaluate(batch, Randomness(1), ())
+    assert found.weights.tolist() == batch.counts
+    known = found.outputs["labels"] != -100
+    assert known.sum(1).tolist() == batch.counts
+    right = ((found.outputs["predictions"] == found.outputs["labels"]) & known).sum(1)
+    assert torch.equal(found.sums["accuracy"], right.float())
+
+
+# -- what it refuses -----------------------------------------------------------------------------
+
+
+def refused(folder: Path | str, auto_class: str = "AutoModelForCausalLM", **options) -> MMError:
+    with pytest.raises(MMError) as found, torch.device("meta"):
+        PretrainedTask(str(folder), auto_class, **options)
+    return found.value
+
+
+def test_folders_that_hold_no_model(folders, tmp_path):
+    fault = refused(tmp_path / "absent")
+    assert isinstance(fault, CheckpointError) and fault.what == "there is no such folder"
+    assert fault.hint == "set task.from_pretrained"
+    assert refused(tmp_path).what == "this folder holds no config.json"
+    (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
+    assert "config.json describes no model that Transformers knows" in refused(tmp_path).what
+
+
+def test_a_folder_of_another_kind_of_model(folders):
+    fault = refused(folders("bert_classes"), "AutoModelForImageTextToText")
+    assert fault.what == (
+        "AutoModelForImageTextToText makes no model of this folder, whose config.json is of 'bert'"
+    )
+    assert fault.accepted.endswith("or its own class: BertForSequenceClassification")
+    fault = refused(folders("bert_classes"), "transformers:Qwen3ForCausalLM")
+    assert fault.what.startswith("Qwen3ForCausalLM makes no model of this folder")
+
+
+def test_classes_that_there_are_not(folders):
+    bert = folders("bert_classes")
+    fault = refused(bert, "AutoModelForSequenceClasification")
+    assert fault.what == "Transformers has no auto class 'AutoModelForSequenceClasification'"
+    assert "AutoModelForSequenceClassification" in fault.accepted
+    fault = refused(bert, "json:JSONDecoder")
+    assert fault.what == "'json:JSONDecoder' is no model of Transformers"
+    assert fault.accepted == "a child of transformers.PreTrainedModel"
+    assert "can not be imported: No module named 'nowhere'" in refused(bert, "nowhere:Model").what
+    assert "AutoModel" in refused(bert, "AutoTokenizer").accepted
+    with pytest.raises(ConfigError, match="neither an auto class, such as AutoModelForCausalLM"):
+        load_config(models.run_config("bert_classes", bert, bert.parent, task={"auto_class": "bert"}))
+
+
+def test_options_that_do_not_fit_the_model(folders):
+    bert, head = folders("bert_classes"), "AutoModelForSequenceClassification"
+    fault = refused(bert, head, overrides={"hidden_droput_prob": 0.1})
+    assert fault.what == "the model's config.json has no key 'hidden_droput_prob'"
+    assert "hidden_dropout_prob" in fault.accepted
+    fault = refused(bert, head, loss="chunked")
+    assert fault.what.startswith("a chunked loss needs an output embedding, and BertForSequence")
+    fault = refused(bert, head, new_modules=("model.clasifier",))
+    assert isinstance(fault, PlanError) and "'model.classifier'" in fault.accepted
+    fault = refused(bert, head, attn_implementation="quadratic")
+    assert "BertForSequenceClassification" in fault.what or "quadratic" in fault.what
+    fault = refused(bert, "AutoModel")
+    assert fault.what == "BertModel computes no loss: its forward takes no `labels`"
+
+
+def test_batches_that_the_model_can_not_take(folders):
+    task = task_of(folders("bert_classes"), "bert_classes")
+    count = task.batch_transform()
+    key = SampleKey(0, 0)
+    with pytest.raises(
+        ContractError, match="the dataset makes a Batch, and the task pretrained takes a Text"
+    ):
+        count(Batch([key], torch.ones(1), ["a"]))
+    batch = rows_of(token_rows.TokenRows("classes"), range(2))
+    labels = batch.inputs.pop("labels")
+    with pytest.raises(ContractError, match="gives no `labels`, so there is nothing to learn"):
+        count(batch)
+    batch.inputs["labels"] = labels
+    assert task.weight(count(batch)) == 2
+    batch.inputs["token_type_ids"] = torch.zeros_like(batch.inputs["input_ids"])
+    with pytest.raises(ContractError, match="token_type_ids only in some") as found:
+        task.weight(count(batch))
+    assert "the same names in every batch" in str(found.value)
+
+
+def test_it_makes_no_clips(folders):
+    task = task_of(folders("bert_classes"), "bert_classes")
+    for ask in (task.sample, task.check_request):
+        with pytest.raises(ContractError, match="a Transformers model generates no clips"):
+            ask(SampleRequest(("a cat",)))
+
+
+def test_a_term_beside_the_labels_loss_is_refused(folders):
+    options = {**models.QWEN, **models.ENDS, "num_experts": 3, "num_experts_per_tok": 2}
+    config = transformers.Qwen3MoeConfig(**options, moe_intermediate_size=12, output_router_logits=True)
+    config.save_pretrained(mixture := folders("qwen3").parent / "mixture")
+    batch = rows_of(token_rows.TokenRows("tokens"), range(3))
+    task = task_of(mixture, "qwen3", weights="random")
+    with pytest.raises(ContractError, match="it adds to the loss of its labels, or scales it") as found:
+        loss_of(task, batch)
+    assert "task.overrides: {output_router_logits: false}" in str(found.value)
+    task = task_of(mixture, "qwen3", weights="random", overrides={"output_router_logits": False})
+    assert loss_of(task, batch).total > 0
+
+
+OWN_LOSSES = """
+import torch
+from torch.nn import functional
+from transformers import BertForSequenceClassification
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+
+class Weighted(BertForSequenceClassification):
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        logits = super().forward(input_ids, attention_mask).logits
+        return SequenceClassifierOutput(loss=self.of(logits, labels), logits=logits)
+
+    def of(self, logits, labels):
+        return functional.cross_entropy(logits, labels, weight=torch.tensor([1.0, 2.0, 3.0]))
+
+
+class Twice(Weighted):
+    def of(self, logits, labels):
+        return functional.cross_entropy(logits, labels) + functional.cross_entropy(logits, labels)
+
+
+class Hinge(Weighted):
+    def of(self, logits, labels):
+        return functional.multi_margin_loss(logits, labels)
+
+
+class Chosen(Weighted):
+    def of(self, logits, labels):
+        return functional.cross_entropy(logits[labels > 0], labels[labels > 0])
+
+
+class Silent(Weighted):
+    def of(self, logits, labels):
+        return None
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("Weighted", "its cross_entropy weighs the classes"),
+        ("Twice", "it adds several losses of the labels"),
+        ("Hinge", "it computes a loss that is none of cross entropy, squared or absolute error"),
+        ("Chosen", "it leaves labels out before the loss, so that rows can not be told apart"),
+        ("Silent", "it computes no loss from `labels`"),
+    ],
+)
+def test_losses_that_are_no_sums_are_refused_with_the_reason(name, why, folders, tmp_path, monkeypatch):
+    (tmp_path / "own_losses.py").write_text(OWN_LOSSES)
+    monkeypatch.syspath_prepend(tmp_path)
+    with torch.device("meta"):
+        task = PretrainedTask(str(folders("bert_classes")), f"own_losses:{name}")
+    task.model.to_empty(device="cpu")
+    initialise(task.model, "model", Randomness(1))
+    with pytest.raises(ContractError) as found:
+        loss_of(task, rows_of(token_rows.TokenRows("classes"), range(4)))
+    assert found.value.what.startswith("the model's loss can not be made a sum over the global batch: ")
+    assert why in found.value.what
+
+
+# -- code in a folder ----------------------------------------------------------------------------
+
+REMOTE = """
+from transformers import BertConfig, BertForSequenceClassification
+
+
+class OwnConfig(BertConfig):
+    model_type = "own_bert"
+
+
+class OwnModel(BertForSequenceClassification):
+    config_class = OwnConfig
+"""
+
+
+def test_code_of_a_folder_runs_only_where_that_is_said(folders, tmp_path, monkeypatch):
+    from mm_core.config.dump import to_mapping
+
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "own"
+    folder.mkdir()
+    (folder / "modeling_own.py").write_text(REMOTE)
+    document = json.loads((folders("bert_classes") / "config.json").read_text())
+    document["model_type"] = "own_bert"
+    document["auto_map"] = {
+        "AutoConfig": "modeling_own.OwnConfig",
+        "AutoModelForSequenceClassification": "modeling_own.OwnModel",
+    }
+    (folder / "config.json").write_text(json.dumps(document))
+    fault = refused(folder, "AutoModelForSequenceClassification")
+    assert fault.what == "config.json names Python files of the folder, which are not run"
+    assert fault.hint == "read them, and set task.trust_remote_code: true"
+    with warnings.catch_warnings(record=True) as told, torch.device("meta"):
+        warnings.simplefilter("always")
+        task = PretrainedTask(str(folder), "AutoModelForSequenceClassification", trust_remote_code=True)
+    assert type(task.model).__name__ == "OwnModel"
+    assert any(f"trust_remote_code is on: Python files of {folder} are run" in str(w.message) for w in told)
+    path = models.run_config("bert_classes", folder, tmp_path, task={"trust_remote_code": True})
+    assert to_mapping(load_config(path))["task"]["trust_remote_code"] is True
