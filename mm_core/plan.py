@@ -130,8 +130,7 @@ class RunPlan:
         ]
         if self.operations is not None:
             lines += ["", "operations a step, of all ranks together"]
-            for label, count in asdict(self.operations).items():
-                lines.append(f"  {label:<11} {count / 1e12:>18,.6g} TFLOP")
+            lines += [f"  {label:<11} {_flop(count):>24}" for label, count in asdict(self.operations).items()]
         return "\n".join(lines)
 
     def _missing_of(self, component: str) -> list[str]:
@@ -161,6 +160,10 @@ class RunPlan:
         if unknown := [m.name for m in self.modules if not m.trainable and m.name not in known]:
             lines.append(f"  not counted: {', '.join(unknown)}")
         return lines
+
+
+def _flop(count: float) -> str:
+    return f"{count / 1e12:,.6g} TFLOP" if count >= 1e9 or not count else f"{count / 1e6:,.6g} MFLOP"
 
 
 def _gib(size: int) -> str:

@@ -121,7 +121,8 @@ def _size_faults(parts: Parts, where: str, sizes: Mapping[str, int]) -> list[Con
     try:
         shape = parts.autoencoder.latent_shape(**sizes)
     except ContractError as fault:
-        return [ContractError(fault.what, where=where, accepted=fault.accepted, hint=fault.hint)]
+        hint = fault.hint or _fitting(parts, sizes)
+        return [ContractError(fault.what, where=where, accepted=fault.accepted, hint=hint)]
     faults = []
     patches = parts.predictor.patch_size
     for place, (name, stride) in enumerate(zip(sizes, parts.autoencoder.stride, strict=True)):
@@ -137,6 +138,21 @@ def _size_faults(parts: Parts, where: str, sizes: Mapping[str, int]) -> list[Con
                 )
             )
     return faults
+
+
+def _fitting(parts: Parts, sizes: Mapping[str, int]) -> str | None:
+    """The nearest sizes that the autoencoder takes and that divide into patches, each for itself."""
+    periods = [s * p for s, p in zip(parts.autoencoder.stride, parts.predictor.patch_size, strict=True)]
+    names = list(sizes)
+    for frames in (1, periods[0]):  # beside sizes that fit, one that does not is found out
+        fitting = dict(zip(names, (frames, *periods[1:]), strict=True))
+        tests = [_divides(parts, fitting, name, place) for place, name in enumerate(names)]
+        if all(test(fitting[name]) for name, test in zip(names, tests, strict=True)):
+            wrong = [place for place, name in enumerate(names) if not tests[place](sizes[name])]
+            near = {names[p]: _near(sizes[names[p]], periods[p], tests[p]) for p in wrong}
+            said = (f"{name} {' or '.join(map(str, found))}" for name, found in near.items())
+            return f"what also divides into the predictor's patches: {', '.join(said)}"
+    return None
 
 
 def _divides(parts: Parts, sizes: Mapping[str, int], name: str, place: int) -> Callable[[int], bool]:

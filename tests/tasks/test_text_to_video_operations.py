@@ -82,12 +82,12 @@ def test_the_plan_says_those_of_a_step(tiny):
 
 def test_the_plan_prints_them(tiny):
     plan = make_plan(load_config(tiny), 1)
-    shown = replace(plan, operations=StepOperations(2.5e12, 5.125e12, 0.0)).render().splitlines()
+    shown = replace(plan, operations=StepOperations(2.5e12, 5.125e12, 1.5e6)).render().splitlines()
     assert shown[-4:] == [
         "operations a step, of all ranks together",
         "  forward                    2.5 TFLOP",
         "  backward                 5.125 TFLOP",
-        "  recomputed                   0 TFLOP",
+        "  recomputed                 1.5 MFLOP",
     ]
     assert isinstance(plan, RunPlan)
     assert "operations" not in replace(plan, operations=None).render()
