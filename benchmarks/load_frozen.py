@@ -1,4 +1,4 @@
-"""A frozen encoder streamed into the shards of several ranks: memory a rank, while loading and while encoding.
+"""A frozen encoder streamed into the shards of several ranks: memory a rank as it is read and as it encodes.
 
     python benchmarks/load_frozen.py [--ranks 2] [--gigabytes 1.0] [--rounds 3]
 
