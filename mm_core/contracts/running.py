@@ -66,7 +66,9 @@ class RandomisedDataset(Protocol):
 
 
 class Task(Protocol):
-    """What a step computes. A `torch.nn.Module` whose sub-modules carry the names below."""
+    """What a step computes. A `torch.nn.Module` whose sub-modules carry the names below. `prepare`,
+    `evaluate` and `sample` call each entry point of a `Streamed` component equally often for every batch or
+    request of one length: other ranks, which may hold a part of its weights, call theirs at the same time."""
 
     trainable: tuple[str, ...]
     frozen: tuple[str, ...]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -141,7 +142,9 @@ def compute_as_trained(task: nn.Module, config: RunConfig) -> None:
     name = options.get("param_dtype")
     if name in (None, "fp32"):
         return
-    dtype, plan = torch_dtype(name), build("engine", config.engine).plan(task, 1, 0)
+    undivided = {**options, "sharding_size": "auto"} if "sharding_size" in options else options
+    alone = replace(config.engine, options=undivided)  # one rank is no multiple of the run's shards
+    dtype, plan = torch_dtype(name), build("engine", alone).plan(task, 1, 0)
     for root in task.trainable:  # type: ignore[union-attr]
         for path, parameter in task.get_submodule(root).named_parameters(prefix=root):
             if not any(path.startswith(ignored + ".") for ignored in plan.ignored):

@@ -22,8 +22,8 @@ from mm_core.plan import build_task
 from mm_core.plugin.registry import build
 from mm_core.train.checkpoint import CheckpointStore
 from mm_core.train.media import write_clips
-from mm_core.train.run import process_group
 from mm_core.train.prompts import Prompt, read_prompts
+from mm_core.train.run import process_group
 from mm_core.train.sampling import compute_as_trained, load_task, sample
 
 PROMPTS = ["a red circle moves left", "a blue square"]
@@ -142,7 +142,9 @@ def test_a_lone_process_computes_in_bf16_what_the_engine_computes(run):
     lone = load_task(config, run / "checkpoints/step_00000007")
     weights = {name: tensor.clone() for name, tensor in lone.predictor.named_parameters(prefix="predictor")}
     full = lone.sample(request)[0].pixels
-    compute_as_trained(lone, config)
+    compute_as_trained(
+        lone, load_config(run / "config.yaml", ["engine={param_dtype: bf16, sharding_size: 4}"])
+    )
     found = lone.sample(request)[0].pixels
     with process_group():
         sharded, engine = build_task(config), build("engine", config.engine)
