@@ -65,12 +65,14 @@ def _read_seen(copy: Copy, stored: StoredTensors, box: Box) -> Tensor:
     """A box of a stored tensor as its copy sees it."""
     if copy.view is None:
         return stored.read(copy.stored, box)
-    ones = len(copy.view) - len(copy.stored_shape)
-    if ones > 0 and copy.view == (1,) * ones + copy.stored_shape:
-        return stored.read(copy.stored, box[ones:])[(None,) * ones]
+    # Dimensions of one may stand before that which it has in common with the file.
+    ones = copy.view.index(copy.stored_shape[0])
+    view, box = copy.view[ones:], box[ones:]
+    if view == copy.stored_shape:
+        return stored.read(copy.stored, box)[(None,) * ones]
     rest = (slice(0, size) for size in copy.stored_shape[1:])
     rows = stored.read(copy.stored, (box[0], *rest))
-    return rows.reshape(rows.shape[0], *copy.view[1:])[(slice(None), *box[1:])]
+    return rows.reshape(rows.shape[0], *view[1:])[(slice(None), *box[1:])][(None,) * ones]
 
 
 def shard_of(tensor: Tensor) -> tuple[Tensor, Box]:

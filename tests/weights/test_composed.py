@@ -117,6 +117,18 @@ def test_two_maps_are_what_they_do_one_after_another(data):
             assert torch.equal(file[stored], own[one])
 
 
+def test_slices_that_are_reshaped():
+    """A dimension of one before another view."""
+    both = composed(KeyMap((Stack("w", ("w.{e}",)),)), KeyMap((Reshape("w.{e}", "v.{e}", (2, 2)),)))
+    shapes, own = {"w": (2, 3, 4)}, {"w": torch.arange(24.0).reshape(2, 3, 4)}
+    copies = both.copies(shapes)
+    file = written(copies, own)
+    assert torch.equal(file["v.1"], own["w"][1].reshape(3, 2, 2))
+    place = (slice(1, 2), slice(1, 3), slice(1, 4))
+    (copy,) = (copy for copy in copies if copy.start[0] == 1)
+    assert torch.equal(read_box(copy, Held(file), place), own["w"][place])
+
+
 def test_three_maps_in_either_order():
     one = KeyMap((Rename("a.{i}", "b.{i}"), Fuse(("q", "k"), "qk")), prefix="m.")
     two = KeyMap((Rename("b.{i}", "c.{i}"), Transpose("qk", "kq")))
