@@ -127,11 +127,13 @@ class HFTokenizer:
 
 
 def open_tokenizer(folder: str) -> Any:
-    """The tokenizer in `folder`. CheckpointError when none can be made of what is there."""
+    """The tokenizer in `folder`; Python files there do not run. CheckpointError when none can be made of
+    what is there."""
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        # Said, for otherwise Transformers asks on the terminal whether to run a folder's code, and waits.
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, ImportError, KeyError) as fault:
         raise CheckpointError(
             f"no tokenizer can be made of this folder: {first_line(fault)}",

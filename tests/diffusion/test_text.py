@@ -1,6 +1,7 @@
 """Text encoders: determinism of `bytes`; `hf_text` against Transformers itself."""
 
 import importlib.util
+import json
 import pickle
 from pathlib import Path
 
@@ -258,6 +259,19 @@ def test_a_folder_without_a_tokenizer_is_a_sentence(umt5, tmp_path):
     with pytest.raises(CheckpointError, match="no tokenizer can be made of this folder") as caught:
         mm_core.load_frozen(HFTextEncoder(str(umt5), tokenizer=str(tmp_path)), CPU)
     assert "tokenizer:" in str(caught.value)
+
+
+def test_a_tokenizers_own_code_does_not_run_and_nobody_is_asked(umt5, tmp_path, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    folder = tmp_path / "own"
+    AutoTokenizer.from_pretrained(umt5).save_pretrained(folder)
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Own: ...\n")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match="no tokenizer can be made of this folder"):
+        mm_core.load_frozen(HFTextEncoder(str(umt5), tokenizer=str(folder)), CPU)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_damaged_weights_are_a_sentence(umt5, tmp_path):
