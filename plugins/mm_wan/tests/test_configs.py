@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import math
 import os
+import re
+import shlex
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -21,6 +25,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import mm_core
+from mm_core.cli.main import COMMANDS
 from mm_core.config.load import load_config
 from mm_core.plan import build_task, make_plan
 from mm_core.train.exporting import export
@@ -42,6 +47,18 @@ def test_every_config_checks_and_is_linked(path):
     kind = "two_expert" if "a14b" in path.stem else "transformer"
     assert config.task.options["predictor"].type == f"wan/{kind}"
     assert config.run.name == f"wan_{path.stem}"
+
+
+@pytest.mark.parametrize("path", [*CONFIGS, ROOT / "plugins/mm_wan/README.md"], ids=lambda path: path.stem)
+def test_the_commands_beside_a_config_are_such_as_the_program_takes(path):
+    commands = re.findall(r"^(?:#   )?mm(?:-| )(\w+) (.*)$", path.read_text(), re.MULTILINE)
+    for name, rest in commands:
+        if name == "plugins":
+            continue
+        parser = argparse.ArgumentParser(prog=f"mm {name}", allow_abbrev=False)
+        import_module(COMMANDS[name][0]).configure(parser)
+        parser.parse_intermixed_args(shlex.split(rest))
+    assert "train" in dict(commands)
 
 
 def test_the_config_class_needs_no_torch():
