@@ -13,7 +13,6 @@ from mm_wan.vae import WanVAE
 from PIL import Image
 
 import mm_core
-import mm_core
 from mm_core.errors import ContractError
 
 ALWAYS = {"transformer", "vae", "text_encoder", "tokenizer", "scheduler"}
