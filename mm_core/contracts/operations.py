@@ -32,6 +32,14 @@ class Product:
     after: Paths | None = None
     second: Paths | None = None
 
+    def below(self, path: str) -> Product:
+        """The same product where the predictor that it is of lies at `path` of another."""
+
+        def moved(paths: Paths | None) -> Paths | None:
+            return None if paths is None else tuple(f"{path}.{one}" for one in paths)
+
+        return Product(f"{path}.{self.module}", self.flops, moved(self.after), moved(self.second))
+
 
 def linear(module: str, rows: int, into: int, out: int, after: Paths | None = None) -> Product:
     """A linear layer of [out, into] on `rows` rows, or a convolution whose stride is its kernel."""

@@ -177,14 +177,7 @@ class TwoExpert(nn.Module):
         """What a forward by one expert multiplies (None: by any of them, for they are alike)."""
         name = expert or next(e.name for e in self.experts if e.trained)
         found = self._any().products(latents, timestep, text, **conditions)
-        return [
-            replace(
-                product,
-                module=f"{name}.{product.module}",
-                after=None if product.after is None else tuple(f"{name}.{path}" for path in product.after),
-            )
-            for product in found
-        ]
+        return [product.below(name) for product in found]
 
     def forward_flops(
         self,

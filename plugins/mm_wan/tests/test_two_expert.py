@@ -39,6 +39,7 @@ from mm_core.contracts import (
     WeightsFrom,
 )
 from mm_core.errors import CheckpointError, ConfigError, ContractError
+from mm_core.parallel.operations import step_operations
 from mm_core.testing import PREDICTOR_CHECKS, PredictorProbe, check_predictor
 
 HERE = Path(__file__).parent
@@ -157,6 +158,10 @@ def test_operations_are_within_a_hundredth_of_torchs_count(preset, image):
         assert sum(product.flops for product in products) == model.forward_flops(shape)
         paths = dict(model.named_modules())
         assert all(product.module.startswith(expert) and product.module in paths for product in products)
+        lone = model.get_submodule(expert)
+        alone = step_operations(lone, lone.products(shape, (1,), (1, 512, 4096), **conditions), ["blocks.0"])
+        assert step_operations(model, products, [f"{expert}.blocks.0"]) == alone
+        assert alone.backward > 1.9 * alone.forward
 
 
 # -- sampling as the pipelines do ------------------------------------------------------------------
