@@ -1,6 +1,6 @@
 """One export in a process of its own: to be killed, or to be measured.
 
-Arguments: run, out, and a format (safetensors). Prints the anonymous memory before it began and at most, bytes.
+Arguments: run, out, and a format (safetensors). Prints its anonymous memory at the start and at most, bytes.
 """
 
 import json
