@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
-from mm_core.contracts import Randomness
+from mm_core.contracts import CountsProducts, Randomness
 from mm_core.errors import ContractError, MMError
 from mm_core.parallel.initialise import initialise
+from mm_core.parallel.operations import step_operations
 from mm_core.plugin.registry import build as build_component
 
 Build = Callable[[], Any] | Mapping[str, Any] | str
@@ -238,6 +241,29 @@ def unknown_conditions(probe: PredictorProbe) -> None:
     )
 
 
+def operations(probe: PredictorProbe) -> None:
+    """If it says what it multiplies (`products`), that is what torch counts, within a hundredth."""
+    module = probe.trained()
+    inputs = probe.inputs(module)
+    if not isinstance(module, CountsProducts):
+        return
+    shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items() if name != "text_mask"}
+    said = step_operations(module, module.products(**shapes))
+    # torch has no formula for attention's own kernels on a CPU.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        predicted = module(**inputs)
+        forward = counter.get_total_flops()
+        predicted.sum().backward()
+        backward = counter.get_total_flops() - forward
+    for name, claimed, found in (("forward", said.forward, forward), ("backward", said.backward, backward)):
+        if abs(claimed - found) > 0.01 * found:
+            raise ContractError(
+                f"`products` makes {claimed:,.0f} operations of the {name}, and torch counts {found:,}",
+                accepted="within a hundredth",
+                hint="compare each product with its layer, and `after` with where its input comes from",
+            )
+
+
 PREDICTOR_CHECKS: Mapping[str, Callable[[PredictorProbe], None]] = MappingProxyType(
     {
         check.__name__: check
@@ -252,6 +278,7 @@ PREDICTOR_CHECKS: Mapping[str, Callable[[PredictorProbe], None]] = MappingProxyT
             text_padding,
             timestep_precision,
             unknown_conditions,
+            operations,
         )
     }
 )
