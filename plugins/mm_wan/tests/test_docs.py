@@ -1,0 +1,168 @@
+"""docs/wan.md is run: each command and each program, on tiny checkpoints in the place of the downloads."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from mm_wan.testing import make_tiny_checkpoint
+
+import mm_core
+from mm_core.config.load import load_config
+from mm_core.plan import make_plan
+
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "docs/wan.md"
+
+VARIANTS = {
+    "TI2V": "ti2v",
+    "T2V-A14B": "t2v_high_low",
+    "I2V": "i2v",
+    "T2V": "t2v",
+}  # of downloads, by their names
+TWINS = {
+    "t2v_1_3b": "t2v_tiny",
+    "t2v_1_3b_lora": "t2v_tiny_lora",
+    "i2v_14b": "i2v_tiny",
+    "ti2v_5b": "ti2v_tiny",
+    "t2v_a14b_high": "t2v_a14b_high_tiny",
+}
+FEW = "train.steps=2 checkpoint.every=2 validation.every=2 data.loader.workers=0"
+
+
+def module_at(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+page = module_at(ROOT / "tests/docs/readme.py")
+
+
+def commands() -> list[str]:
+    return [line for b in page.blocks(PAGE) if b.language == "bash" for line in b.text.splitlines()]
+
+
+def programs() -> dict[str, str]:
+    return {b.marker: b.text for b in page.blocks(PAGE) if b.language == "python"}
+
+
+# -- what it claims --------------------------------------------------------------------------------
+
+ROWS = re.findall(
+    r"^\| ((?:`\w+\.yaml`(?:, )?)+) \| .*? \| ([\d,]+) \| ([\d.]+) GiB \| (.*?) \|$", PAGE.read_text(), re.M
+)
+
+
+def test_every_full_size_config_is_in_the_table():
+    listed = {name for row in ROWS for name in re.findall(r"`(\w+)\.yaml`", row[0])}
+    configs = {path.stem for path in (ROOT / "configs/wan").iterdir()}
+    assert listed == {name for name in configs if "tiny" not in name}
+
+
+@pytest.mark.parametrize(
+    ("name", "row"), [(n, row) for row in ROWS for n in re.findall(r"`(\w+)\.yaml`", row[0])]
+)
+def test_the_table_is_what_the_plan_says(name, row, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where there is no folder of weights
+    plan = make_plan(load_config(ROOT / f"configs/wan/{name}.yaml"), 8)
+    engine = plan.engine
+    state = engine.parameter_bytes + engine.gradient_bytes + engine.optimizer_bytes
+    cost = "-"
+    if plan.operations is not None:
+        cost = f"{plan.operations.useful / plan.global_batch_size / 1e12:,.0f} TFLOP"
+    found = (f"{plan.modules[0].parameters:,}", f"{state / 2**30:.2f}", cost)
+    assert found == row[1:]
+
+
+def test_the_annotations_are_those_that_the_dataset_reads(tmp_path):
+    (block,) = (b for b in page.blocks(PAGE) if b.language == "json")
+    assert all(set(row) == {"path", "cap"} for row in json.loads(block.text))
+
+
+# -- what it tells to do ---------------------------------------------------------------------------
+
+
+def tiny(line: str) -> str:
+    """The line that is run for a line of the page: tiny twins for what is full-size, and fewer steps."""
+    line = line.replace("mm-train ", "mm train ").replace(" --nproc 8", "")
+    if found := re.search(r"--config configs/wan/(\w+)\.yaml|validate configs/wan/(\w+)\.yaml", line):
+        name = found[1] or found[2]
+        twin = TWINS.get(name, name)
+        line = line.replace(f"configs/wan/{name}.yaml", f"{ROOT}/configs/wan/{twin}.yaml")
+        if found[1]:
+            line += f" run.name=wan_{name} {FEW}"
+    if line.startswith("mm sample"):
+        line += " --steps 2"
+    return line.replace("examples/", f"{ROOT}/examples/")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A working folder: tiny checkpoints where downloads and tiny twins would lie, clips, images."""
+    place = tmp_path_factory.mktemp("wan")
+    shown = module_at(ROOT / "examples/real_clips/prepare.py")
+    shown.prepare(place / "data/real_clips")
+    from PIL import Image
+
+    Image.new("RGB", (64, 48), "red").save(place / "first.png")
+    return place
+
+
+def download(line: str, place: Path) -> None:
+    """A tiny checkpoint of the same kind, where the line would put the real one and where the twin looks."""
+    words = shlex.split(line)
+    repository, folder = words[2], words[words.index("--local-dir") + 1]
+    assert folder == f"ckpt/{repository.partition('/')[2]}"
+    variant = next(kind for name, kind in VARIANTS.items() if name in repository)
+    twins = {"t2v": "wan_tiny", "t2v_high_low": "wan_tiny_a14b"}
+    made = make_tiny_checkpoint(place / "ckpt" / twins.get(variant, f"wan_tiny_{variant}"), variant)
+    shutil.copytree(made, place / folder)
+
+
+def run(line: str, place: Path) -> None:
+    core = str(Path(mm_core.__file__).parents[1])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": core}
+    words = shlex.split(line)
+    words[:1] = {"mm": [sys.executable, "-m", "mm_core.cli.main"], "python": [sys.executable]}[words[0]]
+    done = subprocess.run(words, cwd=place, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.slow
+def test_every_command_and_program_does_what_the_page_says(place, monkeypatch):
+    """In the page's order; the two programs after the exports that they read."""
+    for line in commands():
+        if line.startswith("pip install"):
+            continue  # tests/docs/test_readme.py installs
+        if line.startswith("hf download"):
+            download(line, place)
+        else:
+            run(tiny(line), place)
+    smaller = {"num_frames=81": "num_frames=5", "height=480": "height=32", "width=832": "width=32"}
+    monkeypatch.chdir(place)
+    for text in programs().values():
+        for full, little in smaller.items():
+            text = text.replace(full, f"{little}")
+        names: dict[str, object] = {}
+        exec(
+            compile(text.replace("width=32)", "width=32, num_inference_steps=2)"), "docs/wan.md", "exec"),
+            names,
+        )
+        assert "pipeline" in names
+    assert (place / "cat.mp4").stat().st_size > 0
+    assert sorted(path.name for path in (place / "runs/wan_i2v_14b").glob("samples/*/*.mp4"))
+    for exported in ("wan_t2v_1_3b", "wan_i2v_14b", "wan_t2v_a14b_high", "wan_tuned"):
+        assert (place / exported / "model_index.json").is_file()
+    assert (place / "wan_t2v_1_3b_lora/pytorch_lora_weights.safetensors").is_file()
