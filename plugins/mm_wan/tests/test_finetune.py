@@ -1,0 +1,25 @@
+"""Fine-tuning the tiny checkpoint on real clips: one seed of benchmarks/wan_finetune.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[3] / "benchmarks/wan_finetune.py"
+
+
+@pytest.mark.slow
+def test_the_held_out_loss_falls_and_a_resumed_run_has_the_same_bits(tmp_path):
+    """Below 0.8 of the lower of its start and of what a model that predicts nothing gets."""
+    spec = importlib.util.spec_from_file_location("wan_finetune", SCRIPT)
+    benchmark = importlib.util.module_from_spec(spec)
+    sys.modules["wan_finetune"] = benchmark
+    spec.loader.exec_module(benchmark)
+    benchmark.prepare(tmp_path, [1])
+    outcome = benchmark.finetune(tmp_path, "random", 1, 300)
+    nothing = benchmark.silent(tmp_path, 1)
+    assert outcome.end <= benchmark.BAR * min(outcome.start, nothing)
+    assert outcome.same
