@@ -23,6 +23,7 @@ from mm_wan.vae_files import (
     FRAMES_A_LATENT,
     STEM,
     empty_model,
+    is_numbers,
     layers_of,
     pipeline_part,
 )
@@ -297,10 +298,11 @@ class WanVAE(nn.Module):
         mean, std = (
             self._config.get(name, defaults[name].default) for name in ("latents_mean", "latents_std")
         )
-        if not len(mean) == len(std) == self.latent_channels:
+        if not is_numbers(mean, std, count=self.latent_channels) or min(std) <= 0:
             raise CheckpointError(
                 f"latents_mean and latents_std are not of {self.latent_channels} numbers each, one a channel",
                 where=str(self.folder / "config.json"),
+                accepted="finite numbers, those of latents_std above 0",
             )
         return Normalisation(torch.tensor(mean), 1.0 / torch.tensor(std))
 

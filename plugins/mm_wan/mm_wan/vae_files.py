@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,16 @@ def layers_of(config: Mapping[str, Any], folder: Path) -> tuple[int, tuple[int, 
             where=str(folder / "config.json"),
         )
     return channels, (frames, shrink, shrink)
+
+
+def is_numbers(*given: object, count: int) -> bool:
+    """Whether each is a sequence of so many finite numbers."""
+    return all(
+        isinstance(one, list | tuple)
+        and len(one) == count
+        and all(type(number) in (int, float) and math.isfinite(number) for number in one)
+        for one in given
+    )
 
 
 def _no_model(fault: Exception, folder: Path) -> CheckpointError:

@@ -303,6 +303,10 @@ def test_pickles_are_refused(copied):
         ({"dim_mult": 4}, "config.json describes no autoencoder that Diffusers can build"),
         ({"dim_mult": "wide"}, "config.json describes no autoencoder that Diffusers can build"),
         ({"latents_std": [1.0] * 4}, "latents_mean and latents_std are not of 16 numbers each"),
+        ({"latents_std": [0.0] * 16}, "those of latents_std above 0"),
+        ({"latents_mean": [float("nan")] * 16}, "finite numbers"),
+        ({"latents_std": "abcdefghijklmnop"}, "latents_mean and latents_std are not of 16 numbers each"),
+        ({"latents_mean": None}, "latents_mean and latents_std are not of 16 numbers each"),
         ({"temperal_downsample": [True] * 3}, "takes 8 frames a latent, and AutoencoderKLWan encodes 4"),
     ],
 )
