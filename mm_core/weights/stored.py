@@ -140,6 +140,8 @@ class SafetensorsFiles:
 
 def open_whole(path: Path) -> Any:
     """A safetensors file, mapped. CheckpointError where it is none, or not all of it is there."""
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise CheckpointError("this is no file", where=str(path), accepted="a safetensors file")
     try:
         return safe_open(str(path), framework="pt", device="cpu")
     except (SafetensorError, OSError) as fault:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ import yaml
 from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
+from mm_core.errors import CheckpointError
 from mm_core.train.checkpoint import CheckpointStore
+from mm_core.weights import open_stored
 
 WAN = {
     "num_layers": 2,
@@ -108,3 +111,11 @@ def test_show_and_diff_of_nothing_are_sentences(tmp_path, mm):
         assert done.code == 1 and "this folder is neither a checkpoint nor a run" in done.err
     done = mm("weights", "show", tmp_path / "x.safetensors")
     assert done.code == 1 and "there is no such file or folder" in done.err and "Traceback" not in done.err
+
+
+def test_a_pipe_under_the_name_of_weights_is_not_waited_for(tmp_path, mm):
+    os.mkfifo(tmp_path / "model.safetensors")
+    done = mm("weights", "show", tmp_path / "model.safetensors")
+    assert done.code == 1
+    with pytest.raises(CheckpointError, match="this is no file"):
+        open_stored(tmp_path)
