@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+
 
 class MMError(ValueError):
     """A fault that the user can mend.
@@ -31,13 +33,14 @@ class MMError(ValueError):
         super().__init__(self.render())
 
     def render(self) -> str:
-        """The text that a person reads: one line, or one line and its remedies indented below."""
+        """The text that a person reads: one line, or one line and its remedies indented below. What a file
+        calls things may be made to command a terminal: such characters are spelt out."""
         lines = [f"{self.where}: {self.what}" if self.where else self.what]
         if self.accepted:
             lines.append(f"  accepted: {self.accepted}")
         if self.hint:
             lines.append(f"  hint: {self.hint}")
-        return "\n".join(lines)
+        return "\n".join(lines).translate(_CONTROLS)
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions pickle by their args; ours are keyword-only, and data workers send them across.

@@ -52,6 +52,7 @@ def _show(args: argparse.Namespace) -> int:
         }
         print(json.dumps(document, indent=1))
         return 0
+    rows = [(_printable(name), tensor, times) for name, tensor, times in rows]
     width = max((len(name) for name, _, _ in rows), default=0)
     for name, tensor, times in rows:
         shape = "x".join(map(str, tensor.shape)) or "scalar"
@@ -72,21 +73,29 @@ def _diff(args: argparse.Namespace) -> int:
     found = differences(Path(args.first), Path(args.second))
     for letter, names in zip("AB", found.only, strict=True):
         for name in names:
-            print(f"only in {letter}: {name}")
+            print(f"only in {letter}: {_printable(name)}")
     for name, *shapes in found.shaped:
-        print(f"{name}: shapes differ, {' and '.join(str(list(shape)) for shape in shapes)}")
+        print(f"{_printable(name)}: shapes differ, {' and '.join(str(list(shape)) for shape in shapes)}")
     for change in found.changed:
         place, ours, theirs = change.at
         print(
-            f"{change.name}: norms {change.norms[0]:.6g} and {change.norms[1]:.6g}, differs by up to"
-            f" {change.largest:.3g}; first at {list(place)}: {ours:.9g} and {theirs:.9g}"
+            f"{_printable(change.name)}: norms {change.norms[0]:.6g} and {change.norms[1]:.6g}, differs by"
+            f" up to {change.largest:.3g}; first at {list(place)}: {ours:.9g} and {theirs:.9g}"
         )
     if found.dtypes:
         name, first, second = found.dtypes[0]
-        print(f"{len(found.dtypes)} tensors of other dtypes: {name} is {_dtype(first)} and {_dtype(second)}")
+        print(
+            f"{len(found.dtypes)} tensors of other dtypes: {_printable(name)} is {_dtype(first)}"
+            f" and {_dtype(second)}"
+        )
     differing = len(found.only[0]) + len(found.only[1]) + len(found.shaped) + len(found.changed)
     print(f"{len(found.same)} tensors the same, {differing} different")
     return 0 if found.none else 1
+
+
+def _printable(name: str) -> str:
+    """A name of a file that nobody vouches for, which might command a terminal."""
+    return name if name.isprintable() else name.encode("unicode_escape").decode()
 
 
 def _numbers(shape: tuple[int, ...]) -> int:

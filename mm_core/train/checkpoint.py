@@ -235,7 +235,9 @@ class CheckpointStore:
         """
         if request == "never":
             return None
-        return self.latest() if request == "auto" else find_checkpoint(Path(request))
+        if request == "auto":
+            return self.latest()
+        return find_checkpoint(Path(request), words="'auto', 'never', ")
 
     def open(self, request: str) -> tuple[Path | None, list[CheckpointError]]:
         """The checkpoint that `--resume` asks for, every byte of it checked. Called by all ranks.

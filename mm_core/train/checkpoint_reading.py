@@ -74,16 +74,15 @@ def read_run_manifest(path: Path) -> dict[str, Any]:
     return files.read_json(path / files.MANIFEST)
 
 
-def find_checkpoint(path: Path, which: Which = "latest") -> Path:
-    """A complete checkpoint: `path` itself, or the newest (or best) of the run at `path`."""
+def find_checkpoint(path: Path, which: Which = "latest", words: str = "") -> Path:
+    """A complete checkpoint: `path` itself, or the newest (or best) of the run at `path`. words: that the
+    caller takes in the place of a path, for the error."""
     if (path / files.CHECKSUMS).is_file() and ".tmp-" not in path.name:
         return path
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     if steps := complete_steps(folder):
         return steps[max(steps)] if which == "latest" else _best(folder, steps)
-    accepted = (
-        "'auto', 'never', a checkpoint folder (runs/NAME/checkpoints/step_N) or a run folder (runs/NAME)"
-    )
+    accepted = f"{words}a checkpoint folder (runs/NAME/checkpoints/step_N) or a run folder (runs/NAME)"
     hint = ""
     if not path.exists():
         what = "there is no such checkpoint"

@@ -99,6 +99,7 @@ def _imported(config: RunConfig, init: InitFromSection) -> RunConfig:
 
 
 def _plan(config: RunConfig, task: nn.Module, engine: Engine) -> RunPlan:
-    """The plan of the run. Its length is not needed, and would ask for the data where epochs set it."""
-    train = replace(config.train, steps=config.train.steps or 0, epochs=None)
+    """The plan of the run. Its length is not needed, and would ask for the data where epochs set it; nor is
+    its batch, which other ranks may train."""
+    train = replace(config.train, steps=config.train.steps or 0, epochs=None, global_batch_size=None)
     return make_plan(replace(config, train=train), dist.get_world_size(), task, engine)

@@ -182,6 +182,8 @@ class WarmStart:
             found = self._by_format(path, state, chosen)
             if found is not None:
                 return
+            if path.is_dir() and not any(path.glob("*.safetensors")):  # known to a format: no checkpoint
+                raise self._of_another(path)
         source = _open(path, init, self._open_run)
         origins, self.report = _compare(init, source, state, chosen)
         if isinstance(source, RunSource):
@@ -191,6 +193,17 @@ class WarmStart:
                 (whole(name, stored, tuple(source.shapes[stored])), source)
                 for name, stored in origins.items()
             ]
+
+    def _of_another(self, path: Path) -> CheckpointError:
+        """The error for a folder that formats know and read none of the components from."""
+        known = [name for name, form in self._formats.items() if form.recognises(path)]
+        names = " or ".join(map(repr, self._parts))
+        return CheckpointError(
+            f"nothing in this folder can be read into {names}: it holds another model",
+            where=str(path),
+            accepted="weights of the component that the config describes",
+            hint=f"formats that know the folder: {', '.join(known)}; `mm weights show` lists what is in it",
+        )
 
     def _by_name_alone(self, path: Path) -> bool:
         """Whether formats have no say: our own checkpoints, renamed files, a caller without a task."""

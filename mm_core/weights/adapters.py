@@ -7,6 +7,7 @@ https://arxiv.org/abs/2402.09353. The layers are PEFT's own.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -307,7 +308,10 @@ def _inject(component: nn.Module, adapter: AdapterConfig, scales: Mapping[str, A
         rank_pattern={whole_pattern(n): s.rank for n, s in scales.items() if s.rank != first.rank},
         alpha_pattern={whole_pattern(n): s.alpha for n, s in scales.items() if s.alpha != first.alpha},
     )
-    peft.inject_adapter_in_model(config, component, adapter.name, low_cpu_mem_usage=True)
+    with warnings.catch_warnings():
+        # Several adapters are what was asked for.
+        warnings.filterwarnings("ignore", "Already found a `peft_config` attribute")
+        peft.inject_adapter_in_model(config, component, adapter.name, low_cpu_mem_usage=True)
     layers = adapted_layers(component)
     for name, scale in scales.items():
         layer: Any = layers[name]

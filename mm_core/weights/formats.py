@@ -50,7 +50,9 @@ class Safetensors:
         """A safetensors file, an index of such, or a folder that holds any."""
         if path.is_file():
             return path.name.endswith((".safetensors", INDEX))
-        return any(found.name != PEFT_ADAPTER for found in path.glob("*.safetensors"))
+        if any(found.name != PEFT_ADAPTER for found in path.glob("*.safetensors")):
+            return True
+        return any(path.glob(f"*{INDEX}"))  # whose files may be elsewhere, which reading says
 
     def folders(self, path: Path) -> Sequence[str]:
         """The top."""

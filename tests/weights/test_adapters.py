@@ -149,6 +149,7 @@ def test_an_adapter_that_diffusers_has_saved_is_begun_from(tmp_path):
     torch.testing.assert_close(task.predictor(**call), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("error:Already found a")  # PEFT doubts that several are meant
 def test_several_adapters_count_together_and_only_those_in_training_learn(tmp_path):
     first = peft.get_peft_model(plain(), peft.LoraConfig(r=4, target_modules=["to_q"]))
     perturbed(first).save_pretrained(tmp_path)

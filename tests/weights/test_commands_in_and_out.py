@@ -26,8 +26,10 @@ def source(tiny, tmp_path_factory):
 
 
 def test_a_run_trains_on_from_what_was_imported(source, tiny, tmp_path, mm):
-    """On two ranks, without data at first; every bit as a run that begins with `init_from`."""
+    """On two ranks, whose batch it could not be, without data at first; every bit as a run that begins with
+    `init_from`."""
     common = [tiny, f"run.dir={tmp_path}", "lr_schedule={type: constant}", "ema={decay: 0.5}"]
+    common += ["train.micro_batch_size=1", "train.global_batch_size=1"]
     absent = f"data.train.annotations={tmp_path}/absent.json"
     done = mm("import", "--from", source, "--config", *common, absent, "--nproc", 2)
     assert done.code == 0, done.err
@@ -79,3 +81,14 @@ def test_what_can_not_be_is_one_sentence(source, tiny, tmp_path, mm):
     done = mm("export", "--run", tmp_path / "tiny", "--to", "safetensors")
     assert done.code == 1 and f"{tmp_path}/tiny: there is no such run" in done.err
     assert {path.name for path in tmp_path.iterdir()} == {"cut"}
+
+
+def test_names_that_would_command_a_terminal_are_spelt_out(tmp_path, tiny, mm):
+    file = tmp_path / "x.safetensors"
+    save_file({"\x1b[31mred\n": torch.zeros(2)}, file)
+    save_file({"a": torch.zeros(2)}, tmp_path / "y.safetensors")
+    shown, differs = mm("weights", "show", file), mm("weights", "diff", file, tmp_path / "y.safetensors")
+    assert shown.out.startswith("\\x1b[31mred\\n  ")
+    assert "only in A: \\x1b[31mred\\n\n" in differs.out
+    done = mm("import", "--from", file, "--config", tiny, f"run.dir={tmp_path}")
+    assert done.code == 1 and "\\x1b[31mred" in done.err and "\x1b" not in done.err

@@ -222,6 +222,32 @@ def test_pickles_are_refused_by_name_and_nothing_runs(wan, tmp_path):
     assert not mark.exists()
 
 
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [
+        ("../wan/a.safetensors", "this index names '../wan/a.safetensors', which is outside its folder"),
+        ("a.bin", "this index names 'a.bin', which is no safetensors file"),
+        ("a.safetensors", "files of this index are missing: a.safetensors"),
+    ],
+)
+def test_an_index_alone_says_what_is_wrong_with_it(file, says, tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": file}}))
+    with pytest.raises(CheckpointError) as caught:
+        start(Task(predictor=on_meta(custom_dit)), tmp_path)
+    assert says in str(caught.value)
+
+
+def test_a_pipeline_of_another_model_is_called_that(wan, tmp_path):
+    pipeline = pipeline_of(tmp_path / "pipeline", wan)
+    task = Task(predictor=on_meta(lambda: nn.Linear(2, 2)))
+    with pytest.raises(CheckpointError) as caught:
+        start(task, pipeline)
+    assert str(caught.value).startswith(
+        f"{pipeline}: nothing in this folder can be read into 'predictor': it holds another model"
+    )
+    assert "core/diffusers" in caught.value.hint
+
+
 @pytest.mark.parametrize("text", ["[1, 2]", "{", '{"_class_name"', "[" * 100_000, "\x00"])
 def test_a_hostile_config_is_simply_not_recognised(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
