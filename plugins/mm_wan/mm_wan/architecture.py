@@ -107,13 +107,21 @@ def read_fields(folder: Path) -> dict[str, object]:
     place = folder
     if (folder / INDEX).is_file():
         index = read_mapping(folder / INDEX)
-        if not wan_parts(folder):
+        parts = wan_parts(folder)
+        if not parts:
             raise CheckpointError(
                 f"this pipeline ({index.get('_class_name', 'of no class')}) has no Wan transformer",
                 where=str(folder),
                 accepted=ACCEPTED,
             )
-        place = folder / wan_parts(folder)[0]
+        if len(parts) > 1:
+            raise CheckpointError(
+                f"this pipeline has {len(parts)} transformers, each for timesteps of its own",
+                where=str(folder),
+                accepted=f"one of them: {' or '.join(str(folder / part) for part in parts)}",
+                hint="wan/two_expert takes both, and trains them together or one alone on its timesteps",
+            )
+        place = folder / parts[0]
     config = read_mapping(place / "config.json")
     if config.get("_class_name") != CLASS:
         found = f"config.json is of {config['_class_name']}" if "_class_name" in config else ""

@@ -22,6 +22,7 @@ from diffusers import (
 from mm_wan.config_predictor import Train, TwoExpertPresetName
 from mm_wan.flow_match import WanFlowMatch
 from mm_wan.presets import PRESETS
+from mm_wan.transformer import WanTransformer
 from mm_wan.two_expert import TwoExpert
 from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
@@ -351,6 +352,15 @@ def test_a_folder_without_both_experts_is_a_sentence(pair, tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_layers": 3}))
     with pytest.raises(CheckpointError, match="the two experts are no pair: num_layers 2 and 3"):
         TwoExpert(from_pretrained=str(unlike))
+
+
+def test_a_lone_transformer_is_not_picked_out_of_two(pair):
+    with pytest.raises(CheckpointError, match="this pipeline has 2 transformers") as caught:
+        WanTransformer(str(pair))
+    assert caught.value.accepted == f"one of them: {pair}/transformer or {pair}/transformer_2"
+    assert "wan/two_expert" in caught.value.hint
+    with torch.device("meta"):
+        assert WanTransformer(str(pair / "transformer_2")).fields["num_layers"] == 2
 
 
 def test_a_preset_of_one_transformer_is_a_sentence(tmp_path):
