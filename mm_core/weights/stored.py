@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -231,12 +232,14 @@ def _why(fault: Exception) -> str:
 def _load(path: Path) -> Any:
     """A torch file, without running anything in it."""
     try:
-        try:
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError as fault:
-            if "mmap can only be used" not in str(fault):
-                raise
-        return torch.load(path, map_location="cpu", weights_only=True)  # written before torch 1.6
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # what is odd is refused, in one sentence
+            try:
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except RuntimeError as fault:
+                if "mmap can only be used" not in str(fault):
+                    raise
+            return torch.load(path, map_location="cpu", weights_only=True)  # written before torch 1.6
     except Exception as fault:
         # A pickle can fail in any way that the calls inside it can; nothing of it has run.
         raise CheckpointError(

@@ -377,6 +377,7 @@ def hostile(kind: str, mark: Path) -> bytes:
     ],
 )
 @pytest.mark.parametrize("ending", ["pt", "bin"])
+@pytest.mark.filterwarnings("error::UserWarning")
 def test_hostile_files_run_no_code(tmp_path, kind, named, ending):
     mark, path = tmp_path / "ran", tmp_path / f"weights.{ending}"
     path.write_bytes(hostile(kind, mark))
