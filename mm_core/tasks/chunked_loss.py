@@ -124,7 +124,7 @@ def _reshaped(
 
 _ELEMENTWISE = {
     *(getattr(Tensor, name) for name in ("mul", "__mul__", "__rmul__", "div", "__truediv__", "true_divide")),
-    *(torch.mul, torch.div, torch.true_divide, torch.tanh, Tensor.tanh, Tensor.float),
+    *(torch.mul, torch.div, torch.true_divide, torch.tanh, Tensor.tanh),
 }
 
 
@@ -137,7 +137,11 @@ def _computed(
         if any(torch.device(place) != logits.device for place in places if not isinstance(place, bool)):
             return None
         dtypes = [value for value in (*args, *given.values()) if isinstance(value, torch.dtype)]
+        if dtypes == [torch.float32]:
+            return logits.later(Tensor.float)
         return logits.later(lambda found: found.to(dtypes[0])) if dtypes else logits
+    if func is Tensor.float:
+        return logits.later(Tensor.float)
     constant = all(
         isinstance(value, (int, float))
         or (isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad)
@@ -158,13 +162,6 @@ def hold_back(head: nn.Linear, chunk: int) -> Callable[[], Any]:
     def held(hidden: Tensor) -> Tensor:
         if not active[0]:
             return forward(hidden)
-        if isinstance(head.weight, DTensor):
-            raise ContractError(
-                "the output embedding is gathered for itself alone, and given back before the loss",
-                where="engine.sub_modules_to_wrap",
-                accepted="modules other than the output embedding",
-                hint="leave it out of the list, or set task.loss: plain",
-            )
         return HeldBackLogits.of(hidden, head, chunk)
 
     @contextmanager
@@ -189,6 +186,13 @@ def chunked_cross_entropy(
         logits: [N,V]. target: [N], -100 for what counts for nothing. weights: [N] float32.
     """
     head, hidden = logits.head, logits.hidden
+    if isinstance(head.weight, DTensor):
+        raise ContractError(
+            "the output embedding is gathered for itself alone, and given back before the loss",
+            where="engine.sub_modules_to_wrap",
+            accepted="modules other than the output embedding",
+            hint="leave it out of the list, or set task.loss: plain",
+        )
     flat = hidden.reshape(-1, hidden.shape[-1]).to(head.weight.dtype)
     total, losses, best = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
         flat, head.weight, head.bias, target, weights, logits.steps, logits.chunk_tokens, predict
@@ -209,69 +213,85 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         chunk: int,
         predict: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad[:3])
+        head = _Head(hidden, weight, bias, steps, ctx.needs_input_grad[:3])
         losses = torch.empty(len(target), dtype=torch.float32, device=hidden.device)
         best = torch.empty(len(target) if predict else 0, dtype=torch.int64, device=hidden.device)
         for first in range(0, len(target), chunk):
             part = slice(first, first + chunk)
-            raw = functional.linear(hidden[part], weight, bias)
-            logits, back = _after(raw, steps, gradients.wanted)
-            if predict:
-                best[part] = logits.argmax(1)
-            known = target[part] != IGNORED
-            labels = target[part].where(known, 0)[:, None]
-            norm = logits.logsumexp(1)
-            losses[part] = (norm - logits.gather(1, labels)[:, 0]).where(known, 0)
-            if gradients.wanted:
-                # Softmax less one-hot, in the place of the logits.
-                slope = logits.sub_(norm[:, None]).exp_()
-                slope.scatter_add_(1, labels, slope.new_full(labels.shape, -1.0))
-                slope.mul_(weights[part].where(known, 0)[:, None])
-                with _disable_current_modes():  # who counts operations takes these for a backward already
-                    gradients.add(part, back(slope).to(weight.dtype))
-        ctx.gradients = gradients
+            losses[part] = head.losses(part, target[part], weights[part], best[part] if predict else None)
+        ctx.head = head
         ctx.mark_non_differentiable(losses, best)
         return (losses * weights).sum(), losses, best
 
     @staticmethod
     def backward(ctx: Any, of_total: Tensor, *_: Any) -> Any:
-        gradients, ctx.gradients = ctx.gradients, None
-        assert gradients is not None, "the gradients of a chunked loss are there for one backward"
-        return (*gradients.times(of_total), None, None, None, None, None)
+        head, ctx.head = ctx.head, None
+        assert head is not None, "the gradients of a chunked loss are there for one backward"
+        return (*head.gradients(of_total), None, None, None, None, None)
 
 
-class _Gradients:
-    """Of hidden states, embedding and bias, each where it is wanted."""
+class _Head:
+    """An output embedding on hidden states [N,D], and the gradients of both, each where it is wanted."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Sequence[bool]) -> None:
-        self.wanted = any(wanted)
-        self._given = hidden, weight
-        self._hidden = torch.empty_like(hidden) if wanted[0] else None
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        steps: Sequence[Step],
+        wanted: Sequence[bool],
+    ) -> None:
+        self.hidden, self.weight, self.bias, self.steps = hidden, weight, bias, steps
+        self.differentiable = any(wanted)
+        self._of_hidden = torch.empty_like(hidden) if wanted[0] else None
         # Those of the embedding add up over chunks: in float32, whatever its own dtype.
-        self._weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
-        self._bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
+        self._of_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
+        self._of_bias = (
+            torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
+        )
 
-    def add(self, part: slice, slope: Tensor) -> None:
-        """What the gradient of a chunk's logits [n,V] makes of them."""
-        hidden, weight = self._given
-        if self._hidden is not None:
-            torch.mm(slope, weight, out=self._hidden[part])
-        if self._weight is not None and slope.dtype == torch.float32:
-            self._weight.addmm_(slope.t(), hidden[part])
-        elif self._weight is not None:
-            self._weight += slope.t() @ hidden[part]
-        if self._bias is not None:
-            self._bias += slope.sum(0, dtype=torch.float32)
+    def losses(self, part: slice, target: Tensor, weights: Tensor, best: Tensor | None) -> Tensor:
+        """[n] of a chunk, whose gradients are added, times `weights`. best: is given the likeliest labels."""
+        raw = functional.linear(self.hidden[part], self.weight, self.bias)
+        logits, back = _after(raw, self.steps, self.differentiable)
+        del raw  # what follows happens in one chunk of memory: logits, exponentials, softmax less one-hot
+        if best is not None:
+            best.copy_(logits.argmax(1))
+        known = target != IGNORED
+        labels = target.where(known, 0)[:, None]
+        of_label, most = logits.gather(1, labels), logits.amax(1, keepdim=True)
+        exponentials = logits.sub_(most).exp_()
+        sums = exponentials.sum(1, keepdim=True)
+        if self.differentiable:
+            slope = exponentials.div_(sums)
+            slope.scatter_add_(1, labels, slope.new_full(labels.shape, -1.0))
+            slope.mul_(weights.where(known, 0)[:, None])
+            with _disable_current_modes():  # who counts operations takes these for a backward already
+                self._add(part, back(slope).to(self.weight.dtype))
+        return (sums.log() + most - of_label)[:, 0].where(known, 0)
 
-    def times(self, factor: Tensor) -> list[Tensor | None]:
+    def _add(self, part: slice, slope: Tensor) -> None:
+        """What the gradient of a chunk's linear layer [n,V] makes of those of its inputs."""
+        if self._of_hidden is not None:
+            torch.mm(slope, self.weight, out=self._of_hidden[part])
+        if self._of_weight is not None and slope.dtype == torch.float32:
+            self._of_weight.addmm_(slope.t(), self.hidden[part])
+        elif self._of_weight is not None:
+            self._of_weight += slope.t() @ self.hidden[part]
+        if self._of_bias is not None:
+            self._of_bias += slope.sum(0, dtype=torch.float32)
+
+    def gradients(self, factor: Tensor) -> list[Tensor | None]:
         """All of them times a factor, in the dtypes of what they are gradients of; in place."""
-        hidden, weight = self._given
-        found = (self._hidden, hidden.dtype), (self._weight, weight.dtype), (self._bias, weight.dtype)
+        found = [(self._of_hidden, self.hidden.dtype)]
+        found += [(gradient, self.weight.dtype) for gradient in (self._of_weight, self._of_bias)]
         return [g.mul_(factor).to(dtype) if g is not None else None for g, dtype in found]
 
 
 def _after(raw: Tensor, steps: Sequence[Step], differentiable: bool) -> tuple[Tensor, Step]:
     """(logits in float32 that may be overwritten, from their gradient to that of `raw`)."""
+    while steps and steps[-1] is Tensor.float:  # as is done at the end in any case
+        steps = steps[:-1]
     if not steps or not differentiable:
         for step in steps:
             raw = step(raw)
