@@ -150,18 +150,16 @@ def test_every_command_and_program_does_what_the_page_says(place, monkeypatch):
             download(line, place)
         else:
             run(tiny(line), place)
-    smaller = {"num_frames=81": "num_frames=5", "height=480": "height=32", "width=832": "width=32"}
+    smaller = {"num_frames=81": "num_frames=5, num_inference_steps=2", "height=480": "height=32"}
+    smaller |= {"width=832": "width=32"}
     monkeypatch.chdir(place)
     for text in programs().values():
         for full, little in smaller.items():
-            text = text.replace(full, f"{little}")
+            text = text.replace(full, little)
         names: dict[str, object] = {}
-        exec(
-            compile(text.replace("width=32)", "width=32, num_inference_steps=2)"), "docs/wan.md", "exec"),
-            names,
-        )
+        exec(compile(text, "docs/wan.md", "exec"), names)
         assert "pipeline" in names
-    assert (place / "cat.mp4").stat().st_size > 0
+    assert (place / "cat.gif").stat().st_size > 0
     assert sorted(path.name for path in (place / "runs/wan_i2v_14b").glob("samples/*/*.mp4"))
     for exported in ("wan_t2v_1_3b", "wan_i2v_14b", "wan_t2v_a14b_high", "wan_tuned"):
         assert (place / exported / "model_index.json").is_file()
