@@ -27,6 +27,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="whose other parts are taken over (default: that the run began with)",
     )
+    add(
+        "overrides", nargs="*", metavar="key=value", help="over the run's config, for folders that have moved"
+    )
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -50,6 +53,7 @@ def execute(args: argparse.Namespace) -> int:
         max_shard=args.max_shard or MAX_SHARD,
         component=args.component,
         pipeline=args.pipeline,
+        overrides=args.overrides,
     )
     sizes = {path.relative_to(out): path.stat().st_size for path in sorted(out.rglob("*")) if path.is_file()}
     for path, size in sizes.items():

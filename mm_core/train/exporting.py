@@ -55,6 +55,7 @@ def export(
     max_shard: str | int = MAX_SHARD,
     component: str | None = None,
     pipeline: str | Path | None = None,
+    overrides: Sequence[str] = (),
 ) -> Path:
     """Writes a checkpoint's trained components in a weight format; `out` appears when all of it is there.
     Of a run that trains adapters it writes these alone.
@@ -72,6 +73,7 @@ def export(
         component: of the task, where it trains several and only one is wanted.
         pipeline: folder whose other parts are taken over, for formats that write whole pipelines; None
             takes the one that the run began with.
+        overrides: `key.path=value` over the run's config: where folders are that have moved.
 
     Raises:
         MMError: no such checkpoint, or a damaged one; a format that can not hold a component; something at
@@ -80,7 +82,7 @@ def export(
     out, source = Path(out), checkpoint_at(run)
     check_unused(out)
     limit = parse_size(max_shard)
-    config = load_config(source / "config.yaml", spare_environment=True)
+    config = load_config(source / "config.yaml", overrides, spare_environment=True)
     registry = get_registry(config.plugins.path)
     (label, form), *_ = formats_of(registry, format).items()
     task = build_task(config, adapters_in(source))

@@ -149,6 +149,12 @@ def test_a_base_that_has_gone_moved_or_changed_is_one_sentence(tiny, base, tmp_p
     # The adapter alone asks for no weights below it.
     out = ("--to", "wan_transformer", "--out", tmp_path / "alone")
     assert mm("export", "--run", tmp_path / "tuned", *out).code == 0
+    out = ("--to", "safetensors", "--merge-lora", "--out", tmp_path / "merged")
+    done = mm("export", "--run", tmp_path / "tuned", *out, f"init_from.path={moved}")
+    assert (
+        done.code == 0
+        and load_file(tmp_path / "merged/model.safetensors").keys() == model(0).state_dict().keys()
+    )
     done = mm(*command(moved), "--stop-after", 3)
     assert done.code == 75 and f"{moved}: 69 frozen tensors loaded" in done.out + done.err, done.err
     (row,) = json.loads((checkpoint(tmp_path / "tuned", 3) / "manifest.json").read_text())["base"]
