@@ -1,0 +1,357 @@
+"""A step of the task `pretrained` against Transformers' Trainer and an Accelerate loop.
+
+    python benchmarks/pretrained.py [--ranks 2] [--rounds 12] [--steps 4] [--accumulation 2]
+
+The three train copies of one model (a Qwen3 of a few million parameters) on the same rows of uneven length in
+the same order, in one process of each rank, turn by turn: a round is `steps` steps of one after the other,
+and ratios are taken round by round, of the time on the wall and of the processor's, which a shared machine
+harms less. All have FSDP2 over all ranks with a group for each block, fp32, AdamW, clipping at 1.0, and a
+loss that is read at every step. Accelerate has no FSDP on the CPU: it is told that it has, and shards as it
+does elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from mm_core import Component, hookimpl
+
+BAR = 1.0
+MODEL = {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
+MODEL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": True}
+MODEL |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 512}
+MICRO, RATE = 2, 1e-4
+
+
+@hookimpl
+def mm_datasets():
+    return [Component(name="benchmark_tokens", target=f"{Path(__file__).stem}:Tokens")]
+
+
+class Tokens:
+    """Rows of 32 to 160 tokens."""
+
+    def __init__(self, rows: int = 256) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, index: int):
+        import torch
+
+        rng = torch.Generator().manual_seed(index)
+        length = int(torch.randint(32, 161, (1,), generator=rng))
+        return {"input_ids": torch.randint(3, MODEL["vocab_size"], (length,), generator=rng), "index": index}
+
+    def inputs(self, samples):
+        """The batch as a model takes it, padded to the longest row."""
+        from torch.nn.utils.rnn import pad_sequence
+
+        rows = [sample["input_ids"] for sample in samples]
+        ids = pad_sequence(rows, batch_first=True)
+        mask = pad_sequence([row.new_ones(len(row)) for row in rows], batch_first=True)
+        return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+    def collate(self, samples):
+        import torch
+
+        from mm_core.contracts import TextBatch
+
+        keys, weights = [s["key"] for s in samples], torch.tensor([s["weight"] for s in samples])
+        return TextBatch(keys, weights, [str(s["index"]) for s in samples], inputs=self.inputs(samples))
+
+
+def main() -> int:
+    """Starts the ranks, or runs as one of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--accumulation", type=int, default=2)
+    args = parser.parse_args()
+    if "RANK" in os.environ:
+        return run_rank(args)
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
+        import torch
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        torch.manual_seed(0)
+        Qwen3ForCausalLM(Qwen3Config(**MODEL)).save_pretrained(f"{folder}/model")
+        probe.bind(("127.0.0.1", 0))
+        world = {"WORLD_SIZE": str(args.ranks), "LOCAL_WORLD_SIZE": str(args.ranks), "OMP_NUM_THREADS": "1"}
+        world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "BENCH_DIR": folder}
+        world |= {"ACCELERATE_USE_CPU": "true"}
+        probe.close()
+        command = [sys.executable, __file__, *sys.argv[1:]]
+        ranks = [
+            subprocess.Popen(command, env=os.environ | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(args.ranks)
+        ]
+        return max(abs(process.wait()) for process in ranks)
+
+
+def run_rank(args: argparse.Namespace) -> int:
+    """Times the three turn by turn; rank 0 prints."""
+    import torch
+    import torch.distributed as dist
+
+    from mm_core.device import start_process_group
+
+    folder = Path(os.environ["BENCH_DIR"])
+    start_process_group()
+    turns = (args.rounds + 1) * args.steps
+    loops = {
+        "mm_core": Ours(folder, turns, args.accumulation),
+        "Trainer": Trained(folder, turns, args.accumulation),
+        "Accelerate": Accelerated(folder, args.accumulation),
+    }
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
+    names = list(loops)
+    for round_ in range(args.rounds + 1):
+        for name in names[round_ % 3 :] + names[: round_ % 3]:
+            dist.barrier()
+            began = time.perf_counter(), time.process_time()
+            loops[name].run(args.steps)
+            busy = torch.tensor(time.process_time() - began[1])
+            dist.all_reduce(busy)
+            times[name].append(((time.perf_counter() - began[0]) / args.steps, float(busy) / args.steps))
+    ok = True
+    if dist.get_rank() == 0:
+        first = {name: loop.losses[:2] for name, loop in loops.items()}
+        print("first losses: " + "; ".join(f"{n} {a:.4f} {b:.4f}" for n, (a, b) in first.items()))
+        ok = report({name: values[1:] for name, values in times.items()}, dist.get_world_size())
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0 if ok else 1)
+
+
+class Ours:
+    """mm_core's own loop."""
+
+    def __init__(self, folder: Path, turns: int, accumulation: int) -> None:
+        import torch.distributed as dist
+        import yaml
+
+        import mm_core
+        from mm_core.train.assembly import assemble
+
+        size = MICRO * accumulation * dist.get_world_size()
+        document = {
+            "run": {"name": "ours", "dir": str(folder / "runs")},
+            "plugins": {"path": [__file__]},
+            "task": {
+                "type": "pretrained",
+                "from_pretrained": str(folder / "model"),
+                "auto_class": "AutoModelForCausalLM",
+            },
+            "data": {
+                "train": {"type": "benchmark_tokens"},
+                "loader": {"workers": 0, "sampler": "sequential"},
+            },
+            "optimizer": {"type": "adamw", "lr": RATE, "weight_decay": 0.0},
+            "train": {"steps": turns, "micro_batch_size": MICRO, "global_batch_size": size},
+            "checkpoint": {"every": 1_000_000},
+        }
+        path = folder / f"ours{dist.get_rank()}.yaml"
+        path.write_text(yaml.safe_dump(document))
+        self.assembly = assemble(mm_core.load_config(path), "never")
+        self.assembly.milestones.steps = 1 << 30  # its last step would save
+        self.whole, self.taken = self.assembly.training.plan, 0
+
+    def run(self, steps: int) -> None:
+        """The next steps."""
+        from mm_core.train.loop import run_steps
+
+        self.assembly.training.plan = dataclasses.replace(self.whole, steps=self.taken + steps)
+        run_steps(self.assembly.training, self.taken)
+        self.taken += steps
+
+    @property
+    def losses(self) -> list[float]:
+        """As they were logged."""
+        import json
+
+        rows = (self.assembly.folder / "metrics.jsonl").read_text().splitlines()
+        return [row["loss"] for row in map(json.loads, rows) if "loss" in row]
+
+
+def plugin_of(model):
+    """FSDP2 with a group for each block, as mm_core has it."""
+    from accelerate import FullyShardedDataParallelPlugin
+
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=[type(model.model.layers[0]).__name__],
+        reshard_after_forward=True,
+        cpu_ram_efficient_loading=False,
+    )
+
+
+def shard_on_cpu(accelerator, model) -> None:
+    """Has Accelerate use FSDP2 where it would have it on an accelerator alone."""
+    from accelerate.utils import DistributedType
+
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin_of(model)
+    assert accelerator.is_fsdp2
+
+
+def check_sharded(model) -> None:
+    """The comparison is of FSDP2 with FSDP2."""
+    from torch.distributed.fsdp import FSDPModule
+
+    assert isinstance(model, FSDPModule) and isinstance(model.model.layers[0], FSDPModule)
+
+
+class Accelerated:
+    """A loop as Accelerate's documentation writes it."""
+
+    def __init__(self, folder: Path, accumulation: int) -> None:
+        import torch
+        from accelerate import Accelerator
+        from torch.utils.data import DataLoader
+        from transformers import AutoModelForCausalLM
+
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+        model = AutoModelForCausalLM.from_pretrained(folder / "model").train()
+        shard_on_cpu(self.accelerator, model)
+        data = Tokens()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0, fused=True)
+        loader = DataLoader(data, MICRO, collate_fn=data.inputs, drop_last=True)
+        self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer, loader)
+        check_sharded(self.model)
+        self.batches, self.losses = self.forever(), []
+
+    def forever(self):
+        """The loader again and again."""
+        while True:
+            yield from self.loader
+
+    def run(self, steps: int) -> None:
+        """The next steps, each with a mean over micro-batches: tokens are not weighed."""
+        for _ in range(steps):
+            total = 0.0
+            for _ in range(self.accelerator.gradient_accumulation_steps):
+                batch = next(self.batches)
+                with self.accelerator.accumulate(self.model):
+                    loss = self.model(**batch, use_cache=False).loss
+                    self.accelerator.backward(loss)
+                    if self.accelerator.sync_gradients:
+                        self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
+                    total += loss.detach()
+            mean = self.accelerator.reduce(total, "mean") / self.accelerator.gradient_accumulation_steps
+            self.losses.append(mean.item())
+
+
+class Trained:
+    """Transformers' Trainer, in a thread of its own that waits for its turn at each step."""
+
+    def __init__(self, folder: Path, turns: int, accumulation: int) -> None:
+        self.folder, self.turns, self.accumulation = folder, turns, accumulation
+        self.losses: list[float] = []
+        self.go, self.done = threading.Semaphore(0), threading.Semaphore(0)
+        self.fault: BaseException | None = None
+        threading.Thread(target=self.train, daemon=True).start()
+        self.wait()  # for its first step to be due
+
+    def run(self, steps: int) -> None:
+        """The next steps."""
+        for _ in range(steps):
+            self.go.release()
+            self.wait()
+
+    def wait(self) -> None:
+        """Until a step has ended."""
+        self.done.acquire()
+        if self.fault is not None:
+            raise self.fault
+
+    def train(self) -> None:
+        """The whole of `Trainer.train`."""
+        from torch.utils.data import SequentialSampler
+        from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+        from transformers.trainer_callback import PrinterCallback
+
+        outer = self
+
+        class InOrder(Trainer):
+            def _get_train_sampler(self, *_) -> SequentialSampler:
+                return SequentialSampler(self.train_dataset)
+
+        class Turns(TrainerCallback):
+            def on_step_begin(self, args, state, control, model=None, **_) -> None:
+                check_sharded(model)
+                outer.done.release()
+                outer.go.acquire()
+
+            def on_log(self, args, state, control, logs=None, **_) -> None:
+                if "loss" in logs:
+                    outer.losses.append(float(logs["loss"]))
+
+        try:
+            model, data = AutoModelForCausalLM.from_pretrained(self.folder / "model"), Tokens()
+            arguments = TrainingArguments(
+                output_dir=str(self.folder / "trainer"),
+                use_cpu=True,
+                max_steps=self.turns + 1,
+                per_device_train_batch_size=MICRO,
+                gradient_accumulation_steps=self.accumulation,
+                learning_rate=RATE,
+                lr_scheduler_type="constant",
+                max_grad_norm=1.0,
+                optim="adamw_torch_fused",
+                logging_steps=1,
+                logging_strategy="steps",
+                save_strategy="no",
+                report_to=[],
+                disable_tqdm=True,
+                dataloader_pin_memory=False,
+                remove_unused_columns=False,
+            )
+            trainer = InOrder(model, arguments, data.inputs, data, callbacks=[Turns()])
+            trainer.remove_callback(PrinterCallback)
+            shard_on_cpu(trainer.accelerator, model)
+            trainer.is_fsdp_enabled = True
+            trainer.train()
+        except BaseException as fault:
+            self.fault = fault
+            self.done.release()
+
+
+def report(times: dict[str, list[tuple[float, float]]], world: int) -> bool:
+    """The table, and the lines that a script reads; whether the bar is met."""
+    print(f"{world} ranks, {len(times['mm_core'])} paired rounds; median (least to most) of a step")
+    print(f"{'loop':<14}{'ms on the wall':>24}{'ms of processors':>24}")
+    for name, values in times.items():
+        columns = ([1000 * row[column] for row in values] for column in (0, 1))
+        cells = (f"{statistics.median(c):.0f} ({min(c):.0f} to {max(c):.0f})" for c in columns)
+        print(f"{name:<14}" + "".join(f"{cell:>24}" for cell in cells))
+    met = True
+    for name in ("Trainer", "Accelerate"):
+        for column, kind in ((0, "step"), (1, "cpu")):
+            pairs = zip(times["mm_core"], times[name], strict=True)
+            ratios = [ours[column] / theirs[column] for ours, theirs in pairs]
+            ratio = statistics.median(ratios)
+            met &= ratio <= BAR
+            verdict = "ok" if ratio <= BAR else "short"
+            print(f"against {name}, round by round: {min(ratios):.3f} to {max(ratios):.3f}")
+            print(f"RESULT pretrained_{kind}_{name.lower()} {ratio:.3f} {BAR} {verdict}")
+    return met
+
+
+if __name__ == "__main__":
+    sys.exit(main())
