@@ -257,6 +257,6 @@ def _check_counts(record: RowLosses, counts: Sequence[int]) -> None:
 def _no_clips() -> ContractError:
     return ContractError(
         "a Transformers model generates no clips",
-        where="validation.samples",
+        where="task.type",
         hint="leave validation.samples out; the exported folder generates in Transformers itself",
     )

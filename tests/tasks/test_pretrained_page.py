@@ -1,0 +1,52 @@
+"""What docs/transformers.md shows runs as it stands there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import mm_core
+from mm_core.builtin.configs.pretrained import PretrainedConfig
+
+PAGE = (Path(__file__).parents[2] / "docs/transformers.md").read_text(encoding="utf-8")
+
+
+def test_the_table_of_options_has_each_of_them():
+    (table,) = re.findall(r"\| key of `task` \| \|\n(.*?)\n\n", PAGE, re.S)
+    named = re.findall(r"`(\w+)`", "".join(line.split("|")[1] for line in table.splitlines()[1:]))
+    assert sorted(named) == sorted(field.name for field in dataclasses.fields(PretrainedConfig))
+
+
+@pytest.mark.slow
+def test_the_config_and_the_dataset_of_the_page_train_a_model(tmp_path, monkeypatch):
+    config = re.search(r"```yaml\n(run: .*?)```", PAGE, re.S)[1]
+    plugin = re.search(r"```python\n(.*?)```", PAGE, re.S)[1]
+    monkeypatch.chdir(tmp_path)
+    Path("answers.yaml").write_text(config, encoding="utf-8")
+    Path("rows.py").write_text(plugin, encoding="utf-8")
+    folder = Path("ckpt/Qwen3-0.6B")
+    words = ["[PAD]", "[EOS]", "[UNK]", "what", "is", "one", "and", "two", "three", "?"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"pad_token": "[PAD]", "eos_token": "[EOS]", "unk_token": "[UNK]"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tiny = transformers.Qwen3Config(vocab_size=10, num_key_value_heads=1, head_dim=8, **sizes)
+    transformers.Qwen3ForCausalLM(tiny).save_pretrained(folder)
+    Path("data").mkdir()
+    rows = [
+        {"question": "what is one and two ?", "answer": "three"},
+        {"question": "one ?", "answer": "one two"},
+    ]
+    lines = [json.dumps(row) + "\n" for row in rows * 8]
+    Path("data/answers.jsonl").write_text("".join(lines), encoding="utf-8")
+    small = ["train.steps=2", "train.global_batch_size=8", "data.loader.workers=0", "optimizer.lr=1e-2"]
+    mm_core.train(mm_core.load_config("answers.yaml", small))
+    logged = [json.loads(line) for line in Path("runs/answers/metrics.jsonl").read_text().splitlines()]
+    assert logged[1]["loss"] < logged[0]["loss"]
