@@ -14,6 +14,9 @@ from mm_core.errors import MMError
 def configure(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="over the run's config, for folders that have moved"
+    )
+    parser.add_argument(
         "--run", required=True, metavar="DIR", help="a run's folder, or one of its checkpoints"
     )
     parser.add_argument(
@@ -84,6 +87,7 @@ def execute(args: argparse.Namespace) -> int:
         out=out,
         weights=args.weights,
         checkpoint=args.checkpoint,
+        overrides=args.overrides,
     )
     print(
         f"{len(clips)} clip{'s' * (len(clips) != 1)} in {out}; all at a glance: {out / 'contact_sheet.png'}"

@@ -53,6 +53,7 @@ def sample(
     out: str | Path | None = None,
     weights: Weights = "auto",
     checkpoint: Which = "latest",
+    overrides: Sequence[str] = (),
 ) -> list[Clip]:
     """Generates one clip a prompt from a run's checkpoint.
 
@@ -70,6 +71,7 @@ def sample(
         out: folder for mp4 files and a contact sheet; None writes nothing.
         weights: `ema`, `model`, or `auto`: the average where the checkpoint holds one.
         checkpoint: `latest` or `best`, of the complete ones.
+        overrides: `key.path=value` over the run's config: where folders are that have moved.
 
     Raises:
         MMError: no prompt, no checkpoint, a size that the model can not make, images that it does not take
@@ -80,7 +82,7 @@ def sample(
         raise MMError("there is no prompt", accepted="prompt='...' or prompts=[...]")
     wanted = with_images([p if isinstance(p, Prompt) else Prompt(p) for p in given], images, last_images)
     source = find_checkpoint(Path(run), checkpoint)
-    config = load_config(source / "config.yaml", spare_environment=True)
+    config = load_config(source / "config.yaml", overrides, spare_environment=True)
     request = SampleRequest(
         prompts=tuple(each.text for each in wanted),
         images=read_images(wanted),

@@ -155,6 +155,8 @@ def test_a_base_that_has_gone_moved_or_changed_is_one_sentence(tiny, base, tmp_p
         done.code == 0
         and load_file(tmp_path / "merged/model.safetensors").keys() == model(0).state_dict().keys()
     )
+    done = mm(*sample, f"init_from.path={moved}")
+    assert done.code == 0 and (tmp_path / "c/contact_sheet.png").is_file(), done.err
     done = mm(*command(moved), "--stop-after", 3)
     assert done.code == 75 and f"{moved}: 69 frozen tensors loaded" in done.out + done.err, done.err
     (row,) = json.loads((checkpoint(tmp_path / "tuned", 3) / "manifest.json").read_text())["base"]
