@@ -128,6 +128,12 @@ class FollowedLabels(Tensor):
         if func in _LOSSES and followed is not None:
             return followed.record.of_model(func, args, given)
         with torch._C.DisableTorchFunctionSubclass():
+            if func is Tensor.to and followed is not None and followed.is_floating_point():
+                # The engine lowers the precision of what a forward is given; 998.7 would become 1000.
+                args = (followed, *(a for a in args[1:] if not isinstance(a, torch.dtype)))
+                given = {name: value for name, value in given.items() if name != "dtype"}
+                if len(args) + len(given) == 1:
+                    return followed
             found = func(*args, **given)
         # What is computed with labels in another way (inputs of a decoder) is an ordinary tensor.
         if func in _RESHAPING and isinstance(found, Tensor) and followed is not None:

@@ -14,6 +14,7 @@ import transformers
 from mm_core import load_config
 from mm_core.contracts import Batch, Randomness, SampleKey, SampleRequest
 from mm_core.errors import CheckpointError, ConfigError, ContractError, MMError, PlanError
+from mm_core.parallel.casting import cast_inputs
 from mm_core.parallel.initialise import initialise
 from mm_core.plan import build_task
 from mm_core.tasks.pretrained import PretrainedTask
@@ -179,6 +180,17 @@ def test_a_row_of_weight_zero_counts_for_nothing(name, folders):
     torch.testing.assert_close(found[0][0].total, found[1][0].total, rtol=1e-5, atol=0)
     for one, other in zip(found[0][1], found[1][1], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-7)
+
+
+def test_numbers_to_learn_keep_their_precision_under_bf16(folders):
+    task = task_of(folders("bert_numbers"), "bert_numbers")
+    task.model.bfloat16()
+    cast_inputs(task.model, torch.bfloat16)
+    batch = rows_of(token_rows.TokenRows("numbers"), range(3))
+    batch.inputs["labels"] = torch.tensor([998.7, 3.3, -41.9])
+    found = task.model(batch.inputs["input_ids"], batch.inputs["attention_mask"]).logits.float()[:, 0]
+    loss = loss_of(task, batch)
+    torch.testing.assert_close(loss.total, (found - batch.inputs["labels"]).square().sum())
 
 
 def test_an_evaluation_says_what_is_right_and_what_was_found(folders):
