@@ -1,6 +1,6 @@
 """Flow matching, samplers, and the codecs and text encoders that the core ships."""
 
 from mm_core.diffusion.hf_folder import ModelFolder, first_line
-from mm_core.diffusion.text import HFTextEncoder, open_tokenizer
+from mm_core.diffusion.text import HFTextEncoder, HFTokenizer, open_tokenizer
 
-__all__ = ["HFTextEncoder", "ModelFolder", "first_line", "open_tokenizer"]
+__all__ = ["HFTextEncoder", "HFTokenizer", "ModelFolder", "first_line", "open_tokenizer"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -102,19 +102,21 @@ def sinusoids(length: int, width: int) -> Tensor:
 
 @dataclass
 class HFTokenizer:
-    """A Transformers tokenizer of a folder, opened where it is first used (in the data worker)."""
+    """A Transformers tokenizer of a folder, opened where it is first used (in the data worker). padding: to
+    the longest row, or always to max_length."""
 
     folder: str
     max_length: int
+    padding: Literal["longest", "max_length"] = "longest"
     _opened: Any = field(default=None, init=False, repr=False, compare=False)
 
     def __call__(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """ids[B,L] int64, mask[B,L] bool; rows are padded on the right to the longest."""
+        """ids[B,L] int64, mask[B,L] bool; rows are padded on the right."""
         if self._opened is None:
             self._opened = open_tokenizer(self.folder)
         rows = self._opened(
             list(captions),
-            padding="longest",
+            padding=self.padding,
             truncation=True,
             max_length=self.max_length,
             return_attention_mask=True,

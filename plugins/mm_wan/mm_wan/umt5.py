@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mm_core.contracts import Tokenizer, WeightsFrom
-from mm_core.diffusion import HFTextEncoder, open_tokenizer
+from mm_core.diffusion import HFTextEncoder, HFTokenizer
 from mm_core.errors import CheckpointError
 from mm_core.plugin import DType
 from mm_core.weights import read_mapping
@@ -32,30 +31,13 @@ def clean_prompt(text: str) -> str:
 
 @dataclass
 class WanTokenizer:
-    """Captions -> cleaned, cut and padded to max_length, with an end token. Opened where it is first used
-    (in the data worker)."""
+    """Captions -> cleaned, cut and padded to the tokenizer's max_length, with an end token."""
 
-    folder: str
-    max_length: int
-    _opened: Any = field(default=None, init=False, repr=False, compare=False)
+    tokenizer: HFTokenizer
 
     def __call__(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
         """ids[B,max_length] int64, mask[B,max_length] bool."""
-        if self._opened is None:
-            self._opened = open_tokenizer(self.folder)
-        rows = self._opened(
-            [clean_prompt(caption) for caption in captions],
-            padding="max_length",
-            max_length=self.max_length,
-            truncation=True,
-            add_special_tokens=True,
-            return_attention_mask=True,
-            return_tensors="pt",
-        )
-        return rows["input_ids"].long(), rows["attention_mask"].bool()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": None}
+        return self.tokenizer([clean_prompt(caption) for caption in captions])
 
 
 class WanUMT5(nn.Module):
@@ -121,7 +103,7 @@ class WanUMT5(nn.Module):
 
     def tokenizer(self) -> Tokenizer:
         """The half for data workers."""
-        return WanTokenizer(str(self.tokenizer_folder), self.max_length)
+        return WanTokenizer(HFTokenizer(str(self.tokenizer_folder), self.max_length, "max_length"))
 
     @torch.no_grad()
     def encode(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
