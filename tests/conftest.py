@@ -64,7 +64,7 @@ def tiny(tmp_path_factory, shapes) -> Path:
                 "height": 16,
                 "width": 16,
             },
-            "loader": {"workers": 1},
+            "loader": {"workers": 0},
         },
         "optimizer": {"type": "adamw", "lr": 1e-3},
         "lr_schedule": {"type": "cosine", "warmup_steps": 2},

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
-import ctypes
-import os
-import signal
-import time
+import pickle
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
-from multiprocessing.sharedctypes import RawValue
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, TypeVar
 
 import torch
@@ -22,16 +16,14 @@ from torch.utils.data import Dataset as TorchDataset
 from mm_core.contracts import Batch, Dataset, FailureRecord, RandomisedDataset, Randomness
 from mm_core.data.sampler import BatchPlan, SlotSpec
 from mm_core.data.skipped import UnreadableError
+from mm_core.data.workers import StartWorker, deaths_explained, signals_held, start_server
 from mm_core.errors import DataError, MMError
+from mm_core.plugin.local import import_again, imported_files
 
 T = TypeVar("T")
 
 ATTEMPTS = 8
 """Samples tried in place of an unreadable one before the run is stopped."""
-
-
-_IGNORED = (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # what asks a run to save, beside SIGTERM
-_SIGNALS = {*_IGNORED, signal.SIGTERM}
 
 
 class WorkerTraceback(Exception):
@@ -103,7 +95,8 @@ class MicroBatchLoader:
             prefetch_factor=prefetch if workers else None,
             collate_fn=_unchanged,
             pin_memory=pin_memory and device_type != "cpu",
-            worker_init_fn=_StartWorker(_leaving()),
+            worker_init_fn=StartWorker() if workers else None,
+            multiprocessing_context=start_server(_modules(dataset, batch_transform)) if workers else None,
             generator=torch.Generator().manual_seed(0),  # torch's own draw must not move the global one
         )
 
@@ -112,74 +105,18 @@ class MicroBatchLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Starts the workers, then yields. Closing the iterator (or losing it) ends them."""
-        # Workers inherit the mask and lift it when they are ready, so no signal finds them unprepared.
-        held = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        try:
-            with _deaths_explained():
-                return self._drain(iter(self._loader))
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        with signals_held():
+            return self._drain(iter(self._loader))
 
-    def _drain(self, items: Iterator[Any]) -> Iterator[Batch]:
+    def _drain(self, reading: Iterator[Any]) -> Iterator[Batch]:
         try:
-            with _deaths_explained():
-                for item in items:
+            with deaths_explained(reading):
+                for item in reading:
                     if isinstance(item, _Fault):
                         raise item.error from WorkerTraceback(item.trace)
                     yield item
         finally:
-            del items  # a traceback may keep this frame; the workers end with the last reference
-
-
-def worker_death(error: RuntimeError) -> DataError | None:
-    """The sentence for torch's report of a dead worker; None for any other error.
-
-    torch's SIGCHLD handler can raise its report anywhere in the training process, between two
-    batches too, so the place that prints a run's errors should ask this function as well.
-    """
-    text = str(error)
-    if "DataLoader worker" not in text:
-        return None
-    killed = "killed by signal" in f"{text} {error.__cause__}"
-    return DataError(
-        "a data worker was killed" if killed else "a data worker ended unexpectedly",
-        where=text.splitlines()[0].strip(),
-        hint="the machine may be out of memory or of shared memory (/dev/shm): lower data.loader.workers "
-        "or data.loader.prefetch; data.loader.workers=0 reads in the training process",
-    )
-
-
-@contextmanager
-def _deaths_explained() -> Iterator[None]:
-    """Turns what torch and the operating system say of a lost worker into a DataError."""
-    try:
-        yield
-    except RuntimeError as error:
-        death = worker_death(error)
-        if death is None:
-            raise
-        raise death from error
-    except (OSError, EOFError) as error:
-        # Batches pass as file descriptors that the worker hands over: one that died in between breaks
-        # the connection first, and torch's report follows from its signal handler.
-        report = _awaited_report()
-        if report is None:
-            raise DataError(
-                f"a batch could not be taken from its data worker: {type(error).__name__}: {error}",
-                hint="raise the limit of open files (ulimit -n), or lower data.loader.workers",
-            ) from error
-        raise report from error
-
-
-def _awaited_report(seconds: float = 2.0) -> DataError | None:
-    """The death of a worker that torch's handler reports in this thread within `seconds`, if any."""
-    end = time.monotonic() + seconds
-    try:
-        while time.monotonic() < end:
-            time.sleep(0.01)
-    except RuntimeError as error:
-        return worker_death(error)
-    return None
+            del reading  # a traceback may keep this frame; the workers end with the last reference
 
 
 class _Slots:
@@ -199,6 +136,23 @@ class _Reading(TorchDataset[Any]):
     def __init__(self, dataset: Dataset, transform: Callable[[Batch], Batch] | None, rng: Randomness) -> None:
         self.dataset, self.transform, self.rng = dataset, transform, rng
         self.size = len(dataset)
+
+    def __getstate__(self) -> tuple[bytes, dict[str, str]]:
+        """For a worker: itself, and the one-file plugins that must be imported before it can be read."""
+        try:
+            return bytes(ForkingPickler.dumps(self.__dict__)), imported_files()
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise DataError(
+                f"the dataset or the task's batch transform can not be sent to a data worker: {error}",
+                where=type(self.dataset).__qualname__,
+                accepted="what pickles: classes and functions of modules, files that are opened on first use",
+                hint="data.loader.workers=0 reads in the training process",
+            ) from error
+
+    def __setstate__(self, state: tuple[bytes, dict[str, str]]) -> None:
+        pickled, files = state
+        import_again(files)
+        self.__dict__.update(pickle.loads(pickled))
 
     def __getitem__(self, slots: list[SlotSpec]) -> Batch | _Fault:
         failures: list[FailureRecord] = []
@@ -272,29 +226,6 @@ def _unchanged(item: Any) -> Any:
     return item
 
 
-class _StartWorker:
-    """Runs first in every worker: one thread, and no end by a signal to the process group, which
-    must not take the readers away before the run has saved. `leaving` says that the training
-    process is at its exit: then multiprocessing ends its children by SIGTERM and waits for them."""
-
-    def __init__(self, leaving: Any) -> None:
-        self.leaving = leaving
-
-    def __call__(self, worker: int) -> None:
-        for number in _IGNORED:
-            signal.signal(number, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, self._terminated)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-        torch.set_num_threads(1)
-
-    def _terminated(self, number: int, frame: Any) -> None:
-        if self.leaving.value:
-            os._exit(0)
-
-
-@cache
-def _leaving() -> Any:
-    """A flag in shared memory that is raised when this process exits."""
-    flag = RawValue(ctypes.c_bool, False)
-    atexit.register(setattr, flag, "value", True)  # registered after multiprocessing's, so run before it
-    return flag
+def _modules(dataset: Dataset, transform: Callable[[Batch], Batch] | None) -> list[str]:
+    """What every worker will need to import."""
+    return [__name__, type(dataset).__module__, type(transform).__module__]

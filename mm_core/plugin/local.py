@@ -11,6 +11,7 @@ from types import ModuleType
 from mm_core.plugin.records import PluginRecord
 
 NAMESPACE = "local"
+_PREFIX = "mm_local_"
 
 
 def local_record(path: Path) -> PluginRecord:
@@ -44,7 +45,7 @@ def local_record(path: Path) -> PluginRecord:
 
 def module_name(path: Path, digest: str) -> str:
     """A name in sys.modules that no package, no other file, and no other content of this file has."""
-    return f"mm_local_{hashlib.sha256(f'{path} {digest}'.encode()).hexdigest()[:8]}_{path.stem}"
+    return f"{_PREFIX}{hashlib.sha256(f'{path} {digest}'.encode()).hexdigest()[:8]}_{path.stem}"
 
 
 def import_file(path: Path, name: str) -> ModuleType:
@@ -61,3 +62,18 @@ def import_file(path: Path, name: str) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def imported_files() -> dict[str, str]:
+    """Name -> file of each one-file plugin that this process has imported."""
+    return {
+        name: str(module.__file__)
+        for name, module in list(sys.modules.items())
+        if name.startswith(_PREFIX) and module.__file__
+    }
+
+
+def import_again(files: dict[str, str]) -> None:
+    """Imports the one-file plugins of another process, so that what it pickled can be read here."""
+    for name, file in files.items():
+        import_file(Path(file), name)

@@ -76,8 +76,7 @@ class PlainProgress:
 
 
 class LiveProgress:
-    """A bar that stays on the last line of a terminal, drawn when a step is logged: no thread redraws it,
-    since data workers are forked from this process."""
+    """A bar that stays on the last line of a terminal, drawn when a step is logged: no thread redraws it."""
 
     def __init__(self, total: int, start: int, stream: TextIO) -> None:
         self._eta, self._start, self._total, self._stream = Eta(total), start, total, stream

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch.distributed as dist
 
 from mm_core.config.schema import RunConfig
-from mm_core.data.loader import worker_death
 from mm_core.device import set_deterministic
 from mm_core.train.assembly import Assembly, assemble, process_group
 from mm_core.train.loop import run_steps
@@ -78,9 +77,6 @@ def running(run: Assembly) -> Iterator[None]:
             run.reporter.note(f"samples that could not be read were replaced; {run.ledger.path} lists them")
     except BaseException as raised:
         error = raised
-        # torch reports a dead data worker from a signal handler, wherever the process happens to be.
-        if isinstance(raised, RuntimeError) and (death := worker_death(raised)) is not None:
-            raise death from raised
         raise
     finally:
         try:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import pickle
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import pytest
 
-from mm_core.data.annotations import Annotation, inside, read_annotations
+from mm_core.data.annotations import Annotation, PackedRows, inside, read_annotations
 from mm_core.errors import DataError
 
 
@@ -45,6 +47,20 @@ def test_rows_are_read_with_their_facts_and_further_columns_ignored(tmp_path: Pa
     }.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
         assert read_annotations(tmp_path / name) == expected, name
+
+
+def test_packed_rows_are_the_rows_and_travel_in_shared_memory() -> None:
+    rows = [Annotation(n, f"{n}.mp4", ("é", "two")[: n % 3], fps=n / 7) for n in range(1, 6)]
+    packed = PackedRows(rows)
+    assert list(packed) == rows and len(packed) == 5
+    assert packed[-1] == rows[-1] and packed[1:4:2] == rows[1:4:2]
+    with pytest.raises(IndexError):
+        packed[5]
+    assert not len(PackedRows([])) and not list(PackedRows([]))
+    there = pickle.loads(ForkingPickler.dumps(packed))  # as for a worker
+    assert list(there) == rows
+    packed._bytes.fill_(0)
+    assert there._bytes.is_shared() and not there._bytes.any(), "one memory"
 
 
 def test_captions_may_hold_any_line_separator(tmp_path: Path) -> None:

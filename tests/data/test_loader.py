@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from mm_core.contracts import Batch, Randomness
-from mm_core.data.loader import CodeError, MicroBatchLoader, worker_death
+from mm_core.data.loader import CodeError, MicroBatchLoader
 from mm_core.data.sampler import BatchPlan
 from mm_core.data.skipped import SkipLedger, UnreadableError
 from mm_core.data.video_text import VideoTextDataset
 from mm_core.errors import ContractError, DataError
+from mm_core.plugin.local import import_file, module_name
 
 
 class Numbers:
@@ -176,7 +177,6 @@ def test_a_worker_that_dies_is_a_sentence() -> None:
     with pytest.raises(DataError, match="a data worker") as caught:
         list(loader(Stuck(8, bad=(2,)), workers=1))
     assert "lower data.loader.workers" in str(caught.value.hint)
-    assert worker_death(RuntimeError("something else")) is None
 
 
 def test_workers_ignore_signals_to_the_group_and_end_with_the_iterator() -> None:
@@ -200,18 +200,60 @@ def test_workers_ignore_signals_to_the_group_and_end_with_the_iterator() -> None
     assert not multiprocessing.active_children()
 
 
+def run_script(tmp_path: Path, *lines: str) -> subprocess.CompletedProcess[str]:
+    """A script of a user's, in which this module is `t`."""
+    script = tmp_path / "script.py"
+    here = ["import sys", f"sys.path.insert(0, {str(Path(__file__).parent)!r})", "import test_loader as t"]
+    script.write_text("\n".join([*here, *lines]) + "\n")
+    return subprocess.run([sys.executable, str(script)], timeout=60, capture_output=True, text=True)
+
+
 def test_a_process_that_leaves_with_its_workers_alive_does_not_hang(tmp_path: Path) -> None:
-    script = tmp_path / "leave.py"
-    script.write_text(
-        "import sys, importlib.util\n"
-        f"spec = importlib.util.spec_from_file_location('t', {__file__!r})\n"
-        "t = importlib.util.module_from_spec(spec); spec.loader.exec_module(t); sys.modules['t'] = t\n"
-        "kept = iter(t.loader(t.Numbers(40), workers=2))\n"
-        "next(kept)\n"
-        "sys.kept = kept\n"  # survives until after the exit handlers
-        "raise SystemExit(3)\n"
+    done = run_script(
+        tmp_path,
+        "if __name__ == '__main__':",
+        "    kept = iter(t.loader(t.Numbers(40), workers=2))",
+        "    next(kept)",
+        "    sys.kept = kept",  # survives until after the exit handlers
+        "    raise SystemExit(3)",
     )
-    assert subprocess.run([sys.executable, str(script)], timeout=30).returncode == 3
+    assert done.returncode == 3, done.stderr
+
+
+def test_a_script_that_workers_can_not_import_is_told_why(tmp_path: Path) -> None:
+    done = run_script(tmp_path, "next(iter(t.loader(t.Numbers(40), workers=1)))")
+    assert done.returncode == 1
+    assert "a data worker ended unexpectedly" in done.stderr
+    assert 'must stand under `if __name__ == "__main__":`' in done.stderr
+
+
+def test_a_dataset_that_can_not_be_sent_to_a_worker_is_a_sentence() -> None:
+    dataset = Numbers(8)
+    with Path(__file__).open() as opened:
+        dataset.opened = opened  # type: ignore[attr-defined]
+        with pytest.raises(DataError, match="can not be sent to a data worker: cannot pickle") as caught:
+            iter(loader(dataset, workers=1))
+    assert caught.value.where == "Numbers" and "opened on first use" in str(caught.value.accepted)
+    assert "data.loader.workers=0" in str(caught.value.hint)
+
+
+def test_datasets_of_one_file_plugins_reach_workers(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from test_loader import Numbers\nclass Mine(Numbers):\n    pass\n"
+    )
+    module = import_file(file, module_name(file, "1"))
+    assert len(content(loader(module.Mine(8), workers=2))) == 12
+
+
+def test_workers_are_not_forked_from_the_training_process() -> None:
+    """A lock that one of its threads holds at a fork would be held for ever in the worker."""
+    batches = iter(loader(Numbers(8), workers=1))
+    (worker,) = multiprocessing.active_children()
+    parent = int(Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()[1])
+    assert parent != os.getpid()
+    batches.close()
 
 
 def test_videos_through_workers_equal_videos_read_here(shapes_data: Path) -> None:
