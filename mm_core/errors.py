@@ -114,3 +114,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str | None:
     """`did you mean 'x'?`, or None when nothing is near."""
     found = nearest(word, known, 2)
     return f"did you mean {' or '.join(repr(name) for name in found)}?" if found else None
+
+
+def first_line(fault: BaseException) -> str:
+    """Of a library's message: the rest of it is advice for its own users."""
+    return next(iter(str(fault).splitlines()), type(fault).__name__)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from mm_core.contracts import WeightsFrom, empty_parameters
-from mm_core.errors import CheckpointError
+from mm_core.errors import CheckpointError, first_line
 
 _PICKLED = ("*.bin", "*.pt", "*.pth")
 
@@ -132,8 +132,3 @@ def _kept_in_fp32(model: Any, dtype: torch.dtype) -> list[str]:
         parts |= set(model._keep_in_fp32_modules_strict or ())
     kept = [re.compile(rf"(^|\.){part}(\.|$)") for part in parts]
     return [name for name, _ in model.named_parameters() if any(one.search(name) for one in kept)]
-
-
-def first_line(fault: BaseException) -> str:
-    """Of a library's message: the rest of it is advice for its own users."""
-    return next(iter(str(fault).splitlines()), type(fault).__name__)

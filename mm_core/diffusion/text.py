@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from mm_core.builtin.configs.diffusion import ByteTextConfig, HFTextConfig
 from mm_core.contracts import Randomness, Tokenizer, WeightsFrom, torch_dtype
-from mm_core.diffusion.hf_folder import ModelFolder, first_line
+from mm_core.diffusion.hf_folder import ModelFolder
 from mm_core.errors import CheckpointError
 from mm_core.plugin.fields import DType
+from mm_core.tokenizer import open_tokenizer
 
 END, PAD = 256, 257
 """Tokens beside the 256 bytes: the end of every caption, and padding."""
@@ -126,29 +127,6 @@ class HFTokenizer:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": None}
-
-
-def open_tokenizer(folder: str) -> Any:
-    """The tokenizer in `folder`; Python files there do not run. CheckpointError when none can be made of
-    what is there."""
-    from transformers import AutoTokenizer
-
-    try:
-        # Said, for otherwise Transformers asks on the terminal whether to run a folder's code, and waits.
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, ImportError, KeyError) as fault:
-        raise CheckpointError(
-            f"no tokenizer can be made of this folder: {first_line(fault)}",
-            where=folder,
-            accepted="a folder that Transformers' AutoTokenizer opens",
-            hint="set tokenizer: to the tokenizer's own folder where it is not the model's",
-        ) from fault
-    tokenizer.padding_side = "right"
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if tokenizer.pad_token is None:
-        raise CheckpointError("the tokenizer has neither a padding token nor an end token", where=folder)
-    return tokenizer
 
 
 class HFTextEncoder(nn.Module):

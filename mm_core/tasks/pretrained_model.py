@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from mm_core.builtin.configs.pretrained import PretrainedConfig
 from mm_core.contracts import Randomness, WeightsFrom, empty_parameters
-from mm_core.diffusion.hf_folder import ModelFolder, dtype_key, first_line
-from mm_core.errors import CheckpointError, ContractError, MMError, nearest
+from mm_core.diffusion.hf_folder import ModelFolder, dtype_key
+from mm_core.errors import CheckpointError, ContractError, MMError, first_line, nearest
 from mm_core.parallel.freezing import covered
 from mm_core.parallel.initialise import keep_local_part
 from mm_core.weights.formats import read_mapping

@@ -1,0 +1,30 @@
+"""Opening the tokenizer of a Transformers folder: for text encoders and for datasets of text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mm_core.errors import CheckpointError, first_line
+
+
+def open_tokenizer(folder: str) -> Any:
+    """The tokenizer in `folder`; Python files there do not run. CheckpointError when none can be made of
+    what is there."""
+    from transformers import AutoTokenizer
+
+    try:
+        # Said, for otherwise Transformers asks on the terminal whether to run a folder's code, and waits.
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, ImportError, KeyError) as fault:
+        raise CheckpointError(
+            f"no tokenizer can be made of this folder: {first_line(fault)}",
+            where=folder,
+            accepted="a folder that Transformers' AutoTokenizer opens",
+            hint="set tokenizer: to the tokenizer's own folder where it is not the model's",
+        ) from fault
+    tokenizer.padding_side = "right"
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token is None:
+        raise CheckpointError("the tokenizer has neither a padding token nor an end token", where=folder)
+    return tokenizer
