@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import pickle
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, overload
-
-import torch
+from typing import Any
 
 from mm_core.errors import DataError, did_you_mean
 
@@ -32,30 +29,6 @@ class Annotation:
     fps: float | None = None
     height: int | None = None
     width: int | None = None
-
-
-class PackedRows(Sequence[Annotation]):
-    """Rows as bytes in two tensors: data workers share their memory, where lists of objects would be
-    pickled for each worker anew."""
-
-    def __init__(self, rows: Iterable[Annotation]) -> None:
-        packed = [pickle.dumps(astuple(row)) for row in rows]
-        self._ends = torch.tensor([0, *map(len, packed)]).cumsum(0)
-        self._bytes = torch.frombuffer(bytearray(b"".join(packed)) or bytearray(1), dtype=torch.uint8)
-
-    def __len__(self) -> int:
-        return len(self._ends) - 1
-
-    @overload
-    def __getitem__(self, index: int) -> Annotation: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Annotation]: ...
-    def __getitem__(self, index: int | slice) -> Annotation | list[Annotation]:
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
-        place = range(len(self))[index]  # negative ones too; IndexError outside
-        start, end = self._ends[place : place + 2].tolist()
-        return Annotation(*pickle.loads(self._bytes[start:end].numpy().tobytes()))
 
 
 def read_annotations(file: Path) -> list[Annotation]:

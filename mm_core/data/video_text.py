@@ -11,8 +11,9 @@ import torch
 
 from mm_core.builtin.configs.data import VideoTextConfig
 from mm_core.contracts import Randomness, VideoInfo, VideoReader, VideoTextBatch
-from mm_core.data.annotations import Annotation, PackedRows, inside, read_annotations
+from mm_core.data.annotations import Annotation, inside, read_annotations
 from mm_core.data.captions import clean_caption
+from mm_core.data.packed_rows import PackedRows
 from mm_core.data.readers import PyAVReader
 from mm_core.data.transforms import Interpolation, resize_centre_crop
 from mm_core.errors import DataError
@@ -44,7 +45,7 @@ class VideoTextDataset:
     ) -> None:
         file = Path(annotations)
         self.folder = file.parent if folder is None else Path(folder)
-        self.rows: Sequence[Annotation] = PackedRows(read_annotations(file))
+        self.rows: Sequence[Annotation] = PackedRows(read_annotations(file), Annotation)
         self.num_frames, self.height, self.width = num_frames, height, width
         self.fps = fps
         self.random_start = random_start

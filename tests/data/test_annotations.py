@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mm_core.data.annotations import Annotation, PackedRows, inside, read_annotations
+from mm_core.data.annotations import Annotation, inside, read_annotations
+from mm_core.data.packed_rows import PackedRows
 from mm_core.errors import DataError
 
 
@@ -51,12 +52,12 @@ def test_rows_are_read_with_their_facts_and_further_columns_ignored(tmp_path: Pa
 
 def test_packed_rows_are_the_rows_and_travel_in_shared_memory() -> None:
     rows = [Annotation(n, f"{n}.mp4", ("é", "two")[: n % 3], fps=n / 7) for n in range(1, 6)]
-    packed = PackedRows(rows)
+    packed = PackedRows(rows, Annotation)
     assert list(packed) == rows and len(packed) == 5
     assert packed[-1] == rows[-1] and packed[1:4:2] == rows[1:4:2]
     with pytest.raises(IndexError):
         packed[5]
-    assert not len(PackedRows([])) and not list(PackedRows([]))
+    assert not len(PackedRows([], Annotation)) and not list(PackedRows([], Annotation))
     there = pickle.loads(ForkingPickler.dumps(packed))  # as for a worker
     assert list(there) == rows
     packed._bytes.fill_(0)
