@@ -1,0 +1,219 @@
+"""The dataset `internvl/conversations`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from mm_core.contracts import Randomness, TextBatch, VideoReader
+from mm_core.data.annotations import inside
+from mm_core.data.images import read_image
+from mm_core.data.packed_rows import PackedRows
+from mm_core.data.readers import PyAVReader
+from mm_core.errors import ContractError, DataError
+from mm_internvl.chat import IGNORED, Chat, Shown, Tokens
+from mm_internvl.config_data import ConversationsConfig, Source
+from mm_internvl.lengths import Lengths
+from mm_internvl.packing import Packs, check_support, positions
+from mm_internvl.rows import Conversation, Medium, RawRow, conversation, read_rows
+from mm_internvl.tiling import image_size, read_tiling
+
+
+class Conversations:
+    """Conversations about images and videos, as `InternVLForConditionalGeneration` takes them.
+
+    A sample is {"pieces": [{"input_ids", "labels": int64 [L]}, ...], "pixel_values": float32 [N,3,Y,X], "id"}:
+    one piece, or with `packing` those that share a row. Labels are -100 but where the assistant speaks.
+    A batch's inputs are `input_ids`, `labels`, `pixel_values` (at least one tile: see `collate`), and
+    `attention_mask`, or for packed rows `position_ids`.
+
+    Args: fields of `ConversationsConfig`.
+
+    Raises:
+        DataError: in the constructor for files that are no JSON or hold no rows; per sample for a row that
+            is no conversation, for images and videos that are missing, damaged, too large or outside their
+            folder, and for placeholders that do not fit them.
+        CheckpointError: a folder without a tokenizer, a chat template, or the tokens of images.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        processor: str,
+        max_length: int = ConversationsConfig.max_length,
+        min_tiles: int | None = ConversationsConfig.min_tiles,
+        max_tiles: int | None = ConversationsConfig.max_tiles,
+        frames: int = ConversationsConfig.frames,
+        system: str | None = ConversationsConfig.system,
+        packing: bool = ConversationsConfig.packing,
+        lengths: str | None = ConversationsConfig.lengths,
+        max_pixels: int = ConversationsConfig.max_pixels,
+        reader: VideoReader | None = None,
+    ) -> None:
+        self.sources = tuple(sources)
+        self.chat = Chat(processor, max_length, system)
+        self.chat.check()
+        self.tiling = read_tiling(Path(processor), min_tiles, max_tiles)
+        self.frames, self.max_pixels = frames, max_pixels
+        self.reader = PyAVReader() if reader is None else reader
+        self.rows, self.order = _read(self.sources)
+        self.packs: Packs | None = None
+        if packing:
+            check_support()
+            facts = [processor, max_length, asdict(self.tiling), frames, system, max_pixels]
+            kept = Lengths(None if lengths is None else Path(lengths), self.sources, processor, facts)
+            # A row that can not be read fills a packed row alone, and reading that one says what is wrong.
+            self.packs = Packs(kept.of(self.rows, self._length, max_length)[self.order], max_length)
+
+    def __len__(self) -> int:
+        return len(self.order) if self.packs is None else len(self.packs)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """A sample; of packed rows, one of epoch 0 and seed 0."""
+        return self._sample(index, 0, 0)
+
+    def sample_at(self, index: int, rng: Randomness) -> dict[str, Any]:
+        """A sample; which conversations share a row depends on the run's seed and the epoch."""
+        return self._sample(index, rng.seed, int(rng.path[-2]))  # rng is at ("data", epoch, index)
+
+    def collate(self, samples: Sequence[dict[str, Any]]) -> TextBatch:
+        """Samples, to which the loader has added `key` and `weight`, as a batch.
+
+        Without any image, a blank tile and its tokens follow behind the shortest row: nothing looks at them
+        and nothing is learnt from them, but every rank runs the same modules.
+        """
+        if self.packs is not None and len(samples) > 1:
+            raise ContractError(
+                f"a micro-batch of {len(samples)} packed rows",
+                where="train.micro_batch_size",
+                accepted="1: a packed row is as long as several others, and FlashAttention takes one at a time",
+                hint="set train.micro_batch_size: 1, and raise max_length of the dataset for larger batches",
+            )
+        pieces = [list(sample["pieces"]) for sample in samples]
+        pixels = torch.cat([sample["pixel_values"] for sample in samples])
+        lengths = [sum(len(piece["input_ids"]) for piece in row) for row in pieces]
+        seen = [torch.ones(length, dtype=torch.int64) for length in lengths]
+        if not len(pixels):
+            pixels = self.tiling.blank()
+            blank = torch.tensor(self.chat.tokens_of_blank)
+            row = lengths.index(min(lengths))
+            pieces[row].append({"input_ids": blank, "labels": torch.full_like(blank, IGNORED)})
+            seen[row] = torch.cat([seen[row], torch.zeros_like(blank)])
+
+        def padded(name: str, value: int) -> Tensor:
+            rows = [torch.cat([piece[name] for piece in row]) for row in pieces]
+            return pad_sequence(rows, batch_first=True, padding_value=value)
+
+        inputs = {
+            "input_ids": padded("input_ids", int(self.chat.tokenizer.pad_token_id)),
+            "labels": padded("labels", IGNORED),
+            "pixel_values": pixels,
+        }
+        if self.packs is None:
+            inputs["attention_mask"] = pad_sequence(seen, batch_first=True)
+        else:
+            inputs["position_ids"] = positions([len(piece["input_ids"]) for piece in pieces[0]])[None]
+        weights = torch.tensor([sample["weight"] for sample in samples], dtype=torch.float32)
+        keys, ids = [sample["key"] for sample in samples], [sample["id"] for sample in samples]
+        return TextBatch(keys, weights, ids, inputs=inputs)
+
+    # -- samples ---------------------------------------------------------------------------------
+
+    def _sample(self, index: int, seed: int, epoch: int) -> dict[str, Any]:
+        if self.packs is None:
+            tokens, pixels, name = self._conversation(int(self.order[index]))
+            return {"pieces": [_piece(tokens)], "pixel_values": pixels, "id": name}
+        read = [self._conversation(int(self.order[m])) for m in self.packs.members(index, seed, epoch)]
+        total = sum(len(tokens.ids) for tokens, _, _ in read)
+        if total > self.packs.capacity:
+            raise DataError(
+                f"conversations that share a row have {total} tokens, more than their {self.packs.capacity}: "
+                "images or videos have changed since their lengths were measured",
+                where=", ".join(name for _, _, name in read),
+                hint="delete the file `lengths` of the dataset",
+            )
+        return {
+            "pieces": [_piece(tokens) for tokens, _, _ in read],
+            "pixel_values": torch.cat([pixels for _, pixels, _ in read]),
+            "id": ", ".join(name for _, _, name in read),
+        }
+
+    def _conversation(self, number: int) -> tuple[Tokens, Tensor, str]:
+        """(tokens, pixels of the images and videos among them, name) of a row."""
+        row = self.rows[number]
+        said, shown, tokens = self._measured(row)
+        pixels = [torch.empty(0, 3, self.tiling.height, self.tiling.width)]
+        for (kind, path), medium in zip(said.media[: tokens.shown], shown, strict=False):
+            pixels.append(self._pixels(kind, self._path(row, path), medium))
+        return tokens, torch.cat(pixels), self._name(row)
+
+    def _measured(self, row: RawRow) -> tuple[Conversation, list[Shown], Tokens]:
+        """What a row says and shows, and its tokens; of images and videos, only the headers are read."""
+        name = self._name(row)
+        said = conversation(row.value, name)
+        shown = [Shown(kind, self._tiles(kind, self._path(row, path))) for kind, path in said.media]
+        return said, shown, self.chat.tokens(said, shown, name)
+
+    def _length(self, row: RawRow) -> int:
+        return len(self._measured(row)[2].ids)
+
+    def _tiles(self, kind: Medium, path: Path) -> tuple[int, ...]:
+        if kind == "image":
+            return (self.tiling.count(*image_size(path, self.max_pixels)),)
+        return (1,) * min(self.frames, self.reader.probe(path).num_frames)
+
+    def _pixels(self, kind: Medium, path: Path, medium: Shown) -> Tensor:
+        if kind == "image":
+            tiles = self.tiling.cut(read_image(path))
+            if len(tiles) != medium.tiles[0]:
+                raise DataError("the image has another size than its header says", where=str(path))
+            return tiles
+        info = self.reader.probe(path)
+        count = len(medium.tiles)
+        # In the middle of equal parts, as Transformers' InternVLVideoProcessor takes them.
+        frames = [math.floor((part + 0.5) * info.num_frames / count) for part in range(count)]
+        clip = self.reader.read(path, [(frame + 0.5) / info.fps for frame in frames])
+        return torch.cat([self.tiling.frame(frame.permute(2, 0, 1)) for frame in clip])
+
+    def _path(self, row: RawRow, path: str) -> Path:
+        source = self.sources[row.source]
+        folder = Path(source.annotations).parent if source.folder is None else Path(source.folder)
+        return inside(folder, path)
+
+    def _name(self, row: RawRow) -> str:
+        return f"{self.sources[row.source].annotations}: {row.place}"
+
+
+def _piece(tokens: Tokens) -> dict[str, Tensor]:
+    return {"input_ids": tokens.ids, "labels": tokens.labels}
+
+
+def _read(sources: Sequence[Source]) -> tuple[PackedRows[RawRow], Tensor]:
+    """(rows of all sources, [N] the row of each sample of an epoch)."""
+    rows: list[RawRow] = []
+    order: list[Tensor] = []
+    for number, source in enumerate(sources):
+        file = Path(source.annotations)
+        found = list(read_rows(file, number))
+        if not found:
+            raise DataError("the file lists no conversations", where=str(file))
+        if source.folder is not None and not Path(source.folder).is_dir():
+            raise DataError("the folder of the images does not exist", where=source.folder)
+        own = torch.arange(len(rows), len(rows) + len(found))
+        whole = int(source.weight)
+        part = round((source.weight - whole) * len(found))
+        # The same part in every epoch, so that as many samples and packed rows make one.
+        drawn = torch.randperm(len(found), generator=Randomness(0).generator("source", number))[:part]
+        order += [own.repeat(whole), own[drawn.sort().values]]
+        rows += found
+    samples = torch.cat(order)
+    if not len(samples):
+        raise DataError("the weights of all sources leave no conversation", where="sources")
+    return PackedRows(rows, RawRow), samples

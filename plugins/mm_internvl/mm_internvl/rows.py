@@ -1,0 +1,214 @@
+"""Rows of conversations: what a JSON file says, checked turn by turn.
+
+Two styles are read: `conversations` of {"from", "value"} as LLaVA and InternVL publish their data
+(https://internvl.readthedocs.io/en/latest/get_started/chat_data_format.html), and `messages` of {"role",
+"content"} as chat templates take them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+from mm_core.errors import DataError
+
+Medium = Literal["image", "video"]
+
+ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
+"""What data calls those who speak -> what chat templates call them."""
+
+PLACEHOLDER = re.compile("<(image|video)>")
+
+ACCEPTED = (
+    'rows {"image": "a.jpg" (or a list), "video": .., "conversations": [{"from": "human", "value": '
+    '"<image>\\nWhat is this?"}, {"from": "gpt", "value": ".."}]}, or "messages" of {"role", "content"}'
+)
+
+
+@dataclass(frozen=True)
+class RawRow:
+    """A row as its file has it. source: number of its file. place: where in it, for people."""
+
+    source: int
+    place: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one side says: a text with placeholders, or parts as a chat template takes them."""
+
+    role: str
+    content: str | tuple[Mapping[str, str], ...]
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Everything in it that a person or a model wrote."""
+        if isinstance(self.content, str):
+            return (self.content,)
+        return tuple(part["text"] for part in self.content if part["type"] == "text")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Turns, and the files that they show, in the order of their placeholders."""
+
+    turns: tuple[Turn, ...]
+    media: tuple[tuple[Medium, str], ...]
+
+
+def read_rows(file: Path, source: int) -> Iterator[RawRow]:
+    """Every row of a JSON list or of JSONL, unchecked. DataError for what is neither."""
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise DataError("the file of conversations does not exist", where=str(file)) from None
+    except (OSError, UnicodeDecodeError) as fault:
+        raise DataError(f"the file of conversations can not be read: {fault}", where=str(file)) from None
+    if not text.lstrip().startswith("["):
+        for number, line in enumerate(text.split("\n"), 1):  # texts may hold other line separators
+            if line.strip():
+                yield RawRow(source, f"line {number}", _parsed(line, f"{file}:{number}"))
+        return
+    for number, value in enumerate(_parsed(text, str(file)), 1):
+        yield RawRow(source, f"row {number}", value)
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as fault:
+        raise DataError(
+            f"this is not JSON: {fault.msg} at line {fault.lineno}, column {fault.colno}",
+            where=where,
+            accepted=f"a JSON list or JSONL of {ACCEPTED}",
+        ) from None
+    except RecursionError:
+        raise DataError("the JSON is nested too deeply", where=where) from None
+
+
+def conversation(value: Any, where: str) -> Conversation:
+    """A row's conversation.
+
+    Raises:
+        DataError: a row that is none, an unknown role, placeholders that do not fit the files.
+    """
+    try:
+        return _conversation(value)
+    except _Fault as fault:
+        raise DataError(str(fault), where=where, accepted=fault.accepted) from None
+
+
+class _Fault(Exception):
+    """What is wrong with a row; `conversation` adds where it stands."""
+
+    def __init__(self, what: str, accepted: str | None = None) -> None:
+        super().__init__(what)
+        self.accepted = accepted
+
+
+def _conversation(value: Any) -> Conversation:
+    if not isinstance(value, Mapping):
+        raise _Fault("the row is no object", ACCEPTED)
+    styles = [name for name in ("conversations", "messages") if name in value]
+    if len(styles) != 1:
+        found = (
+            " and ".join(styles)
+            or f"neither `conversations` nor `messages`, but {', '.join(value) or 'nothing'}"
+        )
+        raise _Fault(f"the row has {found}", ACCEPTED)
+    said = value[styles[0]]
+    if not isinstance(said, Sequence) or isinstance(said, str) or not said:
+        raise _Fault(f"`{styles[0]}` is no list of turns", ACCEPTED)
+    own: list[tuple[Medium, str]] = []
+    keys = ("from", "value") if styles[0] == "conversations" else ("role", "content")
+    turns = tuple(_turn(turn, number, keys, own) for number, turn in enumerate(said, 1))
+    if any(turn.role == "system" for turn in turns[1:]):
+        raise _Fault("a system prompt stands behind the first turn")
+    if not any(turn.role == "assistant" for turn in turns):
+        raise _Fault("no turn is the assistant's, so there is nothing to learn")
+    return Conversation(turns, _media(value, turns, own))
+
+
+def _turn(turn: Any, number: int, keys: tuple[str, str], own: list[tuple[Medium, str]]) -> Turn:
+    """own: gains the files that parts of the turn name themselves."""
+    if not isinstance(turn, Mapping) or not set(keys) <= set(turn):
+        raise _Fault(f"turn {number} has no `{keys[0]}` and `{keys[1]}`", ACCEPTED)
+    role, content = turn[keys[0]], turn[keys[1]]
+    if not isinstance(role, str) or role not in ROLES:
+        raise _Fault(f"turn {number} has the unknown role {role!r}", ", ".join(ROLES))
+    if isinstance(content, list):
+        content = tuple(_part(part, number, own) for part in content)
+    elif not isinstance(content, str):
+        raise _Fault(f"what turn {number} says is no text")
+    made = Turn(ROLES[role], content)
+    if made.role == "assistant":
+        if any(_shown(made)):
+            raise _Fault(f"turn {number}, which is the assistant's, shows an image or a video")
+        made = Turn(made.role, "".join(made.texts))
+    return made
+
+
+_PATHS = ("path", "url", "image", "video")
+
+
+def _part(part: Any, number: int, own: list[tuple[Medium, str]]) -> Mapping[str, str]:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if kind not in ("image", "video"):
+        raise _Fault(f"turn {number} has a part that is no text, image or video")
+    path = next((part[name] for name in _PATHS if name in part), None)
+    if path is not None:
+        own.append((kind, _path(path)))
+    return {"type": kind, "named": "yes" if path is not None else ""}
+
+
+def _shown(turn: Turn) -> Iterator[tuple[Medium, bool]]:
+    """What a turn shows, in order: its kind, and whether the part names its file itself."""
+    if isinstance(turn.content, str):
+        yield from ((match[1], False) for match in PLACEHOLDER.finditer(turn.content))  # type: ignore[misc]
+        return
+    for part in turn.content:
+        if part["type"] == "text":
+            yield from ((match[1], False) for match in PLACEHOLDER.finditer(part["text"]))  # type: ignore[misc]
+        else:
+            yield part["type"], bool(part["named"])  # type: ignore[misc]
+
+
+def _media(
+    row: Mapping[str, Any], turns: Sequence[Turn], own: Sequence[tuple[Medium, str]]
+) -> tuple[tuple[Medium, str], ...]:
+    """The file of each placeholder, in order."""
+    shown = [found for turn in turns for found in _shown(turn)]
+    files = {kind: iter(_files(row, kind)) for kind in ("image", "video")}
+    for kind in ("image", "video"):
+        wanted = sum(found == kind and not named for found, named in shown)
+        given = len(_files(row, kind))
+        if wanted != given:
+            raise _Fault(
+                f"the conversation shows {wanted} {kind}{'s' * (wanted != 1)} and the row lists {given}",
+                f"one <{kind}> for each file of `{kind}`, in the same order",
+            )
+    named = iter(own)
+    return tuple(next(named) if itself else (kind, next(files[kind])) for kind, itself in shown)
+
+
+def _files(row: Mapping[str, Any], kind: str) -> list[str]:
+    found: list[str] = []
+    for key in (kind, f"{kind}s"):
+        value = row.get(key)
+        found += [_path(path) for path in (value if isinstance(value, list) else [value]) if path is not None]
+    return found
+
+
+def _path(path: Any) -> str:
+    if not isinstance(path, str) or not path:
+        raise _Fault(f"{path!r} is no path of an image or video")
+    if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or "\0" in path:
+        raise _Fault(f"the path {path!r} leads outside the folder")
+    return path

@@ -1,0 +1,176 @@
+"""InternVL checkpoints that fit in a test: the real class, the real layout, tiny sizes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SIDE, PATCH, TOKENS = 56, 14, 4
+"""Of tiny checkpoints: pixels of a tile's side, of a patch, and tokens of a tile (448, 14 and 256 published)."""
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}{{ '<IMG_CONTEXT>\n' }}"
+    "{% elif part['type'] == 'video' %}{{ '<video>\n' }}"
+    "{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}"
+    "{{ '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""ChatML as InternVL's Transformers folders have it: a turn a block, an image a token and a line break."""
+
+SPECIALS = (
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>", "<video>"),
+    *("<quad>", "</quad>", "<ref>", "</ref>", "<box>", "</box>"),
+)
+
+WORDS = (
+    *(
+        "the",
+        "a",
+        "is",
+        "of",
+        "in",
+        "it",
+        "and",
+        "what",
+        "which",
+        "this",
+        "image",
+        "picture",
+        "video",
+        "frame",
+    ),
+    *("colour", "number", "digit", "red", "green", "blue", "circle", "square", "user", "assistant", "system"),
+)
+"""Words that tiny tokenizers know as one token, with and without a space before them."""
+
+# How Qwen2 and Qwen3 cut text before merging (their tokenizer.json).
+_PIECES = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
+
+
+def make_tiny_checkpoint(
+    folder: str | Path, *, seed: int = 0, vocab_size: int | None = None, max_shard_size: str | None = None
+) -> Path:
+    """Writes a folder as InternVL 3.5 is published for Transformers, which `from_pretrained` loads: about 1 MB.
+
+    It holds config.json and safetensors of `InternVLForConditionalGeneration` (an InternViT of two layers,
+    Qwen3 of two), a byte-level tokenizer that cuts text as Qwen's do, the chat template, and the files of
+    image, video and common processor.
+
+    Args:
+        folder: is made where it does not exist.
+        seed: of all weights; the same weights for the same seed and library versions.
+        vocab_size: rows of the embedding; none: those of the tokenizer, rounded up to a multiple of 64.
+        max_shard_size: cuts weights into files of this size and an index ("100KB").
+
+    Returns:
+        The folder.
+    """
+    from transformers import InternVLForConditionalGeneration
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    ids = _write_tokenizer(folder)
+    _write_processors(folder)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        model = InternVLForConditionalGeneration(_config(ids, vocab_size or -(-len(ids) // 64) * 64)).eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith(("cls_token", "position_embeddings")):
+                    torch.nn.init.normal_(parameter, std=0.02)  # the class leaves zeros
+    model.save_pretrained(folder, **({} if max_shard_size is None else {"max_shard_size": max_shard_size}))
+    return folder
+
+
+def _config(ids: dict[str, int], vocab_size: int) -> Any:
+    from transformers import InternVLConfig, InternVLVisionConfig, Qwen3Config
+
+    text = Qwen3Config(
+        vocab_size=vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=2048,
+        rope_theta=1_000_000.0, tie_word_embeddings=False, bos_token_id=ids["<|endoftext|>"],
+        eos_token_id=ids["<|im_end|>"], pad_token_id=ids["<|endoftext|>"],
+    )  # fmt: skip
+    vision = InternVLVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, attention_bias=True,
+        image_size=[SIDE, SIDE], patch_size=[PATCH, PATCH],
+    )  # fmt: skip
+    return InternVLConfig(
+        text_config=text, vision_config=vision, image_token_id=ids["<IMG_CONTEXT>"], image_seq_length=TOKENS,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+def _write_processors(folder: Path) -> None:
+    """As published: ImageNet's mean and deviation, which are not the class's own defaults."""
+    images: dict[str, Any] = {
+        "crop_to_patches": False, "do_convert_rgb": True, "do_normalize": True, "do_rescale": True,
+        "do_resize": True, "image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225],
+        "max_patches": 12, "min_patches": 1, "resample": 3, "rescale_factor": 1 / 255,
+        "size": {"height": SIDE, "width": SIDE}, "processor_class": "InternVLProcessor",
+    }  # fmt: skip
+    videos = {k: v for k, v in images.items() if k not in {"crop_to_patches", "max_patches", "min_patches"}}
+    _write(
+        folder / "preprocessor_config.json", {**images, "image_processor_type": "GotOcr2ImageProcessorFast"}
+    )
+    _write(
+        folder / "video_preprocessor_config.json",
+        {**videos, "video_processor_type": "InternVLVideoProcessor"},
+    )
+    common = {"image_seq_length": TOKENS, "processor_class": "InternVLProcessor"}
+    _write(folder / "processor_config.json", common)
+
+
+def _write_tokenizer(folder: Path) -> dict[str, int]:
+    """A byte-level BPE of the 256 bytes and of `WORDS`, and its ids."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = sorted(space + word for word in WORDS for space in ("", "Ġ"))
+    pieces = [*letters, "ĊĊ", "ĠĠ", *(word for word in words if len(word) > 1)]
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], ignore_merges=True))
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in SPECIALS])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "processor_class": "InternVLProcessor",
+        "model_max_length": 2048,
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "additional_special_tokens": list(SPECIALS[1:]),
+        "extra_special_tokens": {
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+            "video_token": "<video>",
+        },
+    }
+    _write(folder / "tokenizer_config.json", settings)
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    ids: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+    return ids
+
+
+def _write(file: Path, value: dict[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,183 @@
+"""Dynamic high resolution: an image is cut into tiles of the size that the vision tower takes.
+
+InternVL 1.5 (https://arxiv.org/abs/2404.16821, section 3.2): of all grids of min_tiles to max_tiles tiles, the
+one whose aspect ratio is nearest to the image's; the image is resized to it and cut; where there is more
+than one tile, a thumbnail of the whole image follows. Numbers are those of Transformers'
+`GotOcr2ImageProcessor` with `crop_to_patches`, which published InternVL folders name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from mm_core.errors import CheckpointError, DataError, MMError
+from mm_core.weights import read_mapping
+
+_ORIENTATION = 0x0112  # the EXIF tag; values from 5 on turn the image by a quarter
+
+_FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How images become tiles.
+
+    height, width: of a tile, in pixels. min_tiles, max_tiles: of a grid. mean, std: of RGB in [0, 1].
+    resample: Pillow's number of the filter (3: bicubic).
+    """
+
+    height: int = 448
+    width: int = 448
+    min_tiles: int = 1
+    max_tiles: int = 12
+    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
+    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
+    resample: int = 3
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """(columns, rows) of tiles for an image of these pixels."""
+        if self.max_tiles == 1:
+            return 1, 1
+        best, least = (1, 1), float("inf")
+        for columns, rows in _grids(self.min_tiles, self.max_tiles):
+            difference = abs(width / height - columns / rows)
+            # Of grids of one shape the larger, as long as the image would fill half of it.
+            fills = height * width > 0.5 * self.height * self.width * columns * rows
+            if difference < least or (difference == least and fills):
+                best, least = (columns, rows), difference
+        return best
+
+    def count(self, height: int, width: int) -> int:
+        """Tiles of an image of these pixels, its thumbnail included."""
+        columns, rows = self.grid(height, width)
+        return columns * rows + (columns * rows > 1)
+
+    def cut(self, image: Tensor) -> Tensor:
+        """uint8 [3,Y,X] -> float32 [N,3,height,width], normalised: tiles row by row, then the thumbnail."""
+        columns, rows = self.grid(*image.shape[-2:])
+        whole = self._resized(image, rows * self.height, columns * self.width)
+        tiles = whole.unflatten(2, (columns, self.width)).unflatten(1, (rows, self.height))
+        tiles = tiles.permute(1, 3, 0, 2, 4).flatten(0, 1)  # [3,rows,Y,columns,X] -> [rows*columns,3,Y,X]
+        if columns * rows > 1:
+            tiles = torch.cat([tiles, self._resized(image, self.height, self.width)[None]])
+        return self._normalised(tiles)
+
+    def frame(self, image: Tensor) -> Tensor:
+        """uint8 [3,Y,X] -> float32 [1,3,height,width]: the whole image as one tile."""
+        return self._normalised(self._resized(image, self.height, self.width)[None])
+
+    def blank(self) -> Tensor:
+        """float32 [1,3,height,width]: a tile of the mean colour, for batches without an image."""
+        return torch.zeros(1, 3, self.height, self.width)
+
+    def _resized(self, image: Tensor, height: int, width: int) -> Tensor:
+        picture = Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
+        picture = picture.resize((width, height), Image.Resampling(self.resample))
+        return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+
+    def _normalised(self, tiles: Tensor) -> Tensor:
+        mean, std = torch.tensor(self.mean)[:, None, None], torch.tensor(self.std)[:, None, None]
+        return (tiles / 255.0 - mean) / std
+
+
+@lru_cache
+def _grids(least: int, most: int) -> tuple[tuple[int, int], ...]:
+    """Every (columns, rows) of so many tiles, smaller ones first."""
+    sides = range(1, most + 1)
+    grids = [(columns, rows) for columns in sides for rows in sides if least <= columns * rows <= most]
+    return tuple(sorted(grids, key=lambda grid: grid[0] * grid[1]))
+
+
+def read_tiling(folder: Path, min_tiles: int | None = None, max_tiles: int | None = None) -> Tiling:
+    """The tiling of a model's folder; what is given here goes before what its files say.
+
+    Raises:
+        CheckpointError: files that can not be read, or that describe another way of cutting.
+    """
+    found = _image_processor(folder)
+    known = Tiling()
+    size = found.get("size", {})
+    if not isinstance(size, Mapping) or not set(size) <= {"height", "width"}:
+        raise CheckpointError(
+            f"the image processor's size {size!r} is not that of tiles",
+            where=str(folder),
+            accepted='{"height": 448, "width": 448}',
+        )
+    tiling = replace(
+        known,
+        height=int(size.get("height", known.height)),
+        width=int(size.get("width", known.width)),
+        min_tiles=int(found.get("min_patches", known.min_tiles) if min_tiles is None else min_tiles),
+        max_tiles=int(found.get("max_patches", known.max_tiles) if max_tiles is None else max_tiles),
+        mean=tuple(found.get("image_mean", known.mean)),
+        std=tuple(found.get("image_std", known.std)),
+        resample=int(found.get("resample", known.resample)),
+    )
+    if not 1 <= tiling.min_tiles <= tiling.max_tiles:
+        raise CheckpointError(
+            f"an image can not be cut into {tiling.min_tiles} to {tiling.max_tiles} tiles",
+            where=str(folder),
+            hint="set both min_tiles and max_tiles of the dataset",
+        )
+    return tiling
+
+
+def _image_processor(folder: Path) -> Mapping[str, Any]:
+    """What the folder says of its image processor: a file of its own, or a part of the processor's."""
+    for name in _FILES:
+        found = read_object(folder / name)
+        part = found.get("image_processor", found if name == _FILES[0] else None)
+        if isinstance(part, Mapping):
+            return part
+    return {}
+
+
+def read_object(file: Path) -> Mapping[str, Any]:
+    """A JSON object; {} where there is no such file. CheckpointError for one that holds something else."""
+    found = read_mapping(file)
+    if not found and file.exists():
+        raise CheckpointError("the file holds no JSON object", where=str(file))
+    return found
+
+
+def image_size(path: Path, max_pixels: int) -> tuple[int, int]:
+    """(height, width) of an upright image, from its header alone.
+
+    Raises:
+        DataError: for what is no image, and for one of more than `max_pixels` pixels.
+    """
+    try:
+        with Image.open(path) as image:
+            width, height = image.size
+            if height * width > max_pixels:
+                raise _too_large(f"an image of {width}x{height} is larger than max_pixels", path, max_pixels)
+            # Of a PNG whose header has no EXIF, Pillow would decode all to look for it at the end.
+            if (image.format != "PNG" or "exif" in image.info) and image.getexif().get(_ORIENTATION, 1) >= 5:
+                width, height = height, width
+            return height, width
+    except FileNotFoundError:
+        raise DataError("there is no such image", where=str(path)) from None
+    except Image.DecompressionBombError:
+        raise _too_large("the image is far larger than any picture", path, max_pixels) from None
+    except MMError:
+        raise
+    except (OSError, ValueError, SyntaxError) as fault:
+        raise DataError(f"the image can not be read: {fault}", where=str(path)) from None
+
+
+def _too_large(what: str, path: Path, max_pixels: int) -> DataError:
+    return DataError(
+        what,
+        where=str(path),
+        accepted=f"up to {max_pixels} pixels",
+        hint="raise max_pixels of the dataset if the machine has the memory to decode it",
+    )

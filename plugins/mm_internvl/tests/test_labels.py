@@ -1,0 +1,116 @@
+"""Every label is right by the chat template: against Transformers' own marking of the assistant's tokens."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mm_internvl.chat import IGNORED, Chat, Shown
+from mm_internvl.rows import conversation
+from mm_internvl.testing import CHAT_TEMPLATE, TOKENS, make_tiny_checkpoint
+from transformers import AutoTokenizer
+from transformers.models.internvl.processing_internvl import InternVLProcessor
+
+from mm_core.errors import CheckpointError, DataError
+
+MARKED = CHAT_TEMPLATE.replace(
+    "{{ '<|im_start|>' + message['role'] + '\n' }}",
+    "{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}",
+).replace("{{ '<|im_end|>\n' }}", "{{ '<|im_end|>\n' }}{% endif %}")
+"""The same template, which says itself what the assistant's is (Transformers' `{% generation %}`)."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return AutoTokenizer.from_pretrained(folder)
+
+
+words = st.lists(
+    st.sampled_from(
+        ["what", " is", "the", " colour", "\n", "\n\n", " ", "?", "7", "你好", "é", "e\u0301", "😀", "👩‍🚀", "<", "|im_end|",
+         "{{ x }}", "{% if %}", "<box>", "</box>", "assistant\n", "<think>", "\t", "user", "\u2028", "<|im_start"]
+    ),
+    max_size=8,
+).map("".join)  # fmt: skip
+pictures = st.sampled_from(["", "", "", "<image>\n", "<video>\n", "<image><image> ", "a <image> b"])
+
+
+@st.composite
+def rows(draw):
+    """(row, roles and texts, tiles of each image and frame of each video in order)."""
+    turns = [("system", draw(words))] if draw(st.booleans()) else []
+    for _ in range(draw(st.integers(1, 4))):
+        turns += [("user", draw(pictures) + draw(words) + draw(pictures))] * draw(st.integers(1, 2))
+        turns.append(("assistant", draw(words)))
+    kinds = [m for role, text in turns if role == "user" for m in _kinds(text)]
+    shown = [
+        Shown(kind, (draw(st.integers(1, 3)),) if kind == "image" else (1,) * draw(st.integers(1, 3)))
+        for kind in kinds
+    ]
+    files = {kind: [f"{kind}_{n}" for n in range(kinds.count(kind))] for kind in ("image", "video")}
+    if draw(st.booleans()):
+        names = {"user": "human", "assistant": "gpt", "system": "system"}
+        said = [{"from": names[role], "value": text} for role, text in turns]
+        return {"conversations": said, **files}, turns, shown
+    return {"messages": [{"role": role, "content": text} for role, text in turns], **files}, turns, shown
+
+
+def _kinds(text):
+    return [part[:5] for part in text.split("<") if part.startswith(("image>", "video>"))]
+
+
+def expected(tokenizer, turns, shown):
+    """ids and labels by Transformers alone, images and videos written out before."""
+    processor = SimpleNamespace(
+        start_image_token="<img>",
+        end_image_token="</img>",
+        image_token="<IMG_CONTEXT>",
+        image_seq_length=TOKENS,
+    )
+    media = iter(shown)
+    messages = []
+    for role, text in turns:
+        while (
+            place := min((p for k in ("<image>", "<video>") if (p := text.find(k)) >= 0), default=-1)
+        ) >= 0:
+            medium = next(media)
+            if medium.kind == "image":
+                put = InternVLProcessor.replace_image_token(processor, {"num_patches": medium.tiles}, 0)
+            else:
+                clip = SimpleNamespace(shape=(len(medium.tiles),))
+                put = InternVLProcessor.replace_video_token(processor, {"pixel_values_videos": [clip]}, 0)
+            text = text[:place] + put + text[place + 7 :]
+        messages.append({"role": role, "content": text})
+    found = tokenizer.apply_chat_template(
+        messages, chat_template=MARKED, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    ids, mask = found["input_ids"], list(found["assistant_masks"])
+    line = tokenizer.convert_tokens_to_ids("Ċ")
+    for place in range(1, len(ids)):
+        if mask[place] and not mask[place - 1] and ids[place - 1] != line:
+            mask[place] = 0  # a token of two line breaks, the first of which is the prompt's
+    return ids, [token if learnt else IGNORED for token, learnt in zip(ids, mask, strict=True)]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(made=rows())
+def test_every_label_is_right(folder, tokenizer, made):
+    row, turns, shown = made
+    chat = CHATS.setdefault(folder, Chat(str(folder), 100_000))
+    tokens = chat.tokens(conversation(row, "row"), shown, "row")
+    ids, labels = expected(tokenizer, turns, shown)
+    assert tokens.ids.tolist() == ids
+    assert tokens.labels.tolist() == labels
+    assert tokens.shown == len(shown)
+
+
+CHATS: dict = {}
