@@ -25,6 +25,7 @@ _RULES: Mapping[str, tuple[Verdict, str]] = {
     "config.task.type": ("refused", _STATE),
     "config.task.predictor.type": ("refused", _STATE),
     "config.task.sample": ("safe", _SPEED),
+    "config.task.max_new_tokens": ("safe", "changes what evaluations say"),
     "config.data.train": ("allow", _ORDER),
     "config.data.train.annotations": ("safe", "its fingerprint is compared instead"),
     "config.data.train.folder": ("safe", "a place; the videos are taken to be the same"),
