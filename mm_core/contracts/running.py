@@ -271,13 +271,14 @@ class Engine(Protocol):
         self,
         task: nn.Module,
         plan: EnginePlan,
-        optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer],
+        optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer] | None,
         rng: Randomness,
         weights: InitialWeights | None = None,
     ) -> None:
         """Recompute -> shard -> materialise -> initialise, and fill from `weights` what they cover ->
         optimizer, in place. `optimizer` is given the (sharded) parameters that require a gradient, by
-        their path in the task. A parameter group may hold `lr_scale`, a factor of its base rate."""
+        their path in the task; None: nothing will be trained. A parameter group may hold `lr_scale`, a
+        factor of its base rate."""
         ...
 
     def place_frozen(self, task: nn.Module, plan: EnginePlan, weights: InitialWeights) -> None:

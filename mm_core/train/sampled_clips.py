@@ -1,4 +1,4 @@
-"""Clips that are sampled while training: who generates which prompt, and how they come together."""
+"""Clips that several ranks sample: who generates which prompt, and how they come together."""
 
 from __future__ import annotations
 
@@ -48,6 +48,16 @@ def share_prompts(prompts: Sequence[T], rank: int, count: int) -> tuple[int, tup
     first = rank * block
     mine = tuple(prompts[first : first + block])
     return first, mine + (prompts[0],) * (block - len(mine)), len(mine)
+
+
+def share_of(request: SampleRequest, ranks: Ranks) -> tuple[SampleRequest, int]:
+    """A rank's part of a request, filled up to the length of the others', and how many of its clips are
+    real: clip i is the one that a process generates that samples alone."""
+    rows = list(zip(request.prompts, request.images or [()] * len(request.prompts), strict=True))
+    first, mine, real = share_prompts(rows, ranks.rank, ranks.count)
+    prompts, images = zip(*mine, strict=True)
+    given = images if request.images else ()
+    return dataclasses.replace(request, prompts=prompts, images=given, first=first), real
 
 
 def write_own(clips: Sequence[Clip], first: int, folder: Path) -> str | None:

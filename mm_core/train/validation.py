@@ -31,7 +31,7 @@ from mm_core.plugin.registry import build
 from mm_core.train.agreement import Ranks
 from mm_core.train.evaluation_data import EvaluationData
 from mm_core.train.prompts import Prompt, read_images, with_images
-from mm_core.train.sampled_clips import gather_previews, share_prompts, with_trained_size, write_own
+from mm_core.train.sampled_clips import gather_previews, share_of, with_trained_size, write_own
 
 
 class Evaluating(Protocol):
@@ -226,11 +226,7 @@ class Validator:
         Each rank generates and writes its share of the prompts; clip i is the one that `mm sample` with
         the same seed generates from a checkpoint of this step. Rank 0 adds the contact sheet.
         """
-        whole = self._request
-        rows = list(zip(whole.prompts, whole.images or [()] * len(whole.prompts), strict=True))
-        first, mine, real = share_prompts(rows, self._ranks.rank, self._ranks.count)
-        prompts, images = zip(*mine, strict=True)
-        request = replace(whole, prompts=prompts, images=images if whole.images else (), first=first)
+        request, real = share_of(self._request, self._ranks)
         applied = nullcontext if self._ema is None else self._ema.applied
         try:
             with applied(), self._engine.evaluating(), self._agreeing_forwards():
@@ -239,7 +235,7 @@ class Validator:
             self._note(f"the samples after step {step} were left: a rank was asked to stop")
             return None
         folder = self.run_dir / "samples" / f"step_{step:08d}"
-        fault = write_own(clips, first, folder)
+        fault = write_own(clips, request.first, folder)
         previews, faults = gather_previews(self._ranks, clips, fault, folder)
         if faults:
             self._note(f"warning: the clips after step {step} could not be written: {'; '.join(faults)}")
