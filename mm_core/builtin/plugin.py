@@ -90,7 +90,13 @@ def mm_datasets() -> list[Component]:
             target="mm_core.data.video_text:VideoTextDataset",
             config=f"{_CONFIG}.data:VideoTextConfig",
             summary="clips and captions from a JSON or JSONL annotation file",
-        )
+        ),
+        Component(
+            name="text_rows",
+            target="mm_core.data.text_rows:TextRowsDataset",
+            config=f"{_CONFIG}.data:TextRowsConfig",
+            summary="texts of a JSON, CSV, TSV or Parquet table with labels, for Transformers models",
+        ),
     ]
 
 

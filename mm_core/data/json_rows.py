@@ -17,7 +17,7 @@ def _no_hint(line: str) -> str | None:
 
 @dataclass(frozen=True)
 class RowFile:
-    """A file of rows. role: what it is, in sentences. accepted: what its rows should look like. hint: a remedy
+    """A file of rows. role: what it is, in sentences. accepted: what its rows look like. hint: a remedy
     for a line that is not JSON."""
 
     path: Path
