@@ -18,13 +18,6 @@ from mm_core.errors import CheckpointError, ConfigError, DataError
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[EOS]"]
 WORDS += ["i", "am", "so", "very", "glad", "sad", "angry", "today", "why", "not"]
-    "[PAD]",
-    "[UNK]",
-    "[CLS]",
-    "[SEP]",
-    "[EOS]",
-    *["i", "am", "so", "very", "glad", "sad", "angry", "today", "why", "not"],
-]
 
 
 def save_tokenizer(folder: Path, classifier: bool) -> Path:
