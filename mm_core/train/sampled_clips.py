@@ -77,7 +77,7 @@ def gather_previews(
     """On rank 0: previews of all ranks' clips, in order, and what could not be written; it has written the
     contact sheet and `prompts.json` then. Nothing elsewhere. All files are there when this returns."""
     own = [(to_bytes(preview(clip)), clip.fps, clip.prompt) for clip in clips]
-    rows = _gather_first(ranks, (own, fault))
+    rows = ranks.gather_first((own, fault))
     previews = [Clip(from_bytes(frames), fps, prompt) for shares, _ in rows for frames, fps, prompt in shares]
     faults = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(rows) if text is not None]
     if ranks.rank == 0 and not faults:
@@ -89,12 +89,3 @@ def gather_previews(
     if not ranks.alone:
         dist.barrier()
     return previews, faults
-
-
-def _gather_first(ranks: Ranks, item: T) -> list[T]:
-    """`item` of every rank on rank 0, [] elsewhere: clips are too large to be sent to everybody."""
-    if ranks.alone:
-        return [item]
-    items: list[Any] = [None] * ranks.count if ranks.rank == 0 else []
-    dist.gather_object(item, items or None, dst=0)
-    return items

@@ -125,7 +125,7 @@ def _sample(
     if ranks.count == 1:
         _load_alone(task, config, source, weights)
     else:
-        evaluating = _load_sharded(task, config, source, weights).evaluating()
+        evaluating = load_sharded(task, config, source, weights).evaluating()
     if out is not None:
         make_folder(out)  # before hours of work
     share, real = share_of(request, ranks)
@@ -178,7 +178,7 @@ def _load_alone(task: nn.Module, config: RunConfig, checkpoint: Path, weights: W
     task.eval()
 
 
-def _load_sharded(task: nn.Module, config: RunConfig, checkpoint: Path, weights: Weights) -> Engine:
+def load_sharded(task: nn.Module, config: RunConfig, checkpoint: Path, weights: Weights) -> Engine:
     """The same over all ranks, spread by the run's engine. Called by all of them."""
     check_plugins(config)
     world, lowered = dist.get_world_size(), _is_lowered(config, current_device())
