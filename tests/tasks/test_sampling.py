@@ -299,7 +299,10 @@ def test_two_ranks_write_the_files_of_one(run, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("MM_DEVICE", "cpu")
     options = ["--guidance", "3", "--negative-prompt", "-- blue", "--seed", "5", "task.sample.batch_size=2"]
     alone = sampled(run, tmp_path / "one", *options)
-    assert sampled(run, tmp_path / "two", *options, "--nproc", "2") == alone
+    shared = sampled(run, tmp_path / "two", *options, "--nproc", "2")
+    # The sheet holds every frame without a loss; x264 makes other bytes of the same frames now and then.
+    assert shared.keys() == alone.keys()
+    assert all(shared[name] == alone[name] for name in ("contact_sheet.png", "prompts.json"))
     assert sorted(alone) == sorted([*NAMES, "contact_sheet.png", "prompts.json"])
     assert capfd.readouterr().out.count("3 clips in ") == 2
 
