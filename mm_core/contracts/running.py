@@ -65,6 +65,15 @@ class RandomisedDataset(Protocol):
         ...
 
 
+@runtime_checkable
+class MeasuredDataset(Protocol):
+    """A dataset that knows how long its samples are, so that batches of like ones can be made of them."""
+
+    def lengths(self) -> Tensor:
+        """[N] int64 on CPU, by any measure that grows with the cost of a sample: bytes, tokens, frames."""
+        ...
+
+
 class Task(Protocol):
     """What a step computes. A `torch.nn.Module` whose sub-modules carry the names below. `prepare`,
     `evaluate` and `sample` call each entry point of a `Streamed` component equally often for every batch or
