@@ -28,7 +28,7 @@ def test_two_ranks_write_the_clips_of_one_from_rows_with_images(tmp_path, monkey
     rows = [{"prompt": f"a red circle {i}", "image": image.name} for i, image in enumerate(images)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     command = ["sample", "--run", str(tmp_path / "runs/i2v"), "--prompts", str(tmp_path / "rows.jsonl")]
-    command += ["--steps", "2", "--guidance", "3", "task.sample.batch_size=1"]
+    command += ["--guidance", "3", "--steps", "2", "task.sample.batch_size=1"]
     assert main([*command, "--out", str(tmp_path / "one")]) == 0
     shards = "engine.frozen={text_encoder: sharded, image_encoder: sharded}"
     assert main([*command, "--out", str(tmp_path / "two"), "--nproc", "2", shards]) == 0
