@@ -18,6 +18,7 @@ import pytest
 import torch
 from diffusers import WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
 from mm_wan.config_predictor import WanTransformerConfig
+from mm_wan.flops import forward_flops
 from mm_wan.formats import ORIGINAL_KEYS
 from mm_wan.presets import PRESETS
 from mm_wan.testing import make_tiny_checkpoint
@@ -107,6 +108,19 @@ def test_a_full_size_config_plans_the_published_tensors(name):
     assert plan.modules[0].parameters == whole
     # Shards over 8 ranks: what does not divide into 8 rows costs a little more.
     assert plan.engine.parameter_bytes == pytest.approx(size / 8, rel=0.002)
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("i2v_14b", 257), ("flf2v_14b", 514)])
+def test_operations_of_image_to_video_are_known_before_its_files_are_there(name, tokens):
+    """With CLIP's tokens of each given frame; test_transformer.py compares the formula with torch's count."""
+    config = config_at(name)
+    data = config.data.train.options
+    latents = (16, 1 + (data["num_frames"] - 1) // 4, data["height"] // 8, data["width"] // 8)
+    preset = PRESETS[config.task.options["predictor"].options["preset"]]
+    plan = make_plan(config, 8)
+    assert plan.operations.forward == plan.global_batch_size * forward_flops(
+        preset.fields, latents, image_tokens=tokens
+    )
 
 
 def render_clips(folder: Path) -> None:
