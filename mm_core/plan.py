@@ -9,21 +9,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mm_core.config.schema import RunConfig
 from mm_core.contracts import (
     CountsSamples,
+    Dataset,
     Engine,
     EnginePlan,
     Frozen,
+    MeasuredDataset,
     Pretrained,
     StepOperations,
     Streamed,
     torch_dtype,
 )
 from mm_core.data.sampler import BatchPlan
-from mm_core.errors import PlanError
+from mm_core.errors import ContractError, PlanError
 from mm_core.parallel.casting import hold_frozen
 from mm_core.parallel.freezing import freeze
 from mm_core.plugin.fields import ComponentConfig
@@ -292,7 +294,9 @@ def _steps(config: RunConfig, global_batch_size: int, num_samples: int | None) -
     return math.ceil(config.train.epochs * order.batches_per_epoch)
 
 
-def sample_order(config: RunConfig, global_batch_size: int, num_samples: int) -> BatchPlan:
+def sample_order(
+    config: RunConfig, global_batch_size: int, num_samples: int, lengths: Tensor | None = None
+) -> BatchPlan:
     """Which samples each step sees."""
     return BatchPlan(
         num_samples=num_samples,
@@ -302,7 +306,29 @@ def sample_order(config: RunConfig, global_batch_size: int, num_samples: int) ->
         order=config.data.loader.sampler,
         drop_last=config.data.loader.drop_last,
         repeat_first=config.train.overfit_one_batch,
+        lengths=lengths,
     )
+
+
+def sample_lengths(config: RunConfig, dataset: Dataset) -> Tensor | None:
+    """What batches are grouped by; None where they are not. PlanError for a dataset that does not know."""
+    if not config.data.loader.group_by_length:
+        return None
+    if not isinstance(dataset, MeasuredDataset):
+        raise PlanError(
+            f"{type(dataset).__name__} does not say how long its samples are",
+            where="data.loader.group_by_length",
+            accepted="datasets with a method lengths(), as text_rows has",
+            hint="leave group_by_length out: samples of one size have nothing to gain",
+        )
+    lengths = dataset.lengths()
+    if lengths.shape != (len(dataset),):
+        raise ContractError(
+            f"{type(dataset).__name__}.lengths() gives {list(lengths.shape)} for {len(dataset)} samples",
+            where="data.train",
+            accepted="one length a sample",
+        )
+    return lengths
 
 
 def _modules(task: nn.Module) -> list[ModuleFact]:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import av
+import numpy as np
 import pytest
 import yaml
 
@@ -74,6 +76,26 @@ def tiny(tmp_path_factory, shapes) -> Path:
     path = tmp_path_factory.mktemp("configs") / "tiny.yaml"
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
     return path
+
+
+@pytest.fixture(scope="session")
+def same_clips() -> Callable[[Path, Path], bool]:
+    """Whether two folders hold the same clips, by their frames: of equal frames, x264 makes other bytes
+    now and then (once in some thousand times)."""
+
+    def frames(path: Path) -> np.ndarray:
+        with av.open(str(path)) as container:
+            return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+
+    def same(first: Path, second: Path) -> bool:
+        names = [sorted(path.name for path in folder.glob("*.mp4")) for folder in (first, second)]
+        assert names[0], f"{first} holds no clip"
+        if names[0] != names[1]:
+            return False
+        pairs = [(frames(first / name).astype(int), frames(second / name)) for name in names[0]]
+        return all(np.shape(a) == np.shape(b) and np.abs(a - b).mean() < 0.5 for a, b in pairs)
+
+    return same
 
 
 @pytest.fixture(scope="session")

@@ -90,7 +90,13 @@ def mm_datasets() -> list[Component]:
             target="mm_core.data.video_text:VideoTextDataset",
             config=f"{_CONFIG}.data:VideoTextConfig",
             summary="clips and captions from a JSON or JSONL annotation file",
-        )
+        ),
+        Component(
+            name="text_rows",
+            target="mm_core.data.text_rows:TextRowsDataset",
+            config=f"{_CONFIG}.data:TextRowsConfig",
+            summary="texts of a JSON, CSV, TSV or Parquet table with labels, for Transformers models",
+        ),
     ]
 
 
@@ -236,15 +242,46 @@ def mm_metrics() -> list[Component]:
     return [
         Component(
             name="latent_psnr",
-            target="mm_core.train.validation_metrics:LatentPSNR",
+            target="mm_core.metrics.video:LatentPSNR",
             config=f"{_CONFIG}.metrics:LatentPSNRConfig",
             summary="peak signal-to-noise ratio of the one-step clean estimate, in dB",
         ),
         Component(
             name="frame_change",
-            target="mm_core.train.validation_metrics:FrameChange",
+            target="mm_core.metrics.video:FrameChange",
             config=f"{_CONFIG}.metrics:FrameChangeConfig",
             summary="mean absolute difference of successive frames of sampled clips; near 0 is frozen video",
+        ),
+        Component(
+            name="accuracy",
+            target="mm_core.metrics.classes:Accuracy",
+            config=f"{_CONFIG}.metrics:AccuracyConfig",
+            summary="share of labels that were predicted: of rows, or of tokens that count",
+        ),
+        Component(
+            name="f1",
+            target="mm_core.metrics.classes:F1",
+            config=f"{_CONFIG}.metrics:F1Config",
+            summary="F1 score over classes: macro, micro or weighted",
+        ),
+        Component(
+            name="perplexity",
+            target="mm_core.metrics.classes:Perplexity",
+            config=f"{_CONFIG}.metrics:PerplexityConfig",
+            summary="exp of the mean cross entropy over the labels that count",
+        ),
+        Component(
+            name="exact_match",
+            target="mm_core.metrics.texts:exact_match",
+            config=f"{_CONFIG}.metrics:ExactMatchConfig",
+            summary="share of rows whose text is one of the references",
+        ),
+        Component(
+            name="anls",
+            target="mm_core.metrics.texts:anls",
+            config=f"{_CONFIG}.metrics:ANLSConfig",
+            summary="average normalized Levenshtein similarity of texts and references",
+            paper="https://arxiv.org/abs/1905.13648",
         ),
     ]
 

@@ -21,7 +21,7 @@ COMMANDS = MappingProxyType(
     {
         "train": ("mm_core.cli.train", "train what a YAML describes (mm-train is the same)"),
         "sample": ("mm_core.cli.sample", "generate clips from a trained run"),
-        "evaluate": ("mm_core.cli.evaluate", "held-out loss and metrics of a trained run"),
+        "eval": ("mm_core.cli.evaluate", "held-out loss, metrics and predictions of a trained run"),
         "import": ("mm_core.cli.import_weights", "weights from elsewhere as a run's first checkpoint"),
         "export": ("mm_core.cli.export", "a trained run's weights as files that other libraries load"),
         "weights": ("mm_core.cli.weights", "what lies in files of weights, and how two of them differ"),
@@ -31,6 +31,9 @@ COMMANDS = MappingProxyType(
     }
 )
 """Subcommand -> (module with `configure(parser)` and `execute(args) -> int`, one-line summary)."""
+
+ALIASES = MappingProxyType({"evaluate": "eval"})
+"""What a subcommand was called before -> its name."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -97,6 +100,7 @@ def _guarded(arguments: list[str], program: str) -> int:
 
 def _run(arguments: list[str], program: str) -> int:
     name = arguments[0] if arguments else "--help"
+    name = ALIASES.get(name, name)
     if name in COMMANDS:
         module_name, summary = COMMANDS[name]
         module = import_module(module_name)

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from mm_core.errors import MMError
@@ -202,13 +203,17 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
 def _refuse_launch_options(args: argparse.Namespace) -> None:
     """Under a launcher the world is given; an option that would be passed over in silence is an error."""
     options = ("nproc", "nnodes", "rdzv_endpoint", "rdzv_id", "node_rank", "verify_resume")
-    given = [f"--{name.replace('_', '-')}" for name in options if getattr(args, name) is not None]
+    refuse_among_ranks([f"--{name.replace('_', '-')}" for name in options if getattr(args, name) is not None])
+
+
+def refuse_among_ranks(given: Sequence[str]) -> None:
+    """MMError where a process that a launcher has started is given options of a launcher."""
     if given:
         raise MMError(
             f"{', '.join(given)} can not be met: this process is already rank {os.environ['RANK']} of"
             f" {os.environ.get('WORLD_SIZE', '?')} (RANK is set in the environment)",
             where="command line",
-            hint="leave the options to torchrun, or unset RANK and let mm-train start the ranks",
+            hint="leave the options to torchrun, or unset RANK and let the command start the ranks",
         )
 
 

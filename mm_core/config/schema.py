@@ -45,6 +45,11 @@ class LoaderSection:
     drop_last: bool = True  # false: the last batch of an epoch is ragged, and still exact
     pin_memory: bool = True  # page-locked batches, where there is an accelerator
     max_failed_share: Annotated[float, Range(ge=0, le=1)] = 0.1  # of samples that may be unreadable
+    group_by_length: bool = False  # training batches of samples of similar length: less padding, less waiting
+
+    def __post_init__(self) -> None:
+        if self.group_by_length and self.sampler != "random":
+            raise ValueError("group_by_length: a sequential order stays as it is; set sampler: random")
 
 
 @dataclass(frozen=True)

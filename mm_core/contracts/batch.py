@@ -90,11 +90,13 @@ class TextBatch(Batch):
         [B] or [B,K] of rows, or [B,L] int64 of tokens, -100 where there is nothing to learn.
     counts: of each row, how many labels its loss is over. tokens: of all rows, without padding. Both are
         filled by the task's batch transform in the worker.
+    references: of each row, the answers in words that an evaluation takes for right; None: the labels'.
     """
 
     inputs: dict[str, Tensor]
     counts: list[int] | None = None
     tokens: int = 0
+    references: list[tuple[str, ...]] | None = None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
         """The same batch with its inputs on `device`."""
@@ -149,12 +151,17 @@ class Evaluation:
         for every batch.
     weights: [B] float32, what a mean divides the sums by: 1 a row, or its number of tokens.
         Rows whose `Batch.weights` is 0 count for nothing, whatever stands here.
-    outputs: name -> [B,...] tensors that metric plugins may look at (predictions, references).
+    outputs: name -> [B,...] tensors that metric plugins may look at. `predictions` and `labels` are [B], or
+        [B,L] with the label -100 where nothing counts; `logits` are [B,K].
+    texts: what the task says of each row in words, where it does. references: of each row, what would have
+        been right; any of them.
     """
 
     sums: dict[str, Tensor]
     weights: Tensor
     outputs: dict[str, Tensor] = field(default_factory=dict)
+    texts: list[str] | None = None
+    references: list[tuple[str, ...]] | None = None
 
 
 @dataclass(frozen=True)

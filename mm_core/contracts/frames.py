@@ -89,9 +89,13 @@ class FrameConditioned(Protocol):
 
 @runtime_checkable
 class ImageEncoder(Frozen, Protocol):
-    """Images -> hidden states, for predictors with an `image_dim`."""
+    """Images -> hidden states, for predictors with an `image_dim`.
+
+    tokens: K, of one image; None where that is not known: the plan then tells no operations.
+    """
 
     hidden_size: int
+    tokens: int | None
 
     def encode(self, images: Sequence[Tensor]) -> Tensor:
         """B images, each uint8 [3,Y,X] of any size -> hidden[B,K,D]."""

@@ -65,6 +65,15 @@ class RandomisedDataset(Protocol):
         ...
 
 
+@runtime_checkable
+class MeasuredDataset(Protocol):
+    """A dataset that knows how long its samples are, so that batches of like ones can be made of them."""
+
+    def lengths(self) -> Tensor:
+        """[N] int64 on CPU, by any measure that grows with the cost of a sample: bytes, tokens, frames."""
+        ...
+
+
 class Task(Protocol):
     """What a step computes. A `torch.nn.Module` whose sub-modules carry the names below. `prepare`,
     `evaluate` and `sample` call each entry point of a `Streamed` component equally often for every batch or
@@ -271,13 +280,14 @@ class Engine(Protocol):
         self,
         task: nn.Module,
         plan: EnginePlan,
-        optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer],
+        optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer] | None,
         rng: Randomness,
         weights: InitialWeights | None = None,
     ) -> None:
         """Recompute -> shard -> materialise -> initialise, and fill from `weights` what they cover ->
         optimizer, in place. `optimizer` is given the (sharded) parameters that require a gradient, by
-        their path in the task. A parameter group may hold `lr_scale`, a factor of its base rate."""
+        their path in the task; None: nothing will be trained. A parameter group may hold `lr_scale`, a
+        factor of its base rate."""
         ...
 
     def place_frozen(self, task: nn.Module, plan: EnginePlan, weights: InitialWeights) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from mm_core.errors import DataError, did_you_mean
+from mm_core.data.json_rows import RowFile, kind_of
+from mm_core.errors import DataError
 
 ACCEPTED = (
     'a JSON list or JSONL of rows {"path": "clips/a.mp4", "cap": "a caption" (or a list of captions)}, '
@@ -38,10 +37,11 @@ def read_annotations(file: Path) -> list[Annotation]:
     through a symbolic link is found by `inside` when the sample is read, because resolving a
     million paths at start-up takes minutes on a network file system.
     """
-    text = _text(file)
     rows: list[Annotation] = []
     faults: dict[str, list[str]] = {}
-    for place, value in _values(file, text):
+    for place, value in RowFile(file, "annotation file", ACCEPTED, _hint).json_values():
+        if isinstance(value, DataError):
+            raise value
         fault = _fault(value)
         if fault:
             faults.setdefault(fault, []).append(place)
@@ -67,87 +67,27 @@ def inside(folder: Path, relative: str) -> Path:
     return path
 
 
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        folder = file.parent
-        near = did_you_mean(file.name, [p.name for p in folder.iterdir()]) if folder.is_dir() else None
-        hint = near or (None if folder.is_dir() else f"the folder {folder} does not exist either")
-        raise DataError("the annotation file does not exist", where=str(file), hint=hint) from None
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"the annotation file is not UTF-8 text (byte {error.start})", where=str(file), accepted=ACCEPTED
-        ) from None
-    except OSError as error:
-        raise DataError(f"the annotation file can not be read: {error.strerror}", where=str(file)) from None
-
-
-def _values(file: Path, text: str) -> Iterator[tuple[str, Any]]:
-    """(a name for the row's place, its parsed value) for every row."""
-    if not text.strip():
-        raise DataError("the annotation file is empty", where=str(file), accepted=ACCEPTED)
-    lines = text.split("\n")  # not splitlines: captions may hold other line separators
-    if file.suffix.lower() == ".jsonl" or _starts_jsonl(lines):
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield f"line {number}", _parse(file, line, lines, number)
-        return
-    rows = _parse(file, text, lines, 1)
-    if not isinstance(rows, list):
-        raise DataError(
-            f"the file holds {_kind(rows)}, not a list of rows", where=str(file), accepted=ACCEPTED
-        )
-    for number, row in enumerate(rows, 1):
-        yield f"row {number}", row
-
-
-def _starts_jsonl(lines: list[str]) -> bool:
-    """Whether the first row stands on a line of its own, whatever the file's name says."""
-    first = next(line for line in lines if line.strip()).strip()
-    if not first.startswith("{"):
-        return False
-    try:
-        json.loads(first)
-    except json.JSONDecodeError:
-        return False
-    return True
-
-
-def _parse(file: Path, text: str, lines: list[str], first_line: int) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        number = first_line + error.lineno - 1
-        shown = lines[number - 1].strip() if number <= len(lines) else ""
-        raise DataError(
-            f"this is not JSON: {error.msg} at column {error.colno} of `{shown[:120]}`",
-            where=f"{file}:{number}",
-            accepted=ACCEPTED,
-            hint='a resolution is an object with names: {"height": 480, "width": 832}'
-            if "resolution" in shown
-            else None,
-        ) from None
-    except RecursionError:
-        raise DataError("the JSON is nested too deeply", where=str(file), accepted=ACCEPTED) from None
+def _hint(line: str) -> str | None:
+    named = 'a resolution is an object with names: {"height": 480, "width": 832}'
+    return named if "resolution" in line else None
 
 
 def _fault(row: Any) -> str | None:
     """What is wrong with a row, worded without its number so that like faults can be gathered."""
     if not isinstance(row, dict):
-        return f"{_kind(row)} instead of a row"
+        return f"{kind_of(row)} instead of a row"
     missing = [key for key in ("path", "cap") if key not in row]
     if missing:
         found = ", ".join(sorted(map(str, row))) or "nothing"
         return f"no {' and no '.join(repr(key) for key in missing)} (found: {found[:200]})"
     path, captions = row["path"], row["cap"]
     if not isinstance(path, str) or not path:
-        return f"path is {_kind(path)}, not a file name"
+        return f"path is {kind_of(path)}, not a file name"
     if _escapes(path):
         return f"path {path!r} leads outside the folder"
     texts = captions if isinstance(captions, list) else [captions]
     if not texts or not all(isinstance(text, str) for text in texts):
-        return f"cap is {_kind(captions)}, not a caption or a list of captions"
+        return f"cap is {kind_of(captions)}, not a caption or a list of captions"
     return _fact_fault(row)
 
 
@@ -159,7 +99,7 @@ def _fact_fault(row: dict[str, Any]) -> str | None:
     resolution = row.get("resolution")
     if resolution is not None:
         if not isinstance(resolution, dict) or not {"height", "width"} <= set(resolution):
-            return f'resolution is {_kind(resolution)}, not {{"height": .., "width": ..}}'
+            return f'resolution is {kind_of(resolution)}, not {{"height": .., "width": ..}}'
         facts += [(f"resolution.{side}", resolution[side], True) for side in ("height", "width")]
     for name, value, whole in facts:
         if value is None:
@@ -205,10 +145,3 @@ def _describe(faults: dict[str, list[str]]) -> str:
     if len(faults) > _SHOWN:
         lines.append(f"  and {len(faults) - _SHOWN} further kinds of fault")
     return "\n".join(lines)
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "text", bool: "true/false", type(None): "null"}
-    if isinstance(value, (list, str, dict)) and not value:
-        return f"empty {names[type(value)].split()[-1]}"
-    return names.get(type(value), "a number")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mm_core.contracts import Randomness, SampleKey
 from mm_core.errors import PlanError
+
+_WINDOW, _WINDOWS = 64, 8
+"""Global batches, at most, whose samples are sorted by length together, and the least of such windows in an
+epoch: sorted as one, a small dataset would make the same batches in each epoch."""
 
 
 class SlotSpec(NamedTuple):
@@ -31,6 +35,10 @@ class BatchPlan:
     Micro-batch m of a global batch belongs to data-parallel rank m % dp, as its (m // dp)-th, so
     that the global batch is the same set, in the same micro-batches, at any world size.
 
+    With `lengths`, int64 of each sample, those of a global batch are of similar length and stand in
+    their order, so that neither padding nor the wait for other ranks takes much; which are together and
+    the order of the batches still change with the epoch.
+
     Raises:
         PlanError: sizes that do not fit each other or the dataset.
     """
@@ -42,6 +50,7 @@ class BatchPlan:
     order: Literal["random", "sequential"]
     drop_last: bool
     repeat_first: bool = False
+    lengths: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.global_batch_size % self.micro_batch_size:
@@ -70,7 +79,7 @@ class BatchPlan:
         """The rows of step `step` (from 0), over all ranks; with `repeat_first` those of step 0."""
         step = 0 if self.repeat_first else step
         epoch, batch = divmod(step, self.batches_per_epoch)
-        order = epoch_order(self.num_samples, self.order, self.seed, epoch)
+        order = self._epoch(epoch)
         first = batch * self.global_batch_size
         real = min(self.global_batch_size, self.num_samples - first)
         places = [
@@ -82,6 +91,16 @@ class BatchPlan:
             SlotSpec(SampleKey(epoch, index), 1.0 if slot < real else 0.0)
             for slot, index in enumerate(indices)
         ]
+
+    def facts(self) -> dict[str, Any]:
+        """What the order follows from, beside the samples' lengths."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "lengths"}
+        return {**plain, "group_by_length": self.lengths is not None}
+
+    def _epoch(self, epoch: int) -> Tensor:
+        if self.lengths is None:
+            return epoch_order(self.num_samples, self.order, self.seed, epoch)
+        return grouped_order(self.lengths, self.global_batch_size, self.seed, epoch)
 
     def micro_batches(self, step: int, rank: int, data_parallel: int) -> list[list[SlotSpec]]:
         """What data-parallel rank `rank` of `data_parallel` reads in a step, in order."""
@@ -104,3 +123,21 @@ def epoch_order(num_samples: int, order: str, seed: int, epoch: int) -> Tensor:
     if order == "sequential":
         return torch.arange(num_samples)
     return torch.randperm(num_samples, generator=Randomness(seed).generator("order", epoch))
+
+
+@lru_cache(maxsize=4)
+def grouped_order(lengths: Tensor, global_batch_size: int, seed: int, epoch: int) -> Tensor:
+    """int64 [N]: the dataset's indices in the order of that epoch, by global batches of similar length. The
+    remainder, which makes no whole batch, is any."""
+    order = epoch_order(len(lengths), "random", seed, epoch)
+    count = len(order) // global_batch_size
+    if not count:
+        return order
+    whole = count * global_batch_size
+    window = min(_WINDOW, max(1, count // _WINDOWS)) * global_batch_size
+    batches = []
+    for first in range(0, whole, window):
+        part = order[first : min(first + window, whole)]
+        batches.append(part[lengths[part].argsort(stable=True)].view(-1, global_batch_size))
+    shuffled = torch.randperm(count, generator=Randomness(seed).generator("batches", epoch))
+    return torch.cat([torch.cat(batches)[shuffled].flatten(), order[whole:]])

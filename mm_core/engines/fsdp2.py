@@ -110,7 +110,7 @@ class FSDP2Engine:
         self,
         task: nn.Module,
         plan: EnginePlan,
-        optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer],
+        optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer] | None,
         rng: Randomness,
         weights: InitialWeights | None = None,
     ) -> None:
@@ -136,6 +136,8 @@ class FSDP2Engine:
             self._parameters |= dict(module.named_parameters(prefix=name))
         if weights is not None:
             weights.fill(self._model_state())
+        if optimizer is None:
+            return
         self._optimizer = optimizer({n: p for n, p in self._parameters.items() if p.requires_grad})
         groups = self._optimizer.param_groups
         self._base_lrs = [float(group["lr"]) * float(group.get("lr_scale", 1.0)) for group in groups]

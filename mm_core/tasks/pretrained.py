@@ -14,6 +14,7 @@ from mm_core.builtin.configs.pretrained import PretrainedConfig
 from mm_core.contracts import Batch, Clip, Evaluation, Loss, Randomness, SampleRequest, TextBatch
 from mm_core.errors import ContractError
 from mm_core.tasks.chunked_loss import hold_back
+from mm_core.tasks.pretrained_answers import Answers, Words, class_names
 from mm_core.tasks.pretrained_loss import IGNORED, RowLosses, check_returned, follow
 from mm_core.tasks.pretrained_model import build_model, forward_names
 
@@ -112,6 +113,9 @@ class PretrainedTask(nn.Module):
             accepted=None if others_too else tuple(names),
         )
         self._holding: Callable[[], AbstractContextManager[None]] = _chunks(self.model, wanted)
+        self._answers: Answers | None = None
+        if wanted.max_new_tokens is not None:
+            self._answers = Answers(self.model, from_pretrained, wanted.max_new_tokens)
         self._names: frozenset[str] | None = None
         self._checked: set[bool] = set()  # in training, in evaluation
         self._record: RowLosses | None = None
@@ -184,27 +188,30 @@ class PretrainedTask(nn.Module):
     def evaluate(self, batch: Batch, rng: Randomness, quantiles: Sequence[float]) -> Evaluation:
         """Each row's loss, summed over its labels; its weight is their number.
 
-        For labels that are classes also `accuracy`, how many are right, and as outputs `predictions` and
-        `labels`: [B], or [B,L] with -100 where nothing counts. Where rows have one label, or several numbers,
-        also `logits` [B,K].
+        outputs: for labels that are classes or tokens `predictions` and `labels`, [B], or [B,L] with -100
+        where nothing counts; where rows have one label, or several numbers, also `logits` [B,K]. texts: the
+        names of classes; of tokens the answers that are generated where `max_new_tokens` is set.
         """
         assert isinstance(batch, TextBatch)
         inputs = self.prepare(batch, rng)
         record = RowLosses(torch.ones_like(inputs.weights), keep_predictions=True)
         returned = self._forward(inputs, record)
         assert record.rows is not None
-        sums, outputs = {"loss": record.rows.float()}, {}
+        outputs: dict[str, Tensor] = {}
+        words: Words | None = None
         labels = inputs.inputs["labels"]
+        one = labels.dim() == 1
         if record.predictions is not None and record.labels is not None:
-            predictions, wanted = record.predictions, record.labels
-            sums["accuracy"] = ((predictions == wanted) & (wanted != IGNORED)).sum(1).float()
-            one = labels.dim() == 1
-            outputs = {"predictions": predictions[:, 0] if one else predictions}
-            outputs["labels"] = wanted[:, 0] if one else wanted
-        if labels.dim() == 1 or labels.is_floating_point():
+            found = {"predictions": record.predictions, "labels": record.labels}
+            outputs = {name: tensor[:, 0] if one else tensor for name, tensor in found.items()}
+            if one:
+                words = class_names(self.model.config, outputs["predictions"], labels, batch)
+            elif self._answers is not None:
+                words = self._answers.of(batch)
+        if one or labels.is_floating_point():
             outputs |= {"logits": returned.logits.float(), "labels": labels}
         weights = torch.tensor(inputs.counts, dtype=torch.float32, device=record.rows.device)
-        return Evaluation(sums, weights, outputs)
+        return Evaluation({"loss": record.rows.float()}, weights, outputs, *(words or ()))
 
     # -- the rest of the contract --------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from mm_core.contracts import (
     FrameConditioned,
     FrameNames,
     GivenFrames,
+    ImageEncoder,
     Predictor,
     PredictorInputs,
     Routed,
@@ -51,6 +52,7 @@ class Parts(Protocol):
     autoencoder: Autoencoder
     text_encoder: TextEncoder
     frames: FrameNames
+    image_encoder: ImageEncoder | None
 
 
 def sample_operations(
@@ -65,8 +67,8 @@ def sample_operations(
     """
     predictor = parts.predictor
     sizes = [batch_spec.get(name) for name in ("num_frames", "height", "width")]
-    features = bool(parts.frames) and image_dim(predictor) is not None
-    if features or None in sizes or not isinstance(predictor, CountsProducts):
+    tokens = _feature_tokens(parts)
+    if tokens is None or None in sizes or not isinstance(predictor, CountsProducts):
         return None
     num_frames, height, width = cast(list[int], sizes)
     padding = predictor.text_padding
@@ -79,11 +81,20 @@ def sample_operations(
             frames = [torch.empty(1, 3, height, width) for _ in parts.frames]
             count = predictor.frames_clip(frames, num_frames).shape[2]
             shown = torch.empty(1, *parts.autoencoder.latent_shape(count, height, width))
-            given = GivenFrames(parts.frames, shown)
+            features = torch.empty(1, tokens, image_dim(predictor) or 0) if tokens else None
+            given = GivenFrames(parts.frames, shown, features)
         inputs = inputs_of(predictor, latents, torch.empty(1), given)
         shapes = _shapes(inputs, torch.empty(1, length, predictor.text_dim))
     own = [path.removeprefix("predictor").removeprefix(".") for path in recomputed]
     return _operations(predictor, shapes, _trained_expert(predictor), own)
+
+
+def _feature_tokens(parts: Parts) -> int | None:
+    """Tokens of the given frames' image features; 0 without, None where their number is not known."""
+    if not parts.frames or image_dim(parts.predictor) is None:
+        return 0
+    each = parts.image_encoder.tokens if parts.image_encoder is not None else None
+    return None if each is None else each * len(parts.frames)
 
 
 def _trained_expert(predictor: object) -> str | None:

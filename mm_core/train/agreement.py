@@ -47,6 +47,14 @@ class Ranks:
         dist.all_gather_object(items, item, group=self.group)
         return items
 
+    def gather_first(self, item: T) -> list[T]:
+        """`item` of every rank on rank 0, [] elsewhere: for what is too large to be sent to everybody."""
+        if self.alone:
+            return [item]
+        items: list[Any] = [None] * self.count if self.rank == 0 else []
+        dist.gather_object(item, items or None, dst=0, group=self.group)
+        return items
+
     def agree(self, doing: str, work: Callable[[], T]) -> T:
         """Runs `work` on every rank and returns what it gave here, once it has succeeded everywhere.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from mm_core.data.sampler import BatchPlan
 from mm_core.data.skipped import SkipLedger
 from mm_core.device import set_patience, start_process_group
 from mm_core.errors import PlanError
-from mm_core.plan import RunPlan, build_task, make_plan, sample_order
+from mm_core.plan import RunPlan, build_task, make_plan, sample_lengths, sample_order
 from mm_core.plugin.registry import build, check_ranks_agree, get_registry
 from mm_core.train.adapter_runs import adapters_in
 from mm_core.train.agreement import Ranks
@@ -127,7 +127,8 @@ def _assemble(
     for sentence in began.notes:
         reporter.note(sentence)
     transform = task.batch_transform()  # type: ignore[operator]
-    order = sample_order(config, plan.global_batch_size, len(datasets["train"]))
+    lengths = sample_lengths(config, datasets["train"])
+    order = sample_order(config, plan.global_batch_size, len(datasets["train"]), lengths)
     loader = make_loader(config, plan, datasets["train"], order, transform, start, engine.device)
     ledger = SkipLedger(run_dir, config.data.loader.max_failed_share)
     roots: tuple[str, ...] = task.trainable  # type: ignore[assignment]
@@ -303,7 +304,7 @@ def facts_of(
         **({"imported": imported} if imported is not None else {}),
         "seed": config.run.seed,
         "samples": reporter.window.samples_seen,
-        "order": asdict(order),
+        "order": order.facts(),
         "world": plan.engine.world,
         "guard": guard.state(),
         "ema_updates": ema.updates if ema is not None else 0,

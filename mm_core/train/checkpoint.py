@@ -23,7 +23,13 @@ from mm_core.train import checkpoint_io as files
 from mm_core.train.agreement import Ranks
 from mm_core.train.checkpoint_bytes import HostCopies, State, Write, WriterProcess, write_file
 from mm_core.train.checkpoint_digests import write_digests
-from mm_core.train.checkpoint_reading import find_checkpoint, open_checkpoint, open_files, read_facts
+from mm_core.train.checkpoint_reading import (
+    find_checkpoint,
+    open_checkpoint,
+    open_files,
+    read_facts,
+    shares,
+)
 from mm_core.train.checkpoint_retention import (
     Retention,
     complete_steps,
@@ -389,8 +395,3 @@ class CheckpointStore:
 
 _logger = logging.getLogger(__name__)
 _PATIENCE = 2.0  # seconds that an error waits for other ranks to give up their sums
-
-
-def shares(manifest: Mapping[str, files.Checksum], ranks: Ranks) -> list[str]:
-    """The files whose bytes this rank checks: largest first, dealt in turn."""
-    return sorted(manifest, key=lambda name: (-manifest[name].size, name))[ranks.rank :: ranks.count]

@@ -1,4 +1,4 @@
-"""Finding checkpoints and reading what is in them: nothing here talks to other ranks."""
+"""Finding checkpoints and reading what is in them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def load_model_only(
 ) -> dict[str, Any]:
     """Fills a model's tensors, by name, from a checkpoint or from a run's newest; returns the facts.
 
-    For one process, outside any process group: sampling, export. Dtypes may differ: values are cast.
+    For what trains no further, such as sampling. Called by all ranks, where there are several; of a sharded
+    tensor each reads its part. Dtypes may differ: values are cast.
 
     Args:
         path: a checkpoint or a run.
@@ -36,23 +37,31 @@ def load_model_only(
     Raises:
         CheckpointError: no complete checkpoint, a damaged one, one of another model, or no average in it.
     """
-    folder, tensors = find_checkpoint(path), {"model": model_state}
-    lone = Ranks(0, 1, alone=True)
+    folder, ranks = find_checkpoint(path), Ranks.current()
     doing = "reading the checkpoint"
-    sums = lone.agree(doing, lambda: open_files(folder))
-    lone.agree(doing, lambda: files.check_contents(folder, sums, sums))
-    facts, metadata = lone.agree(doing, lambda: open_checkpoint(folder, tensors, exact=False))
-    lone.agree(doing, lambda: dcp.read_tensors(folder, metadata, tensors, alone=True))
+    sums = ranks.agree(doing, lambda: open_files(folder))
+    ranks.agree(doing, lambda: files.check_contents(folder, sums, shares(sums, ranks)))
+    facts, metadata = ranks.agree(doing, lambda: open_checkpoint(folder, {"model": model_state}, exact=False))
     averaged = {name.removeprefix("ema.") for name in metadata.state_dict_metadata if name.startswith("ema.")}
     if weights == "ema" and not averaged:
         raise CheckpointError(
             "this checkpoint holds no average of the weights", where=str(folder), hint="take --weights model"
         )
-    if weights != "model" and averaged:
-        part = {"ema": {name: tensor for name, tensor in model_state.items() if name in averaged}}
-        dcp.compare(metadata, part, folder, exact=False)
-        lone.agree(doing, lambda: dcp.read_tensors(folder, metadata, part, alone=True))
+    if weights == "model":
+        averaged = set()
+    tensors = {
+        "model": {name: tensor for name, tensor in model_state.items() if name not in averaged},
+        "ema": {name: tensor for name, tensor in model_state.items() if name in averaged},
+    }
+    if averaged:
+        dcp.compare(metadata, {"ema": tensors["ema"]}, folder, exact=False)
+    ranks.agree(doing, lambda: dcp.read_tensors(folder, metadata, tensors, alone=ranks.alone))
     return facts
+
+
+def shares(manifest: Mapping[str, files.Checksum], ranks: Ranks) -> list[str]:
+    """The files whose bytes this rank checks: largest first, dealt in turn."""
+    return sorted(manifest, key=lambda name: (-manifest[name].size, name))[ranks.rank :: ranks.count]
 
 
 def read_facts(path: Path) -> dict[str, Any]:

@@ -1,41 +1,83 @@
-"""A stored run evaluated by one process: what `mm evaluate` calls."""
+"""A stored run evaluated, by one process or by several that share the model and the rows: `mm eval`."""
 
 from __future__ import annotations
 
+import hashlib
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 import yaml
 from torch import nn
 
-from mm_core.config.dump import to_mapping
+from mm_core.config.dump import to_mapping, to_yaml
 from mm_core.config.load import load_config
-from mm_core.config.schema import RunConfig
-from mm_core.contracts import Task
+from mm_core.config.schema import RunConfig, ValidationSection
+from mm_core.contracts import Metric, Task
 from mm_core.device import current_device
 from mm_core.errors import MMError
+from mm_core.plan import build_task
+from mm_core.plugin.fields import ComponentConfig
 from mm_core.plugin.registry import build
+from mm_core.train.adapter_runs import adapters_in
+from mm_core.train.agreement import Ranks
+from mm_core.train.assembly import data_sections
 from mm_core.train.checkpoint_reading import find_checkpoint, read_facts
-from mm_core.train.sampling import Weights, Which, load_task, stored_weights
-from mm_core.train.validation import Validator, build_metrics, default_settings
+from mm_core.train.exporting import checkpoint_at
+from mm_core.train.milestones import in_json
+from mm_core.train.predictions import Predictions, Row
+from mm_core.train.sampling import Weights, Which, among_ranks, load_sharded, load_task, stored_weights
+from mm_core.train.validation import Evaluating, Validator, build_metrics, default_settings
 
-Split = Literal["validation", "test"]
+Split = Literal["train", "validation", "test"]
+
+_COUNTS = ("rows", "unreadable")
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What was evaluated, and the figures by name, without the split's name before them."""
+    """What was evaluated, and the figures by name, without the split's name before them.
+
+    predictions: by row in the dataset's order, on rank 0, where they were asked for.
+    """
 
     checkpoint: Path
     step: int
     split: Split
     weights: Literal["model", "ema"]
     figures: dict[str, float]
+    config_sha256: str
+    overrides: tuple[str, ...] = ()
+    ranks: int = 1
+    predictions: list[Row] = field(default_factory=list)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """All but the predictions, for JSON."""
+        return {
+            "checkpoint": str(self.checkpoint),
+            "step": self.step,
+            "split": self.split,
+            "weights": self.weights,
+            **{name: int(self.figures.get(name, 0)) for name in _COUNTS},
+            "metrics": in_json({k: v for k, v in self.figures.items() if k not in _COUNTS}),
+            "config_sha256": self.config_sha256,
+            "overrides": [*self.overrides],
+            "ranks": self.ranks,
+        }
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A checkpoint and its split, found before anything heavy is read."""
+
+    source: Path
+    config: RunConfig
+    split: Split
+    dataset: ComponentConfig
 
 
 @dataclass
@@ -59,55 +101,102 @@ def evaluate(
     weights: Weights = "auto",
     checkpoint: Which = "latest",
     clips: int | None = None,
+    metrics: Sequence[str | Mapping[str, Any]] = (),
+    predictions: bool = False,
     overrides: Sequence[str] = (),
     note: Callable[[str], None] = lambda sentence: None,
 ) -> EvaluationResult:
-    """Evaluates a checkpoint of a run on its held-out rows, as validation does while training.
+    """Evaluates a checkpoint of a run on its held-out rows, as validation does while training. Called as the
+    rank that the environment names; several share the model, as in training, and the rows.
 
     Args:
-        run: a run's folder, or one of its checkpoints.
-        split: `validation` or `test`: the dataset under `data`.
+        run: a run's folder, `DIR@STEP`, or one of its checkpoints.
+        split: `validation`, `test` or `train`: the dataset under `data`.
         weights: `ema`, `model`, or `auto`: the average where the checkpoint holds one.
         checkpoint: `latest` or `best`, of the complete ones.
-        clips: rows, evenly spaced; None takes as many as the run's validation, and all of a test set.
+        clips: rows, evenly spaced; None takes as many as the run's validation, and all of other sets.
+        metrics: beside the run's own, in the place of those of the same type: names, or `{type: f1, ...}`.
+        predictions: also keep what was found of each row.
         overrides: `key=value` over the run's config, to evaluate on other data.
-        note: told of rows that can not be read.
+        note: told, on rank 0, of rows that can not be read.
 
     Raises:
-        MMError: no checkpoint, no such dataset in the run's config, nothing readable.
+        MMError: no checkpoint, no such dataset in the run's config, nothing readable, a metric that needs
+            what the task does not give.
     """
-    source = find_checkpoint(Path(run), checkpoint)
-    config = load_config(source / "config.yaml", _with_section(source / "config.yaml", overrides))
-    component = config.data.validation if split == "validation" else config.data.test
-    if component is None:
-        raise _without_data(run, source, config, split)
+    chosen = choose(run, split, checkpoint, overrides)
+    source, config = chosen.source, chosen.config
     settings = default_settings(config, split)
     if clips is not None:
         settings = replace(settings, clips=clips)
-    dataset = build("dataset", component)
-    used = stored_weights(source, weights)
-    task = load_task(config, source, used)
-    validator = Validator(
-        config,
-        cast(Task, task),
-        _Lone(current_device(), task),
-        dataset,
-        run_dir=source.parent.parent,
-        split=split,
-        settings=settings,
-        metrics=build_metrics(settings),
-        note=note,
-    )
+    measured = _metrics(settings, metrics)
+    dataset = build("dataset", chosen.dataset)
     step = int(read_facts(source)["step"])
-    figures = validator.run(step)
-    assert figures is not None, "nobody asks a lone evaluation to stop"
+    used = stored_weights(source, weights)
+    found = Predictions()
+    with among_ranks():
+        ranks = Ranks.current()
+        task, engine = _load(config, source, used, ranks)
+        validator = Validator(
+            config,
+            cast(Task, task),
+            engine,
+            dataset,
+            run_dir=source.parent.parent,
+            split=split,
+            settings=settings,
+            metrics=measured,
+            note=note if ranks.rank == 0 else lambda sentence: None,
+            seen=found.batch if predictions else lambda batch, evaluation: None,
+        )
+        figures = validator.run(step)
+        assert figures is not None, "nobody asks this evaluation to stop"
+        rows = found.gather(ranks) if predictions else []
     return EvaluationResult(
         checkpoint=source,
         step=step,
         split=split,
         weights=used,
         figures={name.removeprefix(f"{split}/"): value for name, value in figures.items()},
+        config_sha256=hashlib.sha256(to_yaml(config).encode()).hexdigest(),
+        overrides=tuple(overrides),
+        ranks=ranks.count,
+        predictions=rows,
     )
+
+
+def choose(
+    run: str | Path, split: Split, checkpoint: Which = "latest", overrides: Sequence[str] = ()
+) -> Chosen:
+    """The checkpoint, its config with the overrides, and the dataset. MMError where one is missing."""
+    source = find_checkpoint(Path(run), checkpoint) if checkpoint == "best" else checkpoint_at(run)
+    config = load_config(source / "config.yaml", _with_section(source / "config.yaml", overrides))
+    dataset = data_sections(config).get(split)
+    if dataset is None:
+        raise _without_data(run, source, config, split)
+    return Chosen(source, config, split, dataset)
+
+
+def _load(
+    config: RunConfig, source: Path, weights: Literal["model", "ema"], ranks: Ranks
+) -> tuple[nn.Module, Evaluating]:
+    """The task with the checkpoint's weights: whole on a lone process, else spread by the run's engine."""
+    if ranks.count == 1:
+        task = load_task(config, source, weights)
+        return task, _Lone(current_device(), task)
+    task = build_task(config, adapters_in(source))
+    return task, load_sharded(task, config, source, weights)
+
+
+def _metrics(
+    settings: ValidationSection, asked: Sequence[str | Mapping[str, Any]]
+) -> list[tuple[str, Metric]]:
+    """The section's metrics and those that were asked for, which replace others of their type."""
+    wanted = [{"type": each} if isinstance(each, str) else dict(each) for each in asked]
+    added = [(str(each.get("type")), build("metric", each)) for each in wanted]
+    taken = {name.rpartition("/")[2] for name, _ in added}
+    own = tuple(each for each in settings.metrics if each.type.rpartition("/")[2] not in taken)
+    return [*build_metrics(replace(settings, metrics=own)), *added]
 
 
 def _with_section(path: Path, overrides: Sequence[str]) -> list[str]:
@@ -122,13 +211,13 @@ def _with_section(path: Path, overrides: Sequence[str]) -> list[str]:
 
 def _without_data(run: str | Path, source: Path, config: RunConfig, split: Split) -> MMError:
     """The sentence for a run without the split, with a command that works once it names other files."""
-    held = [name for name in ("validation", "test") if getattr(config.data, name) is not None]
+    held = [name for name in data_sections(config) if name != "train"]
     train = {key: value for key, value in to_mapping(config)["data"]["train"].items() if value is not None}
     flow = yaml.safe_dump(train, default_flow_style=True, sort_keys=False, width=10**6).strip()
-    words = ["mm", "evaluate", "--run", str(run), *(["--split", split] if split != "validation" else [])]
+    words = ["mm", "eval", "--run", str(run), *(["--split", split] if split != "validation" else [])]
     return MMError(
         f"the run's config has no data.{split}",
         where=str(source / "config.yaml"),
-        accepted=f"--split {' or '.join(held)}" if held else None,
+        accepted=f"--split {' or '.join([*held, 'train'])}",
         hint=f"name the data, here that of the training: {shlex.join([*words, f'data.{split}={flow}'])}",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Literal
 
 from torch import Tensor, nn
 
@@ -14,6 +15,7 @@ from mm_core.train.agreement import Ranks
 from mm_core.train.base_weights import BaseWeights, left_out, recorded, starts_of
 from mm_core.train.checkpoint_dcp import stored_names
 from mm_core.train.checkpoint_io import listed
+from mm_core.train.checkpoint_reading import load_model_only
 from mm_core.weights.adapters import AdapterWeights, passed_over
 from mm_core.weights.fitting import formats_of
 
@@ -47,6 +49,38 @@ class Resumed:
     def notes(self) -> list[str]:
         """Where what the checkpoint leaves out was read; the resume says what else it has loaded."""
         return [f"{start.place}: {len(names)} frozen tensors loaded" for start, names in self.absent.starts]
+
+
+class Stored:
+    """The weights of a checkpoint, or their average, and what it leaves to other files, for a task that is
+    trained no further.
+
+    Args:
+        checkpoint: of the run. config: of the run as it is now. task: with its adapters in place.
+        weights: `model`, `ema`, or `auto`: the average where there is one.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        config: RunConfig,
+        task: nn.Module,
+        weights: Literal["auto", "model", "ema"] = "auto",
+    ) -> None:
+        self._checkpoint, self._config, self._task, self._weights = checkpoint, config, task, weights
+        self._absent = BaseWeights()
+
+    def covers(self, state: Mapping[str, Tensor]) -> Collection[str]:
+        """All: a checkpoint that lacks one is refused."""
+        self._absent = recorded(self._checkpoint, self._config, self._task, state)
+        return state.keys()
+
+    def fill(self, state: Mapping[str, Tensor]) -> None:
+        """Reads all of them, each rank its shards, cast to the dtypes that they have in `state`."""
+        absent = self._absent.names
+        own = {name: tensor for name, tensor in state.items() if name not in absent}
+        load_model_only(self._checkpoint, own, self._weights)
+        self._absent.fill(state)
 
 
 class FromFiles:

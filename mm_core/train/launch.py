@@ -230,12 +230,13 @@ def _environment(folder: Path, nproc: int) -> Iterator[None]:
             del os.environ[name]
 
 
-def launch(command: Sequence[str], nodes: Nodes) -> int:
+def launch(command: Sequence[str], nodes: Nodes, announce: bool = True) -> int:
     """Runs a command as every rank of this host and returns the exit code of the whole.
 
     Args:
         command: program and arguments; the program ends in `mm_core.train.failure.run_as_rank`.
         nodes: how many processes, and where they meet.
+        announce: say that a signal was heard, and that the ranks save before they end.
 
     Returns:
         0; 75 when the ranks saved and stopped on request; 130 after a second Ctrl-C; else the code of
@@ -252,7 +253,7 @@ def launch(command: Sequence[str], nodes: Nodes) -> int:
     try:
         with (
             _environment(folder, nodes.nproc),
-            StopFlag(announce=True, on_signal=running.ask, on_second=running.kill),
+            StopFlag(announce=announce, on_signal=running.ask, on_second=running.kill),
         ):
             thread.start()
             while thread.is_alive():

@@ -1,4 +1,4 @@
-"""Clips that are sampled while training: who generates which prompt, and how they come together."""
+"""Clips that several ranks sample: who generates which prompt, and how they come together."""
 
 from __future__ import annotations
 
@@ -50,6 +50,16 @@ def share_prompts(prompts: Sequence[T], rank: int, count: int) -> tuple[int, tup
     return first, mine + (prompts[0],) * (block - len(mine)), len(mine)
 
 
+def share_of(request: SampleRequest, ranks: Ranks) -> tuple[SampleRequest, int]:
+    """A rank's part of a request, filled up to the length of the others', and how many of its clips are
+    real: clip i is the one that a process generates that samples alone."""
+    rows = list(zip(request.prompts, request.images or [()] * len(request.prompts), strict=True))
+    first, mine, real = share_prompts(rows, ranks.rank, ranks.count)
+    prompts, images = zip(*mine, strict=True)
+    given = images if request.images else ()
+    return dataclasses.replace(request, prompts=prompts, images=given, first=first), real
+
+
 def write_own(clips: Sequence[Clip], first: int, folder: Path) -> str | None:
     """This rank's mp4 files, numbered from `first`. What went wrong: no run ends for want of a clip."""
     try:
@@ -67,7 +77,7 @@ def gather_previews(
     """On rank 0: previews of all ranks' clips, in order, and what could not be written; it has written the
     contact sheet and `prompts.json` then. Nothing elsewhere. All files are there when this returns."""
     own = [(to_bytes(preview(clip)), clip.fps, clip.prompt) for clip in clips]
-    rows = _gather_first(ranks, (own, fault))
+    rows = ranks.gather_first((own, fault))
     previews = [Clip(from_bytes(frames), fps, prompt) for shares, _ in rows for frames, fps, prompt in shares]
     faults = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(rows) if text is not None]
     if ranks.rank == 0 and not faults:
@@ -79,12 +89,3 @@ def gather_previews(
     if not ranks.alone:
         dist.barrier()
     return previews, faults
-
-
-def _gather_first(ranks: Ranks, item: T) -> list[T]:
-    """`item` of every rank on rank 0, [] elsewhere: clips are too large to be sent to everybody."""
-    if ranks.alone:
-        return [item]
-    items: list[Any] = [None] * ranks.count if ranks.rank == 0 else []
-    dist.gather_object(item, items or None, dst=0)
-    return items

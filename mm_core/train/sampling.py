@@ -1,32 +1,38 @@
-"""Clips from a trained run: one process, weights from a checkpoint, mp4 files and a contact sheet."""
+"""Clips from a trained run: weights from a checkpoint, mp4 files and a contact sheet. One process holds all
+of the model; several share it as they do in training, and the prompts among them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
+import torch.distributed as dist
 
 from mm_core.config.load import load_config
 from mm_core.config.schema import RunConfig
-from mm_core.contracts import Clip, Randomness, SampleRequest, torch_dtype
-from mm_core.device import current_device
-from mm_core.errors import MMError
+from mm_core.contracts import ChecksRequests, Clip, Engine, Randomness, SampleRequest, torch_dtype
+from mm_core.device import current_device, environment_world
+from mm_core.errors import DataError, MMError, PeerError
 from mm_core.parallel.casting import cast_inputs, hold_frozen
 from mm_core.parallel.initialise import initialise
 from mm_core.parallel.tying import tie, tied_names
-from mm_core.plan import build_task
+from mm_core.plan import build_frozen, build_task
+from mm_core.plugin.fields import ComponentConfig
 from mm_core.plugin.registry import build
 from mm_core.train.adapter_runs import adapters_in
-from mm_core.train.base_weights import recorded
+from mm_core.train.agreement import Ranks
+from mm_core.train.assembly import check_plugins, process_group
 from mm_core.train.checkpoint_dcp import stored_parts
-from mm_core.train.checkpoint_reading import find_checkpoint, load_model_only
-from mm_core.train.frozen import load_frozen_alone
-from mm_core.train.media import write_clips
+from mm_core.train.checkpoint_reading import find_checkpoint
+from mm_core.train.frozen import load_frozen_alone, load_frozen_of
+from mm_core.train.initial_weights import Stored
+from mm_core.train.media import make_folder, write_clips
 from mm_core.train.prompts import Prompt, read_images, with_images
-from mm_core.train.sampled_clips import with_trained_size
+from mm_core.train.sampled_clips import gather_previews, share_of, with_trained_size, write_own
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,7 +61,8 @@ def sample(
     checkpoint: Which = "latest",
     overrides: Sequence[str] = (),
 ) -> list[Clip]:
-    """Generates one clip a prompt from a run's checkpoint.
+    """Generates one clip a prompt from a run's checkpoint. Among several ranks (`WORLD_SIZE` is set), all of
+    which call it, the model is sharded as in training, and each returns and writes its share of the clips.
 
     Args:
         run: a run's folder, or one of its checkpoints.
@@ -96,20 +103,65 @@ def sample(
         fps=fps,
     )
     request = with_trained_size(request, config)
-    task = load_task(config, source, weights)
-    with torch.no_grad():
-        clips: list[Clip] = task.sample(request)  # type: ignore[operator]
+    with among_ranks():
+        return _sample(config, source, request, weights, None if out is None else Path(out))
+
+
+@contextmanager
+def among_ranks() -> Iterator[None]:
+    """The process group of all ranks for the length of the block, where the environment names several."""
+    with process_group() if environment_world().world_size > 1 else nullcontext():
+        yield
+
+
+def _sample(
+    config: RunConfig, source: Path, request: SampleRequest, weights: Weights, out: Path | None
+) -> list[Clip]:
+    """This rank's clips of a request, and all ranks' files."""
+    ranks, task = Ranks.current(), build_task(config, adapters_in(source))
+    if isinstance(task, ChecksRequests):
+        task.check_request(request)  # before anything is read
+    evaluating: AbstractContextManager[None] = torch.no_grad()
+    if ranks.count == 1:
+        _load_alone(task, config, source, weights)
+    else:
+        evaluating = load_sharded(task, config, source, weights).evaluating()
     if out is not None:
-        write_clips(clips, Path(out))
+        make_folder(out)  # before hours of work
+    share, real = share_of(request, ranks)
+    with evaluating:
+        clips: list[Clip] = task.sample(share)[:real]  # type: ignore[operator]
+    if out is None:
+        return clips
+    if ranks.count == 1:
+        write_clips(clips, out)
+        return clips
+    fault = write_own(clips, share.first, out)
+    _, faults = gather_previews(ranks, clips, fault, out)
+    if found := ranks.gather(faults)[0]:
+        what = f"the clips could not be written: {'; '.join(found)}"
+        raise DataError(what, where=str(out)) if ranks.rank == 0 else PeerError(what)
     return clips
 
 
+# -- weights -------------------------------------------------------------------------------------
+
+
 def load_task(config: RunConfig, checkpoint: Path, weights: Weights = "auto") -> nn.Module:
-    """The run's task on this process's device, in evaluation mode, with the checkpoint's weights. An
-    accelerator computes in the dtype that the engine trained in."""
-    task, device = build_task(config, adapters_in(checkpoint)), current_device()
-    state: dict[str, torch.Tensor] = {}
+    """The run's task on this process's device, whole, in evaluation mode, with the checkpoint's weights. An
+    accelerator computes in the dtype that the engine trained in, and holds them in no other."""
+    task = build_task(config, adapters_in(checkpoint))
+    _load_alone(task, config, checkpoint, weights)
+    return task
+
+
+def _load_alone(task: nn.Module, config: RunConfig, checkpoint: Path, weights: Weights) -> None:
+    device = current_device()
+    if lowered := _is_lowered(config, device):
+        compute_as_trained(task, config)  # while it has no memory
     load_frozen_alone(task, device, config)
+    stored = Stored(checkpoint, config, task, weights)
+    state: dict[str, torch.Tensor] = {}
     for name in task.trainable:  # type: ignore[union-attr]
         module = task.get_submodule(name)
         tied = tied_names(module)
@@ -119,15 +171,51 @@ def load_task(config: RunConfig, checkpoint: Path, weights: Weights = "auto") ->
         # Fills tables that no checkpoint holds.
         initialise(module, name, Randomness(config.run.seed), spared=own)
         state |= own
-    absent = recorded(checkpoint, config, task, state)
-    own = {name: tensor for name, tensor in state.items() if name not in absent.names}
-    load_model_only(checkpoint, own, weights)
-    absent.fill(state)
-    if config.train.base_dtype is not None:
+    stored.covers(state)
+    stored.fill(state)
+    if config.train.base_dtype is not None and not lowered:
         hold_frozen(task, torch.float32)  # its values stay, and one process computes all in one dtype
-    if device.type != "cpu":
-        compute_as_trained(task, config)
-    return task.eval()
+    task.eval()
+
+
+def load_sharded(task: nn.Module, config: RunConfig, checkpoint: Path, weights: Weights) -> Engine:
+    """The same over all ranks, spread by the run's engine. Called by all of them."""
+    check_plugins(config)
+    world, lowered = dist.get_world_size(), _is_lowered(config, current_device())
+    engine: Engine = build("engine", _engine_of(config, world, lowered))
+    build_frozen(task)
+    plan = engine.plan(task, world, 0)
+    if lowered:
+        _lower(task, plan.ignored, torch_dtype(config.engine.options["param_dtype"]))
+    load_frozen_of(task, engine, plan, config)
+    stored = Stored(checkpoint, config, task, weights)
+    engine.prepare(task, plan, None, Randomness(config.run.seed), stored)
+    return engine
+
+
+def _is_lowered(config: RunConfig, device: torch.device) -> bool:
+    """Whether it is sampled in a dtype of the engine's: a CPU computes in float32."""
+    return device.type != "cpu" and config.engine.options.get("param_dtype") not in (None, "fp32")
+
+
+def _engine_of(config: RunConfig, world: int, lowered: bool) -> ComponentConfig:
+    """The run's engine, for `world` ranks: they may be no multiple of the run's shards."""
+    options = dict(config.engine.options)
+    size = options.get("sharding_size")
+    if isinstance(size, int) and world % size:
+        options["sharding_size"] = "auto"
+    if "param_dtype" in options and not lowered:
+        options["param_dtype"] = "fp32"
+    return replace(config.engine, options=options)
+
+
+def _lower(task: nn.Module, ignored: Sequence[str], dtype: torch.dtype) -> None:
+    """Gives the parameters that the engine casts that dtype; what it leaves alone keeps its own, and so do
+    buffers."""
+    for root in task.trainable:  # type: ignore[union-attr]
+        for path, parameter in task.get_submodule(root).named_parameters(prefix=root):
+            if not any(path.startswith(part + ".") for part in ignored):
+                parameter.data = parameter.data.to(dtype)
 
 
 def stored_weights(checkpoint: Path, weights: Weights) -> Literal["model", "ema"]:
@@ -144,13 +232,8 @@ def compute_as_trained(task: nn.Module, config: RunConfig) -> None:
     name = options.get("param_dtype")
     if name in (None, "fp32"):
         return
-    undivided = {**options, "sharding_size": "auto"} if "sharding_size" in options else options
-    alone = replace(config.engine, options=undivided)  # one rank is no multiple of the run's shards
-    dtype, plan = torch_dtype(name), build("engine", alone).plan(task, 1, 0)
-    for root in task.trainable:  # type: ignore[union-attr]
-        for path, parameter in task.get_submodule(root).named_parameters(prefix=root):
-            if not any(path.startswith(ignored + ".") for ignored in plan.ignored):
-                parameter.data = parameter.data.to(dtype)
+    dtype, plan = torch_dtype(name), build("engine", _engine_of(config, 1, True)).plan(task, 1, 0)
+    _lower(task, plan.ignored, dtype)
     if options.get("cast_forward_inputs", True):
         for path in (*plan.wrapped, *task.trainable):  # type: ignore[misc]
             cast_inputs(task.get_submodule(path), dtype)

@@ -31,7 +31,7 @@ from mm_core.plugin.registry import build
 from mm_core.train.agreement import Ranks
 from mm_core.train.evaluation_data import EvaluationData
 from mm_core.train.prompts import Prompt, read_images, with_images
-from mm_core.train.sampled_clips import gather_previews, share_prompts, with_trained_size, write_own
+from mm_core.train.sampled_clips import gather_previews, share_of, with_trained_size, write_own
 
 
 class Evaluating(Protocol):
@@ -62,13 +62,14 @@ class Validator:
     Args:
         config: the run. settings: None takes `config.validation`, and every row of a test set.
         run_dir: the run's folder; clips go to `samples/step_N` in it.
-        split: `validation` or `test`: the dataset's name under `data` and the start of metrics' names.
+        split: `validation`, `test` or `train`: the dataset's name under `data`, the start of metrics' names.
         dataset: what is held out; None where only clips are sampled.
         metrics: beside the loss, by the name that errors call them.
         ema: averaged weights, which are then evaluated as well, and sampled from.
         stop: whether this rank was asked to stop; polled before every batch and forward.
         enter: told `validation` as often: a sign of life.
         note: a sentence for people (told on every rank; rank 0's is to be shown).
+        seen: shown every batch of this rank with what was found.
         log: receives the metrics of sampled clips. show: receives previews of them, on rank 0.
     """
 
@@ -87,13 +88,15 @@ class Validator:
         stop: Callable[[], bool] = lambda: False,
         enter: Callable[[str], None] = _ignore,
         note: Callable[[str], None] = _ignore,
+        seen: Callable[[Batch, Evaluation], None] = _ignore,
         log: Callable[[int, Mapping[str, float]], None] = _ignore,
         show: Callable[[int, Sequence[Clip], Path], None] = _ignore,
     ) -> None:
         self.settings = settings if settings is not None else default_settings(config, split)
         self.split, self.run_dir, self._config = split, run_dir, config
         self._task, self._engine, self._ema, self._metrics = task, engine, ema, metrics
-        self._stop, self._enter, self._note, self._log, self._show = stop, enter, note, log, show
+        self._stop, self._enter, self._note, self._seen = stop, enter, note, seen
+        self._log, self._show = log, show
         self._ranks = Ranks.current()
         self._rng = Randomness(config.run.seed)
         self._told: set[tuple[str, int]] = set()
@@ -155,6 +158,7 @@ class Validator:
             counted += float(counts.sum())
             for _, metric in self._metrics:
                 metric.batch(on_device, evaluation)
+            self._seen(batch, evaluation)
         names = sorted(totals)
         own = [counted, weight, *(totals[name] for name in names)]
         counted, weight, *sums = summed(torch.tensor(own, dtype=torch.float64)).tolist()
@@ -226,11 +230,7 @@ class Validator:
         Each rank generates and writes its share of the prompts; clip i is the one that `mm sample` with
         the same seed generates from a checkpoint of this step. Rank 0 adds the contact sheet.
         """
-        whole = self._request
-        rows = list(zip(whole.prompts, whole.images or [()] * len(whole.prompts), strict=True))
-        first, mine, real = share_prompts(rows, self._ranks.rank, self._ranks.count)
-        prompts, images = zip(*mine, strict=True)
-        request = replace(whole, prompts=prompts, images=images if whole.images else (), first=first)
+        request, real = share_of(self._request, self._ranks)
         applied = nullcontext if self._ema is None else self._ema.applied
         try:
             with applied(), self._engine.evaluating(), self._agreeing_forwards():
@@ -239,7 +239,7 @@ class Validator:
             self._note(f"the samples after step {step} were left: a rank was asked to stop")
             return None
         folder = self.run_dir / "samples" / f"step_{step:08d}"
-        fault = write_own(clips, first, folder)
+        fault = write_own(clips, request.first, folder)
         previews, faults = gather_previews(self._ranks, clips, fault, folder)
         if faults:
             self._note(f"warning: the clips after step {step} could not be written: {'; '.join(faults)}")

@@ -13,8 +13,7 @@ from mm_core.errors import CheckpointError
 from mm_core.train import checkpoint_dcp as dcp
 from mm_core.train import checkpoint_io as files
 from mm_core.train.agreement import Ranks
-from mm_core.train.checkpoint import shares
-from mm_core.train.checkpoint_reading import find_checkpoint
+from mm_core.train.checkpoint_reading import find_checkpoint, shares
 
 
 class Elsewhere(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,9 @@ def plans(draw: st.DrawFn) -> tuple[BatchPlan, int]:
     drop = draw(st.booleans())
     samples = draw(st.integers(size if drop else 1, 4 * size + 3))
     order = draw(st.sampled_from(["random", "sequential"]))
-    return BatchPlan(samples, micro, size, draw(st.integers(0, 9)), order, drop), ranks
+    grouped = draw(st.booleans()) and order == "random"
+    lengths = torch.randint(1, 50, (samples,)) if grouped else None
+    return BatchPlan(samples, micro, size, draw(st.integers(0, 9)), order, drop, lengths=lengths), ranks
 
 
 @settings(max_examples=150, deadline=None)
@@ -96,3 +99,46 @@ def test_sizes_that_do_not_fit_are_refused_with_both_numbers() -> None:
         BatchPlan(0, 1, 1, 0, "random", False)
     with pytest.raises(PlanError, match="8 does not divide over 3 data-parallel ranks"):
         BatchPlan(100, 2, 8, 0, "random", True).micro_batches(0, 0, 3)
+
+
+def padded_share(plan: BatchPlan, lengths: torch.Tensor) -> float:
+    """Of the positions of one epoch's micro-batches, how many are padding."""
+    filled = whole = 0
+    for step in range(plan.batches_per_epoch):
+        for micro in plan.micro_batches(step, 0, 1):
+            rows = lengths[[slot.key.index for slot in micro]]
+            filled, whole = filled + int(rows.sum()), whole + len(rows) * int(rows.max())
+    return 1 - filled / whole
+
+
+def test_grouped_by_length_batches_hold_little_padding_and_ranks_get_similar_lengths() -> None:
+    lengths = (torch.randn(4000, generator=torch.Generator().manual_seed(0)).mul(0.8).exp() * 60).long() + 1
+    plain = BatchPlan(4000, 4, 16, 0, "random", False)
+    grouped = BatchPlan(4000, 4, 16, 0, "random", False, lengths=lengths)
+    assert padded_share(plain, lengths) > 0.4
+    assert padded_share(grouped, lengths) < 0.05
+    longest = [
+        [
+            max(int(lengths[slot.key.index]) for slot in grouped.micro_batches(step, rank, 4)[0])
+            for rank in range(4)
+        ]
+        for step in range(200)
+    ]
+    assert sorted(max(ranks) / min(ranks) for ranks in longest)[100] < 1.1
+
+
+def test_groups_change_with_the_epoch_and_follow_from_seed_and_epoch_alone() -> None:
+    lengths = torch.arange(512) % 97
+
+    def batches(seed: int, epoch: int) -> list[list[int]]:
+        plan = BatchPlan(512, 4, 8, seed, "random", True, lengths=lengths.clone())
+        steps = range(epoch * 64, (epoch + 1) * 64)
+        return [[slot.key.index for slot in plan.global_batch(step)] for step in steps]
+
+    assert batches(0, 1) == batches(0, 1)
+    together = [{frozenset(batch) for batch in batches(*key)} for key in ((0, 0), (0, 1), (1, 0))]
+    assert len(set.union(*together)) == 3 * 64  # no batch comes twice
+    means = [float(lengths[batch].float().mean()) for batch in batches(0, 0)]
+    assert means != sorted(means)  # short ones do not come first
+    plan = BatchPlan(512, 4, 8, 0, "random", True, lengths=lengths)
+    assert plan.facts()["group_by_length"] is True and "lengths" not in plan.facts()

@@ -1,4 +1,4 @@
-"""`mm evaluate`: a stored run gives the figures of validation, from real clips; faults are sentences."""
+"""`mm eval`: a stored run gives the figures of validation, from real clips; faults are sentences."""
 
 from __future__ import annotations
 
@@ -98,28 +98,28 @@ def test_the_figures_are_those_of_the_rows_that_can_be_read(run, weights, factor
 
 
 def test_the_command_prints_a_table_or_json(run, capsys):
-    arguments = ["evaluate", "--run", str(run), "--weights", "model", "--clips", "2"]
+    arguments = ["eval", "--run", str(run), "--weights", "model", "--clips", "2"]
     assert main(arguments) == 0
     table = capsys.readouterr().out
     assert "step_00000009, model weights, data.validation" in table and "loss_at/0.5" in table
     assert main([*arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["figures"]["rows"] == 2 and found["step"] == 9
-    assert found["figures"]["loss"] == pytest.approx(expected_loss(run, [0, 2], 1.0), rel=1e-5)
+    assert found["rows"] == 2 and found["step"] == 9
+    assert found["metrics"]["loss"] == pytest.approx(expected_loss(run, [0, 2], 1.0), rel=1e-5)
 
 
 def test_other_data_can_be_named(run, capsys):
     sizes = ["num_frames=4", "height=16", "width=16"]
     data = ["type=video_text", f"annotations={run.parent / 'clips.json'}", *sizes]
     overrides = [f"data.test.{item}" for item in data]
-    assert main(["evaluate", "--run", str(run), "--split", "test", "--clips", "1", "--json", *overrides]) == 0
-    assert json.loads(capsys.readouterr().out)["figures"]["rows"] == 1
+    assert main(["eval", "--run", str(run), "--split", "test", "--clips", "1", "--json", *overrides]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == 1
 
 
 def test_the_label_is_of_the_weights_that_were_taken_whatever_the_config_says(run, capsys):
-    assert main(["evaluate", "--run", str(run), "--json", "ema=null"]) == 0
+    assert main(["eval", "--run", str(run), "--json", "ema=null"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["figures"]["loss"] == pytest.approx(expected_loss(run, [0, 1, 2, 4], 0.5), rel=1e-5)
+    assert found["metrics"]["loss"] == pytest.approx(expected_loss(run, [0, 1, 2, 4], 0.5), rel=1e-5)
     assert found["weights"] == "ema", "the checkpoint holds an average, and that is what was evaluated"
 
 
@@ -148,7 +148,7 @@ def unvalidated(run, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("split", ["validation", "test"])
 def test_the_hint_for_a_run_without_the_data_is_a_command_that_works(unvalidated, capsys, split):
-    assert main(["evaluate", "--run", str(unvalidated), "--split", split]) == 1
+    assert main(["eval", "--run", str(unvalidated), "--split", split]) == 1
     error = capsys.readouterr().err
     assert f"the run's config has no data.{split}" in error
     (command,) = (line.partition(": mm ")[2] for line in error.splitlines() if ": mm " in line)
@@ -159,8 +159,8 @@ def test_the_hint_for_a_run_without_the_data_is_a_command_that_works(unvalidated
 
 def test_one_override_names_the_held_out_data_of_a_run_without_any(run, unvalidated, capsys):
     data = f"data.validation={{type: video_text, annotations: {run.parent / 'clips.json'}, num_frames: 4,"
-    assert main(["evaluate", "--run", str(unvalidated), "--json", data + " height: 16, width: 16}"]) == 0
-    assert json.loads(capsys.readouterr().out)["figures"]["rows"] == 4
+    assert main(["eval", "--run", str(unvalidated), "--json", data + " height: 16, width: 16}"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == 4
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_one_override_names_the_held_out_data_of_a_run_without_any(run, unvalida
     ],
 )
 def test_what_is_wrong_is_said_in_a_sentence(run, capsys, arguments, sentence):
-    assert main(["evaluate", *(argument.format(run=run) for argument in arguments)]) == 1
+    assert main(["eval", *(argument.format(run=run) for argument in arguments)]) == 1
     error = capsys.readouterr().err
     assert sentence in error and "Traceback" not in error
     if "--split" in arguments:

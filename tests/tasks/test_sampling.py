@@ -20,6 +20,7 @@ from mm_core.errors import CheckpointError, DataError, MMError
 from mm_core.parallel.initialise import initialise
 from mm_core.plan import build_task
 from mm_core.plugin.registry import build
+from mm_core.train import initial_weights, sampling
 from mm_core.train.checkpoint import CheckpointStore
 from mm_core.train.media import write_clips
 from mm_core.train.prompts import Prompt, read_prompts
@@ -278,3 +279,74 @@ def test_a_checkpoint_of_another_model_is_refused(run, tmp_path):
     CheckpointStore(tmp_path, 1).save(1, {"model": model, "optimizer": {}}, {}, text)
     with pytest.raises(CheckpointError, match=r"predictor\.blocks\.1"):
         sample(tmp_path, "x")
+
+
+# -- over several ranks ------------------------------------------------------------------------------
+
+
+NAMES = ["000-a-red-circle-moves-left.mp4", "001-a-blue-square.mp4", "002-green.mp4"]
+
+
+def sampled(run: Path, out: Path, *options: str) -> dict[str, bytes]:
+    rows = out.with_suffix(".jsonl")
+    rows.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in [*PROMPTS, "green"]))
+    assert main(["sample", "--run", str(run), "--prompts", str(rows), "--out", str(out), *options]) == 0
+    return {file.name: file.read_bytes() for file in out.iterdir()}
+
+
+@pytest.mark.slow
+def test_two_ranks_write_the_files_of_one(run, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("MM_DEVICE", "cpu")
+    options = ["--guidance", "3", "--negative-prompt", "-- blue", "--seed", "5", "task.sample.batch_size=2"]
+    alone = sampled(run, tmp_path / "one", *options)
+    shared = sampled(run, tmp_path / "two", *options, "--nproc", "2")
+    # The sheet holds every frame without a loss; x264 makes other bytes of the same frames now and then.
+    assert shared.keys() == alone.keys()
+    assert all(shared[name] == alone[name] for name in ("contact_sheet.png", "prompts.json"))
+    assert sorted(alone) == sorted([*NAMES, "contact_sheet.png", "prompts.json"])
+    assert capfd.readouterr().out.count("3 clips in ") == 2
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_ends_all_with_one_sentence(run, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("MM_DEVICE", "cpu")
+    (tmp_path / NAMES[1]).mkdir()
+    words = [word for text in PROMPTS for word in ("--prompt", text)]
+    assert main(["sample", "--run", str(run), *words, "--nproc", "2", "--out", str(tmp_path)]) == 1
+    error = capfd.readouterr().err
+    assert error.count("mm: error") == 1 and "Traceback" not in error
+    assert "the clips could not be written: rank 1: IsADirectoryError" in error
+
+
+def test_a_rank_starts_no_ranks(run, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    assert main(["sample", "--run", str(run), "--prompt", "x", "--nproc", "2"]) == 1
+    assert "--nproc can not be met: this process is already rank 0" in capsys.readouterr().err
+
+
+def test_what_can_not_be_sampled_is_said_before_weights_are_read(run, monkeypatch, capsys):
+    monkeypatch.setattr(initial_weights, "load_model_only", None)
+    assert main(["sample", "--run", str(run), "--prompt", "x", "--height", "7"]) == 1
+    assert "height 7 (nearest: 6, 8)" in capsys.readouterr().err
+
+
+def test_weights_are_read_in_the_dtype_that_computes(run, monkeypatch):
+    """No tensor of the predictor is ever held in another one."""
+    config = load_config(run / "config.yaml", ["engine.param_dtype=bf16"])
+    checkpoint = run / "checkpoints/step_00000007"
+    later = sampling.load_task(config, checkpoint)  # a CPU computes in float32: cast afterwards
+    sampling.compute_as_trained(later, config)
+    monkeypatch.setattr(sampling, "_is_lowered", lambda *_: True)
+    read = {}
+
+    def reading(path, state, weights, load=initial_weights.load_model_only):
+        read.update({name: tensor.dtype for name, tensor in state.items()})
+        return load(path, state, weights)
+
+    monkeypatch.setattr(initial_weights, "load_model_only", reading)
+    task = sampling.load_task(config, checkpoint)
+    assert {torch.bfloat16} == {read[f"predictor.{name}"] for name, _ in task.predictor.named_parameters()}
+    for name, tensor in task.predictor.state_dict(keep_vars=True).items():
+        assert torch.equal(tensor, later.predictor.state_dict()[name]), name
+    request = SampleRequest((PROMPTS[0],), seed=5, num_frames=4, height=8, width=12, fps=8.0)
+    assert torch.equal(task.sample(request)[0].pixels, later.sample(request)[0].pixels)

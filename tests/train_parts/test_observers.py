@@ -98,7 +98,7 @@ def test_what_a_command_has_started_ends_with_its_time(tmp_path, caplog):
 
 
 def test_a_command_is_no_rank_of_the_run_and_hears_none_of_its_signals(tmp_path, monkeypatch):
-    """`mm evaluate` at every checkpoint would else wait for the other ranks of the run."""
+    """`mm eval` at every checkpoint would else wait for the other ranks of the run."""
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "MM_LAUNCH_DIR"):
         monkeypatch.setenv(name, "7")
     monkeypatch.setenv("MM_PLUGINS", "custom_dit")

@@ -18,12 +18,12 @@ from mm_core.config.load import load_config
 from mm_core.config.schema import LoaderSection
 from mm_core.contracts import Clip, Evaluation, Randomness, SampleKey, SampleRequest, VideoTextBatch
 from mm_core.errors import ContractError, DataError
+from mm_core.metrics import LatentPSNR
 from mm_core.plugin.registry import build
 from mm_core.train.evaluation_data import EvaluationData, EvenRows
 from mm_core.train.run import process_group
 from mm_core.train.sampled_clips import share_prompts, with_trained_size
 from mm_core.train.validation import build_metrics
-from mm_core.train.validation_metrics import LatentPSNR
 
 _spec = importlib.util.spec_from_file_location(
     "validation_ranks", Path(__file__).with_name("validation_ranks.py")
@@ -212,7 +212,7 @@ def test_latent_psnr_of_nothing_and_of_perfection():
     perfect = Evaluation({}, torch.ones(2), {"clean": clean, "estimate": clean})
     metric.batch(latents_batch([1.0, 1.0]), perfect)
     assert metric.result(metric.sums()) == {"latent_psnr": math.inf}
-    with pytest.raises(ContractError, match="no 'clean' and 'estimate' among its outputs"):
+    with pytest.raises(ContractError, match="the metric needs 'clean' and 'estimate', which"):
         metric.batch(latents_batch([1.0]), Evaluation({}, torch.ones(1), {"other": clean}))
 
 

@@ -46,9 +46,9 @@ def test_a_stored_run_repeats_the_figures_and_the_clips_of_training(tiny, mm, tm
     assert (logged["validation/rows"], logged["test/rows"]) == (11, 64)
     assert 0 < logged["validation_ema/frame_change"] < 1
     for weights, prefix in (("model", "validation"), ("auto", "validation_ema")):
-        found = mm("evaluate", "--run", run, "--weights", weights, "--json")
+        found = mm("eval", "--run", run, "--weights", weights, "--json")
         assert found.code == 0, found.err
-        figures = json.loads(found.out)["figures"]
+        figures = json.loads(found.out)["metrics"]
         assert {f"{prefix}/{name}" for name in figures} <= logged.keys()
         assert figures == pytest.approx({name: logged[f"{prefix}/{name}"] for name in figures}, rel=1e-5)
     again = tmp_path / "again"

@@ -18,6 +18,8 @@ from mm_wan.config_encoders import WanCLIPVisionConfig
 from mm_wan.vae_files import pipeline_part
 
 SETTINGS = "preprocessor_config.json"
+PUBLISHED_TOKENS = 257
+"""ViT-H/14 on 224 pixels (Wan 2.1, wan/modules/clip.py): 16 x 16 patches, and one for the whole."""
 _KINDS = ("clip_vision_model", "clip")
 
 
@@ -52,6 +54,15 @@ class WanCLIPVision(nn.Module):
     def hidden_size(self) -> int:
         """Width of a hidden state, as config.json says. CheckpointError when it is no CLIP's."""
         return int(self._config().hidden_size)
+
+    @property
+    def tokens(self) -> int:
+        """Of one image: its patches and their class, as config.json says; where it is not there yet, those of
+        the encoder that all of Wan's models were published with."""
+        if not self._files.has("config.json"):
+            return PUBLISHED_TOKENS
+        config = self._config()
+        return 1 + (int(config.image_size) // int(config.patch_size)) ** 2
 
     def missing_files(self) -> list[str]:
         """Of config.json, the weights and the processor's settings, those that do not exist."""

@@ -18,6 +18,7 @@ import pytest
 import torch
 from diffusers import WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
 from mm_wan.config_predictor import WanTransformerConfig
+from mm_wan.flops import forward_flops
 from mm_wan.formats import ORIGINAL_KEYS
 from mm_wan.presets import PRESETS
 from mm_wan.testing import make_tiny_checkpoint
@@ -27,6 +28,7 @@ from safetensors.torch import load_file
 import mm_core
 from mm_core.cli.main import COMMANDS
 from mm_core.config.load import load_config
+from mm_core.parallel.casting import shards_mixed
 from mm_core.plan import build_task, make_plan
 from mm_core.train.exporting import export
 
@@ -37,6 +39,8 @@ FULL += ["ti2v_5b_lora"]
 
 
 def config_at(name: str, *overrides: str):
+    if not shards_mixed():
+        overrides = ("train.base_dtype=null", *overrides)
     return load_config(ROOT / f"configs/wan/{name}.yaml", list(overrides))
 
 
@@ -72,6 +76,7 @@ def test_the_config_class_needs_no_torch():
 def test_a_full_size_config_plans_the_published_tensors(name):
     """Those of its preset, which tests/test_presets.py compares with what is published."""
     config = config_at(name)
+    assert (config.train.base_dtype == "bf16") == (name.endswith("14b_lora") and shards_mixed())
     task = build_task(config)
     preset = config.task.options["predictor"].options["preset"]
     with torch.device("meta"):
@@ -92,16 +97,30 @@ def test_a_full_size_config_plans_the_published_tensors(name):
     paths = tuple(f"predictor.blocks.{index}" for index in range(blocks))
     assert plan.engine.wrapped == plan.engine.recomputed == paths
     whole = sum(math.prod(shape) for shape in expected.values())
+    size = (2 if config.train.base_dtype else 4) * whole
     if name.endswith("lora"):
         # rank 32 at q, k, v, out of both attentions, k and v of images, both layers of the feed-forward
         width, inner = expected["blocks.0.ffn.net.0.proj.weight"][::-1]
         square = 8 + 2 * ("blocks.0.attn2.add_k_proj.weight" in expected)
         added = 32 * blocks * (square * 2 * width + 2 * (width + inner))
         assert sum(p.numel() for p in task.predictor.parameters() if p.requires_grad) == added
-        whole += added
+        whole, size = whole + added, size + 4 * added
     assert plan.modules[0].parameters == whole
-    # Shards of float32 over 8 ranks: what does not divide into 8 rows costs a little more.
-    assert plan.engine.parameter_bytes == pytest.approx(4 * whole / 8, rel=0.002)
+    # Shards over 8 ranks: what does not divide into 8 rows costs a little more.
+    assert plan.engine.parameter_bytes == pytest.approx(size / 8, rel=0.002)
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("i2v_14b", 257), ("flf2v_14b", 514)])
+def test_operations_of_image_to_video_are_known_before_its_files_are_there(name, tokens):
+    """With CLIP's tokens of each given frame; test_transformer.py compares the formula with torch's count."""
+    config = config_at(name)
+    data = config.data.train.options
+    latents = (16, 1 + (data["num_frames"] - 1) // 4, data["height"] // 8, data["width"] // 8)
+    preset = PRESETS[config.task.options["predictor"].options["preset"]]
+    plan = make_plan(config, 8)
+    assert plan.operations.forward == plan.global_batch_size * forward_flops(
+        preset.fields, latents, image_tokens=tokens
+    )
 
 
 def render_clips(folder: Path) -> None:

@@ -16,12 +16,14 @@ from mm_wan.flow_match import WanFlowMatch
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 import mm_core
 from mm_core.cli.main import main
 from mm_core.contracts import Randomness, SampleKey, SampleRequest, VideoTextBatch
 from mm_core.data.images import fit_image, read_image
-from mm_core.plan import build_task
+from mm_core.plan import build_task, make_plan
 from mm_core.train.exporting import export
 from mm_core.train.prompts import Prompt
 
@@ -241,6 +243,17 @@ def test_each_sample_of_a_batch_is_trained_as_if_alone(made, variant):
     totals = torch.stack([one.total for one in alone]).detach()
     assert float(together.total.detach()) == pytest.approx(float(totals.sum()), rel=1e-5)
     assert together.weight == 3 and together.tokens == sum(one.tokens for one in alone)
+
+
+@pytest.mark.parametrize("variant", NAMES)
+def test_the_plan_and_the_loss_say_the_operations_that_torch_counts(made, variant):
+    at = made(variant)
+    inputs = at.task.prepare(batch_of(clips_of(1)), RNG)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        loss = at.task.loss(inputs)
+        loss.total.backward()
+    plan = make_plan(at.config, 1)
+    assert plan.operations.useful == loss.flops == counter.get_total_flops()
 
 
 def test_what_ti2v_predicts_of_the_given_frame_counts_for_nothing(made):

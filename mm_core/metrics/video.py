@@ -1,4 +1,4 @@
-"""Built-in metrics of held-out samples. Only sums leave a rank, so that they are exact over ranks."""
+"""Metrics of clips. Only sums leave a rank, so that they are exact over ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mm_core.contracts import Batch, Clip, Evaluation
-from mm_core.errors import ContractError
+from mm_core.metrics.needs import needed_outputs
 
 
 class LatentPSNR:
@@ -28,14 +28,9 @@ class LatentPSNR:
 
     def batch(self, batch: Batch, evaluation: Evaluation) -> None:
         """Adds the rows of a batch. ContractError when the task gives no estimates."""
-        outputs = evaluation.outputs
-        if not {"clean", "estimate"} <= outputs.keys():
-            raise ContractError(
-                "the task's evaluation has no 'clean' and 'estimate' among its outputs",
-                where="validation.metrics: latent_psnr",
-                accepted=f"a task that gives them, such as text_to_video; this one gives {sorted(outputs)}",
-            )
-        clean, estimate = outputs["clean"].float(), outputs["estimate"].float()
+        hint = "take a metric that fits the task: text_to_video is one that gives them"
+        found = needed_outputs(evaluation, "latent_psnr", ("clean", "estimate"), hint)
+        clean, estimate = (latents.float() for latents in found)
         rows = (clean, clean.square(), (estimate - clean).square())
         means = torch.stack([row.flatten(1).mean(1) for row in rows]).cpu().double()
         counted = means[:, batch.weights > 0]

@@ -1,0 +1,63 @@
+"""Labels of rows: names of classes, their numbers, or values to be estimated."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from mm_core.builtin.configs.data import TextRowsConfig
+from mm_core.errors import DataError, did_you_mean
+
+_SHOWN = 5  # unknown labels spelt out in one error; the rest are counted
+
+
+class Labels:
+    """Reads the labels of a table, and remembers those that are no classes."""
+
+    def __init__(self, wanted: TextRowsConfig) -> None:
+        self._names = {name: number for number, name in enumerate(wanted.labels)}
+        self._rating = wanted.label_type == "number"
+        self._unknown: dict[str, list[str]] = {}
+
+    def read(self, value: Any, place: str) -> tuple[float | None, str | None]:
+        """The class or number, and None; or None and what is wrong with the row."""
+        if value is None or (isinstance(value, str) and not value.strip()):
+            return None, "the label is empty"
+        number = self._number(value)
+        if number is None:
+            self._unknown.setdefault(str(value)[:60], []).append(place)
+            return None, f"the label {str(value)[:60]!r} is unknown"
+        return number, None
+
+    def _number(self, value: Any) -> float | None:
+        """None for what is no label."""
+        if isinstance(value, str) and self._names:
+            return self._names.get(value, self._names.get(value.strip()))
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            return None
+        if self._rating or not math.isfinite(number):
+            return number if math.isfinite(number) else None
+        known = not self._names or number < len(self._names)
+        return int(number) if known and number >= 0 and number == int(number) else None
+
+    def check(self, file: Path) -> None:
+        """DataError for labels that are none: all of them, with the rows that have them."""
+        if not self._unknown:
+            return
+        shown = [
+            f"{label!r} ({places[0]}{f' and {len(places) - 1} more' if len(places) > 1 else ''})"
+            for label, places in list(self._unknown.items())[:_SHOWN]
+        ]
+        more = f" and {len(self._unknown) - _SHOWN} others" if len(self._unknown) > _SHOWN else ""
+        one = next(iter(self._unknown))
+        accepted = "numbers" if self._rating else ", ".join(self._names) or "whole numbers from 0"
+        hint = "labels: [..] names the classes in the order of their numbers"
+        raise DataError(
+            f"labels that are unknown: {', '.join(shown)}{more}",
+            where=str(file),
+            accepted=accepted[:400],
+            hint=did_you_mean(one, self._names) if self._names else None if self._rating else hint,
+        )

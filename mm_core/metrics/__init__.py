@@ -1,0 +1,32 @@
+"""Figures of held-out samples: pure functions, and the metrics that sum them exactly over ranks."""
+
+from mm_core.metrics.classes import F1, Accuracy, Perplexity, f1_score
+from mm_core.metrics.needs import needed_outputs, needed_texts
+from mm_core.metrics.texts import (
+    TextMetric,
+    anls,
+    anls_score,
+    edit_distance,
+    exact_match,
+    normalized_similarity,
+    squad_normalized,
+)
+from mm_core.metrics.video import FrameChange, LatentPSNR
+
+__all__ = [
+    "F1",
+    "Accuracy",
+    "FrameChange",
+    "LatentPSNR",
+    "Perplexity",
+    "TextMetric",
+    "anls",
+    "anls_score",
+    "edit_distance",
+    "exact_match",
+    "f1_score",
+    "needed_outputs",
+    "needed_texts",
+    "normalized_similarity",
+    "squad_normalized",
+]

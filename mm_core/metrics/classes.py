@@ -1,0 +1,151 @@
+"""Metrics of labels that are classes or tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mm_core.contracts import Batch, Clip, Evaluation
+from mm_core.errors import ContractError
+from mm_core.metrics.needs import needed_outputs
+
+Average = Literal["macro", "micro", "weighted"]
+
+_IGNORED = -100
+_HINT = "take a metric that fits the task: these are of labels that are classes or tokens"
+
+
+class _Summed:
+    """What metrics of this file share: a vector of sums over the rows that count."""
+
+    width = 2
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets what was seen."""
+        self._sums = torch.zeros(self.width, dtype=torch.float64)
+
+    def sampled(self, clips: Sequence[Clip]) -> None:
+        """Sampled clips have no labels."""
+
+    def sums(self) -> Tensor:
+        """[n] float64."""
+        return self._sums.clone()
+
+
+class Accuracy(_Summed):
+    """The share of labels that were predicted: of rows, or of tokens whose label is not -100."""
+
+    def batch(self, batch: Batch, evaluation: Evaluation) -> None:
+        """Adds the rows of a batch. ContractError when the task gives no predictions."""
+        names = ("predictions", "labels")
+        predicted, labels = (
+            rows[counting(batch, rows)] for rows in needed_outputs(evaluation, "accuracy", names, _HINT)
+        )
+        known = labels != _IGNORED
+        self._sums[0] += float(known.sum())
+        self._sums[1] += float(((predicted == labels) & known).sum())
+
+    def result(self, sums: Tensor) -> Mapping[str, float]:
+        """`accuracy`, 0 to 1; {} without labels."""
+        count, right = sums.tolist()
+        return {"accuracy": right / count} if count else {}
+
+
+class Perplexity(_Summed):
+    """exp of the mean cross entropy over the labels that count, in nats."""
+
+    def batch(self, batch: Batch, evaluation: Evaluation) -> None:
+        """Adds the rows of a batch. ContractError where the loss is no cross entropy of labels."""
+        needed_outputs(evaluation, "perplexity", ("predictions", "labels"), _HINT)
+        for place, values in enumerate((evaluation.weights, evaluation.sums["loss"])):
+            self._sums[place] += values[counting(batch, values)].double().sum().cpu()
+
+    def result(self, sums: Tensor) -> Mapping[str, float]:
+        """`perplexity`, infinite where its exponent overflows; {} without labels."""
+        count, loss = sums.tolist()
+        if not count:
+            return {}
+        try:
+            return {"perplexity": math.exp(loss / count)}
+        except OverflowError:
+            return {"perplexity": math.inf}
+
+
+class F1:
+    """The F1 score of rows of one class, or of several yes or no (yes: a logit above 0).
+
+    F1 of a class = 2 TP / (2 TP + FP + FN). Classes that neither labels nor predictions name do not count.
+
+    Args:
+        average: `macro`, the mean over classes; `weighted`, weighted by their labels; `micro`, of the counts
+            summed over classes, which for rows of one class is the accuracy.
+    """
+
+    def __init__(self, average: Average) -> None:
+        self.average = average
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets what was seen."""
+        self._counts: Tensor | None = None
+
+    def batch(self, batch: Batch, evaluation: Evaluation) -> None:
+        """Adds the rows of a batch. ContractError when the task gives no logits [B,K] of classes."""
+        logits, labels = needed_outputs(evaluation, "f1", ("logits", "labels"), _HINT)
+        classes = logits.shape[1]
+        if labels.dim() == 1 and "predictions" in evaluation.outputs:
+            known = counting(batch, labels) & (labels != _IGNORED)
+            found = _one_hot(evaluation.outputs["predictions"][known], classes)
+            wanted = _one_hot(labels[known], classes)
+        elif labels.dim() == 2 and bool(((labels == 0) | (labels == 1)).all()):
+            rows = counting(batch, labels)
+            found, wanted = logits[rows] > 0, labels[rows] > 0
+        else:
+            raise ContractError(
+                "the F1 score is of classes, and the labels are numbers",
+                where="validation.metrics: f1",
+                accepted="labels [B] of classes, or [B,K] of 0 and 1",
+            )
+        sums = torch.stack([(found & wanted).sum(0), found.sum(0), wanted.sum(0)]).cpu().double()
+        self._counts = sums if self._counts is None else self._counts + sums
+
+    def sampled(self, clips: Sequence[Clip]) -> None:
+        """Sampled clips have no labels."""
+
+    def sums(self) -> Tensor:
+        """[3K]: of each class what was right, predicted and labelled; [3] before any batch."""
+        return torch.zeros(3, dtype=torch.float64) if self._counts is None else self._counts.flatten()
+
+    def result(self, sums: Tensor) -> Mapping[str, float]:
+        """`f1_macro`, `f1_micro` or `f1_weighted`, 0 to 1; {} without rows."""
+        right, predicted, labelled = sums.reshape(3, -1)
+        if not sums.sum():
+            return {}
+        return {f"f1_{self.average}": f1_score(right, predicted, labelled, self.average)}
+
+
+def f1_score(right: Tensor, predicted: Tensor, labelled: Tensor, average: Average) -> float:
+    """The averaged F1 score from counts by class [K]: predicted and labelled alike, predicted, labelled."""
+    if average == "micro":
+        right, predicted, labelled = (counts.sum()[None] for counts in (right, predicted, labelled))
+    there = predicted + labelled > 0
+    scores = 2 * right[there] / (predicted + labelled)[there]
+    if average == "weighted":
+        return float((scores * labelled[there]).sum() / labelled.sum()) if labelled.sum() else 0.0
+    return float(scores.mean())
+
+
+def counting(batch: Batch, rows: Tensor) -> Tensor:
+    """[B]: which rows count, where the rows are."""
+    return (batch.weights > 0).to(rows.device)
+
+
+def _one_hot(labels: Tensor, classes: int) -> Tensor:
+    return torch.nn.functional.one_hot(labels.long(), classes).bool()
