@@ -236,7 +236,7 @@ class _Vocabulary:
                 return self._learnt(around, said), text
         raise _Fault(
             "the chat template changes what the assistant says, or shows it more or less than once",
-            "leave out what the template takes away (thoughts of earlier turns, say), or use another template",
+            "leave out what it takes away (thoughts of earlier turns, say), or use another template",
         )
 
     def _learnt(self, around: Sequence[str], said: Sequence[str]) -> list[tuple[int, int]]:

@@ -22,16 +22,16 @@ from mm_internvl.chat import IGNORED, Chat, Shown, Tokens
 from mm_internvl.config_data import ConversationsConfig, Source
 from mm_internvl.lengths import Lengths
 from mm_internvl.packing import Packs, check_support, positions
-from mm_internvl.rows import Conversation, Medium, RawRow, conversation, read_rows
+from mm_internvl.rows import ACCEPTED, Conversation, Medium, RawRow, conversation, read_rows
 from mm_internvl.tiling import image_size, read_tiling
 
 
 class Conversations:
     """Conversations about images and videos, as `InternVLForConditionalGeneration` takes them.
 
-    A sample is {"pieces": [{"input_ids", "labels": int64 [L]}, ...], "pixel_values": float32 [N,3,Y,X], "id"}:
-    one piece, or with `packing` those that share a row. Labels are -100 but where the assistant speaks.
-    A batch's inputs are `input_ids`, `labels`, `pixel_values` (at least one tile: see `collate`), and
+    A sample is {"pieces": [{"input_ids", "labels": int64 [L]}, ...], "pixel_values": float32 [N,3,Y,X] of its
+    tiles, "id"}: one piece, or with `packing` those that share a row. Labels are -100 but where the assistant
+    speaks. A batch's inputs are `input_ids`, `labels`, `pixel_values` (at least one tile: see `collate`), and
     `attention_mask`, or for packed rows `position_ids`.
 
     Args: fields of `ConversationsConfig`.
@@ -64,16 +64,19 @@ class Conversations:
         self.frames, self.max_pixels = frames, max_pixels
         self.reader = PyAVReader() if reader is None else reader
         self.rows, self.order = _read(self.sources)
+        facts = [processor, max_length, asdict(self.tiling), frames, system, max_pixels]
+        self._kept = Lengths(None if lengths is None else Path(lengths), self.sources, processor, facts)
         self.packs: Packs | None = None
         if packing:
             check_support()
-            facts = [processor, max_length, asdict(self.tiling), frames, system, max_pixels]
-            kept = Lengths(None if lengths is None else Path(lengths), self.sources, processor, facts)
-            # A row that can not be read fills a packed row alone, and reading that one says what is wrong.
-            self.packs = Packs(kept.of(self.rows, self._length, max_length)[self.order], max_length)
+            self.packs = Packs(self._tokens(), max_length)
 
     def __len__(self) -> int:
         return len(self.order) if self.packs is None else len(self.packs)
+
+    def lengths(self) -> Tensor:
+        """[N] int64: tokens of each sample. Every row is measured the first time, from headers alone."""
+        return self._tokens() if self.packs is None else self.packs.sizes
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """A sample; of packed rows, one of epoch 0 and seed 0."""
@@ -93,7 +96,7 @@ class Conversations:
             raise ContractError(
                 f"a micro-batch of {len(samples)} packed rows",
                 where="train.micro_batch_size",
-                accepted="1: a packed row is as long as several others, and FlashAttention takes one at a time",
+                accepted="1: a packed row is long, and FlashAttention takes one at a time",
                 hint="set train.micro_batch_size: 1, and raise max_length of the dataset for larger batches",
             )
         pieces = [list(sample["pieces"]) for sample in samples]
@@ -161,6 +164,11 @@ class Conversations:
         shown = [Shown(kind, self._tiles(kind, self._path(row, path))) for kind, path in said.media]
         return said, shown, self.chat.tokens(said, shown, name)
 
+    def _tokens(self) -> Tensor:
+        """[N] tokens of each conversation of an epoch. One that can not be read counts as the longest there
+        can be: it fills a packed row alone, and reading that one says what is wrong with it."""
+        return self._kept.of(self.rows, self._length, self.chat.max_length)[self.order]
+
     def _length(self, row: RawRow) -> int:
         return len(self._measured(row)[2].ids)
 
@@ -188,7 +196,7 @@ class Conversations:
         return inside(folder, path)
 
     def _name(self, row: RawRow) -> str:
-        return f"{self.sources[row.source].annotations}: {row.place}"
+        return f"{self.sources[row.source].annotations}, {row.place}"
 
 
 def _piece(tokens: Tokens) -> dict[str, Tensor]:
@@ -202,8 +210,7 @@ def _read(sources: Sequence[Source]) -> tuple[PackedRows[RawRow], Tensor]:
     for number, source in enumerate(sources):
         file = Path(source.annotations)
         found = list(read_rows(file, number))
-        if not found:
-            raise DataError("the file lists no conversations", where=str(file))
+        _check_some(found, file)
         if source.folder is not None and not Path(source.folder).is_dir():
             raise DataError("the folder of the images does not exist", where=source.folder)
         own = torch.arange(len(rows), len(rows) + len(found))
@@ -217,3 +224,21 @@ def _read(sources: Sequence[Source]) -> tuple[PackedRows[RawRow], Tensor]:
     if not len(samples):
         raise DataError("the weights of all sources leave no conversation", where="sources")
     return PackedRows(rows, RawRow), samples
+
+
+def _check_some(rows: Sequence[RawRow], file: Path) -> None:
+    """DataError for a file without any conversation that can be read."""
+    first: DataError | None = None
+    for row in rows:
+        try:
+            conversation(row.value, f"{file}, {row.place}")
+            return
+        except DataError as fault:
+            first = first or fault
+    if first is None:
+        raise DataError("the file lists no conversations", where=str(file), accepted=ACCEPTED)
+    raise DataError(
+        f"none of {len(rows)} conversations can be used; the first: {first.what}",
+        where=first.where,
+        accepted=first.accepted,
+    )

@@ -1,13 +1,13 @@
 """Several conversations in one row: which of them share one, and how a model keeps them apart.
 
-Best-fit decreasing (Johnson et al. 1974, https://doi.org/10.1137/0203025; for language models Ding et al. 2024,
-https://arxiv.org/abs/2404.10830): from the longest to the shortest, each goes into the fullest row that it fits in.
-Only lengths decide what the rows look like, so there are equally many in every epoch; which of the samples of one
-length takes which place is drawn from (seed, epoch).
+Best-fit decreasing (Johnson et al. 1974, https://doi.org/10.1137/0203025; for language models Ding et al.
+2024, https://arxiv.org/abs/2404.10830): from the longest to the shortest, each goes into the fullest row that
+has room for it. Lengths alone decide what the rows look like, so there are equally many in every epoch; which
+of the samples of one length takes which place is drawn from (seed, epoch).
 
-A packed row has no attention mask and positions that begin at 0 with each conversation: Transformers' models
-make a block-diagonal causal mask of that (`masking_utils.find_packed_sequence_indices`), or the sequence lengths
-that FlashAttention's variable-length kernels take.
+A packed row has no attention mask, and positions that begin at 0 with each conversation. Of these, models of
+Transformers make a block-diagonal causal mask (`masking_utils.find_packed_sequence_indices`), or the lengths
+that FlashAttention's variable-length kernels take (`_prepare_from_posids`, for a batch of one row).
 """
 
 from __future__ import annotations
@@ -45,6 +45,13 @@ class Packs:
     def fill(self) -> float:
         """Share of the rows' capacity that holds tokens."""
         return float(self.lengths.sum()) / (len(self) * self.capacity)
+
+    @property
+    def sizes(self) -> Tensor:
+        """[rows] int64: tokens of each row, the same in every epoch."""
+        falling = self.lengths.sort(descending=True).values[self._places]
+        total = torch.cat([torch.zeros(1, dtype=torch.int64), falling.cumsum(0)])
+        return total[self._ends].diff()
 
     def members(self, row: int, seed: int, epoch: int) -> list[int]:
         """The samples of a row of that epoch."""

@@ -7,13 +7,13 @@ Two styles are read: `conversations` of {"from", "value"} as LLaVA and InternVL 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
+from mm_core.data.json_rows import RowFile, kind_of
 from mm_core.errors import DataError
 
 Medium = Literal["image", "video"]
@@ -31,7 +31,8 @@ ACCEPTED = (
 
 @dataclass(frozen=True)
 class RawRow:
-    """A row as its file has it. source: number of its file. place: where in it, for people."""
+    """A row as its file has it. source: number of its file. place: where in it, for people. value: what JSON
+    makes of it, or the DataError of a line that is not JSON."""
 
     source: int
     place: str
@@ -62,33 +63,9 @@ class Conversation:
 
 
 def read_rows(file: Path, source: int) -> Iterator[RawRow]:
-    """Every row of a JSON list or of JSONL, unchecked. DataError for what is neither."""
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise DataError("the file of conversations does not exist", where=str(file)) from None
-    except (OSError, UnicodeDecodeError) as fault:
-        raise DataError(f"the file of conversations can not be read: {fault}", where=str(file)) from None
-    if not text.lstrip().startswith("["):
-        for number, line in enumerate(text.split("\n"), 1):  # texts may hold other line separators
-            if line.strip():
-                yield RawRow(source, f"line {number}", _parsed(line, f"{file}:{number}"))
-        return
-    for number, value in enumerate(_parsed(text, str(file)), 1):
-        yield RawRow(source, f"row {number}", value)
-
-
-def _parsed(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as fault:
-        raise DataError(
-            f"this is not JSON: {fault.msg} at line {fault.lineno}, column {fault.colno}",
-            where=where,
-            accepted=f"a JSON list or JSONL of {ACCEPTED}",
-        ) from None
-    except RecursionError:
-        raise DataError("the JSON is nested too deeply", where=where) from None
+    """Every row of a JSON list or of JSONL, unchecked. DataError for a file that is neither."""
+    for place, value in RowFile(file, "file of conversations", ACCEPTED).json_values():
+        yield RawRow(source, place, value)
 
 
 def conversation(value: Any, where: str) -> Conversation:
@@ -97,6 +74,8 @@ def conversation(value: Any, where: str) -> Conversation:
     Raises:
         DataError: a row that is none, an unknown role, placeholders that do not fit the files.
     """
+    if isinstance(value, DataError):
+        raise value
     try:
         return _conversation(value)
     except _Fault as fault:
@@ -113,7 +92,7 @@ class _Fault(Exception):
 
 def _conversation(value: Any) -> Conversation:
     if not isinstance(value, Mapping):
-        raise _Fault("the row is no object", ACCEPTED)
+        raise _Fault(f"{kind_of(value)} instead of a row", ACCEPTED)
     styles = [name for name in ("conversations", "messages") if name in value]
     if len(styles) != 1:
         found = (
@@ -144,7 +123,7 @@ def _turn(turn: Any, number: int, keys: tuple[str, str], own: list[tuple[Medium,
     if isinstance(content, list):
         content = tuple(_part(part, number, own) for part in content)
     elif not isinstance(content, str):
-        raise _Fault(f"what turn {number} says is no text")
+        raise _Fault(f"turn {number} says {kind_of(content)}, not text")
     made = Turn(ROLES[role], content)
     if made.role == "assistant":
         if any(_shown(made)):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 SIDE, PATCH, TOKENS = 56, 14, 4
-"""Of tiny checkpoints: pixels of a tile's side, of a patch, and tokens of a tile (448, 14 and 256 published)."""
+"""Of tiny checkpoints: pixels of a tile's side and a patch's, tokens of a tile (published: 448, 14, 256)."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -62,7 +62,7 @@ _PIECES = (
 def make_tiny_checkpoint(
     folder: str | Path, *, seed: int = 0, vocab_size: int | None = None, max_shard_size: str | None = None
 ) -> Path:
-    """Writes a folder as InternVL 3.5 is published for Transformers, which `from_pretrained` loads: about 1 MB.
+    """Writes a folder as InternVL 3.5 is published for Transformers, which `from_pretrained` loads: 0.5 MB.
 
     It holds config.json and safetensors of `InternVLForConditionalGeneration` (an InternViT of two layers,
     Qwen3 of two), a byte-level tokenizer that cuts text as Qwen's do, the chat template, and the files of

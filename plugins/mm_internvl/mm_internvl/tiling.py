@@ -1,7 +1,7 @@
 """Dynamic high resolution: an image is cut into tiles of the size that the vision tower takes.
 
-InternVL 1.5 (https://arxiv.org/abs/2404.16821, section 3.2): of all grids of min_tiles to max_tiles tiles, the
-one whose aspect ratio is nearest to the image's; the image is resized to it and cut; where there is more
+InternVL 1.5 (https://arxiv.org/abs/2404.16821, section 3.2): of all grids of min_tiles to max_tiles tiles,
+the one whose aspect ratio is nearest to the image's. The image is resized to it and cut; where there is more
 than one tile, a thumbnail of the whole image follows. Numbers are those of Transformers'
 `GotOcr2ImageProcessor` with `crop_to_patches`, which published InternVL folders name.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +12,6 @@ from mm_internvl.rows import conversation
 from mm_internvl.testing import CHAT_TEMPLATE, TOKENS, make_tiny_checkpoint
 from transformers import AutoTokenizer
 from transformers.models.internvl.processing_internvl import InternVLProcessor
-
-from mm_core.errors import CheckpointError, DataError
 
 MARKED = CHAT_TEMPLATE.replace(
     "{{ '<|im_start|>' + message['role'] + '\n' }}",
@@ -34,13 +31,12 @@ def tokenizer(folder):
     return AutoTokenizer.from_pretrained(folder)
 
 
-words = st.lists(
-    st.sampled_from(
-        ["what", " is", "the", " colour", "\n", "\n\n", " ", "?", "7", "你好", "é", "e\u0301", "😀", "👩‍🚀", "<", "|im_end|",
-         "{{ x }}", "{% if %}", "<box>", "</box>", "assistant\n", "<think>", "\t", "user", "\u2028", "<|im_start"]
-    ),
-    max_size=8,
-).map("".join)  # fmt: skip
+SAID = [
+    *("what", " is", "the", " colour", "assistant\n", "user", "<think>", "<box>", "</box>", "?", "7"),
+    *("\n", "\n\n", " ", "\t", "\u2028", "你好", "é", "e\u0301", "😀", "👩‍🚀"),
+    *("<", "|im_end|", "<|im_start", "{{ x }}", "{% if %}"),
+]
+words = st.lists(st.sampled_from(SAID), max_size=8).map("".join)
 pictures = st.sampled_from(["", "", "", "<image>\n", "<video>\n", "<image><image> ", "a <image> b"])
 
 
