@@ -56,7 +56,7 @@ class Packs:
     def members(self, row: int, seed: int, epoch: int) -> list[int]:
         """The samples of a row of that epoch."""
         start, end = self._ends[row : row + 2].tolist()
-        return _epoch(self, seed, epoch)[self._places[start:end]].tolist()  # type: ignore[no-any-return]
+        return [int(member) for member in _epoch(self, seed, epoch)[self._places[start:end]]]
 
 
 @lru_cache(maxsize=2)

@@ -15,3 +15,16 @@ def mm_datasets() -> list[Component]:
             paper="https://arxiv.org/abs/2508.18265",
         )
     ]
+
+
+@hookimpl
+def mm_weight_formats() -> list[Component]:
+    return [
+        Component(
+            name="original",
+            target="mm_internvl.formats:InternVLOriginal",
+            summary="OpenGVLab's own folders of InternVL 3 and 3.5, dense and mixtures of experts",
+            licence="Apache-2.0",
+            paper="https://arxiv.org/abs/2508.18265",
+        )
+    ]

@@ -65,8 +65,8 @@ class Tiling:
         """uint8 [3,Y,X] -> float32 [N,3,height,width], normalised: tiles row by row, then the thumbnail."""
         columns, rows = self.grid(*image.shape[-2:])
         whole = self._resized(image, rows * self.height, columns * self.width)
-        tiles = whole.unflatten(2, (columns, self.width)).unflatten(1, (rows, self.height))
-        tiles = tiles.permute(1, 3, 0, 2, 4).flatten(0, 1)  # [3,rows,Y,columns,X] -> [rows*columns,3,Y,X]
+        tiles = whole.view(3, rows, self.height, columns, self.width)
+        tiles = tiles.permute(1, 3, 0, 2, 4).flatten(0, 1)  # [rows*columns,3,Y,X]
         if columns * rows > 1:
             tiles = torch.cat([tiles, self._resized(image, self.height, self.width)[None]])
         return self._normalised(tiles)
@@ -82,7 +82,7 @@ class Tiling:
     def _resized(self, image: Tensor, height: int, width: int) -> Tensor:
         picture = Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
         picture = picture.resize((width, height), Image.Resampling(self.resample))
-        return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+        return torch.from_numpy(np.array(picture)).permute(2, 0, 1).contiguous()
 
     def _normalised(self, tiles: Tensor) -> Tensor:
         mean, std = torch.tensor(self.mean)[:, None, None], torch.tensor(self.std)[:, None, None]

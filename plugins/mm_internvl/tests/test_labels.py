@@ -89,10 +89,11 @@ def expected(tokenizer, turns, shown):
     found = tokenizer.apply_chat_template(
         messages, chat_template=MARKED, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
-    ids, mask = found["input_ids"], list(found["assistant_masks"])
+    ids, marked = found["input_ids"], found["assistant_masks"]
+    mask = list(marked)
     line = tokenizer.convert_tokens_to_ids("Ċ")
     for place in range(1, len(ids)):
-        if mask[place] and not mask[place - 1] and ids[place - 1] != line:
+        if marked[place] and not marked[place - 1] and ids[place - 1] != line:
             mask[place] = 0  # a token of two line breaks, the first of which is the prompt's
     return ids, [token if learnt else IGNORED for token, learnt in zip(ids, mask, strict=True)]
 
