@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from mm_core.contracts import WeightsFrom, empty_parameters
-from mm_core.errors import CheckpointError, first_line
+from mm_core.errors import CheckpointError, MMError, first_line
 
 _PICKLED = ("*.bin", "*.pt", "*.pth")
 
@@ -57,6 +57,8 @@ class ModelFolder:
             return AutoConfig.from_pretrained(
                 self.path, local_files_only=True, trust_remote_code=self.trust_remote_code
             )
+        except MMError:  # of a plugin that reads its own kind of config.json
+            raise
         except (OSError, ValueError, KeyError) as fault:
             raise CheckpointError(
                 f"config.json describes no model that Transformers knows: {first_line(fault)}",

@@ -43,13 +43,17 @@ def build_model(wanted: PretrainedConfig, name: str) -> Any:
     if wanted.trust_remote_code:
         warnings.warn(f"task.trust_remote_code is on: Python files of {folder} are run", stacklevel=2)
     with torch.device("cpu"):  # modules that are imported now may hold tensors of their own
+        kind = _class_of(wanted.auto_class)  # its module may make further types of config.json known
         config = _config_of(folder, wanted)
-        model = _made(_class_of(wanted.auto_class), config, wanted, folder)
+        model = _made(kind, config, wanted, folder)
         _prepare_initialisation(model)
     new = _new_parameters(model, wanted, name)
     model.weights_from = None
     if wanted.weights == "files":
-        model.weights_from = WeightsFrom(str(folder), "core/transformers", part=True, new=new)
+        # A config.json that was read as another type than it states is of another layout.
+        stated = read_mapping(folder / "config.json").get("model_type", config.model_type)
+        layout = "core/transformers" if stated == config.model_type else None
+        model.weights_from = WeightsFrom(str(folder), layout, part=True, new=new)
     return model
 
 

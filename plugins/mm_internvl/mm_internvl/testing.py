@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from mm_internvl.tiny_original import rewrite_as_original
+
 SIDE, PATCH, TOKENS = 56, 14, 4
 """Of tiny checkpoints: pixels of a tile's side and a patch's, tokens of a tile (published: 448, 14, 256)."""
 
@@ -60,7 +62,13 @@ _PIECES = (
 
 
 def make_tiny_checkpoint(
-    folder: str | Path, *, seed: int = 0, vocab_size: int | None = None, max_shard_size: str | None = None
+    folder: str | Path,
+    *,
+    seed: int = 0,
+    vocab_size: int | None = None,
+    max_shard_size: str | None = None,
+    experts: int = 0,
+    original: bool = False,
 ) -> Path:
     """Writes a folder as InternVL 3.5 is published for Transformers, which `from_pretrained` loads: 0.5 MB.
 
@@ -73,6 +81,8 @@ def make_tiny_checkpoint(
         seed: of all weights; the same weights for the same seed and library versions.
         vocab_size: rows of the embedding; none: those of the tokenizer, rounded up to a multiple of 64.
         max_shard_size: cuts weights into files of this size and an index ("100KB").
+        experts: of the language model's layers, as Qwen3-MoE has them, two a token; 0 is Qwen3 itself.
+        original: in OpenGVLab's own layout, that of `InternVLChatModel`; in one file.
 
     Returns:
         The folder.
@@ -85,23 +95,28 @@ def make_tiny_checkpoint(
     _write_processors(folder)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        model = InternVLForConditionalGeneration(_config(ids, vocab_size or -(-len(ids) // 64) * 64)).eval()
+        model = InternVLForConditionalGeneration(
+            _config(ids, vocab_size or -(-len(ids) // 64) * 64, experts)
+        ).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith(("cls_token", "position_embeddings")):
                     torch.nn.init.normal_(parameter, std=0.02)  # the class leaves zeros
     model.save_pretrained(folder, **({} if max_shard_size is None else {"max_shard_size": max_shard_size}))
+    if original:
+        rewrite_as_original(folder)
     return folder
 
 
-def _config(ids: dict[str, int], vocab_size: int) -> Any:
-    from transformers import InternVLConfig, InternVLVisionConfig, Qwen3Config
+def _config(ids: dict[str, int], vocab_size: int, experts: int) -> Any:
+    from transformers import InternVLConfig, InternVLVisionConfig, Qwen3Config, Qwen3MoeConfig
 
-    text = Qwen3Config(
+    sparse = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    text = (Qwen3MoeConfig if experts else Qwen3Config)(
         vocab_size=vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=2048,
         rope_theta=1_000_000.0, tie_word_embeddings=False, bos_token_id=ids["<|endoftext|>"],
-        eos_token_id=ids["<|im_end|>"], pad_token_id=ids["<|endoftext|>"],
+        eos_token_id=ids["<|im_end|>"], pad_token_id=ids["<|endoftext|>"], **(sparse if experts else {}),
     )  # fmt: skip
     vision = InternVLVisionConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, attention_bias=True,
