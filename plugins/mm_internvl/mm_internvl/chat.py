@@ -277,12 +277,26 @@ _NEEDED = ("start_image", "end_image", "context_image")
 
 
 def _tokens_of_tile(folder: Path) -> int:
-    """How many tokens a tile is: as the processor says, or the model."""
-    for name in ("processor_config.json", "config.json"):
-        found = read_object(folder / name).get("image_seq_length")
+    """How many tokens a tile is: as the processor says, or the model, or what the model's sizes make."""
+    model = read_object(folder / "config.json")
+    for said in (read_object(folder / "processor_config.json"), model):
+        found = said.get("image_seq_length")
         if isinstance(found, int) and found > 0:
             return found
-    return 256
+    vision = model.get("vision_config", {})
+    try:
+        side = model.get("force_image_size") or _side(vision["image_size"])
+        return int((side // _side(vision["patch_size"]) * model["downsample_ratio"]) ** 2)
+    except (KeyError, TypeError, ValueError) as fault:
+        raise CheckpointError(
+            f"config.json does not say how many tokens a tile is: {fault!r}",
+            where=str(folder / "config.json"),
+            accepted="image_seq_length; or image_size and patch_size of vision_config, and downsample_ratio",
+        ) from None
+
+
+def _side(size: int | Sequence[int]) -> int:
+    return size if isinstance(size, int) else size[0]
 
 
 def _message(turn: Turn, known: _Vocabulary) -> dict[str, Any]:

@@ -103,9 +103,11 @@ def read_tiling(folder: Path, min_tiles: int | None = None, max_tiles: int | Non
     Raises:
         CheckpointError: files that can not be read, or that describe another way of cutting.
     """
-    found = _image_processor(folder)
+    found, model = _image_processor(folder), read_object(folder / "config.json")
     known = Tiling()
     size = found.get("size", {})
+    if isinstance(size, int):  # in OpenGVLab's own layout
+        size = {"height": size, "width": size}
     if not isinstance(size, Mapping) or not set(size) <= {"height", "width"}:
         raise CheckpointError(
             f"the image processor's size {size!r} is not that of tiles",
@@ -116,8 +118,8 @@ def read_tiling(folder: Path, min_tiles: int | None = None, max_tiles: int | Non
         known,
         height=int(size.get("height", known.height)),
         width=int(size.get("width", known.width)),
-        min_tiles=int(found.get("min_patches", known.min_tiles) if min_tiles is None else min_tiles),
-        max_tiles=int(found.get("max_patches", known.max_tiles) if max_tiles is None else max_tiles),
+        min_tiles=min_tiles or int(found.get("min_patches", model.get("min_dynamic_patch", known.min_tiles))),
+        max_tiles=max_tiles or int(found.get("max_patches", model.get("max_dynamic_patch", known.max_tiles))),
         mean=tuple(found.get("image_mean", known.mean)),
         std=tuple(found.get("image_std", known.std)),
         resample=int(found.get("resample", known.resample)),
@@ -145,7 +147,7 @@ def read_object(file: Path) -> Mapping[str, Any]:
     """A JSON object; {} where there is no such file. CheckpointError for one that holds something else."""
     found = read_mapping(file)
     if not found and file.exists():
-        raise CheckpointError("the file holds no JSON object", where=str(file))
+        raise CheckpointError("the file holds no JSON object, or an empty one", where=str(file))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,8 @@ from mm_internvl.rows import conversation
 from mm_internvl.testing import CHAT_TEMPLATE, TOKENS, make_tiny_checkpoint
 from transformers import AutoTokenizer
 from transformers.models.internvl.processing_internvl import InternVLProcessor
+
+from mm_core.errors import CheckpointError
 
 MARKED = CHAT_TEMPLATE.replace(
     "{{ '<|im_start|>' + message['role'] + '\n' }}",
@@ -111,3 +114,51 @@ def test_every_label_is_right(folder, tokenizer, made):
 
 
 CHATS: dict = {}
+
+
+def test_tokens_of_a_tile_are_those_that_the_model_makes(tmp_path):
+    """As the processor says, else the model; else what sizes make, as in OpenGVLab's own layout."""
+    folder = make_tiny_checkpoint(tmp_path)
+    (folder / "processor_config.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    published = {"force_image_size": 448, "vision_config": {"image_size": 448, "patch_size": 14}}
+    del config["image_seq_length"]
+    for change, tokens in (
+        ({"image_seq_length": 9}, 9),
+        ({}, TOKENS),
+        ({**published, "downsample_ratio": 0.5}, 256),
+    ):
+        (folder / "config.json").write_text(json.dumps({**config, **change}))
+        assert len(Chat(str(folder), 100).tokens_of_blank) == tokens + 2
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="the file holds no JSON object"):
+        Chat(str(folder), 100).check()
+    (folder / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(
+        CheckpointError, match=r"config\.json does not say how many tokens a tile is: KeyError"
+    ):
+        Chat(str(folder), 100).check()
+
+
+def test_a_tokenizer_without_image_tokens(tmp_path):
+    folder = make_tiny_checkpoint(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        text = (folder / name).read_text().replace("<IMG_CONTEXT>", "<other>")
+        (folder / name).write_text(text.replace('"context_image_token": "<other>",', ""))
+    with pytest.raises(CheckpointError, match="knows no <IMG_CONTEXT>, so it is none of InternVL's"):
+        Chat(str(folder), 100).check()
+
+
+def test_turns_that_a_template_opens_with_a_thought(tmp_path):
+    """Qwen3's template puts an empty thought before the last answer only, which the model writes too."""
+    folder = make_tiny_checkpoint(tmp_path)
+    thought = (
+        "{% if message['role'] == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    )
+    head = "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace(head, head + thought))
+    chat = Chat(str(folder), 200)
+    said = {"messages": [{"role": r, "content": c} for r, c in (("user", "u"), ("assistant", "a"))] * 2}
+    tokens = chat.tokens(conversation(said, "row"), [], "row")
+    learnt = [token for token in tokens.labels.tolist() if token != IGNORED]
+    assert chat.tokenizer.decode(learnt) == "a<|im_end|><think>\n\n</think>\n\na<|im_end|>"

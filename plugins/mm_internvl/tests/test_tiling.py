@@ -121,3 +121,10 @@ def test_a_folder_says_how_its_images_are_cut(tmp_path):
     (tmp_path / "preprocessor_config.json").write_text('{"size": {"shortest_edge": 448}}')
     with pytest.raises(CheckpointError, match="is not that of tiles"):
         read_tiling(tmp_path)
+
+
+def test_a_folder_in_opengvlabs_own_layout_says_it_in_its_own_way(tmp_path):
+    """Keys of `preprocessor_config.json` and `config.json` of OpenGVLab/InternVL3_5-1B."""
+    (tmp_path / "preprocessor_config.json").write_text('{"size": 448, "crop_size": 448, "resample": 3}')
+    (tmp_path / "config.json").write_text('{"min_dynamic_patch": 1, "max_dynamic_patch": 6}')
+    assert read_tiling(tmp_path) == Tiling(max_tiles=6)
