@@ -66,7 +66,8 @@ def _config(given: dict[str, Any]) -> dict[str, Any]:
     vision = {
         "architectures": ["InternVisionModel"], "attention_dropout": 0.0, "drop_path_rate": 0.0,
         "dropout": 0.0, "hidden_act": "gelu", "hidden_size": seen["hidden_size"], "image_size": size,
-        "initializer_factor": 0.1, "initializer_range": 1e-10, "intermediate_size": seen["intermediate_size"], "layer_norm_eps": 1e-06,
+        "initializer_factor": 0.1, "initializer_range": 1e-10, "intermediate_size": seen["intermediate_size"],
+        "layer_norm_eps": 1e-06,
         "model_type": "intern_vit_6b", "norm_type": "layer_norm", "num_channels": 3, "patch_size": patch,
         "num_attention_heads": seen["num_attention_heads"], "num_hidden_layers": seen["num_hidden_layers"],
         "qk_normalization": False, "qkv_bias": True, "torch_dtype": "bfloat16", "use_flash_attn": True,
