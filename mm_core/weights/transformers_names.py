@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
+
+from torch.distributed.fsdp import FSDPModule
 
 from mm_core.errors import ContractError
 from mm_core.weights.format import StoredTensors
@@ -34,6 +37,11 @@ def keys_as_saved(model: Any, prefix: str = "") -> KeyMap:
     Raises:
         ContractError: the library changes a tensor as it saves by more than cutting, joining and turning.
     """
+    with _own_classes(model):
+        return _as_saved(model, prefix)
+
+
+def _as_saved(model: Any, prefix: str) -> KeyMap:
     own = {name: Probe.of(name, tensor.shape) for name, tensor in model.state_dict().items()}
     if not (loading := _loading_room()):
         names = {name: _older_name(model, name) for name in own}
@@ -61,6 +69,11 @@ def keys_as_loaded(model: Any, stored: StoredTensors) -> KeyMap:
 
     What the library has no use for has no place in the map. ContractError as of `keys_as_saved`.
     """
+    with _own_classes(model):
+        return _as_loaded(model, stored)
+
+
+def _as_loaded(model: Any, stored: StoredTensors) -> KeyMap:
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     probes = {name: Probe.of(name, shape) for name, shape in stored.shapes.items()}
     if not (loading := _loading_room()):
@@ -110,6 +123,19 @@ def _converted(
         for target, probe in made.items():
             found.setdefault(target, probe[0] if isinstance(probe, list) else probe)
     return found
+
+
+@contextmanager
+def _own_classes(model: Any) -> Iterator[None]:
+    """The library finds its rules by class, and takes those that FSDP2 makes for code of the user's."""
+    sharded: dict[Any, type] = {m: type(m) for m in model.modules() if isinstance(m, FSDPModule)}
+    try:
+        for module, kind in sharded.items():
+            module.__class__ = next(own for own in kind.__mro__ if not issubclass(own, FSDPModule))
+        yield
+    finally:
+        for module, kind in sharded.items():
+            module.__class__ = kind
 
 
 def _loading_room() -> Any:

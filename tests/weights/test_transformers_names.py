@@ -7,12 +7,16 @@ import importlib.util
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from mm_core.errors import CheckpointError, ContractError
 from mm_core.train.exporting import export
@@ -102,6 +106,25 @@ def test_names_in_memory_and_in_files(kind, here, there, shape):
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_tied", "bert", "qwen3_vl"])
 def test_what_is_stored_as_in_memory_needs_no_map(kind):
     assert not keys_as_saved(model_of(kind)).placed
+
+
+@fifth
+@pytest.mark.parametrize("kind", ["internvl", "qwen3_moe"])
+def test_a_sharded_model_has_the_names_of_a_whole_one(kind):
+    """FSDP2 changes a model's class, by which the library finds its rules."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = model_of(kind)
+        wanted = keys_as_saved(model).copies(shapes_of(model))
+        stored = SimpleNamespace(shapes={copy.stored: copy.stored_shape for copy in wanted})
+        read = keys_as_loaded(model, stored).copies(shapes_of(model))
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        sharded = type(model)
+        assert keys_as_saved(model).copies(shapes_of(model)) == wanted
+        assert keys_as_loaded(model, stored).copies(shapes_of(model)) == read
+        assert type(model) is sharded
+    finally:
+        dist.destroy_process_group()
 
 
 @fifth
