@@ -135,7 +135,7 @@ def test_tokens_of_a_tile_are_those_that_the_model_makes(tmp_path):
         Chat(str(folder), 100).check()
     (folder / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(
-        CheckpointError, match=r"config\.json does not say how many tokens a tile is: KeyError"
+        CheckpointError, match="does not say how many tokens a tile is: KeyError"
     ):
         Chat(str(folder), 100).check()
 

@@ -1,0 +1,74 @@
+"""Runs over `internvl/conversations`: a config alone trains a tiny InternVL, packed or grouped by length."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from mm_internvl.testing import make_tiny_checkpoint
+
+import mm_core
+from mm_core.errors import ConfigError
+
+
+def of_tests(name: str):
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+data = of_tests("internvl_data")
+
+
+@pytest.fixture
+def config(tmp_path):
+    """The page's config, on a tiny checkpoint."""
+    page = (Path(__file__).parents[3] / "docs" / "internvl.md").read_text(encoding="utf-8")
+    written = yaml.safe_load(re.search(r"```yaml\n(run: .*?)```", page, re.S)[1])
+    make_tiny_checkpoint(tmp_path / "model")
+    data.draw(tmp_path / "files")
+    rows = [*data.ROWS, *(data.asked(f"what is {n}?", "number " * (n % 5 + 1)) for n in range(10))]
+    data.write(tmp_path / "files" / "rows.jsonl", rows)
+    written["run"]["dir"] = str(tmp_path / "runs")
+    written["task"]["from_pretrained"] = str(tmp_path / "model")
+    source = {"annotations": str(tmp_path / "files" / "rows.jsonl")}
+    written["data"]["train"].update(
+        processor=str(tmp_path / "model"), sources=[source], max_length=200, max_tiles=2
+    )
+    written["optimizer"]["lr"] = 1e-2
+    written["engine"] = {"type": "fsdp2"}
+    written["train"] = {"steps": 10, "micro_batch_size": 1, "global_batch_size": 2}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(written), encoding="utf-8")
+    return tmp_path / "run.yaml"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["data.loader.workers=1"],
+        [
+            *("data.train.packing=false", "data.loader.group_by_length=true"),
+            *("data.loader.workers=0", "train.micro_batch_size=2"),
+        ],
+    ],
+    ids=["packed", "grouped"],
+)
+def test_the_config_of_the_page_trains(config, options):
+    mm_core.train(mm_core.load_config(config, options))
+    (file,) = config.parent.glob("runs/*/metrics.jsonl")
+    logged = [json.loads(line) for line in file.read_text().splitlines()]
+    assert logged[-1]["loss"] < 0.8 * logged[0]["loss"]
+    assert not (file.parent / "skipped.jsonl").exists()
+
+
+def test_a_config_is_checked_without_torch_and_in_one_sentence(config):
+    with pytest.raises(ConfigError) as fault:
+        mm_core.load_config(config, ["data.train.max_tile=3", "data.train.min_tiles=9"])
+    sentences = [str(found) for found in fault.value.faults]
+    assert any("max_tile" in sentence and "max_tiles" in sentence for sentence in sentences)
