@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 
+from mm_internvl.tiny_data import make_tiny_conversations
 from mm_internvl.tiny_original import rewrite_as_original
+
+__all__ = ["PATCH", "SIDE", "TOKENS", "WORDS", "make_tiny_checkpoint", "make_tiny_conversations"]
 
 SIDE, PATCH, TOKENS = 56, 14, 4
 """Of tiny checkpoints: pixels of a tile's side and a patch's, tokens of a tile (published: 448, 14, 256)."""

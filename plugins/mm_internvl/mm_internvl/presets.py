@@ -1,0 +1,121 @@
+"""The published architectures of InternVL 3.5, as data; torch-free.
+
+Language models are Qwen3's, as the config.json of the repository says that stands beside each; the vision
+tower is InternViT-300M-448px-V2.5's. Embedding and head are two tensors in all of them, also where Qwen's own
+model shares one: so the published files hold them. tests/test_configs.py compares the tensors with what is
+published of their number and size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from mm_core.errors import ConfigError
+
+_VISION: Mapping[str, Any] = MappingProxyType(
+    {
+        "model_type": "internvl_vision",
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "attention_bias": True,
+        "image_size": [448, 448],
+        "patch_size": [14, 14],
+    }
+)
+
+_TEXT: Mapping[str, Any] = MappingProxyType(
+    {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1_000_000.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "tie_word_embeddings": False,
+    }
+)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A published model. source: repository whose config.json `text` is from. text: its fields that `_TEXT`
+    does not have."""
+
+    source: str
+    text: Mapping[str, Any]
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """config.json, as Transformers has it."""
+        return {
+            "architectures": ["InternVLForConditionalGeneration"],
+            "model_type": "internvl",
+            "text_config": {**_TEXT, **self.text},
+            "vision_config": dict(_VISION),
+            "downsample_ratio": 0.5,
+            "image_seq_length": 256,
+            "image_token_id": 151671,
+            "projector_hidden_act": "gelu",
+            "tie_word_embeddings": False,
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "default",
+        }
+
+
+def _dense(hidden: int, inner: int, layers: int, heads: int, kv_heads: int = 8) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+    }
+
+
+PRESETS: Mapping[str, Preset] = MappingProxyType(
+    {
+        "internvl3.5-1b": Preset("Qwen/Qwen3-0.6B", _dense(1024, 3072, 28, 16)),
+        "internvl3.5-2b": Preset("Qwen/Qwen3-1.7B", _dense(2048, 6144, 28, 16)),
+        "internvl3.5-8b": Preset("Qwen/Qwen3-8B", _dense(4096, 12288, 36, 32)),
+        "internvl3.5-30b-a3b": Preset(
+            "Qwen/Qwen3-30B-A3B",
+            {
+                **_dense(2048, 6144, 48, 32, 4),
+                "model_type": "qwen3_moe",
+                "decoder_sparse_step": 1,
+                "moe_intermediate_size": 768,
+                "norm_topk_prob": True,
+                "num_experts": 128,
+                "num_experts_per_tok": 8,
+            },
+        ),
+    }
+)
+
+
+def write_config(folder: str | Path, preset: str) -> Path:
+    """Writes config.json of a published model: enough to plan a run before anything is downloaded.
+
+    Args:
+        folder: is made where it does not exist.
+        preset: one of `PRESETS`.
+
+    Raises:
+        ConfigError: a name that there is not, or a folder with a config.json already.
+    """
+    if preset not in PRESETS:
+        raise ConfigError(f"there is no preset {preset!r}", accepted=", ".join(PRESETS))
+    file = Path(folder) / "config.json"
+    if file.exists():
+        raise ConfigError("this folder holds a config.json already", where=str(folder))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(PRESETS[preset].document, indent=2) + "\n", encoding="utf-8")
+    return file.parent

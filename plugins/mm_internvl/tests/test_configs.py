@@ -1,0 +1,241 @@
+"""The plugin's YAMLs: every one checks, the full-size ones are the published models, the tiny ones run."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import subprocess
+import sys
+from importlib import import_module
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+from mm_internvl.formats import InternVLOriginal
+from mm_internvl.presets import PRESETS, write_config
+from mm_internvl.testing import make_tiny_checkpoint, make_tiny_conversations
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import InternVLForConditionalGeneration
+
+import mm_core
+from mm_core.cli.main import COMMANDS
+from mm_core.config.load import load_config
+from mm_core.errors import ConfigError
+from mm_core.parallel.casting import shards_mixed
+from mm_core.plan import build_task, make_plan
+from mm_core.train.exporting import export
+
+ROOT = Path(__file__).parents[3]
+CONFIGS = sorted((ROOT / "plugins/mm_internvl/mm_internvl/configs").glob("*.yaml"))
+SIZES = {
+    "1b": "internvl3.5-1b",
+    "2b": "internvl3.5-2b",
+    "8b": "internvl3.5-8b",
+    "30b_a3b": "internvl3.5-30b-a3b",
+}
+KINDS = ("full", "lora", "projector")
+TINY = ("tiny", "tiny_moe")
+PROJECTOR = "model.model.multi_modal_projector."
+FILE = "model.safetensors"
+
+
+def named(size: str, kind: str) -> str:
+    return size if kind == "full" else f"{size}_{kind}"
+
+
+def config_at(name: str, *overrides: str):
+    if not shards_mixed():
+        overrides = ("train.base_dtype=null", *overrides)
+    return load_config(ROOT / f"configs/internvl/{name}.yaml", list(overrides))
+
+
+def test_there_is_one_of_each_kind_and_size_linked_from_the_top():
+    names = {named(size, kind) for size in (*SIZES, *TINY) for kind in KINDS}
+    assert {path.stem for path in CONFIGS} == names
+    assert all((ROOT / "configs/internvl" / path.name).resolve() == path for path in CONFIGS)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_checks_and_its_commands_are_such_as_the_program_takes(path):
+    config = load_config(path)
+    assert config.run.name == f"internvl_{path.stem}"
+    assert config.data.train.options["processor"] == config.task.options["from_pretrained"]
+    commands = re.findall(r"^#   mm(?:-| )(\w+) (.*)$", path.read_text(), re.MULTILINE)
+    for name, rest in commands:
+        parser = argparse.ArgumentParser(prog=f"mm {name}", allow_abbrev=False)
+        import_module(COMMANDS[name][0]).configure(parser)
+        parser.parse_intermixed_args(shlex.split(rest))
+    assert "train" in dict(commands)
+
+
+def test_presets_need_no_torch():
+    command = "import sys, mm_internvl.presets; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", command], check=True)
+
+
+@pytest.mark.parametrize(
+    ("preset", "vision", "projector", "language"),
+    [
+        ("internvl3.5-1b", 304_012_288, 5_253_120, 751_632_384),
+        ("internvl3.5-2b", 304_012_288, 12_595_200, 2_031_739_904),
+        ("internvl3.5-8b", 304_012_288, 33_570_816, 8_190_735_360),
+        ("internvl3.5-30b-a3b", 304_012_288, 12_595_200, 30_532_122_624),
+    ],
+)
+def test_the_numbers_of_parameters_follow_from_the_published_architectures(
+    preset, vision, projector, language
+):
+    """Written out by hand from config.json of Qwen3 and InternViT, and exact."""
+    text = PRESETS[preset].document["text_config"]
+    wide, layers, head = text["hidden_size"], text["num_hidden_layers"], text["head_dim"]
+    heads, kv = text["num_attention_heads"], text["num_key_value_heads"]
+    attention = wide * head * (2 * heads + 2 * kv) + 2 * head
+    if "num_experts" in text:
+        inner = text["num_experts"] * (3 * wide * text["moe_intermediate_size"] + wide)
+    else:
+        inner = 3 * wide * text["intermediate_size"]
+    assert language == layers * (attention + inner + 2 * wide) + wide + 2 * text["vocab_size"] * wide
+    assert projector == 2 * 4096 + (4096 + 1) * wide + (wide + 1) * wide
+    block = 4 * (1024 * 1024 + 1024) + 2 * 1024 * 4096 + 4096 + 1024 + 4 * 1024 + 2 * 1024
+    assert vision == 24 * block + (3 * 14 * 14 + 1) * 1024 + 1024 + (32 * 32 + 1) * 1024
+
+
+PUBLISHED = {
+    "internvl3.5-1b": (1.061e9, 0.0005e9),
+    "internvl3.5-2b": (2.35e9, 0.005e9),
+    "internvl3.5-8b": (8.53e9, 0.005e9),
+    "internvl3.5-30b-a3b": (30.8e9, 0.05e9),
+}
+"""Parameters of OpenGVLab/InternVL3_5-*, as their model cards round them; of 1B as
+OpenExplorer/InternVL3_5-1B counts the published tensors (1.061B: 309.3M and 751.6M)."""
+
+FILES = {"internvl3.5-1b": (2.12e9, 0.005e9), "internvl3.5-8b": (17.1e9, 0.05e9)}
+"""Bytes of the published bf16 files, as the lists of files of OpenGVLab/InternVL3_5-1B and -8B round them."""
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_full_size_config_plans_the_published_tensors(size, tmp_path):
+    preset = SIZES[size]
+    folder = write_config(tmp_path / "model", preset)
+    with torch.device("meta"):
+        class_ = InternVLForConditionalGeneration
+        model = class_(class_.config_class.from_pretrained(folder))
+    expected = {f"model.{name}": tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    whole = sum(prod(shape) for shape in expected.values())
+    assert whole == pytest.approx(PUBLISHED[preset][0], abs=PUBLISHED[preset][1])
+    if preset in FILES:
+        assert 2 * whole == pytest.approx(FILES[preset][0], abs=FILES[preset][1])
+    if size == "1b":
+        language = sum(prod(s) for n, s in expected.items() if "language_model" in n or "lm_head" in n)
+        assert (round(language / 1e6, 1), round((whole - language) / 1e6, 1)) == (751.6, 309.3)
+    layers = model.config.text_config.num_hidden_layers
+    for kind in KINDS:
+        config = config_at(named(size, kind), f"task.from_pretrained={folder}")
+        task = build_task(config)
+        found = {
+            name.replace(".base_layer.", "."): tuple(tensor.shape)
+            for name, tensor in task.state_dict().items()
+            if ".lora_" not in name
+        }
+        assert found == expected and all(tensor.is_meta for tensor in task.parameters())
+        plan = make_plan(config, 8, task)
+        assert len(plan.engine.wrapped) == layers + 24 and set(plan.engine.recomputed) == set(
+            plan.engine.wrapped
+        )
+        trained = {name for name, parameter in task.named_parameters() if parameter.requires_grad}
+        if kind == "full":
+            assert trained == set(dict(task.named_parameters()))
+            layout = InternVLOriginal().layout("model", task.model)
+            bare = {name.removeprefix("model."): shape for name, shape in expected.items()}
+            stored = layout.keys.stored_shapes(bare)
+            assert sum(prod(shape) for shape in stored.values()) == whole
+            assert stored["vision_model.encoder.layers.23.attn.qkv.weight"] == (3072, 1024)
+        elif kind == "projector":
+            assert trained == {name for name in expected if name.startswith(PROJECTOR)}
+        else:
+            adapted = {name for name in trained if ".lora_" in name}
+            assert {n for n in trained - adapted} == {n for n in expected if n.startswith(PROJECTOR)}
+            assert len(adapted) == 2 * layers * (4 if "a3b" in size else 7)
+
+
+def test_a_preset_that_there_is_not_and_a_folder_in_use(tmp_path):
+    with pytest.raises(ConfigError) as fault:
+        write_config(tmp_path, "internvl3.5-9b")
+    assert fault.value.what == "there is no preset 'internvl3.5-9b'"
+    assert fault.value.accepted == ", ".join(PRESETS)
+    write_config(tmp_path, "internvl3.5-1b")
+    with pytest.raises(ConfigError, match="this folder holds a config.json already"):
+        write_config(tmp_path, "internvl3.5-1b")
+
+
+# -- tiny twins ------------------------------------------------------------------------------------
+
+
+def trained(name: str, *overrides: str) -> Path:
+    """The run's folder after a few steps."""
+    fewer = ["train.steps=5", "checkpoint.every=5", "data.loader.workers=0", "lr_schedule.warmup_steps=0"]
+    mm_core.train(config_at(name, *fewer, *overrides))
+    return Path("runs") / f"internvl_{name}"
+
+
+@pytest.fixture
+def origin(request, tmp_path, monkeypatch):
+    """A folder as the first lines of a twin say, and the twin's name."""
+    monkeypatch.chdir(tmp_path)
+    make_tiny_conversations("data/digits")
+    folder = config_at(request.param).task.options["from_pretrained"]
+    return request.param, make_tiny_checkpoint(folder, experts=4 if "moe" in request.param else 0)
+
+
+@pytest.mark.parametrize("origin", ["tiny_projector", "tiny_moe_projector"], indirect=True)
+def test_what_is_frozen_by_name_stays_and_the_projector_alone_changes(origin, tmp_path):
+    name, folder = origin
+    out = export(trained(name), tmp_path / "out", "transformers")
+    before, after = load_file(folder / FILE), load_file(out / FILE)
+    assert before.keys() == after.keys()
+    moved = {key for key, tensor in after.items() if not torch.equal(tensor, before[key])}
+    assert moved == {key for key in before if key.startswith("multi_modal_projector.")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("origin", ["tiny", "tiny_moe"], indirect=True)
+def test_a_tiny_twin_trains_in_full_and_comes_out_in_both_layouts(origin, tmp_path):
+    name, folder = origin
+    run = trained(name)
+    out = export(run, tmp_path / "out", "transformers")
+    loaded, info = InternVLForConditionalGeneration.from_pretrained(out, output_loading_info=True)
+    assert not any(info.values())
+    before, after = load_file(folder / FILE), load_file(out / FILE)
+    # An expert that no token of these steps was sent to stays; nothing else does.
+    moved = {key for key, tensor in after.items() if not torch.equal(tensor, before[key])}
+    assert all(".experts." in key for key in before.keys() - moved)
+    original = export(run, tmp_path / "original", "internvl/original")
+    again = config_at(name, "train.steps=0", f"task.from_pretrained={original}")
+    assert build_task(again).model.weights_from.path == str(original)
+    assert sum(t.numel() for t in load_file(original / FILE).values()) == sum(
+        t.numel() for t in after.values()
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("origin", ["tiny_lora", "tiny_moe_lora"], indirect=True)
+def test_a_tiny_twin_of_a_lora_comes_out_merged(origin, tmp_path):
+    name, folder = origin
+    run = trained(name)
+    merged = export(run, tmp_path / "merged", "transformers", merge_adapters=True)
+    before, after = load_file(folder / FILE), load_file(merged / FILE)
+    moved = {key for key, tensor in after.items() if not torch.equal(tensor, before[key])}
+    inner = ("self_attn.", "mlp.") if name == "tiny_lora" else ("self_attn.",)
+    adapted = {
+        key
+        for key in before
+        if key.startswith("language_model.model.layers.")
+        and any(f".{part}" in key for part in inner)
+        and "_proj." in key
+    }
+    assert moved == adapted | {key for key in before if key.startswith("multi_modal_projector.")}
+    assert InternVLForConditionalGeneration.from_pretrained(merged)
+    assert PeftModel is not None
