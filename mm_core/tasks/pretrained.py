@@ -14,6 +14,7 @@ from mm_core.builtin.configs.pretrained import PretrainedConfig
 from mm_core.contracts import Batch, Clip, Evaluation, Loss, Randomness, SampleRequest, TextBatch
 from mm_core.errors import ContractError
 from mm_core.tasks.chunked_loss import hold_back
+from mm_core.tasks.input_names import InputNames
 from mm_core.tasks.pretrained_answers import Answers, Words, class_names
 from mm_core.tasks.pretrained_loss import IGNORED, RowLosses, check_returned, follow
 from mm_core.tasks.pretrained_model import build_model, forward_names
@@ -116,7 +117,8 @@ class PretrainedTask(nn.Module):
         self._answers: Answers | None = None
         if wanted.max_new_tokens is not None:
             self._answers = Answers(self.model, from_pretrained, wanted.max_new_tokens)
-        self._names: frozenset[str] | None = None
+        # In training, and in evaluations.
+        self._names = {True: InputNames("data.train"), False: InputNames("data.validation")}
         self._checked: set[bool] = set()  # in training, in evaluation
         self._record: RowLosses | None = None
         # Before the engine's own hooks, which may cast what the model returns.
@@ -127,7 +129,7 @@ class PretrainedTask(nn.Module):
     def weight(self, batch: Batch) -> float:
         """The number of labels that the loss is over, each times the weight of its row."""
         assert isinstance(batch, TextBatch)
-        self._check_names(batch)
+        self._names[True].check(batch.inputs)
         counts = batch.counts if batch.counts is not None else self._labels.counts(batch.inputs["labels"])
         return float(sum(w * n for w, n in zip(batch.weights.tolist(), counts, strict=True)))
 
@@ -136,8 +138,10 @@ class PretrainedTask(nn.Module):
         return self._labels
 
     def prepare(self, batch: Batch, rng: Randomness) -> PretrainedInputs:
-        """The batch as it is: nothing is drawn and nothing encoded."""
+        """The batch as it is: nothing is drawn and nothing encoded. ContractError for one whose inputs have
+        other names than the others, those of other ranks among them."""
         assert isinstance(batch, TextBatch)
+        self._names[self.model.training].agree(batch.inputs)
         counts = batch.counts if batch.counts is not None else self._labels.counts(batch.inputs["labels"])
         weight = float(sum(w * n for w, n in zip(batch.weights.tolist(), counts, strict=True)))
         weights = batch.weights.to(next(iter(batch.inputs.values())).device, non_blocking=True)
@@ -167,20 +171,6 @@ class PretrainedTask(nn.Module):
         """Checks what the first forward returns: the loss is the sum that was asked for, and nothing else."""
         if self._record is not None and model.training not in self._checked:
             check_returned(self._record, getattr(returned, "loss", None))
-
-    def _check_names(self, batch: TextBatch) -> None:
-        """ContractError for a batch with other inputs than those before: it would run other modules, and the
-        ranks would wait for one another for ever."""
-        names = frozenset(batch.inputs)
-        if self._names is None:
-            self._names = names
-        elif names != self._names:
-            raise ContractError(
-                f"a batch has other inputs than those before it: {', '.join(sorted(names ^ self._names))} "
-                "only in some",
-                where="data.train",
-                accepted="the same names in every batch: a blank image, say, where a row has none",
-            )
 
     # -- evaluation ----------------------------------------------------------------------------
 

@@ -12,10 +12,11 @@ def mm_datasets():
 
 class TokenRows:
     """kind: `tokens` (labels are the ids, the first third not learnt), `classes`, `numbers`, `marks` (several
-    yes or no) or `images` (tokens with two small images a row, as Qwen-VL's processor gives them)."""
+    yes or no) or `images` (tokens with two small images a row, as Qwen-VL's processor gives them). segments:
+    batches whose first row has an odd number have these among their inputs."""
 
-    def __init__(self, kind: str = "tokens", rows: int = 24, seed: int = 0) -> None:
-        self.kind, self.rows, self.seed = kind, rows, seed
+    def __init__(self, kind: str = "tokens", rows: int = 24, seed: int = 0, segments: bool = False) -> None:
+        self.kind, self.rows, self.seed, self.segments = kind, rows, seed, segments
 
     def __len__(self) -> int:
         return self.rows
@@ -38,6 +39,8 @@ class TokenRows:
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
         inputs = {"input_ids": ids, "attention_mask": mask}
+        if self.segments and samples[0]["index"] % 2:
+            inputs["token_type_ids"] = torch.zeros_like(ids)
         if self.kind in ("tokens", "images"):
             labels = ids.masked_fill(mask == 0, -100)
             for row, known in enumerate(rows):
