@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 import json
 import math
 import re
@@ -85,6 +86,7 @@ def test_a_subset_is_spread_over_the_dataset_under_its_own_indices():
 @pytest.mark.parametrize("workers", [0, 2])
 def test_rows_that_can_not_be_read_weigh_nothing_in_every_pass(workers, monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parent)  # workers import the dataset's module by its name
+    monkeypatch.setitem(sys.modules, ranks.__name__, ranks)
     found = data(ranks.Clips(10, broken=(2, 5)), loader=LoaderSection(workers=workers))
     batches = list(found.read(passes=2))
     assert len(batches) == 6
