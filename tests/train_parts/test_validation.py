@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 import json
 import math
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
