@@ -108,6 +108,44 @@ def test_the_command_prints_a_table_or_json(run, capsys):
     assert found["metrics"]["loss"] == pytest.approx(expected_loss(run, [0, 2], 1.0), rel=1e-5)
 
 
+def predicted(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_the_fixed_noise_loss_of_each_clip_is_written_down(run, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    assert main(["eval", "--run", str(run), "--weights", "model", "--predictions", str(out)]) == 0
+    rows = predicted(out)
+    assert [row["row"] for row in rows] == list(range(ROWS))
+    assert "3.mp4" in rows[3]["id"] and rows[3].keys() == {"row", "id", "error"}
+    for row in (rows[number] for number in (0, 1, 2, 4)):
+        assert row["loss"] == pytest.approx(expected_loss(run, [row["row"]], 1.0), rel=1e-5)
+        assert row["id"].endswith(f"{row['row']}.mp4") and row["weight"] == 1
+        at = [row[f"loss_at/{quantile}"] for quantile in (0.1, 0.3, 0.5, 0.7, 0.9)]
+        assert sum(at) / 5 == pytest.approx(row["loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_two_ranks_say_what_one_says(run, tmp_path, mm):
+    found = []
+    for ranks in (1, 2):
+        out, rows = tmp_path / f"{ranks}.json", tmp_path / f"{ranks}.jsonl"
+        files = ["--out", str(out), "--predictions", str(rows)]
+        if ranks == 1:
+            assert main(["eval", "--run", str(run), *files]) == 0
+        else:
+            done = mm("eval", "--run", run, "--nproc", ranks, *files)
+            assert done.code == 0, done.err
+            assert done.err.count("could not be read") == 1
+        found.append((json.loads(out.read_text()), predicted(rows)))
+    (one, alone), (two, shared) = found
+    assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-6) and two["rows"] == one["rows"] == 4
+    assert (one["ranks"], two["ranks"]) == (1, 2) and one["weights"] == two["weights"] == "ema"
+    for mine, theirs in zip(alone, shared, strict=True):
+        assert mine.pop("id") == theirs.pop("id") and mine.pop("error", None) == theirs.pop("error", None)
+        assert theirs == pytest.approx(mine, rel=1e-6)
+
+
 def test_other_data_can_be_named(run, capsys):
     sizes = ["num_frames=4", "height=16", "width=16"]
     data = ["type=video_text", f"annotations={run.parent / 'clips.json'}", *sizes]
