@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,16 @@ def test_figures_and_predictions_are_those_of_the_library(run, tmp_path, capsys)
     assert other["config_sha256"] != report["config_sha256"] and other["rows"] == 4
     assert json.loads((run / "evaluations/test_step_00000000_model.json").read_text()) == other
     assert other["overrides"] == ["data.test.rows=4"] and set(other["metrics"]) == {"loss"}
+
+
+def test_the_documentation_shows_rows_as_they_are(run, tmp_path):
+    page = (HERE.parents[1] / "docs/validation.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    read, lost = map(json.loads, block.splitlines())
+    options, _, rows = files_of(tmp_path, 1)
+    assert main(["eval", "--run", str(run), "--split", "test", *options]) == 0
+    lines = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert read.keys() == lines[0].keys() and lost.keys() == lines[BROKEN].keys()
 
 
 @pytest.mark.slow
