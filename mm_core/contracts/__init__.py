@@ -14,6 +14,7 @@ from mm_core.contracts.batch import (
 )
 from mm_core.contracts.components import (
     Autoencoder,
+    ChoosesLatents,
     Frozen,
     NoiseScheduler,
     Posterior,
@@ -72,6 +73,7 @@ __all__ = [
     "Bins",
     "Callback",
     "ChecksRequests",
+    "ChoosesLatents",
     "Clip",
     "CountsProducts",
     "CountsSamples",

@@ -39,7 +39,7 @@ from mm_core.errors import ContractError
 from mm_core.tasks.experts import Experts
 from mm_core.tasks.text_to_video_bins import declared_bins, sum_by_bin
 from mm_core.tasks.text_to_video_captions import Captions, TokenizeCaptions
-from mm_core.tasks.text_to_video_checks import collect_faults
+from mm_core.tasks.text_to_video_checks import collect_faults, latents_of
 from mm_core.tasks.text_to_video_frames import (
     check_images,
     choices,
@@ -96,7 +96,7 @@ class TextToVideo(nn.Module):
         text_encoder: TextEncoder,
         scheduler: NoiseScheduler,
         caption_dropout: float = TextToVideoConfig.caption_dropout,
-        latents: str = TextToVideoConfig.latents,
+        latents: str | None = TextToVideoConfig.latents,
         sample: SampleConfig | None = None,
         image_encoder: ImageEncoder | None = None,
         frames: FrameNames | None = TextToVideoConfig.frames,
@@ -114,7 +114,7 @@ class TextToVideo(nn.Module):
             self.frozen = (*self.frozen, "image_encoder")
         self.frames: FrameNames = choices(predictor)[0] if frames is None else tuple(frames)
         self.caption_dropout = caption_dropout
-        self.latents = latents
+        self.latents = latents_of(autoencoder, latents)
         self.sample_defaults = SampleConfig() if sample is None else sample
         self._captions = Captions(text_encoder, predictor.text_padding)
 

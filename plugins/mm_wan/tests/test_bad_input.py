@@ -164,6 +164,16 @@ def test_an_autoencoder_of_other_channels(said):
     assert found.startswith("mm: error: 2 components do not fit:\n")
 
 
+@pytest.mark.parametrize(("latents", "sampled"), [("mode", "true"), ("sample", "false")])
+def test_a_task_and_an_autoencoder_that_say_opposite_things_of_the_latents(said, latents, sampled):
+    other = "sample" if sampled == "true" else "mode"
+    found = said(*dry(f"task.latents={latents}", f"task.autoencoder.do_sample={sampled}"))
+    assert found == (
+        f"mm: error: task.latents: latents is {latents}, and the autoencoder's do_sample is {sampled}\n"
+        f"  accepted: {other}\n  hint: leave one of the two out\n"
+    )
+
+
 # -- sizes -----------------------------------------------------------------------------------------
 
 FAULTS = {
