@@ -39,11 +39,13 @@ class CountLabels:
     """What data workers do with a collated batch: count the labels of each row that its loss is over.
 
     shifted: a token's label is the next one, so that the first of a row counts for nothing.
-    accepted: names that the model's forward takes; None where it takes any.
+    accepted: names that the model's forward takes; None where it takes any. classes: how many a classifier of
+    rows has; None for other models.
     """
 
     shifted: bool
     accepted: tuple[str, ...] | None
+    classes: int | None = None
 
     def __call__(self, batch: Batch) -> Batch:
         """The batch with `counts` and `tokens`. ContractError for one that the model can not take."""
@@ -66,7 +68,23 @@ class CountLabels:
                 where="data.train",
                 accepted=", ".join(self.accepted or ()),
             )
-        return replace(batch, counts=self.counts(batch.inputs["labels"]), tokens=_tokens(batch.inputs))
+        labels = batch.inputs["labels"]
+        if self.classes is not None and labels.dim() == 1 and not labels.is_floating_point():
+            self._check_classes(labels)
+        return replace(batch, counts=self.counts(labels), tokens=_tokens(batch.inputs))
+
+    def _check_classes(self, labels: Tensor) -> None:
+        """An accelerator would stop at such a label without a word of it."""
+        strange = [
+            label for label in labels.tolist() if label != IGNORED and not 0 <= label < (self.classes or 0)
+        ]
+        if strange:
+            raise ContractError(
+                f"a row's class is {strange[0]}, and the model has {self.classes} classes",
+                where="data.train",
+                accepted=f"classes from 0 to {(self.classes or 0) - 1}",
+                hint="task.labels names the classes of the model, and so how many it has",
+            )
 
     def counts(self, labels: Tensor) -> list[int]:
         """Of each row of labels [B], [B,K] or [B,L]."""
@@ -112,6 +130,7 @@ class PretrainedTask(nn.Module):
         self._labels = CountLabels(
             shifted=not composite and getattr(self.model, "loss_type", None) in _SHIFTED,
             accepted=None if others_too else tuple(names),
+            classes=_classes(self.model),
         )
         self._holding: Callable[[], AbstractContextManager[None]] = _chunks(self.model, wanted)
         self._answers: Answers | None = None
@@ -215,6 +234,12 @@ class PretrainedTask(nn.Module):
 
     def check(self, batch_spec: Mapping[str, Any]) -> None:
         """What fits is seen in the first batch: datasets name their inputs only there."""
+
+
+def _classes(model: Any) -> int | None:
+    """How many a classifier of rows has; with one it estimates a number."""
+    rows = getattr(model, "loss_type", None) == "ForSequenceClassification"
+    return model.config.num_labels if rows and model.config.num_labels > 1 else None
 
 
 def _chunks(model: Any, wanted: PretrainedConfig) -> Callable[[], AbstractContextManager[None]]:
