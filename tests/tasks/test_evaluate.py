@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+import mm_core
 from mm_core.cli.main import main
 from mm_core.config.dump import to_yaml
 from mm_core.config.load import load_config
@@ -18,7 +19,6 @@ from mm_core.parallel.initialise import initialise
 from mm_core.plan import build_task
 from mm_core.plugin.registry import build
 from mm_core.train.checkpoint import CheckpointStore
-from mm_core.train.evaluation import evaluate
 from mm_core.train.media import write_video
 
 ROWS = 5
@@ -90,7 +90,7 @@ def expected_loss(run: Path, rows: list[int], factor: float) -> float:
 @pytest.mark.parametrize(("weights", "factor"), [("auto", 0.5), ("model", 1.0)])
 def test_the_figures_are_those_of_the_rows_that_can_be_read(run, weights, factor):
     notes: list[str] = []
-    found = evaluate(run, weights=weights, note=notes.append)
+    found = mm_core.evaluate(run, weights=weights, note=notes.append)
     assert found.figures["loss"] == pytest.approx(expected_loss(run, [0, 1, 2, 4], factor), rel=1e-5)
     assert (found.figures["rows"], found.figures["unreadable"], found.step) == (4, 1, 9)
     assert "3.mp4" in notes[0] and "latent_psnr" in found.figures
@@ -165,7 +165,7 @@ def test_auto_takes_the_weights_of_a_checkpoint_without_an_average(run, tmp_path
     plain, config = tmp_path / "tiny", load_config(next(run.glob("checkpoints/*/config.yaml")))
     model = {f"predictor.{name}": t for name, t in loaded(config, 1.0).predictor.state_dict().items()}
     CheckpointStore(plain, 1).save(9, {"model": model, "optimizer": {}}, {}, to_yaml(config))  # ema: {} in it
-    found = evaluate(plain)
+    found = mm_core.evaluate(plain)
     assert found.figures["loss"] == pytest.approx(expected_loss(run, [0, 1, 2, 4], 1.0), rel=1e-5)
     assert found.weights == "model"
 
