@@ -17,7 +17,7 @@ from mm_core.config.schema import RunConfig
 from mm_core.contracts import ChecksRequests, Clip, Engine, Randomness, SampleRequest, torch_dtype
 from mm_core.device import current_device, environment_world
 from mm_core.errors import DataError, MMError, PeerError
-from mm_core.parallel.casting import cast_inputs, hold_frozen
+from mm_core.parallel.casting import cast_inputs, hold_frozen, round_frozen
 from mm_core.parallel.initialise import initialise
 from mm_core.parallel.tying import tie, tied_names
 from mm_core.plan import build_frozen, build_task
@@ -118,7 +118,7 @@ def _sample(
     config: RunConfig, source: Path, request: SampleRequest, weights: Weights, out: Path | None
 ) -> list[Clip]:
     """This rank's clips of a request, and all ranks' files."""
-    ranks, task = Ranks.current(), build_task(config, adapters_in(source))
+    ranks, task = Ranks.current(), _built(config, source)
     if isinstance(task, ChecksRequests):
         task.check_request(request)  # before anything is read
     evaluating: AbstractContextManager[None] = torch.no_grad()
@@ -150,14 +150,22 @@ def _sample(
 def load_task(config: RunConfig, checkpoint: Path, weights: Weights = "auto") -> nn.Module:
     """The run's task on this process's device, whole, in evaluation mode, with the checkpoint's weights. An
     accelerator computes in the dtype that the engine trained in, and holds them in no other."""
-    task = build_task(config, adapters_in(checkpoint))
+    task = _built(config, checkpoint)
     _load_alone(task, config, checkpoint, weights)
+    return task
+
+
+def _built(config: RunConfig, checkpoint: Path) -> nn.Module:
+    """The task without memory; unlike in training, weights below adapters have the dtype of the others."""
+    task = build_task(config, adapters_in(checkpoint))
+    if config.train.base_dtype is not None:
+        hold_frozen(task, torch.float32)
     return task
 
 
 def _load_alone(task: nn.Module, config: RunConfig, checkpoint: Path, weights: Weights) -> None:
     device = current_device()
-    if lowered := _is_lowered(config, device):
+    if _is_lowered(config, device):
         compute_as_trained(task, config)  # while it has no memory
     load_frozen_alone(task, device, config)
     stored = Stored(checkpoint, config, task, weights)
@@ -173,8 +181,7 @@ def _load_alone(task: nn.Module, config: RunConfig, checkpoint: Path, weights: W
         state |= own
     stored.covers(state)
     stored.fill(state)
-    if config.train.base_dtype is not None and not lowered:
-        hold_frozen(task, torch.float32)  # its values stay, and one process computes all in one dtype
+    _round_base(task, config)
     task.eval()
 
 
@@ -190,7 +197,14 @@ def load_sharded(task: nn.Module, config: RunConfig, checkpoint: Path, weights: 
     load_frozen_of(task, engine, plan, config)
     stored = Stored(checkpoint, config, task, weights)
     engine.prepare(task, plan, None, Randomness(config.run.seed), stored)
+    _round_base(task, config)
     return engine
+
+
+def _round_base(task: nn.Module, config: RunConfig) -> None:
+    """Weights below adapters have the values that they were trained with."""
+    if config.train.base_dtype is not None:
+        round_frozen(task, torch_dtype(config.train.base_dtype))
 
 
 def _is_lowered(config: RunConfig, device: torch.device) -> bool:
