@@ -12,6 +12,9 @@ import pytest
 from sklearn.feature_extraction.text import CountVectorizer
 from sklearn.linear_model import LogisticRegression
 
+from mm_core.config.dump import to_yaml
+from mm_core.config.load import load_config
+
 EXAMPLE = Path(__file__).parents[2] / "examples/text_classification"
 
 
@@ -61,6 +64,15 @@ def test_every_text_names_the_emotion_of_its_label_and_another(make_data):
         assert label in named and len(named) > 1
 
 
+def test_the_config_checks_and_survives_being_written(make_data, tmp_path):
+    plugin = f"plugins.path=[{EXAMPLE / 'mm_emotion/plugin.py'}]"  # as it is found where it is installed
+    config = load_config(EXAMPLE / "mm_emotion/configs/emotion.yaml", [plugin])
+    assert config.data.train.options["labels"] == config.task.options["labels"] == make_data.texts.LABELS
+    again = tmp_path / "config.yaml"
+    again.write_text(to_yaml(config), encoding="utf-8")
+    assert load_config(again) == config
+
+
 @pytest.mark.slow
 def test_the_commands_of_the_readme_give_a_report_of_every_row_once(run, workspace, tmp_path):
     """A quick variant: few rows, few steps; what is installed goes to a folder of this test."""
@@ -69,8 +81,8 @@ def test_the_commands_of_the_readme_give_a_report_of_every_row_once(run, workspa
     run(f"{install} --quiet --no-deps --no-build-isolation --target {tmp_path / 'site'}")
     path = {"PYTHONPATH": str(tmp_path / "site")}
     run(f"{data} --train 300 --test 37", **path)
-    few = "train.epochs=null train.steps=4 validation.every=2 checkpoint.every=2 data.loader.workers=0"
-    run(f"{train} {few}", **path)
+    few = "train.epochs=null train.steps=4 lr_schedule.warmup_steps=1 validation.every=2 checkpoint.every=2"
+    run(f"{train} {few} data.loader.workers=0", **path)
     run(evaluate, **path)
     rows = [json.loads(line) for line in (workspace / "predictions.jsonl").read_text().splitlines()]
     assert [row["row"] for row in rows] == list(range(37))
