@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 NPROC ?= 2
+# Processes that run tests.
+TEST_JOBS ?= 2
 # Overrides of the quickstart's config: make train ARGS="train.steps=500 run.name=short"
 ARGS ?=
 SITE ?= site
@@ -38,7 +40,7 @@ train: $(STAMP) data/shapes/data.json
 	$(BIN)/python examples/shapes/report.py --config $(QUICKSTART) $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n $(TEST_JOBS) --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

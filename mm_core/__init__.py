@@ -15,6 +15,7 @@ from mm_core.plugin.hookspecs import hookimpl
 if TYPE_CHECKING:
     from mm_core.config.load import load_config
     from mm_core.plugin.registry import build
+    from mm_core.train.evaluation import evaluate
     from mm_core.train.frozen import load_frozen
     from mm_core.train.run import train
     from mm_core.train.sampling import sample
@@ -25,6 +26,7 @@ __all__ = [
     "MMError",
     "__version__",
     "build",
+    "evaluate",
     "hookimpl",
     "load_config",
     "load_frozen",
@@ -34,6 +36,7 @@ __all__ = [
 
 _LAZY = {
     "build": "mm_core.plugin.registry",
+    "evaluate": "mm_core.train.evaluation",
     "load_config": "mm_core.config.load",
     "load_frozen": "mm_core.train.frozen",
     "sample": "mm_core.train.sampling",

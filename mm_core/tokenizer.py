@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from mm_core.errors import CheckpointError, first_line
@@ -22,6 +23,16 @@ def open_tokenizer(folder: str) -> Any:
             accepted="a folder that Transformers' AutoTokenizer opens",
             hint="set tokenizer: to the tokenizer's own folder where it is not the model's",
         ) from fault
+    # Of a folder without them Transformers makes one that knows no word.
+    own = getattr(tokenizer, "vocab_files_names", {})  # none: of bytes, or of another library's
+    names = {"tokenizer.json", *own.values()}
+    if own and not any((Path(folder) / name).is_file() for name in names):
+        raise CheckpointError(
+            "no tokenizer can be made of this folder: it has none of the files of one",
+            where=folder,
+            accepted=", ".join(sorted(names)),
+            hint="set tokenizer: to the tokenizer's own folder where it is not the model's",
+        )
     tokenizer.padding_side = "right"
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

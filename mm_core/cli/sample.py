@@ -140,6 +140,7 @@ def _sample(args: argparse.Namespace) -> int:
             weights=args.weights,
             checkpoint=args.checkpoint,
             overrides=args.overrides,
+            keep=False,
         )
     if ranks.rank == 0:
         count = f"{len(prompts)} clip{'s' * (len(prompts) != 1)}"

@@ -14,6 +14,7 @@ from mm_core.contracts.batch import (
 )
 from mm_core.contracts.components import (
     Autoencoder,
+    ChoosesLatents,
     Frozen,
     NoiseScheduler,
     Posterior,
@@ -59,6 +60,7 @@ from mm_core.contracts.running import (
     MeasuredDataset,
     Metric,
     RandomisedDataset,
+    SamplesInTurn,
     Stepped,
     Task,
     Tracker,
@@ -72,6 +74,7 @@ __all__ = [
     "Bins",
     "Callback",
     "ChecksRequests",
+    "ChoosesLatents",
     "Clip",
     "CountsProducts",
     "CountsSamples",
@@ -105,6 +108,7 @@ __all__ = [
     "Routed",
     "SampleKey",
     "SampleRequest",
+    "SamplesInTurn",
     "SelfLoading",
     "StepOperations",
     "Stepped",

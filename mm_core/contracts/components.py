@@ -145,6 +145,16 @@ class Autoencoder(Frozen, Protocol):
         ...
 
 
+@runtime_checkable
+class ChoosesLatents(Protocol):
+    """An autoencoder whose own options say which latents are trained on, where the task's say nothing.
+
+    do_sample: true: samples of the posterior; false: its mode; None: it does not say.
+    """
+
+    do_sample: bool | None
+
+
 Tokenizer = Callable[[Sequence[str]], tuple[Tensor, Tensor]]
 """captions -> ids[B,L] int64, mask[B,L] bool. Picklable: it runs in data workers."""
 

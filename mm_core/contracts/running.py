@@ -138,6 +138,15 @@ class ChecksRequests(Protocol):
         ...
 
 
+@runtime_checkable
+class SamplesInTurn(Protocol):
+    """A task that gives each clip as soon as it is made: the next ones need no memory beside it."""
+
+    def clips(self, request: SampleRequest) -> Iterator[Clip]:
+        """What `sample` returns, in its order. Every rank takes all of them, since the others wait for it."""
+        ...
+
+
 class LRSchedule(Protocol):
     """A factor of the base learning rate."""
 

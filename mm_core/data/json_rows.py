@@ -106,8 +106,9 @@ def _starts_jsonl(lines: list[str]) -> bool:
 
 
 def kind_of(value: Any) -> str:
-    """What a JSON value is, for sentences."""
+    """What a value of JSON or another table is, for sentences."""
     names = {dict: "an object", list: "a list", str: "text", bool: "true/false", type(None): "null"}
     if isinstance(value, (list, str, dict)) and not value:
         return f"empty {names[type(value)].split()[-1]}"
-    return names.get(type(value), "a number")
+    other = "a number" if isinstance(value, (int, float)) else f"of type {type(value).__name__}"
+    return names.get(type(value), other)

@@ -136,8 +136,14 @@ def _place(rows: RowFile, column: Column, head: Sequence[str]) -> int:
     """The number of a column. DataError for one that there is not."""
     if isinstance(column, int) and column < len(head):
         return column
-    if column in head:
+    if (count := list(head).count(str(column))) == 1:
         return list(head).index(str(column))
+    if count:
+        raise DataError(
+            f"{count} columns of the table are called {column!r}",
+            where=str(rows.path),
+            hint="rename all but one",
+        )
     raise DataError(
         f"the table has no column {column!r}",
         where=str(rows.path),

@@ -7,11 +7,12 @@ timestep 998.7 into 1000 in bf16.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from mm_core.errors import PlanError
 from mm_core.parallel.adapters import adapter_of
@@ -23,10 +24,22 @@ KEEP = frozenset({"timestep", "timesteps", "t", "sigma", "sigmas"})
 def hold_frozen(task: nn.Module, dtype: torch.dtype) -> None:
     """Gives the parameters that are not trained another dtype; what adapters hold keeps its own, and so do
     buffers. To be called on the meta device, before the engine plans."""
+    for parameter in _frozen_of(task):
+        parameter.data = parameter.data.to(dtype)
+
+
+def round_frozen(task: nn.Module, dtype: torch.dtype) -> None:
+    """Gives them the values that they would have in a lower dtype, without changing their own."""
+    for parameter in _frozen_of(task):
+        local = parameter.data.to_local() if isinstance(parameter.data, DTensor) else parameter.data
+        local.copy_(local.to(dtype))
+
+
+def _frozen_of(task: nn.Module) -> Iterator[nn.Parameter]:
     for root in task.trainable:  # type: ignore[union-attr]
         for name, parameter in task.get_submodule(root).named_parameters():
             if not parameter.requires_grad and parameter.is_floating_point() and adapter_of(name) is None:
-                parameter.data = parameter.data.to(dtype)
+                yield parameter
 
 
 def check_dtypes(task: nn.Module, roots: Iterable[str]) -> None:

@@ -14,6 +14,7 @@ from mm_core.builtin.configs.pretrained import PretrainedConfig
 from mm_core.contracts import Batch, Clip, Evaluation, Loss, Randomness, SampleRequest, TextBatch
 from mm_core.errors import ContractError
 from mm_core.tasks.chunked_loss import hold_back
+from mm_core.tasks.input_names import InputNames
 from mm_core.tasks.pretrained_answers import Answers, Words, class_names
 from mm_core.tasks.pretrained_loss import IGNORED, RowLosses, check_returned, follow
 from mm_core.tasks.pretrained_model import build_model, forward_names
@@ -38,11 +39,13 @@ class CountLabels:
     """What data workers do with a collated batch: count the labels of each row that its loss is over.
 
     shifted: a token's label is the next one, so that the first of a row counts for nothing.
-    accepted: names that the model's forward takes; None where it takes any.
+    accepted: names that the model's forward takes; None where it takes any. classes: how many a classifier of
+    rows has; None for other models.
     """
 
     shifted: bool
     accepted: tuple[str, ...] | None
+    classes: int | None = None
 
     def __call__(self, batch: Batch) -> Batch:
         """The batch with `counts` and `tokens`. ContractError for one that the model can not take."""
@@ -65,7 +68,23 @@ class CountLabels:
                 where="data.train",
                 accepted=", ".join(self.accepted or ()),
             )
-        return replace(batch, counts=self.counts(batch.inputs["labels"]), tokens=_tokens(batch.inputs))
+        labels = batch.inputs["labels"]
+        if self.classes is not None and labels.dim() == 1 and not labels.is_floating_point():
+            self._check_classes(labels)
+        return replace(batch, counts=self.counts(labels), tokens=_tokens(batch.inputs))
+
+    def _check_classes(self, labels: Tensor) -> None:
+        """An accelerator would stop at such a label without a word of it."""
+        strange = [
+            label for label in labels.tolist() if label != IGNORED and not 0 <= label < (self.classes or 0)
+        ]
+        if strange:
+            raise ContractError(
+                f"a row's class is {strange[0]}, and the model has {self.classes} classes",
+                where="data.train",
+                accepted=f"classes from 0 to {(self.classes or 0) - 1}",
+                hint="task.labels names the classes of the model, and so how many it has",
+            )
 
     def counts(self, labels: Tensor) -> list[int]:
         """Of each row of labels [B], [B,K] or [B,L]."""
@@ -111,12 +130,14 @@ class PretrainedTask(nn.Module):
         self._labels = CountLabels(
             shifted=not composite and getattr(self.model, "loss_type", None) in _SHIFTED,
             accepted=None if others_too else tuple(names),
+            classes=_classes(self.model),
         )
         self._holding: Callable[[], AbstractContextManager[None]] = _chunks(self.model, wanted)
         self._answers: Answers | None = None
         if wanted.max_new_tokens is not None:
             self._answers = Answers(self.model, from_pretrained, wanted.max_new_tokens)
-        self._names: frozenset[str] | None = None
+        # In training, and in evaluations.
+        self._names = {True: InputNames("data.train"), False: InputNames("data.validation")}
         self._checked: set[bool] = set()  # in training, in evaluation
         self._record: RowLosses | None = None
         # Before the engine's own hooks, which may cast what the model returns.
@@ -127,7 +148,7 @@ class PretrainedTask(nn.Module):
     def weight(self, batch: Batch) -> float:
         """The number of labels that the loss is over, each times the weight of its row."""
         assert isinstance(batch, TextBatch)
-        self._check_names(batch)
+        self._names[True].check(batch.inputs)
         counts = batch.counts if batch.counts is not None else self._labels.counts(batch.inputs["labels"])
         return float(sum(w * n for w, n in zip(batch.weights.tolist(), counts, strict=True)))
 
@@ -136,8 +157,10 @@ class PretrainedTask(nn.Module):
         return self._labels
 
     def prepare(self, batch: Batch, rng: Randomness) -> PretrainedInputs:
-        """The batch as it is: nothing is drawn and nothing encoded."""
+        """The batch as it is: nothing is drawn and nothing encoded. ContractError for one whose inputs have
+        other names than the others, those of other ranks among them."""
         assert isinstance(batch, TextBatch)
+        self._names[self.model.training].agree(batch.inputs)
         counts = batch.counts if batch.counts is not None else self._labels.counts(batch.inputs["labels"])
         weight = float(sum(w * n for w, n in zip(batch.weights.tolist(), counts, strict=True)))
         weights = batch.weights.to(next(iter(batch.inputs.values())).device, non_blocking=True)
@@ -167,20 +190,6 @@ class PretrainedTask(nn.Module):
         """Checks what the first forward returns: the loss is the sum that was asked for, and nothing else."""
         if self._record is not None and model.training not in self._checked:
             check_returned(self._record, getattr(returned, "loss", None))
-
-    def _check_names(self, batch: TextBatch) -> None:
-        """ContractError for a batch with other inputs than those before: it would run other modules, and the
-        ranks would wait for one another for ever."""
-        names = frozenset(batch.inputs)
-        if self._names is None:
-            self._names = names
-        elif names != self._names:
-            raise ContractError(
-                f"a batch has other inputs than those before it: {', '.join(sorted(names ^ self._names))} "
-                "only in some",
-                where="data.train",
-                accepted="the same names in every batch: a blank image, say, where a row has none",
-            )
 
     # -- evaluation ----------------------------------------------------------------------------
 
@@ -225,6 +234,12 @@ class PretrainedTask(nn.Module):
 
     def check(self, batch_spec: Mapping[str, Any]) -> None:
         """What fits is seen in the first batch: datasets name their inputs only there."""
+
+
+def _classes(model: Any) -> int | None:
+    """How many a classifier of rows has; with one it estimates a number."""
+    rows = getattr(model, "loss_type", None) == "ForSequenceClassification"
+    return model.config.num_labels if rows and model.config.num_labels > 1 else None
 
 
 def _chunks(model: Any, wanted: PretrainedConfig) -> Callable[[], AbstractContextManager[None]]:

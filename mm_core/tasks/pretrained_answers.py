@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +54,15 @@ class Answers:
             pad_token_id=self.tokenizer.pad_token_id,
             synced_gpus=dist.is_initialized() and dist.get_world_size() > 1,
         )
-        new = found if self._composite else found[:, given["input_ids"].shape[1] :]
-        wanted = batch.references or [(text,) for text in self._decoded([_first(row) for row in labels])]
-        return self._decoded(list(new)), wanted
+        # A decoder of its own begins with one token, which for some models is also the end.
+        new = found[:, 1 if self._composite else given["input_ids"].shape[1] :]
+        wanted = batch.references or [(self._text(_first(row)),) for row in labels]
+        return [self._text(row) for row in new], wanted
 
-    def _decoded(self, rows: list[Tensor]) -> list[str]:
-        texts = self.tokenizer.batch_decode([row.tolist() for row in rows], skip_special_tokens=True)
-        return [text.strip() for text in texts]
+    def _text(self, row: Tensor) -> str:
+        """Up to the first token that ends an answer."""
+        tokens = list(takewhile(lambda token: token not in self._ends, row.tolist()))
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True)).strip()
 
 
 def class_names(config: Any, predictions: Tensor, labels: Tensor, batch: TextBatch) -> Words:

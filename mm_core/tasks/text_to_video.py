@@ -39,7 +39,7 @@ from mm_core.errors import ContractError
 from mm_core.tasks.experts import Experts
 from mm_core.tasks.text_to_video_bins import declared_bins, sum_by_bin
 from mm_core.tasks.text_to_video_captions import Captions, TokenizeCaptions
-from mm_core.tasks.text_to_video_checks import collect_faults
+from mm_core.tasks.text_to_video_checks import collect_faults, latents_of
 from mm_core.tasks.text_to_video_frames import (
     check_images,
     choices,
@@ -96,7 +96,7 @@ class TextToVideo(nn.Module):
         text_encoder: TextEncoder,
         scheduler: NoiseScheduler,
         caption_dropout: float = TextToVideoConfig.caption_dropout,
-        latents: str = TextToVideoConfig.latents,
+        latents: str | None = TextToVideoConfig.latents,
         sample: SampleConfig | None = None,
         image_encoder: ImageEncoder | None = None,
         frames: FrameNames | None = TextToVideoConfig.frames,
@@ -114,7 +114,7 @@ class TextToVideo(nn.Module):
             self.frozen = (*self.frozen, "image_encoder")
         self.frames: FrameNames = choices(predictor)[0] if frames is None else tuple(frames)
         self.caption_dropout = caption_dropout
-        self.latents = latents
+        self.latents = latents_of(autoencoder, latents)
         self.sample_defaults = SampleConfig() if sample is None else sample
         self._captions = Captions(text_encoder, predictor.text_padding)
 
@@ -242,14 +242,17 @@ class TextToVideo(nn.Module):
 
     # -- sampling ------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def sample(self, request: SampleRequest) -> list[Clip]:
         """One clip a prompt. Clip i starts from the noise of (seed, first + i), whatever is generated
         with it."""
+        return list(self.clips(request))
+
+    @torch.no_grad()
+    def clips(self, request: SampleRequest) -> Iterator[Clip]:
+        """The same, one after another as they are ready."""
         wanted = self._complete(request)
         self.check_request(wanted)
         shape = self._sample_shape(wanted)
-        clips: list[Clip] = []
         with self.experts.complete(self._device()):
             for first, prompts in _chunks(wanted.prompts, self.sample_defaults.batch_size):
                 numbers = range(wanted.first + first, wanted.first + first + len(prompts))
@@ -257,8 +260,7 @@ class TextToVideo(nn.Module):
                 images = wanted.images[first : first + len(prompts)]
                 pixels = self._generate(prompts, images, noise, wanted).float().clamp(-1, 1).cpu()
                 assert wanted.fps is not None
-                clips += [Clip(p, wanted.fps, prompt) for p, prompt in zip(pixels, prompts, strict=True)]
-        return clips
+                yield from (Clip(p, wanted.fps, prompt) for p, prompt in zip(pixels, prompts, strict=True))
 
     def check_request(self, request: SampleRequest) -> None:
         """MMError for what `sample` would refuse: sizes, images, guidance, an expert that is nowhere."""

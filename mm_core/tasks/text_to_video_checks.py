@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from mm_core.contracts import Autoencoder, FrameNames, ImageEncoder, Predictor, TextEncoder
+from mm_core.contracts import Autoencoder, ChoosesLatents, FrameNames, ImageEncoder, Predictor, TextEncoder
 from mm_core.errors import ContractError
 from mm_core.tasks.text_to_video_frames import choices, describe, image_dim
 
@@ -18,6 +18,7 @@ class Parts(Protocol):
     text_encoder: TextEncoder
     image_encoder: ImageEncoder | None
     frames: FrameNames
+    latents: str
 
 
 Sizes = Mapping[str, int | None]
@@ -29,11 +30,34 @@ def collect_faults(
 ) -> list[ContractError]:
     """Every misfit. `sizes` maps the place that clip sizes are written in to the sizes."""
     faults = [] if sizes_only else [*_channel_faults(parts), *_text_faults(parts), *_frame_faults(parts)]
+    faults += [] if sizes_only else _latents_faults(parts)
     for where, clip in sizes.items():
         if all(value is not None for value in clip.values()):
             known = {name: value for name, value in clip.items() if value is not None}
             faults += _size_faults(parts, where, known)
     return faults
+
+
+def latents_of(autoencoder: Autoencoder, given: str | None) -> str:
+    """`sample` or `mode`: as the task says, else as the autoencoder's options do, else the mode."""
+    if given is not None:
+        return given
+    return "sample" if isinstance(autoencoder, ChoosesLatents) and autoencoder.do_sample else "mode"
+
+
+def _latents_faults(parts: Parts) -> list[ContractError]:
+    """Two options that say opposite things of the latents."""
+    own = parts.autoencoder.do_sample if isinstance(parts.autoencoder, ChoosesLatents) else None
+    if own is None or own == (parts.latents == "sample"):
+        return []
+    return [
+        ContractError(
+            f"latents is {parts.latents}, and the autoencoder's do_sample is {str(own).lower()}",
+            where="task.latents",
+            accepted="sample" if own else "mode",
+            hint="leave one of the two out",
+        )
+    ]
 
 
 def _channel_faults(parts: Parts) -> list[ContractError]:

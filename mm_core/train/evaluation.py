@@ -125,44 +125,57 @@ def evaluate(
             what the task does not give.
     """
     chosen = choose(run, split, checkpoint, overrides)
-    source, config = chosen.source, chosen.config
-    settings = default_settings(config, split)
+    settings = default_settings(chosen.config, split)
     if clips is not None:
         settings = replace(settings, clips=clips)
     measured = _metrics(settings, metrics)
-    dataset = build("dataset", chosen.dataset)
-    step = int(read_facts(source)["step"])
-    used = stored_weights(source, weights)
-    found = Predictions()
+    used = stored_weights(chosen.source, weights)
+    step = int(read_facts(chosen.source)["step"])
     with among_ranks():
         ranks = Ranks.current()
-        task, engine = _load(config, source, used, ranks)
-        validator = Validator(
-            config,
-            cast(Task, task),
-            engine,
-            dataset,
-            run_dir=source.parent.parent,
-            split=split,
-            settings=settings,
-            metrics=measured,
-            note=note if ranks.rank == 0 else lambda sentence: None,
-            seen=found.batch if predictions else lambda batch, evaluation: None,
-        )
-        figures = validator.run(step)
-        assert figures is not None, "nobody asks this evaluation to stop"
-        rows = found.gather(ranks) if predictions else []
+        told = note if ranks.rank == 0 else lambda sentence: None
+        figures, rows = _pass(chosen, settings, measured, used, step, predictions, told)
     return EvaluationResult(
-        checkpoint=source,
+        checkpoint=chosen.source,
         step=step,
         split=split,
         weights=used,
         figures={name.removeprefix(f"{split}/"): value for name, value in figures.items()},
-        config_sha256=hashlib.sha256(to_yaml(config).encode()).hexdigest(),
+        config_sha256=hashlib.sha256(to_yaml(chosen.config).encode()).hexdigest(),
         overrides=tuple(overrides),
         ranks=ranks.count,
         predictions=rows,
     )
+
+
+def _pass(
+    chosen: Chosen,
+    settings: ValidationSection,
+    metrics: Sequence[tuple[str, Metric]],
+    weights: Literal["model", "ema"],
+    step: int,
+    predictions: bool,
+    note: Callable[[str], None],
+) -> tuple[dict[str, float], list[Row]]:
+    """One pass of all ranks over the rows: the figures, and on rank 0 the predictions if they are wanted."""
+    ranks, found = Ranks.current(), Predictions()
+    dataset = build("dataset", chosen.dataset)
+    task, engine = _load(chosen.config, chosen.source, weights, ranks)
+    validator = Validator(
+        chosen.config,
+        cast(Task, task),
+        engine,
+        dataset,
+        run_dir=chosen.source.parent.parent,
+        split=chosen.split,
+        settings=settings,
+        metrics=metrics,
+        note=note,
+        seen=found.batch if predictions else lambda batch, evaluation: None,
+    )
+    figures = validator.run(step)
+    assert figures is not None, "nobody asks this evaluation to stop"
+    return figures, found.gather(ranks) if predictions else []
 
 
 def choose(

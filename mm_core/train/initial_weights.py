@@ -10,12 +10,14 @@ from torch import Tensor, nn
 
 from mm_core.builtin.configs.adapters import AdapterConfig
 from mm_core.config.schema import RunConfig
+from mm_core.parallel.adapters import adapter_of
 from mm_core.plugin.registry import get_registry
 from mm_core.train.agreement import Ranks
 from mm_core.train.base_weights import BaseWeights, left_out, recorded, starts_of
 from mm_core.train.checkpoint_dcp import stored_names
 from mm_core.train.checkpoint_io import listed
 from mm_core.train.checkpoint_reading import load_model_only
+from mm_core.train.warm_start import WarmStart
 from mm_core.weights.adapters import AdapterWeights, passed_over
 from mm_core.weights.fitting import formats_of
 
@@ -84,7 +86,7 @@ class Stored:
 
 
 class FromFiles:
-    """The folders that the components name, and then `init_from`.
+    """The folders that the components name, and then `init_from`: what it brings is read from there alone.
 
     Args:
         config: of the run.
@@ -96,18 +98,34 @@ class FromFiles:
         self.starts = starts_of(config, task)
         self._config, self._task = config, task
         self._started: set[str] = set()
+        self._read: dict[WarmStart, set[str]] = {}
         self._adapters = AdapterWeights(task, config.train.adapters, formats)
 
     def covers(self, state: Mapping[str, Tensor]) -> Collection[str]:
-        """What any of them holds."""
-        self._started = {name for start in self.starts for name in start.covers(state)}
+        """What any of them holds. A folder all of whose weights a later one brings is not opened."""
+        starts, self.starts = self.starts, []
+        for start in reversed(starts):
+            root = start.key.removeprefix("task.")
+            own = [name for name in state if name.startswith(f"{root}.") and adapter_of(name) is None]
+            if own and self._started.issuperset(own):
+                continue
+            self._read[start] = set(start.covers(state)) - self._started
+            self._started |= self._read[start]
+            self.starts.insert(0, start)
         return self._started.union(self._adapters.covers(state))
 
     def fill(self, state: Mapping[str, Tensor]) -> None:
-        """Reads one after another: `init_from` after the components' own, adapters last."""
+        """Reads one after another what no later one brings: `init_from` after the components' own, adapters
+        last."""
         for start in self.starts:
-            start.fill(state)
+            if self._read[start]:
+                start.fill(state, self._read[start])
         Ranks.current().agree("reading adapters", lambda: self._adapters.fill(state, self._started))
+
+    def _given_up(self, start: WarmStart) -> str:
+        """What of it was not read, for the note."""
+        others = len(start.covered) - len(self._read[start])
+        return f"; {others} of them are those of {self.starts[-1].init.path}" if others else ""
 
     def left_out(self) -> BaseWeights:
         """What checkpoints leave out, once `covers` was called."""
@@ -117,7 +135,7 @@ class FromFiles:
         """What was read from where, a sentence each."""
         adapters = [f"{a.from_}: adapter {a.name!r} loaded" for a in self._adapters.adapters]
         left = [sentence_on(self._task, adapter) for adapter in self._config.train.adapters]
-        loaded = [f"{start.init.path}: {start.report}" for start in self.starts]
+        loaded = [f"{start.init.path}: {start.report}{self._given_up(start)}" for start in self.starts]
         return [*loaded, *adapters, *filter(None, left)]
 
 

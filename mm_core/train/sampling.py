@@ -14,10 +14,18 @@ import torch.distributed as dist
 
 from mm_core.config.load import load_config
 from mm_core.config.schema import RunConfig
-from mm_core.contracts import ChecksRequests, Clip, Engine, Randomness, SampleRequest, torch_dtype
+from mm_core.contracts import (
+    ChecksRequests,
+    Clip,
+    Engine,
+    Randomness,
+    SampleRequest,
+    SamplesInTurn,
+    torch_dtype,
+)
 from mm_core.device import current_device, environment_world
-from mm_core.errors import DataError, MMError, PeerError
-from mm_core.parallel.casting import cast_inputs, hold_frozen
+from mm_core.errors import DataError, MMError
+from mm_core.parallel.casting import cast_inputs, hold_frozen, round_frozen
 from mm_core.parallel.initialise import initialise
 from mm_core.parallel.tying import tie, tied_names
 from mm_core.plan import build_frozen, build_task
@@ -30,9 +38,9 @@ from mm_core.train.checkpoint_dcp import stored_parts
 from mm_core.train.checkpoint_reading import find_checkpoint
 from mm_core.train.frozen import load_frozen_alone, load_frozen_of
 from mm_core.train.initial_weights import Stored
-from mm_core.train.media import make_folder, write_clips
+from mm_core.train.media import clip_name, make_folder, preview, write_video
 from mm_core.train.prompts import Prompt, read_images, with_images
-from mm_core.train.sampled_clips import gather_previews, share_of, with_trained_size, write_own
+from mm_core.train.sampled_clips import gather_previews, share_of, with_trained_size
 
 if TYPE_CHECKING:
     from torch import nn
@@ -60,6 +68,7 @@ def sample(
     weights: Weights = "auto",
     checkpoint: Which = "latest",
     overrides: Sequence[str] = (),
+    keep: bool = True,
 ) -> list[Clip]:
     """Generates one clip a prompt from a run's checkpoint. Among several ranks (`WORLD_SIZE` is set), all of
     which call it, the model is sharded as in training, and each returns and writes its share of the clips.
@@ -79,6 +88,7 @@ def sample(
         weights: `ema`, `model`, or `auto`: the average where the checkpoint holds one.
         checkpoint: `latest` or `best`, of the complete ones.
         overrides: `key.path=value` over the run's config: where folders are that have moved.
+        keep: false returns none of the clips: each is written to `out` when it is ready, and let go.
 
     Raises:
         MMError: no prompt, no checkpoint, a size that the model can not make, images that it does not take
@@ -104,7 +114,7 @@ def sample(
     )
     request = with_trained_size(request, config)
     with among_ranks():
-        return _sample(config, source, request, weights, None if out is None else Path(out))
+        return _sample(config, source, request, weights, None if out is None else Path(out), keep)
 
 
 @contextmanager
@@ -115,7 +125,7 @@ def among_ranks() -> Iterator[None]:
 
 
 def _sample(
-    config: RunConfig, source: Path, request: SampleRequest, weights: Weights, out: Path | None
+    config: RunConfig, source: Path, request: SampleRequest, weights: Weights, out: Path | None, keep: bool
 ) -> list[Clip]:
     """This rank's clips of a request, and all ranks' files."""
     ranks, task = Ranks.current(), build_task(config, adapters_in(source))
@@ -129,19 +139,31 @@ def _sample(
     if out is not None:
         make_folder(out)  # before hours of work
     share, real = share_of(request, ranks)
+    kept: list[Clip] = []
+    previews: list[Clip] = []
     with evaluating:
-        clips: list[Clip] = task.sample(share)[:real]  # type: ignore[operator]
-    if out is None:
-        return clips
-    if ranks.count == 1:
-        write_clips(clips, out)
-        return clips
-    fault = write_own(clips, share.first, out)
-    _, faults = gather_previews(ranks, clips, fault, out)
-    if found := ranks.gather(faults)[0]:
-        what = f"the clips could not be written: {'; '.join(found)}"
-        raise DataError(what, where=str(out)) if ranks.rank == 0 else PeerError(what)
-    return clips
+        clips = task.clips(share) if isinstance(task, SamplesInTurn) else task.sample(share)  # type: ignore[operator]
+        for number, clip in enumerate(clips):
+            if number >= real:
+                continue  # other ranks wait for it
+            if out is not None:
+                _write(clip, out / clip_name(share.first + number, clip.prompt))
+                previews.append(preview(clip))
+            if keep:
+                kept.append(clip)
+    if out is not None:
+        _, faults = gather_previews(ranks, previews, None, out)
+        if faults:
+            raise DataError("; ".join(faults), where=str(out))
+    return kept
+
+
+def _write(clip: Clip, path: Path) -> None:
+    """DataError where the system or the codec refuses."""
+    try:
+        write_video(clip, path)
+    except Exception as fault:  # PyAV's own errors are no OSError
+        raise DataError(f"the clip can not be written: {fault}", where=str(path)) from fault
 
 
 # -- weights -------------------------------------------------------------------------------------
@@ -157,7 +179,8 @@ def load_task(config: RunConfig, checkpoint: Path, weights: Weights = "auto") ->
 
 def _load_alone(task: nn.Module, config: RunConfig, checkpoint: Path, weights: Weights) -> None:
     device = current_device()
-    if lowered := _is_lowered(config, device):
+    _hold_alike(task, config)
+    if _is_lowered(config, device):
         compute_as_trained(task, config)  # while it has no memory
     load_frozen_alone(task, device, config)
     stored = Stored(checkpoint, config, task, weights)
@@ -173,14 +196,14 @@ def _load_alone(task: nn.Module, config: RunConfig, checkpoint: Path, weights: W
         state |= own
     stored.covers(state)
     stored.fill(state)
-    if config.train.base_dtype is not None and not lowered:
-        hold_frozen(task, torch.float32)  # its values stay, and one process computes all in one dtype
+    _round_base(task, config)
     task.eval()
 
 
 def load_sharded(task: nn.Module, config: RunConfig, checkpoint: Path, weights: Weights) -> Engine:
     """The same over all ranks, spread by the run's engine. Called by all of them."""
     check_plugins(config)
+    _hold_alike(task, config)
     world, lowered = dist.get_world_size(), _is_lowered(config, current_device())
     engine: Engine = build("engine", _engine_of(config, world, lowered))
     build_frozen(task)
@@ -190,7 +213,20 @@ def load_sharded(task: nn.Module, config: RunConfig, checkpoint: Path, weights: 
     load_frozen_of(task, engine, plan, config)
     stored = Stored(checkpoint, config, task, weights)
     engine.prepare(task, plan, None, Randomness(config.run.seed), stored)
+    _round_base(task, config)
     return engine
+
+
+def _hold_alike(task: nn.Module, config: RunConfig) -> None:
+    """Unlike in training, weights below adapters have the dtype of the others. While they have no memory."""
+    if config.train.base_dtype is not None:
+        hold_frozen(task, torch.float32)
+
+
+def _round_base(task: nn.Module, config: RunConfig) -> None:
+    """Weights below adapters have the values that they were trained with."""
+    if config.train.base_dtype is not None:
+        round_frozen(task, torch_dtype(config.train.base_dtype))
 
 
 def _is_lowered(config: RunConfig, device: torch.device) -> bool:

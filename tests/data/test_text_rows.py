@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import pickle
 from pathlib import Path
 
+import pyarrow
 import pytest
 import torch
 import transformers
+from pyarrow import parquet
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import mm_core
@@ -161,6 +164,15 @@ def test_a_broken_row_is_refused_when_it_is_read_and_the_others_stay_where_they_
         "the label is empty",
         "a number instead of a row",
     ]
+
+
+def test_a_text_that_is_a_date_is_broken(tmp_path, bert):
+    rows = [{"text": datetime.date(2026, 1, 1)}, {"text": None}]
+    for place, row in enumerate(rows):
+        parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / f"{place}.parquet")
+    for place, found in enumerate(["of type date", "null"]):
+        with pytest.raises(DataError, match=f"none of the 1 rows can be used; row 1: the text is {found}"):
+            TextRowsDataset(tmp_path / f"{place}.parquet", bert)
 
 
 def test_lengths_grow_with_the_texts_and_the_dataset_pickles_without_its_tokenizer(tmp_path, gpt):

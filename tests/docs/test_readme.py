@@ -43,7 +43,7 @@ COMMANDS: dict[str, tuple[str, int, str]] = {
         "RESULT caption_colour 0",
     ),
     "make test": (f"{MAKE} --dry-run test", 0, 'python -m pytest -m "not slow"'),
-    '.venv/bin/python -m pytest -m "not slow"': (
+    '.venv/bin/python -m pytest -m "not slow" -n 2 --dist loadfile': (
         f'{sys.executable} -m pytest -m "not slow" --collect-only tests/packaging',
         0,
         "test_rooms.py",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,11 +16,12 @@ from mm_core.metrics import anls_score, edit_distance, squad_normalized
 from mm_core.plugin.registry import build
 
 
-def figure(metric: dict, rows: list[tuple[str, tuple[str, ...]]], filling: int = 0) -> float:
+def figure(metric, rows: list[tuple[str, tuple[str, ...]]], filling: int = 0) -> float:
+    """Of a metric, or of what describes one; the last rows only fill up."""
     texts, references = map(list, zip(*rows, strict=True))
     weights = torch.tensor([1.0] * (len(rows) - filling) + [0.0] * filling)
     keys = [SampleKey(0, row) for row in range(len(rows))]
-    built = build("metric", metric)
+    built = build("metric", metric) if isinstance(metric, dict) else metric
     built.batch(Batch(keys, weights, texts), Evaluation({}, weights, texts=texts, references=references))
     (value,) = built.result(built.sums()).values()
     return value
@@ -87,3 +90,11 @@ def test_exact_match_takes_any_reference_after_its_normalization(normalize, righ
     ]
     found = figure({"type": "exact_match", "normalize": normalize}, rows, filling=1)
     assert found == right / 4
+
+
+def test_the_metric_of_texts_of_the_documentation_works():
+    page = (Path(__file__).parents[2] / "docs/validation.md").read_text(encoding="utf-8")
+    (code,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "TextMetric" in code)
+    names: dict = {}
+    exec(code, names)
+    assert figure(names["begins_right"](), [("joy!", ("anger", "joy")), ("no", ("yes",))]) == 0.5

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mm_core.parallel.casting import cast_inputs
+from mm_core.parallel.casting import cast_inputs, round_frozen
 from mm_core.parallel.recompute import recompute
 
 
@@ -29,3 +29,20 @@ def test_a_timestep_keeps_its_precision_in_a_block(recomputed, by_name):
     assert seen[0].dtype == torch.bfloat16
     assert torch.equal(seen[1], timestep) and seen[1].dtype == torch.float32
     assert seen[2][0].dtype == torch.float32
+
+
+def test_frozen_weights_are_rounded_where_they_lie_and_trained_ones_are_left():
+    class Task(nn.Module):
+        trainable = ("predictor",)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.predictor = nn.Linear(4, 4)
+            self.predictor.weight.requires_grad_(False)
+
+    task = Task()
+    before = {name: tensor.clone() for name, tensor in task.predictor.state_dict().items()}
+    round_frozen(task, torch.bfloat16)
+    assert torch.equal(task.predictor.weight, before["weight"].bfloat16().float())
+    assert not torch.equal(task.predictor.weight, before["weight"])
+    assert torch.equal(task.predictor.bias, before["bias"])

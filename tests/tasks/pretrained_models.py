@@ -92,6 +92,22 @@ def save_model(name: str, folder: Path) -> Path:
     return folder / name
 
 
+def save_words(folder: Path) -> None:
+    """A tokenizer of the models' 48 tokens beside a model: `w3` is token 3."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["<pad>", "<bos>", "</s>", *(f"w{number}" for number in range(3, 48))]
+    words = Tokenizer(
+        models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<pad>")
+    )
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", bos_token="<bos>", eos_token="</s>"
+    )
+    made.save_pretrained(folder)
+
+
 def run_config(name: str, model: Path, folder: Path, case: str = "", **changes: Any) -> Path:
     """The YAML of a run: 12 rows a step in micro-batches of 2, checkpoints at 2 and 4."""
     _, _, _, auto_class, kind = MODELS[name]

@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+import mm_core
 from mm_core.cli.main import main
 from mm_core.config.dump import to_yaml
 from mm_core.config.load import load_config
@@ -18,7 +19,6 @@ from mm_core.parallel.initialise import initialise
 from mm_core.plan import build_task
 from mm_core.plugin.registry import build
 from mm_core.train.checkpoint import CheckpointStore
-from mm_core.train.evaluation import evaluate
 from mm_core.train.media import write_video
 
 ROWS = 5
@@ -90,7 +90,7 @@ def expected_loss(run: Path, rows: list[int], factor: float) -> float:
 @pytest.mark.parametrize(("weights", "factor"), [("auto", 0.5), ("model", 1.0)])
 def test_the_figures_are_those_of_the_rows_that_can_be_read(run, weights, factor):
     notes: list[str] = []
-    found = evaluate(run, weights=weights, note=notes.append)
+    found = mm_core.evaluate(run, weights=weights, note=notes.append)
     assert found.figures["loss"] == pytest.approx(expected_loss(run, [0, 1, 2, 4], factor), rel=1e-5)
     assert (found.figures["rows"], found.figures["unreadable"], found.step) == (4, 1, 9)
     assert "3.mp4" in notes[0] and "latent_psnr" in found.figures
@@ -106,6 +106,44 @@ def test_the_command_prints_a_table_or_json(run, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["rows"] == 2 and found["step"] == 9
     assert found["metrics"]["loss"] == pytest.approx(expected_loss(run, [0, 2], 1.0), rel=1e-5)
+
+
+def predicted(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_the_fixed_noise_loss_of_each_clip_is_written_down(run, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    assert main(["eval", "--run", str(run), "--weights", "model", "--predictions", str(out)]) == 0
+    rows = predicted(out)
+    assert [row["row"] for row in rows] == list(range(ROWS))
+    assert "3.mp4" in rows[3]["id"] and rows[3].keys() == {"row", "id", "error"}
+    for row in (rows[number] for number in (0, 1, 2, 4)):
+        assert row["loss"] == pytest.approx(expected_loss(run, [row["row"]], 1.0), rel=1e-5)
+        assert row["id"].endswith(f"{row['row']}.mp4") and row["weight"] == 1
+        at = [row[f"loss_at/{quantile}"] for quantile in (0.1, 0.3, 0.5, 0.7, 0.9)]
+        assert sum(at) / 5 == pytest.approx(row["loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_two_ranks_say_what_one_says(run, tmp_path, mm):
+    found = []
+    for ranks in (1, 2):
+        out, rows = tmp_path / f"{ranks}.json", tmp_path / f"{ranks}.jsonl"
+        files = ["--out", str(out), "--predictions", str(rows)]
+        if ranks == 1:
+            assert main(["eval", "--run", str(run), *files]) == 0
+        else:
+            done = mm("eval", "--run", run, "--nproc", ranks, *files)
+            assert done.code == 0, done.err
+            assert done.err.count("could not be read") == 1
+        found.append((json.loads(out.read_text()), predicted(rows)))
+    (one, alone), (two, shared) = found
+    assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-6) and two["rows"] == one["rows"] == 4
+    assert (one["ranks"], two["ranks"]) == (1, 2) and one["weights"] == two["weights"] == "ema"
+    for mine, theirs in zip(alone, shared, strict=True):
+        assert mine.pop("id") == theirs.pop("id") and mine.pop("error", None) == theirs.pop("error", None)
+        assert theirs == pytest.approx(mine, rel=1e-6)
 
 
 def test_other_data_can_be_named(run, capsys):
@@ -127,7 +165,7 @@ def test_auto_takes_the_weights_of_a_checkpoint_without_an_average(run, tmp_path
     plain, config = tmp_path / "tiny", load_config(next(run.glob("checkpoints/*/config.yaml")))
     model = {f"predictor.{name}": t for name, t in loaded(config, 1.0).predictor.state_dict().items()}
     CheckpointStore(plain, 1).save(9, {"model": model, "optimizer": {}}, {}, to_yaml(config))  # ema: {} in it
-    found = evaluate(plain)
+    found = mm_core.evaluate(plain)
     assert found.figures["loss"] == pytest.approx(expected_loss(run, [0, 1, 2, 4], 1.0), rel=1e-5)
     assert found.weights == "model"
 

@@ -298,6 +298,10 @@ def test_batches_that_the_model_can_not_take(folders):
     with pytest.raises(ContractError, match="token_type_ids only in some") as found:
         task.weight(count(batch))
     assert "the same names in every batch" in str(found.value)
+    batch.inputs["labels"] = torch.tensor([1, 3])
+    with pytest.raises(ContractError, match="a row's class is 3, and the model has 3 classes") as found:
+        count(batch)
+    assert found.value.accepted == "classes from 0 to 2" and "task.labels" in found.value.hint
 
 
 def test_it_makes_no_clips(folders):

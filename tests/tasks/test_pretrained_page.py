@@ -6,13 +6,17 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import mm_core
+from mm_core.builtin.configs.data import TextRowsConfig
 from mm_core.builtin.configs.pretrained import PretrainedConfig
+from mm_core.contracts import SampleKey, TextBatch
 
 PAGE = (Path(__file__).parents[2] / "docs/transformers.md").read_text(encoding="utf-8")
 
@@ -23,13 +27,33 @@ def test_the_table_of_options_has_each_of_them():
     assert sorted(named) == sorted(field.name for field in dataclasses.fields(PretrainedConfig))
 
 
+def test_the_table_of_text_rows_has_each_of_its_options():
+    (table,) = re.findall(r"\| key of `text_rows` \| \|\n(.*?)\n\n", PAGE, re.S)
+    named = re.findall(r"`(\w+)`", "".join(line.split("|")[1] for line in table.splitlines()[1:]))
+    assert sorted(named) == sorted(field.name for field in dataclasses.fields(TextRowsConfig))
+
+
+def test_the_collate_of_the_page_makes_a_batch():
+    words = Tokenizer(models.WordLevel({"[PAD]": 0, "one": 1, "two": 2}, unk_token="[PAD]"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]")
+    known = {"torch": torch, "TextBatch": TextBatch}
+    exec(re.search(r"```python\n(def collate.*?)```", PAGE, re.S)[1], known)
+    key = {"key": SampleKey(0, 0), "weight": 1.0, "id": "a"}
+    batch = known["collate"](
+        SimpleNamespace(tokenizer=tokenizer), [{"ids": [1, 2], **key}, {"ids": [2], **key}]
+    )
+    assert {name: tensor.tolist() for name, tensor in batch.inputs.items()} == {
+        "input_ids": [[1, 2], [2, 0]],
+        "attention_mask": [[1, 1], [1, 0]],
+        "labels": [[1, 2], [2, -100]],
+    }
+
+
 @pytest.mark.slow
-def test_the_config_and_the_dataset_of_the_page_train_a_model(tmp_path, monkeypatch):
+def test_the_config_of_the_page_trains_a_model(tmp_path, monkeypatch):
     config = re.search(r"```yaml\n(run: .*?)```", PAGE, re.S)[1]
-    plugin = re.search(r"```python\n(.*?)```", PAGE, re.S)[1]
     monkeypatch.chdir(tmp_path)
     Path("answers.yaml").write_text(config, encoding="utf-8")
-    Path("rows.py").write_text(plugin, encoding="utf-8")
     folder = Path("ckpt/Qwen3-0.6B")
     words = ["[PAD]", "[EOS]", "[UNK]", "what", "is", "one", "and", "two", "three", "?"]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))

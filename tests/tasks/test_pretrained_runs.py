@@ -177,3 +177,14 @@ def test_an_output_embedding_that_is_gathered_alone_is_refused(tmp_path, mm):
     assert done.code != 0
     assert "engine.sub_modules_to_wrap: the output embedding is gathered for itself alone" in done.err
     assert mm("train", "--config", path, "task.loss=plain").code == 0
+
+
+def test_ranks_whose_batches_have_other_inputs_end_before_they_wait_for_one_another(tmp_path, mm):
+    folder = models.save_model("bert_classes", tmp_path)
+    data = {"train": {"type": "token_rows", "kind": "classes", "segments": True}}
+    data["loader"] = {"workers": 0, "sampler": "sequential"}
+    batches = {"micro_batch_size": 1, "global_batch_size": 2}
+    path = models.run_config("bert_classes", folder, tmp_path, data=data, train=batches)
+    done = mm("train", "--config", path, "--nproc", 2)
+    sentence = "the batches of rank 0 and rank 1 have other inputs: token_type_ids only in one"
+    assert done.code != 0 and sentence in done.err and "a blank image, say" in done.err

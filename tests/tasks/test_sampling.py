@@ -315,7 +315,17 @@ def test_a_rank_that_fails_ends_all_with_one_sentence(run, tmp_path, monkeypatch
     assert main(["sample", "--run", str(run), *words, "--nproc", "2", "--out", str(tmp_path)]) == 1
     error = capfd.readouterr().err
     assert error.count("mm: error") == 1 and "Traceback" not in error
-    assert "the clips could not be written: rank 1: IsADirectoryError" in error
+    assert error.startswith(f"mm: error: rank 1: {tmp_path / NAMES[1]}: the clip can not be written: ")
+
+
+def test_each_clip_is_written_when_it_is_ready(run, tmp_path):
+    (tmp_path / NAMES[1]).mkdir()
+    with pytest.raises(DataError, match=r"001-a-blue-square\.mp4: the clip can not be written: "):
+        sample(run, prompts=PROMPTS, out=tmp_path)
+    assert read_video(tmp_path / NAMES[0]).shape == (4, 8, 12, 3)
+    (tmp_path / NAMES[1]).rmdir()
+    assert sample(run, prompts=PROMPTS, out=tmp_path, keep=False) == []
+    assert (tmp_path / NAMES[1]).is_file()
 
 
 def test_a_rank_starts_no_ranks(run, monkeypatch, capsys):

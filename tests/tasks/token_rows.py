@@ -12,10 +12,20 @@ def mm_datasets():
 
 class TokenRows:
     """kind: `tokens` (labels are the ids, the first third not learnt), `classes`, `numbers`, `marks` (several
-    yes or no) or `images` (tokens with two small images a row, as Qwen-VL's processor gives them)."""
+    yes or no) or `images` (tokens with two small images a row, as Qwen-VL's processor gives them). segments:
+    batches whose first row has an odd number have these among their inputs.
+    broken: a row that can not be read."""
 
-    def __init__(self, kind: str = "tokens", rows: int = 24, seed: int = 0) -> None:
-        self.kind, self.rows, self.seed = kind, rows, seed
+    def __init__(
+        self,
+        kind: str = "tokens",
+        rows: int = 24,
+        seed: int = 0,
+        segments: bool = False,
+        broken: int | None = None,
+    ) -> None:
+        self.kind, self.rows, self.seed, self.segments = kind, rows, seed, segments
+        self.broken = broken
 
     def __len__(self) -> int:
         return self.rows
@@ -23,6 +33,10 @@ class TokenRows:
     def __getitem__(self, index: int):
         import torch
 
+        from mm_core.errors import DataError
+
+        if index == self.broken:
+            raise DataError("the row is damaged", where=f"row {index}")
         rng = torch.Generator().manual_seed(1000 * self.seed + index)
         length = int(torch.randint(4, 14, (1,), generator=rng))
         return {"ids": torch.randint(3, 40, (length,), generator=rng), "index": index}
@@ -38,6 +52,8 @@ class TokenRows:
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
         inputs = {"input_ids": ids, "attention_mask": mask}
+        if self.segments and samples[0]["index"] % 2:
+            inputs["token_type_ids"] = torch.zeros_like(ids)
         if self.kind in ("tokens", "images"):
             labels = ids.masked_fill(mask == 0, -100)
             for row, known in enumerate(rows):

@@ -64,13 +64,14 @@ def test_the_log_of_this_process_is_known_and_remembered(tmp_path):
     assert current_log() is None and latest_log() == tmp_path / "logs/rank_3.log"
 
 
-def test_a_resume_appends_and_says_who_writes(tmp_path):
+def test_a_resume_appends_and_says_who_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["bin/mm-train", "--config", "a.yaml"])
     for _ in range(2):
         with rank_log(tmp_path, 0, 1):
             print("again")
     text = log_path(tmp_path, 0).read_text()
     assert lines(tmp_path) == ["again", "again"]
-    assert len(re.findall(r"--- rank 0 of 1, pid \d+ on \S+: .*pytest", text)) == 2
+    assert len(re.findall(r"--- rank 0 of 1, pid \d+ on \S+: .*mm-train --config a\.yaml", text)) == 2
 
 
 def test_of_a_live_bar_the_notes_and_its_last_state_stay(tmp_path, monkeypatch):

@@ -34,7 +34,9 @@ class TextToVideoConfig:
     caption_dropout: Annotated[float, Range(ge=0, le=1)] = (
         0.0  # share of captions replaced by ""; needed for guidance
     )
-    latents: Literal["mode", "sample"] = "mode"  # of the autoencoder's posterior
+    latents: Literal["mode", "sample"] | None = (
+        None  # of the autoencoder's posterior; none: as the autoencoder's options say, else mode
+    )
     image_encoder: Annotated[ComponentConfig, Kind("image_encoder")] | None = (
         None  # given frames -> features, frozen; for predictors that take them
     )

@@ -14,7 +14,7 @@ from typing import Any
 from mm_core.contracts import WeightsFrom
 from mm_core.errors import CheckpointError, ConfigError, did_you_mean
 from mm_core.weights import open_stored, pipeline_parts, read_mapping
-from mm_wan.presets import DEFAULTS, PRESETS, Fields, presets_of
+from mm_wan.presets import DEFAULTS, PRESETS, Fields, largest, presets_of
 
 CLASS = "WanTransformer3DModel"
 ORIGINAL_CLASS = "WanModel"
@@ -184,33 +184,37 @@ def _diffusers_fields(config: Mapping[str, Any], where: Path) -> dict[str, objec
 def _checked(fields: dict[str, object], where: Path) -> dict[str, object]:
     """The same. CheckpointError for a value that is none of its field: nobody vouches for the folder."""
     for name, value in fields.items():
+        accepted = f"a value such as {DEFAULTS[name]!r}"
         if name == "patch_size":
-            good = isinstance(value, tuple) and len(value) == 3 and all(map(_is_size, value))
+            good = (
+                isinstance(value, tuple) and len(value) == 3 and all(_is_size(each, name) for each in value)
+            )
         elif name == "eps":
             good = isinstance(value, float) and value > 0
         elif name in ("cross_attn_norm", "qk_norm"):
             good = type(value) is type(DEFAULTS[name])
         else:
-            good = _is_size(value) or (value is None and DEFAULTS[name] is None)
+            good = _is_size(value, name) or (value is None and DEFAULTS[name] is None)
+            accepted = f"a whole number from 1 to {largest(name)}, such as {DEFAULTS[name]}"
+            if DEFAULTS[name] is None:
+                accepted = f"null, or a whole number from 1 to {largest(name)}"
         if not good:
-            raise CheckpointError(
-                f"{name} is {value!r}", where=str(where), accepted=f"a value such as {DEFAULTS[name]!r}"
-            )
+            raise CheckpointError(f"{name} is {repr(value)[:60]}", where=str(where), accepted=accepted)
     return fields
 
 
-def _is_size(value: object) -> bool:
-    return type(value) is int and value >= 1
+def _is_size(value: object, name: str) -> bool:
+    return type(value) is int and 1 <= value <= largest(name)
 
 
 def _original_fields(folder: Path) -> dict[str, object]:
     """What config.json does not say (WanModel keeps it out) is seen from the tensors' shapes."""
     config = read_mapping(folder / "config.json")
-    if strange := [name for name in _ORIGINAL_KEYS if not _is_size(config[name])]:
+    if strange := [name for name in _ORIGINAL_KEYS if not _is_size(config[name], name)]:
         raise CheckpointError(
-            f"{strange[0]} is {config[strange[0]]!r}",
+            f"{strange[0]} is {repr(config[strange[0]])[:60]}",
             where=str(folder / "config.json"),
-            accepted="a whole number above 0",
+            accepted=f"a whole number from 1 to {largest(strange[0])}",
         )
     shapes = open_stored(folder, STEM).shapes
     needed = ("patch_embedding.weight", "text_embedding.0.weight")

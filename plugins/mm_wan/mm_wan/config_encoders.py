@@ -38,7 +38,9 @@ class WanVAEConfig:
     )
     shift_factor: float | None = None  # of value_shift_scale: (x - shift_factor) * scaling_factor; none: 0
     scaling_factor: Annotated[float, Range(gt=0)] | None = None  # of value_shift_scale, which needs it
-    do_sample: bool = True  # noise, where `latents` of the task is `sample`; false: the mode at all times
+    do_sample: bool | None = (
+        None  # latents trained on: of the posterior a sample, or the mode; none: task.latents
+    )
 
 
 @dataclass(frozen=True)

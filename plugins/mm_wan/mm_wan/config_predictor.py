@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from mm_core.plugin import Range
+from mm_wan.presets import LARGEST, LARGEST_HEAD, MOST_LAYERS, MOST_POSITIONS
 
-_Size = Annotated[int, Range(ge=1)]
+_Size = Annotated[int, Range(ge=1, le=LARGEST)]
 
 PresetName = Literal[
     "wan2.1-t2v-1.3b",
@@ -32,7 +33,9 @@ class ArchitectureConfig:
 
     patch_size: tuple[_Size, _Size, _Size] | None = None  # latents a token along (t, h, w)
     num_attention_heads: _Size | None = None  # the width is num_attention_heads * attention_head_dim
-    attention_head_dim: _Size | None = None  # channels a head; even, 6 or more
+    attention_head_dim: Annotated[int, Range(ge=1, le=LARGEST_HEAD)] | None = (
+        None  # channels a head; even, 6 or more
+    )
     in_channels: _Size | None = (
         None  # of the first layer: those of the latents, and of frames given with them
     )
@@ -40,7 +43,7 @@ class ArchitectureConfig:
     text_dim: _Size | None = None  # width of the text encoder's hidden states
     freq_dim: _Size | None = None  # width of the timestep's sinusoids
     ffn_dim: _Size | None = None  # inner width of the feed-forward
-    num_layers: _Size | None = None  # transformer blocks
+    num_layers: Annotated[int, Range(ge=1, le=MOST_LAYERS)] | None = None  # transformer blocks
     cross_attn_norm: bool | None = None  # layer norm before the cross-attention
     qk_norm: Literal["rms_norm_across_heads"] | None = None  # norm of queries and keys; the only one Wan has
     eps: Annotated[float, Range(gt=0)] | None = None  # of all norms
@@ -48,7 +51,9 @@ class ArchitectureConfig:
     added_kv_proj_dim: _Size | None = (
         None  # width of the image's keys and values; the model's where it has any
     )
-    rope_max_seq_len: _Size | None = None  # tokens along any axis that the rotary tables reach
+    rope_max_seq_len: Annotated[int, Range(ge=1, le=MOST_POSITIONS)] | None = (
+        None  # tokens along any axis that the rotary tables reach
+    )
     pos_embed_seq_len: _Size | None = None  # image tokens of first and last frame together (first-last-frame)
 
 

@@ -114,10 +114,9 @@ class WanDiffusers:
         return self._layout(component) if isinstance(component, WanTransformer) else None
 
     def _layout(self, component: WanTransformer) -> Layout:
-        pipeline = pipeline_of(component.weights_from)
+        # Without a folder of its own: of two transformers, which fit alike, neither may be taken unasked.
         return Layout(
             DIFFUSERS_KEYS,
-            folder=pipeline[1] if pipeline else "",
             stem=STEM,
             texts={"config.json": component.to_json_string()},
             library="diffusers",

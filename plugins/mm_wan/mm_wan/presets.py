@@ -37,6 +37,20 @@ DEFAULTS: Fields = MappingProxyType(
 )
 """Those of Diffusers' class, which are the 14B text-to-video model's."""
 
+LARGEST = 100_000
+"""Of any size. What is beyond it, or beyond these, nobody could build: it would only take for ever to try."""
+MOST_LAYERS, LARGEST_HEAD, MOST_POSITIONS = 1000, 1024, 32768
+_LARGEST = {
+    "num_layers": MOST_LAYERS,
+    "attention_head_dim": LARGEST_HEAD,
+    "rope_max_seq_len": MOST_POSITIONS,
+}
+
+
+def largest(field: str) -> int:
+    """The largest value that a size of the architecture may have."""
+    return _LARGEST.get(field, LARGEST)
+
 
 @dataclass(frozen=True)
 class Preset:

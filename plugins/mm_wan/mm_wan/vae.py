@@ -58,17 +58,14 @@ class WanPosterior:
     what a cache stores, and `WanVAE.posterior` takes back.
     """
 
-    def __init__(self, moments: Tensor, normalisation: Normalisation | None, do_sample: bool) -> None:
+    def __init__(self, moments: Tensor, normalisation: Normalisation | None) -> None:
         self.moments = moments
         self._normalisation = normalisation
-        self._do_sample = do_sample
 
     def sample(self, generators: Sequence[torch.Generator]) -> Tensor:
-        """latents[B,C,T,H,W] float32; row i has the noise of generators[i]. The mode without `do_sample`."""
+        """latents[B,C,T,H,W] float32; row i has the noise of generators[i]."""
         if len(generators) != len(self.moments):
             raise ContractError(f"{len(generators)} generators are given for {len(self.moments)} clips")
-        if not self._do_sample:
-            return self.mode()
         return self._unit(self._distribution().sample(list(generators)))
 
     def mode(self) -> Tensor:
@@ -87,9 +84,9 @@ class WanPosterior:
 class WanVAE(nn.Module):
     """Clips <-> latents by Diffusers' AutoencoderKLWan (https://arxiv.org/abs/2503.20314, section 4.1).
 
-    Satisfies `Autoencoder` and `Streamed`. F = 4k+1 frames become T = k+1 latents; Y and X are divided by 8
-    (Wan 2.1, 16 channels) or 16 (Wan 2.2 TI2V, 48 channels). Time is taken in pieces of four frames, so that
-    memory does not grow with the clip. Fields are those of `WanVAEConfig`.
+    Satisfies `Autoencoder`, `Streamed` and `ChoosesLatents`. F = 4k+1 frames become T = k+1 latents; Y and X
+    are divided by 8 (Wan 2.1, 16 channels) or 16 (Wan 2.2 TI2V, 48 channels). Time is taken in pieces of four
+    frames, so that memory does not grow with the clip. Fields are those of `WanVAEConfig`.
 
     The constructor opens no file. What config.json says is read when it is first asked for; where that file
     is not there yet, `latent_channels` tells which of the two published autoencoders is meant.
@@ -114,7 +111,7 @@ class WanVAE(nn.Module):
         norm_mode: str = WanVAEConfig.norm_mode,
         shift_factor: float | None = WanVAEConfig.shift_factor,
         scaling_factor: float | None = WanVAEConfig.scaling_factor,
-        do_sample: bool = WanVAEConfig.do_sample,
+        do_sample: bool | None = WanVAEConfig.do_sample,
     ) -> None:
         super().__init__()
         self.folder = pipeline_part(Path(from_pretrained), "vae")
@@ -207,7 +204,7 @@ class WanVAE(nn.Module):
 
     def posterior(self, moments: Tensor) -> WanPosterior:
         """The posterior whose moments[B,2C,T,H,W] were kept from an earlier `encode`. Needs no weights."""
-        return WanPosterior(moments, self._normalisation, self.do_sample)
+        return WanPosterior(moments, self._normalisation)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:

@@ -42,7 +42,10 @@ def main() -> None:
     config = config_at(place, Path(folder), variant)
     task = build_task(config)
     load_frozen_alone(task, torch.device("cpu"), config)
-    engine = FSDP2Engine(sub_modules_to_wrap=BLOCKS, recompute_modules=BLOCKS, param_dtype=None)
+    pair = variant.endswith("high_low")
+    blocks = ("predictor.{*}.blocks.{*}",) if pair else BLOCKS
+    wrapped = (*blocks, "predictor.{*}") if pair else blocks
+    engine = FSDP2Engine(sub_modules_to_wrap=wrapped, recompute_modules=blocks, param_dtype=None)
     # SGD: a step is as exact as its gradient, where AdamW makes a sign of a gradient near zero.
     engine.prepare(
         task,
@@ -51,17 +54,21 @@ def main() -> None:
         Randomness(0),
         FromFiles(config, task),
     )
-    seen = {"begun": weights(engine), "losses": []}
+    seen = {"begun": weights(engine), "losses": [], "experts": []}
     for step in range(3):
+        task.begin_step(step)
         rows = [row for row in range(4) if row % world == rank]
         total = torch.zeros(())
         for row in rows:
             inputs = task.prepare(row_of(row), RNG.at(step))
+            seen["experts"].append(inputs.expert)
             total += engine.micro_step(lambda: task.loss(inputs), last=row == rows[-1], scale=world / 4).total  # noqa: B023
         dist.all_reduce(total)
         seen["losses"].append(float(total))
         if step == 0:
-            seen["gradients"] = {name: whole(p.grad) for name, p in engine.named_parameters()}
+            seen["gradients"] = {
+                name: whole(p.grad) for name, p in engine.named_parameters() if p.grad is not None
+            }
         engine.step(engine.grad_norm(), 1.0)
     seen["trained"] = weights(engine)
     if rank == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,44 @@ def test_a_folder_that_is_no_wan_model(said, named, sentence):
     assert said(*dry(f"task.predictor.from_pretrained={named}")) == f"mm: error: {sentence}"
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "accepted"),
+    [
+        ("num_layers", 10**9, "a whole number from 1 to 1000, such as 40"),
+        ("rope_max_seq_len", 10**12, "a whole number from 1 to 32768, such as 1024"),
+        ("attention_head_dim", 0, "a whole number from 1 to 1024, such as 128"),
+        ("attention_head_dim", -128, "a whole number from 1 to 1024, such as 128"),
+        ("num_attention_heads", 10**30, "a whole number from 1 to 100000, such as 40"),
+        ("image_dim", 1e9, "null, or a whole number from 1 to 100000"),
+        ("patch_size", [1, 2, 0], "a value such as (1, 2, 2)"),
+    ],
+)
+def test_absurd_numbers_of_a_config_are_refused_at_once(said, folder, field, value, accepted):
+    """Diffusers would build for ever, or ask for more memory than there is."""
+    (folder / "absurd").mkdir(exist_ok=True)
+    fields = {"_class_name": "WanTransformer3DModel", field: value}
+    (folder / "absurd/config.json").write_text(json.dumps(fields))
+    began = time.monotonic()
+    found = said(*dry("task.predictor.from_pretrained=absurd"))
+    shown = tuple(value) if isinstance(value, list) else value
+    assert found == f"mm: error: absurd/config.json: {field} is {shown!r}\n  accepted: {accepted}\n"
+    assert time.monotonic() - began < 5
+
+
+def test_so_are_those_of_the_original_layout(said, folder):
+    sizes = dict.fromkeys(("dim", "ffn_dim", "freq_dim", "in_dim", "num_heads", "out_dim"), 16)
+    (folder / "absurd").mkdir(exist_ok=True)
+    (folder / "absurd/config.json").write_text(json.dumps({**sizes, "num_layers": 10**9}))
+    found = said(*dry("task.predictor.from_pretrained=absurd"))
+    sentence = "absurd/config.json: num_layers is 1000000000\n  accepted: a whole number from 1 to 1000\n"
+    assert found == f"mm: error: {sentence}"
+
+
+def test_absurd_options_are_refused_too(said):
+    found = said(*dry("task.predictor.num_layers=1000000000"))
+    assert "task.predictor.num_layers: found 1000000000" in found and "<= 1000" in found
+
+
 def test_a_folder_of_another_variant_than_the_preset(said):
     found = said(*dry("task.predictor.preset=wan2.1-t2v-1.3b"))
     assert found == (
@@ -123,6 +162,16 @@ def test_an_autoencoder_of_other_channels(said):
         sentence = f"task.predictor.{name}: {name} is 16, but the autoencoder's latents have 48 channels\n"
         assert f"{sentence}  accepted: 48\n" in found
     assert found.startswith("mm: error: 2 components do not fit:\n")
+
+
+@pytest.mark.parametrize(("latents", "sampled"), [("mode", "true"), ("sample", "false")])
+def test_a_task_and_an_autoencoder_that_say_opposite_things_of_the_latents(said, latents, sampled):
+    other = "sample" if sampled == "true" else "mode"
+    found = said(*dry(f"task.latents={latents}", f"task.autoencoder.do_sample={sampled}"))
+    assert found == (
+        f"mm: error: task.latents: latents is {latents}, and the autoencoder's do_sample is {sampled}\n"
+        f"  accepted: {other}\n  hint: leave one of the two out\n"
+    )
 
 
 # -- sizes -----------------------------------------------------------------------------------------

@@ -339,12 +339,12 @@ def test_from_python(made):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["i2v", "ti2v"])
-def test_two_ranks_train_the_weights_of_one(made, tmp_path, variant):
-    seen = {}
+@pytest.mark.parametrize("variant", ["i2v", "flf2v", "ti2v", "i2v_high_low"])
+def test_two_ranks_train_the_weights_of_one(tmp_path, variant):
+    seen, folder = {}, frames.checkpoint_at(tmp_path / variant, variant)
     for world in (1, 2):
         out = tmp_path / f"{world}.pt"
-        ranks.run_ranks(HERE / "frames_ranks.py", world, out, made(variant).folder, variant)
+        ranks.run_ranks(HERE / "frames_ranks.py", world, out, folder, variant)
         seen[world] = torch.load(out)
     assert seen[2]["losses"] == pytest.approx(seen[1]["losses"], rel=1e-5)
     for part in ("gradients", "trained"):
@@ -352,4 +352,6 @@ def test_two_ranks_train_the_weights_of_one(made, tmp_path, variant):
             gap = (seen[2][part][name] - one).abs().max() / one.abs().max().clamp_min(1e-8)
             assert gap < 1e-5, (part, name)
     moved = [n for n, t in seen[2]["trained"].items() if not torch.equal(t, seen[2]["begun"][n])]
-    assert moved == list(seen[2]["begun"])
+    experts = {"predictor" + (f".{name}." if name else "") for name in seen[2]["experts"]}
+    assert moved == [name for name in seen[2]["begun"] if name.startswith(tuple(experts))]
+    assert len(experts) == (2 if variant == "i2v_high_low" else 1)

@@ -16,8 +16,10 @@ from mm_wan.vae import WanVAE
 from safetensors.torch import load_file, save_file
 
 import mm_core
+from mm_core.config.load import load_config
 from mm_core.contracts import Autoencoder
 from mm_core.errors import CheckpointError, ContractError
+from mm_core.plan import build_task
 
 CPU = torch.device("cpu")
 _spec = importlib.util.spec_from_file_location(
@@ -149,9 +151,20 @@ def test_each_row_has_its_own_generator(checkpoints):
         vae.encode(pixels).sample(generators(2))
 
 
-def test_without_do_sample_the_mode_is_taken(checkpoints):
-    posterior = loaded(checkpoints["t2v"], do_sample=False).encode(clips(1, 3, 5, 16, 16))
-    assert torch.equal(posterior.sample(generators(1)), posterior.mode())
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], "mode"),
+        (["task.autoencoder.do_sample=true"], "sample"),
+        (["task.autoencoder.do_sample=false"], "mode"),
+        (["task.latents=sample"], "sample"),
+        (["task.latents=sample", "task.autoencoder.do_sample=true"], "sample"),
+    ],
+)
+def test_do_sample_says_which_latents_a_run_trains_on(options, expected):
+    """Drawn as tests of text_to_video say: by generators of (seed, sample)."""
+    path = Path(__file__).parents[1] / "mm_wan/configs/t2v_1_3b.yaml"
+    assert build_task(load_config(path, options)).latents == expected
 
 
 def test_kept_moments_give_the_same_latents(checkpoints):

@@ -49,7 +49,10 @@ def document(top: Path, folder: Path, variant: str) -> dict:
     """A run's config as a YAML holds it; its clips do not exist."""
     task = {
         "type": "text_to_video",
-        "predictor": {"type": "wan/transformer", "from_pretrained": str(folder)},
+        "predictor": {
+            "type": "wan/two_expert" if variant.endswith("high_low") else "wan/transformer",
+            "from_pretrained": str(folder),
+        },
         "autoencoder": {"type": "wan/vae", "from_pretrained": str(folder)},
         "text_encoder": {"type": "wan/umt5", "from_pretrained": str(folder), "dtype": "fp32"},
         "scheduler": {"type": "wan/flow_match"},

@@ -1,0 +1,82 @@
+"""The classification example from nothing to its report: accuracy on the test, time, and rows seen once.
+
+    python benchmarks/text_classification.py [--nproc 2] [--eval-nproc 1 2 3]
+
+Needs the extra `dev`. The package is installed into a folder of this benchmark. The time is that of mm-train,
+with its validations and checkpoints; the model begins at random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from time import perf_counter
+
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples/text_classification"
+ACCURACY, SECONDS = 0.95, 300
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="the classification example, from data to report")
+    parser.add_argument("--nproc", type=int, default=2, help="ranks that train")
+    parser.add_argument("--eval-nproc", type=int, nargs="+", default=[1, 2, 3], help="ranks that evaluate")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        install(folder / "site")
+        call(folder, "mm_emotion.make_data", "--out", "data/emotion")
+        config = folder / "site/mm_emotion/configs/emotion.yaml"
+        began = perf_counter()
+        call(folder, "mm_core.cli.main", "train", "--config", config, "--nproc", args.nproc)
+        seconds = perf_counter() - began
+        found = [predictions(folder, ranks) for ranks in args.eval_nproc]
+        call(folder, "mm_emotion.report", f"predictions_{args.eval_nproc[-1]}.jsonl", show=True)
+    classes = [[(row["row"], row["label"], row["prediction"]) for row in rows] for rows in found]
+    same = all(rows == classes[0] for rows in classes)
+    once = [row for row, *_ in classes[0]] == list(range(len(classes[0])))
+    accuracy = sum(label == prediction for _, label, prediction in classes[0]) / len(classes[0])
+    results = [
+        ("classification_accuracy", f"{accuracy:.4f}", f">={ACCURACY}", accuracy >= ACCURACY),
+        ("classification_seconds", f"{seconds:.0f}", f"<{SECONDS}", seconds < SECONDS),
+        ("classification_rows_once_on_any_ranks", f"{len(classes[0])}", "all", same and once),
+    ]
+    for result, value, bar, good in results:
+        print(f"RESULT {result} {value} {bar} {'ok' if good else 'short'}")
+    return 0 if all(good for *_, good in results) else 1
+
+
+def install(target: Path) -> None:
+    """The example's package, built from a copy: the build leaves files beside what it builds."""
+    copy = target.parent / "source"
+    subprocess.run(["cp", "-r", EXAMPLE, copy], check=True)
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "--target", target, copy], check=True)
+
+
+def predictions(folder: Path, ranks: int) -> list[dict[str, object]]:
+    """What `mm eval` finds of each row of the test, on so many ranks."""
+    file = folder / f"predictions_{ranks}.jsonl"
+    choice = ["--run", "runs/emotion", "--checkpoint", "best", "--split", "test"]
+    call(folder, "mm_core.cli.main", "eval", *choice, "--nproc", ranks, "--predictions", file)
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def call(folder: Path, module: str, *words: object, show: bool = False) -> None:
+    """Runs a module in `folder`; what it prints is shown where it fails, or `show` asks for it."""
+    environment = {"PYTHONPATH": str(folder / "site"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", module, *map(str, words)]
+    done = subprocess.run(
+        command, cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True
+    )
+    if show or done.returncode:
+        print(done.stdout, done.stderr, sep="\n")
+    done.check_returncode()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""Six emotions of short texts, in Chinese and English."""

@@ -1,0 +1,90 @@
+"""What a run of Wan begins with where several folders could say it: each weight is read from one of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from mm_wan.testing import make_tiny_checkpoint
+from safetensors.torch import load_file
+
+from mm_core.config.schema import InitFromSection
+from mm_core.errors import CheckpointError
+from mm_core.plan import build_task
+from mm_core.train.importing import import_weights
+from mm_core.train.initial_weights import FromFiles
+from mm_core.train.sampling import load_task
+
+HERE = Path(__file__).parent
+SPEC = importlib.util.spec_from_file_location("wan_frames", HERE / "wan_frames.py")
+wan_frames = importlib.util.module_from_spec(SPEC)
+sys.modules["wan_frames"] = wan_frames
+SPEC.loader.exec_module(wan_frames)
+FILE = wan_frames.FILE
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    top = tmp_path_factory.mktemp("wan")
+    kinds = {"own": ("t2v", 0), "other": ("t2v", 1), "pair": ("t2v_high_low", 2)}
+    return {name: make_tiny_checkpoint(top / name, kind, seed=seed) for name, (kind, seed) in kinds.items()}
+
+
+def config_at(folders: dict[str, Path], tmp_path: Path, **init_from: object):
+    config = wan_frames.config_at(tmp_path, folders["own"], "t2v")
+    return replace(config, init_from=InitFromSection(**init_from)) if init_from else config
+
+
+def read(config) -> tuple[dict[str, torch.Tensor], FromFiles]:
+    """The predictor's tensors as a run begins with them."""
+    task = build_task(config)
+    task.predictor.to_empty(device="cpu")
+    state = {f"predictor.{name}": tensor for name, tensor in task.predictor.state_dict().items()}
+    files = FromFiles(config, task)
+    assert set(files.covers(state)) == set(state)
+    files.fill(state)
+    return {name.removeprefix("predictor."): tensor for name, tensor in state.items()}, files
+
+
+def test_an_import_reads_its_own_folder_alone(folders, tmp_path):
+    """That of the config holds no weights any more, and is not asked for any."""
+    config = config_at(folders, tmp_path)
+    (folders["own"] / FILE).rename(tmp_path / "kept")
+    try:
+        saved, notes = import_weights(config, folders["other"])
+        task = load_task(config, saved, "model")
+    finally:
+        (tmp_path / "kept").rename(folders["own"] / FILE)
+    expected = load_file(folders["other"] / FILE)
+    assert all(torch.equal(task.predictor.state_dict()[name], expected[name]) for name in expected)
+    assert len(notes) == 1 and notes[0].startswith(f"{folders['other']}: {len(expected)} tensors loaded")
+
+
+def test_what_init_from_brings_is_not_read_from_the_components_folder(folders, tmp_path):
+    include = ("predictor.blocks.1",)
+    found, files = read(config_at(folders, tmp_path, path=str(folders["other"]), include=include))
+    own, other = (load_file(folders[name] / FILE) for name in ("own", "other"))
+    inside = {name for name in own if name.startswith("blocks.1.")}
+    assert all(torch.equal(found[name], (other if name in inside else own)[name]) for name in own)
+    first, last = files.notes()
+    assert first.endswith(f"; {len(inside)} of them are those of {folders['other']}")
+    assert last.startswith(f"{folders['other']}: {len(inside)} tensors loaded")
+
+
+def test_init_from_takes_neither_of_two_experts_for_a_lone_transformer(folders, tmp_path):
+    """As from_pretrained does: either is a model of some timesteps alone."""
+    with pytest.raises(CheckpointError) as caught:
+        read(config_at(folders, tmp_path, path=str(folders["pair"])))
+    sentence = "'predictor' could be read from any of these folders: transformer, transformer_2"
+    assert (caught.value.where, caught.value.what) == (str(folders["pair"]), sentence)
+    assert caught.value.hint == "name one of them in the path"
+    with pytest.raises(CheckpointError, match="could be read from any of these folders"):
+        import_weights(config_at(folders, tmp_path), folders["pair"])
+    second = folders["pair"] / "transformer_2"
+    found, _ = read(config_at(folders, tmp_path, path=str(second)))
+    expected = load_file(second / Path(FILE).name)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

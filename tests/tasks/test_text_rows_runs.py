@@ -1,0 +1,83 @@
+"""Runs on tables of text: tokenized in workers, by length, resumed exactly; broken rows are listed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import mm_core
+from mm_core.errors import PlanError
+
+HERE = Path(__file__).parent
+
+
+def of_tests(name: str):
+    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+tiny = of_tests("pretrained_models")
+
+
+@pytest.fixture
+def config(tmp_path) -> Path:
+    """A tiny BERT, its tokenizer, 40 rows of uneven length of which one is broken, and the YAML of a run."""
+    folder = tiny.save_model("bert_classes", tmp_path)
+    words = {word: number for number, word in enumerate(["[PAD]", "[UNK]", *"abcdefghij"])}
+    pieces = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    pieces.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"pad_token": "[PAD]", "unk_token": "[UNK]"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=pieces, **special).save_pretrained(folder)
+    rows = [{"text": " ".join("abcdefghij"[: 1 + i % 9]), "label": "xyz"[i % 3]} for i in range(40)]
+    rows[7]["label"] = None
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = {"type": "text_rows", "file": str(tmp_path / "rows.jsonl"), "tokenizer": str(folder)}
+    table |= {"label": "label", "labels": "${task.labels}"}
+    return tiny.run_config(
+        "bert_classes",
+        folder,
+        tmp_path,
+        task={"labels": ["x", "y", "z"]},
+        data={
+            "train": {**table, "part": [0, 0.8]},
+            "validation": {**table, "part": [0.8, 1]},
+            "loader": {"workers": 1, "group_by_length": True, "max_failed_share": 0.5},
+        },
+        train={"steps": 8, "micro_batch_size": 2, "global_batch_size": 8},
+        validation={"every": 4, "metrics": [{"type": "accuracy"}]},
+    )
+
+
+def logged(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_run_is_resumed_exactly_and_lists_the_broken_row(config, tmp_path):
+    mm_core.train(mm_core.load_config(config, ["data.loader.workers=0"]))
+    for steps in (4, 8):  # the second goes on where the first has stopped
+        mm_core.train(mm_core.load_config(config, ["run.name=again", f"train.steps={steps}"]))
+    whole, resumed = (logged(tmp_path / "runs" / name) for name in ("bert_classes", "again"))
+    losses, again = ([row["loss"] for row in rows if "loss" in row] for rows in (whole, resumed))
+    assert losses == again and len(losses) == 8
+    (last,) = (row for row in whole if row["step"] == 8 and "validation/accuracy" in row)
+    assert last["validation/rows"] == 8
+    (skipped,) = (tmp_path / "runs/bert_classes/skipped.jsonl").read_text().splitlines()
+    assert json.loads(skipped)["id"] == f"{tmp_path / 'rows.jsonl'}, line 8"
+    assert json.loads(skipped)["reason"] == "the label is empty"
+
+
+def test_grouping_needs_a_dataset_that_knows_its_lengths(config):
+    plugin = f"plugins.path=[{HERE / 'token_rows.py'}]"
+    overrides = ["data.train={type: token_rows, kind: classes}", "data.loader.workers=0", plugin]
+    with pytest.raises(PlanError) as caught:
+        mm_core.train(mm_core.load_config(config, overrides))
+    assert caught.value.what == "TokenRows does not say how long its samples are"
+    assert caught.value.where == "data.loader.group_by_length" and "text_rows" in caught.value.accepted
