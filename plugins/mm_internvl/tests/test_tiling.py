@@ -9,12 +9,15 @@ import zlib
 import numpy as np
 import pytest
 import torch
+import transformers
 from mm_internvl.tiling import Tiling, image_size, read_tiling
 from PIL import Image
-from transformers import GotOcr2ImageProcessorPil
 
 from mm_core.data.images import read_image
 from mm_core.errors import CheckpointError, DataError
+
+Processor = getattr(transformers, "GotOcr2ImageProcessorPil", None)
+fifth = pytest.mark.skipif(Processor is None, reason="before 5.0 the class fails on the smallest images")
 
 
 def sizes() -> list[tuple[int, int]]:
@@ -31,9 +34,10 @@ def picture(height: int, width: int) -> torch.Tensor:
     return torch.from_numpy(generator.integers(0, 256, (3, height, width), dtype=np.uint8))
 
 
+@fifth
 @pytest.mark.parametrize(("least", "most", "side"), [(1, 12, 56), (2, 6, 56), (1, 1, 56)])
 def test_tiles_equal_the_transformers_processor(least, most, side):
-    theirs = GotOcr2ImageProcessorPil(
+    theirs = Processor(
         size={"height": side, "width": side}, crop_to_patches=True, min_patches=least, max_patches=most
     )
     ours = Tiling(
@@ -49,12 +53,13 @@ def test_tiles_equal_the_transformers_processor(least, most, side):
         torch.testing.assert_close(found, wanted["pixel_values"], rtol=0, atol=1e-5)
 
 
+@fifth
 def test_grids_of_448_equal_the_transformers_processor():
     """At InternVL's own tile size the grids alone, over the same 50 sizes at full size, and 3 in pixels."""
-    theirs = GotOcr2ImageProcessorPil(size={"height": 448, "width": 448}, crop_to_patches=True)
+    theirs = Processor(size={"height": 448, "width": 448}, crop_to_patches=True)
     ours = Tiling(mean=tuple(theirs.image_mean), std=tuple(theirs.image_std))
     for height, width in sizes():
-        assert ours.count(height, width) == theirs.get_number_of_image_patches(height, width)
+        assert ours.count(height, width) == theirs.get_number_of_image_patches(height, width, {})
     for height, width in ((300, 200), (448, 448), (100, 300)):
         image = picture(height, width)
         wanted = theirs(Image.fromarray(image.permute(1, 2, 0).numpy()), return_tensors="pt")
