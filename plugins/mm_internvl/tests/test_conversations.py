@@ -311,8 +311,8 @@ def test_bad_rows_are_skipped_counted_and_listed(place, tmp_path, packing):
     assert len(batches) == len(found)
 
 
-@pytest.fixture(scope="module")
-def task(place):
+def task_of(place) -> PretrainedTask:
+    """The task `pretrained` on the tiny model, in float64."""
     with torch.device("meta"):
         made = PretrainedTask(str(place / "model"), "AutoModelForImageTextToText")
     made.model.to_empty(device="cpu")
@@ -324,7 +324,6 @@ def task(place):
 
 def sums(task, batches):
     """(loss as a sum, labels, gradients) over batches."""
-    task.zero_grad()
     total, weight = 0.0, 0.0
     for batch in batches:
         batch.inputs["pixel_values"] = batch.inputs["pixel_values"].double()
@@ -333,7 +332,6 @@ def sums(task, batches):
         found.total.backward()
         total, weight = total + float(found.total.detach()), weight + found.weight
     grads = {name: p.grad.clone() for name, p in task.named_parameters() if p.grad is not None}
-    task._names = None
     return total, weight, grads
 
 
@@ -345,36 +343,36 @@ def near(found, wanted):
         assert error < 1e-5, name
 
 
-def test_a_packed_epoch_trains_as_an_unpacked_one(place, task):
+def test_a_packed_epoch_trains_as_an_unpacked_one(place):
     rows = [*data.ROWS, *(data.asked(f"what is {n}?", "a number " * (n + 1)) for n in range(6))]
     alone, packed = dataset(place, rows), dataset(place, rows, packing=True, max_length=150)
     assert len(packed) < len(alone) and packed.packs.fill > 0.6
-    wanted = sums(task, loaded(alone, 1, range(len(alone))))
-    near(sums(task, loaded(alone, 4, range(3))), wanted)
-    near(sums(task, loaded(packed, 1, range(len(packed)), seed=5)), wanted)
+    wanted = sums(task_of(place), loaded(alone, 1, range(len(alone))))
+    near(sums(task_of(place), loaded(alone, 4, range(3))), wanted)
+    near(sums(task_of(place), loaded(packed, 1, range(len(packed)), seed=5)), wanted)
     together = [list(batch.inputs) for batch in loaded(packed, 1, range(len(packed)))]
     assert all(names == ["input_ids", "labels", "pixel_values", "position_ids"] for names in together)
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_a_blank_tile_stands_in_where_there_is_no_image(place, task, packing):
+def test_a_blank_tile_stands_in_where_there_is_no_image(place, packing):
     found = dataset(place, [data.ROWS[0], data.ROWS[5]], packing=packing)
     (batch,) = loaded(found, 1 if packing else 2)
     assert torch.equal(batch.inputs["pixel_values"], found.tiling.blank())
     context = found.chat.tokenizer.context_image_token_id
     assert int((batch.inputs["input_ids"] == context).sum()) == TOKENS
-    total, weight, grads = sums(task, [batch])
+    total, weight, grads = sums(task_of(place), [batch])
+    plain = task_of(place)
     logits_loss, count = torch.zeros(()), 0
-    task.zero_grad()
     for piece in (dataset(place, [row])[0]["pieces"][0] for row in (data.ROWS[0], data.ROWS[5])):
-        logits = task.model(input_ids=piece["input_ids"][None]).logits[0, :-1]
+        logits = plain.model(input_ids=piece["input_ids"][None]).logits[0, :-1]
         labels = piece["labels"][1:]
         logits_loss = logits_loss + torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
         count += int((labels != IGNORED).sum())
     logits_loss.backward()
     assert weight == count
     assert total == pytest.approx(float(logits_loss.detach()), rel=1e-5)
-    for name, parameter in task.named_parameters():
+    for name, parameter in plain.named_parameters():
         if parameter.grad is None or "vision_tower" in name or "projector" in name:
             assert name not in grads or float(grads[name].abs().max()) == 0, name
         else:
