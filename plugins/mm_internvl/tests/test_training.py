@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,6 +68,31 @@ def test_the_config_of_the_page_trains(config, options):
     logged = [json.loads(line) for line in file.read_text().splitlines()]
     assert logged[-1]["loss"] < 0.8 * logged[0]["loss"]
     assert not (file.parent / "skipped.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_two_ranks_of_which_one_has_no_image_compute_what_one_computes(config):
+    """Text alone and several images by turns: in every step one rank has nothing for the vision tower."""
+    words, pictures, video = data.ROWS[0], data.ROWS[2], data.ROWS[3]
+    data.write(config.parent / "files" / "rows.jsonl", [words, pictures, words, data.ROWS[1], words, video])
+    options = ["data.train.packing=false", "data.loader.sampler=sequential", "data.loader.workers=0"]
+    options += ["data.loader.drop_last=true", "train.steps=3", "optimizer.lr=1e-3"]
+    mm_core.train(mm_core.load_config(config, [*options, "run.name=alone"]))
+    command = [sys.executable, "-m", "mm_core.cli.main", "train", "--config", str(config), "--nproc", "2"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, *options, "run.name=two"], capture_output=True, text=True, timeout=240, env=env
+    )
+    assert done.returncode == 0, done.stderr
+    alone, two = (_logged(config.parent / "runs" / name) for name in ("alone", "two"))
+    assert len(alone) == len(two) == 3
+    for one, other in zip(alone, two, strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+
+
+def _logged(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_config_is_checked_without_torch_and_in_one_sentence(config):
