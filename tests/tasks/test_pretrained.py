@@ -115,6 +115,35 @@ def test_a_class_may_be_named_by_its_module(folders):
     assert type(task.model) is transformers.Qwen3ForCausalLM
 
 
+def test_the_module_of_a_class_may_make_another_config_json_known(folders, tmp_path, monkeypatch):
+    """As Transformers' own `AutoConfig.register` does; which layout the weights are in is then seen by reading."""
+    (tmp_path / "other_config.py").write_text(
+        "from transformers import AutoConfig, PretrainedConfig, Qwen3Config, Qwen3ForCausalLM\n"
+        "from mm_core.errors import ContractError\n"
+        "class Other(PretrainedConfig):\n"
+        "    model_type = 'other_qwen'\n"
+        "    @classmethod\n"
+        "    def from_dict(cls, found, **options):\n"
+        "        if 'body' not in found:\n"
+        "            raise ContractError('this folder has no body')\n"
+        "        return Qwen3Config.from_dict(found['body'], **options)\n"
+        "AutoConfig.register('other_qwen', Other, exist_ok=True)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    written = json.loads((folders("qwen3") / "config.json").read_text())
+    auto_class = "other_config:Qwen3ForCausalLM"
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "other_qwen", "body": written}))
+    with torch.device("meta"):
+        task = PretrainedTask(str(tmp_path), auto_class)
+    assert task.model.config.hidden_size == written["hidden_size"]
+    assert task.model.weights_from.format is None
+    with torch.device("meta"):
+        same = PretrainedTask(str(folders("qwen3")), auto_class)
+    assert same.model.weights_from.format == "core/transformers"
+    (tmp_path / "config.json").write_text('{"model_type": "other_qwen"}')
+    assert refused(tmp_path, auto_class).what == "this folder has no body"
+
+
 def test_a_new_head_begins_at_random_and_the_rest_is_read(folders, tmp_path):
     """A classifier of a masked language model's folder: other heads of the files are passed over."""
     import mm_core
