@@ -116,7 +116,7 @@ def test_a_class_may_be_named_by_its_module(folders):
 
 
 def test_the_module_of_a_class_may_make_another_config_json_known(folders, tmp_path, monkeypatch):
-    """As Transformers' own `AutoConfig.register` does; which layout the weights are in is then seen by reading."""
+    """By `AutoConfig.register`; which layout the weights are in is then seen by reading."""
     (tmp_path / "other_config.py").write_text(
         "from transformers import AutoConfig, PretrainedConfig, Qwen3Config, Qwen3ForCausalLM\n"
         "from mm_core.errors import ContractError\n"
