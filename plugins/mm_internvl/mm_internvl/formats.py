@@ -99,7 +99,6 @@ class InternVLOriginal:
             texts={**found.texts, "config.json": text},
             loading=f"from internvl.model.internvl_chat import {CLASS}\n\n"
             f'model = {CLASS}.from_pretrained("{{folder}}")',
-            library="internvl",
             reading=None,
         )
 
