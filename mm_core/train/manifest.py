@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +74,25 @@ def fingerprint(section: ComponentConfig, dataset: Dataset) -> dict[str, Any]:
     Videos and weights are not read: a file that was exchanged under the same name is not noticed.
     """
     listed = {
-        key: digest
-        for key, value in section.options.items()
-        if isinstance(value, (str, Path)) and (digest := _digest(Path(value))) is not None
+        key: digest for key, path in _paths(section.options) if (digest := _digest(Path(path))) is not None
     }
     return {"type": section.type, "rows": len(dataset), "files": listed}
+
+
+def _paths(value: Any, key: str = "") -> Iterator[tuple[str, str | Path]]:
+    """(dotted key, text) of everything in a value that may be a path; lists are entered by number."""
+    if isinstance(value, (str, Path)):
+        yield key, value
+        return
+    inner: Iterable[tuple[Any, Any]] = ()
+    if is_dataclass(value) and not isinstance(value, type):
+        inner = ((field.name, getattr(value, field.name)) for field in fields(value))
+    elif isinstance(value, Mapping):
+        inner = value.items()
+    elif isinstance(value, (list, tuple)):
+        inner = enumerate(value)
+    for name, one in inner:
+        yield from _paths(one, f"{key}.{name}" if key else str(name))
 
 
 def _digest(path: Path) -> str | None:

@@ -101,3 +101,13 @@ def test_other_captions_are_another_fingerprint_and_a_moved_file_is_the_same(yam
     assert of(moved) == of(tmp_path / "data.json")
     assert of(other)["files"] != of(moved)["files"]
     assert of(tmp_path / "nowhere.json") == {"type": "core/video_text", "rows": 2, "files": {}}
+
+
+def test_files_that_stand_deeper_in_the_options_are_in_the_fingerprint(yaml, tmp_path):
+    first, second = (
+        {"file": str(tmp_path / "data.json"), "weight": 2.0},
+        {"file": str(tmp_path / "none.json")},
+    )
+    options = {"sources": (first, second), "reader": ComponentConfig("video_reader", "core/pyav", {})}
+    found = fingerprint(ComponentConfig("dataset", "core/video_text", options), [0])["files"]
+    assert list(found) == ["sources.0.file"]
