@@ -68,6 +68,8 @@ def test_the_config_of_the_page_trains(config, options):
     logged = [json.loads(line) for line in file.read_text().splitlines()]
     assert logged[-1]["loss"] < 0.8 * logged[0]["loss"]
     assert not (file.parent / "skipped.jsonl").exists()
+    manifest = json.loads((file.parent / "manifest.json").read_text())
+    assert "sources.0.annotations" in manifest["data"]["train"]["files"]
 
 
 @pytest.mark.slow
