@@ -19,7 +19,7 @@ PUBLISHED = {
     *("tokenizer.json", "tokenizer_config.json"),
     *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
 }
-"""What Transformers reads of a published folder; vocab.json and merges.txt, which only repeat, are left out."""
+"""What Transformers reads of a published folder: vocab.json and merges.txt only repeat it."""
 
 
 def test_it_has_the_published_layout(tmp_path):
