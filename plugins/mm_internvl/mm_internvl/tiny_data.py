@@ -25,23 +25,22 @@ def make_tiny_conversations(folder: str | Path, *, rows: int = 40, seed: int = 0
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    lines = []
+    lines: list[dict[str, object]] = []
     for row in range(rows):
         drawn = [Randomness(seed).uniform("digits", row, number) for number in range(5)]
         digit = str(int(drawn[0] * 10))
         if row % 10 == 9:
-            said = [
-                {"from": "human", "value": f"what number is {digit}?"},
-                {"from": "gpt", "value": digit},
-            ]
-            lines.append({"conversations": said})
-            continue
-        _draw(digit, drawn[1:]).save(folder / f"{row:04}.png")
-        said = [{"from": "human", "value": "<image>\nwhich digit?"}, {"from": "gpt", "value": digit}]
-        lines.append({"image": f"{row:04}.png", "conversations": said})
+            lines.append(_asked(f"what number is {digit}?", digit))
+        else:
+            _draw(digit, drawn[1:]).save(folder / f"{row:04}.png")
+            lines.append({"image": f"{row:04}.png", **_asked("<image>\nwhich digit?", digit)})
     file = folder / "conversations.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return file
+
+
+def _asked(question: str, answer: str) -> dict[str, object]:
+    return {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]}
 
 
 def _draw(digit: str, drawn: list[float]) -> Image.Image:
@@ -51,5 +50,5 @@ def _draw(digit: str, drawn: list[float]) -> Image.Image:
     scale = 2 + drawn[3]
     ink = ink.resize((int(8 * scale), int(12 * scale)), Image.Resampling.BILINEAR)
     found = Image.new("L", (SIDE, SIDE), 20)
-    found.paste(ink, tuple(int(p * (SIDE - n)) for p, n in zip(drawn, ink.size, strict=False)))
+    found.paste(ink, (int(drawn[0] * (SIDE - ink.width)), int(drawn[1] * (SIDE - ink.height))))
     return found.convert("RGB")
