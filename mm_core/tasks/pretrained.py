@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -186,10 +187,16 @@ class PretrainedTask(nn.Module):
             self._checked.add(self.model.training)
         return returned
 
-    def _look(self, model: nn.Module, args: Any, returned: Any) -> None:
-        """Checks what the first forward returns: the loss is the sum that was asked for, and nothing else."""
-        if self._record is not None and model.training not in self._checked:
+    def _look(self, model: nn.Module, args: Any, returned: Any) -> Any:
+        """Checks what the first forward returns: the loss is the sum that was asked for, and nothing else.
+        Of a loss's forward, no more is handed on: FSDP2 warns of views, such as InternVL's image features."""
+        if self._record is None:
+            return None
+        if model.training not in self._checked:
             check_returned(self._record, getattr(returned, "loss", None))
+        if not isinstance(returned, OrderedDict):
+            return None
+        return type(returned)(**{key: returned[key] for key in ("loss", "logits") if key in returned})
 
     # -- evaluation ----------------------------------------------------------------------------
 

@@ -87,6 +87,7 @@ def test_in_and_out_is_bit_equal_from_each_layout_into_both(folders, given, tmp_
     assert plain(loaded.config) == plain(there.from_pretrained(folders["core/transformers"]).config)
 
 
+@pytest.mark.filterwarnings("error:FSDP2-wrapped module")
 def test_a_run_that_begins_with_either_layout_is_the_same_run(folders, tmp_path):
     rows = make_tiny_conversations(tmp_path / "digits", rows=12)
     logged = []
