@@ -52,7 +52,9 @@ def rewrite_as_original(folder: Path) -> None:
     save_file(as_original(load_file(weights)), weights, metadata={"format": "pt"})
     given = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps(_config(given), indent=2) + "\n", encoding="utf-8")
-    (folder / "generation_config.json").unlink(missing_ok=True)
+    # As published: it says nothing of where an answer ends.
+    generation = {"_from_model_config": True, "transformers_version": "4.52.1"}
+    (folder / "generation_config.json").write_text(json.dumps(generation) + "\n", encoding="utf-8")
 
 
 def _config(given: dict[str, Any]) -> dict[str, Any]:
