@@ -20,7 +20,8 @@ from mm_core.errors import MMError, PeerError, did_you_mean
 COMMANDS = MappingProxyType(
     {
         "train": ("mm_core.cli.train", "train what a YAML describes (mm-train is the same)"),
-        "sample": ("mm_core.cli.sample", "generate clips from a trained run"),
+        "sample": ("mm_core.cli.sample", "clips or answers from a trained run"),
+        "chat": ("mm_core.cli.chat", "converse with a trained run"),
         "eval": ("mm_core.cli.evaluate", "held-out loss, metrics and predictions of a trained run"),
         "import": ("mm_core.cli.import_weights", "weights from elsewhere as a run's first checkpoint"),
         "export": ("mm_core.cli.export", "a trained run's weights as files that other libraries load"),

@@ -1,4 +1,4 @@
-"""`mm sample`: clips from a trained run."""
+"""`mm sample`: clips from a trained run, or answers in words."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from mm_core.cli.answers import add_decoding, print_answers, refuse_words
 from mm_core.cli.evaluate import add_weights
 from mm_core.cli.train import refuse_among_ranks
 from mm_core.errors import MMError
@@ -21,19 +22,46 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "overrides", nargs="*", metavar="key=value", help="over the run's config, for folders that have moved"
     )
     parser.add_argument(
-        "--run", required=True, metavar="DIR", help="a run's folder, or one of its checkpoints"
+        "--run", required=True, metavar="DIR[@STEP]", help="a run's folder, or one of its checkpoints"
     )
     parser.add_argument(
-        "--prompt", action="append", default=[], help="what to show; may be given several times"
+        "--prompt",
+        action="append",
+        default=[],
+        help="what to show, or what to answer; may be given several times",
     )
-    parser.add_argument("--prompts", metavar="FILE", help="one prompt a line, or JSON/JSONL")
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="for clips one prompt a line, or JSON/JSONL; for words rows as the run's dataset reads them",
+    )
     parser.add_argument(
         "--image",
         metavar="FILE",
         action="append",
         default=[],
-        help="first frame, for image-to-video; given once for all prompts, or once for each",
+        help="for words: shown before each prompt, in order; for image-to-video: the first frame, once for "
+        "all prompts or once for each",
     )
+    words = parser.add_argument_group("of runs that answer in words")
+    add_decoding(words)
+    parser.add_argument("--seed", type=int, default=0, help="clip or answer i is drawn from (seed, i)")
+    add_weights(parser)
+    parser.add_argument(
+        "--nproc",
+        type=_count,
+        metavar="N",
+        help="ranks on this host that share the model, as in training, and the prompts (default 1)",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="PATH",
+        help="folder of the clips, or JSONL file of the answers (default: a new one in the run's samples/)",
+    )
+    _add_clips(parser.add_argument_group("of runs that make clips"))
+
+
+def _add_clips(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument(
         "--last-image",
         metavar="FILE",
@@ -42,7 +70,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="last frame, where the model takes one",
     )
     parser.add_argument("--negative-prompt", default="", help="what guidance leads away from")
-    parser.add_argument("--seed", type=int, default=0, help="clip i's noise comes from (seed, i)")
     parser.add_argument("--steps", type=_count, help="solver steps")
     parser.add_argument(
         "--guidance",
@@ -54,21 +81,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--height", type=_count, help="pixels (default: as trained)")
     parser.add_argument("--width", type=_count, help="pixels (default: as trained)")
     parser.add_argument("--fps", type=_number(1 / 60), help="frames a second of the files")
-    add_weights(parser)
-    parser.add_argument(
-        "--nproc",
-        type=_count,
-        metavar="N",
-        help="ranks on this host that share the model, as in training, and the prompts (default 1)",
-    )
-    parser.add_argument(
-        "--out", metavar="DIR", help="folder of the files (default: a new one in the run's samples/)"
-    )
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Writes one mp4 a prompt and a contact sheet. Under a launcher (RANK is set) this process is a rank,
-    and does not return."""
+    """Writes one mp4 a prompt and a contact sheet, or prints answers. Under a launcher (RANK is set) this
+    process is a rank, and does not return."""
     if "RANK" in os.environ:
         refuse_among_ranks(["--nproc"] if args.nproc is not None else [])
         from mm_core.train.failure import leave, run_as_rank
@@ -87,7 +104,7 @@ def execute(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """MMError for what is wrong at first sight."""
-    if not Path(args.run).exists():
+    if not Path(args.run.rpartition("@")[0] or args.run).exists() and not Path(args.run).exists():
         raise MMError("there is no such run", where=args.run, hint="mm-train prints the run's folder")
     if not args.prompt and not args.prompts:
         raise MMError("there is no prompt", accepted="--prompt TEXT, or --prompts FILE")
@@ -112,19 +129,31 @@ def _words(args: argparse.Namespace) -> list[str]:
 def _sample(args: argparse.Namespace) -> int:
     """Alone, or as one of several ranks."""
     _check(args)
+    from mm_core.config.load import load_config
+    from mm_core.train.answering import checkpoint_of, makes_words
+
+    source = checkpoint_of(args.run, args.checkpoint)
+    config = load_config(source / "config.yaml", args.overrides, spare_environment=True)
+    root = source.parent.parent if source.parent.name == "checkpoints" else source
+    if makes_words(config):
+        return print_answers(args, source, root / "samples")
+    refuse_words(args, config.task.type)
+    return _sample_clips(args, source, root)
+
+
+def _sample_clips(args: argparse.Namespace, source: Path, root: Path) -> int:
     from mm_core.train.agreement import Ranks
     from mm_core.train.prompts import read_prompts
     from mm_core.train.sampling import among_ranks, sample
 
-    run, prompts = Path(args.run), list(args.prompt)
+    prompts = list(args.prompt)
     if args.prompts:
         prompts += read_prompts(Path(args.prompts))
-    root = run.parent.parent if run.parent.name == "checkpoints" else run
     with among_ranks():
         ranks, folder = Ranks.current(), root / "samples" / f"seed_{args.seed}"
         out = Path(args.out) if args.out else ranks.first("choosing a folder", lambda: unused(folder))
         sample(
-            run,
+            source,
             prompts=prompts,
             images=args.image,
             last_images=args.last_image,
@@ -138,7 +167,6 @@ def _sample(args: argparse.Namespace) -> int:
             fps=args.fps,
             out=out,
             weights=args.weights,
-            checkpoint=args.checkpoint,
             overrides=args.overrides,
             keep=False,
         )
@@ -148,10 +176,10 @@ def _sample(args: argparse.Namespace) -> int:
     return 0
 
 
-def unused(folder: Path) -> Path:
-    """`folder`, or the first of `folder-2`, `folder-3`, ... that does not exist: nothing is overwritten."""
-    names = (folder if n == 1 else folder.with_name(f"{folder.name}-{n}") for n in itertools.count(1))
-    return next(path for path in names if not path.exists())
+def unused(path: Path) -> Path:
+    """`path`, or the first of `path-2`, `path-3`, ... that does not exist: nothing is overwritten."""
+    names = (path if n == 1 else path.with_name(f"{path.stem}-{n}{path.suffix}") for n in itertools.count(1))
+    return next(each for each in names if not each.exists())
 
 
 def _number(least: float) -> Callable[[str], float]:

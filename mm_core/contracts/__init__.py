@@ -27,6 +27,15 @@ from mm_core.contracts.components import (
     VelocityField,
     WeightsFrom,
 )
+from mm_core.contracts.conversation import (
+    AnswersInWords,
+    Conversing,
+    ConversingDataset,
+    Decoding,
+    Heard,
+    Question,
+    Turn,
+)
 from mm_core.contracts.dtypes import torch_dtype
 from mm_core.contracts.empty import empty_parameters
 from mm_core.contracts.experts import Expert, Routed, TruncatedScheduler
@@ -69,6 +78,7 @@ from mm_core.contracts.running import (
 )
 
 __all__ = [
+    "AnswersInWords",
     "Autoencoder",
     "Batch",
     "Bins",
@@ -76,9 +86,12 @@ __all__ = [
     "ChecksRequests",
     "ChoosesLatents",
     "Clip",
+    "Conversing",
+    "ConversingDataset",
     "CountsProducts",
     "CountsSamples",
     "Dataset",
+    "Decoding",
     "Ending",
     "Engine",
     "EnginePlan",
@@ -91,6 +104,7 @@ __all__ = [
     "Frozen",
     "FrozenPlan",
     "GivenFrames",
+    "Heard",
     "ImageEncoder",
     "InitialWeights",
     "LRSchedule",
@@ -103,6 +117,7 @@ __all__ = [
     "PredictorInputs",
     "Pretrained",
     "Product",
+    "Question",
     "RandomisedDataset",
     "Randomness",
     "Routed",
@@ -119,6 +134,7 @@ __all__ = [
     "Tokenizer",
     "Tracker",
     "TruncatedScheduler",
+    "Turn",
     "VelocityField",
     "VideoInfo",
     "VideoReader",

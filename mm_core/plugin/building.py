@@ -36,17 +36,31 @@ def build(kind: str, config: ComponentConfig | Mapping[str, Any] | str, *args: A
     return _build(checked, registry, args)
 
 
+def target_of(config: ComponentConfig) -> tuple[Any, dict[str, Any]]:
+    """What a checked reference would call, and the fields that it would call it with: for what a class offers
+    beside its objects."""
+    from mm_core.plugin.registry import get_registry
+
+    registry = get_registry()
+    return registry.resolve(config.kind, config.type).load_target(), _fields(config, registry)
+
+
 def _build(config: ComponentConfig, registry: Registry, args: tuple[Any, ...] = ()) -> Any:
     registered = registry.resolve(config.kind, config.type)
-    options = dict(config.options)
-    if registered.component.config is not None:  # without one, the target holds its own defaults
-        options = _complete(options, registered.config_class(), f"{config.kind} {registered.qualified!r}")
-    fields = {name: _built(value, registry) for name, value in options.items()}
+    fields = _fields(config, registry)
     target = registered.load_target()
     _check_call(
         target, args, fields, f"plugin {registered.namespace!r}, {config.kind} {registered.qualified!r}"
     )
     return target(*args, **fields)
+
+
+def _fields(config: ComponentConfig, registry: Registry) -> dict[str, Any]:
+    registered = registry.resolve(config.kind, config.type)
+    options = dict(config.options)
+    if registered.component.config is not None:  # without one, the target holds its own defaults
+        options = _complete(options, registered.config_class(), f"{config.kind} {registered.qualified!r}")
+    return {name: _built(value, registry) for name, value in options.items()}
 
 
 def _complete(options: dict[str, Any], cls: type[Any], where: str) -> dict[str, Any]:

@@ -12,7 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from mm_core.builtin.configs.pretrained import PretrainedConfig
-from mm_core.contracts import Batch, Clip, Evaluation, Loss, Randomness, SampleRequest, TextBatch
+from mm_core.contracts import (
+    Batch,
+    Clip,
+    Decoding,
+    Evaluation,
+    Heard,
+    Loss,
+    Randomness,
+    SampleRequest,
+    TextBatch,
+)
 from mm_core.errors import ContractError
 from mm_core.tasks.chunked_loss import hold_back
 from mm_core.tasks.input_names import InputNames
@@ -20,6 +30,7 @@ from mm_core.tasks.pretrained_answers import Answers, Words, class_names
 from mm_core.tasks.pretrained_loss import IGNORED, RowLosses, check_returned, follow
 from mm_core.tasks.pretrained_model import build_model, forward_names
 
+_NEW_TOKENS = 512  # of an answer at most, where neither the request nor `max_new_tokens` says
 _SHIFTED = {"ForCausalLM", "ForConditionalGeneration", None}
 """Transformers' losses in which a token's label is the next one; None: of classes without a name for it."""
 
@@ -137,6 +148,7 @@ class PretrainedTask(nn.Module):
         self._answers: Answers | None = None
         if wanted.max_new_tokens is not None:
             self._answers = Answers(self.model, from_pretrained, wanted.max_new_tokens)
+        self._folder, self._asked = from_pretrained, self._answers
         # In training, and in evaluations.
         self._names = {True: InputNames("data.train"), False: InputNames("data.validation")}
         self._checked: set[bool] = set()  # in training, in evaluation
@@ -229,6 +241,21 @@ class PretrainedTask(nn.Module):
         weights = torch.tensor(inputs.counts, dtype=torch.float32, device=record.rows.device)
         return Evaluation({"loss": record.rows.float()}, weights, outputs, *(words or ()))
 
+    # -- answers -------------------------------------------------------------------------------
+
+    def check_answers(self) -> None:
+        """ContractError for a model that generates no text."""
+        if self._asked is None:
+            self._asked = Answers(self.model, self._folder, _NEW_TOKENS, where="task.auto_class")
+
+    def answer(
+        self, inputs: Mapping[str, Tensor], decoding: Decoding, number: int, heard: Heard | None = None
+    ) -> str:
+        """What the model says to one prompt, by its own `generate`."""
+        self.check_answers()
+        assert self._asked is not None
+        return self._asked.to(inputs, decoding, number, heard)
+
     # -- the rest of the contract --------------------------------------------------------------
 
     def sample(self, request: SampleRequest) -> list[Clip]:
@@ -287,5 +314,5 @@ def _no_clips() -> ContractError:
     return ContractError(
         "a Transformers model generates no clips",
         where="task.type",
-        hint="leave validation.samples out; the exported folder generates in Transformers itself",
+        hint="leave validation.samples out; `mm sample --run DIR --prompt ..` answers in words",
     )

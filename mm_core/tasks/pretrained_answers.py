@@ -2,67 +2,128 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mm_core.contracts import TextBatch
+from mm_core.contracts import Decoding, Heard, Randomness, TextBatch
 from mm_core.errors import ContractError
 from mm_core.tasks.pretrained_loss import IGNORED
 from mm_core.tokenizer import open_tokenizer
-from mm_core.weights.formats import read_mapping
 
 Words = tuple[list[str], list[tuple[str, ...]]]
 """A text of each row, and its references."""
 
 
 class Answers:
-    """Generates greedily from what stands before the first label of a row; an encoder's input is all prompt.
+    """Generates from a prompt; of a batch, greedily from what stands before the first label of each row. An
+    encoder's input is all prompt. What the folder's generation_config.json says beside the choice of tokens
+    (a penalty of repetition, say) holds here as it does in the library.
 
     Args:
         model: of Transformers. folder: its own, with a tokenizer. max_new_tokens: of an answer.
+        where: the key that asks for answers, for errors.
     """
 
-    def __init__(self, model: Any, folder: str, max_new_tokens: int) -> None:
+    def __init__(
+        self, model: Any, folder: str, max_new_tokens: int, where: str = "task.max_new_tokens"
+    ) -> None:
         if not model.can_generate():
             raise ContractError(
                 f"{type(model).__name__} generates no text",
-                where="task.max_new_tokens",
+                where=where,
                 accepted="none; or a class that does: AutoModelForCausalLM, AutoModelForSeq2SeqLM, ...",
             )
         self.model, self.max_new_tokens = model, max_new_tokens
         self.tokenizer = open_tokenizer(folder)
         self._composite = bool(getattr(model.config, "is_encoder_decoder", False))
-        self._ends = sorted(_ends(model, self.tokenizer, Path(folder)))
+        self._ends = sorted(_ends(model, self.tokenizer))
+        self._settings = _settings(model)
+        self._settings.eos_token_id, self._settings.pad_token_id = self._ends, self.tokenizer.pad_token_id
 
     def of(self, batch: TextBatch) -> Words:
         """The rows' answers. Ranks generate together: each forward is one of all of them."""
         given = {name: tensor for name, tensor in batch.inputs.items() if name != "labels"}
         labels = batch.inputs["labels"]
         given = given if self._composite else prompts(given, labels, self.tokenizer.pad_token_id)
-        found = self.model.generate(
+        found = self._generate(given, max_new_tokens=self.max_new_tokens, do_sample=False)
+        wanted = batch.references or [(self._text(_first(row)),) for row in labels]
+        return [self._text(row) for row in found], wanted
+
+    def to(
+        self, inputs: Mapping[str, Tensor], decoding: Decoding, number: int, heard: Heard | None = None
+    ) -> str:
+        """The answer to one prompt, all of which is in `inputs`."""
+        options: dict[str, Any] = {"do_sample": False}
+        if decoding.temperature > 0:
+            options = {"do_sample": True, "temperature": decoding.temperature, "top_p": decoding.top_p}
+            options["top_k"] = 0  # where nothing is said, the library takes the 50 likeliest alone
+        listener = _Listener(self, heard) if heard is not None else None
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(Randomness(decoding.seed).seed32("answer", number))
+            (found,) = self._generate(
+                inputs,
+                max_new_tokens=decoding.max_new_tokens or self.max_new_tokens,
+                streamer=listener,
+                **options,
+            )
+        return self._text(found)
+
+    def _generate(
+        self, given: Mapping[str, Tensor], streamer: _Listener | None = None, **options: Any
+    ) -> Tensor:
+        """[B, up to max_new_tokens]: what follows the prompts."""
+        settings = copy.deepcopy(self._settings)
+        for name, value in options.items():
+            setattr(settings, name, value)
+        found: Tensor = self.model.generate(
             **given,
-            max_new_tokens=self.max_new_tokens,
-            do_sample=False,
-            num_beams=1,
-            eos_token_id=self._ends,
-            pad_token_id=self.tokenizer.pad_token_id,
+            generation_config=settings,
+            streamer=streamer,
             synced_gpus=dist.is_initialized() and dist.get_world_size() > 1,
         )
         # A decoder of its own begins with one token, which for some models is also the end.
-        new = found[:, 1 if self._composite else given["input_ids"].shape[1] :]
-        wanted = batch.references or [(self._text(_first(row)),) for row in labels]
-        return [self._text(row) for row in new], wanted
+        return found[:, 1 if self._composite else given["input_ids"].shape[1] :]
 
     def _text(self, row: Tensor) -> str:
-        """Up to the first token that ends an answer."""
-        tokens = list(takewhile(lambda token: token not in self._ends, row.tolist()))
+        return self.text(row.tolist())
+
+    def text(self, row: Sequence[int]) -> str:
+        """Tokens as words, up to the first that ends an answer."""
+        tokens = list(takewhile(lambda token: token not in self._ends, row))
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True)).strip()
+
+
+class _Listener:
+    """What Transformers' `generate` takes for a streamer: tells an answer on, word by word."""
+
+    def __init__(self, answers: Answers, heard: Heard) -> None:
+        self.answers, self.heard = answers, heard
+        self._tokens: list[int] | None = None  # until the prompt has come
+        self._told = ""
+
+    def put(self, tokens: Tensor) -> None:
+        """The prompt first, then each token. What may still change is held back: half a character, and
+        white space that may be the last."""
+        if self._tokens is None:
+            self._tokens = []
+            return
+        self._tokens += tokens.flatten().tolist()
+        self._tell(self.answers.text(self._tokens).rstrip("\ufffd"))
+
+    def end(self) -> None:
+        """Nothing more comes."""
+        self._tell(self.answers.text(self._tokens or []))
+
+    def _tell(self, text: str) -> None:
+        if len(text) > len(self._told) and text.startswith(self._told):
+            self.heard(text[len(self._told) :])
+            self._told = text
 
 
 def class_names(config: Any, predictions: Tensor, labels: Tensor, batch: TextBatch) -> Words:
@@ -75,8 +136,12 @@ def class_names(config: Any, predictions: Tensor, labels: Tensor, batch: TextBat
 
 
 def prompts(inputs: Mapping[str, Tensor], labels: Tensor, pad: int) -> dict[str, Tensor]:
-    """The inputs of a causal model up to each row's first label, padded on the left; what is no row of tokens
-    (images) stays as it is. ContractError for a row that begins with a label."""
+    """The inputs of a causal model up to each row's first label, padded on the left. ContractError for a row
+    that begins with a label.
+
+    What is no row of tokens (images) stays as it is, and so do all tokens then, since some stand for images:
+    those behind the prompt are hidden, and moved before its last token, which generation goes on from.
+    """
     ids = inputs["input_ids"]
     mask = inputs.get("attention_mask", torch.ones_like(ids))
     if mask.dim() != 2:
@@ -88,24 +153,33 @@ def prompts(inputs: Mapping[str, Tensor], labels: Tensor, pad: int) -> dict[str,
     known = labels != IGNORED
     places = torch.arange(ids.shape[1], device=ids.device)
     first = torch.where(known.any(1), known.int().argmax(1), ids.shape[1])
-    kept = (places < first[:, None]) & (mask > 0)
-    lengths = kept.sum(1).tolist()
-    if not all(lengths):
+    asked = (places < first[:, None]) & (mask > 0)
+    if not bool(asked.any(1).all()):
         raise ContractError(
             "a row has nothing before its first label, so there is no prompt to answer",
             where="task.max_new_tokens",
             accepted="labels of -100 on the prompt",
             hint="leave task.max_new_tokens out where texts are learnt as a whole",
         )
-    cut = {**inputs, "attention_mask": mask}
+    cut = {**inputs, "attention_mask": torch.where(asked, mask, 0)}
     cut.pop("position_ids", None)  # the model counts those that the mask shows
+    others = any(tensor.shape != ids.shape for tensor in cut.values())
+    hidden = (ids != pad) & ~asked & others
+    orders = [_order(*rows) for rows in zip(asked, hidden, strict=True)]
+    longest = max(map(len, orders))
     for name, tensor in cut.items():
         if tensor.shape == ids.shape:
-            padded = tensor.new_full((len(ids), max(lengths)), pad if name == "input_ids" else 0)
-            for row, length in enumerate(lengths):
-                padded[row, padded.shape[1] - length :] = tensor[row, kept[row]]
+            padded = tensor.new_full((len(ids), longest), pad if name == "input_ids" else 0)
+            for row, order in enumerate(orders):
+                padded[row, longest - len(order) :] = tensor[row, order]
             cut[name] = padded
     return cut
+
+
+def _order(asked: Tensor, hidden: Tensor) -> Tensor:
+    """Places of a row's tokens: the prompt, with what is hidden before its last one."""
+    shown = asked.nonzero().flatten()
+    return torch.cat([shown[:-1], hidden.nonzero().flatten(), shown[-1:]])
 
 
 def _first(labels: Tensor) -> Tensor:
@@ -115,15 +189,19 @@ def _first(labels: Tensor) -> Tensor:
     return labels[(known > 0) & (runs == 1)]
 
 
-def _ends(model: Any, tokenizer: Any, folder: Path) -> set[int]:
+def _settings(model: Any) -> Any:
+    """What the model's folder says of its generation, without its choice of tokens."""
+    found = copy.deepcopy(model.generation_config)
+    found.do_sample, found.num_beams, found.max_length = False, 1, None
+    found.temperature = found.top_p = found.top_k = None
+    return found
+
+
+def _ends(model: Any, tokenizer: Any) -> set[int]:
     """The tokens that end an answer, wherever the folder names them."""
-    found = [tokenizer.eos_token_id, model.generation_config.eos_token_id]
-    path = folder / "generation_config.json"
-    if path.is_file():
-        found.append(read_mapping(path).get("eos_token_id"))
     return {
         int(token)
-        for tokens in found
+        for tokens in (tokenizer.eos_token_id, model.generation_config.eos_token_id)
         if tokens is not None
         for token in (tokens if isinstance(tokens, list | tuple) else [tokens])
     }

@@ -46,6 +46,7 @@ def build_model(wanted: PretrainedConfig, name: str) -> Any:
         kind = _class_of(wanted.auto_class)  # its module may make further types of config.json known
         config = _config_of(folder, wanted)
         model = _made(kind, config, wanted, folder)
+        _read_generation(model, folder)
         _prepare_initialisation(model)
     new = _new_parameters(model, wanted, name)
     model.weights_from = None
@@ -132,6 +133,19 @@ def _made(kind: Any, config: Any, wanted: PretrainedConfig, folder: Path) -> Any
         if automatic and type(config) not in kind._model_mapping:
             raise _other_kind(kind, config, folder) from fault
         raise _no_model(kind, folder, fault) from fault
+
+
+def _read_generation(model: Any, folder: Path) -> None:
+    """What the folder says of the model's generation. CheckpointError where that can not be read."""
+    file = folder / "generation_config.json"
+    if model.can_generate() and file.is_file():
+        settings = type(model.generation_config)
+        try:
+            model.generation_config = settings.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError, TypeError) as fault:
+            raise CheckpointError(
+                f"what it says of generation can not be read: {first_line(fault)}", where=str(file)
+            ) from fault
 
 
 def _no_model(kind: Any, folder: Path, fault: Exception) -> ContractError:

@@ -133,7 +133,7 @@ def _sample(
         task.check_request(request)  # before anything is read
     evaluating: AbstractContextManager[None] = torch.no_grad()
     if ranks.count == 1:
-        _load_alone(task, config, source, weights)
+        load_alone(task, config, source, weights)
     else:
         evaluating = load_sharded(task, config, source, weights).evaluating()
     if out is not None:
@@ -173,11 +173,12 @@ def load_task(config: RunConfig, checkpoint: Path, weights: Weights = "auto") ->
     """The run's task on this process's device, whole, in evaluation mode, with the checkpoint's weights. An
     accelerator computes in the dtype that the engine trained in, and holds them in no other."""
     task = build_task(config, adapters_in(checkpoint))
-    _load_alone(task, config, checkpoint, weights)
+    load_alone(task, config, checkpoint, weights)
     return task
 
 
-def _load_alone(task: nn.Module, config: RunConfig, checkpoint: Path, weights: Weights) -> None:
+def load_alone(task: nn.Module, config: RunConfig, checkpoint: Path, weights: Weights) -> None:
+    """The same with a task that `build_task` has made."""
     device = current_device()
     _hold_alike(task, config)
     if _is_lowered(config, device):

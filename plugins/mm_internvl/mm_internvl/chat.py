@@ -20,7 +20,7 @@ from torch import Tensor
 from mm_core.errors import CheckpointError, DataError
 from mm_core.tokenizer import open_tokenizer
 from mm_internvl.rows import PLACEHOLDER, Conversation, Medium, Turn
-from mm_internvl.tiling import read_object
+from mm_internvl.tiling import tokens_of_tile
 
 IGNORED = -100
 """The label of what is not learnt."""
@@ -99,9 +99,7 @@ class Chat:
                 at the cut, nothing to learn before it.
         """
         known = self._vocabulary
-        turns = conversation.turns
-        if self.system is not None and turns[0].role != "system":
-            turns = (Turn("system", self.system), *turns)
+        turns = self._begun(conversation.turns)
         try:
             text, spans = self._laid_out(known, turns, [medium.kind for medium in shown])
             text, spans = _with_pictures(known, text, spans, shown)
@@ -118,6 +116,37 @@ class Chat:
                 hint="raise max_length of the dataset, or split the conversation",
             )
         return Tokens(ids[:length].clone(), labels[:length].clone(), kept)
+
+    def prompt(self, turns: Sequence[Turn], shown: Sequence[Shown], where: str) -> Tensor:
+        """[L] int64: the tokens of turns, up to where the assistant goes on. DataError as of `tokens`, and
+        for more of them than `max_length`."""
+        known = self._vocabulary
+        try:
+            text = self._rendered(known, self._begun(turns), [medium.kind for medium in shown])
+            text, _ = _with_pictures(known, text, (), shown)
+            ids, _, _ = _expanded(known, text, (), shown)
+        except _Fault as fault:
+            raise DataError(str(fault), where=where, hint=fault.hint) from None
+        if len(ids) >= self.max_length:
+            raise DataError(
+                f"the conversation has {len(ids)} tokens, and max_length {self.max_length} leaves no room "
+                "for an answer",
+                where=where,
+                hint="raise max_length of the dataset, lower max_tiles or frames, or begin anew",
+            )
+        return ids
+
+    def _begun(self, turns: Sequence[Turn]) -> tuple[Turn, ...]:
+        if self.system is not None and turns[0].role != "system":
+            return (Turn("system", self.system), *turns)
+        return tuple(turns)
+
+    def _rendered(self, known: _Vocabulary, turns: Sequence[Turn], kinds: Sequence[Medium]) -> str:
+        """The template's text of turns that are to be answered."""
+        self._check_words(known, turns)
+        text = known.rendered([_message(turn, known) for turn in turns], prompt=True)
+        self._check_pictures(known, text, kinds)
+        return text
 
     def _kept(self, length: int, blocks: Sequence[tuple[int, int]], shown: Sequence[Shown]) -> int:
         """How many images and videos lie before the cut."""
@@ -136,6 +165,12 @@ class Chat:
         self, known: _Vocabulary, turns: Sequence[Turn], kinds: Sequence[Medium]
     ) -> tuple[str, list[tuple[int, int]]]:
         """The template's text, each image and video one placeholder in it, and the spans to learn."""
+        self._check_words(known, turns)
+        spans, text = known.spans([_message(turn, known) for turn in turns])
+        self._check_pictures(known, text, kinds)
+        return text, spans
+
+    def _check_words(self, known: _Vocabulary, turns: Sequence[Turn]) -> None:
         for number, turn in enumerate(turns, 1):
             words = "".join(PLACEHOLDER.sub("", text) for text in turn.texts)
             if own := next((token for token in known.structure if token in words), None):
@@ -143,15 +178,14 @@ class Chat:
                     f"turn {number} says {own!r}, which is a token of the chat template's own",
                     "write it in another way",
                 )
-        messages = [_message(turn, known) for turn in turns]
-        spans, text = known.spans(messages)
+
+    def _check_pictures(self, known: _Vocabulary, text: str, kinds: Sequence[Medium]) -> None:
         found = [known.kind_of(match[0]) for match in known.pictures.finditer(text)]
         if found != list(kinds):
             raise _Fault(
                 f"the chat template shows {len(found)} images and videos of the conversation's {len(kinds)}",
                 "a template of InternVL's Transformers folders shows each of them once, in order",
             )
-        return text, spans
 
 
 class _Fault(Exception):
@@ -189,7 +223,7 @@ class _Vocabulary:
                 accepted="the folder of an InternVL model in the layout of Transformers",
             )
         self.start, self.end, self.context = (int(ids[name]) for name in _NEEDED)
-        self.tile = _tokens_of_tile(Path(folder))
+        self.tile = tokens_of_tile(Path(folder))
         names = {*self.names.values(), "<image>", "<video>"}
         self.pictures = re.compile("|".join(re.escape(name) for name in sorted(names - self._around())))
 
@@ -274,29 +308,6 @@ _PICTURE_TOKENS = {
     "video": "<video>",
 }
 _NEEDED = ("start_image", "end_image", "context_image")
-
-
-def _tokens_of_tile(folder: Path) -> int:
-    """How many tokens a tile is: as the processor says, or the model, or what the model's sizes make."""
-    model = read_object(folder / "config.json")
-    for said in (read_object(folder / "processor_config.json"), model):
-        found = said.get("image_seq_length")
-        if isinstance(found, int) and found > 0:
-            return found
-    vision = model.get("vision_config", {})
-    try:
-        side = model.get("force_image_size") or _side(vision["image_size"])
-        return int((side // _side(vision["patch_size"]) * model["downsample_ratio"]) ** 2)
-    except (KeyError, TypeError, ValueError) as fault:
-        raise CheckpointError(
-            f"config.json does not say how many tokens a tile is: {fault!r}",
-            where=str(folder / "config.json"),
-            accepted="image_seq_length; or image_size and patch_size of vision_config, and downsample_ratio",
-        ) from None
-
-
-def _side(size: int | Sequence[int]) -> int:
-    return size if isinstance(size, int) else size[0]
 
 
 def _message(turn: Turn, known: _Vocabulary) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,16 +13,17 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mm_core.contracts import Randomness, TextBatch, VideoReader
 from mm_core.data.annotations import inside
-from mm_core.data.images import read_image
 from mm_core.data.packed_rows import PackedRows
 from mm_core.data.readers import PyAVReader
 from mm_core.errors import ContractError, DataError
+from mm_internvl.asking import Asking
 from mm_internvl.chat import IGNORED, Chat, Shown, Tokens
 from mm_internvl.config_data import ConversationsConfig, Source
 from mm_internvl.lengths import Lengths
 from mm_internvl.packing import Packs, check_support, positions
-from mm_internvl.rows import ACCEPTED, Conversation, Medium, RawRow, conversation, read_rows
-from mm_internvl.tiling import image_size, read_tiling
+from mm_internvl.pictures import Pictures
+from mm_internvl.rows import ACCEPTED, Conversation, RawRow, conversation, read_rows
+from mm_internvl.tiling import read_tiling
 
 
 class Conversations:
@@ -61,8 +61,7 @@ class Conversations:
         self.chat = Chat(processor, max_length, system)
         self.chat.check()
         self.tiling = read_tiling(Path(processor), min_tiles, max_tiles)
-        self.frames, self.max_pixels = frames, max_pixels
-        self.reader = PyAVReader() if reader is None else reader
+        self.pictures = Pictures(self.tiling, frames, max_pixels, PyAVReader() if reader is None else reader)
         self.rows, self.order = _read(self.sources)
         facts = [processor, max_length, asdict(self.tiling), frames, system, max_pixels]
         self._kept = Lengths(None if lengths is None else Path(lengths), self.sources, processor, facts)
@@ -125,43 +124,65 @@ class Conversations:
             inputs["position_ids"] = positions([len(piece["input_ids"]) for piece in pieces[0]])[None]
         weights = torch.tensor([sample["weight"] for sample in samples], dtype=torch.float32)
         keys, ids = [sample["key"] for sample in samples], [sample["id"] for sample in samples]
-        return TextBatch(keys, weights, ids, inputs=inputs)
+        references = None if self.packs is not None else [sample["answers"] for sample in samples]
+        return TextBatch(keys, weights, ids, inputs=inputs, references=references)
+
+    @classmethod
+    def conversing(
+        cls,
+        processor: str,
+        max_length: int,
+        min_tiles: int | None,
+        max_tiles: int | None,
+        frames: int,
+        system: str | None,
+        max_pixels: int,
+        reader: VideoReader,
+        **others: Any,
+    ) -> Asking:
+        """What lays out questions as the rows are, without any of them. others: fields that no question
+        needs."""
+        pictures = Pictures(read_tiling(Path(processor), min_tiles, max_tiles), frames, max_pixels, reader)
+        asking = Asking(Chat(processor, max_length, system), pictures)
+        asking.chat.check()
+        return asking
 
     # -- samples ---------------------------------------------------------------------------------
 
     def _sample(self, index: int, seed: int, epoch: int) -> dict[str, Any]:
         if self.packs is None:
-            tokens, pixels, name = self._conversation(int(self.order[index]))
-            return {"pieces": [_piece(tokens)], "pixel_values": pixels, "id": name}
+            tokens, pixels, name, answers = self._conversation(int(self.order[index]))
+            return {"pieces": [_piece(tokens)], "pixel_values": pixels, "id": name, "answers": answers}
         read = [self._conversation(int(self.order[m])) for m in self.packs.members(index, seed, epoch)]
-        total = sum(len(tokens.ids) for tokens, _, _ in read)
+        total = sum(len(tokens.ids) for tokens, *_ in read)
         if total > self.packs.capacity:
             raise DataError(
                 f"conversations that share a row have {total} tokens, more than their {self.packs.capacity}: "
                 "images or videos have changed since their lengths were measured",
-                where=", ".join(name for _, _, name in read),
+                where=", ".join(name for _, _, name, _ in read),
                 hint="delete the file `lengths` of the dataset",
             )
         return {
-            "pieces": [_piece(tokens) for tokens, _, _ in read],
-            "pixel_values": torch.cat([pixels for _, pixels, _ in read]),
-            "id": ", ".join(name for _, _, name in read),
+            "pieces": [_piece(tokens) for tokens, *_ in read],
+            "pixel_values": torch.cat([pixels for _, pixels, *_ in read]),
+            "id": ", ".join(name for _, _, name, _ in read),
         }
 
-    def _conversation(self, number: int) -> tuple[Tokens, Tensor, str]:
-        """(tokens, pixels of the images and videos among them, name) of a row."""
+    def _conversation(self, number: int) -> tuple[Tokens, Tensor, str, tuple[str, ...]]:
+        """(tokens, pixels of the images and videos among them, name, answers that are right) of a row."""
         row = self.rows[number]
         said, shown, tokens = self._measured(row)
-        pixels = [torch.empty(0, 3, self.tiling.height, self.tiling.width)]
-        for (kind, path), medium in zip(said.media[: tokens.shown], shown, strict=False):
-            pixels.append(self._pixels(kind, self._path(row, path), medium))
-        return tokens, torch.cat(pixels), self._name(row)
+        pixels = [self.pictures.none()]
+        for (_, path), medium in zip(said.media[: tokens.shown], shown, strict=False):
+            pixels.append(self.pictures.pixels(self._path(row, path), medium))
+        answers = said.answers or next(turn.texts for turn in said.turns if turn.role == "assistant")
+        return tokens, torch.cat(pixels), self._name(row), answers
 
     def _measured(self, row: RawRow) -> tuple[Conversation, list[Shown], Tokens]:
         """What a row says and shows, and its tokens; of images and videos, only the headers are read."""
         name = self._name(row)
         said = conversation(row.value, name)
-        shown = [Shown(kind, self._tiles(kind, self._path(row, path))) for kind, path in said.media]
+        shown = [self.pictures.shown(kind, self._path(row, path)) for kind, path in said.media]
         return said, shown, self.chat.tokens(said, shown, name)
 
     def _tokens(self) -> Tensor:
@@ -171,24 +192,6 @@ class Conversations:
 
     def _length(self, row: RawRow) -> int:
         return len(self._measured(row)[2].ids)
-
-    def _tiles(self, kind: Medium, path: Path) -> tuple[int, ...]:
-        if kind == "image":
-            return (self.tiling.count(*image_size(path, self.max_pixels)),)
-        return (1,) * min(self.frames, self.reader.probe(path).num_frames)
-
-    def _pixels(self, kind: Medium, path: Path, medium: Shown) -> Tensor:
-        if kind == "image":
-            tiles = self.tiling.cut(read_image(path))
-            if len(tiles) != medium.tiles[0]:
-                raise DataError("the image has another size than its header says", where=str(path))
-            return tiles
-        info = self.reader.probe(path)
-        count = len(medium.tiles)
-        # In the middle of equal parts, as Transformers' InternVLVideoProcessor takes them.
-        frames = [math.floor((part + 0.5) * info.num_frames / count) for part in range(count)]
-        clip = self.reader.read(path, [(frame + 0.5) / info.fps for frame in frames])
-        return torch.cat([self.tiling.frame(frame.permute(2, 0, 1)) for frame in clip])
 
     def _path(self, row: RawRow, path: str) -> Path:
         source = self.sources[row.source]

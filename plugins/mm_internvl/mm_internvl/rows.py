@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
@@ -56,10 +56,18 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns, and the files that they show, in the order of their placeholders."""
+    """Turns, and the files that they show, in the order of their placeholders. answers: all that an
+    evaluation takes for right; () where the row names none."""
 
     turns: tuple[Turn, ...]
     media: tuple[tuple[Medium, str], ...]
+    answers: tuple[str, ...] = ()
+
+    def asked(self) -> Conversation:
+        """Up to where the assistant is to go on: without what it says last, which is an answer."""
+        if self.turns[-1].role != "assistant":
+            return self
+        return replace(self, turns=self.turns[:-1], answers=self.answers or self.turns[-1].texts)
 
 
 def read_rows(file: Path, source: int) -> Iterator[RawRow]:
@@ -68,8 +76,8 @@ def read_rows(file: Path, source: int) -> Iterator[RawRow]:
         yield RawRow(source, place, value)
 
 
-def conversation(value: Any, where: str) -> Conversation:
-    """A row's conversation.
+def conversation(value: Any, where: str, learnt: bool = True) -> Conversation:
+    """A row's conversation. learnt: it has to hold something that the assistant says.
 
     Raises:
         DataError: a row that is none, an unknown role, placeholders that do not fit the files.
@@ -77,7 +85,7 @@ def conversation(value: Any, where: str) -> Conversation:
     if isinstance(value, DataError):
         raise value
     try:
-        return _conversation(value)
+        return _conversation(value, learnt)
     except _Fault as fault:
         raise DataError(str(fault), where=where, accepted=fault.accepted) from None
 
@@ -90,7 +98,7 @@ class _Fault(Exception):
         self.accepted = accepted
 
 
-def _conversation(value: Any) -> Conversation:
+def _conversation(value: Any, learnt: bool) -> Conversation:
     if not isinstance(value, Mapping):
         raise _Fault(f"{kind_of(value)} instead of a row", ACCEPTED)
     styles = [name for name in ("conversations", "messages") if name in value]
@@ -108,9 +116,19 @@ def _conversation(value: Any) -> Conversation:
     turns = tuple(_turn(turn, number, keys, own) for number, turn in enumerate(said, 1))
     if any(turn.role == "system" for turn in turns[1:]):
         raise _Fault("a system prompt stands behind the first turn")
-    if not any(turn.role == "assistant" for turn in turns):
+    if learnt and not any(turn.role == "assistant" for turn in turns):
         raise _Fault("no turn is the assistant's, so there is nothing to learn")
-    return Conversation(turns, _media(value, turns, own))
+    if not learnt and not any(turn.role == "user" for turn in turns):
+        raise _Fault("no turn is the user's, so there is nothing to answer")
+    return Conversation(turns, _media(value, turns, own), _answers(value))
+
+
+def _answers(row: Mapping[str, Any]) -> tuple[str, ...]:
+    found = row.get("answers", [])
+    found = [found] if isinstance(found, str) else found
+    if not isinstance(found, list) or not all(isinstance(answer, str) for answer in found):
+        raise _Fault("`answers` is no list of texts", "all answers that are right, of which any will do")
+    return tuple(found)
 
 
 def _turn(turn: Any, number: int, keys: tuple[str, str], own: list[tuple[Medium, str]]) -> Turn:

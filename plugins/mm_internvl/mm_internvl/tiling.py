@@ -8,7 +8,7 @@ than one tile, a thumbnail of the whole image follows. Numbers are those of Tran
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -183,3 +183,26 @@ def _too_large(what: str, path: Path, max_pixels: int) -> DataError:
         accepted=f"up to {max_pixels} pixels",
         hint="raise max_pixels of the dataset if the machine has the memory to decode it",
     )
+
+
+def tokens_of_tile(folder: Path) -> int:
+    """How many tokens a tile is: as the processor says, or the model, or what the model's sizes make."""
+    model = read_object(folder / "config.json")
+    for said in (read_object(folder / "processor_config.json"), model):
+        found = said.get("image_seq_length")
+        if isinstance(found, int) and found > 0:
+            return found
+    vision = model.get("vision_config", {})
+    try:
+        side = model.get("force_image_size") or _side(vision["image_size"])
+        return int((side // _side(vision["patch_size"]) * model["downsample_ratio"]) ** 2)
+    except (KeyError, TypeError, ValueError) as fault:
+        raise CheckpointError(
+            f"config.json does not say how many tokens a tile is: {fault!r}",
+            where=str(folder / "config.json"),
+            accepted="image_seq_length; or image_size and patch_size of vision_config, and downsample_ratio",
+        ) from None
+
+
+def _side(size: int | Sequence[int]) -> int:
+    return size if isinstance(size, int) else size[0]

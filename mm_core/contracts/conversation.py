@@ -1,0 +1,89 @@
+"""Protocols of answers in words: what a dataset makes of a conversation, and what a task answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from torch import Tensor
+
+Heard = Callable[[str], None]
+"""Is told each piece of an answer as soon as it is there; the pieces joined are the answer."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one side says. images: files that are shown before the text."""
+
+    role: Literal["system", "user", "assistant"]
+    text: str
+    images: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True)
+class Question:
+    """A row of a file that asks something.
+
+    id: what a person would call it. text: what is asked. inputs: as `Conversing.prompt`. references: answers
+    that would be right; () where the row holds none.
+    """
+
+    id: str
+    text: str
+    inputs: Mapping[str, Tensor]
+    references: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How an answer is made. max_new_tokens: at most; None leaves it to the task. temperature: 0 takes the
+    likeliest token each time. top_p: of the likeliest tokens, the share of probability that is drawn from.
+    seed: answer i is drawn from (seed, i)."""
+
+    max_new_tokens: int | None = None
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+class Conversing(Protocol):
+    """Makes of conversations what a model generates from, as the dataset lays out its rows."""
+
+    def prompt(self, turns: Sequence[Turn]) -> Mapping[str, Tensor]:
+        """Inputs by the names that the model's `forward` has for them, a batch of one, of a conversation
+        whose next turn is the assistant's. They have the same names, and run the same modules, for every
+        conversation. DataError for one that can not be laid out, or a file that can not be read."""
+        ...
+
+    def questions(self, file: Path) -> Sequence[Callable[[], Question]]:
+        """The rows of a file in the dataset's own style, each read when it is called: DataError for a row
+        that can not be, and at once for a file."""
+        ...
+
+
+@runtime_checkable
+class ConversingDataset(Protocol):
+    """A dataset whose model can be asked, without the rows that it was trained on."""
+
+    @classmethod
+    def conversing(cls, **fields: Any) -> Conversing:
+        """fields: those that the class is called with. ContractError where they lay out no questions."""
+        ...
+
+
+@runtime_checkable
+class AnswersInWords(Protocol):
+    """A task that answers in words, where others make clips."""
+
+    def check_answers(self) -> None:
+        """ContractError, before any weights are read, for a model that generates no text."""
+        ...
+
+    def answer(
+        self, inputs: Mapping[str, Tensor], decoding: Decoding, number: int, heard: Heard | None = None
+    ) -> str:
+        """The answer number `number`; called under no_grad with all modules on the device, by all ranks at
+        once where several share the model: what one asks does not change what another is answered."""
+        ...

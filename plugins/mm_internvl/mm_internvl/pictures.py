@@ -1,0 +1,52 @@
+"""What images and videos are to the model: their tiles, counted from headers, and the pixels of those."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mm_core.contracts import VideoReader
+from mm_core.data.images import read_image
+from mm_core.errors import DataError
+from mm_internvl.chat import Shown
+from mm_internvl.rows import Medium
+from mm_internvl.tiling import Tiling, image_size
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Cuts images and frames into tiles. frames: of a video. max_pixels: of an image; larger ones are refused
+    by their header."""
+
+    tiling: Tiling
+    frames: int
+    max_pixels: int
+    reader: VideoReader
+
+    def shown(self, kind: Medium, path: Path) -> Shown:
+        """The tiles of a file, by its header. DataError for one that can not be read or is too large."""
+        if kind == "image":
+            return Shown(kind, (self.tiling.count(*image_size(path, self.max_pixels)),))
+        return Shown(kind, (1,) * min(self.frames, self.reader.probe(path).num_frames))
+
+    def pixels(self, path: Path, medium: Shown) -> Tensor:
+        """float32 [N,3,Y,X] of those tiles. DataError for a file that can not be read."""
+        if medium.kind == "image":
+            tiles = self.tiling.cut(read_image(path))
+            if len(tiles) != medium.tiles[0]:
+                raise DataError("the image has another size than its header says", where=str(path))
+            return tiles
+        info = self.reader.probe(path)
+        count = len(medium.tiles)
+        # In the middle of equal parts, as Transformers' InternVLVideoProcessor takes them.
+        frames = [math.floor((part + 0.5) * info.num_frames / count) for part in range(count)]
+        clip = self.reader.read(path, [(frame + 0.5) / info.fps for frame in frames])
+        return torch.cat([self.tiling.frame(frame.permute(2, 0, 1)) for frame in clip])
+
+    def none(self) -> Tensor:
+        """float32 [0,3,Y,X]."""
+        return torch.empty(0, 3, self.tiling.height, self.tiling.width)
