@@ -84,6 +84,7 @@ def test_in_and_out_is_bit_equal_from_each_layout_into_both(folders, given, tmp_
     out, there = tmp_path / "core/transformers", InternVLForConditionalGeneration
     loaded, info = there.from_pretrained(out, output_loading_info=True)
     assert not any(info.values())
+    assert loaded.generation_config.eos_token_id == loaded.config.text_config.eos_token_id
     assert plain(loaded.config) == plain(there.from_pretrained(folders["core/transformers"]).config)
 
 
