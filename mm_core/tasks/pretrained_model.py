@@ -138,7 +138,9 @@ def _made(kind: Any, config: Any, wanted: PretrainedConfig, folder: Path) -> Any
 def _read_generation(model: Any, folder: Path) -> None:
     """What the folder says of the model's generation. CheckpointError where that can not be read."""
     file = folder / "generation_config.json"
-    if model.can_generate() and file.is_file():
+    # One that the library made of config.json says no more than that, and often less.
+    derived = read_mapping(file).get("_from_model_config")
+    if model.can_generate() and file.is_file() and not derived:
         settings = type(model.generation_config)
         try:
             model.generation_config = settings.from_pretrained(folder, local_files_only=True)
