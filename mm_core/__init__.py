@@ -15,6 +15,7 @@ from mm_core.plugin.hookspecs import hookimpl
 if TYPE_CHECKING:
     from mm_core.config.load import load_config
     from mm_core.plugin.registry import build
+    from mm_core.train.answering import answer
     from mm_core.train.evaluation import evaluate
     from mm_core.train.frozen import load_frozen
     from mm_core.train.run import train
@@ -25,6 +26,7 @@ __all__ = [
     "Component",
     "MMError",
     "__version__",
+    "answer",
     "build",
     "evaluate",
     "hookimpl",
@@ -35,6 +37,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "answer": "mm_core.train.answering",
     "build": "mm_core.plugin.registry",
     "evaluate": "mm_core.train.evaluation",
     "load_config": "mm_core.config.load",

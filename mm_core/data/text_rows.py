@@ -18,6 +18,7 @@ from mm_core.data.json_rows import kind_of
 from mm_core.data.packed_rows import PackedRows
 from mm_core.data.tables import Cells, read_table
 from mm_core.data.text_labels import Labels
+from mm_core.data.text_questions import TextQuestions
 from mm_core.errors import DataError
 from mm_core.tokenizer import open_tokenizer
 
@@ -99,6 +100,12 @@ class TextRowsDataset:
             ids=[sample["id"] for sample in samples],
             inputs=inputs,
         )
+
+    @classmethod
+    def conversing(cls, file: str | Path, tokenizer: str | Path, **others: Any) -> TextQuestions:
+        """What lays out questions as the rows are, without any of them. ContractError for rows of classes."""
+        wanted = TextRowsConfig(str(file), str(tokenizer), **others)
+        return TextQuestions(wanted, open_tokenizer(wanted.tokenizer))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_tokenizer": None}

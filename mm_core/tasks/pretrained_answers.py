@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from mm_core.contracts import Decoding, Heard, Randomness, TextBatch
 from mm_core.errors import ContractError
@@ -43,6 +44,7 @@ class Answers:
         self.tokenizer = open_tokenizer(folder)
         self._composite = bool(getattr(model.config, "is_encoder_decoder", False))
         self._ends = sorted(_ends(model, self.tokenizer))
+        self._gathers = False
         self._settings = _settings(model)
         self._settings.eos_token_id, self._settings.pad_token_id = self._ends, self.tokenizer.pad_token_id
 
@@ -78,6 +80,11 @@ class Answers:
         self, given: Mapping[str, Tensor], streamer: _Listener | None = None, **options: Any
     ) -> Tensor:
         """[B, up to max_new_tokens]: what follows the prompts."""
+        sharded = isinstance(self.model, FSDPModule)
+        if sharded and not self._gathers:
+            # FSDP2 gathers for a forward alone, and the library runs a vision tower before it.
+            register_fsdp_forward_method(self.model, "generate")
+            self._gathers = True
         settings = copy.deepcopy(self._settings)
         for name, value in options.items():
             setattr(settings, name, value)

@@ -18,6 +18,28 @@ def mm_datasets() -> list[Component]:
 
 
 @hookimpl
+def mm_metrics() -> list[Component]:
+    return [
+        Component(
+            name="relaxed_accuracy",
+            target="mm_internvl.metrics:relaxed_accuracy",
+            config="mm_internvl.config_metrics:RelaxedAccuracyConfig",
+            summary="share of answers that are right as ChartQA counts: numbers within 5 %",
+            licence="Apache-2.0",
+            paper="https://arxiv.org/abs/2203.10244",
+        ),
+        Component(
+            name="multiple_choice",
+            target="mm_internvl.metrics:multiple_choice",
+            config="mm_internvl.config_metrics:MultipleChoiceConfig",
+            summary="share of answers whose letter is right, as AI2D and MMMU ask for it",
+            licence="Apache-2.0",
+            paper="https://arxiv.org/abs/2311.16502",
+        ),
+    ]
+
+
+@hookimpl
 def mm_weight_formats() -> list[Component]:
     return [
         Component(

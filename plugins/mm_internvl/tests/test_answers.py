@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
+import io
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from mm_internvl.testing import make_tiny_checkpoint
+import torch
+import transformers
+from mm_internvl.testing import TOKENS, make_tiny_checkpoint
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import mm_core
 from mm_core.cli.main import main
+from mm_core.contracts import Decoding, Turn
+from mm_core.tasks.pretrained_answers import _Listener
+from mm_core.train.answering import speaker
 
 
 def of_tests(name: str):
@@ -19,30 +30,220 @@ def of_tests(name: str):
     return module
 
 
+Processor = getattr(transformers, "GotOcr2ImageProcessorPil", None) or transformers.GotOcr2ImageProcessor
+
 data, runs = of_tests("internvl_data"), of_tests("internvl_runs")
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A run of a few steps on tiny pictures: its answers depend on the images, and are no words."""
+    """A run of few steps about tiny pictures: what it says depends on them, and is hardly words."""
     top = tmp_path_factory.mktemp("answers")
     model = make_tiny_checkpoint(top / "model")
     data.draw(top / "files")
     rows = data.write(top / "files" / "rows.jsonl", data.ROWS)
     train = {"type": "internvl/conversations", "processor": str(model), "max_length": 400, "max_tiles": 2}
     train |= {"frames": 3, "sources": [{"annotations": str(rows)}]}
-    config = runs.config_of(top, model, data={"train": train, "loader": {"workers": 0}})
-    mm_core.train(config)
+    sections = {"data": {"train": train, "loader": {"workers": 0}}, "optimizer": {"lr": 2e-3}}
+    mm_core.train(runs.config_of(top, model, train={"steps": 2}, **sections))
     return top
 
 
-def mm(capsys, *words: object) -> str:
-    code = main([str(word) for word in words])
+@pytest.fixture
+def run(place):
+    return place / "runs" / "tuned"
+
+
+def mm(capsys, *words: object, code: int = 0) -> str:
+    """What the command prints; of one that fails, on stderr."""
+    capsys.readouterr()
+    found = main([str(word) for word in words])
     said = capsys.readouterr()
-    assert code == 0, said.err
-    return said.out
+    assert found == code, said.err
+    return said.err if code else said.out
 
 
-def test_sample_answers(place, capsys):
-    run = place / "runs" / "tuned"
-    print(mm(capsys, "sample", "--run", run, "--prompt", "what?", "--image", place / "files" / "a.png"))
+def lines(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+# -- mm sample -----------------------------------------------------------------------------------
+
+
+def by_the_library(folder: Path, asked: list[tuple[list[Path], str]]) -> list[str]:
+    """What Transformers alone says: its tokenizer's template, its image processor, its `generate`."""
+    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    processor = Processor.from_pretrained(folder, crop_to_patches=True, min_patches=1, max_patches=2)
+    answers = []
+    for files, prompt in asked:
+        content = [*({"type": "image"} for _ in files), {"type": "text", "text": prompt}]
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+        )
+        pixels = [processor(Image.open(file).convert("RGB"), return_tensors="pt") for file in files]
+        for found in pixels:
+            tiles = "<IMG_CONTEXT >" * TOKENS * len(found["pixel_values"])
+            text = text.replace("<IMG_CONTEXT>", f"<img>{tiles}</img>", 1)
+        inputs = tokenizer(text.replace("<IMG_CONTEXT >", "<IMG_CONTEXT>"), return_tensors="pt")
+        if pixels:
+            inputs["pixel_values"] = torch.cat([found["pixel_values"] for found in pixels])
+        with torch.no_grad():
+            said = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+        new = said[0, inputs["input_ids"].shape[1] :]
+        answers.append(tokenizer.decode(new, skip_special_tokens=True).strip())
+    return answers
+
+
+def test_an_exported_folder_generates_what_mm_sample_says(place, run, tmp_path, capsys):
+    mm(capsys, "export", "--run", run, "--to", "transformers", "--out", tmp_path / "out")
+    files = place / "files"
+    asked = [
+        ([files / "a.png"], "what?"),
+        ([files / "c.jpg", files / "b.png"], "which?"),
+        ([files / "b.png"], "a number?"),
+        ([], "what is red?"),
+    ]
+    wanted = by_the_library(tmp_path / "out", asked)
+    assert len(set(wanted)) > 2
+    for (images, prompt), answer in zip(asked, wanted, strict=True):
+        options = [word for file in images for word in ("--image", file)]
+        ours = mm(capsys, "sample", "--run", run, *options, "--prompt", prompt, "--max-new-tokens", 12)
+        assert ours == answer + "\n"
+
+
+def test_an_answer_comes_word_by_word(place, run):
+    heard: list[str] = []
+    said = mm_core.answer(
+        run, "what?", images=[place / "files" / "a.png"], max_new_tokens=12, heard=heard.append
+    )
+    assert "".join(heard) == said and len(heard) > 1
+
+
+def test_half_a_character_and_the_last_white_space_wait(run):
+    heard: list[str] = []
+    with speaker(run) as opened:
+        tokenizer = opened.task._asked.tokenizer
+        listener = _Listener(opened.task._asked, heard.append)
+        listener.put(torch.tensor([[1, 2]]))  # the prompt
+        for token in tokenizer("a 猫 is red \n")["input_ids"]:
+            listener.put(torch.tensor([token]))
+        listener.put(torch.tensor([tokenizer.eos_token_id]))
+        listener.end()
+    assert heard == ["a", " ", "猫", " is", " red"]
+
+
+def test_drawn_answers_follow_the_seed_and_the_number(place, run):
+    with speaker(run) as opened:
+        turns = [Turn("user", "what?", (place / "files" / "a.png",))]
+        warm = Decoding(max_new_tokens=8, temperature=1.5, seed=3)
+        before = torch.random.get_rng_state()
+        said = [opened.say(turns, warm, number) for number in (0, 1, 0)]
+        assert torch.equal(before, torch.random.get_rng_state())
+        assert said[0] == said[2] != said[1]
+        assert said[0] != opened.say(turns, Decoding(max_new_tokens=8, temperature=1.5, seed=4), 0)
+        greedy = opened.say(turns, Decoding(max_new_tokens=8))
+        # Of the likeliest tokens, a share that one token fills alone is that token.
+        assert opened.say(turns, Decoding(max_new_tokens=8, temperature=1.5, top_p=1e-6), 5) == greedy
+
+
+# -- rows of a file ------------------------------------------------------------------------------
+
+QUESTIONS = [
+    data.asked("what is red?", "a colour"),
+    data.asked("<image>\nwhat is this?", image="a.png", answers=["a picture", "an image"]),
+    data.asked("<image>\nwhat?", image="missing.png"),
+    data.asked("<video>\nwhat is in it?", "a circle", "and?", "a square", video="clip.mp4"),
+]
+
+
+def test_rows_of_a_file_are_answered_in_their_order(place, run, tmp_path, capsys):
+    rows = data.write(place / "files" / "questions.jsonl", QUESTIONS)
+    out = tmp_path / "answers.jsonl"
+    said = mm(capsys, "sample", "--run", run, "--prompts", rows, "--max-new-tokens", 6, "--out", out)
+    assert said == f"3 answers in {out}; 1 row could not be read\n"
+    found = lines(out)
+    assert [row["row"] for row in found] == [0, 1, 2, 3]
+    assert "there is no such image" in found[2]["error"] and "missing.png" in found[2]["error"]
+    assert found[1]["references"] == ["a picture", "an image"]
+    assert found[3]["prompt"] == "and?" and found[3]["references"] == ["a square"]
+    image = place / "files" / "a.png"
+    assert found[1]["text"] == mm_core.answer(run, "what is this?", images=[image], max_new_tokens=6)
+    assert found[0]["text"] == mm_core.answer(run, "what is red?", max_new_tokens=6)
+    first = mm(capsys, "sample", "--run", run, "--prompts", rows, "--max-new-tokens", 1)
+    assert str(run / "samples" / "answers.jsonl") in first
+    second = mm(capsys, "sample", "--run", run, "--prompts", rows, "--max-new-tokens", 1)
+    assert str(run / "samples" / "answers-2.jsonl") in second
+
+
+@pytest.mark.slow
+def test_two_ranks_say_what_one_says(place, run, tmp_path):
+    """Rows with and without images, one that can not be read, and more rows than a multiple of the ranks."""
+    rows = data.write(place / "files" / "shared.jsonl", [*QUESTIONS, QUESTIONS[0]])
+    words = ["sample", "--run", str(run), "--prompts", str(rows), "--max-new-tokens", "6"]
+    for nproc in ("1", "2"):
+        out = tmp_path / f"{nproc}.jsonl"
+        command = [sys.executable, "-m", "mm_core.cli.main", *words, "--nproc", nproc, "--out", str(out)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=200)
+        assert ended.returncode == 0, ended.stderr
+    assert lines(tmp_path / "2.jsonl") == lines(tmp_path / "1.jsonl")
+
+
+# -- mm chat -------------------------------------------------------------------------------------
+
+
+def chat(capsys, monkeypatch, text: str, *words: object, code: int = 0) -> tuple[list[str], str]:
+    """(lines of the answers, what stands on stderr)."""
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    capsys.readouterr()
+    assert main(["chat", *map(str, words), "--max-new-tokens", "6"]) == code
+    said = capsys.readouterr()
+    return said.out.split("\n")[:-1], said.err
+
+
+def test_chat_keeps_the_conversation(place, run, capsys, monkeypatch):
+    image = place / "files" / "a.png"
+    text = f"what is red?\n/image {image}\nand this?\n/new\nwhat is red?\n/quit\nnever read\n"
+    said, _ = chat(capsys, monkeypatch, text, "--run", run)
+    with speaker(run) as opened:
+        shown = Decoding(max_new_tokens=6)
+        turns = [Turn("user", "what is red?")]
+        first = opened.say(turns, shown)
+        turns += [Turn("assistant", first), Turn("user", "and this?", (image,))]
+        second = opened.say(turns, shown)
+        alone = opened.say(turns[2:], shown)
+    assert "\n".join(said) == f"{first}\n{second}\n{first}"
+    assert second != alone, "what was said before changes nothing"
+
+
+def test_a_line_that_can_not_be_answered_ends_no_chat(place, run, capsys, monkeypatch):
+    text = "/image nowhere.png\n/draw\n<image> what?\nwhat is red?\n"
+    said, faults = chat(capsys, monkeypatch, text, "--run", run, code=1)
+    assert len(said) >= 1 and said[0]
+    assert "there is no such image" in faults and "nowhere.png" in faults
+    assert "there is no command /draw" in faults and "accepted: /image, /new, /quit, /help" in faults
+    assert "the chat template shows 1 images and videos of the conversation's 0" in faults
+
+
+# -- sentences -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--steps", 3, "--fps", 2], "the run's task answers in words, which takes no --steps and no --fps"),
+        (["--temperature", -1], "temperature is -1.0"),
+        (["--top-p", 0], "top_p is 0.0"),
+        (["--max-new-tokens", 0], "max_new_tokens is 0"),
+        (["--image", "no.png"], "there is no such image"),
+        (["--prompts", "x.jsonl"], "--prompts is given beside --prompt or --image"),
+        (["data.train.max_length=8"], "max_length 8 leaves no room for an answer"),
+    ],
+)
+def test_what_can_not_be_asked_is_a_sentence(run, capsys, words, what):
+    assert what in mm(capsys, "sample", "--run", run, "--prompt", "what is this?", *words, code=1)
+
+
+def test_a_file_without_rows_is_a_sentence(place, run, capsys):
+    missing = mm(capsys, "sample", "--run", run, "--prompts", place / "none.jsonl", code=1)
+    assert "the file of conversations does not exist" in missing
