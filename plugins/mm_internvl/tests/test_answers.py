@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+import yaml
 from mm_internvl.testing import TOKENS, make_tiny_checkpoint
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoTokenizer
@@ -247,3 +248,66 @@ def test_what_can_not_be_asked_is_a_sentence(run, capsys, words, what):
 def test_a_file_without_rows_is_a_sentence(place, run, capsys):
     missing = mm(capsys, "sample", "--run", run, "--prompts", place / "none.jsonl", code=1)
     assert "the file of conversations does not exist" in missing
+
+
+# -- mm eval -------------------------------------------------------------------------------------
+
+
+def evaluated(capsys, run: Path, rows: Path, out: Path, *words: object) -> tuple[dict, list[dict]]:
+    """(figures, predictions) of the run on other rows."""
+    held = {"annotations": str(rows)}
+    options = [f"data.validation={json.dumps(_train(run) | {'sources': [held]})}", "task.max_new_tokens=6"]
+    metrics = ["exact_match", "anls", "internvl/relaxed_accuracy", "internvl/multiple_choice"]
+    words = (*options, *words, *(f"--metric={name}" for name in metrics), "--json", "--predictions", out)
+    return json.loads(mm(capsys, "eval", "--run", run, *words))["metrics"], lines(out)
+
+
+def _train(run: Path) -> dict:
+    stored = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["data"]["train"]
+    return {key: value for key, value in stored.items() if value is not None}
+
+
+def test_an_evaluation_answers_the_first_question_of_each_row(place, run, tmp_path, capsys):
+    """Alone and in one batch: rows without an image, with several, and with some behind the question."""
+    rows = data.ROWS
+    files = data.write(place / "files" / "held.jsonl", rows)
+    alone, one = evaluated(capsys, run, files, tmp_path / "1.jsonl", "train.micro_batch_size=1")
+    assert [row["text"] for row in one] == _first_answers(capsys, run, place, tmp_path)
+    assert len({row["text"] for row in one}) > 2
+    assert [row["references"] for row in one][:3] == [["a colour"], ["a picture"], ["the image"]]
+    together, all_ = evaluated(capsys, run, files, tmp_path / "4.jsonl", "train.micro_batch_size=4")
+    assert [row["text"] for row in all_] == [row["text"] for row in one]
+    assert together == pytest.approx(alone, rel=1e-5)
+
+
+def _first_answers(capsys, run: Path, place: Path, tmp_path: Path) -> list[str]:
+    """What `mm sample` says to the first question of each row alone."""
+    asked = []
+    for row in data.ROWS:
+        style = "conversations" if "conversations" in row else "messages"
+        number = next(n for n, turn in enumerate(row[style]) if turn.get("from", turn.get("role")) in HEARD)
+        first = json.dumps(row[style][:number])
+        images = row.get("image", [])
+        images = images if isinstance(images, list) else [images]
+        asked.append({**row, style: row[style][:number], "image": images[: first.count("<image>")]})
+    file = data.write(place / "files" / "asked.jsonl", asked)
+    out = tmp_path / "asked.jsonl"
+    mm(capsys, "sample", "--run", run, "--prompts", file, "--max-new-tokens", 6, "--out", out)
+    return [row["text"] for row in lines(out)]
+
+
+HEARD = ("gpt", "assistant")
+
+
+def test_any_of_several_answers_is_right(place, run, tmp_path, capsys):
+    rows = [data.asked("what is red?", "x"), data.asked("<image>\nwhat is this?", "x", image="a.png")]
+    file = data.write(place / "files" / "several.jsonl", rows)
+    _, found = evaluated(capsys, run, file, tmp_path / "x.jsonl", "train.micro_batch_size=2")
+    for row, answer in zip(rows, found, strict=True):
+        row["answers"] = ["nothing like it, and far longer", answer["text"]]
+    rows[1]["answers"] = rows[1]["answers"][:1]
+    file = data.write(place / "files" / "several.jsonl", rows)
+    figures, found = evaluated(capsys, run, file, tmp_path / "x.jsonl", "train.micro_batch_size=2")
+    assert found[0]["references"] == rows[0]["answers"]
+    for name in ("exact_match", "anls", "relaxed_accuracy", "multiple_choice"):
+        assert figures[name] == 0.5, name
