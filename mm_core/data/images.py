@@ -18,12 +18,24 @@ def read_image(path: Path) -> Tensor:
 
     try:
         with Image.open(path) as opened:
-            image = ImageOps.exif_transpose(opened).convert("RGB")
+            image = _eight_bits(ImageOps.exif_transpose(opened)).convert("RGB")
     except FileNotFoundError:
         raise DataError("there is no such image", where=str(path)) from None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as fault:
         raise DataError(f"the image can not be read: {fault}", where=str(path)) from fault
     return _tensor(image)
+
+
+def _eight_bits(image: Any) -> Any:
+    """Of 16 bits the upper eight, where Pillow would cut everything brighter to white. ValueError for numbers
+    that do not say what is black and what white."""
+    if image.mode not in ("I", "F") and not image.mode.startswith("I;16"):
+        return image
+    whole = image.convert("I")
+    least, most = whole.getextrema()
+    if image.mode == "F" or not 0 <= least <= most < 1 << 16:
+        raise ValueError(f"its pixels are numbers (Pillow's mode {image.mode}), not shades of 8 or 16 bits")
+    return whole.point(lambda shade: shade * (1 / 256)).convert("L")
 
 
 def fit_image(image: Tensor, height: int, width: int) -> Tensor:

@@ -32,6 +32,20 @@ def test_other_colours_become_rgb(tmp_path: Path, mode: str) -> None:
     assert torch.equal(read_image(tmp_path / "a.png").permute(1, 2, 0), expected)
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("a.png", "<u2"), ("a.tiff", ">u2"), ("b.tiff", "<i4")])
+def test_shades_of_16_bits_keep_their_upper_eight(tmp_path: Path, name: str, dtype: str) -> None:
+    shades = np.array([[0, 255, 256, 1000, 32768, 65535]])
+    Image.fromarray(shades.astype(dtype)).save(tmp_path / name)
+    assert read_image(tmp_path / name).tolist() == [[[0, 0, 1, 3, 128, 255]]] * 3
+
+
+@pytest.mark.parametrize("numbers", [np.full((2, 2), 0.5, np.float32), np.full((2, 2), -1, np.int32)])
+def test_numbers_that_are_no_shades_are_a_sentence(tmp_path: Path, numbers: np.ndarray) -> None:
+    Image.fromarray(numbers).save(tmp_path / "a.tiff")
+    with pytest.raises(DataError, match=r"its pixels are numbers .Pillow's mode [IF]., not shades of 8 or 16"):
+        read_image(tmp_path / "a.tiff")
+
+
 def test_a_turned_camera_is_turned_back(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera lay on its side
