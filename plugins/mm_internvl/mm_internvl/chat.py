@@ -144,8 +144,10 @@ class Chat:
     def _rendered(self, known: _Vocabulary, turns: Sequence[Turn], kinds: Sequence[Medium]) -> str:
         """The template's text of turns that are to be answered."""
         self._check_words(known, turns)
-        text = known.rendered([_message(turn, known) for turn in turns], prompt=True)
+        messages = [_message(turn, known) for turn in turns]
+        text = known.rendered(messages, prompt=True)
         self._check_pictures(known, text, kinds)
+        _check_said(messages, text)
         return text
 
     def _kept(self, length: int, blocks: Sequence[tuple[int, int]], shown: Sequence[Shown]) -> int:
@@ -166,8 +168,10 @@ class Chat:
     ) -> tuple[str, list[tuple[int, int]]]:
         """The template's text, each image and video one placeholder in it, and the spans to learn."""
         self._check_words(known, turns)
-        spans, text = known.spans([_message(turn, known) for turn in turns])
+        messages = [_message(turn, known) for turn in turns]
+        spans, text = known.spans(messages)
         self._check_pictures(known, text, kinds)
+        _check_said(messages, text)
         return text, spans
 
     def _check_words(self, known: _Vocabulary, turns: Sequence[Turn]) -> None:
@@ -294,11 +298,21 @@ class _Vocabulary:
         bare, prompted = self.rendered(asked), self.rendered(asked, prompt=True)
         return prompted[len(bare) :] if prompted.startswith(bare) else ""
 
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether the template shows a content that is a list, as Qwen3's own does not."""
+        asked = [{"role": "user", "content": [{"type": "text", "text": "\ue000"}]}]
+        try:
+            return "\ue000" in self.rendered(asked)
+        except _Fault:
+            return False
+
     def _ending(self, behind: str) -> int:
-        """Characters of the token that ends a turn, where one follows at once."""
-        begins = [token for token in self.tokenizer.all_special_tokens if behind.startswith(token)]
+        """Characters up to and with the token that ends a turn, where only white space is before it."""
+        gap = len(behind) - len(behind.lstrip())
+        begins = [token for token in self.tokenizer.all_special_tokens if behind.startswith(token, gap)]
         token = max(begins, key=len, default="")
-        return 0 if token and self.head.startswith(token) else len(token)
+        return 0 if not token or self.head.lstrip().startswith(token) else gap + len(token)
 
 
 _PICTURE_TOKENS = {
@@ -323,7 +337,22 @@ def _message(turn: Turn, known: _Vocabulary) -> dict[str, Any]:
         {"type": "text", "text": placed(part["text"])} if part["type"] == "text" else {"type": part["type"]}
         for part in turn.content
     ]
+    if not known.takes_parts:  # as templates that do write them
+        texts = (part["text"] if part["type"] == "text" else f"{names[part['type']]}\n" for part in parts)
+        return {"role": turn.role, "content": "".join(texts)}
     return {"role": turn.role, "content": parts}
+
+
+def _check_said(messages: Sequence[Mapping[str, Any]], text: str) -> None:
+    """_Fault where the template leaves out or rewrites what somebody else than the assistant says."""
+    for number, message in enumerate(messages, 1):
+        content = message["content"]
+        parts = [{"text": content}] if isinstance(content, str) else content
+        if message["role"] != "assistant" and any(p.get("text", "").strip() not in text for p in parts):
+            raise _Fault(
+                f"the chat template does not show turn {number}, which is the {message['role']}'s, as it is",
+                "use another template, or leave the turn out",
+            )
 
 
 def _split(text: str, marks: Sequence[str]) -> list[str] | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import secrets
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -86,8 +87,12 @@ class Lengths:
     def _keep(self, lengths: Sequence[int | None]) -> None:
         if self.file is None:
             return
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        # Several ranks write the same: whole files take the place of one another.
-        beside = self.file.with_name(f"{self.file.name}.{os.getpid()}")
-        beside.write_text(json.dumps({"key": self._key(), "lengths": list(lengths)}), encoding="utf-8")
-        beside.replace(self.file)
+        # Several ranks write the same, those of other machines with the same process ids: whole files take
+        # the place of one another.
+        beside = self.file.with_name(f"{self.file.name}.{secrets.token_hex(8)}")
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            beside.write_text(json.dumps({"key": self._key(), "lengths": list(lengths)}), encoding="utf-8")
+            beside.replace(self.file)
+        except OSError as fault:  # measuring took long: the run goes on with what was measured
+            warnings.warn(f"the lengths of conversations can not be kept: {fault}", stacklevel=2)

@@ -143,6 +143,8 @@ def _turn(turn: Any, number: int, keys: tuple[str, str], own: list[tuple[Medium,
     elif not isinstance(content, str):
         raise _Fault(f"turn {number} says {kind_of(content)}, not text")
     made = Turn(ROLES[role], content)
+    if not all(map(_is_unicode, made.texts)):
+        raise _Fault(f"turn {number} holds half of a surrogate pair, which is no character")
     if made.role == "assistant":
         if any(_shown(made)):
             raise _Fault(f"turn {number}, which is the assistant's, shows an image or a video")
@@ -208,4 +210,15 @@ def _path(path: Any) -> str:
         raise _Fault(f"{path!r} is no path of an image or video")
     if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or "\0" in path:
         raise _Fault(f"the path {path!r} leads outside the folder")
+    if not _is_unicode(path):
+        raise _Fault(f"the path {path!r} holds half of a surrogate pair, which is no character")
     return path
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether there is a file or a token for it: JSON can also write a surrogate alone."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

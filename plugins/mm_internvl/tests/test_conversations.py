@@ -196,6 +196,14 @@ _USER, _SAID = {"role": "user", "content": "what?"}, {"role": "assistant", "cont
             "turn 2 says '<IMG_CONTEXT>', which is a token of the chat template's own",
         ),
         (
+            json.dumps(data.asked("what \ud83d?", "red")),
+            "turn 1 holds half of a surrogate pair, which is no character",
+        ),
+        (
+            json.dumps(data.asked("<image>", "red", image="\ud83d.png")),
+            "the path '\\ud83d.png' holds half of a surrogate pair, which is no character",
+        ),
+        (
             {"messages": [{"role": "user", "content": [{"type": "sound"}]}, _SAID]},
             "turn 1 has a part that is no text, image or video",
         ),
@@ -406,3 +414,10 @@ def test_lengths_group_batches_and_are_kept_in_a_file(place, tmp_path, monkeypat
     assert dataset(place, lengths=str(file)).lengths().tolist() == wanted
     with pytest.raises(AssertionError, match="measured again"):
         dataset(place, lengths=str(file), system="another").lengths()
+
+
+def test_lengths_that_can_not_be_kept_stop_nothing(place, tmp_path):
+    (tmp_path / "a file").touch()
+    with pytest.warns(UserWarning, match="the lengths of conversations can not be kept: "):
+        found = dataset(place, lengths=str(tmp_path / "a file" / "lengths.json")).lengths()
+    assert found.equal(dataset(place).lengths())

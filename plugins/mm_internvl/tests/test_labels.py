@@ -14,7 +14,7 @@ from mm_internvl.testing import CHAT_TEMPLATE, TOKENS, make_tiny_checkpoint
 from transformers import AutoTokenizer
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 
-from mm_core.errors import CheckpointError
+from mm_core.errors import CheckpointError, DataError
 
 MARKED = CHAT_TEMPLATE.replace(
     "{{ '<|im_start|>' + message['role'] + '\n' }}",
@@ -164,3 +164,44 @@ def test_turns_that_a_template_opens_with_a_thought(tmp_path):
     tokens = chat.tokens(conversation(said, "row"), [], "row")
     learnt = [token for token in tokens.labels.tolist() if token != IGNORED]
     assert chat.tokenizer.decode(learnt) == "a<|im_end|><think>\n\n</think>\n\na<|im_end|>"
+
+
+def learnt_of(folder, template, *turns):
+    """(all that the model reads, all that it learns), as text."""
+    (folder / "chat_template.jinja").write_text(template)
+    chat = Chat(str(folder), 200)
+    said = {"messages": [{"role": role, "content": content} for role, content in turns]}
+    found = chat.tokens(conversation(said, "row"), [], "row")
+    learnt = [token for token in found.labels.tolist() if token != IGNORED]
+    return chat.tokenizer.decode(found.ids.tolist()), chat.tokenizer.decode(learnt)
+
+
+def test_an_end_behind_white_space_is_learnt_with_it(tmp_path):
+    folder = make_tiny_checkpoint(tmp_path)
+    template = CHAT_TEMPLATE.replace("{{ '<|im_end|>", "{{ ' \n<|im_end|>")
+    assert learnt_of(folder, template, ("user", "u"), ("assistant", "a"))[1] == "a \n<|im_end|>"
+
+
+def test_a_template_that_shows_no_lists_is_given_text(tmp_path):
+    """Qwen3's own, which stands in OpenGVLab's folders, makes nothing of a list."""
+    folder = make_tiny_checkpoint(tmp_path)
+    first, last = CHAT_TEMPLATE.index("{% else %}"), CHAT_TEMPLATE.index("{% endif %}{{ '<|im_end|>")
+    template = CHAT_TEMPLATE[:first] + CHAT_TEMPLATE[last:]
+    parts = [{"type": "text", "text": "what "}, {"type": "text", "text": "colour"}]
+    read, _ = learnt_of(folder, template, ("user", parts), ("assistant", "red"))
+    assert read == "<|im_start|>user\nwhat colour<|im_end|>\n<|im_start|>assistant\nred<|im_end|>\n"
+    shown = {"role": "user", "content": [{"type": "image", "path": "a.png"}, parts[0]]}
+    row = conversation({"messages": [shown, {"role": "assistant", "content": "red"}]}, "row")
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    wanted = Chat(str(folder), 200).tokens(row, [Shown("image", (2,))], "row")
+    (folder / "chat_template.jinja").write_text(template)
+    assert Chat(str(folder), 200).tokens(row, [Shown("image", (2,))], "row").ids.equal(wanted.ids)
+
+
+@pytest.mark.parametrize("role", ["system", "user"])
+def test_words_that_a_template_leaves_out_are_a_sentence(tmp_path, role):
+    folder = make_tiny_checkpoint(tmp_path)
+    kept = f"{{% for message in messages if message['role'] != '{role}' %}}"
+    template = CHAT_TEMPLATE.replace("{% for message in messages %}", kept)
+    with pytest.raises(DataError, match=f"does not show turn ., which is the {role}'s, as it is"):
+        learnt_of(folder, template, ("system", "the system"), ("user", "what"), ("assistant", "red"))
