@@ -80,6 +80,16 @@ class DataError(MMError):
     """Annotations or media that can not be read as described."""
 
 
+class PartsError(DataError):
+    """A sample made of several rows of a file, some of which can not be read. `faults` holds each one's."""
+
+    def __init__(self, faults: Sequence[DataError]) -> None:
+        self.faults = tuple(faults)
+        first, more = self.faults[0], len(self.faults) - 1
+        also = f" (and {more} more that share{'s' * (more == 1)} its place)" if more else ""
+        super().__init__(first.what + also, where=first.where, accepted=first.accepted, hint=first.hint)
+
+
 class CheckpointError(MMError):
     """A checkpoint that is missing, incomplete, damaged, or of another model."""
 

@@ -17,7 +17,7 @@ from mm_core.contracts import Batch, Dataset, FailureRecord, RandomisedDataset, 
 from mm_core.data.sampler import BatchPlan, SlotSpec
 from mm_core.data.skipped import UnreadableError
 from mm_core.data.workers import StartWorker, deaths_explained, signals_held, start_server
-from mm_core.errors import DataError, MMError
+from mm_core.errors import DataError, MMError, PartsError
 from mm_core.plugin.local import import_again, imported_files
 
 T = TypeVar("T")
@@ -50,7 +50,8 @@ class MicroBatchLoader:
     that the loader started at, so a resumed run needs no state.
 
     A sample that raises DataError is replaced by another one, drawn from (seed, epoch, index,
-    attempt), under the key and weight of the first; the batch lists it in `failures`.
+    attempt), under the key and weight of the first; the batch lists it in `failures`, or each of its parts
+    that a PartsError holds.
 
     Args:
         dataset: map-style; one that satisfies RandomisedDataset gets rng.at("data", epoch, index).
@@ -178,13 +179,15 @@ class _Reading(TorchDataset[Any]):
             except CodeError:
                 raise
             except DataError as error:
-                tried.append(FailureRecord(error.where or f"sample {index}", index, error.what))
+                faults = error.faults if isinstance(error, PartsError) else (error,)
+                tried += [FailureRecord(f.where or f"sample {index}", index, f.what) for f in faults]
                 continue
             failures.extend(failure for failure in tried if failure not in failures)
             return {**sample, "key": slot.key, "weight": slot.weight}
         shown = "; ".join(f"{failure.id}: {failure.reason}" for failure in tried[:3])
         raise UnreadableError(
-            f"sample {slot.key.index} and {len(tried) - 1} others in its place could not be read: {shown}",
+            f"sample {slot.key.index} and {len({f.index for f in tried}) - 1} others in its place could not "
+            f"be read: {shown}",
             failures + tried,
             where="data.train",
             hint="check the annotation file and its folder; skipped.jsonl in the run's folder lists them",

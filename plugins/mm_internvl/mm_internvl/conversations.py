@@ -15,7 +15,7 @@ from mm_core.contracts import Randomness, TextBatch, VideoReader
 from mm_core.data.annotations import inside
 from mm_core.data.packed_rows import PackedRows
 from mm_core.data.readers import PyAVReader
-from mm_core.errors import ContractError, DataError
+from mm_core.errors import ContractError, DataError, PartsError
 from mm_internvl.asking import Asking
 from mm_internvl.chat import IGNORED, Chat, Shown, Tokens
 from mm_internvl.config_data import ConversationsConfig, Source
@@ -68,14 +68,15 @@ class Conversations:
         self.packs: Packs | None = None
         if packing:
             check_support()
-            self.packs = Packs(self._tokens(), max_length)
+            tokens, bad = self._tokens()
+            self.packs = Packs(tokens, max_length, apart=bad)
 
     def __len__(self) -> int:
         return len(self.order) if self.packs is None else len(self.packs)
 
     def lengths(self) -> Tensor:
         """[N] int64: tokens of each sample. Every row is measured the first time, from headers alone."""
-        return self._tokens() if self.packs is None else self.packs.sizes
+        return self._tokens()[0] if self.packs is None else self.packs.sizes
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """A sample; of packed rows, one of epoch 0 and seed 0."""
@@ -153,7 +154,7 @@ class Conversations:
         if self.packs is None:
             tokens, pixels, name, answers = self._conversation(int(self.order[index]))
             return {"pieces": [_piece(tokens)], "pixel_values": pixels, "id": name, "answers": answers}
-        read = [self._conversation(int(self.order[m])) for m in self.packs.members(index, seed, epoch)]
+        read = self._together(self.packs.members(index, seed, epoch))
         total = sum(len(tokens.ids) for tokens, *_ in read)
         if total > self.packs.capacity:
             raise DataError(
@@ -168,7 +169,19 @@ class Conversations:
             "id": ", ".join(name for _, _, name, _ in read),
         }
 
-    def _conversation(self, number: int) -> tuple[Tokens, Tensor, str, tuple[str, ...]]:
+    def _together(self, members: Sequence[int]) -> list[_Read]:
+        """PartsError where some of them can not be read."""
+        read, faults = [], []
+        for member in members:
+            try:
+                read.append(self._conversation(int(self.order[member])))
+            except DataError as fault:
+                faults.append(fault)
+        if faults:
+            raise PartsError(faults)
+        return read
+
+    def _conversation(self, number: int) -> _Read:
         """(tokens, pixels of the images and videos among them, name, answers that are right) of a row."""
         row = self.rows[number]
         said, shown, tokens = self._measured(row)
@@ -185,10 +198,15 @@ class Conversations:
         shown = [self.pictures.shown(kind, self._path(row, path)) for kind, path in said.media]
         return said, shown, self.chat.tokens(said, shown, name)
 
-    def _tokens(self) -> Tensor:
-        """[N] tokens of each conversation of an epoch. One that can not be read counts as the longest there
-        can be: it fills a packed row alone, and reading that one says what is wrong with it."""
-        return self._kept.of(self.rows, self._length, self.chat.max_length)[self.order]
+    def _tokens(self) -> tuple[Tensor, Tensor]:
+        """([N] tokens of each conversation of an epoch, [N] which can not be read).
+
+        The unreadable count as long as the others on average, and are packed with one another: their share
+        of the packed rows is that of the conversations, and reading those rows says what is wrong."""
+        found = self._kept.of(self.rows, self._length)[self.order]
+        bad = found == 0
+        usual = self.chat.max_length if bad.all() else round(float(found[~bad].double().mean()))
+        return found.masked_fill(bad, usual), bad
 
     def _length(self, row: RawRow) -> int:
         return len(self._measured(row)[2].ids)
@@ -200,6 +218,10 @@ class Conversations:
 
     def _name(self, row: RawRow) -> str:
         return f"{self.sources[row.source].annotations}, {row.place}"
+
+
+_Read = tuple[Tokens, Tensor, str, tuple[str, ...]]
+"""Of a row: see `Conversations._conversation`."""
 
 
 def _piece(tokens: Tokens) -> dict[str, Tensor]:

@@ -42,8 +42,8 @@ class Lengths:
         self._files += [Path(processor, name) for name in _TOKENIZER]
         self._facts = json.dumps([*facts, [source.folder for source in sources]])
 
-    def of(self, rows: Sequence[RawRow], measure: Callable[[RawRow], int], otherwise: int) -> Tensor:
-        """[N] int64: what `measure` finds, and `otherwise` for rows of which it raises DataError.
+    def of(self, rows: Sequence[RawRow], measure: Callable[[RawRow], int]) -> Tensor:
+        """[N] int64: what `measure` finds, and 0 for rows of which it raises DataError.
 
         Raises:
             DataError: where it does so for every row.
@@ -63,7 +63,7 @@ class Lengths:
                     where=first.where,
                 ) from first
             self._keep(found)
-        return torch.tensor([otherwise if length is None else length for length in found], dtype=torch.int64)
+        return torch.tensor([length or 0 for length in found], dtype=torch.int64)
 
     def _key(self) -> str:
         digest = hashlib.sha256(self._facts.encode())

@@ -28,13 +28,20 @@ class Packs:
     Args:
         lengths: [N] int64, tokens of each sample, 1 to `capacity`.
         capacity: tokens of a row.
+        apart: [N] bool, samples that share rows with one another alone, the same ones in every epoch.
     """
 
-    def __init__(self, lengths: Tensor, capacity: int) -> None:
+    def __init__(self, lengths: Tensor, capacity: int, apart: Tensor | None = None) -> None:
         self.lengths, self.capacity = lengths, capacity
-        order = lengths.argsort(descending=True, stable=True)
-        rows = torch.tensor(best_fit_decreasing(lengths[order].tolist(), capacity), dtype=torch.int64)
-        # Places in the falling order, row by row.
+        self._apart = torch.zeros(len(lengths), dtype=torch.bool) if apart is None else apart
+        order = self.ordered(torch.arange(len(lengths)))
+        alone = int(self._apart.sum())
+        first, rest = (
+            torch.tensor(best_fit_decreasing(part.tolist(), capacity), dtype=torch.int64)
+            for part in lengths[order].tensor_split([alone])
+        )
+        rows = torch.cat([first, rest + (int(first.max()) + 1 if alone else 0)])
+        # Places in that order, row by row.
         self._places = rows.argsort(stable=True)
         self._ends = torch.cat([torch.zeros(1, dtype=torch.int64), rows.bincount().cumsum(0)])
 
@@ -49,9 +56,16 @@ class Packs:
     @property
     def sizes(self) -> Tensor:
         """[rows] int64: tokens of each row, the same in every epoch."""
-        falling = self.lengths.sort(descending=True).values[self._places]
-        total = torch.cat([torch.zeros(1, dtype=torch.int64), falling.cumsum(0)])
+        placed = self.lengths[self.ordered(torch.arange(len(self.lengths)))][self._places]
+        total = torch.cat([torch.zeros(1, dtype=torch.int64), placed.cumsum(0)])
         return total[self._ends].diff()
+
+    def ordered(self, samples: Tensor) -> Tensor:
+        """All samples as they are packed: those apart, then the others; each from the longest to the
+        shortest, the others of one length in the order that they are given in."""
+        apart, others = self._apart.nonzero().flatten(), samples[~self._apart[samples]]
+        falling = (part[self.lengths[part].argsort(descending=True, stable=True)] for part in (apart, others))
+        return torch.cat([*falling])
 
     def members(self, row: int, seed: int, epoch: int) -> list[int]:
         """The samples of a row of that epoch."""
@@ -61,10 +75,9 @@ class Packs:
 
 @lru_cache(maxsize=2)
 def _epoch(packs: Packs, seed: int, epoch: int) -> Tensor:
-    """[N]: the samples from the longest to the shortest, those of one length in that epoch's order."""
+    """[N]: the samples as they are packed, those of one length in that epoch's order."""
     count = len(packs.lengths)
-    shuffled = torch.randperm(count, generator=Randomness(seed).generator("packs", epoch))
-    return shuffled[packs.lengths[shuffled].argsort(descending=True, stable=True)]
+    return packs.ordered(torch.randperm(count, generator=Randomness(seed).generator("packs", epoch)))
 
 
 def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[int]:
