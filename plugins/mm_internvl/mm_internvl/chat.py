@@ -1,32 +1,20 @@
-"""Conversations as tokens, by the tokenizer's own chat template, with a label for each token that is learnt.
-
-The template is rendered twice: as the conversation is, and with a mark in the place of each thing that the
-assistant says. What stands between the marks is the template's own; that it is the same around the real words
-is checked, so a template that rewrites a turn is noticed. Learnt is what the model has to write after the
-prompt of a generation: from there to the token that ends the turn, that one included.
-"""
+"""Conversations as tokens, by the tokenizer's own chat template, with a label for each that is learnt."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mm_core.errors import CheckpointError, DataError
-from mm_core.tokenizer import open_tokenizer
+from mm_core.errors import DataError
 from mm_internvl.rows import PLACEHOLDER, Conversation, Medium, Turn
-from mm_internvl.tiling import tokens_of_tile
+from mm_internvl.vocabulary import NEEDED, Fault, Vocabulary, message_of
 
 IGNORED = -100
 """The label of what is not learnt."""
-
-_AS_GIVEN: tuple[Callable[[str], str], ...] = (str, str.strip, lambda text: text.lstrip("\n"))
-"""What templates do to the words of a turn."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +71,10 @@ class Chat:
         return [known.start, *[known.context] * known.tile, known.end]
 
     @property
-    def _vocabulary(self) -> _Vocabulary:
+    def _vocabulary(self) -> Vocabulary:
         if "vocabulary" not in self._known:
-            self._known["vocabulary"] = _Vocabulary(self.folder)
-        found: _Vocabulary = self._known["vocabulary"]
+            self._known["vocabulary"] = Vocabulary(self.folder)
+        found: Vocabulary = self._known["vocabulary"]
         return found
 
     def tokens(self, conversation: Conversation, shown: Sequence[Shown], where: str) -> Tokens:
@@ -105,7 +93,7 @@ class Chat:
             text, spans = _with_pictures(known, text, spans, shown)
             ids, labels, blocks = _expanded(known, text, spans, shown)
             kept = self._kept(len(ids), blocks, shown)
-        except _Fault as fault:
+        except Fault as fault:
             raise DataError(str(fault), where=where, hint=fault.hint) from None
         length = min(len(ids), self.max_length)
         labels[0] = IGNORED  # nothing comes before it, in a packed row as little as alone
@@ -125,7 +113,7 @@ class Chat:
             text = self._rendered(known, self._begun(turns), [medium.kind for medium in shown])
             text, _ = _with_pictures(known, text, (), shown)
             ids, _, _ = _expanded(known, text, (), shown)
-        except _Fault as fault:
+        except Fault as fault:
             raise DataError(str(fault), where=where, hint=fault.hint) from None
         if len(ids) >= self.max_length:
             raise DataError(
@@ -141,10 +129,10 @@ class Chat:
             return (Turn("system", self.system), *turns)
         return tuple(turns)
 
-    def _rendered(self, known: _Vocabulary, turns: Sequence[Turn], kinds: Sequence[Medium]) -> str:
+    def _rendered(self, known: Vocabulary, turns: Sequence[Turn], kinds: Sequence[Medium]) -> str:
         """The template's text of turns that are to be answered."""
         self._check_words(known, turns)
-        messages = [_message(turn, known) for turn in turns]
+        messages = [message_of(turn, known) for turn in turns]
         text = known.rendered(messages, prompt=True)
         self._check_pictures(known, text, kinds)
         _check_said(messages, text)
@@ -156,7 +144,7 @@ class Chat:
             return len(blocks)
         for number, (start, end) in enumerate(blocks):
             if start < self.max_length < end:
-                raise _Fault(
+                raise Fault(
                     f"the row has {length} tokens, and cutting it at {self.max_length} would go through "
                     f"{shown[number].kind} {number + 1}",
                     "raise max_length of the dataset, lower max_tiles or frames, or split the conversation",
@@ -164,218 +152,52 @@ class Chat:
         return sum(end <= self.max_length for _, end in blocks)
 
     def _laid_out(
-        self, known: _Vocabulary, turns: Sequence[Turn], kinds: Sequence[Medium]
+        self, known: Vocabulary, turns: Sequence[Turn], kinds: Sequence[Medium]
     ) -> tuple[str, list[tuple[int, int]]]:
         """The template's text, each image and video one placeholder in it, and the spans to learn."""
         self._check_words(known, turns)
-        messages = [_message(turn, known) for turn in turns]
+        messages = [message_of(turn, known) for turn in turns]
         spans, text = known.spans(messages)
         self._check_pictures(known, text, kinds)
         _check_said(messages, text)
         return text, spans
 
-    def _check_words(self, known: _Vocabulary, turns: Sequence[Turn]) -> None:
+    def _check_words(self, known: Vocabulary, turns: Sequence[Turn]) -> None:
         for number, turn in enumerate(turns, 1):
             words = "".join(PLACEHOLDER.sub("", text) for text in turn.texts)
             if own := next((token for token in known.structure if token in words), None):
-                raise _Fault(
+                raise Fault(
                     f"turn {number} says {own!r}, which is a token of the chat template's own",
                     "write it in another way",
                 )
 
-    def _check_pictures(self, known: _Vocabulary, text: str, kinds: Sequence[Medium]) -> None:
+    def _check_pictures(self, known: Vocabulary, text: str, kinds: Sequence[Medium]) -> None:
         found = [known.kind_of(match[0]) for match in known.pictures.finditer(text)]
         if found != list(kinds):
-            raise _Fault(
+            raise Fault(
                 f"the chat template shows {len(found)} images and videos of the conversation's {len(kinds)}",
                 "a template of InternVL's Transformers folders shows each of them once, in order",
             )
 
 
-class _Fault(Exception):
-    """What is wrong with a conversation; `Chat.tokens` adds where it stands."""
-
-    def __init__(self, what: str, hint: str | None = None) -> None:
-        super().__init__(what)
-        self.hint = hint
-
-
-class _Vocabulary:
-    """What is known of a folder's tokenizer: its template, and the tokens of images."""
-
-    def __init__(self, folder: str) -> None:
-        import re
-
-        self.folder = folder
-        self.tokenizer = open_tokenizer(folder)
-        if not self.tokenizer.chat_template:
-            raise CheckpointError(
-                "the tokenizer has no chat template",
-                where=folder,
-                accepted="chat_template.jinja, or `chat_template` in tokenizer_config.json",
-                hint="take the folder of a model that was trained to converse, or copy the template of one",
-            )
-        self.names = {
-            name: str(getattr(self.tokenizer, f"{name}_token", None) or otherwise)
-            for name, otherwise in _PICTURE_TOKENS.items()
-        }
-        ids = {name: self.tokenizer.convert_tokens_to_ids(self.names[name]) for name in _NEEDED}
-        if missing := [self.names[n] for n in _NEEDED if ids[n] in (None, self.tokenizer.unk_token_id)]:
-            raise CheckpointError(
-                f"the tokenizer knows no {', '.join(missing)}, so it is none of InternVL's",
-                where=folder,
-                accepted="the folder of an InternVL model in the layout of Transformers",
-            )
-        self.start, self.end, self.context = (int(ids[name]) for name in _NEEDED)
-        self.tile = tokens_of_tile(Path(folder))
-        names = {*self.names.values(), "<image>", "<video>"}
-        self.pictures = re.compile("|".join(re.escape(name) for name in sorted(names - self._around())))
-
-    def _around(self) -> set[str]:
-        return {self.names["start_image"], self.names["end_image"]}
-
-    def kind_of(self, name: str) -> Medium:
-        """What a placeholder of the template stands for."""
-        return "video" if name in (self.names["video"], "<video>") else "image"
-
-    @cached_property
-    def structure(self) -> tuple[str, ...]:
-        """Special tokens that mean something to the template or the model, and must not be said."""
-        text = self.rendered([{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}])
-        special = [token for token in self.tokenizer.all_special_tokens if token in text]
-        return (*special, *self._around(), self.names["context_image"])
-
-    def rendered(self, messages: Sequence[Mapping[str, Any]], prompt: bool = False) -> str:
-        """What the chat template makes of messages; prompt: with the head of the assistant's next turn."""
-        import jinja2  # with Transformers, where the template is rendered
-
-        try:
-            text = self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=prompt
-            )
-        except (jinja2.TemplateError, TypeError) as fault:
-            raise _Fault(f"the chat template refuses the conversation: {fault}") from fault
-        assert isinstance(text, str)
-        return text
-
-    def spans(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[int, int]], str]:
-        """([start, end) in characters of each thing to learn, the conversation's text)."""
-        text = self.rendered(messages)
-        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        edge = next(mark for mark in map(chr, range(0xE000, 0xF8FF)) if mark not in text)
-        marked = [
-            {**message, "content": f"{edge}{number}{edge}"} if number in turns else message
-            for number, message in enumerate(messages)
-        ]
-        around = _split(self.rendered(marked), [f"{edge}{number}{edge}" for number in turns])
-        for change in _AS_GIVEN:
-            said = [change(messages[number]["content"]) for number in turns]
-            if around is not None and text == _joined(around, said):
-                return self._learnt(around, said), text
-        raise _Fault(
-            "the chat template changes what the assistant says, or shows it more or less than once",
-            "leave out what it takes away (thoughts of earlier turns, say), or use another template",
-        )
-
-    def _learnt(self, around: Sequence[str], said: Sequence[str]) -> list[tuple[int, int]]:
-        spans, place = [], 0
-        for before, words, behind in zip(around, said, around[1:], strict=False):
-            place += len(before)
-            # What the template puts between the head and the words, the model has to write as well.
-            start = (
-                place - (len(before) - before.rfind(self.head) - len(self.head))
-                if self.head in before
-                else place
-            )
-            place += len(words)
-            spans.append((start, place + self._ending(behind)))
-        return spans
-
-    @cached_property
-    def head(self) -> str:
-        """What a generation's prompt adds to a conversation; "" where the template has none."""
-        asked = [{"role": "user", "content": "u"}]
-        bare, prompted = self.rendered(asked), self.rendered(asked, prompt=True)
-        return prompted[len(bare) :] if prompted.startswith(bare) else ""
-
-    @cached_property
-    def takes_parts(self) -> bool:
-        """Whether the template shows a content that is a list, as Qwen3's own does not."""
-        asked = [{"role": "user", "content": [{"type": "text", "text": "\ue000"}]}]
-        try:
-            return "\ue000" in self.rendered(asked)
-        except _Fault:
-            return False
-
-    def _ending(self, behind: str) -> int:
-        """Characters up to and with the token that ends a turn, where only white space is before it."""
-        gap = len(behind) - len(behind.lstrip())
-        begins = [token for token in self.tokenizer.all_special_tokens if behind.startswith(token, gap)]
-        token = max(begins, key=len, default="")
-        return 0 if not token or self.head.lstrip().startswith(token) else gap + len(token)
-
-
-_PICTURE_TOKENS = {
-    "start_image": "<img>",
-    "end_image": "</img>",
-    "context_image": "<IMG_CONTEXT>",
-    "video": "<video>",
-}
-_NEEDED = ("start_image", "end_image", "context_image")
-
-
-def _message(turn: Turn, known: _Vocabulary) -> dict[str, Any]:
-    """A turn as the template takes it, placeholders as the tokens that they stand for."""
-    names = {"image": known.names["context_image"], "video": known.names["video"]}
-
-    def placed(text: str) -> str:
-        return PLACEHOLDER.sub(lambda match: names[match[1]], text)
-
-    if isinstance(turn.content, str):
-        return {"role": turn.role, "content": placed(turn.content)}
-    parts = [
-        {"type": "text", "text": placed(part["text"])} if part["type"] == "text" else {"type": part["type"]}
-        for part in turn.content
-    ]
-    if not known.takes_parts:  # as templates that do write them
-        texts = (part["text"] if part["type"] == "text" else f"{names[part['type']]}\n" for part in parts)
-        return {"role": turn.role, "content": "".join(texts)}
-    return {"role": turn.role, "content": parts}
-
-
 def _check_said(messages: Sequence[Mapping[str, Any]], text: str) -> None:
-    """_Fault where the template leaves out or rewrites what somebody else than the assistant says."""
+    """Fault where the template leaves out or rewrites what somebody else than the assistant says."""
     for number, message in enumerate(messages, 1):
         content = message["content"]
         parts = [{"text": content}] if isinstance(content, str) else content
         if message["role"] != "assistant" and any(p.get("text", "").strip() not in text for p in parts):
-            raise _Fault(
+            raise Fault(
                 f"the chat template does not show turn {number}, which is the {message['role']}'s, as it is",
                 "use another template, or leave the turn out",
             )
 
 
-def _split(text: str, marks: Sequence[str]) -> list[str] | None:
-    """What stands around marks that come once each, in order; None otherwise."""
-    parts = []
-    for mark in marks:
-        before, found, text = text.partition(mark)
-        if not found:
-            return None
-        parts.append(before)
-    return None if any(mark in text for mark in marks) else [*parts, text]
-
-
-def _joined(around: Sequence[str], said: Sequence[str]) -> str:
-    return "".join(part + words for part, words in zip(around, (*said, ""), strict=True))
-
-
 def _with_pictures(
-    known: _Vocabulary, text: str, spans: Sequence[tuple[int, int]], shown: Sequence[Shown]
+    known: Vocabulary, text: str, spans: Sequence[tuple[int, int]], shown: Sequence[Shown]
 ) -> tuple[str, list[tuple[int, int]]]:
     """The text with each picture as `<img><IMG_CONTEXT></img>`, frames of a video numbered as Transformers'
     processor numbers them; and the spans where they are then."""
-    start, end, context = (known.names[name] for name in _NEEDED)
+    start, end, context = (known.names[name] for name in NEEDED)
     picture = f"{start}{context}{end}"
     parts, place, moved, shifts = [], 0, 0, []
     for match, medium in zip(known.pictures.finditer(text), shown, strict=True):
@@ -394,7 +216,7 @@ def _with_pictures(
 
 
 def _expanded(
-    known: _Vocabulary, text: str, spans: Sequence[tuple[int, int]], shown: Sequence[Shown]
+    known: Vocabulary, text: str, spans: Sequence[tuple[int, int]], shown: Sequence[Shown]
 ) -> tuple[Tensor, Tensor, list[tuple[int, int]]]:
     """(ids, labels, [start, end) of each image and video in tokens), every tile at its full length."""
     found = known.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
