@@ -148,6 +148,8 @@ def to_original(given: Mapping[str, Any], base: Mapping[str, Any] | None = None)
     if ropes:
         text["rope_theta"] = ropes.pop("rope_theta", 10000.0)
         text["rope_scaling"] = None if ropes.get("rope_type", "default") == "default" else ropes
+    if "num_local_experts" in text:  # Transformers' newer name, which OpenGVLab's code does not know
+        text["num_experts"] = text.pop("num_local_experts")
     tied = bool(given.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
     text |= {"architectures": [LANGUAGE_MODELS[kind]], "tie_word_embeddings": tied}
     vision = {theirs: seen[ours] for ours, theirs in _VISION.items() if ours in seen}

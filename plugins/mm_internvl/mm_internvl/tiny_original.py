@@ -61,6 +61,8 @@ def _config(given: dict[str, Any]) -> dict[str, Any]:
     """As InternVL 3.5's config.json is written: by a Transformers of its time, code beside it."""
     text, seen = dict(given["text_config"]), given["vision_config"]
     ropes = text.pop("rope_parameters", {"rope_theta": text.get("rope_theta")})
+    if "num_local_experts" in text:  # as Transformers 5 calls it
+        text["num_experts"] = text.pop("num_local_experts")
     kind = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}[text["model_type"]]
     text |= {"architectures": [kind], "rope_theta": ropes["rope_theta"], "rope_scaling": None}
     text |= {"torch_dtype": "bfloat16", "_attn_implementation_autoset": True, "top_k": 50}

@@ -154,6 +154,16 @@ def test_options_that_are_not_the_usual_ones_convert_too():
     assert back["tie_word_embeddings"] and back["text_config"]["tie_word_embeddings"]
 
 
+def test_experts_are_counted_under_the_published_name(original_experts):
+    """`num_experts`, whatever this Transformers calls it: another name would leave OpenGVLab's code at 128."""
+    given = settings(original_experts)["llm_config"]
+    assert given["num_experts"] == 4 and "num_local_experts" not in given
+    found = InternVLConfig.from_dict(from_original(settings(original_experts), original_experts))
+    assert found.text_config.num_experts == 4
+    made = to_original(plain(found))["llm_config"]
+    assert made["num_experts"] == 4 and "num_local_experts" not in made
+
+
 def test_images_stand_for_as_many_tokens_as_published():
     """448 pixels of 14 a patch, shuffled by 0.5: 256; without a tokenizer the token's published number."""
     given = {
@@ -171,6 +181,11 @@ def changed(folder: Path, out: Path, **keys) -> Path:
     out.mkdir()
     (out / "config.json").write_text(json.dumps({**settings(folder), **keys}))
     return out
+
+
+@pytest.fixture
+def original_experts(tmp_path):
+    return make_tiny_checkpoint(tmp_path / "experts", experts=4, original=True)
 
 
 @pytest.fixture(scope="module")
