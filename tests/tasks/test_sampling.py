@@ -269,6 +269,17 @@ def test_from_python_the_same_faults_are_errors(run, tmp_path):
         sample(tmp_path, "x")
 
 
+def test_options_of_answers_are_refused_of_a_run_that_makes_clips(run, capsys):
+    assert main(["sample", "--run", str(run), "--prompt", "x", "--temperature", "0.5"]) == 1
+    said = capsys.readouterr().err
+    assert "the task core/text_to_video makes clips, which takes no --temperature" in said
+
+
+def test_a_run_that_makes_clips_does_not_chat(run, capsys):
+    assert main(["chat", "--run", str(run)]) == 1
+    assert "trained on core/video_text, which lays out no questions in words" in capsys.readouterr().err
+
+
 def test_a_checkpoint_of_another_model_is_refused(run, tmp_path):
     config = yaml.safe_load((run / "config.yaml").read_text())
     config["task"]["predictor"]["num_layers"] = 2
