@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mm_core.errors import DataError
 from mm_internvl.config_data import Source
+from mm_internvl.measuring import measured
 from mm_internvl.rows import RawRow
 
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "processor_config.json")
@@ -51,12 +52,10 @@ class Lengths:
         found = self._kept(len(rows))
         if found is None:
             found, first = [], None
-            for number in range(len(rows)):
-                try:
-                    found.append(measure(rows[number]))
-                except DataError as fault:
-                    found.append(None)
-                    first = first or fault
+            for one in measured(rows, measure):
+                if isinstance(one, DataError):
+                    first = first or one
+                found.append(None if isinstance(one, DataError) else one)
             if first is not None and all(length is None for length in found):
                 raise DataError(
                     f"none of {len(rows)} conversations can be read; the first: {first.what}",

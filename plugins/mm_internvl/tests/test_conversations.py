@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mm_internvl import measuring
 from mm_internvl.chat import IGNORED
 from mm_internvl.config_data import Source
 from mm_internvl.conversations import Conversations
@@ -20,6 +21,7 @@ from mm_core.data.images import read_image
 from mm_core.data.loader import MicroBatchLoader
 from mm_core.data.sampler import BatchPlan
 from mm_core.data.skipped import SkipLedger
+from mm_core.data.workers import StartWorker
 from mm_core.errors import CheckpointError, ContractError, DataError
 from mm_core.parallel.initialise import initialise
 from mm_core.tasks.pretrained import PretrainedTask
@@ -427,6 +429,22 @@ def test_lengths_group_batches_and_are_kept_in_a_file(place, tmp_path, monkeypat
     assert dataset(place, lengths=str(file)).lengths().tolist() == wanted
     with pytest.raises(AssertionError, match="measured again"):
         dataset(place, lengths=str(file), system="another").lengths()
+
+
+@pytest.mark.slow
+def test_many_rows_are_measured_by_several_processes(place, monkeypatch):
+    rows = [data.asked(f"what is {n}?", "number " * (n % 7 + 1)) for n in range(30)]
+    rows[7] = data.asked("<image>", "red", image="gone.png")
+    wanted = dataset(place, rows).lengths()
+    monkeypatch.setattr(measuring, "ALONE", 10)
+    monkeypatch.setattr(measuring, "CHUNK", 8)
+    monkeypatch.setattr(measuring, "_processes", lambda: 2)
+    started = []
+    monkeypatch.setattr(measuring, "StartWorker", lambda: started.append(1) or StartWorker())
+    assert dataset(place, rows).lengths().equal(wanted) and started
+    assert len(dataset(place, rows, packing=True, max_length=64)) > 1
+    with pytest.raises(DataError, match="none of 30 conversations can be read; the first: there is no such"):
+        dataset(place, [rows[7]] * 30, packing=True)
 
 
 def test_lengths_that_can_not_be_kept_stop_nothing(place, tmp_path):

@@ -155,7 +155,7 @@ def test_options_that_are_not_the_usual_ones_convert_too():
 
 
 def test_experts_are_counted_under_the_published_name(original_experts):
-    """`num_experts`, whatever this Transformers calls it: another name would leave OpenGVLab's code at 128."""
+    """`num_experts`, whatever this Transformers calls it: another name leaves OpenGVLab's code at 128."""
     given = settings(original_experts)["llm_config"]
     assert given["num_experts"] == 4 and "num_local_experts" not in given
     found = InternVLConfig.from_dict(from_original(settings(original_experts), original_experts))
