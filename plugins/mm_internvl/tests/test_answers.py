@@ -190,6 +190,25 @@ def test_two_ranks_say_what_one_says(place, run, tmp_path):
     assert lines(tmp_path / "2.jsonl") == lines(tmp_path / "1.jsonl")
 
 
+@pytest.mark.slow
+def test_two_ranks_find_what_one_finds(place, run, tmp_path, capsys):
+    """An evaluation in which each rank has another number of images, and one of them none in a batch."""
+    rows = [data.ROWS[n] for n in (0, 2, 5, 3, 1)]
+    file = data.write(place / "files" / "ranks.jsonl", rows)
+    options = ["data.validation=" + json.dumps(_train(run) | {"sources": [{"annotations": str(file)}]})]
+    options += ["task.max_new_tokens=6", "train.micro_batch_size=1", "--metric=exact_match", "--metric=anls"]
+    command = ["eval", "--run", str(run), *options, "--json", "--predictions"]
+    one = json.loads(mm(capsys, *command, tmp_path / "one.jsonl"))["metrics"]
+    words = [*command, str(tmp_path / "two.jsonl"), "--nproc", "2"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "mm_core.cli.main", *words], capture_output=True, text=True, timeout=200
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout)["metrics"] == pytest.approx(one, rel=1e-5)
+    said = [[row["text"] for row in lines(tmp_path / name)] for name in ("one.jsonl", "two.jsonl")]
+    assert said[0] == said[1] and len(said[0]) == 5
+
+
 # -- mm chat -------------------------------------------------------------------------------------
 
 
@@ -224,6 +243,17 @@ def test_a_line_that_can_not_be_answered_ends_no_chat(place, run, capsys, monkey
     assert "there is no such image" in faults and "nowhere.png" in faults
     assert "there is no command /draw" in faults and "accepted: /image, /new, /quit, /help" in faults
     assert "the chat template shows 1 images and videos of the conversation's 0" in faults
+
+
+def test_a_terminal_is_asked_line_by_line(place, run, capsys, monkeypatch):
+    lines = iter(["/help", "what is red?", f"/image {place / 'files' / 'b.png'}", "/nothing", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    said = mm(capsys, "chat", "--run", run, "--max-new-tokens", 6, "--system", "a system")
+    with speaker(run) as opened:
+        turns = [Turn("system", "a system"), Turn("user", "what is red?")]
+        wanted = opened.say(turns, Decoding(max_new_tokens=6))
+    assert said.count("/image FILE   shows an image") == 2 and said.endswith(f"{wanted}\n")
 
 
 # -- sentences -----------------------------------------------------------------------------------
