@@ -72,7 +72,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (
             ["xyz"],
             "mm: error: there is no command 'xyz'; "
-            "the commands are train, sample, eval, import, export, weights, report, validate, plugins",
+            "the commands are train, sample, chat, eval, import, export, weights, report, validate, plugins",
         ),
         (["--versoin"], "mm: error: unrecognized arguments: --versoin; did you mean '--version'?"),
         (["plugins", "lst"], "; did you mean 'list'?"),
