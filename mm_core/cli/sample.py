@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from mm_core.cli.evaluate import add_weights
+from mm_core.cli.evaluate import add_weights, run_folder
 from mm_core.cli.train import refuse_among_ranks
 from mm_core.errors import MMError
 
@@ -21,7 +21,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "overrides", nargs="*", metavar="key=value", help="over the run's config, for folders that have moved"
     )
     parser.add_argument(
-        "--run", required=True, metavar="DIR", help="a run's folder, or one of its checkpoints"
+        "--run", required=True, metavar="DIR[@STEP]", help="a run's folder, or one of its checkpoints"
     )
     parser.add_argument(
         "--prompt", action="append", default=[], help="what to show; may be given several times"
@@ -87,8 +87,7 @@ def execute(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """MMError for what is wrong at first sight."""
-    if not Path(args.run).exists():
-        raise MMError("there is no such run", where=args.run, hint="mm-train prints the run's folder")
+    run_folder(args.run)
     if not args.prompt and not args.prompts:
         raise MMError("there is no prompt", accepted="--prompt TEXT, or --prompts FILE")
 
@@ -116,7 +115,7 @@ def _sample(args: argparse.Namespace) -> int:
     from mm_core.train.prompts import read_prompts
     from mm_core.train.sampling import among_ranks, sample
 
-    run, prompts = Path(args.run), list(args.prompt)
+    run, prompts = run_folder(args.run), list(args.prompt)
     if args.prompts:
         prompts += read_prompts(Path(args.prompts))
     root = run.parent.parent if run.parent.name == "checkpoints" else run
@@ -124,7 +123,7 @@ def _sample(args: argparse.Namespace) -> int:
         ranks, folder = Ranks.current(), root / "samples" / f"seed_{args.seed}"
         out = Path(args.out) if args.out else ranks.first("choosing a folder", lambda: unused(folder))
         sample(
-            run,
+            args.run,
             prompts=prompts,
             images=args.image,
             last_images=args.last_image,
