@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from mm_core.cli.evaluate import run_folder
@@ -52,6 +53,7 @@ def execute(args: argparse.Namespace) -> int:
         component=args.component,
         pipeline=args.pipeline,
         overrides=args.overrides,
+        note=lambda sentence: print(f"mm: {sentence}", file=sys.stderr),
     )
     sizes = {path.relative_to(out): path.stat().st_size for path in sorted(out.rglob("*")) if path.is_file()}
     for path, size in sizes.items():

@@ -55,6 +55,7 @@ def export(
     component: str | None = None,
     pipeline: str | Path | None = None,
     overrides: Sequence[str] = (),
+    note: Callable[[str], None] = lambda sentence: None,
 ) -> Path:
     """Writes a checkpoint's trained components in a weight format; `out` appears when all of it is there.
     Of a run that trains adapters it writes these alone.
@@ -73,6 +74,7 @@ def export(
         pipeline: folder whose other parts are taken over, for formats that write whole pipelines; None
             takes the one that the run began with.
         overrides: `key.path=value` over the run's config: where folders are that have moved.
+        note: told of folders that the run began with and that are gone: nothing of them is taken over.
 
     Raises:
         MMError: no such checkpoint, or a damaged one; a format that can not hold a component; something at
@@ -100,6 +102,10 @@ def export(
     if whole:
         origins = origins_of(config, read_facts(source), task)
         companions = form.companions(task, _written(parts, origins, pipeline))
+        gone = {path for paths in origins.values() for path in paths if not path.exists()}
+        if gone and not companions.copies and parts[0].library:  # what no library loads is no pipeline
+            places = ", ".join(sorted(map(str, gone)))
+            note(f"{places}: the run began with it, and it is gone: what was trained is written alone")
     if pipeline is not None and not companions.places:
         raise _no_pipeline(Path(pipeline), label, whole)
     parts = [replace(part, folder=companions.places.get(_key(part), part.folder)) for part in parts]
