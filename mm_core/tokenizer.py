@@ -16,7 +16,7 @@ def open_tokenizer(folder: str) -> Any:
     try:
         # Said, for otherwise Transformers asks on the terminal whether to run a folder's code, and waits.
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, ImportError, KeyError) as fault:
+    except Exception as fault:  # that of files which do not parse has no kind of its own
         raise CheckpointError(
             f"no tokenizer can be made of this folder: {first_line(fault)}",
             where=folder,

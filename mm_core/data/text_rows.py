@@ -188,5 +188,10 @@ def _row(cells: Cells, other: bool, labels: Labels) -> TextRow:
         if not isinstance(value, str) or not value.strip():
             found = "empty" if isinstance(value, str) else kind_of(value)
             return TextRow(cells.place, fault=f"the text is {found}")
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            half = ascii(value[error.start])[1:-1]
+            return TextRow(cells.place, fault=f"the text holds {half}, half of a character")
     number, fault = labels.read(rest[0], cells.place) if rest else (None, None)
     return TextRow(cells.place, text, second, number, fault)
