@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from mm_core import load_config
-from mm_core.contracts import Batch, Randomness, SampleKey, SampleRequest
+from mm_core.contracts import Batch, Randomness, SampleKey, SampleRequest, TextBatch
 from mm_core.errors import CheckpointError, ConfigError, ContractError, MMError, PlanError
 from mm_core.parallel.casting import cast_inputs
 from mm_core.parallel.initialise import initialise
@@ -302,6 +302,59 @@ def test_batches_that_the_model_can_not_take(folders):
     with pytest.raises(ContractError, match="a row's class is 3, and the model has 3 classes") as found:
         count(batch)
     assert found.value.accepted == "classes from 0 to 2" and "task.labels" in found.value.hint
+
+
+def class_batch(labels: torch.Tensor, ids: torch.Tensor, pad: int = 0) -> TextBatch:
+    """Rows of a classifier; `pad` is what their tokenizer fills them up with."""
+    keys = [SampleKey(0, place) for place in range(len(ids))]
+    inputs = {"input_ids": ids, "attention_mask": (ids != pad).long(), "labels": labels}
+    return TextBatch(keys, torch.ones(len(ids)), ["a"] * len(ids), inputs)
+
+
+CLASSES = torch.tensor([0, 1])
+TOO_MUCH = [
+    (
+        torch.full((2, 40), 7),
+        torch.tensor([0, 1]),
+        "a batch is 40 tokens long, and the model has positions for 32",
+    ),
+    (
+        torch.full((2, 4), 48),
+        torch.tensor([0, 1]),
+        "a row has the token 48, and the model has 48 tokens, from 0",
+    ),
+    (torch.full((2, 4), 7), torch.tensor([0.5, 1]), "the labels are numbers, and the model has 3 classes"),
+]
+
+
+@pytest.mark.parametrize(("ids", "labels", "sentence"), TOO_MUCH)
+def test_rows_that_a_model_can_not_take_are_refused_where_they_are_read(folders, ids, labels, sentence):
+    task = task_of(folders("bert_classes"), "bert_classes")
+    with pytest.raises(ContractError, match=sentence) as found:
+        task.batch_transform()(class_batch(labels, ids))
+    assert found.value.hint
+
+
+def test_a_tokenizer_may_pad_with_another_token_than_the_model(folders):
+    """Qwen classifies a row by its last token that is not the model's own padding."""
+    task = task_of(folders("qwen3_classes"), "qwen3_classes")
+    alone = loss_of(task, class_batch(torch.tensor([1]), torch.tensor([[5, 6, 7]]), pad=2)).total
+    rows = torch.tensor([[5, 6, 7, 2, 2], [5, 6, 7, 8, 9]])
+    other = loss_of(task, class_batch(torch.tensor([2]), rows[1:], pad=2)).total
+    both = loss_of(task, class_batch(torch.tensor([1, 2]), rows, pad=2)).total
+    torch.testing.assert_close(both, alone + other, rtol=1e-6, atol=0)
+
+
+def test_a_classifier_that_knows_no_padding_token_says_how_to_name_one(folders):
+    options = {"overrides": {"pad_token_id": None}}
+    task = task_of(folders("qwen3_classes"), "qwen3_classes", **options)
+    batch = class_batch(torch.tensor([1, 0]), torch.tensor([[5, 6, 2], [7, 8, 9]]), pad=2)
+    with pytest.raises(ContractError, match="has no pad_token_id") as found:
+        task.batch_transform()(batch)
+    assert "task.overrides: {pad_token_id: 2}" in found.value.hint
+    even = class_batch(torch.tensor([1, 0]), torch.tensor([[5, 6], [7, 8]]))
+    with pytest.raises(ContractError, match="Cannot handle batch sizes > 1 if no padding token is defined"):
+        loss_of(task, even)
 
 
 def test_it_makes_no_clips(folders):
