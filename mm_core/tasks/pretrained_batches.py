@@ -18,17 +18,21 @@ from mm_core.tasks.pretrained_loss import IGNORED
 _POSITIONS = {"position_embeddings", "embed_positions", "wpe"}
 """What Transformers' models call a table of as many rows as a text may have tokens."""
 
+_TOKENS = {"ForCausalLM", "ForConditionalGeneration", "ForMaskedLM", "ForTokenClassification"}
+
 
 @dataclass(frozen=True)
 class Limits:
     """What a model takes; None is no limit.
 
-    vocabulary, positions: rows of its tables. rows: whether its labels are one a row. classes: how many those
-    have, None of numbers. pad: the token by which it may look for the end of a row.
+    vocabulary, positions: rows of its tables. tokens, rows: whether its labels are known to be one a token,
+    or one a row. classes: how many those have, None of numbers. pad: the token by which it may look for the
+    end of a row.
     """
 
     vocabulary: int | None = None
     positions: int | None = None
+    tokens: bool = False
     rows: bool = False
     classes: int | None = None
     pad: int | None = None
@@ -37,6 +41,13 @@ class Limits:
         """The inputs, with the model's own padding token. ContractError for those that it can not take."""
         if self.classes is not None and inputs["labels"].dim() == 1:
             self._check_classes(inputs["labels"], self.classes)
+        if self.tokens and inputs["labels"].dim() == 1:
+            raise ContractError(
+                "a row has one label, and the model learns a label for each token",
+                where="data",
+                accepted="labels [B, L] (text_rows: without `label`)",
+                hint="task.auto_class: AutoModelForSequenceClassification learns one a row",
+            )
         ids = inputs.get("input_ids")
         if ids is None or ids.dim() != 2 or not ids.numel():
             return inputs
@@ -88,10 +99,12 @@ class Limits:
 def limits_of(model: Any) -> Limits:
     """Those of a model of Transformers."""
     config = model.config.get_text_config()
-    rows = getattr(model, "loss_type", None) == "ForSequenceClassification"
+    kind = getattr(model, "loss_type", None)
+    rows = kind == "ForSequenceClassification"
     return Limits(
         vocabulary=_vocabulary(model),
         positions=_positions(model, getattr(config, "max_position_embeddings", None)),
+        tokens=kind in _TOKENS,
         rows=rows,
         classes=model.config.num_labels if rows and model.config.num_labels > 1 else None,
         pad=getattr(config, "pad_token_id", None),

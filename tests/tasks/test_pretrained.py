@@ -335,6 +335,14 @@ def test_rows_that_a_model_can_not_take_are_refused_where_they_are_read(folders,
     assert found.value.hint
 
 
+def test_a_class_a_row_is_nothing_for_a_model_of_tokens(folders):
+    task = task_of(folders("qwen3"), "qwen3")
+    with pytest.raises(
+        ContractError, match="a row has one label, and the model learns a label for"
+    ):
+        task.batch_transform()(class_batch(CLASSES, torch.full((2, 4), 7)))
+
+
 def test_a_tokenizer_may_pad_with_another_token_than_the_model(folders):
     """Qwen classifies a row by its last token that is not the model's own padding."""
     task = task_of(folders("qwen3_classes"), "qwen3_classes")
@@ -349,7 +357,7 @@ def test_a_classifier_that_knows_no_padding_token_says_how_to_name_one(folders):
     options = {"overrides": {"pad_token_id": None}}
     task = task_of(folders("qwen3_classes"), "qwen3_classes", **options)
     batch = class_batch(torch.tensor([1, 0]), torch.tensor([[5, 6, 2], [7, 8, 9]]), pad=2)
-    with pytest.raises(ContractError, match="has no pad_token_id") as found:
+    with pytest.raises(ContractError, match="names no pad_token_id") as found:
         task.batch_transform()(batch)
     assert "task.overrides: {pad_token_id: 2}" in found.value.hint
     even = class_batch(torch.tensor([1, 0]), torch.tensor([[5, 6], [7, 8]]))
