@@ -337,9 +337,7 @@ def test_rows_that_a_model_can_not_take_are_refused_where_they_are_read(folders,
 
 def test_a_class_a_row_is_nothing_for_a_model_of_tokens(folders):
     task = task_of(folders("qwen3"), "qwen3")
-    with pytest.raises(
-        ContractError, match="a row has one label, and the model learns a label for"
-    ):
+    with pytest.raises(ContractError, match="a row has one label, and the model learns a label for"):
         task.batch_transform()(class_batch(CLASSES, torch.full((2, 4), 7)))
 
 
