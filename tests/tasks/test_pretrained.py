@@ -18,6 +18,7 @@ from mm_core.parallel.casting import cast_inputs
 from mm_core.parallel.initialise import initialise
 from mm_core.plan import build_task
 from mm_core.tasks.pretrained import PretrainedTask
+from mm_core.weights.formats import Transformers
 
 HERE = Path(__file__).parent
 
@@ -482,3 +483,18 @@ def test_code_of_a_folder_runs_only_where_that_is_said(folders, tmp_path, monkey
     assert any(f"trust_remote_code is on: Python files of {folder} are run" in str(w.message) for w in told)
     path = models.run_config("bert_classes", folder, tmp_path, task={"trust_remote_code": True})
     assert to_mapping(load_config(path))["task"]["trust_remote_code"] is True
+    # What is exported is loaded in the same way, and by the same files.
+    form = Transformers()
+    assert form.companions(task, []).copies == {"modeling_own.py": folder / "modeling_own.py"}
+    loading = form.layout("model", task.model).loading
+    assert loading.startswith("from transformers import AutoModelForSequenceClassification\n")
+    assert 'from_pretrained("{folder}", trust_remote_code=True)' in loading
+
+
+def test_an_export_of_weights_by_chance_has_the_tokenizer_too(folders, tmp_path):
+    folder = models.save_model("bert_classes", tmp_path)
+    models.save_words(folder)
+    with torch.device("meta"):
+        task = PretrainedTask(str(folder), models.MODELS["bert_classes"][3], weights="random")
+    copies = Transformers().companions(task, []).copies
+    assert copies == {name: folder / name for name in ("tokenizer.json", "tokenizer_config.json")}
