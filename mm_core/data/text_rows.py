@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -51,7 +52,11 @@ class TextRowsDataset:
     def __init__(self, file: str | Path, tokenizer: str | Path, **others: Any) -> None:
         wanted = TextRowsConfig(str(file), str(tokenizer), **others)
         self.wanted, self.file = wanted, Path(file)
-        self._tokenizer: Any = open_tokenizer(wanted.tokenizer)
+        if wanted.trust_remote_code:
+            warnings.warn(
+                f"text_rows.trust_remote_code is on: Python files of {wanted.tokenizer} are run", stacklevel=2
+            )
+        self._tokenizer: Any = open_tokenizer(wanted.tokenizer, wanted.trust_remote_code)
         sizes = array("q")
         self.rows = PackedRows(self._read(sizes), TextRow)
         self._places = _part(len(self.rows), wanted)
@@ -129,7 +134,7 @@ class TextRowsDataset:
 
     def _open(self) -> Any:
         if self._tokenizer is None:
-            self._tokenizer = open_tokenizer(self.wanted.tokenizer)
+            self._tokenizer = open_tokenizer(self.wanted.tokenizer, self.wanted.trust_remote_code)
         return self._tokenizer
 
     # -- tokens --------------------------------------------------------------------------------

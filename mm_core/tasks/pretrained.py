@@ -67,7 +67,9 @@ class PretrainedTask(nn.Module):
         self._holding: Callable[[], AbstractContextManager[None]] = _chunks(self.model, wanted)
         self._answers: Answers | None = None
         if wanted.max_new_tokens is not None:
-            self._answers = Answers(self.model, from_pretrained, wanted.max_new_tokens)
+            self._answers = Answers(
+                self.model, from_pretrained, wanted.max_new_tokens, wanted.trust_remote_code
+            )
         # In training, and in evaluations.
         self._names = {True: InputNames("data.train"), False: InputNames("data.validation")}
         self._checked: set[bool] = set()  # in training, in evaluation

@@ -26,9 +26,10 @@ class Answers:
 
     Args:
         model: of Transformers. folder: its own, with a tokenizer. max_new_tokens: of an answer.
+        trust_remote_code: Python files of the folder may run.
     """
 
-    def __init__(self, model: Any, folder: str, max_new_tokens: int) -> None:
+    def __init__(self, model: Any, folder: str, max_new_tokens: int, trust_remote_code: bool = False) -> None:
         if not model.can_generate():
             raise ContractError(
                 f"{type(model).__name__} generates no text",
@@ -36,7 +37,7 @@ class Answers:
                 accepted="none; or a class that does: AutoModelForCausalLM, AutoModelForSeq2SeqLM, ...",
             )
         self.model, self.max_new_tokens = model, max_new_tokens
-        self.tokenizer = open_tokenizer(folder)
+        self.tokenizer = open_tokenizer(folder, trust_remote_code)
         self._composite = bool(getattr(model.config, "is_encoder_decoder", False))
         self._ends = sorted(_ends(model, self.tokenizer, Path(folder)))
 

@@ -231,6 +231,26 @@ def test_half_a_character_is_a_broken_row(tmp_path, gpt):
         TextRowsDataset(file, gpt)[1]
 
 
+def test_a_tokenizer_of_the_folders_own_code_runs_only_where_that_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    folder = save_tokenizer(tmp_path / "own_words", classifier=False)
+    code = "from transformers import PreTrainedTokenizerFast\nclass Own(PreTrainedTokenizerFast): ...\n"
+    (folder / "own.py").write_text(code)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    file = written(tmp_path / "a.jsonl", {"text": "why not"})
+    with pytest.raises(
+        CheckpointError, match="made by Python files of this folder, which are not run"
+    ) as caught:
+        TextRowsDataset(file, folder)
+    assert "trust_remote_code: true" in caught.value.hint
+    with pytest.warns(UserWarning, match="text_rows.trust_remote_code is on: Python files of"):
+        dataset = TextRowsDataset(file, folder, trust_remote_code=True)
+    again = pickle.loads(pickle.dumps(dataset))
+    assert again[0]["ids"] == [13, 14, 4] and type(again._tokenizer).__name__ == "Own"
+
+
 def test_a_tokenizer_file_that_does_not_parse_is_one_sentence(tmp_path, gpt):
     path = save_tokenizer(tmp_path / "broken", classifier=False) / "tokenizer.json"
     file = written(tmp_path / "a.jsonl", {"text": "i"})
