@@ -27,7 +27,8 @@ class Labels:
 
     def read(self, value: Any, place: str) -> tuple[float | None, str | None]:
         """The class or number, and None; or None and what is wrong with the row."""
-        if value is None or (isinstance(value, str) and not value.strip()):
+        missing = value is None or value != value  # null, and the NaN that some libraries write for it
+        if missing or (isinstance(value, str) and not value.strip()):
             return None, "the label is empty"
         number = self._number(value)
         if number is None:

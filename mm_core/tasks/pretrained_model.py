@@ -38,7 +38,7 @@ def build_model(wanted: PretrainedConfig, name: str) -> Any:
             "this folder holds no config.json" if folder.is_dir() else "there is no such folder",
             where=str(folder),
             accepted="a folder as Transformers' save_pretrained writes it",
-            hint="set task.from_pretrained",
+            hint="set task.from_pretrained; models are downloaded first: hf download NAME --local-dir DIR",
         )
     if wanted.trust_remote_code:
         warnings.warn(f"task.trust_remote_code is on: Python files of {folder} are run", stacklevel=2)

@@ -225,6 +225,16 @@ def test_numbers_that_are_names_of_classes_are_names(tmp_path, bert, stars):
         TextRowsDataset(none, bert, label="label", labels=("1", "2", "3"))
 
 
+@pytest.mark.parametrize("kind", ["class", "number"])
+def test_a_label_that_is_missing_in_a_column_of_numbers_is_a_broken_row(tmp_path, bert, kind):
+    table = pyarrow.table({"text": ["i", "am"], "label": [1.0, float("nan")]})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    dataset = TextRowsDataset(tmp_path / "a.parquet", bert, label="label", label_type=kind)
+    assert dataset[0]["labels"] == 1
+    with pytest.raises(DataError, match="the label is empty"):
+        dataset[1]
+
+
 def test_half_a_character_is_a_broken_row(tmp_path, gpt):
     file = written(tmp_path / "a.jsonl", {"text": "glad"}, {"text": "glad \ud83d"})
     with pytest.raises(DataError, match=r"the text holds \\ud83d, half of a character"):

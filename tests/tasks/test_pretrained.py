@@ -236,7 +236,7 @@ def refused(folder: Path | str, auto_class: str = "AutoModelForCausalLM", **opti
 def test_folders_that_hold_no_model(folders, tmp_path):
     fault = refused(tmp_path / "absent")
     assert isinstance(fault, CheckpointError) and fault.what == "there is no such folder"
-    assert fault.hint == "set task.from_pretrained"
+    assert fault.hint.startswith("set task.from_pretrained")
     assert refused(tmp_path).what == "this folder holds no config.json"
     (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
     assert "config.json describes no model that Transformers knows" in refused(tmp_path).what
