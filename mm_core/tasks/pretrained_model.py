@@ -58,23 +58,27 @@ def _config_of(folder: Path, wanted: PretrainedConfig) -> Any:
         config = ModelFolder(folder, "model", trust_remote_code=wanted.trust_remote_code).config()
     except CheckpointError as fault:
         raise _untrusted(folder, wanted, fault) from fault
-    known = config.to_dict()
-    for key, value in wanted.overrides.items():
-        if key not in known and not hasattr(config, key):
-            raise ContractError(
-                f"the model's config.json has no key {key!r}",
-                where="task.overrides",
-                accepted=", ".join(nearest(key, known, 5)) or f"a key of {type(config).__name__}",
-            )
-        if isinstance(value, Mapping) and key in config.sub_configs:
-            for inner, changed in value.items():
-                setattr(getattr(config, key), inner, changed)
-        else:
-            setattr(config, key, value)
+    _override(config, wanted.overrides, "task.overrides")
     if wanted.labels:
         config.id2label = dict(enumerate(wanted.labels))
         config.label2id = {label: index for index, label in enumerate(wanted.labels)}
     return config
+
+
+def _override(config: Any, changes: Mapping[str, Any], where: str) -> None:
+    """Changes keys of a config, and of those in it. ContractError for one that there is not."""
+    known = config.to_dict()
+    for key, value in changes.items():
+        if key not in known and not hasattr(config, key):
+            raise ContractError(
+                f"the model's config.json has no key {key!r}",
+                where=where,
+                accepted=", ".join(nearest(key, known, 5)) or f"a key of {type(config).__name__}",
+            )
+        if isinstance(value, Mapping) and key in config.sub_configs:
+            _override(getattr(config, key), value, f"{where}.{key}")
+        else:
+            setattr(config, key, value)
 
 
 def _class_of(auto_class: str) -> Any:

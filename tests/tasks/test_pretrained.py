@@ -305,6 +305,16 @@ def test_batches_that_the_model_can_not_take(folders):
     assert found.value.accepted == "classes from 0 to 2" and "task.labels" in found.value.hint
 
 
+def test_a_key_that_a_part_of_the_config_does_not_have_is_refused(folders):
+    vision, head = folders("qwen3_vl"), "AutoModelForImageTextToText"
+    fault = refused(vision, head, overrides={"text_config": {"atention_dropout": 0.1}})
+    assert fault.what == "the model's config.json has no key 'atention_dropout'"
+    assert fault.where == "task.overrides.text_config" and "attention_dropout" in fault.accepted
+    with torch.device("meta"):
+        task = PretrainedTask(str(vision), head, overrides={"text_config": {"attention_dropout": 0.1}})
+    assert task.model.config.text_config.attention_dropout == 0.1
+
+
 def class_batch(labels: torch.Tensor, ids: torch.Tensor, pad: int = 0) -> TextBatch:
     """Rows of a classifier; `pad` is what their tokenizer fills them up with."""
     keys = [SampleKey(0, place) for place in range(len(ids))]
