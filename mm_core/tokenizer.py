@@ -8,15 +8,24 @@ from typing import Any
 from mm_core.errors import CheckpointError, first_line
 
 
-def open_tokenizer(folder: str) -> Any:
-    """The tokenizer in `folder`; Python files there do not run. CheckpointError when none can be made of
-    what is there."""
+def open_tokenizer(folder: str, trust_remote_code: bool = False) -> Any:
+    """The tokenizer in `folder`, whose Python files run only where they are trusted. CheckpointError when
+    none can be made of what is there."""
     from transformers import AutoTokenizer
 
     try:
         # Said, for otherwise Transformers asks on the terminal whether to run a folder's code, and waits.
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, ImportError, KeyError) as fault:
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except Exception as fault:  # that of files which do not parse has no kind of its own
+        if not trust_remote_code and "trust_remote_code" in str(fault):
+            raise CheckpointError(
+                "the tokenizer is made by Python files of this folder, which are not run",
+                where=folder,
+                accepted="a folder with a tokenizer.json",
+                hint="read them, and set trust_remote_code: true of the data (text_rows)",
+            ) from fault
         raise CheckpointError(
             f"no tokenizer can be made of this folder: {first_line(fault)}",
             where=folder,

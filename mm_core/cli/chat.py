@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mm_core.cli.answers import add_decoding, decoding_of, tell
-from mm_core.cli.evaluate import add_weights
-from mm_core.errors import DataError, MMError
+from mm_core.cli.evaluate import add_weights, run_folder
+from mm_core.errors import DataError
 
 if TYPE_CHECKING:
     from mm_core.contracts import Decoding, Turn
@@ -43,8 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Answers line after line. Exits 1 where a line of a pipe could not be answered."""
-    if not Path(args.run.rpartition("@")[0] or args.run).exists() and not Path(args.run).exists():
-        raise MMError("there is no such run", where=args.run, hint="mm-train prints the run's folder")
+    run_folder(args.run)
     from mm_core.train.answering import speaker
 
     decoding = decoding_of(args)

@@ -69,6 +69,14 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def run_folder(run: str) -> Path:
+    """The folder of `DIR` or `DIR@STEP`, a run's or a checkpoint's. MMError where there is none."""
+    for folder in (Path(run), Path(run.rpartition("@")[0] or run)):
+        if folder.exists():
+            return folder
+    raise MMError("there is no such run", where=run, hint="mm-train prints the run's folder")
+
+
 def execute(args: argparse.Namespace) -> int:
     """Evaluates, prints the figures and writes the files. Under a launcher (RANK is set) this process is a
     rank, and does not return."""
@@ -78,8 +86,7 @@ def execute(args: argparse.Namespace) -> int:
 
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # heard in a collective too; there is nothing to save
         leave(run_as_rank(lambda: _evaluate(args)))
-    if not Path(args.run.rpartition("@")[0] or args.run).exists() and not Path(args.run).exists():
-        raise MMError("there is no such run", where=args.run, hint="mm-train prints the run's folder")
+    run_folder(args.run)
     for path in (args.out, args.predictions):
         if path is not None:
             _check_place(Path(path))

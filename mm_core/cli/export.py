@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
+from mm_core.cli.evaluate import run_folder
 from mm_core.cli.sample import unused
-from mm_core.errors import MMError
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -34,11 +35,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Writes the folder and prints a line a file."""
-    run = Path(args.run)
-    run = run if run.exists() else Path(args.run.rpartition("@")[0] or args.run)
-    if not run.exists():
-        raise MMError("there is no such run", where=args.run, hint="mm-train prints the run's folder")
-    from mm_core.train.exporting import MAX_SHARD, checkpoint_at, export
+    run_folder(args.run)
+    from mm_core.train.checkpoint_reading import checkpoint_at
+    from mm_core.train.exporting import MAX_SHARD, export
 
     source = checkpoint_at(args.run)
     root = source.parent.parent if source.parent.name == "checkpoints" else source
@@ -54,6 +53,7 @@ def execute(args: argparse.Namespace) -> int:
         component=args.component,
         pipeline=args.pipeline,
         overrides=args.overrides,
+        note=lambda sentence: print(f"mm: {sentence}", file=sys.stderr),
     )
     sizes = {path.relative_to(out): path.stat().st_size for path in sorted(out.rglob("*")) if path.is_file()}
     for path, size in sizes.items():

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mm_core.cli.answers import add_decoding, print_answers, refuse_words
-from mm_core.cli.evaluate import add_weights
+from mm_core.cli.evaluate import add_weights, run_folder
 from mm_core.cli.train import refuse_among_ranks
 from mm_core.errors import MMError
 
@@ -104,8 +104,7 @@ def execute(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """MMError for what is wrong at first sight."""
-    if not Path(args.run.rpartition("@")[0] or args.run).exists() and not Path(args.run).exists():
-        raise MMError("there is no such run", where=args.run, hint="mm-train prints the run's folder")
+    run_folder(args.run)
     if not args.prompt and not args.prompts:
         raise MMError("there is no prompt", accepted="--prompt TEXT, or --prompts FILE")
 

@@ -15,14 +15,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     show = actions.add_parser("show", help="names, shapes, dtypes, bytes, format", allow_abbrev=False)
-    show.add_argument("path", metavar="PATH", help="a file, a folder, a run or a checkpoint")
+    show.add_argument("path", metavar="PATH", help="a file, a folder, a run (RUN, RUN@STEP) or a checkpoint")
     show.add_argument("--config", metavar="YAML", help="a run whose components are held against it")
     show.add_argument(
         "--all", action="store_true", help="a line each, also of tensors alike but for a number"
     )
     show.add_argument("--json", action="store_true", help="for programs")
     diff = actions.add_parser("diff", help="what differs, name by name", allow_abbrev=False)
-    diff.add_argument("first", metavar="A", help="a file, a folder, a run or a checkpoint")
+    diff.add_argument("first", metavar="A", help="a file, a folder, a run (RUN, RUN@STEP) or a checkpoint")
     diff.add_argument("second", metavar="B", help="likewise")
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset as TorchDataset
 from mm_core.contracts import Batch, Dataset, FailureRecord, RandomisedDataset, Randomness
 from mm_core.data.sampler import BatchPlan, SlotSpec
 from mm_core.data.skipped import UnreadableError
-from mm_core.data.workers import StartWorker, deaths_explained, signals_held, start_server
+from mm_core.data.workers import StartWorker, deaths_explained, script_for, signals_held, start_server
 from mm_core.errors import DataError, MMError, PartsError
 from mm_core.plugin.local import import_again, imported_files
 
@@ -88,8 +88,9 @@ class MicroBatchLoader:
     ) -> None:
         self.per_step = len(plan.micro_batches(0, rank, data_parallel))
         self._length = max(0, end_step - start_step) * self.per_step
+        self._sent = (dataset, batch_transform, rng)
         self._loader: DataLoader[Any] = DataLoader(
-            _Reading(dataset, batch_transform, rng),
+            _Reading(*self._sent),
             batch_size=None,
             sampler=_Slots(plan, rank, data_parallel, range(start_step, end_step)),
             num_workers=workers,
@@ -106,7 +107,7 @@ class MicroBatchLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Starts the workers, then yields. Closing the iterator (or losing it) ends them."""
-        with signals_held():
+        with signals_held(), script_for(self._sent):
             return self._drain(iter(self._loader))
 
     def _drain(self, reading: Iterator[Any]) -> Iterator[Batch]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,11 +95,22 @@ def _separated(rows: RowFile, columns: Sequence[Column], separator: str, quotes:
         with rows.path.open(encoding="utf-8-sig", newline="") as file:
             quoting: Any = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
             reader = csv.reader(file, delimiter=separator, quoting=quoting, strict=True)
-            yield from _lines(rows, reader, columns)
+            with _long_fields():
+                yield from _lines(rows, reader, columns)
     except UnicodeDecodeError as error:
         raise rows.not_text(error) from None
     except OSError as error:
         raise rows.unreadable(error) from None
+
+
+@contextmanager
+def _long_fields() -> Iterator[None]:
+    """The csv module refuses fields from 128 KB on, and texts are longer."""
+    before = csv.field_size_limit(2**31 - 1)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
 
 
 def _lines(rows: RowFile, reader: Any, columns: Sequence[Column]) -> Iterator[Cells]:

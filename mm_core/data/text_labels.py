@@ -13,16 +13,22 @@ _SHOWN = 5  # unknown labels spelt out in one error; the rest are counted
 
 
 class Labels:
-    """Reads the labels of a table, and remembers those that are no classes."""
+    """Reads the labels of a table, and remembers those that are no classes.
+
+    A label is the name of a class, or its number from 0; where names are numbers themselves (1 to 5 stars),
+    it is a name.
+    """
 
     def __init__(self, wanted: TextRowsConfig) -> None:
         self._names = {name: number for number, name in enumerate(wanted.labels)}
+        self._by_name = any(_parsed(name) is not None for name in wanted.labels)
         self._rating = wanted.label_type == "number"
         self._unknown: dict[str, list[str]] = {}
 
     def read(self, value: Any, place: str) -> tuple[float | None, str | None]:
         """The class or number, and None; or None and what is wrong with the row."""
-        if value is None or (isinstance(value, str) and not value.strip()):
+        missing = value is None or value != value  # null, and the NaN that some libraries write for it
+        if missing or (isinstance(value, str) and not value.strip()):
             return None, "the label is empty"
         number = self._number(value)
         if number is None:
@@ -32,14 +38,13 @@ class Labels:
 
     def _number(self, value: Any) -> float | None:
         """None for what is no label."""
-        if isinstance(value, str) and self._names:
-            return self._names.get(value, self._names.get(value.strip()))
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            return None
-        if self._rating or not math.isfinite(number):
-            return number if math.isfinite(number) else None
+        name = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+        named = self._names.get(name, self._names.get(name.strip()))
+        if named is not None or self._by_name:
+            return named
+        number = _parsed(value)
+        if self._rating or number is None:
+            return number
         known = not self._names or number < len(self._names)
         return int(number) if known and number >= 0 and number == int(number) else None
 
@@ -61,3 +66,12 @@ class Labels:
             accepted=accepted[:400],
             hint=did_you_mean(one, self._names) if self._names else None if self._rating else hint,
         )
+
+
+def _parsed(value: Any) -> float | None:
+    """None for what is no finite number."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None

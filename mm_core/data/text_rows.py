@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -52,7 +53,11 @@ class TextRowsDataset:
     def __init__(self, file: str | Path, tokenizer: str | Path, **others: Any) -> None:
         wanted = TextRowsConfig(str(file), str(tokenizer), **others)
         self.wanted, self.file = wanted, Path(file)
-        self._tokenizer: Any = open_tokenizer(wanted.tokenizer)
+        if wanted.trust_remote_code:
+            warnings.warn(
+                f"text_rows.trust_remote_code is on: Python files of {wanted.tokenizer} are run", stacklevel=2
+            )
+        self._tokenizer: Any = open_tokenizer(wanted.tokenizer, wanted.trust_remote_code)
         sizes = array("q")
         self.rows = PackedRows(self._read(sizes), TextRow)
         self._places = _part(len(self.rows), wanted)
@@ -105,7 +110,7 @@ class TextRowsDataset:
     def conversing(cls, file: str | Path, tokenizer: str | Path, **others: Any) -> TextQuestions:
         """What lays out questions as the rows are, without any of them. ContractError for rows of classes."""
         wanted = TextRowsConfig(str(file), str(tokenizer), **others)
-        return TextQuestions(wanted, open_tokenizer(wanted.tokenizer))
+        return TextQuestions(wanted, open_tokenizer(wanted.tokenizer, wanted.trust_remote_code))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_tokenizer": None}
@@ -136,7 +141,7 @@ class TextRowsDataset:
 
     def _open(self) -> Any:
         if self._tokenizer is None:
-            self._tokenizer = open_tokenizer(self.wanted.tokenizer)
+            self._tokenizer = open_tokenizer(self.wanted.tokenizer, self.wanted.trust_remote_code)
         return self._tokenizer
 
     # -- tokens --------------------------------------------------------------------------------
@@ -195,5 +200,10 @@ def _row(cells: Cells, other: bool, labels: Labels) -> TextRow:
         if not isinstance(value, str) or not value.strip():
             found = "empty" if isinstance(value, str) else kind_of(value)
             return TextRow(cells.place, fault=f"the text is {found}")
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            half = ascii(value[error.start])[1:-1]
+            return TextRow(cells.place, fault=f"the text holds {half}, half of a character")
     number, fault = labels.read(rest[0], cells.place) if rest else (None, None)
     return TextRow(cells.place, text, second, number, fault)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import io
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import time
@@ -52,6 +54,39 @@ def signals_held() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, held)
+
+
+@contextmanager
+def script_for(sent: object) -> Iterator[None]:
+    """Workers that begin here import the script that trains if something of it is in what they are sent.
+
+    multiprocessing has them import it in any case, by its file's name, and it would train there once
+    more but for `if __name__ == "__main__":`.
+    """
+    script = sys.modules["__main__"]
+    kept: dict[str, Any] = {
+        name: vars(script)[name] for name in ("__file__", "__spec__") if name in vars(script)
+    }
+    if not _names_script(sent):
+        vars(script).update(__file__=None, __spec__=None)
+    try:
+        yield
+    finally:
+        vars(script).update(kept)
+
+
+def _names_script(sent: object) -> bool:
+    pickler = _WithoutTensors(found := io.BytesIO())
+    try:
+        pickler.dump(sent)
+    except Exception:  # what is wrong with it is said when it is sent
+        return True
+    return b"__main__" in found.getvalue()
+
+
+class _WithoutTensors(pickle.Pickler):
+    def persistent_id(self, obj: object) -> str | None:
+        return "tensor" if isinstance(obj, torch.Tensor) else None
 
 
 class StartWorker:
@@ -119,8 +154,9 @@ def _death(reading: Any) -> DataError:
         return DataError(
             "a data worker ended unexpectedly",
             where=where,
-            hint="what it printed says why. Workers import the script that trains: what it does must stand "
-            'under `if __name__ == "__main__":`. data.loader.workers=0 reads in the training process',
+            hint="what it printed says why. Where the dataset is written in the script that trains, workers "
+            'import it: what it does must stand under `if __name__ == "__main__":`. data.loader.workers=0 '
+            "reads in the training process",
         )
     return DataError(
         "a data worker was killed",

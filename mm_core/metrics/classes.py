@@ -18,6 +18,8 @@ Average = Literal["macro", "micro", "weighted"]
 _IGNORED = -100
 _HINT = "take a metric that fits the task: these are of labels that are classes or tokens"
 
+_F1_HINT = "the F1 score is of rows with one class, or with several yes or no; accuracy is of tokens too"
+
 
 class _Summed:
     """What metrics of this file share: a vector of sums over the rows that count."""
@@ -98,7 +100,7 @@ class F1:
 
     def batch(self, batch: Batch, evaluation: Evaluation) -> None:
         """Adds the rows of a batch. ContractError when the task gives no logits [B,K] of classes."""
-        logits, labels = needed_outputs(evaluation, "f1", ("logits", "labels"), _HINT)
+        logits, labels = needed_outputs(evaluation, "f1", ("logits", "labels"), _F1_HINT)
         classes = logits.shape[1]
         if labels.dim() == 1 and "predictions" in evaluation.outputs:
             known = counting(batch, labels) & (labels != _IGNORED)

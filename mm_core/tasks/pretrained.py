@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,11 +23,12 @@ from mm_core.contracts import (
     SampleRequest,
     TextBatch,
 )
-from mm_core.errors import ContractError
+from mm_core.errors import ContractError, MMError, first_line
 from mm_core.tasks.chunked_loss import hold_back
 from mm_core.tasks.input_names import InputNames
 from mm_core.tasks.pretrained_answers import Answers, Words, class_names
-from mm_core.tasks.pretrained_loss import IGNORED, RowLosses, check_returned, follow
+from mm_core.tasks.pretrained_batches import CountLabels, limits_of
+from mm_core.tasks.pretrained_loss import RowLosses, check_returned, follow
 from mm_core.tasks.pretrained_model import build_model, forward_names
 
 _NEW_TOKENS = 512  # of an answer at most, where neither the request nor `max_new_tokens` says
@@ -44,75 +45,6 @@ class PretrainedInputs:
     counts: list[int]
     weight: float
     tokens: int
-
-
-@dataclass(frozen=True)
-class CountLabels:
-    """What data workers do with a collated batch: count the labels of each row that its loss is over.
-
-    shifted: a token's label is the next one, so that the first of a row counts for nothing.
-    accepted: names that the model's forward takes; None where it takes any. classes: how many a classifier of
-    rows has; None for other models.
-    """
-
-    shifted: bool
-    accepted: tuple[str, ...] | None
-    classes: int | None = None
-
-    def __call__(self, batch: Batch) -> Batch:
-        """The batch with `counts` and `tokens`. ContractError for one that the model can not take."""
-        if not isinstance(batch, TextBatch):
-            raise ContractError(
-                f"the dataset makes a {type(batch).__name__}, and the task pretrained takes a TextBatch",
-                where="data.train",
-                hint="choose a dataset of tokens (text_rows), or the task that the dataset is for",
-            )
-        if "labels" not in batch.inputs:
-            raise ContractError(
-                "the dataset gives no `labels`, so there is nothing to learn",
-                where="data.train",
-                accepted=f"inputs with labels; these are {', '.join(batch.inputs)}",
-            )
-        strange = sorted(set(batch.inputs) - {*(self.accepted or batch.inputs), "labels"})
-        if strange:
-            raise ContractError(
-                f"the model's forward takes no {', '.join(strange)}",
-                where="data.train",
-                accepted=", ".join(self.accepted or ()),
-            )
-        labels = batch.inputs["labels"]
-        if self.classes is not None and labels.dim() == 1 and not labels.is_floating_point():
-            self._check_classes(labels)
-        return replace(batch, counts=self.counts(labels), tokens=_tokens(batch.inputs))
-
-    def _check_classes(self, labels: Tensor) -> None:
-        """An accelerator would stop at such a label without a word of it."""
-        strange = [
-            label for label in labels.tolist() if label != IGNORED and not 0 <= label < (self.classes or 0)
-        ]
-        if strange:
-            raise ContractError(
-                f"a row's class is {strange[0]}, and the model has {self.classes} classes",
-                where="data.train",
-                accepted=f"classes from 0 to {(self.classes or 0) - 1}",
-                hint="task.labels names the classes of the model, and so how many it has",
-            )
-
-    def counts(self, labels: Tensor) -> list[int]:
-        """Of each row of labels [B], [B,K] or [B,L]."""
-        if labels.is_floating_point():
-            return [1] * len(labels)
-        if labels.dim() == 1:
-            labels = labels[:, None]
-        elif self.shifted:
-            labels = labels[:, 1:]
-        return [int(count) for count in (labels != IGNORED).flatten(1).sum(1)]
-
-
-def _tokens(inputs: Mapping[str, Tensor]) -> int:
-    if "attention_mask" in inputs and inputs["attention_mask"].dim() == 2:
-        return int((inputs["attention_mask"] > 0).sum())
-    return inputs["input_ids"].numel() if "input_ids" in inputs else 0
 
 
 class PretrainedTask(nn.Module):
@@ -142,13 +74,16 @@ class PretrainedTask(nn.Module):
         self._labels = CountLabels(
             shifted=not composite and getattr(self.model, "loss_type", None) in _SHIFTED,
             accepted=None if others_too else tuple(names),
-            classes=_classes(self.model),
+            limits=limits_of(self.model),
         )
         self._holding: Callable[[], AbstractContextManager[None]] = _chunks(self.model, wanted)
         self._answers: Answers | None = None
         if wanted.max_new_tokens is not None:
-            self._answers = Answers(self.model, from_pretrained, wanted.max_new_tokens)
-        self._folder, self._asked = from_pretrained, self._answers
+            self._answers = Answers(
+                self.model, from_pretrained, wanted.max_new_tokens, wanted.trust_remote_code
+            )
+        self._asking = (from_pretrained, wanted.trust_remote_code)
+        self._asked = self._answers
         # In training, and in evaluations.
         self._names = {True: InputNames("data.train"), False: InputNames("data.validation")}
         self._checked: set[bool] = set()  # in training, in evaluation
@@ -192,6 +127,10 @@ class PretrainedTask(nn.Module):
         try:
             with self._holding():
                 returned = self.model(**given, **self._options)
+        except MMError:
+            raise
+        except (ValueError, IndexError) as fault:
+            raise _unfit(self.model, inputs.inputs, fault) from fault
         finally:
             self._record = None
         if self.model.training not in self._checked:
@@ -246,7 +185,8 @@ class PretrainedTask(nn.Module):
     def check_answers(self) -> None:
         """ContractError for a model that generates no text."""
         if self._asked is None:
-            self._asked = Answers(self.model, self._folder, _NEW_TOKENS, where="task.auto_class")
+            folder, trusted = self._asking
+            self._asked = Answers(self.model, folder, _NEW_TOKENS, trusted, where="task.auto_class")
 
     def answer(
         self, inputs: Mapping[str, Tensor], decoding: Decoding, number: int, heard: Heard | None = None
@@ -268,12 +208,6 @@ class PretrainedTask(nn.Module):
 
     def check(self, batch_spec: Mapping[str, Any]) -> None:
         """What fits is seen in the first batch: datasets name their inputs only there."""
-
-
-def _classes(model: Any) -> int | None:
-    """How many a classifier of rows has; with one it estimates a number."""
-    rows = getattr(model, "loss_type", None) == "ForSequenceClassification"
-    return model.config.num_labels if rows and model.config.num_labels > 1 else None
 
 
 def _chunks(model: Any, wanted: PretrainedConfig) -> Callable[[], AbstractContextManager[None]]:
@@ -308,6 +242,17 @@ def _check_counts(record: RowLosses, counts: Sequence[int]) -> None:
             where="task.auto_class",
             accepted="labels that are shifted by one (causal models), or not at all",
         )
+
+
+def _unfit(model: Any, inputs: Mapping[str, Tensor], fault: Exception) -> ContractError:
+    """What the model's authors say of a batch."""
+    shapes = ", ".join(f"{name} {[*tensor.shape]}" for name, tensor in inputs.items())
+    return ContractError(
+        f"{type(model).__name__} can not take the batch: {first_line(fault)}",
+        where="data",
+        accepted="inputs and labels that fit the model, and each other",
+        hint=f"this one has {shapes}",
+    )
 
 
 def _no_clips() -> ContractError:

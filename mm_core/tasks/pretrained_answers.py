@@ -28,11 +28,16 @@ class Answers:
 
     Args:
         model: of Transformers. folder: its own, with a tokenizer. max_new_tokens: of an answer.
-        where: the key that asks for answers, for errors.
+        trust_remote_code: Python files of the folder may run. where: the key that asks for answers.
     """
 
     def __init__(
-        self, model: Any, folder: str, max_new_tokens: int, where: str = "task.max_new_tokens"
+        self,
+        model: Any,
+        folder: str,
+        max_new_tokens: int,
+        trust_remote_code: bool = False,
+        where: str = "task.max_new_tokens",
     ) -> None:
         if not model.can_generate():
             raise ContractError(
@@ -41,7 +46,7 @@ class Answers:
                 accepted="none; or a class that does: AutoModelForCausalLM, AutoModelForSeq2SeqLM, ...",
             )
         self.model, self.max_new_tokens = model, max_new_tokens
-        self.tokenizer = open_tokenizer(folder)
+        self.tokenizer = open_tokenizer(folder, trust_remote_code)
         self._composite = bool(getattr(model.config, "is_encoder_decoder", False))
         self._ends = sorted(_ends(model, self.tokenizer))
         self._gathers = False

@@ -38,7 +38,7 @@ def build_model(wanted: PretrainedConfig, name: str) -> Any:
             "this folder holds no config.json" if folder.is_dir() else "there is no such folder",
             where=str(folder),
             accepted="a folder as Transformers' save_pretrained writes it",
-            hint="set task.from_pretrained",
+            hint="set task.from_pretrained; models are downloaded first: hf download NAME --local-dir DIR",
         )
     if wanted.trust_remote_code:
         warnings.warn(f"task.trust_remote_code is on: Python files of {folder} are run", stacklevel=2)
@@ -63,23 +63,27 @@ def _config_of(folder: Path, wanted: PretrainedConfig) -> Any:
         config = ModelFolder(folder, "model", trust_remote_code=wanted.trust_remote_code).config()
     except CheckpointError as fault:
         raise _untrusted(folder, wanted, fault) from fault
-    known = config.to_dict()
-    for key, value in wanted.overrides.items():
-        if key not in known and not hasattr(config, key):
-            raise ContractError(
-                f"the model's config.json has no key {key!r}",
-                where="task.overrides",
-                accepted=", ".join(nearest(key, known, 5)) or f"a key of {type(config).__name__}",
-            )
-        if isinstance(value, Mapping) and key in config.sub_configs:
-            for inner, changed in value.items():
-                setattr(getattr(config, key), inner, changed)
-        else:
-            setattr(config, key, value)
+    _override(config, wanted.overrides, "task.overrides")
     if wanted.labels:
         config.id2label = dict(enumerate(wanted.labels))
         config.label2id = {label: index for index, label in enumerate(wanted.labels)}
     return config
+
+
+def _override(config: Any, changes: Mapping[str, Any], where: str) -> None:
+    """Changes keys of a config, and of those in it. ContractError for one that there is not."""
+    known = config.to_dict()
+    for key, value in changes.items():
+        if key not in known and not hasattr(config, key):
+            raise ContractError(
+                f"the model's config.json has no key {key!r}",
+                where=where,
+                accepted=", ".join(nearest(key, known, 5)) or f"a key of {type(config).__name__}",
+            )
+        if isinstance(value, Mapping) and key in config.sub_configs:
+            _override(getattr(config, key), value, f"{where}.{key}")
+        else:
+            setattr(config, key, value)
 
 
 def _class_of(auto_class: str) -> Any:

@@ -30,8 +30,7 @@ from mm_core.plugin.building import target_of
 from mm_core.plugin.registry import get_registry
 from mm_core.train.adapter_runs import adapters_in
 from mm_core.train.agreement import Ranks
-from mm_core.train.checkpoint_reading import find_checkpoint
-from mm_core.train.exporting import checkpoint_at
+from mm_core.train.checkpoint_reading import checkpoint_at, find_checkpoint
 from mm_core.train.sampling import Weights, Which, among_ranks, load_alone, load_sharded
 
 

@@ -109,6 +109,25 @@ def find_checkpoint(path: Path, which: Which = "latest", words: str = "") -> Pat
     raise CheckpointError(what, where=str(path), accepted=accepted, hint=hint)
 
 
+def checkpoint_at(run: str | Path) -> Path:
+    """The checkpoint that `DIR`, `DIR@STEP`, `DIR@best` or a checkpoint's own folder stands for."""
+    folder, mark, step = str(run).rpartition("@")
+    if not mark or Path(run).exists():
+        return find_checkpoint(Path(run))
+    place = Path(folder)
+    if step in ("best", "latest"):
+        return find_checkpoint(place, step)  # type: ignore[arg-type]  # mypy does not narrow by `in`
+    steps = complete_steps(place / "checkpoints" if (place / "checkpoints").is_dir() else place)
+    if step.isdecimal() and int(step) in steps:
+        return steps[int(step)]
+    known = ", ".join(map(str, sorted(steps))) or "none: the folder has no complete checkpoint"
+    raise CheckpointError(
+        f"there is no complete checkpoint {step!r} of this run",
+        where=folder,
+        accepted=f"{known}, best, latest",
+    )
+
+
 def _best(folder: Path, steps: Mapping[int, Path]) -> Path:
     """The checkpoint that BEST names."""
     with suppress(OSError, UnicodeDecodeError):

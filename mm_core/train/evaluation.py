@@ -26,8 +26,7 @@ from mm_core.plugin.registry import build
 from mm_core.train.adapter_runs import adapters_in
 from mm_core.train.agreement import Ranks
 from mm_core.train.assembly import data_sections
-from mm_core.train.checkpoint_reading import find_checkpoint, read_facts
-from mm_core.train.exporting import checkpoint_at
+from mm_core.train.checkpoint_reading import checkpoint_at, find_checkpoint, read_facts
 from mm_core.train.milestones import in_json
 from mm_core.train.predictions import Predictions, Row
 from mm_core.train.sampling import Weights, Which, among_ranks, load_sharded, load_task, stored_weights

@@ -16,7 +16,7 @@ from torch import nn
 from mm_core.config.load import load_config
 from mm_core.config.schema import RunConfig
 from mm_core.contracts import torch_dtype
-from mm_core.errors import CheckpointError, ContractError, MMError, did_you_mean
+from mm_core.errors import ContractError, MMError, did_you_mean
 from mm_core.parallel.adapters import adapted_layers
 from mm_core.plan import build_task
 from mm_core.plugin.registry import get_registry
@@ -25,8 +25,7 @@ from mm_core.train.agreement import Ranks
 from mm_core.train.base_weights import frozen_names, recorded
 from mm_core.train.checkpoint_dcp import stored_parts
 from mm_core.train.checkpoint_io import write_durably
-from mm_core.train.checkpoint_reading import find_checkpoint, read_facts
-from mm_core.train.checkpoint_retention import complete_steps
+from mm_core.train.checkpoint_reading import checkpoint_at, read_facts
 from mm_core.train.export_card import card_of
 from mm_core.train.export_parts import Part, Planner, own_state
 from mm_core.train.origins import origins_of
@@ -56,6 +55,7 @@ def export(
     component: str | None = None,
     pipeline: str | Path | None = None,
     overrides: Sequence[str] = (),
+    note: Callable[[str], None] = lambda sentence: None,
 ) -> Path:
     """Writes a checkpoint's trained components in a weight format; `out` appears when all of it is there.
     Of a run that trains adapters it writes these alone.
@@ -74,6 +74,7 @@ def export(
         pipeline: folder whose other parts are taken over, for formats that write whole pipelines; None
             takes the one that the run began with.
         overrides: `key.path=value` over the run's config: where folders are that have moved.
+        note: told of folders that the run began with and that are gone: nothing of them is taken over.
 
     Raises:
         MMError: no such checkpoint, or a damaged one; a format that can not hold a component; something at
@@ -101,6 +102,10 @@ def export(
     if whole:
         origins = origins_of(config, read_facts(source), task)
         companions = form.companions(task, _written(parts, origins, pipeline))
+        gone = {path for paths in origins.values() for path in paths if not path.exists()}
+        if gone and not companions.copies and parts[0].library:  # what no library loads is no pipeline
+            places = ", ".join(sorted(map(str, gone)))
+            note(f"{places}: the run began with it, and it is gone: what was trained is written alone")
     if pipeline is not None and not companions.places:
         raise _no_pipeline(Path(pipeline), label, whole)
     parts = [replace(part, folder=companions.places.get(_key(part), part.folder)) for part in parts]
@@ -129,25 +134,6 @@ def export(
         )
         write_durably(_inside(stage, "README.md"), card)
     return out
-
-
-def checkpoint_at(run: str | Path) -> Path:
-    """The checkpoint that `DIR`, `DIR@STEP`, `DIR@best` or a checkpoint's own folder stands for."""
-    folder, mark, step = str(run).rpartition("@")
-    if not mark or Path(run).exists():
-        return find_checkpoint(Path(run))
-    place = Path(folder)
-    if step in ("best", "latest"):
-        return find_checkpoint(place, step)  # type: ignore[arg-type]  # mypy does not narrow by `in`
-    steps = complete_steps(place / "checkpoints" if (place / "checkpoints").is_dir() else place)
-    if step.isdecimal() and int(step) in steps:
-        return steps[int(step)]
-    known = ", ".join(map(str, sorted(steps))) or "none: the folder has no complete checkpoint"
-    raise CheckpointError(
-        f"there is no complete checkpoint {step!r} of this run",
-        where=folder,
-        accepted=f"{known}, best, latest",
-    )
 
 
 def _complete(saved: RunSource, config: RunConfig, task: nn.Module, *, alone: bool) -> None:

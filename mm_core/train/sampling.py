@@ -35,7 +35,7 @@ from mm_core.train.adapter_runs import adapters_in
 from mm_core.train.agreement import Ranks
 from mm_core.train.assembly import check_plugins, process_group
 from mm_core.train.checkpoint_dcp import stored_parts
-from mm_core.train.checkpoint_reading import find_checkpoint
+from mm_core.train.checkpoint_reading import checkpoint_at, find_checkpoint
 from mm_core.train.frozen import load_frozen_alone, load_frozen_of
 from mm_core.train.initial_weights import Stored
 from mm_core.train.media import clip_name, make_folder, preview, write_video
@@ -74,7 +74,7 @@ def sample(
     which call it, the model is sharded as in training, and each returns and writes its share of the clips.
 
     Args:
-        run: a run's folder, or one of its checkpoints.
+        run: a run's folder, `DIR@STEP`, or one of its checkpoints.
         prompt, prompts: what to show; `prompt` comes first when both are given.
         images, last_images: for image-to-video, files of the first (and last) frame: one for all prompts, or
             one for each. They are brought to the clip's size; one of another shape is stretched.
@@ -98,7 +98,7 @@ def sample(
     if not given:
         raise MMError("there is no prompt", accepted="prompt='...' or prompts=[...]")
     wanted = with_images([p if isinstance(p, Prompt) else Prompt(p) for p in given], images, last_images)
-    source = find_checkpoint(Path(run), checkpoint)
+    source = find_checkpoint(Path(run), checkpoint) if checkpoint == "best" else checkpoint_at(run)
     config = load_config(source / "config.yaml", overrides, spare_environment=True)
     request = SampleRequest(
         prompts=tuple(each.text for each in wanted),

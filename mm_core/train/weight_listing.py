@@ -18,7 +18,7 @@ from mm_core.parallel.tying import tied_names
 from mm_core.plan import build_task
 from mm_core.plugin.registry import Registry, get_registry
 from mm_core.train.base_weights import absent_rows
-from mm_core.train.checkpoint_reading import find_checkpoint
+from mm_core.train.checkpoint_reading import checkpoint_at, find_checkpoint
 from mm_core.train.weight_sources import RunSource
 from mm_core.weights.adapter_files import DIFFUSERS_ADAPTER
 from mm_core.weights.adapter_location import locate
@@ -121,7 +121,10 @@ def _fits(path: Path, config: Path) -> Iterator[str]:
 
 
 def open_weights(path: Path, registry: Registry) -> Iterator[tuple[str, StoredTensors | RunSource]]:
-    """(what stands before the names, tensors): one pair for each model of a pipeline, else one with ""."""
+    """(what stands before the names, tensors): one pair for each model of a pipeline, else one with "".
+    path: of files, or `RUN@STEP`."""
+    if "@" in path.name and not path.exists():
+        path = checkpoint_at(path)
     forms = [form for form in formats_of(registry).values() if path.is_dir() and form.recognises(path)]
     for form in forms:
         if folders := [name for name in form.folders(path) if name]:

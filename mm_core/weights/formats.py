@@ -186,15 +186,25 @@ class Transformers:
         return peft_layout(KeyMap(prefix=found[0]))
 
     def companions(self, task: nn.Module, written: Sequence[Written]) -> Companions:
-        """Tokenizer and processor files of the folders that the trained models were read from."""
-        trained = [task.get_submodule(name) for name in task.trainable]  # type: ignore[union-attr]
-        folders = [
-            Path(component.weights_from.path)
-            for component in trained
-            if isinstance(component, Pretrained) and component.weights_from is not None
-        ]
-        files = [folder / name for folder in folders for name in TOKENIZER_FILES]
-        return Companions(copies={path.name: path for path in files if path.is_file()})
+        """Tokenizer and processor files of the folders that the trained models were made of, and the Python
+        files where config.json names some."""
+        copies: dict[str, Path] = {}
+        for name in task.trainable:  # type: ignore[union-attr]
+            found = wrapped_model(task.get_submodule(name), "transformers", "PreTrainedModel")
+            folder = _origin(found[1]) if found is not None else None
+            if found is None or folder is None:
+                continue
+            code = sorted(folder.glob("*.py")) if getattr(found[1].config, "auto_map", None) else []
+            files = [*(folder / name for name in TOKENIZER_FILES), *code]
+            copies |= {path.name: path for path in files if path.is_file()}
+        return Companions(copies=copies)
+
+
+def _origin(model: Any) -> Path | None:
+    """The folder that a model of Transformers was made of, by its files or by its config alone."""
+    if isinstance(model, Pretrained) and model.weights_from is not None:
+        return Path(model.weights_from.path)
+    return Path(model.config.name_or_path) if model.config.name_or_path else None
 
 
 def pipeline_parts(top: Path) -> dict[str, str]:
@@ -287,9 +297,19 @@ def wrapped_model(component: nn.Module, library: str, base: str) -> tuple[str, A
     return (prefix, found[0][1]) if all(name.startswith(prefix) for name in names) else None
 
 
-def _from_pretrained(library: str, model: nn.Module) -> str:
-    kind = type(model).__name__
-    return f'from {library} import {kind}\n\nmodel = {kind}.from_pretrained("{{folder}}")'
+def _from_pretrained(library: str, model: Any) -> str:
+    """Python that loads the model; its class may be the library's, a package's or in the folder itself."""
+    kind = type(model)
+    where, name = kind.__module__, kind.__name__
+    if where.partition(".")[0] != "transformers_modules":
+        source = library if where.partition(".")[0] == library else where
+        return f'from {source} import {name}\n\nmodel = {name}.from_pretrained("{{folder}}")'
+    listed = {str(code).rpartition(".")[2]: auto for auto, code in (model.config.auto_map or {}).items()}
+    auto = listed.get(name, "")
+    # It goes into Python that a reader may run.
+    auto = auto if auto.isidentifier() else "AutoModel"
+    loading = f'{auto}.from_pretrained("{{folder}}", trust_remote_code=True)  # runs its Python files'
+    return f"from {library} import {auto}\n\nmodel = {loading}"
 
 
 def read_mapping(path: Path) -> Mapping[str, Any]:

@@ -220,10 +220,19 @@ def test_a_process_that_leaves_with_its_workers_alive_does_not_hang(tmp_path: Pa
     assert done.returncode == 3, done.stderr
 
 
-def test_a_script_that_workers_can_not_import_is_told_why(tmp_path: Path) -> None:
-    done = run_script(tmp_path, "next(iter(t.loader(t.Numbers(40), workers=1)))")
-    assert done.returncode == 1
-    assert "a data worker ended unexpectedly" in done.stderr
+def test_a_plain_script_may_train(tmp_path: Path) -> None:
+    """Workers import it only where they must, and then it is told what it lacks."""
+    done = run_script(tmp_path, "print('began', len(list(t.loader(t.Numbers(8), workers=2))))")
+    assert (done.returncode, done.stdout) == (0, "began 12\n"), done.stderr
+    own = (
+        "class Mine(t.Numbers): pass",
+        "if {guard}:",
+        "    print('began', len(list(t.loader(Mine(8), workers=1))))",
+    )
+    done = run_script(tmp_path, *"\n".join(own).format(guard="__name__ == '__main__'").split("\n"))
+    assert (done.returncode, done.stdout) == (0, "began 12\n"), done.stderr
+    done = run_script(tmp_path, *"\n".join(own).format(guard="True").split("\n"))
+    assert done.returncode == 1 and "a data worker ended unexpectedly" in done.stderr
     assert 'must stand under `if __name__ == "__main__":`' in done.stderr
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
 from pathlib import Path
@@ -66,6 +67,13 @@ def test_a_line_of_other_length_is_a_broken_row_and_lines_are_counted_through_li
         Cells("line 4", fault="1 column, where the first line has 2"),
         Cells("line 6", ("d",)),
     ]
+
+
+def test_a_field_may_be_longer_than_the_csv_module_has_it(tmp_path):
+    (tmp_path / "rows.csv").write_text(f"text\n{'glad ' * 40000}\n", encoding="utf-8")
+    before = csv.field_size_limit()
+    (cells,) = read_table(tmp_path / "rows.csv", ["text"])
+    assert len(cells.values[0]) == 200000 and csv.field_size_limit() == before
 
 
 def test_quotes_may_be_letters(tmp_path):

@@ -208,6 +208,68 @@ def test_a_class_beyond_the_names_is_unknown(tmp_path, bert):
         TextRowsDataset(file, bert, label="label", labels=("joy", "anger"))
 
 
+@pytest.mark.parametrize("numbers", [["0", "1"], [0, 1], [0.0, 1.0]])
+def test_a_column_may_hold_the_numbers_of_named_classes(tmp_path, bert, numbers):
+    file = written(tmp_path / "a.jsonl", *[{"text": "i", "label": number} for number in numbers])
+    dataset = TextRowsDataset(file, bert, label="label", labels=("joy", "anger"))
+    assert [dataset[place]["labels"] for place in (0, 1)] == [0, 1]
+
+
+@pytest.mark.parametrize("stars", [["1", "3"], [1, 3], [1.0, 3.0]])
+def test_numbers_that_are_names_of_classes_are_names(tmp_path, bert, stars):
+    file = written(tmp_path / "a.jsonl", *[{"text": "i", "label": number} for number in stars])
+    dataset = TextRowsDataset(file, bert, label="label", labels=("1", "2", "3"))
+    assert [dataset[place]["labels"] for place in (0, 1)] == [0, 2]
+    none = written(tmp_path / "b.jsonl", {"text": "i", "label": 0})
+    with pytest.raises(DataError, match=r"labels that are unknown: '0' \(line 1\)"):
+        TextRowsDataset(none, bert, label="label", labels=("1", "2", "3"))
+
+
+@pytest.mark.parametrize("kind", ["class", "number"])
+def test_a_label_that_is_missing_in_a_column_of_numbers_is_a_broken_row(tmp_path, bert, kind):
+    table = pyarrow.table({"text": ["i", "am"], "label": [1.0, float("nan")]})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    dataset = TextRowsDataset(tmp_path / "a.parquet", bert, label="label", label_type=kind)
+    assert dataset[0]["labels"] == 1
+    with pytest.raises(DataError, match="the label is empty"):
+        dataset[1]
+
+
+def test_half_a_character_is_a_broken_row(tmp_path, gpt):
+    file = written(tmp_path / "a.jsonl", {"text": "glad"}, {"text": "glad \ud83d"})
+    with pytest.raises(DataError, match=r"the text holds \\ud83d, half of a character"):
+        TextRowsDataset(file, gpt)[1]
+
+
+def test_a_tokenizer_of_the_folders_own_code_runs_only_where_that_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    folder = save_tokenizer(tmp_path / "own_words", classifier=False)
+    code = "from transformers import PreTrainedTokenizerFast\nclass Own(PreTrainedTokenizerFast): ...\n"
+    (folder / "own.py").write_text(code)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    file = written(tmp_path / "a.jsonl", {"text": "why not"})
+    with pytest.raises(
+        CheckpointError, match="made by Python files of this folder, which are not run"
+    ) as caught:
+        TextRowsDataset(file, folder)
+    assert "trust_remote_code: true" in caught.value.hint
+    with pytest.warns(UserWarning, match="text_rows.trust_remote_code is on: Python files of"):
+        dataset = TextRowsDataset(file, folder, trust_remote_code=True)
+    again = pickle.loads(pickle.dumps(dataset))
+    assert again[0]["ids"] == [13, 14, 4] and type(again._tokenizer).__name__ == "Own"
+
+
+def test_a_tokenizer_file_that_does_not_parse_is_one_sentence(tmp_path, gpt):
+    path = save_tokenizer(tmp_path / "broken", classifier=False) / "tokenizer.json"
+    file = written(tmp_path / "a.jsonl", {"text": "i"})
+    # That of a later version of the library, whose kind of model this one does not know.
+    path.write_text(path.read_text().replace('"WordLevel"', '"OfTomorrow"'), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="no tokenizer can be made of this folder"):
+        TextRowsDataset(file, path.parent)
+
+
 def test_a_folder_without_a_tokenizer_is_one_sentence(tmp_path):
     file = written(tmp_path / "a.jsonl", {"text": "i"})
     for folder in (tmp_path / "none", tmp_path):

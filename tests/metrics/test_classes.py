@@ -124,7 +124,7 @@ def test_without_rows_there_is_no_figure(name):
     ("name", "missing", "hint"),
     [
         ("accuracy", "'predictions' and 'labels'", "take a metric that fits the task"),
-        ("f1", "'logits' and 'labels'", "take a metric that fits the task"),
+        ("f1", "'logits' and 'labels'", "the F1 score is of rows with one class"),
         ("perplexity", "'predictions' and 'labels'", "take a metric that fits the task"),
         ("exact_match", "'texts' and 'references'", "set task.max_new_tokens"),
         ("anls", "'texts' and 'references'", "set task.max_new_tokens"),

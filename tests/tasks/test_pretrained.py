@@ -12,12 +12,13 @@ import torch
 import transformers
 
 from mm_core import load_config
-from mm_core.contracts import Batch, Randomness, SampleKey, SampleRequest
+from mm_core.contracts import Batch, Randomness, SampleKey, SampleRequest, TextBatch
 from mm_core.errors import CheckpointError, ConfigError, ContractError, MMError, PlanError
 from mm_core.parallel.casting import cast_inputs
 from mm_core.parallel.initialise import initialise
 from mm_core.plan import build_task
 from mm_core.tasks.pretrained import PretrainedTask
+from mm_core.weights.formats import Transformers
 
 HERE = Path(__file__).parent
 
@@ -264,7 +265,7 @@ def refused(folder: Path | str, auto_class: str = "AutoModelForCausalLM", **opti
 def test_folders_that_hold_no_model(folders, tmp_path):
     fault = refused(tmp_path / "absent")
     assert isinstance(fault, CheckpointError) and fault.what == "there is no such folder"
-    assert fault.hint == "set task.from_pretrained"
+    assert fault.hint.startswith("set task.from_pretrained")
     assert refused(tmp_path).what == "this folder holds no config.json"
     (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
     assert "config.json describes no model that Transformers knows" in refused(tmp_path).what
@@ -331,6 +332,75 @@ def test_batches_that_the_model_can_not_take(folders):
     with pytest.raises(ContractError, match="a row's class is 3, and the model has 3 classes") as found:
         count(batch)
     assert found.value.accepted == "classes from 0 to 2" and "task.labels" in found.value.hint
+
+
+def test_a_key_that_a_part_of_the_config_does_not_have_is_refused(folders):
+    vision, head = folders("qwen3_vl"), "AutoModelForImageTextToText"
+    fault = refused(vision, head, overrides={"text_config": {"atention_dropout": 0.1}})
+    assert fault.what == "the model's config.json has no key 'atention_dropout'"
+    assert fault.where == "task.overrides.text_config" and "attention_dropout" in fault.accepted
+    with torch.device("meta"):
+        task = PretrainedTask(str(vision), head, overrides={"text_config": {"attention_dropout": 0.1}})
+    assert task.model.config.text_config.attention_dropout == 0.1
+
+
+def class_batch(labels: torch.Tensor, ids: torch.Tensor, pad: int = 0) -> TextBatch:
+    """Rows of a classifier; `pad` is what their tokenizer fills them up with."""
+    keys = [SampleKey(0, place) for place in range(len(ids))]
+    inputs = {"input_ids": ids, "attention_mask": (ids != pad).long(), "labels": labels}
+    return TextBatch(keys, torch.ones(len(ids)), ["a"] * len(ids), inputs)
+
+
+CLASSES = torch.tensor([0, 1])
+TOO_MUCH = [
+    (
+        torch.full((2, 40), 7),
+        torch.tensor([0, 1]),
+        "a batch is 40 tokens long, and the model has positions for 32",
+    ),
+    (
+        torch.full((2, 4), 48),
+        torch.tensor([0, 1]),
+        "a row has the token 48, and the model has 48 tokens, from 0",
+    ),
+    (torch.full((2, 4), 7), torch.tensor([0.5, 1]), "the labels are numbers, and the model has 3 classes"),
+]
+
+
+@pytest.mark.parametrize(("ids", "labels", "sentence"), TOO_MUCH)
+def test_rows_that_a_model_can_not_take_are_refused_where_they_are_read(folders, ids, labels, sentence):
+    task = task_of(folders("bert_classes"), "bert_classes")
+    with pytest.raises(ContractError, match=sentence) as found:
+        task.batch_transform()(class_batch(labels, ids))
+    assert found.value.hint
+
+
+def test_a_class_a_row_is_nothing_for_a_model_of_tokens(folders):
+    task = task_of(folders("qwen3"), "qwen3")
+    with pytest.raises(ContractError, match="a row has one label, and the model learns a label for"):
+        task.batch_transform()(class_batch(CLASSES, torch.full((2, 4), 7)))
+
+
+def test_a_tokenizer_may_pad_with_another_token_than_the_model(folders):
+    """Qwen classifies a row by its last token that is not the model's own padding."""
+    task = task_of(folders("qwen3_classes"), "qwen3_classes")
+    alone = loss_of(task, class_batch(torch.tensor([1]), torch.tensor([[5, 6, 7]]), pad=2)).total
+    rows = torch.tensor([[5, 6, 7, 2, 2], [5, 6, 7, 8, 9]])
+    other = loss_of(task, class_batch(torch.tensor([2]), rows[1:], pad=2)).total
+    both = loss_of(task, class_batch(torch.tensor([1, 2]), rows, pad=2)).total
+    torch.testing.assert_close(both, alone + other, rtol=1e-6, atol=0)
+
+
+def test_a_classifier_that_knows_no_padding_token_says_how_to_name_one(folders):
+    options = {"overrides": {"pad_token_id": None}}
+    task = task_of(folders("qwen3_classes"), "qwen3_classes", **options)
+    batch = class_batch(torch.tensor([1, 0]), torch.tensor([[5, 6, 2], [7, 8, 9]]), pad=2)
+    with pytest.raises(ContractError, match="names no pad_token_id") as found:
+        task.batch_transform()(batch)
+    assert "task.overrides: {pad_token_id: 2}" in found.value.hint
+    even = class_batch(torch.tensor([1, 0]), torch.tensor([[5, 6], [7, 8]]))
+    with pytest.raises(ContractError, match="Cannot handle batch sizes > 1 if no padding token is defined"):
+        loss_of(task, even)
 
 
 def test_it_makes_no_clips(folders):
@@ -452,3 +522,18 @@ def test_code_of_a_folder_runs_only_where_that_is_said(folders, tmp_path, monkey
     assert any(f"trust_remote_code is on: Python files of {folder} are run" in str(w.message) for w in told)
     path = models.run_config("bert_classes", folder, tmp_path, task={"trust_remote_code": True})
     assert to_mapping(load_config(path))["task"]["trust_remote_code"] is True
+    # What is exported is loaded in the same way, and by the same files.
+    form = Transformers()
+    assert form.companions(task, []).copies == {"modeling_own.py": folder / "modeling_own.py"}
+    loading = form.layout("model", task.model).loading
+    assert loading.startswith("from transformers import AutoModelForSequenceClassification\n")
+    assert 'from_pretrained("{folder}", trust_remote_code=True)' in loading
+
+
+def test_an_export_of_weights_by_chance_has_the_tokenizer_too(folders, tmp_path):
+    folder = models.save_model("bert_classes", tmp_path)
+    models.save_words(folder)
+    with torch.device("meta"):
+        task = PretrainedTask(str(folder), models.MODELS["bert_classes"][3], weights="random")
+    copies = Transformers().companions(task, []).copies
+    assert copies == {name: folder / name for name in ("tokenizer.json", "tokenizer_config.json")}

@@ -120,12 +120,17 @@ def expected_clip(folder: Path, factor: float) -> torch.Tensor:
         ({"weights": "model"}, 7.0),
         ({"checkpoint": "best"}, 1.5),
         ({"checkpoint": "best", "weights": "model"}, 3.0),
+        ({"step": 3}, 1.5),
+        ({"step": "latest", "weights": "model"}, 7.0),
     ],
 )
 def test_the_average_is_sampled_where_there_is_one_and_checkpoint_and_weights_may_be_chosen(
     averaged, options, factor
 ):
-    (clip,) = sample(averaged, PROMPTS[0], seed=5, **options)
+    step = options.get("step")
+    named = averaged if step is None else f"{averaged}@{step}"
+    others = {name: value for name, value in options.items() if name != "step"}
+    (clip,) = sample(named, PROMPTS[0], seed=5, **others)
     torch.testing.assert_close(clip.pixels, expected_clip(averaged, factor), rtol=0, atol=1e-6)
 
 

@@ -22,7 +22,8 @@ from mm_core.config.dump import to_yaml
 from mm_core.config.load import load_config
 from mm_core.errors import CheckpointError, MMError
 from mm_core.train.checkpoint import CheckpointStore
-from mm_core.train.exporting import checkpoint_at, export
+from mm_core.train.checkpoint_reading import checkpoint_at
+from mm_core.train.exporting import export
 from mm_core.train.staging import staged_folder
 from mm_core.train.taking_over import take_over
 

@@ -11,6 +11,7 @@ import yaml
 from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
+from mm_core.cli.main import main
 from mm_core.errors import CheckpointError
 from mm_core.train.checkpoint import CheckpointStore
 from mm_core.weights import open_stored
@@ -103,6 +104,23 @@ def test_diff_sees_through_dtypes_and_a_checkpoints_names(tmp_path, mm):
         "2 tensors the same, 0 different",
     ]
     assert found.code == 0
+
+
+def test_a_step_of_a_run_is_named_as_for_an_export(tmp_path, capsys):
+    store = CheckpointStore(tmp_path / "run", keep=2)
+    for step in (1, 2):
+        model = {"predictor.a": torch.full((2,), float(step)), "predictor.b": torch.zeros(2)}
+        store.save(step, {"model": model, "optimizer": {}}, {}, "x: 1\n")
+    assert main(["weights", "diff", f"{tmp_path}/run@1", f"{tmp_path}/run@latest"]) == 1
+    found = capsys.readouterr().out
+    assert found.splitlines()[-1] == "1 tensors the same, 1 different"
+    assert found.startswith("predictor.a: norms 1.41421 and 2.82843")
+    assert main(["weights", "show", f"{tmp_path}/run@2"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "format: checkpoint"
+    assert main(["weights", "show", f"{tmp_path}/run@3"]) == 1
+    error = capsys.readouterr().err
+    assert "there is no complete checkpoint '3' of this run" in error
+    assert "accepted: 1, 2, best, latest" in error
 
 
 def test_show_and_diff_of_nothing_are_sentences(tmp_path, mm):

@@ -21,6 +21,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
+from mm_core.cli.main import main
 from mm_core.config.load import load_config
 from mm_core.errors import CheckpointError, ContractError, MMError
 from mm_core.train.checkpoint import CheckpointStore
@@ -227,6 +228,18 @@ def test_without_a_pipeline_it_is_a_lone_model_and_any_can_be_named(origin, tmp_
     whole = export(tmp_path / "runs/tuned", tmp_path / "whole", "diffusers", pipeline=origin)
     same(stored(whole / "transformer"), stored(lone))
     assert LTXPipeline.from_pretrained(whole).transformer is not None
+
+
+def test_an_origin_that_is_gone_is_said(origin, tmp_path, capsys):
+    import_weights(config_of(tmp_path, LTX), origin)
+    origin.rename(tmp_path / "elsewhere")
+    command = ["export", "--run", str(tmp_path / "runs/tuned"), "--to", "diffusers", "--out"]
+    assert main([*command, str(tmp_path / "alone")]) == 0
+    said = f"mm: {origin}: the run began with it, and it is gone: what was trained is written alone\n"
+    assert said in capsys.readouterr().err
+    assert set(contents_of(tmp_path / "alone")) == {"README.md", "config.json", FILE}
+    assert main([*command, str(tmp_path / "whole"), "--pipeline", str(tmp_path / "elsewhere")]) == 0
+    assert "gone" not in capsys.readouterr().err and (tmp_path / "whole/model_index.json").is_file()
 
 
 def test_a_part_alone_is_no_pipeline(origin, tmp_path):

@@ -15,7 +15,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="scikit-learn's classification_report")
     parser.add_argument("predictions", type=Path, help="as `mm eval --predictions` writes them")
     args = parser.parse_args()
-    rows = [json.loads(line) for line in args.predictions.read_text(encoding="utf-8").splitlines()]
+    with args.predictions.open(encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
     read = [row for row in rows if "error" not in row]
     labels, found = ([row[key] for row in read] for key in ("label", "prediction"))
     different = len({row["row"] for row in rows})

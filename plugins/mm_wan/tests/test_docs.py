@@ -18,6 +18,7 @@ from mm_wan.testing import make_tiny_checkpoint
 
 import mm_core
 from mm_core.config.load import load_config
+from mm_core.parallel.casting import shards_mixed
 from mm_core.plan import make_plan
 
 ROOT = Path(__file__).parents[3]
@@ -76,7 +77,10 @@ def test_every_full_size_config_is_in_the_table():
 )
 def test_the_table_is_what_the_plan_says(name, row, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where there is no folder of weights
-    plan = make_plan(load_config(ROOT / f"configs/wan/{name}.yaml"), 8)
+    config = load_config(ROOT / f"configs/wan/{name}.yaml")
+    if config.train.base_dtype is not None and not shards_mixed():
+        pytest.skip("this torch shards no module of mixed dtypes")
+    plan = make_plan(config, 8)
     engine = plan.engine
     state = engine.parameter_bytes + engine.gradient_bytes + engine.optimizer_bytes
     cost = "-"
@@ -117,6 +121,7 @@ def place(tmp_path_factory) -> Path:
     from PIL import Image
 
     Image.new("RGB", (64, 48), "red").save(place / "first.png")
+    (place / "prompts.txt").write_text("a red circle\na cat\n")
     return place
 
 
