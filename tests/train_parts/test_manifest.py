@@ -101,3 +101,23 @@ def test_other_captions_are_another_fingerprint_and_a_moved_file_is_the_same(yam
     assert of(moved) == of(tmp_path / "data.json")
     assert of(other)["files"] != of(moved)["files"]
     assert of(tmp_path / "nowhere.json") == {"type": "core/video_text", "rows": 2, "files": {}}
+
+
+def test_a_tokenizer_that_was_changed_in_place_is_noticed_at_a_resume(tmp_path):
+    words = tmp_path / "words"
+    words.mkdir()
+    tokens = words / "tokenizer.json"
+    tokens.write_text('{"model": {"vocab": {"glad": 3, "sad": 4}}}')
+    (words / "model.safetensors").write_bytes(b"before")
+
+    def of() -> dict:
+        options = {"file": str(tmp_path / "absent.csv"), "tokenizer": str(words), "folder": str(tmp_path)}
+        return {"data": {"train": fingerprint(ComponentConfig("dataset", "core/text_rows", options), [0])}}
+
+    before = of()
+    assert before["data"]["train"]["files"].keys() == {"tokenizer"}, "a folder without words is not read"
+    (words / "model.safetensors").write_bytes(b"after")
+    assert compare(before, of()) == [], "weights are not read"
+    tokens.write_text('{"model": {"vocab": {"glad": 4, "sad": 3}}}')
+    (difference,) = compare(before, of())
+    assert (difference.key, difference.verdict) == ("data.train.files.tokenizer", "allow")
