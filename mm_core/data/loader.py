@@ -191,7 +191,8 @@ class _Reading(TorchDataset[Any]):
             f"be read: {shown}",
             failures + tried,
             where="data.train",
-            hint="check the annotation file and its folder; skipped.jsonl in the run's folder lists them",
+            hint="check the file that lists the samples, and what it names; skipped.jsonl in the run's folder"
+            " lists those that failed",
         )
 
     def _candidates(self, slot: SlotSpec) -> Iterator[int]:

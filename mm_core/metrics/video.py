@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mm_core.contracts import Batch, Clip, Evaluation
+from mm_core.contracts import Batch, Clip, Evaluation, TextBatch
+from mm_core.errors import ContractError
 from mm_core.metrics.needs import needed_outputs
 
 
@@ -69,7 +70,14 @@ class FrameChange:
         self._sums = torch.zeros(2, dtype=torch.float64)
 
     def batch(self, batch: Batch, evaluation: Evaluation) -> None:
-        """Held-out clips are not looked at."""
+        """Held-out clips are not looked at. ContractError for rows of text, of which nothing is sampled."""
+        if isinstance(batch, TextBatch):
+            raise ContractError(
+                "the metric is of sampled clips, and the task makes none of rows of text",
+                where="validation.metrics: frame_change",
+                accepted="a task that samples clips: text_to_video",
+                hint="accuracy and f1 are of classes, perplexity of tokens, exact_match of answers in words",
+            )
 
     def sampled(self, clips: Sequence[Clip]) -> None:
         """Adds clips."""

@@ -26,8 +26,8 @@ class Limits:
     """What a model takes; None is no limit.
 
     vocabulary, positions: rows of its tables. tokens, rows: whether its labels are known to be one a token,
-    or one a row. classes: how many those have, None of numbers. pad: the token by which it may look for the
-    end of a row.
+    or one a row. classes: how many those have; 1: a row's label is a number. pad: the token by which it may
+    look for the end of a row.
     """
 
     vocabulary: int | None = None
@@ -66,6 +66,15 @@ class Limits:
         return self._padded(inputs, ids) if self.rows else inputs
 
     def _check_classes(self, labels: Tensor, classes: int) -> None:
+        if classes == 1:
+            if not labels.is_floating_point():
+                raise ContractError(
+                    "a row's label is a class, and the model's one output would estimate the class's number",
+                    where="data",
+                    accepted="a number a row (text_rows: label_type: number)",
+                    hint="task.labels, or task.overrides: {num_labels: ...}, makes a model of classes",
+                )
+            return
         if labels.is_floating_point():
             raise ContractError(
                 f"the labels are numbers, and the model has {classes} classes",
@@ -106,7 +115,7 @@ def limits_of(model: Any) -> Limits:
         positions=_positions(model, getattr(config, "max_position_embeddings", None)),
         tokens=kind in _TOKENS,
         rows=rows,
-        classes=model.config.num_labels if rows and model.config.num_labels > 1 else None,
+        classes=model.config.num_labels if rows else None,
         pad=getattr(config, "pad_token_id", None),
     )
 

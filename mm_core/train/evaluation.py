@@ -35,6 +35,8 @@ from mm_core.train.validation import Evaluating, Validator, build_metrics, defau
 Split = Literal["train", "validation", "test"]
 
 _COUNTS = ("rows", "unreadable")
+_CUT = ("part", "split_seed")
+"""What datasets call the share of a file that they read."""
 
 
 @dataclass(frozen=True)
@@ -224,12 +226,15 @@ def _with_section(path: Path, overrides: Sequence[str]) -> list[str]:
 def _without_data(run: str | Path, source: Path, config: RunConfig, split: Split) -> MMError:
     """The sentence for a run without the split, with a command that works once it names other files."""
     held = [name for name in data_sections(config) if name != "train"]
-    train = {key: value for key, value in to_mapping(config)["data"]["train"].items() if value is not None}
+    options = to_mapping(config)["data"]["train"].items()
+    # What was cut off for training is nothing of another file.
+    train = {key: value for key, value in options if value is not None and key not in _CUT}
     flow = yaml.safe_dump(train, default_flow_style=True, sort_keys=False, width=10**6).strip()
     words = ["mm", "eval", "--run", str(run), *(["--split", split] if split != "validation" else [])]
+    command = shlex.join([*words, f"data.{split}={flow}"])
     return MMError(
         f"the run's config has no data.{split}",
         where=str(source / "config.yaml"),
         accepted=f"--split {' or '.join([*held, 'train'])}",
-        hint=f"name the data, here that of the training: {shlex.join([*words, f'data.{split}={flow}'])}",
+        hint=f"name the data, here all of the training's file: {command}",
     )

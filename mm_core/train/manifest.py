@@ -6,6 +6,7 @@ import hashlib
 import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,14 @@ from mm_core.contracts import Dataset
 from mm_core.device import device_stack
 from mm_core.plan import RunPlan
 from mm_core.plugin.fields import ComponentConfig
+
+_TOKENIZERS = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "spiece.model", "vocab.txt")
+"""A folder with one of these is a tokenizer's."""
+_WORDS = (
+    *("tokenizer*", "vocab*", "merges*", "*spiece*.model", "*.bpe.model", "*.spm", "*.tiktoken"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template*", "*processor_config.json"),
+)
+_LARGEST = 128 * 2**20  # bytes of a file that is read for it
 
 
 def run_manifest(
@@ -69,7 +78,8 @@ def _trace(value: Any) -> str:
 
 
 def fingerprint(section: ComponentConfig, dataset: Dataset) -> dict[str, Any]:
-    """A dataset by its number of rows and, where its options name files, the sha256 of each.
+    """A dataset by its number of rows and, where its options name files, the sha256 of each; where they name
+    a tokenizer's folder, one of all the files that make tokens.
 
     Videos and weights are not read: a file that was exchanged under the same name is not noticed.
     """
@@ -97,9 +107,28 @@ def _paths(value: Any, key: str = "") -> Iterator[tuple[str, str | Path]]:
 
 def _digest(path: Path) -> str | None:
     try:
-        if not path.is_file():
-            return None
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        if path.is_dir():
+            return _digest_of_words(path)
+        return _digest_of_file(path) if path.is_file() else None
     except OSError:
         return None
+
+
+def _digest_of_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest_of_words(folder: Path) -> str | None:
+    """Of what a folder makes tokens by; None for one that holds no tokenizer, which may be one of a million
+    videos and is not listed."""
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        return None
+    found = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if any(fnmatch(path.name, pattern) for pattern in _WORDS) and path.is_file():
+            size = path.stat().st_size
+            # A file of such a size is no vocabulary.
+            content = _digest_of_file(path) if size <= _LARGEST else str(size)
+            found.update(f"{path.name} {content}\n".encode())
+    return found.hexdigest()

@@ -10,7 +10,7 @@ from sklearn.metrics import accuracy_score
 from sklearn.metrics import f1_score as sklearn_f1
 from torch.nn import functional
 
-from mm_core.contracts import Batch, Evaluation, SampleKey
+from mm_core.contracts import Batch, Evaluation, SampleKey, TextBatch
 from mm_core.errors import ContractError, MMError
 from mm_core.plugin.registry import build
 
@@ -150,3 +150,13 @@ def test_numbers_to_learn_have_no_classes():
         )
     with pytest.raises(MMError, match="macro, micro, weighted"):
         build("metric", {"type": "f1", "average": "mean"})
+
+
+def test_a_metric_of_clips_is_refused_for_rows_of_text():
+    ids = torch.ones(1, 2, dtype=torch.int64)
+    batch = TextBatch([SampleKey(0, 0)], torch.ones(1), ["a"], {"input_ids": ids})
+    with pytest.raises(ContractError, match="of sampled clips, and the task makes none of rows") as caught:
+        build("metric", {"type": "frame_change"}).batch(
+            batch, Evaluation({"loss": torch.ones(1)}, torch.ones(1))
+        )
+    assert caught.value.where == "validation.metrics: frame_change" and "accuracy" in caught.value.hint

@@ -15,6 +15,7 @@ from mm_core.cli.main import main
 from mm_core.config.dump import to_yaml
 from mm_core.config.load import load_config
 from mm_core.contracts import Clip, Randomness, SampleKey
+from mm_core.errors import MMError
 from mm_core.parallel.initialise import initialise
 from mm_core.plan import build_task
 from mm_core.plugin.registry import build
@@ -193,6 +194,18 @@ def test_the_hint_for_a_run_without_the_data_is_a_command_that_works(unvalidated
     assert main(shlex.split(command)) == 0
     out = capsys.readouterr().out
     assert f"step_00000009, model weights, data.{split}" in out and "loss_at/0.5" in out
+
+
+def test_the_hint_for_a_table_names_all_of_its_file(tmp_path):
+    table = {"type": "text_rows", "file": "rows.csv", "tokenizer": "words", "label": "mood", "part": [0, 0.9]}
+    task = {"type": "pretrained", "from_pretrained": "m", "auto_class": "AutoModelForCausalLM"}
+    document = {"run": {"name": "a"}, "task": task, "data": {"train": table}, "train": {"steps": 1}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(document))
+    CheckpointStore(tmp_path, 1).save(1, {"model": {}}, {}, to_yaml(load_config(tmp_path / "run.yaml")))
+    with pytest.raises(MMError, match="has no data") as caught:
+        mm_core.evaluate(tmp_path, split="test")
+    assert "all of the training's file: mm eval" in caught.value.hint
+    assert "label: mood" in caught.value.hint and "part" not in caught.value.hint
 
 
 def test_one_override_names_the_held_out_data_of_a_run_without_any(run, unvalidated, capsys):

@@ -375,6 +375,30 @@ def test_rows_that_a_model_can_not_take_are_refused_where_they_are_read(folders,
     assert found.value.hint
 
 
+def test_a_class_a_row_is_nothing_for_a_model_that_estimates_a_number(folders):
+    task = task_of(folders("bert_numbers"), "bert_numbers")
+    rows = torch.full((2, 4), 7)
+    with pytest.raises(ContractError, match="the model's one output would estimate the class's num") as found:
+        task.batch_transform()(class_batch(CLASSES, rows))
+    assert "label_type: number" in found.value.accepted and "num_labels" in found.value.hint
+    assert task.weight(task.batch_transform()(class_batch(CLASSES.float(), rows))) == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ({"num_labels": 5}, "num_labels is 5, and labels names 3 classes"),
+        ({"id2label": {0: "a"}}, "labels names the classes already; leave id2label out"),
+    ],
+)
+def test_an_override_that_contradicts_the_labels_is_refused(folders, overrides, sentence):
+    bert = folders("bert_classes")
+    given = {"labels": ["x", "y", "z"], "overrides": overrides}
+    with pytest.raises(ConfigError, match=sentence):
+        load_config(models.run_config("bert_classes", bert, bert.parent, task=given))
+    load_config(models.run_config("bert_classes", bert, bert.parent, task={**given, "overrides": {}}))
+
+
 def test_a_class_a_row_is_nothing_for_a_model_of_tokens(folders):
     task = task_of(folders("qwen3"), "qwen3")
     with pytest.raises(ContractError, match="a row has one label, and the model learns a label for"):

@@ -111,3 +111,23 @@ def test_files_that_stand_deeper_in_the_options_are_in_the_fingerprint(yaml, tmp
     options = {"sources": (first, second), "reader": ComponentConfig("video_reader", "core/pyav", {})}
     found = fingerprint(ComponentConfig("dataset", "core/video_text", options), [0])["files"]
     assert list(found) == ["sources.0.file"]
+
+
+def test_a_tokenizer_that_was_changed_in_place_is_noticed_at_a_resume(tmp_path):
+    words = tmp_path / "words"
+    words.mkdir()
+    tokens = words / "tokenizer.json"
+    tokens.write_text('{"model": {"vocab": {"glad": 3, "sad": 4}}}')
+    (words / "model.safetensors").write_bytes(b"before")
+
+    def of() -> dict:
+        options = {"file": str(tmp_path / "absent.csv"), "tokenizer": str(words), "folder": str(tmp_path)}
+        return {"data": {"train": fingerprint(ComponentConfig("dataset", "core/text_rows", options), [0])}}
+
+    before = of()
+    assert before["data"]["train"]["files"].keys() == {"tokenizer"}, "a folder without words is not read"
+    (words / "model.safetensors").write_bytes(b"after")
+    assert compare(before, of()) == [], "weights are not read"
+    tokens.write_text('{"model": {"vocab": {"glad": 4, "sad": 3}}}')
+    (difference,) = compare(before, of())
+    assert (difference.key, difference.verdict) == ("data.train.files.tokenizer", "allow")

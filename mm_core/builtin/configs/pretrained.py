@@ -33,3 +33,11 @@ class PretrainedConfig:
             )
         if repeated := sorted({name for name in self.labels if self.labels.count(name) > 1}):
             raise ValueError(f"labels: {repeated[0]!r} is there twice")
+        if self.labels:
+            if (count := self.overrides.get("num_labels", len(self.labels))) != len(self.labels):
+                raise ValueError(
+                    f"overrides: num_labels is {count}, and labels names {len(self.labels)} classes;"
+                    " leave num_labels out"
+                )
+            if named := sorted({"id2label", "label2id"} & self.overrides.keys()):
+                raise ValueError(f"overrides: labels names the classes already; leave {named[0]} out")
