@@ -74,6 +74,15 @@ class MeasuredDataset(Protocol):
         ...
 
 
+@runtime_checkable
+class NamesClasses(Protocol):
+    """A dataset or a task that has names for classes. Those of a run's datasets must be its task's."""
+
+    def class_names(self) -> tuple[str, ...]:
+        """In the order of their numbers; () where classes have numbers alone."""
+        ...
+
+
 class Task(Protocol):
     """What a step computes. A `torch.nn.Module` whose sub-modules carry the names below. `prepare`,
     `evaluate` and `sample` call each entry point of a `Streamed` component equally often for every batch or

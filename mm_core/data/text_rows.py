@@ -74,6 +74,10 @@ class TextRowsDataset:
         """[N] int64: bytes of each row's text, which grow as its tokens do."""
         return self._sizes
 
+    def class_names(self) -> tuple[str, ...]:
+        """`labels`, for the task to compare with its own."""
+        return self.wanted.labels
+
     def __getitem__(self, index: int) -> dict[str, Any]:
         """The tokens and labels of a row. DataError for one that can not be used."""
         row = self.rows[int(self._places[index])]

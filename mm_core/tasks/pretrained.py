@@ -91,6 +91,12 @@ class PretrainedTask(nn.Module):
         # Before the engine's own hooks, which may cast what the model returns.
         self.model.register_forward_hook(self._look)
 
+    def class_names(self) -> tuple[str, ...]:
+        """Those of the model: `labels`, or what config.json has; () where that only numbers them."""
+        named: Mapping[int, str] = self.model.config.id2label or {}
+        numbered = all(name == f"LABEL_{number}" for number, name in named.items())
+        return () if numbered else tuple(named[number] for number in sorted(named, key=int))
+
     # -- training ------------------------------------------------------------------------------
 
     def weight(self, batch: Batch) -> float:

@@ -28,6 +28,7 @@ from mm_core.train.adapter_runs import adapters_in
 from mm_core.train.agreement import Ranks
 from mm_core.train.beginning import begin
 from mm_core.train.checkpoint import CheckpointStore
+from mm_core.train.class_names import check_class_names
 from mm_core.train.ema import EMA
 from mm_core.train.frozen import load_frozen_of
 from mm_core.train.guard import UpdateGuard
@@ -94,6 +95,7 @@ def _assemble(
     datasets: dict[str, Dataset] = {
         name: build("dataset", section) for name, section in data_sections(config).items()
     }
+    check_class_names(task, datasets)
     plan = make_plan(config, dist.get_world_size(), task, engine, len(datasets["train"]))
     if missing := [file.path for file in plan.missing if file.needed == "to train"]:
         raise PlanError(

@@ -27,6 +27,7 @@ from mm_core.train.adapter_runs import adapters_in
 from mm_core.train.agreement import Ranks
 from mm_core.train.assembly import data_sections
 from mm_core.train.checkpoint_reading import checkpoint_at, find_checkpoint, read_facts
+from mm_core.train.class_names import check_class_names
 from mm_core.train.milestones import in_json
 from mm_core.train.predictions import Predictions, Row
 from mm_core.train.sampling import Weights, Which, among_ranks, load_sharded, load_task, stored_weights
@@ -162,6 +163,7 @@ def _pass(
     ranks, found = Ranks.current(), Predictions()
     dataset = build("dataset", chosen.dataset)
     task, engine = _load(chosen.config, chosen.source, weights, ranks)
+    check_class_names(task, {chosen.split: dataset})
     validator = Validator(
         chosen.config,
         cast(Task, task),

@@ -7,11 +7,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import mm_core
-from mm_core.errors import PlanError
+from mm_core.errors import ContractError, PlanError
+from mm_core.tasks.pretrained import PretrainedTask
 
 HERE = Path(__file__).parent
 
@@ -72,6 +74,31 @@ def test_a_run_is_resumed_exactly_and_lists_the_broken_row(config, tmp_path):
     (skipped,) = (tmp_path / "runs/bert_classes/skipped.jsonl").read_text().splitlines()
     assert json.loads(skipped)["id"] == f"{tmp_path / 'rows.jsonl'}, line 8"
     assert json.loads(skipped)["reason"] == "the label is empty"
+
+
+@pytest.mark.parametrize(
+    ("split", "names", "sentence"),
+    [
+        ("train", "[y, x, z]", "class 0 is 'y' in the data, and 'x' in the task"),
+        ("validation", "[x, z, y]", "class 1 is 'z' in the data, and 'y' in the task"),
+        ("validation", "[x, y, z, a]", "the data names 4 classes, and the task 3"),
+    ],
+)
+def test_data_that_numbers_the_classes_otherwise_than_the_task_is_refused(config, split, names, sentence):
+    overrides = [f"data.{split}.labels={names}", "data.loader.workers=0", "data.loader.group_by_length=false"]
+    with pytest.raises(ContractError) as caught:
+        mm_core.train(mm_core.load_config(config, overrides))
+    assert (caught.value.what, caught.value.where) == (sentence, f"data.{split}")
+    assert caught.value.accepted == "x, y, z" and "${task.labels}" in caught.value.hint
+
+
+def test_names_of_a_models_own_config_count_and_numbers_are_no_names(tmp_path):
+    folder = tiny.save_model("bert_classes", tmp_path)
+    head = tiny.MODELS["bert_classes"][3]
+    with torch.device("meta"):
+        assert PretrainedTask(str(folder), head).class_names() == ()
+        named = PretrainedTask(str(folder), head, overrides={"id2label": {0: "x", 1: "y", 2: "z"}})
+    assert named.class_names() == ("x", "y", "z")
 
 
 def test_grouping_needs_a_dataset_that_knows_its_lengths(config):
