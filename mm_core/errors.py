@@ -110,6 +110,10 @@ class PeerError(MMError):
     """Another rank failed; its own sentence is the one to read, so this one stays quiet."""
 
 
+class RunWarning(UserWarning):
+    """A sentence for the person who starts a run: the commands print it as they print their other ones."""
+
+
 def nearest(word: str, known: Iterable[str], count: int = 3) -> list[str]:
     """The known words most like `word`, best first (also by their last dotted or slashed part)."""
     known = list(known)

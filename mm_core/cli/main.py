@@ -10,12 +10,14 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from types import MappingProxyType
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from mm_core.errors import MMError, PeerError, did_you_mean
+from mm_core.errors import MMError, PeerError, RunWarning, did_you_mean
 
 COMMANDS = MappingProxyType(
     {
@@ -74,7 +76,8 @@ def _ended(code: int, argv: Sequence[str] | None) -> int:
 
 def _guarded(arguments: list[str], program: str) -> int:
     try:
-        code = _run(arguments, program)
+        with _warnings_said():
+            code = _run(arguments, program)
         sys.stdout.flush()  # a closed pipe shows here, not at interpreter exit
         return code
     except SystemExit as stop:  # argparse: --help, --version, usage errors
@@ -97,6 +100,24 @@ def _guarded(arguments: list[str], program: str) -> int:
         # Python flushes stdout once more at exit; give it somewhere to write.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+@contextmanager
+def _warnings_said() -> Iterator[None]:
+    """Has warnings of ours read as other sentences of a run do, and on its first rank alone."""
+    before = warnings.showwarning
+
+    def say(message: Any, category: type[Warning], *place: Any, **more: Any) -> None:
+        if not issubclass(category, RunWarning):
+            before(message, category, *place, **more)
+        elif os.environ.get("RANK", "0") == "0":
+            print(f"warning: {message}", file=sys.stderr)
+
+    warnings.showwarning = say
+    try:
+        yield
+    finally:
+        warnings.showwarning = before
 
 
 def _run(arguments: list[str], program: str) -> int:

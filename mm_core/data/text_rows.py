@@ -20,7 +20,7 @@ from mm_core.data.packed_rows import PackedRows
 from mm_core.data.tables import Cells, read_table
 from mm_core.data.text_labels import Labels
 from mm_core.data.text_questions import TextQuestions
-from mm_core.errors import DataError
+from mm_core.errors import DataError, RunWarning
 from mm_core.tokenizer import open_tokenizer
 
 _IGNORED = -100  # the label of what is not learnt, in Transformers' losses
@@ -54,9 +54,8 @@ class TextRowsDataset:
         wanted = TextRowsConfig(str(file), str(tokenizer), **others)
         self.wanted, self.file = wanted, Path(file)
         if wanted.trust_remote_code:
-            warnings.warn(
-                f"text_rows.trust_remote_code is on: Python files of {wanted.tokenizer} are run", stacklevel=2
-            )
+            what = f"text_rows.trust_remote_code is on: Python files of {wanted.tokenizer} are run"
+            warnings.warn(what, RunWarning, stacklevel=2)
         self._tokenizer: Any = open_tokenizer(wanted.tokenizer, wanted.trust_remote_code)
         sizes = array("q")
         self.rows = PackedRows(self._read(sizes), TextRow)

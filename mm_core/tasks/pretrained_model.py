@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mm_core.builtin.configs.pretrained import PretrainedConfig
 from mm_core.contracts import Randomness, WeightsFrom, empty_parameters
 from mm_core.diffusion.hf_folder import ModelFolder, dtype_key
-from mm_core.errors import CheckpointError, ContractError, MMError, first_line, nearest
+from mm_core.errors import CheckpointError, ContractError, MMError, RunWarning, first_line, nearest
 from mm_core.parallel.freezing import covered
 from mm_core.parallel.initialise import keep_local_part
 from mm_core.weights.formats import read_mapping
@@ -41,7 +41,8 @@ def build_model(wanted: PretrainedConfig, name: str) -> Any:
             hint="set task.from_pretrained; models are downloaded first: hf download NAME --local-dir DIR",
         )
     if wanted.trust_remote_code:
-        warnings.warn(f"task.trust_remote_code is on: Python files of {folder} are run", stacklevel=2)
+        what = f"task.trust_remote_code is on: Python files of {folder} are run"
+        warnings.warn(what, RunWarning, stacklevel=2)
     with torch.device("cpu"):  # modules that are imported now may hold tensors of their own
         kind = _class_of(wanted.auto_class)  # its module may make further types of config.json known
         config = _config_of(folder, wanted)
