@@ -107,6 +107,8 @@ class MicroBatchLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Starts the workers, then yields. Closing the iterator (or losing it) ends them."""
+        if not self._loader.num_workers:
+            return self._drain(iter(self._loader))
         with signals_held(), script_for(self._sent):
             return self._drain(iter(self._loader))
 

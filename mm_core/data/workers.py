@@ -63,16 +63,17 @@ def script_for(sent: object) -> Iterator[None]:
     multiprocessing has them import it in any case, by its file's name, and it would train there once
     more but for `if __name__ == "__main__":`.
     """
-    script = sys.modules["__main__"]
-    kept: dict[str, Any] = {
-        name: vars(script)[name] for name in ("__file__", "__spec__") if name in vars(script)
-    }
-    if not _names_script(sent):
-        vars(script).update(__file__=None, __spec__=None)
+    script = vars(sys.modules["__main__"])
+    if _names_script(sent):
+        yield
+        return
+    kept: dict[str, Any] = {name: script.pop(name) for name in ("__file__", "__spec__") if name in script}
+    script["__spec__"] = None
     try:
         yield
     finally:
-        vars(script).update(kept)
+        del script["__spec__"]
+        script.update(kept)
 
 
 def _names_script(sent: object) -> bool:

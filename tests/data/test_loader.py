@@ -220,6 +220,15 @@ def test_a_process_that_leaves_with_its_workers_alive_does_not_hang(tmp_path: Pa
     assert done.returncode == 3, done.stderr
 
 
+def test_the_name_of_the_script_is_left_as_it_was() -> None:
+    script = sys.modules["__main__"]
+    before = dict(vars(script))
+    iter(loader(Numbers(8), workers=1)).close()
+    assert {name: vars(script).get(name, "none") for name in ("__file__", "__spec__")} == {
+        name: before.get(name, "none") for name in ("__file__", "__spec__")
+    }
+
+
 def test_a_plain_script_may_train(tmp_path: Path) -> None:
     """Workers import it only where they must, and then it is told what it lacks."""
     done = run_script(tmp_path, "print('began', len(list(t.loader(t.Numbers(8), workers=2))))")
