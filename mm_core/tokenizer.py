@@ -24,7 +24,7 @@ def open_tokenizer(folder: str, trust_remote_code: bool = False) -> Any:
                 "the tokenizer is made by Python files of this folder, which are not run",
                 where=folder,
                 accepted="a folder with a tokenizer.json",
-                hint="read them; where it is a dataset's (text_rows), trust_remote_code: true of it runs them",
+                hint="read them; trust_remote_code: true of the dataset (text_rows) runs its tokenizer's",
             ) from fault
         raise CheckpointError(
             f"no tokenizer can be made of this folder: {first_line(fault)}",
