@@ -129,9 +129,10 @@ def _sample(args: argparse.Namespace) -> int:
     """Alone, or as one of several ranks."""
     _check(args)
     from mm_core.config.load import load_config
-    from mm_core.train.answering import checkpoint_of, makes_words
+    from mm_core.train.answering import makes_words
+    from mm_core.train.checkpoint_reading import checkpoint_at
 
-    source = checkpoint_of(args.run, args.checkpoint)
+    source = checkpoint_at(args.run, args.checkpoint)
     config = load_config(source / "config.yaml", args.overrides, spare_environment=True)
     root = source.parent.parent if source.parent.name == "checkpoints" else source
     if makes_words(config):

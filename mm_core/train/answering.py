@@ -4,7 +4,7 @@ training, and the rows of a file among them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,8 @@ from mm_core.plugin.building import target_of
 from mm_core.plugin.registry import get_registry
 from mm_core.train.adapter_runs import adapters_in
 from mm_core.train.agreement import Ranks
-from mm_core.train.checkpoint_reading import checkpoint_at, find_checkpoint
-from mm_core.train.sampling import Weights, Which, among_ranks, load_alone, load_sharded
+from mm_core.train.checkpoint_reading import checkpoint_at
+from mm_core.train.sampling import Weights, Which, among_ranks, load_as_rank
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,7 @@ class Speaker:
         DataError for a conversation that can not be laid out."""
         return self._answer(self.conversing.prompt(turns), decoding, number, heard)
 
-    def rows(
-        self, file: Path, decoding: Decoding, note: Callable[[Answer], None] = lambda answer: None
-    ) -> Iterator[Answer]:
+    def rows(self, file: Path, decoding: Decoding) -> Iterator[Answer]:
         """The answers to the rows of a file, in their order; among several ranks, on the first of them alone.
         A row that can not be read is there with the reason."""
         questions = self.conversing.questions(file)
@@ -123,17 +121,13 @@ def speaker(
     Raises:
         MMError: no checkpoint, a task that makes no text, a dataset that lays out no conversations.
     """
-    source = checkpoint_of(run, checkpoint)
+    source = checkpoint_at(run, checkpoint)
     config = load_config(source / "config.yaml", overrides, spare_environment=True)
     conversing = conversing_of(config)
     with among_ranks():
         task, ranks = build_task(config, adapters_in(source)), Ranks.current()
         _check(task, config)
-        evaluating: AbstractContextManager[None] = torch.no_grad()
-        if ranks.count == 1:
-            load_alone(task, config, source, weights)
-        else:
-            evaluating = load_sharded(task, config, source, weights).evaluating()
+        evaluating = load_as_rank(task, config, source, weights)
         assert isinstance(task, AnswersInWords)
         with evaluating:
             yield Speaker(task, conversing, current_device(), ranks)
@@ -166,11 +160,6 @@ def answer(
     decoding = checked(Decoding(max_new_tokens, temperature, top_p, seed))
     with speaker(run, weights=weights, checkpoint=checkpoint, overrides=overrides) as opened:
         return opened.say([Turn("user", prompt, tuple(map(Path, images)))], decoding, heard=heard)
-
-
-def checkpoint_of(run: str | Path, checkpoint: Which) -> Path:
-    """The checkpoint that a command means. MMError where there is none."""
-    return find_checkpoint(Path(run), checkpoint) if checkpoint == "best" else checkpoint_at(run)
 
 
 def checked(decoding: Decoding) -> Decoding:

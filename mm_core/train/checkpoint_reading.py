@@ -109,8 +109,11 @@ def find_checkpoint(path: Path, which: Which = "latest", words: str = "") -> Pat
     raise CheckpointError(what, where=str(path), accepted=accepted, hint=hint)
 
 
-def checkpoint_at(run: str | Path) -> Path:
-    """The checkpoint that `DIR`, `DIR@STEP`, `DIR@best` or a checkpoint's own folder stands for."""
+def checkpoint_at(run: str | Path, which: Which = "latest") -> Path:
+    """The checkpoint that `DIR`, `DIR@STEP`, `DIR@best` or a checkpoint's own folder stands for; `which`
+    is for a run without a mark."""
+    if which == "best":
+        return find_checkpoint(Path(run), which)
     folder, mark, step = str(run).rpartition("@")
     if not mark or Path(run).exists():
         return find_checkpoint(Path(run))

@@ -26,7 +26,7 @@ from mm_core.plugin.registry import build
 from mm_core.train.adapter_runs import adapters_in
 from mm_core.train.agreement import Ranks
 from mm_core.train.assembly import data_sections
-from mm_core.train.checkpoint_reading import checkpoint_at, find_checkpoint, read_facts
+from mm_core.train.checkpoint_reading import checkpoint_at, read_facts
 from mm_core.train.class_names import check_class_names
 from mm_core.train.milestones import in_json
 from mm_core.train.predictions import Predictions, Row
@@ -185,7 +185,7 @@ def choose(
     run: str | Path, split: Split, checkpoint: Which = "latest", overrides: Sequence[str] = ()
 ) -> Chosen:
     """The checkpoint, its config with the overrides, and the dataset. MMError where one is missing."""
-    source = find_checkpoint(Path(run), checkpoint) if checkpoint == "best" else checkpoint_at(run)
+    source = checkpoint_at(run, checkpoint)
     config = load_config(source / "config.yaml", _with_section(source / "config.yaml", overrides))
     dataset = data_sections(config).get(split)
     if dataset is None:

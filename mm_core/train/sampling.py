@@ -35,7 +35,7 @@ from mm_core.train.adapter_runs import adapters_in
 from mm_core.train.agreement import Ranks
 from mm_core.train.assembly import check_plugins, process_group
 from mm_core.train.checkpoint_dcp import stored_parts
-from mm_core.train.checkpoint_reading import checkpoint_at, find_checkpoint
+from mm_core.train.checkpoint_reading import checkpoint_at
 from mm_core.train.frozen import load_frozen_alone, load_frozen_of
 from mm_core.train.initial_weights import Stored
 from mm_core.train.media import clip_name, make_folder, preview, write_video
@@ -98,7 +98,7 @@ def sample(
     if not given:
         raise MMError("there is no prompt", accepted="prompt='...' or prompts=[...]")
     wanted = with_images([p if isinstance(p, Prompt) else Prompt(p) for p in given], images, last_images)
-    source = find_checkpoint(Path(run), checkpoint) if checkpoint == "best" else checkpoint_at(run)
+    source = checkpoint_at(run, checkpoint)
     config = load_config(source / "config.yaml", overrides, spare_environment=True)
     request = SampleRequest(
         prompts=tuple(each.text for each in wanted),
@@ -131,11 +131,7 @@ def _sample(
     ranks, task = Ranks.current(), build_task(config, adapters_in(source))
     if isinstance(task, ChecksRequests):
         task.check_request(request)  # before anything is read
-    evaluating: AbstractContextManager[None] = torch.no_grad()
-    if ranks.count == 1:
-        load_alone(task, config, source, weights)
-    else:
-        evaluating = load_sharded(task, config, source, weights).evaluating()
+    evaluating = load_as_rank(task, config, source, weights)
     if out is not None:
         make_folder(out)  # before hours of work
     share, real = share_of(request, ranks)
@@ -175,6 +171,17 @@ def load_task(config: RunConfig, checkpoint: Path, weights: Weights = "auto") ->
     task = build_task(config, adapters_in(checkpoint))
     load_alone(task, config, checkpoint, weights)
     return task
+
+
+def load_as_rank(
+    task: nn.Module, config: RunConfig, checkpoint: Path, weights: Weights
+) -> AbstractContextManager[None]:
+    """Brings the weights of a checkpoint into the task: all in a lone process, else spread over all ranks,
+    which all call this. Returns what it is evaluated within."""
+    if Ranks.current().count == 1:
+        load_alone(task, config, checkpoint, weights)
+        return torch.no_grad()
+    return load_sharded(task, config, checkpoint, weights).evaluating()
 
 
 def load_alone(task: nn.Module, config: RunConfig, checkpoint: Path, weights: Weights) -> None:
