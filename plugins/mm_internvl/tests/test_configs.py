@@ -26,6 +26,7 @@ from mm_core.errors import ConfigError
 from mm_core.parallel.casting import shards_mixed
 from mm_core.plan import build_task, make_plan
 from mm_core.train.exporting import export
+from mm_core.weights import Transformers
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = sorted((ROOT / "plugins/mm_internvl/mm_internvl/configs").glob("*.yaml"))
@@ -102,17 +103,26 @@ def test_the_numbers_of_parameters_follow_from_the_published_architectures(
     assert vision == 24 * block + (3 * 14 * 14 + 1) * 1024 + 1024 + (32 * 32 + 1) * 1024
 
 
-PUBLISHED = {
-    "internvl3.5-1b": (1.061e9, 0.0005e9),
-    "internvl3.5-2b": (2.35e9, 0.005e9),
-    "internvl3.5-8b": (8.53e9, 0.005e9),
-    "internvl3.5-30b-a3b": (30.8e9, 0.05e9),
-}
-"""Parameters of OpenGVLab/InternVL3_5-*, as their model cards round them; of 1B as
-OpenExplorer/InternVL3_5-1B counts the published tensors (1.061B: 309.3M and 751.6M)."""
+PUBLISHED = {"internvl3.5-1b": 1_060_897_792, "internvl3.5-8b": 8_528_318_464}
+"""Elements of the published bf16 tensors. Of OpenGVLab/InternVL3_5-1B-HF at revision 9191dbcc, by the headers
+of its file: vision tower 304,012,288, projector 5,253,120, language model 751,632,384. Of
+OpenGVLab/InternVL3_5-8B-HF at revision 741a7d03, as the hub's metadata of its files counts them."""
 
-FILES = {"internvl3.5-1b": (2.12e9, 0.005e9), "internvl3.5-8b": (17.1e9, 0.05e9)}
-"""Bytes of the published bf16 files, as the lists of files of OpenGVLab/InternVL3_5-1B and -8B round them."""
+ROUNDED = {"internvl3.5-2b": (2.35e9, 0.005e9), "internvl3.5-30b-a3b": (30.8e9, 0.05e9)}
+"""Where no exact number of the whole was found: as the model cards of OpenGVLab/InternVL3_5-* round it."""
+
+INDEXED = {"internvl3.5-8b": 841}
+"""Tensors that model.safetensors.index.json of OpenGVLab/InternVL3_5-8B-HF lists."""
+
+LANGUAGE = {
+    "internvl3.5-1b": (311, 751_632_384),
+    "internvl3.5-2b": (311, 2_031_739_904),
+    "internvl3.5-8b": (399, 8_190_735_360),
+    "internvl3.5-30b-a3b": (18_867, 61_064_245_248 // 2),
+}
+"""(tensors, elements) of the language models as Qwen publishes them: by the file headers of Qwen/Qwen3-0.6B
+and -1.7B (their head is stored beside the embedding) and the indexes of -8B and -30B-A3B, whose `total_size`
+is in bytes of bf16."""
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -124,12 +134,10 @@ def test_a_full_size_config_plans_the_published_tensors(size, tmp_path):
         model = class_(class_.config_class.from_pretrained(folder))
     expected = {f"model.{name}": tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     whole = sum(prod(shape) for shape in expected.values())
-    assert whole == pytest.approx(PUBLISHED[preset][0], abs=PUBLISHED[preset][1])
-    if preset in FILES:
-        assert 2 * whole == pytest.approx(FILES[preset][0], abs=FILES[preset][1])
-    if size == "1b":
-        language = sum(prod(s) for n, s in expected.items() if "language_model" in n or "lm_head" in n)
-        assert (round(language / 1e6, 1), round((whole - language) / 1e6, 1)) == (751.6, 309.3)
+    if preset in PUBLISHED:
+        assert whole == PUBLISHED[preset]
+    else:
+        assert whole == pytest.approx(ROUNDED[preset][0], abs=ROUNDED[preset][1])
     layers = model.config.text_config.num_hidden_layers
     for kind in KINDS:
         config = config_at(named(size, kind), f"task.from_pretrained={folder}")
@@ -153,6 +161,20 @@ def test_a_full_size_config_plans_the_published_tensors(size, tmp_path):
             adapted = {name for name in trained if ".lora_" in name}
             assert trained - adapted == {n for n in expected if n.startswith(PROJECTOR)}
             assert len(adapted) == 2 * layers * (4 if "a3b" in size else 7)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_stored_tensors_are_those_of_the_published_indexes(size, tmp_path):
+    folder = write_config(tmp_path / "model", SIZES[size])
+    model = build_task(config_at(size, f"task.from_pretrained={folder}")).model
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    for layout in (Transformers(), InternVLOriginal()):
+        stored = layout.layout("model", model).keys.stored_shapes(shapes)
+        language = [prod(shape) for name, shape in stored.items() if "language_model." in name]
+        assert (len(language), sum(language)) == LANGUAGE[SIZES[size]]
+        assert sum(map(prod, stored.values())) == sum(map(prod, shapes.values()))
+        if SIZES[size] in INDEXED and isinstance(layout, Transformers):
+            assert len(stored) == INDEXED[SIZES[size]]
 
 
 def test_the_published_original_files_hold_as_much(tmp_path):
