@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
@@ -81,11 +81,16 @@ class DataError(MMError):
 
 
 class PartsError(DataError):
-    """A sample made of several rows of a file, some of which can not be read. `faults` holds each one's."""
+    """Parts of a sample that can not be read: raised where no other is left, else given beside the others
+    under the sample's `missing`.
 
-    def __init__(self, faults: Sequence[DataError]) -> None:
-        self.faults = tuple(faults)
-        first, more = self.faults[0], len(self.faults) - 1
+    faults: of each part, by its number among all parts of the dataset: the same in every epoch, whichever
+    sample the part belongs to then. of: parts of the sample, readable or not.
+    """
+
+    def __init__(self, faults: Mapping[int, DataError], of: int) -> None:
+        self.faults, self.of = dict(faults), of
+        first, more = next(iter(self.faults.values())), len(self.faults) - 1
         also = f" (and {more} more that share{'s' * (more == 1)} its place)" if more else ""
         super().__init__(first.what + also, where=first.where, accepted=first.accepted, hint=first.hint)
 

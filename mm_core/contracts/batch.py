@@ -19,14 +19,19 @@ class SampleKey(NamedTuple):
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """A sample that could not be read and that another one stands in for.
+    """A sample that could not be read, or a part of one (see `PartsError`).
 
-    id: what a person would look for (a path). index: its place in the dataset. reason: a sentence.
+    id: what a person would look for (a path). index: the sample's place in the dataset. reason: a sentence.
+    part: its number among all parts of the dataset; None: the sample as a whole. parts: how many the sample
+    has. replaced: another sample stands in for it; else it does without this part.
     """
 
     id: str
     index: int
     reason: str
+    part: int | None = None
+    parts: int = 1
+    replaced: bool = True
 
 
 @dataclass
@@ -37,7 +42,8 @@ class Batch:
     weights: [B] float32; 0 for samples that only fill up a ragged batch (they cost a forward, so
         that all ranks run the same modules, and count for nothing).
     ids: what a person would call each sample (a path, a row), for reports.
-    failures: samples that could not be read while this batch was put together (set by the loader).
+    failures: samples, and parts of them, that could not be read while this batch was put together (set by
+        the loader).
     """
 
     keys: list[SampleKey]

@@ -51,7 +51,7 @@ class MicroBatchLoader:
 
     A sample that raises DataError is replaced by another one, drawn from (seed, epoch, index,
     attempt), under the key and weight of the first; the batch lists it in `failures`, or each of its parts
-    that a PartsError holds.
+    that a PartsError holds. So it lists the parts that a sample does without.
 
     Args:
         dataset: map-style; one that satisfies RandomisedDataset gets rng.at("data", epoch, index).
@@ -182,9 +182,12 @@ class _Reading(TorchDataset[Any]):
             except CodeError:
                 raise
             except DataError as error:
-                faults = error.faults if isinstance(error, PartsError) else (error,)
-                tried += [FailureRecord(f.where or f"sample {index}", index, f.what) for f in faults]
+                tried += _records(error, index, replaced=True)
                 continue
+            missing = sample.get("missing")
+            if isinstance(missing, PartsError):
+                tried += _records(missing, index, replaced=False)
+                sample = {name: value for name, value in sample.items() if name != "missing"}
             failures.extend(failure for failure in tried if failure not in failures)
             return {**sample, "key": slot.key, "weight": slot.weight}
         shown = "; ".join(f"{failure.id}: {failure.reason}" for failure in tried[:3])
@@ -227,6 +230,16 @@ class _Reading(TorchDataset[Any]):
                 where=type(self.dataset).__qualname__,
                 hint="this is a fault in code, not in the data; MM_DEBUG=1 shows the worker's traceback",
             ) from error
+
+
+def _records(error: DataError, index: int, replaced: bool) -> list[FailureRecord]:
+    """What is noted of a sample that can not be read, or of each part of it that can not."""
+    if not isinstance(error, PartsError):
+        return [FailureRecord(error.where or f"sample {index}", index, error.what, replaced=replaced)]
+    return [
+        FailureRecord(fault.where or f"part {part}", index, fault.what, part, error.of, replaced)
+        for part, fault in error.faults.items()
+    ]
 
 
 def _unchanged(item: Any) -> Any:

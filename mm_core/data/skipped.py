@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,9 @@ class SkipLedger:
     """Writes each skipped sample once and stops the run when too many are skipped.
 
     Several ranks may share the file: each line is appended under a lock, after a look at what the
-    others wrote. The share is of the distinct samples that this rank has met since it started.
+    others wrote. The share is of the distinct samples that this rank has met since it started. A part of a
+    sample counts as its share of the sample that it was first met in, and is listed by its own number: once,
+    whichever samples it belongs to in later epochs.
 
     Args:
         run_dir: the run's folder; `skipped.jsonl` is made in it with the first failure.
@@ -43,16 +45,16 @@ class SkipLedger:
         self.max_failed_share = max_failed_share
         self.min_draws = min_draws
         self.draws = 0
-        self._failed: set[int] = set()
+        self._failed: dict[tuple[bool, int], Fraction] = {}
         self._seen = bytearray()  # one byte a sample of the dataset
         self._seen_count = 0
         self._written: set[tuple[str, int]] = set()
         self._offset = 0
 
     @property
-    def failed(self) -> int:
-        """Distinct samples that could not be read."""
-        return len(self._failed)
+    def failed(self) -> float:
+        """Distinct samples that could not be read, and distinct parts as shares of samples."""
+        return float(sum(self._failed.values()))
 
     @property
     def seen(self) -> int:
@@ -71,7 +73,7 @@ class SkipLedger:
 
     def add(self, batch: Batch) -> None:
         """Enters a batch. DataError when the failed share has grown above the limit."""
-        self.draws += len(batch) + len(batch.failures)
+        self.draws += len(batch) + len({failure.index for failure in batch.failures if failure.replaced})
         for key in batch.keys:
             self._meet(key.index)
         self.record(batch.failures)
@@ -79,7 +81,7 @@ class SkipLedger:
         if batch.failures and self.draws >= self.min_draws and share > self.max_failed_share:
             last = batch.failures[-1]
             raise DataError(
-                f"{self.failed} of {self.seen} samples could not be read ({share:.0%}), more than "
+                f"{_short(self.failed)} of {self.seen} samples could not be read ({share:.0%}), more than "
                 f"data.loader.max_failed_share={self.max_failed_share:g} admits; "
                 f"the last: {last.id}: {last.reason}",
                 where=str(self.path),
@@ -90,8 +92,8 @@ class SkipLedger:
         """Counts failures and appends those that the file does not list yet."""
         for failure in failures:
             self._meet(failure.index)
-            self._failed.add(failure.index)
-        fresh = [failure for failure in failures if (failure.id, failure.index) not in self._written]
+            self._failed.setdefault((failure.part is None, _number(failure)), Fraction(1, failure.parts))
+        fresh = [failure for failure in failures if (failure.id, _number(failure)) not in self._written]
         if not fresh:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,9 +102,10 @@ class SkipLedger:
                 fcntl.flock(file, fcntl.LOCK_EX)
             self._catch_up(file)
             for failure in fresh:
-                if (failure.id, failure.index) not in self._written:
-                    file.write((json.dumps(asdict(failure), ensure_ascii=False) + "\n").encode())
-                    self._written.add((failure.id, failure.index))
+                if (failure.id, _number(failure)) not in self._written:
+                    line = {"id": failure.id, "index": _number(failure), "reason": failure.reason}
+                    file.write((json.dumps(line, ensure_ascii=False) + "\n").encode())
+                    self._written.add((failure.id, _number(failure)))
             file.flush()
             os.fsync(file.fileno())
             self._offset = file.tell()
@@ -124,3 +127,12 @@ class SkipLedger:
         if not self._seen[index]:
             self._seen[index] = 1
             self._seen_count += 1
+
+
+def _number(failure: FailureRecord) -> int:
+    """The sample's, or the part's own."""
+    return failure.index if failure.part is None else failure.part
+
+
+def _short(count: float) -> str:
+    return f"{count:.2f}".rstrip("0").rstrip(".")

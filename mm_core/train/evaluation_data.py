@@ -105,7 +105,7 @@ class EvaluationData:
 
 def without_failures(batch: Batch) -> Batch:
     """The same batch, with weight 0 on rows that another one stands in for."""
-    lost = {failure.index for failure in batch.failures}
+    lost = {failure.index for failure in batch.failures if failure.replaced}
     if not lost:
         return batch
     kept = torch.tensor([key.index not in lost for key in batch.keys], dtype=batch.weights.dtype)

@@ -28,7 +28,7 @@ class Predictions:
     def batch(self, batch: Batch, evaluation: Evaluation) -> None:
         """Adds a batch. Rows that could not be read are there with the reason."""
         mine = {key.index for key in batch.keys}  # and not those that were to stand in for one
-        lost = [failure for failure in batch.failures if failure.index in mine]
+        lost = [failure for failure in batch.failures if failure.replaced and failure.index in mine]
         self._rows |= {f.index: {"row": f.index, "id": f.id, "error": f.reason} for f in lost}
         columns = _columns(evaluation)
         sums = {name: values.tolist() for name, values in evaluation.sums.items()}

@@ -52,6 +52,15 @@ class Abandoned(Exception):
     """A rank was asked to stop; raised on all ranks at the same batch or forward."""
 
 
+_Failure = tuple[str, int, str, bool]
+"""Of a `FailureRecord`: id, index, reason, and whether another row stands in for it."""
+
+
+def _shown(failures: Sequence[_Failure]) -> str:
+    named = "; ".join(f"{name}: {reason}" for name, _, reason, _ in failures[:5])
+    return named + (f"; and {len(failures) - 5} more" if len(failures) > 5 else "")
+
+
 def _ignore(*_: Any) -> None:
     """Nobody listens."""
 
@@ -146,9 +155,11 @@ class Validator:
             metric.reset()
         totals: dict[str, float] = {}
         counted, weight = 0.0, 0.0
-        failures: list[tuple[str, int, str]] = []
+        failures: list[_Failure] = []
+        parts = 0.0
         while (batch := self._next(batches)) is not None:
-            failures += [(f.id, f.index, f.reason) for f in batch.failures]
+            failures += [(f.id, f.index, f.reason, f.replaced) for f in batch.failures]
+            parts += sum(not failure.replaced for failure in batch.failures)
             on_device = batch.to(self._engine.device, non_blocking=True)
             evaluation = self._task.evaluate(on_device, self._rng, self.settings.quantiles)
             counts = batch.weights > 0
@@ -160,9 +171,9 @@ class Validator:
                 metric.batch(on_device, evaluation)
             self._seen(batch, evaluation)
         names = sorted(totals)
-        own = [counted, weight, *(totals[name] for name in names)]
-        counted, weight, *sums = summed(torch.tensor(own, dtype=torch.float64)).tolist()
-        if counted < rows:
+        own = [counted, weight, parts, *(totals[name] for name in names)]
+        counted, weight, parts, *sums = summed(torch.tensor(own, dtype=torch.float64)).tolist()
+        if counted < rows or parts:
             self._tell(failures, rows - int(counted), rows)
         if weight <= 0:
             raise DataError("the rows weigh nothing together", where=f"data.{self.split}")
@@ -194,17 +205,22 @@ class Validator:
         if stopping.any():
             raise Abandoned
 
-    def _tell(self, failures: Sequence[tuple[str, int, str]], lost: int, rows: int) -> None:
-        """Names the rows that could not be read, once a process. Called by all ranks or none."""
+    def _tell(self, failures: Sequence[_Failure], lost: int, rows: int) -> None:
+        """Names the rows, and parts of rows, that could not be read, once a process. Called by all ranks or
+        none."""
         everyone = [row for rank in self._ranks.gather(list(failures)) for row in rank]
         fresh = sorted({row for row in everyone if row[:2] not in self._told})
         self._told |= {row[:2] for row in fresh}
-        if fresh:
-            shown = "; ".join(f"{name}: {reason}" for name, _, reason in fresh[:5])
-            more = f"; and {len(fresh) - 5} more" if len(fresh) > 5 else ""
+        whole, parts = ([row for row in fresh if row[3] is replaced] for replaced in (True, False))
+        if whole:
             self._note(
                 f"warning: {lost} of {rows} rows of data.{self.split} could not be read and count for "
-                f"nothing: {shown}{more}"
+                f"nothing: {_shown(whole)}"
+            )
+        if parts:
+            self._note(
+                f"warning: rows of data.{self.split} do without what could not be read of them: "
+                f"{_shown(parts)}"
             )
 
     def _figures(self, taken: set[str]) -> dict[str, float]:

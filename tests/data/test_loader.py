@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from mm_core.contracts import Batch, Randomness
+from mm_core.contracts import Batch, FailureRecord, Randomness
 from mm_core.data.loader import CodeError, MicroBatchLoader
 from mm_core.data.sampler import BatchPlan
 from mm_core.data.skipped import SkipLedger, UnreadableError
 from mm_core.data.video_text import VideoTextDataset
-from mm_core.errors import ContractError, DataError
+from mm_core.errors import ContractError, DataError, PartsError
 from mm_core.plugin.local import import_file, module_name
 
 
@@ -149,6 +149,33 @@ def test_an_unreadable_sample_is_replaced_and_reported() -> None:
 def test_replacements_are_found_while_any_sample_of_a_small_set_is_readable() -> None:
     batches = list(loader(Numbers(4, bad=(0, 1, 2)), end_step=2))
     assert {name for batch in batches for name in batch.ids} == {"n/3"}
+
+
+class Pairs(Numbers):
+    """Sample i is the numbers 2i and 2i + 1, without those in `bad`."""
+
+    def sample_at(self, index: int, rng: Randomness) -> dict[str, Any]:
+        own = (2 * index, 2 * index + 1)
+        faults = {n: DataError("it is broken", where=f"n/{n}") for n in own if n in self.bad}
+        if len(faults) == 2:
+            raise PartsError(faults, 2)
+        kept = sum(n for n in own if n not in faults)
+        return {"value": kept, "id": f"n/{index}", **({"missing": PartsError(faults, 2)} if faults else {})}
+
+    def collate(self, samples: list[dict[str, Any]]) -> Batch:
+        assert not any("missing" in sample for sample in samples)
+        return super().collate(samples)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_does_without_its_unreadable_parts(workers: int) -> None:
+    plan = BatchPlan(4, 2, 4, 0, "sequential", False)
+    first, second = loader(Pairs(4, bad=(2, 6, 7)), plan, end_step=1, workers=workers)
+    assert first.values.tolist() == [1, 3] and first.ids == ["n/0", "n/1"], "1 is 3 without its 2"
+    assert first.failures == [FailureRecord("n/2", 1, "it is broken", 2, 2, replaced=False)]
+    assert second.ids[1] != "n/3", "nothing is left of it"
+    lost = [(failure.index, failure.part) for failure in second.failures if failure.replaced]
+    assert lost == [(3, 6), (3, 7)]
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -89,3 +89,32 @@ def test_watching_a_loader_records_also_what_stops_it(tmp_path: Path) -> None:
     with pytest.raises(UnreadableError, match="nothing can be read"):
         next(watched)
     assert listed(tmp_path) == [5, 9]
+
+
+def parts(row: int, numbers: tuple[int, ...], of: int, replaced: bool = False) -> Batch:
+    """A sample `row` of which these parts could not be read."""
+    made = batch([row])
+    made.failures = [FailureRecord(f"p/{n}.png", row, "broken", n, of, replaced) for n in numbers]
+    return made
+
+
+def test_a_part_counts_as_its_share_of_a_sample_and_is_listed_by_its_own_number(tmp_path: Path) -> None:
+    ledger = SkipLedger(tmp_path, 0.1)
+    ledger.add(parts(0, (70,), of=4))
+    ledger.add(parts(1, (71, 72), of=2, replaced=True))
+    assert (ledger.failed, ledger.seen, ledger.draws) == (1.25, 2, 3)
+    ledger.add(parts(2, (70,), of=2))  # the next epoch puts it into another sample
+    assert ledger.failed == 1.25
+    assert listed(tmp_path) == [70, 71, 72]
+    SkipLedger(tmp_path, 0.1).add(parts(2, (70,), of=2))
+    assert listed(tmp_path) == [70, 71, 72]
+
+
+def test_many_parts_are_too_large_a_share(tmp_path: Path) -> None:
+    ledger = SkipLedger(tmp_path, 0.1)
+    for row in range(19):
+        ledger.add(parts(row, (row,) if row % 2 else (), of=4))
+    assert ledger.failed == 2.25
+    with pytest.raises(DataError, match=r"2\.5 of 20 samples could not be read \(12%\)") as caught:
+        ledger.add(parts(19, (19,), of=4))
+    assert "the last: p/19.png: broken" in str(caught.value)

@@ -30,7 +30,8 @@ class Conversations:
     """Conversations about images and videos, as `InternVLForConditionalGeneration` takes them.
 
     A sample is {"pieces": [{"input_ids", "labels": int64 [L]}, ...], "pixel_values": float32 [N,3,Y,X] of its
-    tiles, "id"}: one piece, or with `packing` those that share a row. Labels are -100 but where the assistant
+    tiles, "id"}: one piece, or with `packing` those that share a row, without the ones that can not be read
+    ("missing": their PartsError). Labels are -100 but where the assistant
     speaks. A batch's inputs are `input_ids`, `labels`, `pixel_values` (at least one tile: see `collate`), and
     `attention_mask`, or for packed rows `position_ids`.
 
@@ -154,7 +155,10 @@ class Conversations:
         if self.packs is None:
             tokens, pixels, name, answers = self._conversation(int(self.order[index]))
             return {"pieces": [_piece(tokens)], "pixel_values": pixels, "id": name, "answers": answers}
-        read = self._together(self.packs.members(index, seed, epoch))
+        members = self.packs.members(index, seed, epoch)
+        read, faults = self._together(members)
+        if not read:
+            raise PartsError(faults, len(members))
         total = sum(len(tokens.ids) for tokens, *_ in read)
         if total > self.packs.capacity:
             raise DataError(
@@ -167,19 +171,18 @@ class Conversations:
             "pieces": [_piece(tokens) for tokens, *_ in read],
             "pixel_values": torch.cat([pixels for _, pixels, *_ in read]),
             "id": ", ".join(name for _, _, name, _ in read),
+            **({"missing": PartsError(faults, len(members))} if faults else {}),
         }
 
-    def _together(self, members: Sequence[int]) -> list[_Read]:
-        """PartsError where some of them can not be read."""
-        read, faults = [], []
+    def _together(self, members: Sequence[int]) -> tuple[list[_Read], dict[int, DataError]]:
+        """The conversations that can be read, and what is wrong with each of the others."""
+        read, faults = [], {}
         for member in members:
             try:
                 read.append(self._conversation(int(self.order[member])))
             except DataError as fault:
-                faults.append(fault)
-        if faults:
-            raise PartsError(faults)
-        return read
+                faults[member] = fault
+        return read, faults
 
     def _conversation(self, number: int) -> _Read:
         """(tokens, pixels of the images and videos among them, name, answers that are right) of a row."""
