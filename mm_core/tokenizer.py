@@ -7,12 +7,21 @@ from typing import Any
 
 from mm_core.errors import CheckpointError, first_line
 
+_HINT = "name the tokenizer's own folder (tokenizer: or processor:) where it is not the model's"
+
 
 def open_tokenizer(folder: str, trust_remote_code: bool = False) -> Any:
     """The tokenizer in `folder`, whose Python files run only where they are trusted. CheckpointError when
     none can be made of what is there."""
     from transformers import AutoTokenizer
 
+    if not Path(folder).is_dir():
+        raise CheckpointError(
+            "there is no such folder, so no tokenizer can be made of it",
+            where=folder,
+            accepted="a folder that Transformers' AutoTokenizer opens",
+            hint="models are downloaded first: hf download NAME --local-dir DIR",
+        )
     try:
         # Said, for otherwise Transformers asks on the terminal whether to run a folder's code, and waits.
         tokenizer = AutoTokenizer.from_pretrained(
@@ -30,7 +39,7 @@ def open_tokenizer(folder: str, trust_remote_code: bool = False) -> Any:
             f"no tokenizer can be made of this folder: {first_line(fault)}",
             where=folder,
             accepted="a folder that Transformers' AutoTokenizer opens",
-            hint="set tokenizer: to the tokenizer's own folder where it is not the model's",
+            hint=_HINT,
         ) from fault
     # Of a folder without them Transformers makes one that knows no word.
     own = getattr(tokenizer, "vocab_files_names", {})  # none: of bytes, or of another library's
@@ -40,7 +49,7 @@ def open_tokenizer(folder: str, trust_remote_code: bool = False) -> Any:
             "no tokenizer can be made of this folder: it has none of the files of one",
             where=folder,
             accepted=", ".join(sorted(names)),
-            hint="set tokenizer: to the tokenizer's own folder where it is not the model's",
+            hint=_HINT,
         )
     tokenizer.padding_side = "right"
     if tokenizer.pad_token is None:
