@@ -12,7 +12,8 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -218,6 +219,21 @@ def memory_recorder() -> MemoryRecorder | None:
         return None
     memory = getattr(_module(device_type()), "memory", None)
     return MemoryRecorder(memory) if hasattr(memory, "_record_memory_history") else None
+
+
+@contextmanager
+def attention_of_any_length(device: torch.device) -> Iterator[None]:
+    """Has torch's attention leave out cuDNN, which it prefers on some accelerators: that plans each length
+    anew, some tenths of a second for every one that it has not seen. Other devices have nothing like it."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    if device.type != "cuda" or not before:
+        yield
+        return
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 def set_deterministic() -> None:

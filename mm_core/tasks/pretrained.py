@@ -26,6 +26,7 @@ from mm_core.contracts import (
 from mm_core.errors import ContractError, MMError, first_line
 from mm_core.tasks.chunked_loss import hold_back
 from mm_core.tasks.input_names import InputNames
+from mm_core.tasks.packed_attention import warn_of_dense
 from mm_core.tasks.pretrained_answers import Answers, Words, class_names
 from mm_core.tasks.pretrained_batches import CountLabels, limits_of
 from mm_core.tasks.pretrained_loss import RowLosses, check_returned, follow
@@ -115,6 +116,8 @@ class PretrainedTask(nn.Module):
         other names than the others, those of other ranks among them."""
         assert isinstance(batch, TextBatch)
         self._names[self.model.training].agree(batch.inputs)
+        if self.model.training and True not in self._checked:
+            warn_of_dense(self.model, batch.inputs)
         counts = batch.counts if batch.counts is not None else self._labels.counts(batch.inputs["labels"])
         weight = float(sum(w * n for w, n in zip(batch.weights.tolist(), counts, strict=True)))
         weights = batch.weights.to(next(iter(batch.inputs.values())).device, non_blocking=True)

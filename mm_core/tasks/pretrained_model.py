@@ -18,6 +18,7 @@ from mm_core.diffusion.hf_folder import ModelFolder, dtype_key
 from mm_core.errors import CheckpointError, ContractError, MMError, RunWarning, first_line, nearest
 from mm_core.parallel.freezing import covered
 from mm_core.parallel.initialise import keep_local_part
+from mm_core.tasks import packed_attention
 from mm_core.weights.formats import read_mapping
 
 _SEED = "mm_seed"
@@ -120,6 +121,7 @@ def _class_of(auto_class: str) -> Any:
 def _made(kind: Any, config: Any, wanted: PretrainedConfig, folder: Path) -> Any:
     options: dict[str, Any] = {dtype_key(): torch.float32}
     if wanted.attn_implementation is not None:
+        packed_attention.register()
         options["attn_implementation"] = wanted.attn_implementation
     automatic = hasattr(kind, "_model_mapping")
     make = kind.from_config if automatic else kind._from_config
@@ -129,7 +131,9 @@ def _made(kind: Any, config: Any, wanted: PretrainedConfig, folder: Path) -> Any
         raise _other_kind(kind, config, folder)
     try:
         with empty_parameters():
-            return make(config, **options)
+            model = make(config, **options)
+        packed_attention.check(model)
+        return model
     except MMError:
         raise
     except (OSError, ValueError, TypeError, AttributeError, LookupError, ImportError, RuntimeError) as fault:
