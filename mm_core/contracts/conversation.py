@@ -82,8 +82,18 @@ class AnswersInWords(Protocol):
         ...
 
     def answer(
-        self, inputs: Mapping[str, Tensor], decoding: Decoding, number: int, heard: Heard | None = None
-    ) -> str:
-        """The answer number `number`; called under no_grad with all modules on the device, by all ranks at
-        once where several share the model: what one asks does not change what another is answered."""
+        self,
+        questions: Sequence[Mapping[str, Tensor]],
+        decoding: Decoding,
+        numbers: Sequence[int],
+        heard: Heard | None = None,
+        stopped: Callable[[], bool] | None = None,
+    ) -> list[str]:
+        """The answers to questions, each a batch of one, which have these numbers. Called under no_grad with
+        all modules on the device, by all ranks at once where several share the model. What is asked beside a
+        question, here or on another rank, changes nothing of its answer.
+
+        heard: is told the answer to the first. stopped: asked after each token; once it says true, the
+        answers end here, and no rank goes on alone.
+        """
         ...

@@ -198,12 +198,17 @@ class PretrainedTask(nn.Module):
             self._asked = Answers(self.model, folder, _NEW_TOKENS, trusted, where="task.auto_class")
 
     def answer(
-        self, inputs: Mapping[str, Tensor], decoding: Decoding, number: int, heard: Heard | None = None
-    ) -> str:
-        """What the model says to one prompt, by its own `generate`."""
+        self,
+        questions: Sequence[Mapping[str, Tensor]],
+        decoding: Decoding,
+        numbers: Sequence[int],
+        heard: Heard | None = None,
+        stopped: Callable[[], bool] | None = None,
+    ) -> list[str]:
+        """What the model says to prompts, by its own `generate`."""
         self.check_answers()
         assert self._asked is not None
-        return self._asked.to(inputs, decoding, number, heard)
+        return self._asked.to(questions, decoding, numbers, heard, stopped)
 
     # -- the rest of the contract --------------------------------------------------------------
 

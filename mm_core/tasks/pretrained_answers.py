@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
-from mm_core.contracts import Decoding, Heard, Randomness, TextBatch
+from mm_core.contracts import Decoding, Heard, TextBatch
 from mm_core.errors import ContractError
+from mm_core.tasks.answer_tokens import Drawn, Stopped, joined
 from mm_core.tasks.pretrained_loss import IGNORED
 from mm_core.tokenizer import open_tokenizer
 
@@ -58,32 +59,31 @@ class Answers:
         given = {name: tensor for name, tensor in batch.inputs.items() if name != "labels"}
         labels = batch.inputs["labels"]
         given = given if self._composite else prompts(given, labels, self.tokenizer.pad_token_id)
-        found = self._generate(given, max_new_tokens=self.max_new_tokens, do_sample=False)
+        found = self._generate(given, self.max_new_tokens)
         wanted = batch.references or [(self._text(_first(row)),) for row in labels]
         return [self._text(row) for row in found], wanted
 
     def to(
-        self, inputs: Mapping[str, Tensor], decoding: Decoding, number: int, heard: Heard | None = None
-    ) -> str:
-        """The answer to one prompt, all of which is in `inputs`."""
-        options: dict[str, Any] = {"do_sample": False}
-        if decoding.temperature > 0:
-            options = {"do_sample": True, "temperature": decoding.temperature, "top_p": decoding.top_p}
-            options["top_k"] = 0  # where nothing is said, the library takes the 50 likeliest alone
-        listener = _Listener(self, heard) if heard is not None else None
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(Randomness(decoding.seed).seed32("answer", number))
-            (found,) = self._generate(
-                inputs,
-                max_new_tokens=decoding.max_new_tokens or self.max_new_tokens,
-                streamer=listener,
-                **options,
-            )
-        return self._text(found)
+        self,
+        questions: Sequence[Mapping[str, Tensor]],
+        decoding: Decoding,
+        numbers: Sequence[int],
+        heard: Heard | None = None,
+        stopped: Callable[[], bool] | None = None,
+    ) -> list[str]:
+        """The answers to prompts, generated together; what is asked beside a prompt changes nothing of its
+        answer. heard: of the first one. stopped: asked after each token whether this is enough."""
+        given = joined(questions, self.tokenizer.pad_token_id, left=not self._composite)
+        found = self._generate(
+            given,
+            decoding.max_new_tokens or self.max_new_tokens,
+            streamer=_Listener(self, heard) if heard is not None else None,
+            logits_processor=[Drawn(decoding, numbers)] if decoding.temperature > 0 else None,
+            stopping_criteria=[Stopped(stopped)] if stopped is not None else None,
+        )
+        return [self._text(row) for row in found]
 
-    def _generate(
-        self, given: Mapping[str, Tensor], streamer: _Listener | None = None, **options: Any
-    ) -> Tensor:
+    def _generate(self, given: Mapping[str, Tensor], max_new_tokens: int, **listening: Any) -> Tensor:
         """[B, up to max_new_tokens]: what follows the prompts."""
         sharded = isinstance(self.model, FSDPModule)
         if sharded and not self._gathers:
@@ -91,12 +91,11 @@ class Answers:
             register_fsdp_forward_method(self.model, "generate")
             self._gathers = True
         settings = copy.deepcopy(self._settings)
-        for name, value in options.items():
-            setattr(settings, name, value)
+        settings.max_new_tokens = max_new_tokens
         found: Tensor = self.model.generate(
             **given,
             generation_config=settings,
-            streamer=streamer,
+            **listening,
             synced_gpus=dist.is_initialized() and dist.get_world_size() > 1,
         )
         # A decoder of its own begins with one token, which for some models is also the end.
@@ -120,12 +119,12 @@ class _Listener:
         self._told = ""
 
     def put(self, tokens: Tensor) -> None:
-        """The prompt first, then each token. What may still change is held back: half a character, and
-        white space that may be the last."""
+        """The prompt first, then each token, of the first row. What may still change is held back: half a
+        character, and white space that may be the last."""
         if self._tokens is None:
             self._tokens = []
             return
-        self._tokens += tokens.flatten().tolist()
+        self._tokens += tokens.flatten()[:1].tolist()
         self._tell(self.answers.text(self._tokens).rstrip("\ufffd"))
 
     def end(self) -> None:
@@ -178,14 +177,9 @@ def prompts(inputs: Mapping[str, Tensor], labels: Tensor, pad: int) -> dict[str,
     others = any(tensor.shape != ids.shape for tensor in cut.values())
     hidden = (ids != pad) & ~asked & others
     orders = [_order(*rows) for rows in zip(asked, hidden, strict=True)]
-    longest = max(map(len, orders))
-    for name, tensor in cut.items():
-        if tensor.shape == ids.shape:
-            padded = tensor.new_full((len(ids), longest), pad if name == "input_ids" else 0)
-            for row, order in enumerate(orders):
-                padded[row, longest - len(order) :] = tensor[row, order]
-            cut[name] = padded
-    return cut
+    tokens = {name: tensor for name, tensor in cut.items() if tensor.shape == ids.shape}
+    rows = [{name: t[row, order][None] for name, t in tokens.items()} for row, order in enumerate(orders)]
+    return {**cut, **joined(rows, pad)}
 
 
 def _order(asked: Tensor, hidden: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ class Speaker:
         self, inputs: Mapping[str, Tensor], decoding: Decoding, number: int, heard: Heard | None = None
     ) -> str:
         moved = {name: tensor.to(self.device) for name, tensor in inputs.items()}
-        return self.task.answer(moved, decoding, number, heard)
+        return self.task.answer([moved], decoding, [number], heard)[0]
 
 
 @contextmanager
