@@ -96,7 +96,8 @@ class TextBatch(Batch):
         [B] or [B,K] of rows, or [B,L] int64 of tokens, -100 where there is nothing to learn.
     counts: of each row, how many labels its loss is over. tokens: of all rows, without padding. Both are
         filled by the task's batch transform in the worker.
-    references: of each row, the answers in words that an evaluation takes for right; None: the labels'.
+    references: of each row, the answers in words that an evaluation takes for right; () of a row, or None:
+        those of its last labels.
     """
 
     inputs: dict[str, Tensor]

@@ -23,9 +23,9 @@ Words = tuple[list[str], list[tuple[str, ...]]]
 
 
 class Answers:
-    """Generates from a prompt; of a batch, greedily from what stands before the first label of each row. An
-    encoder's input is all prompt. What the folder's generation_config.json says beside the choice of tokens
-    (a penalty of repetition, say) holds here as it does in the library.
+    """Generates from a prompt; of a batch, greedily from what stands before the last labels of each row: what
+    was asked last, after all that was said before. An encoder's input is all prompt. What the folder's
+    generation_config.json says beside the choice of tokens (a penalty of repetition, say) holds here too.
 
     Args:
         model: of Transformers. folder: its own, with a tokenizer. max_new_tokens: of an answer.
@@ -60,8 +60,16 @@ class Answers:
         labels = batch.inputs["labels"]
         given = given if self._composite else prompts(given, labels, self.tokenizer.pad_token_id)
         found = self._generate(given, self.max_new_tokens)
-        wanted = batch.references or [(self._text(_first(row)),) for row in labels]
+        given_answers = batch.references or [()] * len(labels)
+        wanted = [
+            known or (self._text(row[last]),)
+            for known, row, last in zip(given_answers, labels, self._answered(labels), strict=True)
+        ]
         return [self._text(row) for row in found], wanted
+
+    def _answered(self, labels: Tensor) -> Tensor:
+        """[B,L] bool: which labels the answers are held against."""
+        return labels != IGNORED if self._composite else _last_labels(labels)
 
     def to(
         self,
@@ -147,8 +155,8 @@ def class_names(config: Any, predictions: Tensor, labels: Tensor, batch: TextBat
 
 
 def prompts(inputs: Mapping[str, Tensor], labels: Tensor, pad: int) -> dict[str, Tensor]:
-    """The inputs of a causal model up to each row's first label, padded on the left. ContractError for a row
-    that begins with a label.
+    """The inputs of a causal model up to each row's last run of labels, padded on the left. ContractError for
+    a row that begins with it.
 
     What is no row of tokens (images) stays as it is, and so do all tokens then, since some stand for images:
     those behind the prompt are hidden, and moved before its last token, which generation goes on from.
@@ -161,13 +169,10 @@ def prompts(inputs: Mapping[str, Tensor], labels: Tensor, pad: int) -> dict[str,
             where="task.max_new_tokens",
             hint="evaluate a dataset that does not pack",
         )
-    known = labels != IGNORED
-    places = torch.arange(ids.shape[1], device=ids.device)
-    first = torch.where(known.any(1), known.int().argmax(1), ids.shape[1])
-    asked = (places < first[:, None]) & (mask > 0)
+    asked = (_last_labels(labels).cumsum(1) == 0) & (mask > 0)
     if not bool(asked.any(1).all()):
         raise ContractError(
-            "a row has nothing before its first label, so there is no prompt to answer",
+            "a row has nothing before its last labels, so there is no prompt to answer",
             where="task.max_new_tokens",
             accepted="labels of -100 on the prompt",
             hint="leave task.max_new_tokens out where texts are learnt as a whole",
@@ -188,11 +193,11 @@ def _order(asked: Tensor, hidden: Tensor) -> Tensor:
     return torch.cat([shown[:-1], hidden.nonzero().flatten(), shown[-1:]])
 
 
-def _first(labels: Tensor) -> Tensor:
-    """The first run of labels that count, of one row."""
+def _last_labels(labels: Tensor) -> Tensor:
+    """[B,L] bool: where each row's last run of labels that count is."""
     known = (labels != IGNORED).int()
-    runs = torch.cumsum((torch.diff(known, prepend=known.new_zeros(1)) > 0).int(), 0)
-    return labels[(known > 0) & (runs == 1)]
+    runs = (known.diff(dim=1, prepend=torch.zeros_like(known[:, :1])) > 0).cumsum(1)
+    return (known > 0) & (runs == runs[:, -1:])
 
 
 def _settings(model: Any) -> Any:

@@ -106,13 +106,21 @@ def test_an_answer_ends_where_the_folder_says(folders, tmp_path):
     assert found_of(task_of(tmp_path / "ends", "qwen3"), questions()).texts[0] == ""
 
 
-def test_of_several_answers_the_first_counts_and_a_dataset_may_name_others(folders):
-    task = task_of(folders("qwen3"), "qwen3")
+def test_of_several_answers_the_last_counts_and_a_dataset_may_name_others(folders):
+    folder = folders("qwen3")
+    task = task_of(folder, "qwen3")
     batch = questions(second=(17, 18))
-    assert found_of(task, batch).references[0] == ("w13 w14",)
-    assert found_of(task, batch).texts == found_of(task, questions()).texts
-    batch.references = [("one", "two"), ("three",), ("four",)]
-    assert found_of(task, batch).references == batch.references
+    found = found_of(task, batch)
+    assert found.references[0] == ("w17 w18",)
+    # What was said before stays in the prompt.
+    theirs = transformers.Qwen3ForCausalLM.from_pretrained(folder).eval()
+    prompt = torch.tensor([[*PROMPTS[0], *ANSWERS[0], 3]])
+    said = theirs.generate(prompt, max_new_tokens=6, do_sample=False)[0, prompt.shape[1] :]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert found.texts[0] == tokenizer.decode(said, skip_special_tokens=True)
+    assert found.texts[1:] == found_of(task, questions()).texts[1:]
+    batch.references = [("one", "two"), (), ("four",)]
+    assert found_of(task, batch).references == [("one", "two"), ("w21",), ("four",)]
 
 
 def test_an_encoder_answers_its_whole_input(folders):
@@ -156,7 +164,7 @@ def test_what_can_not_be_answered_is_a_sentence(folders, tmp_path):
         PretrainedTask(str(wordless), "AutoModelForCausalLM", max_new_tokens=3)
     task, batch = task_of(folders("qwen3"), "qwen3"), questions()
     batch.inputs["labels"][1] = batch.inputs["input_ids"][1]
-    with pytest.raises(ContractError, match="a row has nothing before its first label") as fault:
+    with pytest.raises(ContractError, match="a row has nothing before its last labels") as fault:
         found_of(task, batch)
     assert fault.value.hint == "leave task.max_new_tokens out where texts are learnt as a whole"
     packed = questions()

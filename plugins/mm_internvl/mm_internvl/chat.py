@@ -27,11 +27,13 @@ class Shown:
 
 @dataclass(frozen=True)
 class Tokens:
-    """ids, labels: [L] int64. shown: how many of the conversation's images and videos are within."""
+    """ids, labels: [L] int64. shown: how many of the conversation's images and videos are within. whole: none
+    of it was cut off."""
 
     ids: Tensor
     labels: Tensor
     shown: int
+    whole: bool
 
 
 @dataclass
@@ -103,7 +105,7 @@ class Chat:
                 where=where,
                 hint="raise max_length of the dataset, or split the conversation",
             )
-        return Tokens(ids[:length].clone(), labels[:length].clone(), kept)
+        return Tokens(ids[:length].clone(), labels[:length].clone(), kept, whole=length == len(ids))
 
     def prompt(self, turns: Sequence[Turn], shown: Sequence[Shown], where: str) -> Tensor:
         """[L] int64: the tokens of turns, up to where the assistant goes on. DataError as of `tokens`, and

@@ -185,14 +185,15 @@ class Conversations:
         return read, faults
 
     def _conversation(self, number: int) -> _Read:
-        """(tokens, pixels of the images and videos among them, name, answers that are right) of a row."""
+        """(tokens, pixels of the images and videos among them, name, answers to what is asked last) of a row.
+        Without answers of its own, those of its labels are right."""
         row = self.rows[number]
         said, shown, tokens = self._measured(row)
         pixels = [self.pictures.none()]
         for (_, path), medium in zip(said.media[: tokens.shown], shown, strict=False):
             pixels.append(self.pictures.pixels(self._path(row, path), medium))
-        answers = said.answers or next(turn.texts for turn in said.turns if turn.role == "assistant")
-        return tokens, torch.cat(pixels), self._name(row), answers
+        answered = tokens.whole and said.turns[-1].role == "assistant"
+        return tokens, torch.cat(pixels), self._name(row), said.answers if answered else ()
 
     def _measured(self, row: RawRow) -> tuple[Conversation, list[Shown], Tokens]:
         """What a row says and shows, and its tokens; of images and videos, only the headers are read."""

@@ -297,36 +297,33 @@ def _train(run: Path) -> dict:
     return {key: value for key, value in stored.items() if value is not None}
 
 
-def test_an_evaluation_answers_the_first_question_of_each_row(place, run, tmp_path, capsys):
-    """Alone and in one batch: rows without an image, with several, and with some behind the question."""
-    rows = data.ROWS
+def test_an_evaluation_answers_the_last_question_of_each_row_as_mm_sample_does(place, run, tmp_path, capsys):
+    """Alone and in one batch: rows without an image, with several, with images asked about before."""
+    rows = [*data.ROWS, {**data.ROWS[5], "answers": ["12", "twelve"]}]
     files = data.write(place / "files" / "held.jsonl", rows)
     alone, one = evaluated(capsys, run, files, tmp_path / "1.jsonl", "train.micro_batch_size=1")
-    assert [row["text"] for row in one] == _first_answers(capsys, run, place, tmp_path)
+    out = tmp_path / "asked.jsonl"
+    mm(capsys, "sample", "--run", run, "--prompts", files, "--max-new-tokens", 6, "--out", out)
+    asked = lines(out)
+    for name in ("text", "references"):
+        assert [row[name] for row in one] == [row[name] for row in asked]
     assert len({row["text"] for row in one}) > 2
-    assert [row["references"] for row in one][:3] == [["a colour"], ["a picture"], ["the image"]]
+    assert [row["references"] for row in one][:3] == [["a colour"], ["a picture"], ["red"]]
+    assert one[6]["references"] == ["12", "twelve"] and one[6]["text"] == one[5]["text"]
     together, all_ = evaluated(capsys, run, files, tmp_path / "4.jsonl", "train.micro_batch_size=4")
     assert [row["text"] for row in all_] == [row["text"] for row in one]
     assert together == pytest.approx(alone, rel=1e-5)
 
 
-def _first_answers(capsys, run: Path, place: Path, tmp_path: Path) -> list[str]:
-    """What `mm sample` says to the first question of each row alone."""
-    asked = []
-    for row in data.ROWS:
-        style = "conversations" if "conversations" in row else "messages"
-        number = next(n for n, turn in enumerate(row[style]) if turn.get("from", turn.get("role")) in HEARD)
-        first = json.dumps(row[style][:number])
-        images = row.get("image", [])
-        images = images if isinstance(images, list) else [images]
-        asked.append({**row, style: row[style][:number], "image": images[: first.count("<image>")]})
-    file = data.write(place / "files" / "asked.jsonl", asked)
-    out = tmp_path / "asked.jsonl"
-    mm(capsys, "sample", "--run", run, "--prompts", file, "--max-new-tokens", 6, "--out", out)
-    return [row["text"] for row in lines(out)]
-
-
-HEARD = ("gpt", "assistant")
+def test_answers_belong_to_what_is_asked_last_and_no_cut_takes_that_away(place, run, tmp_path, capsys):
+    """A row cut before its last answer, and one that ends with a question, are asked the one before."""
+    long = data.asked("what is red?", "a colour", "and this?", "a number " * 200, answers=["no"])
+    open_ = data.asked("what is red?", "a colour", "and blue?", answers=["no"])
+    file = data.write(place / "files" / "cut.jsonl", [long, open_, data.ROWS[0]])
+    _, found = evaluated(capsys, run, file, tmp_path / "c.jsonl", "data.validation.max_length=32")
+    assert found[1]["text"] == found[2]["text"]
+    assert found[1]["references"] == found[2]["references"] == ["a colour"]
+    assert found[0]["references"] != ["no"]
 
 
 def test_any_of_several_answers_is_right(place, run, tmp_path, capsys):
