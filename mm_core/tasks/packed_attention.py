@@ -47,18 +47,22 @@ def register() -> None:
 
 def check(model: nn.Module) -> None:
     """ContractError for a model that computes some of its attention otherwise than through `sdpa`."""
+    own = _own_attention(model)
+    if own is not None and own.config._attn_implementation == NAME:
+        raise ContractError(
+            f"{type(own).__name__} computes attention in a way of its own, which {NAME} can not replace",
+            where="task.attn_implementation",
+            accepted="models that leave their attention to Transformers' AttentionInterface",
+            hint="leave attn_implementation out",
+        )
+
+
+def _own_attention(model: nn.Module) -> Any:
+    """The first model within a model whose attention can not be chosen; None where there is none."""
     from transformers import PreTrainedModel
 
-    for module in model.modules():
-        if not isinstance(module, PreTrainedModel) or module.config._attn_implementation != NAME:
-            continue
-        if not (module._supports_sdpa and module._supports_attention_backend):
-            raise ContractError(
-                f"{type(module).__name__} computes its attention by itself, not by {NAME}",
-                where="task.attn_implementation",
-                accepted="models whose attention Transformers lets one choose",
-                hint="leave attn_implementation out",
-            )
+    within = (module for module in model.modules() if isinstance(module, PreTrainedModel))
+    return next((m for m in within if not (m._supports_sdpa and m._supports_attention_backend)), None)
 
 
 def packed_mask(*sizes: Any, **asked: Any) -> Tensor | CausalPieces | None:
@@ -114,11 +118,12 @@ def warn_of_dense(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
         return
     config: Any = model.config
     chosen = config.get_text_config()._attn_implementation
-    if chosen in _DENSE and bool((positions[:, 1:] != positions[:, :-1] + 1).any()):
+    packed = chosen in _DENSE and bool((positions[:, 1:] != positions[:, :-1] + 1).any())
+    if packed and _own_attention(model) is None:
         length = positions.shape[1]
         warnings.warn(
             f"rows are packed, and {chosen} computes attention over all of a row: {length} x {length}; "
-            f"task.attn_implementation: {NAME} computes each piece alone, and equals it",
+            f"task.attn_implementation: {NAME} computes each piece alone, which comes to the same",
             RunWarning,
             stacklevel=2,
         )

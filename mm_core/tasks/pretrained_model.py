@@ -137,6 +137,13 @@ def _made(kind: Any, config: Any, wanted: PretrainedConfig, folder: Path) -> Any
     except MMError:
         raise
     except (OSError, ValueError, TypeError, AttributeError, LookupError, ImportError, RuntimeError) as fault:
+        if isinstance(fault, KeyError) and fault.args == (wanted.attn_implementation,):
+            raise ContractError(
+                f"the model of this folder knows no attention {wanted.attn_implementation!r}",
+                where="task.attn_implementation",
+                accepted="eager, sdpa: it does not let one choose any other function",
+                hint="leave attn_implementation out",
+            ) from fault
         if automatic and kind.__name__ in _code_of(folder):
             raise _untrusted(folder, wanted, _no_model(kind, folder, fault)) from fault
         if automatic and type(config) not in kind._model_mapping:
