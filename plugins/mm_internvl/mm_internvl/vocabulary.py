@@ -1,15 +1,16 @@
 """What a model's folder says of conversations: its chat template, and the tokens that stand for pictures.
 
-The template is rendered twice: as the conversation is, and with a mark in the place of each thing that the
-assistant says. What stands between the marks is the template's own; that it is the same around the real words
-is checked, so a template that rewrites a turn is noticed. Learnt is what the model has to write after the
-prompt of a generation: from there to the token that ends the turn, that one included.
+Learnt is what the model has to write after the prompt of a generation: from there to the token that ends the
+turn, that one included. Templates of models that think (Qwen3's) show no thoughts of answers before the last
+question, so that a model does not read them. A turn without its thought is read and not learnt: after its
+prompt the model would have had to think first, and learning the answer there would teach it not to. A turn
+that had no thought of its own is learnt as it is shown.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,8 @@ from typing import Any
 from mm_core.errors import CheckpointError
 from mm_core.tokenizer import open_tokenizer
 from mm_internvl.rows import PLACEHOLDER, Medium, Turn
+from mm_internvl.spans import THOUGHT_TAGS, Marks, Place, Said
 from mm_internvl.tiling import tokens_of_tile
-
-_AS_GIVEN: tuple[Callable[[str], str], ...] = (str, str.strip, lambda text: text.lstrip("\n"))
-"""What templates do to the words of a turn."""
-
 
 _PICTURE_TOKENS = {
     "start_image": "<img>",
@@ -81,8 +79,10 @@ class Vocabulary:
     def structure(self) -> tuple[str, ...]:
         """Special tokens that mean something to the template or the model, and must not be said."""
         text = self.rendered([{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}])
-        special = [token for token in self.tokenizer.all_special_tokens if token in text]
-        return (*special, *self._around(), self.names["context_image"])
+        ends = {self.tokenizer.eos_token, self.tokenizer.pad_token, self.tokenizer.bos_token}
+        special = [token for token in self.tokenizer.all_special_tokens if token in text or token in ends]
+        free = {*THOUGHT_TAGS}  # tokens of their own where a folder makes them special
+        return (*(t for t in special if t not in free), *self._around(), self.names["context_image"])
 
     def rendered(self, messages: Sequence[Mapping[str, Any]], prompt: bool = False) -> str:
         """What the chat template makes of messages; prompt: with the head of the assistant's next turn."""
@@ -101,34 +101,35 @@ class Vocabulary:
         """([start, end) in characters of each thing to learn, the conversation's text)."""
         text = self.rendered(messages)
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        edge = next(mark for mark in map(chr, range(0xE000, 0xF8FF)) if mark not in text)
-        marked = [
-            {**message, "content": f"{edge}{number}{edge}"} if number in turns else message
-            for number, message in enumerate(messages)
-        ]
-        around = _split(self.rendered(marked), [f"{edge}{number}{edge}" for number in turns])
-        for change in _AS_GIVEN:
-            said = [change(messages[number]["content"]) for number in turns]
-            if around is not None and text == _joined(around, said):
-                return self._learnt(around, said), text
-        raise Fault(
-            "the chat template changes what the assistant says, or shows it more or less than once",
-            "leave out what it takes away (thoughts of earlier turns, say), or use another template",
-        )
-
-    def _learnt(self, around: Sequence[str], said: Sequence[str]) -> list[tuple[int, int]]:
-        spans, place = [], 0
-        for before, words, behind in zip(around, said, around[1:], strict=False):
-            place += len(before)
-            # What the template puts between the head and the words, the model has to write as well.
-            start = (
-                place - (len(before) - before.rfind(self.head) - len(self.head))
-                if self.head in before
-                else place
+        marks = Marks(text, [Said.of(messages[number]["content"]) for number in turns])
+        marked = list(messages)
+        for turn, number in enumerate(turns):
+            marked[number] = {**messages[number], "content": marks.content(turn)}
+        places = marks.places(self.rendered(marked))
+        if places is None:
+            raise Fault(
+                "the chat template changes what the assistant says, or shows it more or less than once",
+                "a thought stands before its answer, between <think> and </think>; else use another template",
             )
-            place += len(words)
-            spans.append((start, place + self._ending(behind)))
-        return spans
+        shown = [place for place in places if place is not None]
+        if turns and not shown:
+            raise Fault(
+                "the chat template leaves out the thought of everything that the assistant says",
+                "end the row with an answer, whose thought a template keeps, or use another template",
+            )
+        return [self._learnt(place) for place in shown], text
+
+    def _learnt(self, place: Place) -> tuple[int, int]:
+        start = place.start
+        # A turn may have no part in the thought that the head opens, or that it forbids by an empty one.
+        for head in (self.head, self.head.partition(THOUGHT_TAGS[0])[0]):
+            if head and head in place.before:
+                # What the template puts between the head and the words, the model has to write as well.
+                start -= len(place.before) - place.before.rfind(head) - len(head)
+                break
+        else:
+            start -= len(place.opening) if place.before.endswith(place.opening) else 0
+        return start, place.end + self._ending(place.behind)
 
     @cached_property
     def head(self) -> str:
@@ -171,18 +172,3 @@ def message_of(turn: Turn, known: Vocabulary) -> dict[str, Any]:
         texts = (part["text"] if part["type"] == "text" else f"{names[part['type']]}\n" for part in parts)
         return {"role": turn.role, "content": "".join(texts)}
     return {"role": turn.role, "content": parts}
-
-
-def _split(text: str, marks: Sequence[str]) -> list[str] | None:
-    """What stands around marks that come once each, in order; None otherwise."""
-    parts = []
-    for mark in marks:
-        before, found, text = text.partition(mark)
-        if not found:
-            return None
-        parts.append(before)
-    return None if any(mark in text for mark in marks) else [*parts, text]
-
-
-def _joined(around: Sequence[str], said: Sequence[str]) -> str:
-    return "".join(part + words for part, words in zip(around, (*said, ""), strict=True))

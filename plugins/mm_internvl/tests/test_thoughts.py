@@ -1,0 +1,234 @@
+"""Labels of conversations in which the assistant thinks, under templates that show it and that do not."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mm_internvl.chat import IGNORED, Chat, Shown
+from mm_internvl.rows import conversation
+from mm_internvl.testing import CHAT_TEMPLATE, SPECIALS, TOKENS, make_tiny_checkpoint
+from transformers import AutoTokenizer
+
+from mm_core.errors import DataError
+
+EMPTY = "<think>\n\n</think>\n\n"
+THINKING = """
+{%- set asked = namespace(at=messages|length) -%}
+{%- for one in messages %}{% if one.role == 'user' %}{% set asked.at = loop.index0 %}{% endif %}{% endfor -%}
+{%- for one in messages -%}
+  {%- set parts = one.content.split('</think>') if one.role == 'assistant' else [one.content] -%}
+  {%- set thought = parts[0].split('<think>')[-1].strip('\\n') if parts|length > 1 else '' -%}
+  {%- set words = parts[-1].lstrip('\\n') if parts|length > 1 else one.content -%}
+  {{- '<|im_start|>' + one.role + '\\n' -}}
+  {%- if one.role == 'assistant' and loop.index0 > asked.at and (loop.last or thought) -%}
+    {{- '<think>\\n' + thought + '\\n</think>\\n\\n' + words.lstrip('\\n') -}}
+  {%- else -%}
+    {{- words -}}
+  {%- endif -%}
+  {{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif -%}
+"""
+"""What Qwen3's template makes of thoughts: those before the last question are left out, and the last answer
+begins with an empty one where it has none."""
+
+
+def shows(change: str) -> str:
+    """A template that shows of every turn what this expression makes of it."""
+    return CHAT_TEMPLATE.replace("{{ message['content'] }}", f"{{{{ message['content']{change} }}}}")
+
+
+ASKS = "{{ '<|im_start|>assistant\\n' }}"
+TEMPLATES = {
+    "Qwen3": THINKING,
+    "the prompt opens the thought": THINKING.replace(ASKS, "{{ '<|im_start|>assistant\\n<think>\\n' }}"),
+    "the prompt forbids to think": THINKING.replace(
+        ASKS, "{{ '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' }}"
+    ),
+    "everything as it is": CHAT_TEMPLATE,
+    "white space taken off": shows(" | trim"),
+}
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    made = {}
+    for name, template in TEMPLATES.items():
+        folder = make_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+        (folder / "chat_template.jinja").write_text(template)
+        made[name] = Chat(str(folder), 100_000), AutoTokenizer.from_pretrained(folder)
+    return made
+
+
+WORDS = [
+    *("what", " is", " colour", "assistant\n", "?", "7", "\n", "\n\n", " ", "\r\n", "\r", "\t", "\u2028"),
+    *("你好", "e\u0301", "\u0301", "\u1100\u1161", "\u0344", "a\u0307\u0323", "\u0338", "😀", "{{ x }}", "<"),
+]
+words = st.lists(st.sampled_from(WORDS), max_size=5).map("".join)
+thoughts = st.sampled_from(
+    [
+        *("{a}", "{a}", "<think>\n{t}\n</think>\n\n{a}", "<think>{t}</think>{a}", "{t}</think>\n\n{a}"),
+        *("\n<think>\n{t}</think> {a}", f"{EMPTY}{{a}}", "<think></think>{a}", "<think>{a}"),
+    ]
+)
+
+
+@st.composite
+def conversations(draw):
+    """(roles and texts, tiles of each image)."""
+    turns = [("system", draw(words))] if draw(st.booleans()) else []
+    for _ in range(draw(st.integers(1, 3))):
+        turns += [("user", draw(st.sampled_from(["", "<image>\n"])) + draw(words))]
+        for _ in range(draw(st.sampled_from([1, 1, 1, 2]))):
+            turns += [("assistant", draw(thoughts).replace("{t}", draw(words)).replace("{a}", draw(words)))]
+    images = sum("<image>" in text for _, text in turns)
+    return turns, draw(st.lists(st.integers(1, 3), min_size=images, max_size=images))
+
+
+def expected(tokenizer, turns, tiles):
+    """(ids, labels): for each turn of the assistant, what the template alone makes of it as the last one, and
+    what it makes of it in the whole."""
+    counts = iter(tiles)
+    messages = []
+    for role, text in turns:
+        if "<image>" in text:
+            text = text.replace("<image>", f"<img>{'<IMG_CONTEXT>' * TOKENS * next(counts)}</img>")
+        messages.append({"role": role, "content": text})
+    rendered = lambda *args, **more: tokenizer.apply_chat_template(*args, tokenize=False, **more)  # noqa: E731
+    whole = rendered(messages)
+    text, learnt = "", []
+    for number, message in enumerate(messages):
+        opening = f"<|im_start|>{message['role']}\n"
+        seen = whole.split("<|im_start|>")[number + 1].removeprefix(f"{message['role']}\n")
+        begin = len(in_bytes(text + opening))
+        text += opening + seen
+        if message["role"] != "assistant":
+            continue
+        asked = rendered(messages[:number], add_generation_prompt=True).rpartition(opening)[2]
+        alone = rendered(messages[: number + 1]).split(opening)[-1]
+        before, closed, _ = message["content"].partition("</think>")
+        thinks = bool(closed and before.removeprefix("\n").removeprefix("<think>").strip())
+        if seen != alone and thinks:
+            assert "</think>" not in seen  # read, not learnt
+            continue
+        if seen != alone:
+            assert re.sub(r"^<think>\s*</think>\n*", "", alone) == seen.lstrip("\n")
+        begin += len(asked) if seen.startswith(asked) else 0
+        learnt.append((begin, len(in_bytes(text.removesuffix("\n")))))
+    assert text == whole
+    ids = tokenizer(whole, add_special_tokens=False)["input_ids"]
+    place, labels = 0, []
+    for token in ids:
+        labels.append(token if any(begin <= place < end for begin, end in learnt) else IGNORED)
+        place += len(tokenizer.convert_ids_to_tokens(token))  # of a byte-level token, a character a byte
+    assert place == len(in_bytes(whole))
+    return ids, labels
+
+
+def in_bytes(text: str) -> bytes:
+    """What tokens are made of: composed characters, special tokens left alone."""
+    pieces = re.split("(" + "|".join(map(re.escape, SPECIALS)) + ")", text)
+    return "".join(p if p in SPECIALS else unicodedata.normalize("NFC", p) for p in pieces).encode()
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(made=conversations(), name=st.sampled_from(list(TEMPLATES)))
+def test_every_label_is_right(chats, made, name):
+    turns, tiles = made
+    chat, tokenizer = chats[name]
+    row = {"messages": [{"role": role, "content": text} for role, text in turns]}
+    row["images"] = [f"{n}.png" for n in range(len(tiles))]
+    ids, labels = expected(tokenizer, turns, tiles)
+    shown = [Shown("image", (count,)) for count in tiles]
+    if all(label == IGNORED for label in labels):
+        with pytest.raises(DataError, match="leaves out the thought of everything"):
+            chat.tokens(conversation(row, "row"), shown, "row")
+        return
+    tokens = chat.tokens(conversation(row, "row"), shown, "row")
+    assert tokens.ids.tolist() == ids
+    assert tokens.labels.tolist() == labels
+
+
+# -- what is read, and what is not -----------------------------------------------------------------
+
+
+@pytest.fixture
+def said(tmp_path):
+    """What a template makes of turns: (all that the model reads, all that it learns), as text."""
+    folder = make_tiny_checkpoint(tmp_path / "tiny")
+
+    def read(template, *turns):
+        (folder / "chat_template.jinja").write_text(template)
+        chat = Chat(str(folder), 400)
+        roles = ("user", "assistant") * len(turns)
+        row = {"messages": [{"role": r, "content": c} for r, c in zip(roles, turns, strict=False)]}
+        found = chat.tokens(conversation(row, "row"), [], "row")
+        learnt = [token for token in found.labels.tolist() if token != IGNORED]
+        return chat.tokenizer.decode(found.ids.tolist()), chat.tokenizer.decode(learnt)
+
+    return read
+
+
+def test_the_last_thought_is_learnt_and_an_answer_without_its_thought_is_not(said):
+    turns = ("what", "<think>\nit is a\n</think>\n\nred", "which", "blue", "in", "<think>of</think>green")
+    read, learnt = said(THINKING, *turns)
+    assert "<|im_start|>assistant\nred<|im_end|>" in read and "it is a" not in read
+    assert learnt == "blue<|im_end|><think>\nof\n</think>\n\ngreen<|im_end|>"
+    assert said(CHAT_TEMPLATE, *turns)[1] == "<|im_end|>".join([*turns[1::2], ""])
+
+
+def test_an_empty_thought_is_none(said):
+    plain, empty = ("what", "red", "which", "blue"), ("what", f"{EMPTY}red", "which", f"{EMPTY}blue")
+    assert said(THINKING, *empty) == said(THINKING, *plain)
+    assert said(THINKING, *plain)[1] == f"red<|im_end|>{EMPTY}blue<|im_end|>"
+
+
+def test_a_template_without_a_prompt_learns_the_thought_too(said):
+    template = CHAT_TEMPLATE.partition("{% if add_generation_prompt %}")[0]
+    assert said(template, "what", "<think>a</think>red")[1] == "<think>a</think>red<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "turn"),
+    [
+        (THINKING, "first <think>a</think>red"),
+        (THINKING, "<think>a</think>red<think>b</think>blue"),
+        (THINKING, "<think>a<think>b</think>red"),
+        (shows(" | upper"), "red"),
+        (shows("[:12]"), "<think>a</think>red"),
+        (shows(" * 2"), "red"),
+        (shows(".split('</think>')[0]"),
+         "<think>a</think>red"),
+    ],
+    ids=["words before", "two thoughts", "opened twice", "rewritten", "cut", "twice", "no answer"],
+)  # fmt: skip
+def test_words_that_a_template_takes_away_are_a_sentence(said, template, turn):
+    with pytest.raises(DataError) as fault:
+        said(template, "what", turn)
+    assert fault.value.what == (
+        "the chat template changes what the assistant says, or shows it more or less than once"
+    )
+    assert fault.value.hint == (
+        "a thought stands before its answer, between <think> and </think>; else use another template"
+    )
+
+
+def test_a_row_of_which_no_thought_is_shown_is_a_sentence(said):
+    """A question stands behind the only answer; or a template shows answers alone."""
+    alone = shows(".split('</think>')[-1]")
+    for template, turns in (
+        (THINKING, ("what", "<think>a</think>red", "which")),
+        (alone, ("what", "a</think>b")),
+    ):
+        with pytest.raises(DataError) as fault:
+            said(template, *turns)
+        assert fault.value.what == (
+            "the chat template leaves out the thought of everything that the assistant says"
+        )
+        assert fault.value.hint == (
+            "end the row with an answer, whose thought a template keeps, or use another template"
+        )
