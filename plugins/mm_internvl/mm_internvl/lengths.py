@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mm_core.errors import DataError
 from mm_internvl.config_data import Source
-from mm_internvl.measuring import measured
+from mm_internvl.measuring import gathered, lengths_of
 from mm_internvl.rows import RawRow
 
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "processor_config.json")
@@ -39,30 +40,35 @@ class Lengths:
         self, file: Path | None, sources: Sequence[Source], processor: str, facts: Sequence[Any]
     ) -> None:
         self.file = file
-        self._files = [Path(source.annotations) for source in sources]
-        self._files += [Path(processor, name) for name in _TOKENIZER]
+        self._annotations = [Path(source.annotations) for source in sources]
+        self._files = self._annotations + [Path(processor, name) for name in _TOKENIZER]
         self._facts = json.dumps([*facts, [source.folder for source in sources]])
 
     def of(self, rows: Sequence[RawRow], measure: Callable[[RawRow], int]) -> Tensor:
-        """[N] int64: what `measure` finds, and 0 for rows of which it raises DataError.
+        """`lengths_of` the rows, or what the file says of them. Of several ranks, called by all of them, the
+        first one reads and writes the file.
 
         Raises:
-            DataError: where it does so for every row.
+            DataError: as of `lengths_of`; ranks that have other rows.
         """
-        found = self._kept(len(rows))
-        if found is None:
-            found, first = [], None
-            for one in measured(rows, measure):
-                if isinstance(one, DataError):
-                    first = first or one
-                found.append(None if isinstance(one, DataError) else one)
-            if first is not None and all(length is None for length in found):
-                raise DataError(
-                    f"none of {len(rows)} conversations can be read; the first: {first.what}",
-                    where=first.where,
-                ) from first
+        counts = gathered(len(rows))
+        if len(set(counts)) > 1:
+            other = next(rank for rank, count in enumerate(counts) if count != counts[0])
+            raise DataError(
+                f"rank 0 reads {counts[0]} conversations, and rank {other} reads {counts[other]}",
+                where=", ".join(map(str, self._annotations)),
+                accepted="the same files on every machine",
+            )
+        first = len(counts) == 1 or dist.get_rank() == 0
+        kept = [self._kept(len(rows)) if first else None]
+        if self.file is not None and len(counts) > 1:
+            dist.broadcast_object_list(kept, src=0)
+        if kept[0] is not None:
+            return kept[0]
+        found = lengths_of(rows, measure)
+        if first:
             self._keep(found)
-        return torch.tensor([length or 0 for length in found], dtype=torch.int64)
+        return found
 
     def _key(self) -> str:
         digest = hashlib.sha256(self._facts.encode())
@@ -72,26 +78,25 @@ class Lengths:
             digest.update(b";")
         return digest.hexdigest()
 
-    def _kept(self, count: int) -> list[int | None] | None:
+    def _kept(self, count: int) -> Tensor | None:
         if self.file is None or not self.file.is_file():
             return None
         try:
             stored = json.loads(self.file.read_text(encoding="utf-8"))
-            fits = stored["key"] == self._key() and len(stored["lengths"]) == count
-        except (OSError, ValueError, KeyError, TypeError):
+            lengths = torch.tensor(stored["lengths"], dtype=torch.int64)
+            fits = stored["key"] == self._key() and lengths.shape == (count,)
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError):
             return None
-        lengths: list[int | None] = stored["lengths"]
         return lengths if fits else None
 
-    def _keep(self, lengths: Sequence[int | None]) -> None:
+    def _keep(self, lengths: Tensor) -> None:
         if self.file is None:
             return
-        # Several ranks write the same, those of other machines with the same process ids: whole files take
-        # the place of one another.
+        # Two runs may write at once: whole files take the place of one another.
         beside = self.file.with_name(f"{self.file.name}.{secrets.token_hex(8)}")
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            beside.write_text(json.dumps({"key": self._key(), "lengths": list(lengths)}), encoding="utf-8")
+            beside.write_text(json.dumps({"key": self._key(), "lengths": lengths.tolist()}), encoding="utf-8")
             beside.replace(self.file)
         except OSError as fault:  # measuring took long: the run goes on with what was measured
             warnings.warn(f"the lengths of conversations can not be kept: {fault}", stacklevel=2)

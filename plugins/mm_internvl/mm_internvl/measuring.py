@@ -1,18 +1,24 @@
-"""Measuring many rows: by as many processes as this rank's share of the machine's cores."""
+"""Measuring many rows: by all ranks, each by as many processes as its share of the machine's cores."""
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from mm_core.data.workers import StartWorker, deaths_explained, signals_held, start_server
 from mm_core.errors import DataError
 from mm_internvl.rows import RawRow
+
+T = TypeVar("T")
 
 Measured = int | DataError
 """Tokens of a row, or why it can not be read."""
@@ -27,12 +33,70 @@ ALONE = 20_000
 MOST = 16
 """Processes of a rank: each holds a tokenizer and what opens it."""
 
+SECONDS = 10.0
+"""Between two lines about how far measuring is."""
 
-def measured(rows: Sequence[RawRow], measure: Callable[[RawRow], int]) -> Iterator[Measured]:
-    """What `measure` finds of each row, in their order. Other errors than DataError end it."""
-    chunks = [range(first, min(first + CHUNK, len(rows))) for first in range(0, len(rows), CHUNK)]
+_logger = logging.getLogger(__name__)
+
+
+def lengths_of(rows: Sequence[RawRow], measure: Callable[[RawRow], int]) -> Tensor:
+    """[N] int64: what `measure` finds of each row, and 0 for rows of which it raises DataError. Of several
+    ranks, each measures its share, and all return the same: called by all of them.
+
+    Raises:
+        DataError: where it does so for every row; of the first.
+    """
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    # By turns: rows that take long stand together, in a file of their own.
+    own = range(rank, len(rows), world)
+    lengths, first = torch.zeros(len(own), dtype=torch.int64), None
+    for place, one in enumerate(_told(measured(rows, measure, own), len(own), rank, world)):
+        if isinstance(one, DataError):
+            first = first or (own[place], one)
+        else:
+            lengths[place] = one
+    everyone = gathered((lengths, first))
+    found = torch.zeros(len(rows), dtype=torch.int64)
+    for number, (part, _) in enumerate(everyone):
+        found[number::world] = part
+    faults = [failed for _, failed in everyone if failed is not None]
+    if faults and not found.any():
+        _, fault = min(faults, key=lambda failed: failed[0])
+        raise DataError(
+            f"none of {len(rows)} conversations can be read; the first: {fault.what}", where=fault.where
+        ) from fault
+    return found
+
+
+def gathered(item: T) -> list[T]:
+    """`item` of every rank, on every rank; alone, its own."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [item]
+    items: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(items, item)
+    return items
+
+
+def _told(found: Iterator[Measured], count: int, rank: int, world: int) -> Iterator[Measured]:
+    """The same; the first rank says now and then how far it is."""
+    begun = said = time.monotonic()
+    share = "" if world == 1 else f" (a share of 1/{world})"
+    for done, one in enumerate(found, 1):
+        yield one
+        now = time.monotonic()
+        if rank == 0 and now - said >= SECONDS:
+            said = now
+            # Of lesser levels nothing is shown where nobody has set logging up.
+            _logger.warning(
+                "conversations are measured: %d of %d%s in %.0f s", done, count, share, now - begun
+            )
+
+
+def measured(rows: Sequence[RawRow], measure: Callable[[RawRow], int], numbers: range) -> Iterator[Measured]:
+    """What `measure` finds of rows by their numbers, in that order. Other errors than DataError end it."""
+    chunks = [numbers[first : first + CHUNK] for first in range(0, len(numbers), CHUNK)]
     asked, count = _Rows(rows, measure), min(_processes(), len(chunks))
-    if len(rows) <= ALONE or count == 1:
+    if len(numbers) <= ALONE or count == 1:
         for chunk in chunks:
             yield from asked[chunk]
         return
