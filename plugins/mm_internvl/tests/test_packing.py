@@ -14,6 +14,7 @@ from transformers import AutoModelForImageTextToText
 
 from mm_core.contracts import Randomness
 from mm_core.data.sampler import BatchPlan
+from mm_core.tasks import packed_attention
 
 CAPACITY = 4096
 
@@ -126,10 +127,15 @@ def test_no_sample_is_lost_or_repeated_over_a_resume(world):
     assert counts == Counter((epoch, sample) for epoch in range(3) for sample in range(300))
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_packed_loss_and_gradients_equal_unpacked_ones(tmp_path, attention):
+@pytest.mark.parametrize(
+    ("attention", "experts"), [("eager", 0), ("sdpa", 0), ("packed_sdpa", 0), ("packed_sdpa", 4)]
+)
+def test_packed_loss_and_gradients_equal_unpacked_ones(tmp_path, attention, experts):
+    packed_attention.register()
     model = AutoModelForImageTextToText.from_pretrained(
-        make_tiny_checkpoint(tmp_path), attn_implementation=attention
+        make_tiny_checkpoint(tmp_path, experts=experts),
+        attn_implementation=attention,
+        experts_implementation="eager",  # grouped products know no float64
     ).double()
     context = model.config.image_token_id
     generator = torch.Generator().manual_seed(0)
