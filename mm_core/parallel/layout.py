@@ -104,17 +104,19 @@ def check_callable(task: nn.Module, paths: Sequence[str], key: str) -> None:
 
 
 def like_blocks(module: nn.Module, prefix: str) -> list[str]:
-    """Paths of the repeated blocks: what `_no_split_modules` names, else lists of like modules."""
+    """Paths of the repeated blocks: what `_no_split_modules` names, else lists of like modules; of lists
+    within lists (a block's experts) the outer ones, each of which is a unit by itself."""
     # The field's models carry this list by convention; it is no attribute of nn.Module.
     names: set[str] = set(getattr(module, "_no_split_modules", None) or ())
     if names:
         return [f"{prefix}.{n}" for n, m in module.named_modules() if n and type(m).__name__ in names]
-    return [
-        f"{prefix}.{name}.{index}"
-        for name, child in module.named_modules()
-        if isinstance(child, nn.ModuleList) and len(child) > 1 and len({type(m) for m in child}) == 1
-        for index in range(len(child))
-    ]
+    lists: dict[str, int] = {}
+    for name, child in module.named_modules():  # a module before what is in it
+        if any(name.startswith(f"{outer}.") for outer in lists):
+            continue
+        if isinstance(child, nn.ModuleList) and len(child) > 1 and len({type(m) for m in child}) == 1:
+            lists[name] = len(child)
+    return [f"{prefix}.{name}.{index}" for name, length in lists.items() for index in range(length)]
 
 
 def _trained(task: nn.Module, path: str, trainable: Sequence[str]) -> Iterator[str]:

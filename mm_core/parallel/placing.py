@@ -33,7 +33,7 @@ def blocks_of(component: nn.Module, name: str) -> tuple[str, ...]:
         found = [
             f"{name}.{path}" for path in match(component.block_patterns, paths, f"block_patterns of {name}")
         ]
-    # Of lists within lists the outer ones: each is a unit by itself.
+    # A pattern may name lists within lists.
     outer = [path for path in found if not any(path.startswith(f"{other}.") for other in found)]
     users: dict[int, str] = {}
     for path in outer:

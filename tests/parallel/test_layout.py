@@ -38,6 +38,14 @@ def test_auto_takes_lists_of_like_blocks():
     assert layout(ListTask(Lists())).wrapped == tuple(f"predictor.layers.{i}" for i in range(3))
 
 
+def test_auto_takes_the_outer_ones_of_lists_within_lists():
+    """As blocks whose experts are modules of their own: each would be gathered alone."""
+    model = Lists()
+    for layer in range(3):
+        model.layers[layer] = nn.Sequential(nn.ModuleList(nn.Linear(2, 2) for _ in range(4)))
+    assert layout(ListTask(model)).wrapped == tuple(f"predictor.layers.{i}" for i in range(3))
+
+
 def test_auto_takes_what_the_model_names():
     wan = WanTransformer3DModel(
         num_layers=2, num_attention_heads=2, attention_head_dim=12, ffn_dim=16, text_dim=8, freq_dim=8
