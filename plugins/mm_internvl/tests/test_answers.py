@@ -86,7 +86,8 @@ def by_the_library(folder: Path, asked: list[tuple[list[Path], str]]) -> list[st
         for found in pixels:
             tiles = "<IMG_CONTEXT >" * TOKENS * len(found["pixel_values"])
             text = text.replace("<IMG_CONTEXT>", f"<img>{tiles}</img>", 1)
-        inputs = tokenizer(text.replace("<IMG_CONTEXT >", "<IMG_CONTEXT>"), return_tensors="pt")
+        text = text.replace("<IMG_CONTEXT >", "<IMG_CONTEXT>")
+        inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
         if pixels:
             inputs["pixel_values"] = torch.cat([found["pixel_values"] for found in pixels])
         with torch.no_grad():
