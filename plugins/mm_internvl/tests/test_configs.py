@@ -228,6 +228,7 @@ def test_what_is_frozen_by_name_stays_and_the_projector_alone_changes(origin, tm
     assert before.keys() == after.keys()
     moved = {key for key, tensor in after.items() if not torch.equal(tensor, before[key])}
     assert moved == {key for key in before if key.startswith("multi_modal_projector.")}
+    assert "packed_sdpa" not in (out / "config.json").read_text(), "Transformers elsewhere does not know it"
 
 
 @pytest.mark.slow
