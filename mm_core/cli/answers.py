@@ -81,26 +81,24 @@ def print_answers(args: argparse.Namespace, source: Path, samples: Path) -> int:
         if args.prompts:
             _answer_rows(opened, opened.rows(Path(args.prompts), decoding), out)
         else:
-            answers = _say_all(args, opened, decoding)
-            if args.out is not None and opened.ranks.rank == 0:
-                _write(answers, out)
+            opened.led(lambda: _say_all(args, opened, decoding, None if args.out is None else out))
     return 0
 
 
-def _say_all(args: argparse.Namespace, opened: Speaker, decoding: Decoding) -> list[Answer]:
+def _say_all(args: argparse.Namespace, opened: Speaker, decoding: Decoding, out: Path | None) -> None:
     from mm_core.contracts import Turn
     from mm_core.train.answering import Answer
 
-    first, images = opened.ranks.rank == 0, tuple(map(Path, args.image))
+    images = tuple(map(Path, args.image))
     answers = []
     for number, prompt in enumerate(args.prompt):
-        if first and len(args.prompt) > 1:
+        if len(args.prompt) > 1:
             print(f"> {prompt}", flush=True)
-        said = opened.say([Turn("user", prompt, images)], decoding, number, tell if first else None)
-        if first:
-            print(flush=True)
+        said = opened.say([Turn("user", prompt, images)], decoding, number, tell)
+        print(flush=True)
         answers.append(Answer(number, f"prompt {number + 1}", prompt, said))
-    return answers
+    if out is not None:
+        _write(answers, out)
 
 
 def tell(text: str) -> None:

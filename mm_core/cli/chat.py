@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import io
+import os
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from mm_core.cli.answers import add_decoding, decoding_of, tell
-from mm_core.cli.evaluate import add_weights, run_folder
-from mm_core.errors import DataError
+from mm_core.cli.stored_run import add_ranks, add_run, on_ranks, run_folder
+from mm_core.errors import DataError, MMError
 
 if TYPE_CHECKING:
     from mm_core.contracts import Decoding, Turn
@@ -23,35 +29,63 @@ _HELP = """\
 /quit         ends, as the end of the input does
 /help         says this"""
 
+INTERRUPTED = 130
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="over the run's config, for folders that have moved"
-    )
-    parser.add_argument(
-        "--run", required=True, metavar="DIR[@STEP]", help="a run's folder, or one of its checkpoints"
-    )
+    add_run(parser)
     parser.add_argument(
         "--image", metavar="FILE", action="append", default=[], help="shown before the first line, in order"
     )
     parser.add_argument("--system", help="what the model is told before anything else")
     add_decoding(parser)
     parser.add_argument("--seed", type=int, default=0, help="answer i is drawn from (seed, i)")
-    add_weights(parser)
+    add_ranks(parser)
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Answers line after line. Exits 1 where a line of a pipe could not be answered."""
+    """Answers line after line. Exits 1 where a line of a pipe could not be answered. Under a launcher (RANK
+    is set) this process is a rank, and does not return."""
+    return on_ranks(args, "chat", _chat, _check, outlives_interrupts=True)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """MMError for what is wrong at first sight."""
     run_folder(args.run)
+    if sys.stdin is None:
+        raise MMError("standard input is closed, so there is nobody to answer", hint="pipe lines into it")
+    for file in args.image:
+        _check_image(file, "--image")
+
+
+def _chat(args: argparse.Namespace) -> int:
+    """Alone, or as one of several ranks, of which the first reads and prints."""
     from mm_core.train.answering import speaker
 
     decoding = decoding_of(args)
+    weights, checkpoint, overrides = args.weights, args.checkpoint, args.overrides
     with speaker(
-        args.run, weights=args.weights, checkpoint=args.checkpoint, overrides=args.overrides
+        args.run, weights=weights, checkpoint=checkpoint, overrides=overrides, patient=True
     ) as opened:
-        chat = Chat(opened, decoding, args.system, list(map(Path, args.image)))
-        return _terminal(chat) if sys.stdin.isatty() else _pipe(chat)
+        if "RANK" in os.environ:  # up to here, Ctrl-C ends a rank
+            ours = signal.SIG_IGN if opened.ranks.rank else signal.default_int_handler
+            signal.signal(signal.SIGINT, ours)
+        return opened.led(lambda: _converse(Chat(opened, decoding, args.system, [*map(Path, args.image)])))
+
+
+def _converse(chat: Chat) -> int:
+    """The exit code. Whatever it stands for is said."""
+    from mm_core.train.failure import has_told
+
+    code = INTERRUPTED
+    try:
+        code = _terminal(chat) if sys.stdin.isatty() else _pipe(chat)
+    except KeyboardInterrupt:
+        print("mm: interrupted", file=sys.stderr, flush=True)
+    if code:
+        has_told()
+    return code
 
 
 @dataclass
@@ -70,7 +104,8 @@ class Chat:
 
     def line(self, text: str, heard: Callable[[str], None]) -> bool:
         """Does what a line says: a command, or a turn that is answered. False for the last one. DataError
-        for a turn that can not be; it is forgotten, and so are its images."""
+        for a turn that can not be; it is forgotten, and so are its images. KeyboardInterrupt where the answer
+        was stopped."""
         command, _, rest = text.strip().partition(" ")
         if command == "/quit":
             return False
@@ -79,25 +114,24 @@ class Chat:
         elif command == "/new":
             self._begin()
         elif command == "/image":
-            self._show(rest.strip())
+            _check_image(rest.strip(), "/image")
+            self.images.append(Path(rest.strip()))
         elif command.startswith("/") and command[1:].isalpha():
             raise DataError(f"there is no command {command}", accepted="/image, /new, /quit, /help")
         elif text.strip():
             self._say(text.strip(), heard)
         return True
 
-    def _show(self, file: str) -> None:
-        if not Path(file).is_file():
-            raise DataError("there is no such image", where=file or "/image", accepted="/image FILE")
-        self.images.append(Path(file))
-
     def _say(self, text: str, heard: Callable[[str], None]) -> None:
         from mm_core.contracts import Turn
 
         asked = [*self.turns, Turn("user", text, tuple(self.images))]
         self.images = []
-        said = self.speaker.say(asked, self.decoding, self.answers, heard)
-        heard("\n")
+        with _stoppable() as stopped:
+            said = self.speaker.say(asked, self.decoding, self.answers, heard, stopped)
+            heard("\n")
+            if stopped():
+                raise KeyboardInterrupt
         self.answers += 1
         self.turns = [*asked, Turn("assistant", said)]
 
@@ -107,8 +141,35 @@ class Chat:
         self.turns = [] if self.system is None else [Turn("system", self.system)]
 
 
+def _check_image(file: str, option: str) -> None:
+    if not file or "\0" in file or not Path(file).is_file():
+        raise DataError("there is no such image", where=file or option, accepted=f"{option} FILE")
+
+
+@contextmanager
+def _stoppable() -> Iterator[Callable[[], bool]]:
+    """Within the block Ctrl-C only makes the given function true: no rank leaves an answer alone. Once more,
+    it ends this process."""
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False  # signals are heard elsewhere
+        return
+    heard: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(heard)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _pipe(chat: Chat) -> int:
     """Lines of standard input, each answered on standard output."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # one line that is no text ends no conversation
     bad = 0
     for line in sys.stdin:
         try:
@@ -138,4 +199,4 @@ def _terminal(chat: Chat) -> int:
         except DataError as fault:
             print(f"mm: {fault.render()}", file=sys.stderr)
         except KeyboardInterrupt:
-            print("\n(stopped; this turn is forgotten)")
+            print("(stopped; this turn is forgotten)")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from mm_core.cli.train import refuse_among_ranks
+from mm_core.cli.stored_run import add_ranks, add_run, check_place, count, on_ranks, run_folder
 from mm_core.errors import MMError
 
 if TYPE_CHECKING:
@@ -23,14 +22,13 @@ if TYPE_CHECKING:
 def configure(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     add = parser.add_argument
-    add("--run", required=True, metavar="DIR[@STEP]", help="a run's folder, or one of its checkpoints")
+    add_run(parser, "other data")
     add(
         "--split",
         choices=("validation", "test", "train"),
         default="validation",
         help="the dataset under data (default: validation)",
     )
-    add_weights(parser)
     add(
         "--metric",
         type=_metric,
@@ -39,14 +37,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="TYPE",
         help="beside the run's own: accuracy, or '{type: f1, average: micro}'; may be repeated",
     )
-    add("--clips", type=_count, metavar="N", help="rows, evenly spaced (default: as the run)")
-    add("overrides", nargs="*", metavar="key=value", help="over the run's config, for other data")
-    add(
-        "--nproc",
-        type=_count,
-        metavar="N",
-        help="ranks on this host that share the model, as in training, and the rows (default 1)",
-    )
+    add("--clips", type=count, metavar="N", help="rows, evenly spaced (default: as the run)")
+    add_ranks(parser, ", and the rows")
     add(
         "--out",
         metavar="FILE",
@@ -56,58 +48,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object instead of a table")
 
 
-def add_weights(parser: argparse.ArgumentParser) -> None:
-    """The options that choose a checkpoint and its weights."""
-    parser.add_argument(
-        "--weights",
-        choices=("auto", "ema", "model"),
-        default="auto",
-        help="of the checkpoint; auto: the moving average where there is one",
-    )
-    parser.add_argument(
-        "--checkpoint", choices=("latest", "best"), default="latest", help="of a run's folder"
-    )
-
-
-def run_folder(run: str) -> Path:
-    """The folder of `DIR` or `DIR@STEP`, a run's or a checkpoint's. MMError where there is none."""
-    for folder in (Path(run), Path(run.rpartition("@")[0] or run)):
-        if folder.exists():
-            return folder
-    raise MMError("there is no such run", where=run, hint="mm-train prints the run's folder")
-
-
 def execute(args: argparse.Namespace) -> int:
     """Evaluates, prints the figures and writes the files. Under a launcher (RANK is set) this process is a
     rank, and does not return."""
-    if "RANK" in os.environ:
-        refuse_among_ranks(["--nproc"] if args.nproc is not None else [])
-        from mm_core.train.failure import leave, run_as_rank
+    return on_ranks(args, "eval", _evaluate, _check, before_launch=_choose)
 
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # heard in a collective too; there is nothing to save
-        leave(run_as_rank(lambda: _evaluate(args)))
+
+def _check(args: argparse.Namespace) -> None:
+    """MMError for what is wrong at first sight."""
     run_folder(args.run)
     for path in (args.out, args.predictions):
         if path is not None:
-            _check_place(Path(path))
-    if args.nproc in (None, 1):
-        return _evaluate(args)
+            check_place(Path(path))
+
+
+def _choose(args: argparse.Namespace) -> None:
     from mm_core.train.evaluation import choose
-    from mm_core.train.launch import Nodes, launch
 
-    choose(args.run, args.split, args.checkpoint, args.overrides)  # what is missing is said once, and soon
-    command = [sys.executable, "-m", "mm_core.cli.main", *_words(args)]
-    return launch(command, Nodes(args.nproc), announce=False)
-
-
-def _words(args: argparse.Namespace) -> list[str]:
-    """The command line of a rank."""
-    options = vars(args).copy()
-    words = ["eval", *options.pop("overrides")]
-    words += [f"--metric={json.dumps(each)}" for each in options.pop("metric")]
-    words += ["--json"] * options.pop("json")
-    del options["nproc"]
-    return words + [f"--{name}={value}" for name, value in options.items() if value is not None]
+    choose(args.run, args.split, args.checkpoint, args.overrides)
 
 
 def _evaluate(args: argparse.Namespace) -> int:
@@ -155,19 +113,6 @@ def _place(found: EvaluationResult) -> Path:
     return root / "evaluations" / f"{found.split}_step_{found.step:08d}_{found.weights}.json"
 
 
-def _check_place(path: Path) -> None:
-    """MMError for a file that could not be written at the end of a long evaluation."""
-    fault = "this is a folder" if path.is_dir() else None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not os.access(path.parent, os.W_OK):
-            fault = "its folder can not be written to"
-    except OSError as error:
-        fault = error.strerror or str(error)
-    if fault is not None:
-        raise MMError(f"the file can not be written: {fault}", where=str(path), accepted="the path of a file")
-
-
 def _metric(text: str) -> str | Mapping[str, Any]:
     try:
         found = yaml.safe_load(text)
@@ -176,10 +121,3 @@ def _metric(text: str) -> str | Mapping[str, Any]:
     if not isinstance(found, str | dict) or (isinstance(found, dict) and "type" not in found):
         raise argparse.ArgumentTypeError(f"{text!r} is neither a type nor {{type: .., key: value}}")
     return found
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return value

@@ -6,8 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from mm_core.cli.evaluate import run_folder
 from mm_core.cli.sample import unused
+from mm_core.cli.stored_run import run_folder
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
-import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from mm_core.cli.answers import add_decoding, print_answers, refuse_words
-from mm_core.cli.evaluate import add_weights, run_folder
-from mm_core.cli.train import refuse_among_ranks
+from mm_core.cli.stored_run import add_ranks, add_run, count, on_ranks, run_folder
 from mm_core.errors import MMError
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="over the run's config, for folders that have moved"
-    )
-    parser.add_argument(
-        "--run", required=True, metavar="DIR[@STEP]", help="a run's folder, or one of its checkpoints"
-    )
+    add_run(parser)
     parser.add_argument(
         "--prompt",
         action="append",
@@ -46,13 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     words = parser.add_argument_group("of runs that answer in words")
     add_decoding(words)
     parser.add_argument("--seed", type=int, default=0, help="clip or answer i is drawn from (seed, i)")
-    add_weights(parser)
-    parser.add_argument(
-        "--nproc",
-        type=_count,
-        metavar="N",
-        help="ranks on this host that share the model, as in training, and the prompts (default 1)",
-    )
+    add_ranks(parser, ", and the prompts")
     parser.add_argument(
         "--out",
         metavar="PATH",
@@ -70,36 +55,23 @@ def _add_clips(parser: argparse._ArgumentGroup) -> None:
         help="last frame, where the model takes one",
     )
     parser.add_argument("--negative-prompt", default="", help="what guidance leads away from")
-    parser.add_argument("--steps", type=_count, help="solver steps")
+    parser.add_argument("--steps", type=count, help="solver steps")
     parser.add_argument(
         "--guidance",
         type=_number(0),
         nargs="+",
         help="classifier-free guidance scale; up to 1 it is off; several: one for each expert",
     )
-    parser.add_argument("--num-frames", type=_count, help="frames (default: as trained)")
-    parser.add_argument("--height", type=_count, help="pixels (default: as trained)")
-    parser.add_argument("--width", type=_count, help="pixels (default: as trained)")
+    parser.add_argument("--num-frames", type=count, help="frames (default: as trained)")
+    parser.add_argument("--height", type=count, help="pixels (default: as trained)")
+    parser.add_argument("--width", type=count, help="pixels (default: as trained)")
     parser.add_argument("--fps", type=_number(1 / 60), help="frames a second of the files")
 
 
 def execute(args: argparse.Namespace) -> int:
     """Writes one mp4 a prompt and a contact sheet, or prints answers. Under a launcher (RANK is set) this
     process is a rank, and does not return."""
-    if "RANK" in os.environ:
-        refuse_among_ranks(["--nproc"] if args.nproc is not None else [])
-        from mm_core.train.failure import leave, run_as_rank
-
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # heard in a collective too; there is nothing to save
-        leave(run_as_rank(lambda: _sample(args)))
-    _check(args)
-    if args.nproc in (None, 1):
-        return _sample(args)
-    from mm_core.train.launch import Nodes, launch
-
-    return launch(
-        [sys.executable, "-m", "mm_core.cli.main", *_words(args)], Nodes(args.nproc), announce=False
-    )
+    return on_ranks(args, "sample", _sample, _check, together=("guidance",))
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -107,22 +79,6 @@ def _check(args: argparse.Namespace) -> None:
     run_folder(args.run)
     if not args.prompt and not args.prompts:
         raise MMError("there is no prompt", accepted="--prompt TEXT, or --prompts FILE")
-
-
-def _words(args: argparse.Namespace) -> list[str]:
-    """The command line of a rank."""
-    options = vars(args).copy()
-    words = ["sample", *options.pop("overrides")]
-    del options["nproc"]
-    for name, value in options.items():
-        option = f"--{name.replace('_', '-')}"
-        if name == "guidance" and value is not None:
-            words += [option, *map(str, value)]
-        elif isinstance(value, list):
-            words += [f"{option}={each}" for each in value]
-        elif value is not None:
-            words.append(f"{option}={value}")
-    return words
 
 
 def _sample(args: argparse.Namespace) -> int:
@@ -190,10 +146,3 @@ def _number(least: float) -> Callable[[str], float]:
         return value
 
     return number
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return value

@@ -55,6 +55,14 @@ class Ranks:
         dist.gather_object(item, items or None, dst=0, group=self.group)
         return items
 
+    def from_first(self, item: T) -> T:
+        """Rank 0's `item`, on every rank."""
+        if self.alone:
+            return item
+        items = [item]
+        dist.broadcast_object_list(items, src=0, group=self.group)
+        return items[0]
+
     def agree(self, doing: str, work: Callable[[], T]) -> T:
         """Runs `work` on every rank and returns what it gave here, once it has succeeded everywhere.
 

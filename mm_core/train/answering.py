@@ -1,13 +1,14 @@
 """Answers in words from a trained run: one process holds all of the model; several share it as they do in
-training, and the rows of a file among them."""
+training. The rows of a file they share too; what one person asks, the first of them answers."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +25,24 @@ from mm_core.contracts import (
     Turn,
 )
 from mm_core.device import current_device
-from mm_core.errors import ContractError, DataError, MMError
+from mm_core.errors import ContractError, DataError, MMError, PeerError
 from mm_core.plan import build_task
 from mm_core.plugin.building import target_of
 from mm_core.plugin.registry import get_registry
 from mm_core.train.adapter_runs import adapters_in
 from mm_core.train.agreement import Ranks
 from mm_core.train.checkpoint_reading import checkpoint_at
+from mm_core.train.failure import out_of_memory
 from mm_core.train.sampling import Weights, Which, among_ranks, load_as_rank
+
+T = TypeVar("T")
+Inputs = Mapping[str, Tensor]
+
+_SAY, _DONE, _FAILED = "say", "done", "failed"
+"""What the first rank tells the others: take part in an answer; all is said; it has failed."""
+
+_POOL = 4
+"""Batches that a rank lays out before it puts rows of like length together."""
 
 
 @dataclass(frozen=True)
@@ -55,51 +66,136 @@ class Answer:
 
 @dataclass
 class Speaker:
-    """A run's model that answers; all ranks call the same methods in the same order."""
+    """A run's model that answers. All ranks call `rows` and `led`."""
 
     task: AnswersInWords
     conversing: Conversing
     device: torch.device
     ranks: Ranks
+    _saying: bool = field(default=False, init=False)
+
+    # -- one conversation ----------------------------------------------------------------------
 
     def say(
-        self, turns: Sequence[Turn], decoding: Decoding, number: int = 0, heard: Heard | None = None
+        self,
+        turns: Sequence[Turn],
+        decoding: Decoding,
+        number: int = 0,
+        heard: Heard | None = None,
+        stopped: Callable[[], bool] | None = None,
     ) -> str:
-        """The assistant's next turn. Several ranks work on it together, and each is told it.
-        DataError for a conversation that can not be laid out."""
-        return self._answer(self.conversing.prompt(turns), decoding, number, heard)
+        """The assistant's next turn; among several ranks, called within `led` alone. DataError for a
+        conversation that can not be laid out.
 
-    def rows(self, file: Path, decoding: Decoding) -> Iterator[Answer]:
+        heard: is told each piece of it as soon as it is there. stopped: asked after each token whether this
+        is enough.
+        """
+        inputs = self.conversing.prompt(turns)
+        self._saying = True
+        self.ranks.from_first((_SAY, None))
+        (text,) = self._answer([inputs], decoding, [number], heard, stopped)
+        self._saying = False
+        return text
+
+    def led(self, work: Callable[[], T]) -> T:
+        """What `work` gives on the first rank, on every rank. Meanwhile the others take part in each `say` of
+        it. Where it fails, the first rank raises the fault and the others a PeerError."""
+        if self.ranks.rank:
+            return cast(T, self._follow())
+        try:
+            given = work()
+        except BaseException:
+            if not self._saying:  # else the others are in the midst of an answer, and hear nothing
+                self.ranks.from_first((_FAILED, None))
+            raise
+        self.ranks.from_first((_DONE, given))
+        return given
+
+    def _follow(self) -> Any:
+        while True:
+            kind, given = self.ranks.from_first((_FAILED, None))
+            if kind == _DONE:
+                return given
+            if kind == _FAILED:
+                raise PeerError("the first rank has failed")
+            self._fill()
+
+    def _fill(self) -> None:
+        """Other ranks answer meanwhile, and hold a part of the model here: forwards go on until all end."""
+        if self.ranks.count > 1:
+            self._answer([self.conversing.prompt([Turn("user", "?")])], Decoding(max_new_tokens=1), [0])
+
+    # -- rows of a file ------------------------------------------------------------------------
+
+    def rows(self, file: Path, decoding: Decoding, batch_size: int = 1) -> Iterator[Answer]:
         """The answers to the rows of a file, in their order; among several ranks, on the first of them alone.
-        A row that can not be read is there with the reason."""
+        A row that can not be read is there with the reason.
+
+        batch_size: rows that a rank answers together, of like length. What they are answered does not depend
+        on it, but for rounding.
+        """
         questions = self.conversing.questions(file)
         count = self.ranks.count
-        for first in range(0, len(questions), count):
-            number = first + self.ranks.rank
-            mine = self._row(questions[number], number, decoding) if number < len(questions) else None
-            if mine is None:
-                self._fill(decoding)
-            yield from (answer for answer in self.ranks.gather_first(mine) if answer is not None)
+        pool = count * batch_size * (_POOL if batch_size > 1 else 1)
+        for first in range(0, len(questions), pool):
+            numbers = range(first, min(first + pool, len(questions)))
+            rounds = math.ceil(len(numbers) / (count * batch_size))
+            mine = self._share(questions, numbers[self.ranks.rank :: count], decoding, batch_size, rounds)
+            found = [answer for answers in self.ranks.gather_first(mine) for answer in answers]
+            yield from sorted(found, key=lambda answer: answer.row)
 
-    def _row(self, read: Callable[[], Question], number: int, decoding: Decoding) -> Answer:
-        try:
-            question = read()
-        except DataError as fault:
-            self._fill(decoding)
-            return Answer(number, error=str(fault))
-        text = self._answer(question.inputs, decoding, number)
-        return Answer(number, question.id, question.text, text, question.references)
+    def _share(
+        self,
+        questions: Sequence[Callable[[], Question]],
+        numbers: Sequence[int],
+        decoding: Decoding,
+        size: int,
+        rounds: int,
+    ) -> list[Answer]:
+        """The answers to the rows of these numbers, in `rounds` generations: as many as on other ranks."""
+        answers: list[Answer] = []
+        read: list[tuple[int, Question]] = []
+        for number in numbers:
+            try:
+                read.append((number, questions[number]()))
+            except DataError as fault:
+                answers.append(Answer(number, error=str(fault)))
+        read.sort(key=lambda each: each[1].inputs["input_ids"].shape[1])
+        for first in range(0, rounds * size, size):
+            if not (batch := read[first : first + size]):
+                self._fill()
+                continue
+            texts = self._answer(
+                [each.inputs for _, each in batch], decoding, [number for number, _ in batch]
+            )
+            answers += [
+                Answer(number, each.id, each.text, text, each.references)
+                for (number, each), text in zip(batch, texts, strict=True)
+            ]
+        return answers
 
-    def _fill(self, decoding: Decoding) -> None:
-        """Other ranks answer meanwhile, and hold a part of the model here."""
-        if self.ranks.count > 1:
-            self.say([Turn("user", "?")], decoding)
+    # -- the model -----------------------------------------------------------------------------
 
     def _answer(
-        self, inputs: Mapping[str, Tensor], decoding: Decoding, number: int, heard: Heard | None = None
-    ) -> str:
-        moved = {name: tensor.to(self.device) for name, tensor in inputs.items()}
-        return self.task.answer([moved], decoding, [number], heard)[0]
+        self,
+        questions: Sequence[Inputs],
+        decoding: Decoding,
+        numbers: Sequence[int],
+        heard: Heard | None = None,
+        stopped: Callable[[], bool] | None = None,
+    ) -> list[str]:
+        moved = [{name: tensor.to(self.device) for name, tensor in each.items()} for each in questions]
+        try:
+            return self.task.answer(moved, decoding, numbers, heard, stopped)
+        except (RuntimeError, MemoryError) as fault:
+            if (said := out_of_memory(fault)) is None:
+                raise
+            tokens = sum(each["input_ids"].numel() for each in questions)
+            raise MMError(
+                said.what,
+                where=f"{len(questions)} prompt{'s' * (len(questions) != 1)} of {tokens} tokens in all",
+                hint="a smaller --batch-size, fewer tiles, or more ranks (--nproc) that share the model",
+            ) from fault
 
 
 @contextmanager
@@ -109,6 +205,7 @@ def speaker(
     weights: Weights = "auto",
     checkpoint: Which = "latest",
     overrides: Sequence[str] = (),
+    patient: bool = False,
 ) -> Iterator[Speaker]:
     """Opens a run for questions, for the length of the block. Called as the rank that the environment names.
 
@@ -117,6 +214,7 @@ def speaker(
         weights: `ema`, `model`, or `auto`: the average where the checkpoint holds one.
         checkpoint: `latest` or `best`, of the complete ones.
         overrides: `key.path=value` over the run's config: where folders are that have moved.
+        patient: ranks wait for the first one as long as a person thinks.
 
     Raises:
         MMError: no checkpoint, a task that makes no text, a dataset that lays out no conversations.
@@ -124,7 +222,7 @@ def speaker(
     source = checkpoint_at(run, checkpoint)
     config = load_config(source / "config.yaml", overrides, spare_environment=True)
     conversing = conversing_of(config)
-    with among_ranks():
+    with among_ranks(patient):
         task, ranks = build_task(config, adapters_in(source)), Ranks.current()
         _check(task, config)
         evaluating = load_as_rank(task, config, source, weights)
@@ -159,7 +257,8 @@ def answer(
     """
     decoding = checked(Decoding(max_new_tokens, temperature, top_p, seed))
     with speaker(run, weights=weights, checkpoint=checkpoint, overrides=overrides) as opened:
-        return opened.say([Turn("user", prompt, tuple(map(Path, images)))], decoding, heard=heard)
+        turns = [Turn("user", prompt, tuple(map(Path, images)))]
+        return opened.led(lambda: opened.say(turns, decoding, heard=heard))
 
 
 def checked(decoding: Decoding) -> Decoding:

@@ -107,6 +107,11 @@ def say(fault: MMError) -> None:
         _write(fault)
 
 
+def has_told() -> None:
+    """Notes that this rank has said what its exit code stands for: nobody says it once more."""
+    LaunchFolder.current().mark(FAILED)
+
+
 def _write(fault: MMError) -> None:
     log = latest_log() if _self() else None  # of several ranks, only one is heard: the log has the rest
     where = f"  log: {log}\n" if log is not None else ""

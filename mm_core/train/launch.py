@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,9 @@ class _Launch:
         code = codes[rank]
         if self.folder.read(FAILED) is None:
             show_cursor()
+            if code in (130, -signal.SIGINT):
+                sys.stderr.write("mm: interrupted\n")
+                return 130
             lost = self.folder.read(LOST)
             said = f"rank {rank}: {lost}" if lost is not None and code == 1 else _ended(rank, code)
             log = self.folder.read(f"log_{rank}")
@@ -230,13 +234,16 @@ def _environment(folder: Path, nproc: int) -> Iterator[None]:
             del os.environ[name]
 
 
-def launch(command: Sequence[str], nodes: Nodes, announce: bool = True) -> int:
+def launch(
+    command: Sequence[str], nodes: Nodes, announce: bool = True, outlives_interrupts: bool = False
+) -> int:
     """Runs a command as every rank of this host and returns the exit code of the whole.
 
     Args:
         command: program and arguments; the program ends in `mm_core.train.failure.run_as_rank`.
         nodes: how many processes, and where they meet.
         announce: say that a signal was heard, and that the ranks save before they end.
+        outlives_interrupts: a second Ctrl-C is handed to the ranks as the first one is, and kills none.
 
     Returns:
         0; 75 when the ranks saved and stopped on request; 130 after a second Ctrl-C; else the code of
@@ -248,12 +255,13 @@ def launch(command: Sequence[str], nodes: Nodes, announce: bool = True) -> int:
     quiet_torch()
     folder = Path(tempfile.mkdtemp(prefix="mm_core-"))
     running = _Launch(nodes, command, LaunchFolder(folder, has_parent=True))
+    again = partial(running.ask, signal.SIGINT) if outlives_interrupts else running.kill
     thread = threading.Thread(target=running.work, name="elastic agent", daemon=True)
     logging.disable(logging.CRITICAL)  # the agent's own account of failures: ranks say it better
     try:
         with (
             _environment(folder, nodes.nproc),
-            StopFlag(announce=announce, on_signal=running.ask, on_second=running.kill),
+            StopFlag(announce=announce, on_signal=running.ask, on_second=again),
         ):
             thread.start()
             while thread.is_alive():

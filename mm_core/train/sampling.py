@@ -118,9 +118,11 @@ def sample(
 
 
 @contextmanager
-def among_ranks() -> Iterator[None]:
-    """The process group of all ranks for the length of the block, where the environment names several."""
-    with process_group() if environment_world().world_size > 1 else nullcontext():
+def among_ranks(patient: bool = False) -> Iterator[None]:
+    """The process group of all ranks for the length of the block, where the environment names several.
+    patient: they wait for each other without an end."""
+    group = process_group(None) if patient else process_group()
+    with group if environment_world().world_size > 1 else nullcontext():
         yield
 
 
