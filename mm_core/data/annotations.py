@@ -62,7 +62,7 @@ def inside(folder: Path, relative: str) -> Path:
             "the path leaves its folder through a symbolic link",
             where=str(path),
             accepted=f"files inside {folder}",
-            hint="set `folder` to the real place of the videos",
+            hint="set `folder` to the real place of the files",
         )
     return path
 

@@ -89,9 +89,8 @@ class Chat:
                 at the cut, nothing to learn before it.
         """
         known = self._vocabulary
-        turns = self._begun(conversation.turns)
         try:
-            text, spans = self._laid_out(known, turns, [medium.kind for medium in shown])
+            text, spans = self._laid_out(known, conversation.turns, [medium.kind for medium in shown])
             text, spans = _with_pictures(known, text, spans, shown)
             ids, labels, blocks = _expanded(known, text, spans, shown)
             kept = self._kept(len(ids), blocks, shown)
@@ -112,7 +111,7 @@ class Chat:
         for more of them than `max_length`."""
         known = self._vocabulary
         try:
-            text = self._rendered(known, self._begun(turns), [medium.kind for medium in shown])
+            text = self._rendered(known, turns, [medium.kind for medium in shown])
             text, _ = _with_pictures(known, text, (), shown)
             ids, _, _ = _expanded(known, text, (), shown)
         except Fault as fault:
@@ -126,16 +125,17 @@ class Chat:
             )
         return ids
 
-    def _begun(self, turns: Sequence[Turn]) -> tuple[Turn, ...]:
-        if self.system is not None and turns[0].role != "system":
-            return (Turn("system", self.system), *turns)
-        return tuple(turns)
+    def _begun(self, turns: Sequence[Turn]) -> dict[int, Turn]:
+        """The turns by their numbers in the row; 0 is `system` of the dataset."""
+        first = {0: Turn("system", self.system)} if self.system is not None else {}
+        return {**(first if turns[0].role != "system" else {}), **dict(enumerate(turns, 1))}
 
     def _rendered(self, known: Vocabulary, turns: Sequence[Turn], kinds: Sequence[Medium]) -> str:
         """The template's text of turns that are to be answered."""
-        self._check_words(known, turns)
-        messages = [message_of(turn, known) for turn in turns]
-        text = known.rendered(messages, prompt=True)
+        begun = self._begun(turns)
+        self._check_words(known, begun)
+        messages = {number: message_of(turn, known) for number, turn in begun.items()}
+        text = known.rendered([*messages.values()], prompt=True)
         self._check_pictures(known, text, kinds)
         _check_said(messages, text)
         return text
@@ -157,20 +157,25 @@ class Chat:
         self, known: Vocabulary, turns: Sequence[Turn], kinds: Sequence[Medium]
     ) -> tuple[str, list[tuple[int, int]]]:
         """The template's text, each image and video one placeholder in it, and the spans to learn."""
-        self._check_words(known, turns)
-        messages = [message_of(turn, known) for turn in turns]
-        spans, text = known.spans(messages)
+        begun = self._begun(turns)
+        self._check_words(known, begun)
+        messages = {number: message_of(turn, known) for number, turn in begun.items()}
+        spans, text = known.spans([*messages.values()])
         self._check_pictures(known, text, kinds)
         _check_said(messages, text)
         return text, spans
 
-    def _check_words(self, known: Vocabulary, turns: Sequence[Turn]) -> None:
-        for number, turn in enumerate(turns, 1):
+    def _check_words(self, known: Vocabulary, turns: Mapping[int, Turn]) -> None:
+        for number, turn in turns.items():
             words = "".join(PLACEHOLDER.sub("", text) for text in turn.texts)
             if own := next((token for token in known.structure if token in words), None):
+                pictures = own in known.names.values()
                 raise Fault(
-                    f"turn {number} says {own!r}, which is a token of the chat template's own",
-                    "write it in another way",
+                    f"{_called(number)} says {own!r}, which is a token of "
+                    + ("images" if pictures else "the chat template's own"),
+                    "write <image> where an image is shown, and the token's name in another way"
+                    if pictures
+                    else "write it in another way",
                 )
 
     def _check_pictures(self, known: Vocabulary, text: str, kinds: Sequence[Medium]) -> None:
@@ -182,14 +187,19 @@ class Chat:
             )
 
 
-def _check_said(messages: Sequence[Mapping[str, Any]], text: str) -> None:
+def _called(number: int) -> str:
+    return f"turn {number}" if number else "`system` of the dataset"
+
+
+def _check_said(messages: Mapping[int, Mapping[str, Any]], text: str) -> None:
     """Fault where the template leaves out or rewrites what somebody else than the assistant says."""
-    for number, message in enumerate(messages, 1):
+    for number, message in messages.items():
         content = message["content"]
         parts = [{"text": content}] if isinstance(content, str) else content
-        if message["role"] != "assistant" and any(p.get("text", "").strip() not in text for p in parts):
+        role = message["role"]
+        if role != "assistant" and any(part.get("text", "").strip() not in text for part in parts):
             raise Fault(
-                f"the chat template does not show turn {number}, which is the {message['role']}'s, as it is",
+                f"the chat template does not show {_called(number)}, which is the {role}'s, as it is",
                 "use another template, or leave the turn out",
             )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from mm_core.contracts import Randomness, TextBatch, VideoReader
 from mm_core.data.annotations import inside
 from mm_core.data.packed_rows import PackedRows
 from mm_core.data.readers import PyAVReader
-from mm_core.errors import ContractError, DataError, PartsError
+from mm_core.errors import ContractError, DataError, PartsError, RunWarning
 from mm_internvl.asking import Asking
 from mm_internvl.chat import IGNORED, Chat, Shown, Tokens
 from mm_internvl.config_data import ConversationsConfig, Source
@@ -23,7 +24,7 @@ from mm_internvl.lengths import Lengths
 from mm_internvl.packing import Packs, check_support, positions
 from mm_internvl.pictures import Pictures
 from mm_internvl.rows import ACCEPTED, Conversation, RawRow, conversation, read_rows
-from mm_internvl.tiling import read_tiling
+from mm_internvl.tiling import read_object, read_tiling
 
 
 class Conversations:
@@ -71,6 +72,7 @@ class Conversations:
             check_support()
             tokens, bad = self._tokens()
             self.packs = Packs(tokens, max_length, apart=bad)
+        self._check_reach(processor)
 
     def __len__(self) -> int:
         return len(self.order) if self.packs is None else len(self.packs)
@@ -148,6 +150,20 @@ class Conversations:
         asking = Asking(Chat(processor, max_length, system), pictures)
         asking.chat.check()
         return asking
+
+    def _check_reach(self, folder: str) -> None:
+        """Warns of conversations beyond the positions that the model was made for."""
+        read = read_object(Path(folder) / "config.json")
+        part = read.get("text_config") or read.get("llm_config") or read
+        reach = part.get("max_position_embeddings") if isinstance(part, Mapping) else None
+        packed = self.packs is not None
+        longest = self.chat.max_length if self.packs is None else int(self.packs.lengths.max())
+        if isinstance(reach, int) and longest > reach:
+            what = f"conversations of {longest} tokens" if packed else f"max_length {longest} of the dataset"
+            sentence = (
+                f"{what} and max_position_embeddings {reach} of {folder}: the model was made for no more"
+            )
+            warnings.warn(sentence, RunWarning, stacklevel=3)
 
     # -- samples ---------------------------------------------------------------------------------
 

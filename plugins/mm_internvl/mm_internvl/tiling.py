@@ -161,7 +161,12 @@ def image_size(path: Path, max_pixels: int) -> tuple[int, int]:
         with Image.open(path) as image:
             width, height = image.size
             if height * width > max_pixels:
-                raise _too_large(f"an image of {width}x{height} is larger than max_pixels", path, max_pixels)
+                raise DataError(
+                    f"an image of {width}x{height} is larger than max_pixels",
+                    where=str(path),
+                    accepted=f"up to {max_pixels} pixels",
+                    hint="raise max_pixels of the dataset if the machine has the memory to decode it",
+                )
             # Of a PNG whose header has no EXIF, Pillow would decode all to look for it at the end.
             if (image.format != "PNG" or "exif" in image.info) and image.getexif().get(_ORIENTATION, 1) >= 5:
                 width, height = height, width
@@ -169,20 +174,17 @@ def image_size(path: Path, max_pixels: int) -> tuple[int, int]:
     except FileNotFoundError:
         raise DataError("there is no such image", where=str(path)) from None
     except Image.DecompressionBombError:
-        raise _too_large("the image is far larger than any picture", path, max_pixels) from None
+        most = 2 * (Image.MAX_IMAGE_PIXELS or 0)  # from here on, Pillow refuses
+        raise DataError(
+            f"the image has more than the {most} pixels that Pillow opens",
+            where=str(path),
+            accepted=f"up to {min(max_pixels, most)} pixels",
+            hint="make it smaller: max_pixels of the dataset can not admit it",
+        ) from None
     except MMError:
         raise
     except (OSError, ValueError, SyntaxError) as fault:
         raise DataError(f"the image can not be read: {fault}", where=str(path)) from None
-
-
-def _too_large(what: str, path: Path, max_pixels: int) -> DataError:
-    return DataError(
-        what,
-        where=str(path),
-        accepted=f"up to {max_pixels} pixels",
-        hint="raise max_pixels of the dataset if the machine has the memory to decode it",
-    )
 
 
 def tokens_of_tile(folder: Path) -> int:

@@ -195,7 +195,7 @@ _USER, _SAID = {"role": "user", "content": "what?"}, {"role": "assistant", "cont
         ),
         (
             data.asked("what?", "<IMG_CONTEXT>"),
-            "turn 2 says '<IMG_CONTEXT>', which is a token of the chat template's own",
+            "turn 2 says '<IMG_CONTEXT>', which is a token of images",
         ),
         (
             json.dumps(data.asked("what \ud83d?", "red")),
