@@ -51,15 +51,15 @@ class Asking:
         self, turns: Sequence[Turn], media: Iterable[tuple[Medium, Path]], where: str
     ) -> Mapping[str, Tensor]:
         files = list(media)
-        shown = [self.pictures.shown(kind, path) for kind, path in files]
+        shown = self.pictures.shown(files)
         ids = self.chat.prompt(turns, shown, where)
         seen = torch.ones_like(ids)
-        pixels = [self.pictures.pixels(path, each) for (_, path), each in zip(files, shown, strict=True)]
-        if not pixels:
+        pixels = self.pictures.pixels(files, shown, len(files))
+        if not len(pixels):
             blank = torch.tensor(self.chat.tokens_of_blank)
             ids, seen = torch.cat([blank, ids]), torch.cat([torch.zeros_like(blank), seen])
-            pixels = [self.pictures.tiling.blank()]
-        return {"input_ids": ids[None], "attention_mask": seen[None], "pixel_values": torch.cat(pixels)}
+            pixels = self.pictures.tiling.blank()
+        return {"input_ids": ids[None], "attention_mask": seen[None], "pixel_values": pixels}
 
 
 def _placed(turn: Said) -> Turn:

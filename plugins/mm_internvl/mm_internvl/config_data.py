@@ -28,6 +28,7 @@ class ConversationsConfig:
     max_length: Annotated[int, Range(ge=8)] = 16384  # tokens of a row, those of its images included
     min_tiles: Annotated[int, Range(ge=1)] | None = None  # an image is cut into; none: the processor's, or 1
     max_tiles: Annotated[int, Range(ge=1)] | None = None  # the thumbnail not counted; none: its own, or 12
+    share_tiles: bool = False  # each image of a row has at most max_tiles // images, as OpenGVLab trains
     frames: Annotated[int, Range(ge=1)] = 8  # of a video, evenly spread, one tile each; short ones have fewer
     system: str | None = None  # prompt of conversations that begin without one
     packing: bool = False  # joins conversations into rows of up to max_length tokens

@@ -23,7 +23,7 @@ from mm_internvl.config_data import ConversationsConfig, Source
 from mm_internvl.lengths import Lengths
 from mm_internvl.packing import Packs, check_support, positions
 from mm_internvl.pictures import Pictures
-from mm_internvl.rows import ACCEPTED, Conversation, RawRow, conversation, read_rows
+from mm_internvl.rows import ACCEPTED, Conversation, Medium, RawRow, conversation, read_rows
 from mm_internvl.tiling import read_object, read_tiling
 
 
@@ -52,6 +52,7 @@ class Conversations:
         max_length: int = ConversationsConfig.max_length,
         min_tiles: int | None = ConversationsConfig.min_tiles,
         max_tiles: int | None = ConversationsConfig.max_tiles,
+        share_tiles: bool = ConversationsConfig.share_tiles,
         frames: int = ConversationsConfig.frames,
         system: str | None = ConversationsConfig.system,
         packing: bool = ConversationsConfig.packing,
@@ -63,9 +64,10 @@ class Conversations:
         self.chat = Chat(processor, max_length, system)
         self.chat.check()
         self.tiling = read_tiling(Path(processor), min_tiles, max_tiles)
-        self.pictures = Pictures(self.tiling, frames, max_pixels, PyAVReader() if reader is None else reader)
+        reader = PyAVReader() if reader is None else reader
+        self.pictures = Pictures(self.tiling, frames, max_pixels, reader, share_tiles)
         self.rows, self.order = _read(self.sources)
-        facts = [processor, max_length, asdict(self.tiling), frames, system, max_pixels]
+        facts = [processor, max_length, asdict(self.tiling), frames, system, max_pixels, share_tiles]
         self._kept = Lengths(None if lengths is None else Path(lengths), self.sources, processor, facts)
         self.packs: Packs | None = None
         if packing:
@@ -138,6 +140,7 @@ class Conversations:
         max_length: int,
         min_tiles: int | None,
         max_tiles: int | None,
+        share_tiles: bool,
         frames: int,
         system: str | None,
         max_pixels: int,
@@ -146,7 +149,8 @@ class Conversations:
     ) -> Asking:
         """What lays out questions as the rows are, without any of them. others: fields that no question
         needs."""
-        pictures = Pictures(read_tiling(Path(processor), min_tiles, max_tiles), frames, max_pixels, reader)
+        tiling = read_tiling(Path(processor), min_tiles, max_tiles)
+        pictures = Pictures(tiling, frames, max_pixels, reader, share_tiles)
         asking = Asking(Chat(processor, max_length, system), pictures)
         asking.chat.check()
         return asking
@@ -205,17 +209,15 @@ class Conversations:
         Without answers of its own, those of its labels are right."""
         row = self.rows[number]
         said, shown, tokens = self._measured(row)
-        pixels = [self.pictures.none()]
-        for (_, path), medium in zip(said.media[: tokens.shown], shown, strict=False):
-            pixels.append(self.pictures.pixels(self._path(row, path), medium))
+        pixels = self.pictures.pixels(self._files(row, said), shown, tokens.shown)
         answered = tokens.whole and said.turns[-1].role == "assistant"
-        return tokens, torch.cat(pixels), self._name(row), said.answers if answered else ()
+        return tokens, pixels, self._name(row), said.answers if answered else ()
 
     def _measured(self, row: RawRow) -> tuple[Conversation, list[Shown], Tokens]:
         """What a row says and shows, and its tokens; of images and videos, only the headers are read."""
         name = self._name(row)
         said = conversation(row.value, name)
-        shown = [self.pictures.shown(kind, self._path(row, path)) for kind, path in said.media]
+        shown = self.pictures.shown(self._files(row, said))
         return said, shown, self.chat.tokens(said, shown, name)
 
     def _tokens(self) -> tuple[Tensor, Tensor]:
@@ -231,10 +233,10 @@ class Conversations:
     def _length(self, row: RawRow) -> int:
         return len(self._measured(row)[2].ids)
 
-    def _path(self, row: RawRow, path: str) -> Path:
+    def _files(self, row: RawRow, said: Conversation) -> list[tuple[Medium, Path]]:
         source = self.sources[row.source]
         folder = Path(source.annotations).parent if source.folder is None else Path(source.folder)
-        return inside(folder, path)
+        return [(kind, inside(folder, path)) for kind, path in said.media]
 
     def _name(self, row: RawRow) -> str:
         return f"{self.sources[row.source].annotations}, {row.place}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,23 +21,39 @@ from mm_internvl.tiling import Tiling, image_size
 @dataclass(frozen=True)
 class Pictures:
     """Cuts images and frames into tiles. frames: of a video. max_pixels: of an image; larger ones are refused
-    by their header."""
+    by their header. share_tiles: the images of a row have `max_tiles` together."""
 
     tiling: Tiling
     frames: int
     max_pixels: int
     reader: VideoReader
+    share_tiles: bool = False
 
-    def shown(self, kind: Medium, path: Path) -> Shown:
-        """The tiles of a file, by its header. DataError for one that can not be read or is too large."""
+    def shown(self, files: Sequence[tuple[Medium, Path]]) -> list[Shown]:
+        """The tiles of a row's files, by their headers. DataError for one that can not be read or is too
+        large."""
+        tiling = self._tiling(files)
+        return [self._shown(kind, path, tiling) for kind, path in files]
+
+    def pixels(self, files: Sequence[tuple[Medium, Path]], shown: Sequence[Shown], first: int) -> Tensor:
+        """float32 [N,3,Y,X] of the tiles of the first so many of a row's files. DataError for one that can
+        not be read."""
+        tiling = self._tiling(files)
+        read = zip(files[:first], shown, strict=False)
+        return torch.cat([self._none(), *(self._pixels(path, medium, tiling) for (_, path), medium in read)])
+
+    def _tiling(self, files: Sequence[tuple[Medium, Path]]) -> Tiling:
+        images = sum(kind == "image" for kind, _ in files)
+        return self.tiling.shared(images) if self.share_tiles else self.tiling
+
+    def _shown(self, kind: Medium, path: Path, tiling: Tiling) -> Shown:
         if kind == "image":
-            return Shown(kind, (self.tiling.count(*image_size(path, self.max_pixels)),))
+            return Shown(kind, (tiling.count(*image_size(path, self.max_pixels)),))
         return Shown(kind, (1,) * min(self.frames, self.reader.probe(path).num_frames))
 
-    def pixels(self, path: Path, medium: Shown) -> Tensor:
-        """float32 [N,3,Y,X] of those tiles. DataError for a file that can not be read."""
+    def _pixels(self, path: Path, medium: Shown, tiling: Tiling) -> Tensor:
         if medium.kind == "image":
-            tiles = self.tiling.cut(read_image(path))
+            tiles = tiling.cut(read_image(path))
             if len(tiles) != medium.tiles[0]:
                 raise DataError("the image has another size than its header says", where=str(path))
             return tiles
@@ -47,6 +64,6 @@ class Pictures:
         clip = self.reader.read(path, [(frame + 0.5) / info.fps for frame in frames])
         return torch.cat([self.tiling.frame(frame.permute(2, 0, 1)) for frame in clip])
 
-    def none(self) -> Tensor:
+    def _none(self) -> Tensor:
         """float32 [0,3,Y,X]."""
         return torch.empty(0, 3, self.tiling.height, self.tiling.width)

@@ -32,7 +32,7 @@ class Tiling:
     """How images become tiles.
 
     height, width: of a tile, in pixels. min_tiles, max_tiles: of a grid. mean, std: of RGB in [0, 1].
-    resample: Pillow's number of the filter (3: bicubic).
+    resample: Pillow's number of the filter (3: bicubic). thumbnail: whether one follows several tiles.
     """
 
     height: int = 448
@@ -42,6 +42,13 @@ class Tiling:
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
     resample: int = 3
+    thumbnail: bool = True
+
+    def shared(self, images: int) -> Tiling:
+        """For each of so many images of a row: its part of the tiles, one at least, as OpenGVLab's training
+        has it (internvl_chat/internvl/train/internvl_chat_finetune.py)."""
+        most = max(1, self.max_tiles // max(1, images))
+        return replace(self, min_tiles=min(self.min_tiles, most), max_tiles=most)
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """(columns, rows) of tiles for an image of these pixels."""
@@ -59,7 +66,7 @@ class Tiling:
     def count(self, height: int, width: int) -> int:
         """Tiles of an image of these pixels, its thumbnail included."""
         columns, rows = self.grid(height, width)
-        return columns * rows + (columns * rows > 1)
+        return columns * rows + self._followed(columns * rows)
 
     def cut(self, image: Tensor) -> Tensor:
         """uint8 [3,Y,X] -> float32 [N,3,height,width], normalised: tiles row by row, then the thumbnail."""
@@ -67,7 +74,7 @@ class Tiling:
         whole = self._resized(image, rows * self.height, columns * self.width)
         tiles = whole.view(3, rows, self.height, columns, self.width)
         tiles = tiles.permute(1, 3, 0, 2, 4).flatten(0, 1)  # [rows*columns,3,Y,X]
-        if columns * rows > 1:
+        if self._followed(len(tiles)):
             tiles = torch.cat([tiles, self._resized(image, self.height, self.width)[None]])
         return self._normalised(tiles)
 
@@ -78,6 +85,10 @@ class Tiling:
     def blank(self) -> Tensor:
         """float32 [1,3,height,width]: a tile of the mean colour, for batches without an image."""
         return torch.zeros(1, 3, self.height, self.width)
+
+    def _followed(self, tiles: int) -> bool:
+        """Whether a thumbnail follows so many tiles."""
+        return self.thumbnail and tiles > 1
 
     def _resized(self, image: Tensor, height: int, width: int) -> Tensor:
         picture = Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
@@ -100,6 +111,10 @@ def _grids(least: int, most: int) -> tuple[tuple[int, int], ...]:
 def read_tiling(folder: Path, min_tiles: int | None = None, max_tiles: int | None = None) -> Tiling:
     """The tiling of a model's folder; what is given here goes before what its files say.
 
+    `dynamic_image_size` and `use_thumbnail` of config.json are OpenGVLab's: false is one tile an image, and
+    no thumbnail. `crop_to_patches` of an image processor says nothing: it is false in every published
+    folder, and `InternVLProcessor` cuts all the same.
+
     Raises:
         CheckpointError: files that can not be read, or that describe another way of cutting.
     """
@@ -114,15 +129,24 @@ def read_tiling(folder: Path, min_tiles: int | None = None, max_tiles: int | Non
             where=str(folder),
             accepted='{"height": 448, "width": 448}',
         )
+    if model.get("pad2square"):
+        raise CheckpointError(
+            "images are made square by a border before they are cut: pad2square",
+            where=str(folder / "config.json"),
+            accepted="false, as InternVL 1.5 to 3.5 have it",
+        )
+    whole = model.get("dynamic_image_size") is False and max_tiles is None
+    least, most = (1, 1) if whole else (_least(found, model), _most(found, model))
     tiling = replace(
         known,
         height=int(size.get("height", known.height)),
         width=int(size.get("width", known.width)),
-        min_tiles=min_tiles or int(found.get("min_patches", model.get("min_dynamic_patch", known.min_tiles))),
-        max_tiles=max_tiles or int(found.get("max_patches", model.get("max_dynamic_patch", known.max_tiles))),
+        min_tiles=min_tiles or least,
+        max_tiles=max_tiles or most,
         mean=tuple(found.get("image_mean", known.mean)),
         std=tuple(found.get("image_std", known.std)),
         resample=int(found.get("resample", known.resample)),
+        thumbnail=model.get("use_thumbnail") is not False,
     )
     if not 1 <= tiling.min_tiles <= tiling.max_tiles:
         raise CheckpointError(
@@ -131,6 +155,14 @@ def read_tiling(folder: Path, min_tiles: int | None = None, max_tiles: int | Non
             hint="set both min_tiles and max_tiles of the dataset",
         )
     return tiling
+
+
+def _least(processor: Mapping[str, Any], model: Mapping[str, Any]) -> int:
+    return int(processor.get("min_patches", model.get("min_dynamic_patch", Tiling.min_tiles)))
+
+
+def _most(processor: Mapping[str, Any], model: Mapping[str, Any]) -> int:
+    return int(processor.get("max_patches", model.get("max_dynamic_patch", Tiling.max_tiles)))
 
 
 def _image_processor(folder: Path) -> Mapping[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import struct
 import zlib
@@ -10,10 +11,15 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from mm_internvl.config_data import ConversationsConfig, Source
+from mm_internvl.conversations import Conversations
+from mm_internvl.testing import make_tiny_checkpoint
 from mm_internvl.tiling import Tiling, image_size, read_tiling
 from PIL import Image
+from transformers.models.internvl import processing_internvl
 
 from mm_core.data.images import read_image
+from mm_core.data.readers import PyAVReader
 from mm_core.errors import CheckpointError, DataError
 
 Processor = getattr(transformers, "GotOcr2ImageProcessorPil", None)
@@ -137,3 +143,97 @@ def test_a_folder_in_opengvlabs_own_layout_says_it_in_its_own_way(tmp_path):
     (tmp_path / "preprocessor_config.json").write_text('{"size": 448, "crop_size": 448, "resample": 3}')
     (tmp_path / "config.json").write_text('{"min_dynamic_patch": 1, "max_dynamic_patch": 6}')
     assert read_tiling(tmp_path) == Tiling(max_tiles=6)
+
+
+# -- what OpenGVLab's config.json says ---------------------------------------------------------------
+
+
+@fifth
+def test_without_dynamic_sizes_an_image_is_one_tile(tmp_path):
+    """`dynamic_image_size: false`, unless the dataset's own max_tiles says otherwise."""
+    (tmp_path / "config.json").write_text('{"dynamic_image_size": false, "max_dynamic_patch": 6}')
+    (tmp_path / "preprocessor_config.json").write_text('{"size": 56, "max_patches": 12, "min_patches": 2}')
+    ours = read_tiling(tmp_path)
+    theirs = Processor(
+        size={"height": 56, "width": 56}, crop_to_patches=False, image_mean=ours.mean, image_std=ours.std
+    )
+    image = picture(60, 200)
+    wanted = theirs(Image.fromarray(image.permute(1, 2, 0).numpy()), return_tensors="pt")["pixel_values"]
+    assert ours.count(60, 200) == len(wanted) == 1
+    torch.testing.assert_close(ours.cut(image), wanted, rtol=0, atol=1e-5)
+    assert read_tiling(tmp_path, max_tiles=4).count(60, 200) == 4  # three in a row and their thumbnail
+    with pytest.raises(CheckpointError, match="can not be cut into 2 to 1 tiles"):
+        read_tiling(tmp_path, min_tiles=2)
+
+
+@fifth
+def test_without_a_thumbnail_the_tiles_stand_alone(tmp_path):
+    (tmp_path / "config.json").write_text('{"use_thumbnail": false}')
+    (tmp_path / "preprocessor_config.json").write_text('{"size": 56}')
+    ours = read_tiling(tmp_path)
+    theirs = Processor(
+        size={"height": 56, "width": 56}, crop_to_patches=True, image_mean=ours.mean, image_std=ours.std
+    )
+    for size in ((60, 200), (50, 50)):
+        image = picture(*size)
+        wanted = theirs(Image.fromarray(image.permute(1, 2, 0).numpy()), return_tensors="pt")["pixel_values"]
+        wanted = wanted[: max(1, len(wanted) - 1)]
+        assert ours.count(*size) == len(wanted)
+        torch.testing.assert_close(ours.cut(image), wanted, rtol=0, atol=1e-5)
+
+
+def test_an_image_processor_that_does_not_cut_is_the_published_one(tmp_path):
+    """Every published folder says `crop_to_patches: false`, and InternVLProcessor cuts by its own default."""
+    folder = make_tiny_checkpoint(tmp_path)
+    assert json.loads((folder / "preprocessor_config.json").read_text())["crop_to_patches"] is False
+    assert read_tiling(folder).max_tiles == 12
+    older = getattr(processing_internvl.InternVLProcessorKwargs, "_defaults", {})
+    own = getattr(processing_internvl.InternVLProcessor, "images_kwargs", None) or older["images_kwargs"]
+    assert own["crop_to_patches"] is True
+
+
+def test_images_with_a_border_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"pad2square": true}')
+    with pytest.raises(CheckpointError) as fault:
+        read_tiling(tmp_path)
+    assert fault.value.what == "images are made square by a border before they are cut: pad2square"
+    assert fault.value.accepted == "false, as InternVL 1.5 to 3.5 have it"
+
+
+# -- several images in a row -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("images", "most"), [(0, 6), (1, 6), (2, 3), (4, 1), (7, 1)])
+def test_images_of_a_row_share_its_tiles(images, most):
+    """max_tiles // images, one at least (multi_modal_multi_image_get_item of OpenGVLab's training)."""
+    assert Tiling(min_tiles=2, max_tiles=6).shared(images) == Tiling(min_tiles=min(2, most), max_tiles=most)
+
+
+@fifth
+def test_shared_tiles_are_the_same_in_training_and_asking(tmp_path):
+    folder = make_tiny_checkpoint(tmp_path / "tiny")
+    files = [picture(60, 200), picture(200, 60), picture(130, 130)]
+    for number, image in enumerate(files):
+        Image.fromarray(image.permute(1, 2, 0).numpy()).save(tmp_path / f"{number}.png")
+    row = {
+        "images": [f"{number}.png" for number in range(3)],
+        "messages": [
+            {"role": "user", "content": "<image><image><image>\nwhich?"},
+            {"role": "assistant", "content": "red"},
+        ],
+    }
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    options = ConversationsConfig((Source(str(tmp_path / "rows.jsonl")),), str(folder), 400, max_tiles=6)
+    read = {}
+    for share in (False, True):
+        fields = {**vars(options), "share_tiles": share, "reader": PyAVReader()}
+        pixels = Conversations(**fields)[0]["pixel_values"]
+        asked = Conversations.conversing(**fields).questions(tmp_path / "rows.jsonl")[0]()
+        assert torch.equal(asked.inputs["pixel_values"], pixels)
+        read[share] = pixels
+    for share, most in ((False, 6), (True, 2)):
+        theirs = Processor.from_pretrained(folder, crop_to_patches=True, max_patches=most)
+        images = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in files]
+        wanted = torch.cat([theirs(image, return_tensors="pt")["pixel_values"] for image in images])
+        torch.testing.assert_close(read[share], wanted, rtol=0, atol=1e-5)
+    assert (len(read[False]), len(read[True])) == (4 + 4 + 5, 3 + 3 + 1)
