@@ -1,0 +1,133 @@
+"""Time and memory of a decoder's forward and backward over packed rows: `packed_sdpa` against `sdpa`.
+
+    python benchmarks/packed_attention.py [--tokens 8192] [--layers 2] [--rounds 2]
+
+Layers are those of Qwen3-0.6B, which is the language model of InternVL 3.5 1B, in fp32 on one thread, with a
+small vocabulary. Conversations have lognormal lengths (median 400 tokens) and are packed by best fit; each
+round takes another row of them, evenly from rows of few long ones to rows of many short ones, and computes it
+with either attention. Times are the process's, memory is its anonymous memory (RssAnon, every 5 ms) above
+what it had before. Also printed: how much of a forward's operations is left, for the layers measured and for
+those of InternVL 3.5 8B in rows of 16384 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import time
+
+import torch
+from chunked_loss import Peak
+from mm_internvl.packing import Packs, positions
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from mm_core.contracts import Randomness
+from mm_core.tasks import packed_attention
+
+KINDS = ("sdpa", "packed_sdpa")
+TIME_BAR, MEMORY_BAR, GRADIENT_BAR = 0.6, 0.6, 1e-5
+"""Of sdpa's; relative, in fp32."""
+# hidden, of the MLP, heads, of keys and values, of a head
+SMALL, LARGE = (1024, 3072, 16, 8, 128), (4096, 12288, 32, 8, 128)
+
+
+def main() -> int:
+    """Runs both kinds by turns, row by row."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=8192, help="of a packed row")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=2, help="rows, each computed twice")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    packs = Packs(lognormal(5000, args.tokens), args.tokens)
+    models = {kind: model_of(kind, args.layers) for kind in KINDS}
+    warm_up = torch.full((3,), 64)
+    for model in models.values():
+        step(model, warm_up)
+    times: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    peaks: dict[str, list[int]] = {kind: [] for kind in KINDS}
+    gap = 0.0
+    print(f"rows of {args.tokens} tokens, {args.layers} layers of width {SMALL[0]}, fp32, 1 thread")
+    print("pieces   attention     seconds   peak, MB   operations of a forward (8B at 16384)")
+    for number in range(args.rounds):
+        row = (2 * number + 1) * len(packs) // (2 * args.rounds)
+        lengths = packs.lengths[packs.members(row, seed=0, epoch=0)]
+        gradients = {}
+        for kind in KINDS[:: 1 if number % 2 else -1]:
+            seconds, peak, gradients[kind] = step(models[kind], lengths)
+            times[kind].append(seconds)
+            peaks[kind].append(peak)
+            longer = 16384 / args.tokens
+            shares = [share(sizes, lengths, kind, scale) for sizes, scale in ((SMALL, 1), (LARGE, longer))]
+            print(
+                f"{len(lengths):6d}   {kind:11s} {seconds:9.2f} {peak / 1e6:10.0f}"
+                f"   {shares[0]:.3f} ({shares[1]:.3f})",
+                flush=True,
+            )
+        gap = max(gap, difference(gradients))
+        gradients.clear()
+    ratio = sum(times["packed_sdpa"]) / sum(times["sdpa"])
+    memory = max(peaks["packed_sdpa"]) / max(peaks["sdpa"])
+    figures = [("time", ratio, TIME_BAR, ".3f"), ("memory", memory, MEMORY_BAR, ".3f")]
+    figures.append(("gradients", gap, GRADIENT_BAR, ".1e"))
+    for name, found, bar, form in figures:
+        print(f"RESULT packed_attention_{name} {found:{form}} {bar} {'ok' if found <= bar else 'short'}")
+    return 0 if all(found <= bar for _, found, bar, _ in figures) else 1
+
+
+def lognormal(count: int, longest: int) -> torch.Tensor:
+    """Lengths as conversations have them: a median of 400 tokens, a long tail."""
+    drawn = (Randomness(0).normal((count,), "lengths") + 6.0).exp()
+    return drawn.long().clamp(1, longest)
+
+
+def model_of(kind: str, layers: int) -> Qwen3ForCausalLM:
+    """The same weights for either kind."""
+    packed_attention.register()
+    hidden, inner, heads, groups, width = SMALL
+    config = Qwen3Config(
+        vocab_size=1024,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        head_dim=width,
+    )
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM._from_config(config, attn_implementation=kind)
+
+
+def step(model: Qwen3ForCausalLM, lengths: torch.Tensor) -> tuple[float, int, dict[str, torch.Tensor]]:
+    """(seconds of the process, bytes at most, gradients) of a row's forward and backward."""
+    count = int(lengths.sum())
+    ids = torch.randint(0, 1024, (1, count), generator=torch.Generator().manual_seed(count))
+    given = {"input_ids": ids, "labels": ids, "position_ids": positions(lengths.tolist())[None]}
+    model.zero_grad()
+    ctypes.CDLL(None).malloc_trim(0)  # what is free is not held back, and so not used again unseen
+    with Peak(ids.device) as peak:
+        began = time.process_time()
+        model(**given, use_cache=False).loss.backward()
+        seconds = time.process_time() - began
+    return seconds, peak.bytes, {name: p.grad for name, p in model.named_parameters()}
+
+
+def share(sizes: tuple[int, ...], lengths: torch.Tensor, kind: str, scale: float) -> float:
+    """Operations of a layer's forward, of those under sdpa. scale: how much longer the row is, with as many
+    times the conversations."""
+    hidden, inner, heads, groups, width = sizes
+    count = scale * int(lengths.sum())
+    linear = count * hidden * (2 * heads * width + 2 * groups * width + 3 * inner)
+    dense = 2 * count**2 * heads * width
+    causal = scale * int((lengths**2).sum()) * heads * width  # half of the products of a piece are not needed
+    return 1.0 if kind == "sdpa" else (linear + causal) / (linear + dense)
+
+
+def difference(gradients: dict[str, dict[str, torch.Tensor]]) -> float:
+    """The largest norm of a difference, relative to sdpa's."""
+    dense, packed = (gradients[kind] for kind in KINDS)
+    return max(float((packed[name] - dense[name]).norm() / dense[name].norm()) for name in dense)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
