@@ -19,7 +19,7 @@ class PretrainedConfig:
     new_modules: tuple[str, ...] = ()  # patterns of what begins at random: a head that the files lack
     labels: tuple[str, ...] = ()  # names of a classifier's classes, from 0; none: as config.json has them
     overrides: Mapping[str, Any] = field(default_factory=dict)  # keys of config.json to change
-    attn_implementation: str | None = None  # sdpa, packed_sdpa, flash_attention_2, ...; none: Transformers' choice
+    attn_implementation: str | None = None  # sdpa, packed_sdpa, flash_attention_2, ..; none: the library's
     loss: Literal["auto", "chunked", "plain"] = "auto"  # chunked: never holds the logits of all tokens
     chunk_tokens: Annotated[int, Range(ge=1)] = 512  # tokens whose logits a chunked loss holds at a time
     max_new_tokens: Annotated[int, Range(ge=1)] | None = None  # evaluations also answer, greedily, so long
