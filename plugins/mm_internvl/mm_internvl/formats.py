@@ -24,6 +24,7 @@ from mm_core.weights import (
     read_mapping,
 )
 from mm_internvl.original import CLASS, is_original, to_original
+from mm_internvl.tiling import tiles_of
 
 _EMBEDDINGS = {
     "cls_token": "class_embedding",
@@ -91,7 +92,7 @@ class InternVLOriginal:
         base = None
         if isinstance(component, Pretrained) and component.weights_from is not None:
             began = Path(component.weights_from.path)
-            base = read_mapping(began / "config.json") if is_original(began) else None
+            base = read_mapping(began / "config.json") if is_original(began) else tiles_of(began)
         text = json.dumps(to_original(config, base), indent=2) + "\n"
         return replace(
             found,

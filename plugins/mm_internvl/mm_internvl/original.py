@@ -63,6 +63,9 @@ _CHAT_DEFAULTS = {
 }
 """What InternVL 3.5's config.json says of its use; Transformers keeps that in the processor's files."""
 
+_TILES = ("dynamic_image_size", "max_dynamic_patch", "min_dynamic_patch", "use_thumbnail")
+"""Of those, how images are cut. Transformers has words for some, and keeps what it does not know."""
+
 _LEGACY = """
     add_cross_attention bad_words_ids begin_suppress_tokens chunk_size_feed_forward
     cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample early_stopping
@@ -126,6 +129,7 @@ def from_original(given: Mapping[str, Any], folder: Path | None = None) -> dict[
         "downsample_ratio": ratio,
         "vision_feature_layer": given.get("select_layer", -1),
         "tie_word_embeddings": tied,
+        **{key: given[key] for key in _TILES if given.get(key, _CHAT_DEFAULTS[key]) != _CHAT_DEFAULTS[key]},
     }
 
 
@@ -134,8 +138,8 @@ def to_original(given: Mapping[str, Any], base: Mapping[str, Any] | None = None)
 
     Args:
         given: config.json of `InternVLForConditionalGeneration`.
-        base: config.json of the `InternVLChatModel` that training began with: how it is used (template,
-            tiles, code) stays as it was.
+        base: config.json of the `InternVLChatModel` that training began with, or what is known of one: how
+            it is used (template, tiles, code) stays as it was.
 
     Raises:
         ContractError: a language model, or options of a vision tower, that InternVLChatModel has not.
@@ -166,7 +170,7 @@ def to_original(given: Mapping[str, Any], base: Mapping[str, Any] | None = None)
         "vision_config": {**_kept(base, "vision_config"), **vision},
     }
     stays = {key: value for key, value in base.items() if key not in ("torch_dtype", "dtype")}
-    return {**_CHAT_DEFAULTS, **stays, **made}
+    return {**_CHAT_DEFAULTS, **{key: given[key] for key in _TILES if key in given}, **stays, **made}
 
 
 def _kept(base: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -157,6 +157,13 @@ def read_tiling(folder: Path, min_tiles: int | None = None, max_tiles: int | Non
     return tiling
 
 
+def tiles_of(folder: Path) -> dict[str, int]:
+    """What a folder's image processor says of tiles, in the words of OpenGVLab's config.json."""
+    found = _image_processor(folder)
+    words = {"min_patches": "min_dynamic_patch", "max_patches": "max_dynamic_patch"}
+    return {theirs: int(found[ours]) for ours, theirs in words.items() if ours in found}
+
+
 def _least(processor: Mapping[str, Any], model: Mapping[str, Any]) -> int:
     return int(processor.get("min_patches", model.get("min_dynamic_patch", Tiling.min_tiles)))
 

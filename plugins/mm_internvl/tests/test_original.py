@@ -11,6 +11,7 @@ import torch
 from mm_internvl.formats import InternVLOriginal
 from mm_internvl.original import from_original, to_original
 from mm_internvl.testing import make_tiny_checkpoint, make_tiny_conversations
+from mm_internvl.tiling import read_tiling
 from safetensors.torch import load_file
 from transformers import AutoConfig, InternVLConfig, InternVLForConditionalGeneration, Qwen3Config
 
@@ -121,6 +122,36 @@ def test_an_original_config_comes_out_as_it_was(folders, tmp_path):
         folder / "modeling_internvl_chat.py"
     ).read_bytes()
     assert "InternVLChatModel.from_pretrained" in (out / "README.md").read_text()
+
+
+WHOLE = {"dynamic_image_size": False}
+BARE = {"use_thumbnail": False, "min_dynamic_patch": 2, "max_dynamic_patch": 6}
+
+
+@pytest.mark.parametrize("said", [WHOLE, BARE], ids=["whole images", "no thumbnail"])
+def test_both_layouts_keep_saying_how_images_are_cut(said, tmp_path):
+    """From OpenGVLab's folder into that of Transformers, and from there back."""
+    folder = make_tiny_checkpoint(tmp_path / "given", original=True)
+    (folder / "config.json").write_text(json.dumps({**settings(folder), **said}))
+    (folder / "preprocessor_config.json").write_text('{"size": 56, "crop_size": 56}')  # names no tiles
+    given = read_tiling(folder)
+    assert given.count(100, 300) == (1 if said is WHOLE else 3)
+    for number, (layout, name) in enumerate((("core/transformers", "there"), ("internvl/original", "back"))):
+        import_weights(runs.config_of(tmp_path, folder, name=name), folder)
+        for also in LAYOUTS:
+            assert read_tiling(export(tmp_path / "runs" / name, tmp_path / f"{number}{also}", also)) == given
+        folder = tmp_path / f"{number}{layout}"
+        assert {key: settings(folder)[key] for key in said} == said
+    InternVLForConditionalGeneration.from_pretrained(tmp_path / "1core/transformers")
+
+
+def test_tiles_of_a_processor_are_those_of_the_original_config(tmp_path):
+    folder = make_tiny_checkpoint(tmp_path / "given")
+    file = folder / "preprocessor_config.json"
+    file.write_text(file.read_text().replace('"max_patches": 12', '"max_patches": 4'))
+    import_weights(runs.config_of(tmp_path, folder), folder)
+    out = export(tmp_path / "runs/tuned", tmp_path / "out", "internvl/original")
+    assert (settings(out)["min_dynamic_patch"], settings(out)["max_dynamic_patch"]) == (1, 4)
 
 
 def test_an_original_folder_is_read_without_running_its_code(folders):
