@@ -1,30 +1,19 @@
-"""The dataset: what a sample holds, what is refused, what a batch is to the model."""
+"""The dataset: what a sample holds, and what is refused."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import pickle
 from pathlib import Path
 
 import pytest
 import torch
-from mm_internvl import measuring
-from mm_internvl.chat import IGNORED
 from mm_internvl.config_data import Source
 from mm_internvl.conversations import Conversations
 from mm_internvl.testing import TOKENS, make_tiny_checkpoint
-from transformers import AutoModelForImageTextToText
 
-from mm_core.contracts import Randomness, SampleKey
 from mm_core.data.images import read_image
-from mm_core.data.loader import MicroBatchLoader
-from mm_core.data.sampler import BatchPlan
-from mm_core.data.skipped import SkipLedger
-from mm_core.data.workers import StartWorker
-from mm_core.errors import CheckpointError, ContractError, DataError
-from mm_core.parallel.initialise import initialise
-from mm_core.tasks.pretrained import PretrainedTask
+from mm_core.errors import CheckpointError, DataError, RunWarning
 
 
 def of_tests(name: str):
@@ -34,36 +23,13 @@ def of_tests(name: str):
     return module
 
 
-data = of_tests("internvl_data")
+sets = of_tests("internvl_sets")
+data, dataset, loaded, said = sets.data, sets.dataset, sets.loaded, sets.said
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with a tiny model, pictures, and rows about them."""
-    top = tmp_path_factory.mktemp("conversations")
-    make_tiny_checkpoint(top / "model")
-    data.draw(top / "files")
-    data.write(top / "files" / "rows.jsonl", data.ROWS)
-    return top
-
-
-def dataset(place: Path, rows: str | list = "files/rows.jsonl", **options) -> Conversations:
-    if not isinstance(rows, str):
-        data.write(place / "files" / "own.jsonl", rows)
-        rows = "files/own.jsonl"
-    options = {"max_length": 400, "max_tiles": 4, "frames": 3, **options}
-    return Conversations((Source(str(place / rows)),), str(place / "model"), **options)
-
-
-def said(found: Conversations, sample: dict) -> str:
-    """A sample's tokens as text, tiles as their number."""
-    text = found.chat.tokenizer.decode(torch.cat([piece["input_ids"] for piece in sample["pieces"]]))
-    for tiles in range(8, 0, -1):
-        text = text.replace("<IMG_CONTEXT>" * TOKENS * tiles, f"{tiles}")
-    return text
-
-
-# -- samples -------------------------------------------------------------------------------------
+    return sets.make(tmp_path_factory.mktemp("conversations"))
 
 
 def test_images_and_frames_stand_where_their_placeholders_are(place):
@@ -122,36 +88,6 @@ def test_weights_say_how_often_an_epoch_sees_a_source(place):
     assert len(names) == 12 + 3
     assert sorted(names[:12]) == sorted([f"{place}/files/rows.jsonl, line {n}" for n in range(1, 7)] * 2)
     assert len(set(names[12:])) == 3 and all("half.jsonl" in name for name in names[12:])
-
-
-def test_what_is_too_long_is_cut_but_never_in_an_image(place):
-    long = data.asked("what?", "the number", "<image>\nand this?", "a digit", image="b.png")
-    whole = dataset(place, [long])[0]["pieces"][0]
-    context = whole["input_ids"] == dataset(place).chat.tokenizer.context_image_token_id
-    start, end = int(context.nonzero()[0]) - 1, int(context.nonzero()[-1]) + 2
-    for limit in range(8, len(whole["input_ids"]) + 1):
-        found = dataset(place, [long], max_length=limit)
-        if start < limit < end:
-            with pytest.raises(DataError) as fault:
-                found[0]
-            assert fault.value.what == (
-                f"the row has {len(context)} tokens, and cutting it at {limit} would go through image 1"
-            )
-        elif not bool((whole["labels"][:limit] != IGNORED).any()):
-            with pytest.raises(DataError, match=f"the first {limit} hold nothing that the assistant says"):
-                found[0]
-        else:
-            sample = found[0]
-            assert torch.equal(sample["pieces"][0]["input_ids"], whole["input_ids"][:limit])
-            assert torch.equal(sample["pieces"][0]["labels"], whole["labels"][:limit])
-            assert len(sample["pixel_values"]) == (1 if limit >= end else 0)
-
-
-def test_it_pickles_without_its_tokenizer(place):
-    found = dataset(place, packing=True)
-    copied = pickle.dumps(found)
-    assert b"TokenizersBackend" not in copied
-    assert torch.equal(pickle.loads(copied)[0]["pixel_values"], found[0]["pixel_values"])
 
 
 # -- what is refused -----------------------------------------------------------------------------
@@ -274,181 +210,49 @@ def test_templates_that_will_not_do(place, tmp_path, change, what):
         found[4]
 
 
-def test_packed_rows_come_one_at_a_time(place):
-    found = dataset(place, packing=True)
-    with pytest.raises(ContractError, match="a micro-batch of 2 packed rows"):
-        found.collate([{**found[0], "key": SampleKey(0, 0), "weight": 1.0}] * 2)
+# -- what a sentence is about ----------------------------------------------------------------------
 
 
-# -- batches ---------------------------------------------------------------------------------------
-
-
-def loaded(found: Conversations, size: int, steps: range = range(1), whole: int | None = None, seed: int = 3):
-    plan = BatchPlan(len(found), size, whole or size, seed, "random", drop_last=False)
-    return MicroBatchLoader(
-        found,
-        plan,
-        batch_transform=None,
-        rng=Randomness(seed),
-        rank=0,
-        data_parallel=1,
-        start_step=steps.start,
-        end_step=steps.stop,
-        workers=0,
-        prefetch=2,
-        pin_memory=False,
-        device_type="cpu",
+def test_turns_have_the_numbers_of_the_row_whatever_the_datasets_system(place):
+    bad = data.asked("what?", "red", "say <|im_end|>", "no")
+    for system in (None, "a system"):
+        with pytest.raises(DataError, match=r"turn 3 says '<\|im_end\|>', which is a token of the chat tem"):
+            dataset(place, [data.ROWS[0], bad], system=system)[1]
+    with pytest.raises(DataError) as fault:
+        dataset(place, system="<|im_start|>")[0]
+    assert fault.value.what == (
+        "`system` of the dataset says '<|im_start|>', which is a token of the chat template's own"
     )
 
 
-@pytest.mark.parametrize("packing", [False, True])
-def test_bad_rows_are_skipped_counted_and_listed(place, tmp_path, packing):
-    bad = [data.asked("<image>", "red", image="gone.png"), {"messages": [{"role": "x", "content": ""}]}, "{"]
-    found = dataset(place, [*data.ROWS, *bad], packing=packing, max_length=150)
-    ledger = SkipLedger(tmp_path, max_failed_share=1.0)
-    batches = list(ledger.watch(loaded(found, 1, range(len(found)))))
-    listed = [json.loads(line) for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]
-    assert ledger.failed == (1 if packing else 3)  # they share one row
-    assert {entry["reason"] for entry in listed} == {
-        "there is no such image", "turn 1 has the unknown role 'x'",
-        "this is not JSON: Expecting property name enclosed in double quotes at column 2 of `{`",
-    }  # fmt: skip
-    assert {entry["id"].rpartition("/")[2] for entry in listed} == {
-        "gone.png",
-        "own.jsonl, line 8",
-        "own.jsonl:9",
-    }
-    assert len(batches) == len(found)
+def test_a_text_may_not_write_the_tokens_of_images(place):
+    with pytest.raises(DataError) as fault:
+        dataset(place, [data.ROWS[0], data.asked("what is <img> in HTML?", "an image")])[1]
+    assert fault.value.what == "turn 1 says '<img>', which is a token of images"
+    assert fault.value.hint == "write <image> where an image is shown, and the token's name in another way"
 
 
-def test_bad_rows_are_as_large_a_share_of_packed_rows_as_of_conversations(place, tmp_path):
-    """Even where a packed row holds many conversations; and each is listed once, whatever the epoch."""
-    good = [data.asked(f"what is {n}?", "number " * (n % 7 + 1)) for n in range(190)]
-    bad = [data.asked("<image>", "red", image=f"gone_{n}.png") for n in range(10)]
-    found = dataset(place, [*good, *bad], packing=True, max_length=80)
-    ledger = SkipLedger(tmp_path, max_failed_share=0.1, min_draws=1000)
-    for _ in ledger.watch(loaded(found, 1, range(2 * len(found)))):
-        pass
-    assert 0.04 < ledger.failed / len(found) < 0.08
-    listed = [json.loads(line)["id"] for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]
-    assert len(listed) == len(set(listed)) == 10
+def test_a_link_may_not_lead_out_of_the_folder(place, tmp_path):
+    data.draw(tmp_path / "outside")
+    out, within = place / "files" / "out.png", place / "files" / "within.png"
+    out.symlink_to(tmp_path / "outside" / "a.png")
+    within.symlink_to(place / "files" / "a.png")
+    rows = [data.asked("<image>?", "red", image=name) for name in ("within.png", "out.png")]
+    found = dataset(place, rows)
+    assert len(found[0]["pixel_values"])
+    with pytest.raises(DataError) as fault:
+        found[1]
+    assert fault.value.what == "the path leaves its folder through a symbolic link"
+    assert fault.value.hint == "set `folder` to the real place of the files"
 
 
-def task_of(place) -> PretrainedTask:
-    """The task `pretrained` on the tiny model, in float64."""
-    with torch.device("meta"):
-        made = PretrainedTask(str(place / "model"), "AutoModelForImageTextToText")
-    made.model.to_empty(device="cpu")
-    initialise(made.model, "model", Randomness(1))
-    weights = AutoModelForImageTextToText.from_pretrained(place / "model").state_dict()
-    made.model.load_state_dict(weights)
-    return made.double()
-
-
-def sums(task, batches):
-    """(loss as a sum, labels, gradients) over batches."""
-    total, weight = 0.0, 0.0
-    for batch in batches:
-        batch.inputs["pixel_values"] = batch.inputs["pixel_values"].double()
-        counted = task.batch_transform()(batch)
-        found = task.loss(task.prepare(counted, Randomness(1)))
-        found.total.backward()
-        total, weight = total + float(found.total.detach()), weight + found.weight
-    grads = {name: p.grad.clone() for name, p in task.named_parameters() if p.grad is not None}
-    return total, weight, grads
-
-
-def near(found, wanted):
-    assert found[1] == wanted[1]
-    assert found[0] == pytest.approx(wanted[0], rel=1e-5)
-    for name, gradient in wanted[2].items():
-        error = (found[2][name] - gradient).norm() / gradient.norm().clamp_min(1e-12)
-        assert error < 1e-5, name
-
-
-def test_a_packed_epoch_trains_as_an_unpacked_one(place):
-    rows = [*data.ROWS, *(data.asked(f"what is {n}?", "a number " * (n + 1)) for n in range(6))]
-    alone, packed = dataset(place, rows), dataset(place, rows, packing=True, max_length=150)
-    assert len(packed) < len(alone) and packed.packs.fill > 0.6
-    wanted = sums(task_of(place), loaded(alone, 1, range(len(alone))))
-    near(sums(task_of(place), loaded(alone, 4, range(3))), wanted)
-    near(sums(task_of(place), loaded(packed, 1, range(len(packed)), seed=5)), wanted)
-    together = [list(batch.inputs) for batch in loaded(packed, 1, range(len(packed)))]
-    assert all(names == ["input_ids", "labels", "pixel_values", "position_ids"] for names in together)
-
-
-@pytest.mark.parametrize("packing", [False, True])
-def test_a_blank_tile_stands_in_where_there_is_no_image(place, packing):
-    found = dataset(place, [data.ROWS[0], data.ROWS[5]], packing=packing)
-    (batch,) = loaded(found, 1 if packing else 2)
-    assert torch.equal(batch.inputs["pixel_values"], found.tiling.blank())
-    context = found.chat.tokenizer.context_image_token_id
-    assert int((batch.inputs["input_ids"] == context).sum()) == TOKENS
-    total, weight, grads = sums(task_of(place), [batch])
-    plain = task_of(place)
-    logits_loss, count = torch.zeros(()), 0
-    for piece in (dataset(place, [row])[0]["pieces"][0] for row in (data.ROWS[0], data.ROWS[5])):
-        logits = plain.model(input_ids=piece["input_ids"][None]).logits[0, :-1]
-        labels = piece["labels"][1:]
-        logits_loss = logits_loss + torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
-        count += int((labels != IGNORED).sum())
-    logits_loss.backward()
-    assert weight == count
-    assert total == pytest.approx(float(logits_loss.detach()), rel=1e-5)
-    for name, parameter in plain.named_parameters():
-        if parameter.grad is None or "vision_tower" in name or "projector" in name:
-            assert name not in grads or float(grads[name].abs().max()) == 0, name
-        else:
-            assert (grads[name] - parameter.grad).norm() <= 1e-5 * parameter.grad.norm(), name
-
-
-def test_a_resume_reads_what_an_unbroken_run_reads(place):
-    rows = [data.asked(f"what is {n}?", "number " * (n % 7 + 1)) for n in range(30)]
-    whole = [b.ids for b in loaded(dataset(place, rows, packing=True, max_length=64), 1, range(12), whole=2)]
-    first = [b.ids for b in loaded(dataset(place, rows, packing=True, max_length=64), 1, range(5), whole=2)]
-    rest = [
-        b.ids for b in loaded(dataset(place, rows, packing=True, max_length=64), 1, range(5, 12), whole=2)
-    ]
-    assert first + rest == whole
-
-
-def test_lengths_group_batches_and_are_kept_in_a_file(place, tmp_path, monkeypatch):
-    file = tmp_path / "kept" / "lengths.json"
-    found = dataset(place, lengths=str(file))
-    wanted = [len(found[index]["pieces"][0]["input_ids"]) for index in range(len(found))]
-    assert found.lengths().tolist() == wanted
-    packed = dataset(place, packing=True)
-    assert packed.lengths().tolist() == [
-        sum(len(piece["input_ids"]) for piece in packed[index]["pieces"]) for index in range(len(packed))
-    ]
-
-    def measured(self, row):
-        raise AssertionError("measured again")
-
-    monkeypatch.setattr(Conversations, "_length", measured)
-    assert dataset(place, lengths=str(file)).lengths().tolist() == wanted
-    with pytest.raises(AssertionError, match="measured again"):
-        dataset(place, lengths=str(file), system="another").lengths()
-
-
-@pytest.mark.slow
-def test_many_rows_are_measured_by_several_processes(place, monkeypatch):
-    rows = [data.asked(f"what is {n}?", "number " * (n % 7 + 1)) for n in range(30)]
-    rows[7] = data.asked("<image>", "red", image="gone.png")
-    wanted = dataset(place, rows).lengths()
-    monkeypatch.setattr(measuring, "ALONE", 10)
-    monkeypatch.setattr(measuring, "CHUNK", 8)
-    monkeypatch.setattr(measuring, "_processes", lambda: 2)
-    started = []
-    monkeypatch.setattr(measuring, "StartWorker", lambda: started.append(1) or StartWorker())
-    assert dataset(place, rows).lengths().equal(wanted) and started
-    assert len(dataset(place, rows, packing=True, max_length=64)) > 1
-    with pytest.raises(DataError, match="none of 30 conversations can be read; the first: there is no such"):
-        dataset(place, [rows[7]] * 30, packing=True)
-
-
-def test_lengths_that_can_not_be_kept_stop_nothing(place, tmp_path):
-    (tmp_path / "a file").touch()
-    with pytest.warns(UserWarning, match="the lengths of conversations can not be kept: "):
-        found = dataset(place, lengths=str(tmp_path / "a file" / "lengths.json")).lengths()
-    assert found.equal(dataset(place).lengths())
+def test_more_tokens_than_the_model_has_positions_are_a_warning(place, recwarn):
+    with pytest.warns(RunWarning, match="max_length 2049 of the dataset and max_position_embeddings 2048 of"):
+        dataset(place, max_length=2049)
+    recwarn.clear()
+    dataset(place, max_length=2048)
+    dataset(place, max_length=4096, packing=True)  # positions begin anew with each conversation
+    assert not [warning for warning in recwarn if warning.category is RunWarning]
+    long = data.asked("what?", "number " * 2100)
+    with pytest.warns(RunWarning, match=r"conversations of 2\d\d\d tokens and max_position_embeddings 2048"):
+        dataset(place, [*data.ROWS, long], max_length=4096, packing=True)

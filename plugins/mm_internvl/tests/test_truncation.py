@@ -1,0 +1,51 @@
+"""Conversations that are too long: where they are cut, and what is right then."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from mm_internvl.chat import IGNORED
+
+from mm_core.errors import DataError
+
+
+def of_tests(name: str):
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+sets = of_tests("internvl_sets")
+data, dataset, loaded, said = sets.data, sets.dataset, sets.loaded, sets.said
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return sets.make(tmp_path_factory.mktemp("conversations"))
+
+
+def test_what_is_too_long_is_cut_but_never_in_an_image(place):
+    long = data.asked("what?", "the number", "<image>\nand this?", "a digit", image="b.png")
+    whole = dataset(place, [long])[0]["pieces"][0]
+    context = whole["input_ids"] == dataset(place).chat.tokenizer.context_image_token_id
+    start, end = int(context.nonzero()[0]) - 1, int(context.nonzero()[-1]) + 2
+    for limit in range(8, len(whole["input_ids"]) + 1):
+        found = dataset(place, [long], max_length=limit)
+        if start < limit < end:
+            with pytest.raises(DataError) as fault:
+                found[0]
+            assert fault.value.what == (
+                f"the row has {len(context)} tokens, and cutting it at {limit} would go through image 1"
+            )
+        elif not bool((whole["labels"][:limit] != IGNORED).any()):
+            with pytest.raises(DataError, match=f"the first {limit} hold nothing that the assistant says"):
+                found[0]
+        else:
+            sample = found[0]
+            assert torch.equal(sample["pieces"][0]["input_ids"], whole["input_ids"][:limit])
+            assert torch.equal(sample["pieces"][0]["labels"], whole["labels"][:limit])
+            assert len(sample["pixel_values"]) == (1 if limit >= end else 0)
