@@ -9,13 +9,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from mm_core.cli.stored_run import check_place, count
 from mm_core.errors import MMError
 
 if TYPE_CHECKING:
     from mm_core.contracts import Decoding
     from mm_core.train.answering import Answer, Speaker
 
-_WORDS: Mapping[str, Any] = MappingProxyType({"max_new_tokens": None, "temperature": 0.0, "top_p": 1.0})
+_WORDS: Mapping[str, Any] = MappingProxyType(
+    {"max_new_tokens": None, "temperature": 0.0, "top_p": 1.0, "batch_size": 1}
+)
 _CLIPS: Mapping[str, Any] = MappingProxyType(
     {
         **{"last_image": [], "negative_prompt": "", "steps": None, "guidance": None},
@@ -44,6 +47,17 @@ def add_decoding(parser: argparse._ActionsContainer) -> None:
     )
 
 
+def add_batches(parser: argparse._ActionsContainer) -> None:
+    """The option that says how many rows of a file are answered at once."""
+    parser.add_argument(
+        "--batch-size",
+        type=count,
+        default=_WORDS["batch_size"],
+        metavar="N",
+        help="rows of --prompts that a rank answers together (default 1); the answers stay the same",
+    )
+
+
 def decoding_of(args: argparse.Namespace) -> Decoding:
     """How an answer is made, as the command line says. MMError for figures that make none."""
     from mm_core.contracts import Decoding
@@ -68,6 +82,12 @@ def print_answers(args: argparse.Namespace, source: Path, samples: Path) -> int:
             "--prompts is given beside --prompt or --image",
             accepted="a file whose rows name their own images, or prompts on the command line",
         )
+    if args.batch_size > 1 and not args.prompts:
+        raise MMError(
+            "--batch-size is given without --prompts",
+            accepted="rows of a file; prompts of the command line are answered one after the other",
+        )
+    _check_out(args)
     from mm_core.cli.sample import unused
     from mm_core.train.answering import speaker
 
@@ -79,10 +99,24 @@ def print_answers(args: argparse.Namespace, source: Path, samples: Path) -> int:
             else opened.ranks.first("choosing a file", lambda: unused(samples / "answers.jsonl"))
         )
         if args.prompts:
-            _answer_rows(opened, opened.rows(Path(args.prompts), decoding), out)
+            _answer_rows(opened, opened.rows(Path(args.prompts), decoding, args.batch_size), out)
         else:
             opened.led(lambda: _say_all(args, opened, decoding, None if args.out is None else out))
     return 0
+
+
+def _check_out(args: argparse.Namespace) -> None:
+    """MMError for a file of answers that can not be written, or that would replace the questions."""
+    if args.out is None:
+        return
+    out = Path(args.out)
+    check_place(out)
+    if args.prompts and out.exists() and Path(args.prompts).exists() and out.samefile(args.prompts):
+        raise MMError(
+            "--out is the file of --prompts, whose rows the answers would replace",
+            where=args.out,
+            accepted="another file",
+        )
 
 
 def _say_all(args: argparse.Namespace, opened: Speaker, decoding: Decoding, out: Path | None) -> None:
@@ -108,16 +142,16 @@ def tell(text: str) -> None:
 
 def _answer_rows(opened: Speaker, answers: Iterable[Answer], out: Path) -> None:
     """A line of JSON for each row as soon as it is answered; those that can not be read are counted."""
-    count, bad = 0, 0
-    for answer in answers if opened.ranks.rank == 0 else ():
-        _write([answer], out, more=count > 0)
-        count, bad = count + 1, bad + (answer.error is not None)
     if opened.ranks.rank:
         for _ in answers:
             pass  # the first rank has them
         return
+    good, bad = 0, 0
+    for answer in answers:
+        _write([answer], out, more=good + bad > 0)
+        good, bad = good + (answer.error is None), bad + (answer.error is not None)
     told = f"; {bad} row{'s' * (bad != 1)} could not be read" if bad else ""
-    print(f"{count - bad} answer{'s' * (count - bad != 1)} in {out}{told}", flush=True)
+    print(f"{good} answer{'s' * (good != 1)} in {out}{told}", flush=True)
 
 
 def _write(answers: Iterable[Answer], out: Path, more: bool = False) -> None:

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable
 from pathlib import Path
 
-from mm_core.cli.answers import add_decoding, print_answers, refuse_words
+from mm_core.cli.answers import add_batches, add_decoding, print_answers, refuse_words
 from mm_core.cli.stored_run import add_ranks, add_run, count, on_ranks, run_folder
 from mm_core.errors import MMError
 
@@ -36,6 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     words = parser.add_argument_group("of runs that answer in words")
     add_decoding(words)
+    add_batches(words)
     parser.add_argument("--seed", type=int, default=0, help="clip or answer i is drawn from (seed, i)")
     add_ranks(parser, ", and the prompts")
     parser.add_argument(
