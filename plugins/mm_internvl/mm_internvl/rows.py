@@ -143,13 +143,21 @@ def _turn(turn: Any, number: int, keys: tuple[str, str], own: list[tuple[Medium,
     elif not isinstance(content, str):
         raise _Fault(f"turn {number} says {kind_of(content)}, not text")
     made = Turn(ROLES[role], content)
+    if made.role == "assistant":
+        thought = _thinking(turn.get("reasoning_content"), number)
+        if any(_shown(made)) or PLACEHOLDER.search(thought):
+            raise _Fault(f"turn {number}, which is the assistant's, shows an image or a video")
+        made = Turn(made.role, thought + "".join(made.texts))
     if not all(map(_is_unicode, made.texts)):
         raise _Fault(f"turn {number} holds half of a surrogate pair, which is no character")
-    if made.role == "assistant":
-        if any(_shown(made)):
-            raise _Fault(f"turn {number}, which is the assistant's, shows an image or a video")
-        made = Turn(made.role, "".join(made.texts))
     return made
+
+
+def _thinking(thought: Any, number: int) -> str:
+    """A thought that a row keeps apart, as it stands in the content of others."""
+    if not isinstance(thought, str | None):
+        raise _Fault(f"turn {number} thinks {kind_of(thought)}, not text")
+    return f"<think>\n{thought.strip()}\n</think>\n\n" if thought and thought.strip() else ""
 
 
 _PATHS = ("path", "url", "image", "video")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -38,6 +39,15 @@ SAID = [
     *("what", " is", "the", " colour", "assistant\n", "user", "<think>", "<box>", "</box>", "?", "7"),
     *("\n", "\n\n", " ", "\t", "\u2028", "你好", "é", "e\u0301", "😀", "👩‍🚀"),
     *("<", "|im_end|", "<|im_start", "{{ x }}", "{% if %}"),
+    *(
+        "\r\n",
+        "\r",
+        "\u0301",
+        "\u0344",
+        "\u1100\u1161",
+        "a\u0307\u0323",
+        "\u0338",
+    ),  # lines; NFC changes the others
 ]
 words = st.lists(st.sampled_from(SAID), max_size=8).map("".join)
 pictures = st.sampled_from(["", "", "", "<image>\n", "<video>\n", "<image><image> ", "a <image> b"])
@@ -205,3 +215,31 @@ def test_words_that_a_template_leaves_out_are_a_sentence(tmp_path, role):
     template = CHAT_TEMPLATE.replace("{% for message in messages %}", kept)
     with pytest.raises(DataError, match=f"does not show turn ., which is the {role}'s, as it is"):
         learnt_of(folder, template, ("system", "the system"), ("user", "what"), ("assistant", "red"))
+
+
+def test_an_answer_of_nothing_is_learnt_as_such_and_nobody_has_to_ask(tmp_path):
+    folder = make_tiny_checkpoint(tmp_path)
+    assert learnt_of(folder, CHAT_TEMPLATE, ("user", "u"), ("assistant", ""))[1] == "<|im_end|>"
+    assert learnt_of(folder, CHAT_TEMPLATE, ("system", "s"), ("assistant", "a"))[1] == "a<|im_end|>"
+
+
+@pytest.mark.parametrize("role", ["user", "assistant"])
+@pytest.mark.parametrize("token", ["<|endoftext|>", "<|im_end|>"])
+def test_tokens_that_end_a_text_can_not_be_said(tmp_path, role, token):
+    """The template does not show <|endoftext|>; it would end an answer all the same."""
+    folder = make_tiny_checkpoint(tmp_path)
+    said = {"user": "what", "assistant": "red"}
+    said[role] += f" {token} and"
+    with pytest.raises(
+        DataError, match=f"turn {1 + (role == 'assistant')} says '{re.escape(token)}', which is"
+    ):
+        learnt_of(folder, CHAT_TEMPLATE, *said.items())
+
+
+def test_a_template_that_turns_the_order_is_a_sentence(tmp_path):
+    folder = make_tiny_checkpoint(tmp_path)
+    template = CHAT_TEMPLATE.replace("in messages %}", "in messages | reverse %}", 1)
+    with pytest.raises(
+        DataError, match="changes what the assistant says, or shows it more or less than once"
+    ):
+        learnt_of(folder, template, ("user", "u"), ("assistant", "a"), ("user", "v"), ("assistant", "b"))

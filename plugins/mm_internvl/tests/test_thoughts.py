@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from mm_internvl.chat import IGNORED, Chat, Shown
 from mm_internvl.rows import conversation
 from mm_internvl.testing import CHAT_TEMPLATE, SPECIALS, TOKENS, make_tiny_checkpoint
+from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer
 
 from mm_core.errors import DataError
@@ -232,3 +233,45 @@ def test_a_row_of_which_no_thought_is_shown_is_a_sentence(said):
         assert fault.value.hint == (
             "end the row with an answer, whose thought a template keeps, or use another template"
         )
+
+
+def test_a_thought_that_a_row_keeps_apart():
+    asked = {"role": "user", "content": "what"}
+    for thought in ("it is", "\n it is\n", "", None):
+        apart = {"role": "assistant", "content": "red", "reasoning_content": thought}
+        inside = "<think>\nit is\n</think>\n\nred" if thought else "red"
+        whole = {"role": "assistant", "content": inside}
+        assert conversation({"messages": [asked, apart]}, "row") == conversation(
+            {"messages": [asked, whole]}, "row"
+        )
+    for thought, sentence in (
+        (["it is"], "turn 2 thinks a list, not text"),
+        ("<image>", "turn 2, which is the assistant's, shows an image or a video"),
+        ("\ud800", "turn 2 holds half of a surrogate pair, which is no character"),
+    ):
+        with pytest.raises(DataError) as fault:
+            conversation({"messages": [asked, {**apart, "reasoning_content": thought}]}, "row")
+        assert fault.value.what == sentence
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_tags_that_are_tokens_are_learnt_as_such(tmp_path, special):
+    """As Qwen3's are, no special ones; or special where somebody added them so."""
+    folder = make_tiny_checkpoint(tmp_path)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens(
+        [AddedToken(tag, normalized=False, special=special) for tag in ("<think>", "</think>")]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(THINKING)
+    chat = Chat(str(folder), 200)
+    row = {
+        "messages": [
+            {"role": "user", "content": "what"},
+            {"role": "assistant", "content": "<think>a</think>red"},
+        ]
+    }
+    found = chat.tokens(conversation(row, "row"), [], "row")
+    learnt = [token for token in found.labels.tolist() if token != IGNORED]
+    said = ["<think>", "Ċ", "a", "Ċ", "</think>", "ĊĊ", "red", "<|im_end|>"]
+    assert chat.tokenizer.convert_ids_to_tokens(learnt) == said
