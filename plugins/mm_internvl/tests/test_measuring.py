@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,9 @@ def of_tests(name: str):
     return module
 
 
-sets = of_tests("internvl_sets")
-data, dataset, loaded, said = sets.data, sets.dataset, sets.loaded, sets.said
+HERE = Path(__file__).parent
+sets, ranks = of_tests("internvl_sets"), of_tests("../../../tests/ranks")
+data, dataset = sets.data, sets.dataset
 
 
 @pytest.fixture(scope="module")
@@ -69,3 +71,44 @@ def test_lengths_that_can_not_be_kept_stop_nothing(place, tmp_path):
     with pytest.warns(UserWarning, match="the lengths of conversations can not be kept: "):
         found = dataset(place, lengths=str(tmp_path / "a file" / "lengths.json")).lengths()
     assert found.equal(dataset(place).lengths())
+
+
+def test_measuring_that_takes_long_says_how_far_it_is(place, monkeypatch, caplog):
+    rows = [data.asked(f"what is {n}?", "number") for n in range(25)]
+    dataset(place, rows).lengths()
+    assert not caplog.messages
+    monkeypatch.setattr(measuring, "SECONDS", 0.0)
+    monkeypatch.setattr(measuring, "CHUNK", 10)
+    dataset(place, rows).lengths()
+    assert caplog.messages[-1] == "conversations are measured: 25 of 25 in 0 s"
+    assert [text.rpartition(" in")[0] for text in caplog.messages[:2]] == [
+        f"conversations are measured: {n} of 25" for n in (1, 2)
+    ]
+
+
+@pytest.mark.slow
+def test_ranks_share_the_measuring_and_find_the_same(place, tmp_path):
+    rows = [data.asked(f"what is {n}?", "number " * (n % 7 + 1)) for n in range(9)]
+    rows[4] = data.asked("<image>", "red", image="gone.png")
+    files = [data.write(place / "files" / "shared.jsonl", rows)]
+    files += [tmp_path / "lengths.json"]
+    files += [data.write(place / "files" / "bad.jsonl", [{**rows[4], "image": f"{n}.png"} for n in range(3)])]
+    for rank in range(2):
+        data.write(tmp_path / f"{rank}.jsonl", rows[: rank + 2])
+    wanted = dataset(place, rows).lengths().tolist()
+    wanted[4] = round(sum(wanted[:4] + wanted[5:]) / 8)
+    said = ranks.run_ranks(HERE / "measuring_ranks.py", 2, place / "model", *files, tmp_path)
+    found = [json.loads(text.splitlines()[-1]) for text in said]
+    assert [one["lengths"] for one in found] == [wanted, wanted]
+    lines = [[int(line.removeprefix("line ")) for line in one["asked"]] for one in found]
+    assert lines == [[1, 3, 5, 7, 9], [2, 4, 6, 8]], "each measures its own"
+    assert [one["wrote"] for one in found] == [1, 0]
+    assert [one["again"] for one in found] == [[wanted, 0]] * 2
+    assert found[0]["bad"] == found[1]["bad"]
+    assert found[0]["bad"].startswith(
+        f"{place}/files/0.png: none of 3 conversations can be read; the first: "
+    )
+    for rank, one in enumerate(found):
+        assert one["other"].startswith(
+            f"{tmp_path}/{rank}.jsonl: rank 0 reads 1 conversations, and rank 1 reads 2"
+        )
