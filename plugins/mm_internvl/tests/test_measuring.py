@@ -110,5 +110,5 @@ def test_ranks_share_the_measuring_and_find_the_same(place, tmp_path):
     )
     for rank, one in enumerate(found):
         assert one["other"].startswith(
-            f"{tmp_path}/{rank}.jsonl: rank 0 reads 1 conversations, and rank 1 reads 2"
+            f"{tmp_path}/{rank}.jsonl: rank 0 reads 2 conversations, and rank 1 reads 3"
         )
