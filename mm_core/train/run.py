@@ -74,7 +74,8 @@ def running(run: Assembly) -> Iterator[None]:
         milestones.start(run.start)
         yield
         if run.ledger.path.exists():
-            run.reporter.note(f"samples that could not be read were replaced; {run.ledger.path} lists them")
+            what = "samples that could not be read were replaced, or parts left out"
+            run.reporter.note(f"{what}; {run.ledger.path} lists them")
     except BaseException as raised:
         error = raised
         raise

@@ -213,20 +213,26 @@ def packed(place: Path, limit: int, workers: int = 0, **loader) -> dict:
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_run_trains_on_what_is_left_of_a_pack(place, tmp_path, workers):
-    """Two epochs of one packed row: its losses are those of the row without the damaged image."""
+def test_a_run_trains_on_what_is_left_of_a_pack(place, tmp_path, capsys, workers):
+    """Two epochs of one packed row: its losses are those of the row without the damaged image, also held
+    out."""
     steps = {"steps": 2, "micro_batch_size": 1, "global_batch_size": 1}
     good = [data.ROWS[1], data.ROWS[0], data.ROWS[5]]
     losses = {}
     for name, rows in (("whole", good), ("torn", [good[0], torn(place, 0), *good[1:]])):
         read = packed(place, 400, workers if name == "torn" else 0, max_failed_share=0.5)
-        folder = run_of(place, tmp_path / name, rows, data=read, train=steps)
+        read["validation"] = read["train"]
+        folder = run_of(place, tmp_path / name, rows, data=read, train=steps, validation={"every": 2})
         logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        losses[name] = [line["loss"] for line in logged if "loss" in line]
-    assert len(losses["torn"]) == 2 and losses["torn"] == pytest.approx(losses["whole"], rel=1e-6)
+        losses[name] = [line[key] for line in logged for key in ("loss", "validation/loss") if key in line]
+    assert len(losses["torn"]) == 3 and losses["torn"] == pytest.approx(losses["whole"], rel=1e-6)
     (listed,) = (folder / "skipped.jsonl").read_text().splitlines()  # once, of two epochs
     assert json.loads(listed)["index"] == 1 and json.loads(listed)["id"].endswith("torn_0.png")
     assert not (tmp_path / "whole" / "runs" / "tuned" / "skipped.jsonl").exists()
+    said = capsys.readouterr().err
+    assert "warning: rows of data.validation do without what could not be read of them: " in said
+    assert "torn_0.png: the image can not be read: " in said and "count for nothing" not in said
+    assert f"samples that could not be read were replaced, or parts left out; {folder}/skipped.jsonl" in said
 
 
 def test_too_many_damaged_images_end_a_run(place, tmp_path):
