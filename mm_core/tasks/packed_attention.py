@@ -10,7 +10,8 @@ Work of a layer falls from L*L to half the sum of the squares of the lengths. It
 attention once a piece instead of once (in half precision on CUDA FlashAttention's: one forward, three
 backward): some 10 microseconds each, which shows only where a row is of hundreds of pieces. The lengths are
 brought to the host once a forward, where Transformers waits for the device anyway to see whether a row is
-packed.
+packed. What a mask consists of is read from the functions that Transformers composes it of, which 4.53, 4.57
+and 5.23 do alike; where another version does not, the mask is the dense one.
 """
 
 from __future__ import annotations
