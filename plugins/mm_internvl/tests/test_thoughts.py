@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import unicodedata
 
@@ -202,10 +203,11 @@ def test_a_template_without_a_prompt_learns_the_thought_too(said):
         (shows(" | upper"), "red"),
         (shows("[:12]"), "<think>a</think>red"),
         (shows(" * 2"), "red"),
+        (CHAT_TEMPLATE + "{% if messages[-1]['content'] == 'red' %}blue{% endif %}", "red"),
         (shows(".split('</think>')[0]"),
          "<think>a</think>red"),
     ],
-    ids=["words before", "two thoughts", "opened twice", "rewritten", "cut", "twice", "no answer"],
+    ids=["words before", "two thoughts", "opened twice", "rewritten", "cut", "twice", "more", "no answer"],
 )  # fmt: skip
 def test_words_that_a_template_takes_away_are_a_sentence(said, template, turn):
     with pytest.raises(DataError) as fault:
@@ -263,6 +265,10 @@ def test_tags_that_are_tokens_are_learnt_as_such(tmp_path, special):
         [AddedToken(tag, normalized=False, special=special) for tag in ("<think>", "</think>")]
     )
     tokenizer.save(str(folder / "tokenizer.json"))
+    if special:
+        named = json.loads((folder / "tokenizer_config.json").read_text())
+        named["additional_special_tokens"] += ["<think>", "</think>"]
+        (folder / "tokenizer_config.json").write_text(json.dumps(named))
     (folder / "chat_template.jinja").write_text(THINKING)
     chat = Chat(str(folder), 200)
     row = {

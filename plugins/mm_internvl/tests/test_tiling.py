@@ -187,8 +187,8 @@ def test_an_image_processor_that_does_not_cut_is_the_published_one(tmp_path):
     folder = make_tiny_checkpoint(tmp_path)
     assert json.loads((folder / "preprocessor_config.json").read_text())["crop_to_patches"] is False
     assert read_tiling(folder).max_tiles == 12
-    older = getattr(processing_internvl.InternVLProcessorKwargs, "_defaults", {})
-    own = getattr(processing_internvl.InternVLProcessor, "images_kwargs", None) or older["images_kwargs"]
+    own = getattr(processing_internvl.InternVLProcessor, "images_kwargs", None)
+    own = own or processing_internvl.InternVLProcessorKwargs._defaults["images_kwargs"]
     assert own["crop_to_patches"] is True
 
 
