@@ -157,16 +157,12 @@ class Conversations:
 
     def _check_reach(self, folder: str) -> None:
         """Warns of conversations beyond the positions that the model was made for."""
-        read = read_object(Path(folder) / "config.json")
-        part = read.get("text_config") or read.get("llm_config") or read
-        reach = part.get("max_position_embeddings") if isinstance(part, Mapping) else None
+        reach = _positions_of(read_object(Path(folder) / "config.json"))
         packed = self.packs is not None
         longest = self.chat.max_length if self.packs is None else int(self.packs.lengths.max())
-        if isinstance(reach, int) and longest > reach:
+        if reach is not None and longest > reach:
             what = f"conversations of {longest} tokens" if packed else f"max_length {longest} of the dataset"
-            sentence = (
-                f"{what} and max_position_embeddings {reach} of {folder}: the model was made for no more"
-            )
+            sentence = f"{what}: the model of {folder} was made for {reach} positions"
             warnings.warn(sentence, RunWarning, stacklevel=3)
 
     # -- samples ---------------------------------------------------------------------------------
@@ -244,6 +240,18 @@ class Conversations:
 
 _Read = tuple[Tokens, Tensor, str, tuple[str, ...]]
 """Of a row: see `Conversations._conversation`."""
+
+
+def _positions_of(config: Mapping[str, Any]) -> int | None:
+    """How many a model was made for, where its config says so: stretched ones where its rotations are."""
+    part = config.get("text_config") or config.get("llm_config") or config
+    if not isinstance(part, Mapping) or not isinstance(reach := part.get("max_position_embeddings"), int):
+        return None
+    scaling = part.get("rope_scaling") or part.get("rope_parameters")
+    if not isinstance(scaling, Mapping) or not isinstance(factor := scaling.get("factor"), int | float):
+        return reach
+    original = scaling.get("original_max_position_embeddings")
+    return max(reach, round(factor * (original if isinstance(original, int) else reach)))
 
 
 def _piece(tokens: Tokens) -> dict[str, Tensor]:

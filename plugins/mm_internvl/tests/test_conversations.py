@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from mm_internvl.config_data import Source
-from mm_internvl.conversations import Conversations
+from mm_internvl.conversations import Conversations, _positions_of
 from mm_internvl.testing import TOKENS, make_tiny_checkpoint
 
 from mm_core.data.images import read_image
@@ -247,12 +247,34 @@ def test_a_link_may_not_lead_out_of_the_folder(place, tmp_path):
 
 
 def test_more_tokens_than_the_model_has_positions_are_a_warning(place, recwarn):
-    with pytest.warns(RunWarning, match="max_length 2049 of the dataset and max_position_embeddings 2048 of"):
+    with pytest.warns(RunWarning, match="max_length 2049 of the dataset: the model of .* was made for 2048"):
         dataset(place, max_length=2049)
     recwarn.clear()
     dataset(place, max_length=2048)
     dataset(place, max_length=4096, packing=True)  # positions begin anew with each conversation
     assert not [warning for warning in recwarn if warning.category is RunWarning]
     long = data.asked("what?", "number " * 2100)
-    with pytest.warns(RunWarning, match=r"conversations of 2\d\d\d tokens and max_position_embeddings 2048"):
+    with pytest.warns(
+        RunWarning, match=r"conversations of 2\d\d\d tokens: the model of .* was made for 2048"
+    ):
         dataset(place, [*data.ROWS, long], max_length=4096, packing=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "reach"),
+    [
+        ({}, None),
+        ({"max_position_embeddings": 40960}, 40960),
+        ({"max_position_embeddings": 40960, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 163840),
+        (
+            {
+                "max_position_embeddings": 40960,
+                "rope_parameters": {"factor": 4.0, "original_max_position_embeddings": 32768},
+            },
+            131072,
+        ),
+    ],
+)
+def test_positions_are_those_of_the_language_model_stretched_as_it_says(text, reach):
+    for name in ("text_config", "llm_config"):
+        assert _positions_of({name: text}) == reach
