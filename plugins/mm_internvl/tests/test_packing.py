@@ -135,8 +135,9 @@ def test_packed_loss_and_gradients_equal_unpacked_ones(tmp_path, attention, expe
     model = AutoModelForImageTextToText.from_pretrained(
         make_tiny_checkpoint(tmp_path, experts=experts),
         attn_implementation=attention,
-        experts_implementation="eager",  # grouped products know no float64
     ).double()
+    if hasattr(model, "set_experts_implementation"):  # older Transformers has that one alone
+        model.set_experts_implementation("eager")  # grouped products know no float64
     context = model.config.image_token_id
     generator = torch.Generator().manual_seed(0)
     rows, pixels = [], []
