@@ -45,7 +45,8 @@ class SkipLedger:
         self.max_failed_share = max_failed_share
         self.min_draws = min_draws
         self.draws = 0
-        self._failed: dict[tuple[bool, int], Fraction] = {}
+        self._failed: set[tuple[bool, int]] = set()
+        self._failed_share = Fraction(0)
         self._seen = bytearray()  # one byte a sample of the dataset
         self._seen_count = 0
         self._written: set[tuple[str, int]] = set()
@@ -54,7 +55,7 @@ class SkipLedger:
     @property
     def failed(self) -> float:
         """Distinct samples that could not be read, and distinct parts as shares of samples."""
-        return float(sum(self._failed.values()))
+        return float(self._failed_share)
 
     @property
     def seen(self) -> int:
@@ -92,7 +93,9 @@ class SkipLedger:
         """Counts failures and appends those that the file does not list yet."""
         for failure in failures:
             self._meet(failure.index)
-            self._failed.setdefault((failure.part is None, _number(failure)), Fraction(1, failure.parts))
+            if (known := (failure.part is None, _number(failure))) not in self._failed:
+                self._failed.add(known)
+                self._failed_share += Fraction(1, failure.parts)
         fresh = [failure for failure in failures if (failure.id, _number(failure)) not in self._written]
         if not fresh:
             return
