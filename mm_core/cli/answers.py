@@ -127,7 +127,7 @@ def _say_all(args: argparse.Namespace, opened: Speaker, decoding: Decoding, out:
     answers = []
     for number, prompt in enumerate(args.prompt):
         if len(args.prompt) > 1:
-            print(f"> {prompt}", flush=True)
+            print("> " + prompt.encode(errors="backslashreplace").decode(), flush=True)
         said = opened.say([Turn("user", prompt, images)], decoding, number, tell)
         print(flush=True)
         answers.append(Answer(number, f"prompt {number + 1}", prompt, said))
@@ -146,10 +146,13 @@ def _answer_rows(opened: Speaker, answers: Iterable[Answer], out: Path) -> None:
         for _ in answers:
             pass  # the first rank has them
         return
-    good, bad = 0, 0
+    good, bad, reason = 0, 0, None
     for answer in answers:
         _write([answer], out, more=good + bad > 0)
         good, bad = good + (answer.error is None), bad + (answer.error is not None)
+        reason = reason or answer.error
+    if not good:
+        raise MMError(f"no row could be read, of {bad}: {reason}", where=str(out))
     told = f"; {bad} row{'s' * (bad != 1)} could not be read" if bad else ""
     print(f"{good} answer{'s' * (good != 1)} in {out}{told}", flush=True)
 
@@ -159,7 +162,8 @@ def _write(answers: Iterable[Answer], out: Path, more: bool = False) -> None:
     text = "".join(json.dumps(answer.to_mapping(), ensure_ascii=False) + "\n" for answer in answers)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with out.open("a" if more else "w", encoding="utf-8") as file:
+        # A name that is no text is written as JSON's escapes.
+        with out.open("a" if more else "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
     except OSError as fault:
         raise MMError(f"the file can not be written: {fault.strerror or fault}", where=str(out)) from fault

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -80,7 +80,7 @@ def _converse(chat: Chat) -> int:
 
     code = INTERRUPTED
     try:
-        code = _terminal(chat) if sys.stdin.isatty() else _pipe(chat)
+        code = _talk(chat, sys.stdin.isatty())
     except KeyboardInterrupt:
         print("mm: interrupted", file=sys.stderr, flush=True)
     if code:
@@ -166,37 +166,41 @@ def _stoppable() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _pipe(chat: Chat) -> int:
-    """Lines of standard input, each answered on standard output."""
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # one line that is no text ends no conversation
+def _talk(chat: Chat, terminal: bool) -> int:
+    """Each line of standard input, answered on standard output."""
     bad = 0
-    for line in sys.stdin:
+    for line in _lines(terminal):
         try:
             if not chat.line(line, tell):
                 break
         except DataError as fault:
             bad += 1
             print(f"mm: {fault.render()}", file=sys.stderr, flush=True)
-    return min(bad, 1)
+        except KeyboardInterrupt:
+            if not terminal:
+                raise
+            print("(stopped; this turn is forgotten)")
+    return min(bad, 1) if not terminal else 0
 
 
-def _terminal(chat: Chat) -> int:
-    import contextlib
-
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  # arrow keys and history in input()
-    print(_HELP)
+def _lines(terminal: bool) -> Iterator[str]:
+    """What a person types, or another command says."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # one line that is no text ends no conversation
+    if terminal:
+        with suppress(ImportError):
+            import readline  # noqa: F401  # arrow keys and history in input()
+        print(_HELP)
     while True:
         try:
-            line = input("> ")
+            line = input("> ") if terminal else sys.stdin.readline()
         except EOFError:
             print()
-            return 0
-        try:
-            if not chat.line(line, tell):
-                return 0
-        except DataError as fault:
-            print(f"mm: {fault.render()}", file=sys.stderr)
-        except KeyboardInterrupt:
-            print("(stopped; this turn is forgotten)")
+            return
+        except BrokenPipeError:
+            raise  # of what input() writes
+        except OSError as fault:
+            raise MMError(f"standard input can not be read: {fault.strerror or fault}") from fault
+        if not (line or terminal):
+            return
+        yield line

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable, Collection
@@ -12,6 +13,9 @@ from pathlib import Path
 
 from mm_core.cli.train import refuse_among_ranks
 from mm_core.errors import MMError
+
+READER_LEFT = 141
+"""Exit code of a command whose output nobody reads any more: 128 + SIGPIPE."""
 
 
 def add_run(parser: argparse.ArgumentParser, overrides_for: str = "folders that have moved") -> None:
@@ -86,7 +90,7 @@ def on_ranks(
         from mm_core.train.failure import leave, run_as_rank
 
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # heard in a collective too; there is nothing to save
-        leave(run_as_rank(lambda: work(args)))
+        leave(run_as_rank(lambda: _while_read(lambda: work(args))))
     check(args)
     if args.nproc in (None, 1):
         return work(args)
@@ -96,6 +100,22 @@ def on_ranks(
 
     words = [sys.executable, "-m", "mm_core.cli.main", command, *_words(args, together)]
     return launch(words, Nodes(args.nproc), announce=False, outlives_interrupts=outlives_interrupts)
+
+
+def _while_read(work: Callable[[], int]) -> int:
+    """The exit code of a rank's work; 141, in silence, where the reader of the output went away."""
+    try:
+        return work()
+    except BrokenPipeError:
+        output = select.poll()
+        output.register(sys.stdout.fileno(), 0)
+        if not output.poll(0):
+            raise  # of another pipe
+        from mm_core.train.failure import has_told
+
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # it is flushed once more at exit
+        has_told()
+        return READER_LEFT
 
 
 def _words(args: argparse.Namespace, together: Collection[str]) -> list[str]:

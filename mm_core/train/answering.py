@@ -90,6 +90,7 @@ class Speaker:
         heard: is told each piece of it as soon as it is there. stopped: asked after each token whether this
         is enough.
         """
+        _check_text(turns)
         inputs = self.conversing.prompt(turns)
         self._saying = True
         self.ranks.from_first((_SAY, None))
@@ -135,6 +136,8 @@ class Speaker:
         on it, but for rounding.
         """
         questions = self.conversing.questions(file)
+        if not questions:
+            raise DataError("the file has no rows, so there is nothing to answer", where=str(file))
         count = self.ranks.count
         pool = count * batch_size * (_POOL if batch_size > 1 else 1)
         for first in range(0, len(questions), pool):
@@ -259,6 +262,18 @@ def answer(
     with speaker(run, weights=weights, checkpoint=checkpoint, overrides=overrides) as opened:
         turns = [Turn("user", prompt, tuple(map(Path, images)))]
         return opened.led(lambda: opened.say(turns, decoding, heard=heard))
+
+
+def _check_text(turns: Sequence[Turn]) -> None:
+    """DataError for what a terminal or a pipe gave that is no text: no tokenizer takes it."""
+    for turn in turns:
+        try:
+            turn.text.encode()
+        except UnicodeEncodeError as fault:
+            raise DataError(
+                f"what the {turn.role} says is not UTF-8 text (character {fault.start + 1})",
+                where=turn.text.encode(errors="backslashreplace").decode(),
+            ) from None
 
 
 def checked(decoding: Decoding) -> Decoding:

@@ -13,6 +13,7 @@ from torch import Tensor
 from mm_core.contracts import Question
 from mm_core.contracts import Turn as Said
 from mm_core.data.annotations import inside
+from mm_core.errors import DataError
 from mm_internvl.chat import Chat
 from mm_internvl.pictures import Pictures
 from mm_internvl.rows import PLACEHOLDER, Medium, RawRow, Turn, conversation, read_rows
@@ -33,6 +34,8 @@ class Asking:
         """Images of a turn stand before its text, or where the text says `<image>`. DataError for files that
         can not be read, placeholders that do not fit them, and what is too long for an answer."""
         media: list[tuple[Medium, Path]] = [("image", path) for turn in turns for path in turn.images]
+        if not turns[-1].text.strip() and not turns[-1].images:
+            raise DataError("the prompt is empty, and shows nothing", accepted="words, an image, or both")
         return self._inputs([_placed(turn) for turn in turns], media, "the conversation")
 
     def questions(self, file: Path) -> Sequence[Callable[[], Question]]:
@@ -45,6 +48,8 @@ class Asking:
         said = conversation(row.value, name, learnt=False).asked()
         media = [(kind, inside(file.parent, path)) for kind, path in said.media]
         asked = next("".join(turn.texts) for turn in reversed(said.turns) if turn.role == "user")
+        if not asked.strip() and not said.media:
+            raise DataError("the prompt is empty, and the row shows nothing", where=name)
         return Question(name, asked, self._inputs(said.turns, media, name), said.answers)
 
     def _inputs(
@@ -63,5 +68,18 @@ class Asking:
 
 
 def _placed(turn: Said) -> Turn:
-    own = bool(PLACEHOLDER.search(turn.text))
-    return Turn(turn.role, turn.text if own else "<image>\n" * len(turn.images) + turn.text)
+    """DataError where placeholders of the text do not fit the turn's images."""
+    found = [match[1] for match in PLACEHOLDER.finditer(turn.text)]
+    if not found:
+        return Turn(turn.role, "<image>\n" * len(turn.images) + turn.text)
+    if found != ["image"] * len(turn.images):
+        given = len(turn.images)
+        hint = "videos are shown by rows of a file" if "video" in found else None
+        raise DataError(
+            f"the text says {' '.join(f'<{kind}>' for kind in found)}, and {given or 'no'} "
+            f"image{'s are' if given != 1 else ' is'} shown",
+            where=turn.text,
+            accepted="one <image> for each image, or none: then they stand before the text",
+            hint="begin anew: the model itself has said it" if turn.role == "assistant" else hint,
+        )
+    return Turn(turn.role, turn.text)

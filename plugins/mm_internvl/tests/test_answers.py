@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import itertools
 import json
+import os
+import pty
+import select
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +27,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 import mm_core
 from mm_core.cli.main import main
 from mm_core.contracts import Decoding, Turn
+from mm_core.errors import DataError
 from mm_core.tasks.pretrained_answers import _Listener
 from mm_core.train.answering import speaker
 
@@ -178,14 +186,56 @@ def test_rows_of_a_file_are_answered_in_their_order(place, run, tmp_path, capsys
     assert str(run / "samples" / "answers-2.jsonl") in second
 
 
+BATCHED = [
+    *QUESTIONS,
+    data.asked("<image><image>\nwhich of these two is blue?", image=["b.png", "c.jpg"]),
+    data.asked("why?"),
+    data.asked("a question without an image that has many more words than the others here have"),
+    data.asked("<image>\nand this?", image="b.png"),
+]
+
+
+@pytest.mark.parametrize("temperature", [0, 1.5])
+def test_a_batch_says_what_its_rows_say_alone(place, run, tmp_path, capsys, temperature):
+    """Rows with no, one and two images and a video, of several lengths, one that can not be read; drawn or
+    not. The row 100 of them is a batch of all."""
+    rows = data.write(place / "files" / "batched.jsonl", BATCHED)
+    options = ["--prompts", rows, "--max-new-tokens", 12, "--temperature", temperature, "--seed", 7]
+    said = []
+    for size in (1, 3, 100):
+        out = tmp_path / f"{size}.jsonl"
+        mm(capsys, "sample", "--run", run, *options, "--batch-size", size, "--out", out)
+        said.append(lines(out))
+    assert said[0] == said[1] == said[2]
+    assert [row["row"] for row in said[0]] == list(range(8)) and "error" in said[0][2]
+    assert len({row["text"] for row in said[0] if "text" in row}) > 3
+
+
+def test_rows_of_like_length_share_a_batch(place, run, monkeypatch):
+    """Four batches are laid out at once: what is padded is what they differ by within."""
+    rows = data.write(place / "files" / "alike.jsonl", [data.asked("a " * n) for n in (9, 1, 8, 2, 7, 3)])
+    with speaker(run) as opened:
+        given: list[list[int]] = []
+        answer = opened.task.answer
+
+        def noted(questions, decoding, numbers, *others):
+            given.append([*numbers])
+            return answer(questions, decoding, numbers, *others)
+
+        monkeypatch.setattr(opened.task, "answer", noted)
+        found = [each.row for each in opened.rows(rows, Decoding(max_new_tokens=1), batch_size=2)]
+    assert given == [[1, 3], [5, 4], [2, 0]] and found == [*range(6)]
+
+
 @pytest.mark.slow
 def test_two_ranks_say_what_one_says(place, run, tmp_path):
     """Rows with and without images, one that can not be read, and more rows than a multiple of the ranks."""
-    rows = data.write(place / "files" / "shared.jsonl", [*QUESTIONS, QUESTIONS[0]])
+    rows = data.write(place / "files" / "shared.jsonl", [*BATCHED, QUESTIONS[0]])
     words = ["sample", "--run", str(run), "--prompts", str(rows), "--max-new-tokens", "6"]
     for nproc in ("1", "2"):
         out = tmp_path / f"{nproc}.jsonl"
-        command = [sys.executable, "-m", "mm_core.cli.main", *words, "--nproc", nproc, "--out", str(out)]
+        options = ["--nproc", nproc, "--batch-size", nproc, "--out", str(out)]
+        command = [sys.executable, "-m", "mm_core.cli.main", *words, *options]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=200)
         assert ended.returncode == 0, ended.stderr
     assert lines(tmp_path / "2.jsonl") == lines(tmp_path / "1.jsonl")
@@ -243,7 +293,138 @@ def test_a_line_that_can_not_be_answered_ends_no_chat(place, run, capsys, monkey
     assert len(said) >= 1 and said[0]
     assert "there is no such image" in faults and "nowhere.png" in faults
     assert "there is no command /draw" in faults and "accepted: /image, /new, /quit, /help" in faults
-    assert "the chat template shows 1 images and videos of the conversation's 0" in faults
+    assert "<image> what?: the text says <image>, and no images are shown" in faults
+    assert "accepted: one <image> for each image, or none: then they stand before the text" in faults
+
+
+def test_lines_that_are_no_text_end_no_chat(place, run, capsys, monkeypatch):
+    text = b"what is \xff?\n/image a\0b\n/image\n<video> what?\nwhat is red?\n"
+    typed = io.TextIOWrapper(io.BytesIO(text), encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", typed)
+    assert main(["chat", "--run", str(run), "--max-new-tokens", "2"]) == 1
+    said = capsys.readouterr()
+    assert len(said.out.splitlines()) == 1 and said.out.strip()
+    for fault in (
+        "what the user says is not UTF-8 text (character 9)",
+        "a\\x00b: there is no such image",
+        "/image: there is no such image",
+        "the text says <video>, and no images are shown",
+        "hint: videos are shown by rows of a file",
+    ):
+        assert fault in said.err
+
+
+def test_a_placeholder_that_the_model_says_is_a_sentence(run):
+    turns = [Turn("user", "what?"), Turn("assistant", "an <image>"), Turn("user", "why?")]
+    with speaker(run) as opened, pytest.raises(DataError, match="says <image>") as fault:
+        opened.say(turns, Decoding(max_new_tokens=2))
+    assert fault.value.hint == "begin anew: the model itself has said it"
+
+
+def test_nobody_to_answer_is_a_sentence(run, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
+    assert "standard input is closed, so there is nobody to answer" in mm(
+        capsys, "chat", "--run", run, code=1
+    )
+    monkeypatch.setattr("sys.stdin", io.StringIO("what?\n"))
+    missing = mm(capsys, "chat", "--run", run, "--image", "no.png", code=1)
+    assert "no.png: there is no such image" in missing and "accepted: --image FILE" in missing
+
+    class Lost(io.StringIO):
+        def readline(self, size: int = -1) -> str:
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("sys.stdin", Lost())
+    lost = mm(capsys, "chat", "--run", run, "--max-new-tokens", 2, code=1)
+    assert lost == "mm: error: standard input can not be read: Input/output error\n"
+
+
+@pytest.fixture
+def endless(place, tmp_path) -> str:
+    """The override for a model that ends no answer by itself."""
+    shutil.copytree(place / "model", tmp_path / "endless")
+    own = {"eos_token_id": 309, "pad_token_id": 307, "suppress_tokens": [309]}
+    (tmp_path / "endless" / "generation_config.json").write_text(json.dumps(own))
+    return f"task.from_pretrained={tmp_path / 'endless'}"
+
+
+def test_an_answer_is_stopped_at_a_token_and_the_pipe_with_it(run, endless, capsys, monkeypatch):
+    """Ctrl-C in the midst of an answer: what was said until then stands there."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("what is red?\nwhat is red?\n"))
+    put, count = _Listener.put, itertools.count()
+
+    def interrupted(listener: _Listener, tokens: torch.Tensor) -> None:
+        put(listener, tokens)
+        if next(count) == 12:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(_Listener, "put", interrupted)
+    said = mm(capsys, "chat", "--run", run, endless, "--max-new-tokens", 300, code=130)
+    assert said == "mm: interrupted\n" and next(count) == 14  # one token later
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.slow
+def test_two_ranks_converse_as_one_does(place, run):
+    image = place / "files" / "a.png"
+    text = f"what is red?\n/image {image}\nand this?\n/image no.png\n<image>\n/new\nwhat is red?\n"
+    found = []
+    for nproc in ("1", "2"):
+        command = ["chat", "--run", str(run), "--max-new-tokens", "20", "--nproc", nproc]
+        ended = subprocess.run(
+            [sys.executable, "-m", "mm_core.cli.main", *command],
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        found.append((ended.returncode, ended.stdout, ended.stderr))
+    assert found[0] == found[1]
+    code, said, faults = found[0]
+    assert code == 1 and len(said.splitlines()) >= 3
+    assert faults.count("mm: ") == 2 and "no.png: there is no such image" in faults
+
+
+@pytest.mark.slow
+def test_two_ranks_go_on_after_ctrl_c_and_leave_by_it(run, endless):
+    """In a terminal: an answer is stopped, so is another one, and at the prompt the command ends."""
+    ours, theirs = pty.openpty()
+    command = ["chat", "--run", str(run), endless, "--max-new-tokens", "350", "--nproc", "2"]
+    ended = subprocess.Popen(
+        [sys.executable, "-m", "mm_core.cli.main", *command],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "TERM": "dumb"},
+        # A test run in a shell's background ignores it, and children would inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    shown = b""
+
+    def until(text: bytes) -> None:
+        nonlocal shown
+        end = time.monotonic() + 60
+        while text not in shown:
+            assert time.monotonic() < end, shown
+            if select.select([ours], [], [], 0.1)[0]:
+                shown += os.read(ours, 4096)
+        shown = shown.partition(text)[2]
+
+    try:
+        until(b"> ")
+        for _ in range(2):
+            os.write(ours, b"what is red?\n")
+            until(b"is red?\r\n")
+            until(b" ")  # of the answer, which takes seconds
+            ended.send_signal(signal.SIGINT)
+            until(b"(stopped; this turn is forgotten)")
+            until(b"> ")
+            time.sleep(1.1)  # what comes sooner is an echo to mm train
+        ended.send_signal(signal.SIGINT)
+        until(b"mm: interrupted")
+        assert ended.wait(30) == 130
+    finally:
+        ended.kill()
 
 
 def test_a_terminal_is_asked_line_by_line(place, run, capsys, monkeypatch):
@@ -270,6 +451,14 @@ def test_a_terminal_is_asked_line_by_line(place, run, capsys, monkeypatch):
         (["--image", "no.png"], "there is no such image"),
         (["--prompts", "x.jsonl"], "--prompts is given beside --prompt or --image"),
         (["data.train.max_length=8"], "max_length 8 leaves no room for an answer"),
+        (["--temperature", "nan"], "temperature is nan"),
+        (["--top-p", "nan"], "top_p is nan"),
+        (["--batch-size", 2], "--batch-size is given without --prompts"),
+        (["--prompt", " "], "the prompt is empty, and shows nothing"),
+        (["--prompt", "a\udcff"], "a\\udcff: what the user says is not UTF-8 text (character 2)"),
+        (["--prompt", "<image><image>"], "the text says <image> <image>, and no images are shown"),
+        (["--out", "."], "the file can not be written: this is a folder"),
+        (["--out", "/proc/nowhere/x.jsonl"], "the file can not be written"),
     ],
 )
 def test_what_can_not_be_asked_is_a_sentence(run, capsys, words, what):
@@ -279,6 +468,40 @@ def test_what_can_not_be_asked_is_a_sentence(run, capsys, words, what):
 def test_a_file_without_rows_is_a_sentence(place, run, capsys):
     missing = mm(capsys, "sample", "--run", run, "--prompts", place / "none.jsonl", code=1)
     assert "the file of conversations does not exist" in missing
+    empty = place / "files" / "none.json"
+    empty.write_text("[]")
+    out = place / "files" / "none_answers.jsonl"
+    said = mm(capsys, "sample", "--run", run, "--prompts", empty, "--out", out, code=1)
+    assert "none.json: the file has no rows, so there is nothing to answer" in said
+
+
+def test_a_file_of_which_no_row_can_be_read_is_a_sentence(place, run, tmp_path, capsys):
+    rows = ["{broken", data.asked(" "), data.asked("<image>"), {"conversations": []}]
+    file, out = data.write(tmp_path / "bad.jsonl", rows), tmp_path / "answers.jsonl"
+    said = mm(capsys, "sample", "--run", run, "--prompts", file, "--batch-size", 2, "--out", out, code=1)
+    assert "no row could be read, of 4:" in said and "bad.jsonl:1: this is not JSON" in said
+    first, second, third, fourth = (row["error"] for row in lines(out))
+    assert "this is not JSON" in first and "line 2: the prompt is empty, and the row shows nothing" in second
+    assert "shows 1 image and the row lists 0" in third and "is no list of turns" in fourth
+
+
+def test_answers_do_not_replace_the_questions(place, run, capsys):
+    rows = data.write(place / "files" / "kept.jsonl", QUESTIONS)
+    before = rows.read_bytes()
+    said = mm(capsys, "sample", "--run", run, "--prompts", rows, "--out", rows, code=1)
+    assert "--out is the file of --prompts, whose rows the answers would replace" in said
+    assert rows.read_bytes() == before
+
+
+def test_memory_that_runs_out_is_a_sentence(place, run, capsys, monkeypatch):
+    def full(*given: object, **named: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(transformers.InternVLForConditionalGeneration, "generate", full)
+    rows = data.write(place / "files" / "full.jsonl", QUESTIONS)
+    said = mm(capsys, "sample", "--run", run, "--prompts", rows, "--batch-size", 2, code=1)
+    assert "out of memory: CUDA out of memory. Tried to allocate 2 GiB" in said
+    assert "2 prompts of" in said and "hint: a smaller --batch-size" in said
 
 
 # -- mm eval -------------------------------------------------------------------------------------
