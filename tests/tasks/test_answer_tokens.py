@@ -1,0 +1,125 @@
+"""Prompts of one generation: laid side by side as the library takes them, drawn as it draws, and apart."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers.generation import logits_process
+
+from mm_core.contracts import Decoding
+from mm_core.tasks.answer_tokens import Drawn, joined
+from mm_core.tasks.pretrained_answers import Answers
+
+HERE = Path(__file__).parent
+
+
+def of_tests(name: str):
+    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+models = of_tests("pretrained_models")
+
+
+def test_rows_are_padded_where_they_are_not_gone_on_from():
+    rows = [
+        {"input_ids": torch.tensor([[4, 5, 6]]), "pixel_values": torch.zeros(2, 3, 1, 1)},
+        {"input_ids": torch.tensor([[7]]), "pixel_values": torch.ones(1, 3, 1, 1)},
+    ]
+    left = joined(rows, pad=9)
+    assert left["input_ids"].tolist() == [[4, 5, 6], [9, 9, 7]]
+    assert left["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]  # without one, padding would be read
+    assert left["pixel_values"].flatten(1).sum(1).tolist() == [0, 0, 3]
+    right = joined(rows, pad=9, left=False)
+    assert right["input_ids"].tolist() == [[4, 5, 6], [7, 9, 9]]
+    assert right["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert joined(rows[:1], pad=9) == rows[0]
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.5, 1e-6])
+def test_tokens_are_drawn_with_the_probabilities_of_the_library(top_p):
+    """20,000 rows with the same scores, each with a generator of its own."""
+    count = 20_000
+    scores = torch.randn(1, 12, generator=torch.Generator().manual_seed(0))
+    scores[0, 3] = -torch.inf
+    drawn = Drawn(Decoding(temperature=0.7, top_p=top_p, seed=5), range(count))
+    chosen = drawn(torch.zeros(count, 1), scores.expand(count, -1))
+    assert torch.equal(chosen.isfinite().sum(1), torch.ones(count, dtype=torch.int64))
+    found = torch.bincount(chosen.argmax(1), minlength=12) / count
+    theirs = logits_process.TemperatureLogitsWarper(0.7)(None, scores)
+    theirs = logits_process.TopPLogitsWarper(top_p)(None, theirs).softmax(-1)[0]
+    assert torch.equal(found > 0, theirs > 0)
+    # Four standard deviations of a share.
+    assert bool(((found - theirs).abs() <= 4 * (theirs * (1 - theirs) / count).sqrt()).all())
+
+
+def test_a_row_is_drawn_by_its_number_whatever_stands_beside_it():
+    scores = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
+    together = Drawn(Decoding(temperature=1.0, seed=2), [4, 5, 6])
+    alone = Drawn(Decoding(temperature=1.0, seed=2), [5])
+    for _ in range(5):  # token after token
+        assert torch.equal(together(None, scores)[1:2], alone(None, scores[1:2]))
+    others = [Drawn(Decoding(temperature=1.0, seed=seed), [5])(None, scores[1:2]) for seed in range(20)]
+    assert len({int(other.argmax()) for other in others}) > 5
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-3])
+def test_hardly_any_temperature_is_greedy(temperature):
+    scores = torch.randn(4, 50, generator=torch.Generator().manual_seed(1))
+    drawn = Drawn(Decoding(temperature=temperature), range(4))(None, scores)
+    assert torch.equal(drawn.argmax(1), scores.argmax(1))
+
+
+BART = {"vocab_size": 48, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "dropout": 0.0}
+BART |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 32}
+BART |= {
+    "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 24,
+    "decoder_start_token_id": 2,
+    "forced_eos_token_id": None,
+}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "t5", "bart"])
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_prompts_of_a_batch_are_answered_as_alone(tmp_path, name, temperature):
+    """BART knows places by their number: an encoder's rows are padded on the right."""
+    if name == "bart":
+        torch.manual_seed(0)
+        model = transformers.BartForConditionalGeneration(transformers.BartConfig(**BART, **models.ENDS))
+        folder = tmp_path / "bart"
+        model.save_pretrained(folder)
+    else:
+        folder = models.save_model(name, tmp_path)
+        model = getattr(transformers, models.MODELS[name][1]).from_pretrained(folder)
+    models.save_words(folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)  # so that answers differ
+    answers = Answers(model.eval(), str(folder), 6)
+    prompts = [[5, 9, 12], [7, 7, 30, 31, 8, 20, 40], [11]]
+    rows = [{"input_ids": torch.tensor([each])} for each in prompts]
+    rows = [{**row, "attention_mask": torch.ones_like(row["input_ids"])} for row in rows]
+    decoding = Decoding(temperature=temperature, seed=3)
+    together = answers.to(rows, decoding, [0, 1, 2])
+    assert together == [answers.to([row], decoding, [n])[0] for n, row in enumerate(rows)]
+    assert len(set(together)) > 1 and any(together)
+
+
+def test_an_answer_that_is_stopped_ends_at_that_token(tmp_path):
+    folder = models.save_model("qwen3", tmp_path)
+    models.save_words(folder)
+    model = transformers.Qwen3ForCausalLM.from_pretrained(folder).eval()
+    model.generation_config.suppress_tokens = [0, 1, 2]  # words alone
+    answers, asked = Answers(model, str(folder), 20), iter([False, False, True])
+    heard: list[str] = []
+    rows = [{"input_ids": torch.tensor([[5, 9, 12]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}]
+    (stopped,) = answers.to(rows, Decoding(), [0], heard.append, lambda: next(asked))
+    (whole,) = answers.to(rows, Decoding(), [0])
+    assert len(stopped.split()) == 3 and whole.startswith(stopped + " ") and "".join(heard) == stopped
