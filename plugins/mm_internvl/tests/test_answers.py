@@ -550,6 +550,22 @@ def test_answers_belong_to_what_is_asked_last_and_no_cut_takes_that_away(place, 
     assert found[0]["references"] != ["no"]
 
 
+def test_images_behind_the_question_change_no_answer(place, run, tmp_path, capsys):
+    """A row that ends with a question about an image, alone and beside one that does not."""
+    asked = ["<image>\nwhat is red?", "a colour"]
+    behind = data.asked(*asked, "<image> and blue?", image=["a.png", "c.jpg"])
+    file = data.write(
+        place / "files" / "behind.jsonl", [behind, data.asked(*asked, image="a.png"), data.ROWS[2]]
+    )
+    said = {}
+    for size in (1, 4):
+        out = tmp_path / f"{size}.jsonl"
+        _, found = evaluated(capsys, run, file, out, f"train.micro_batch_size={size}")
+        said[size] = [row["text"] for row in found]
+        assert said[size][0] == said[size][1] != said[size][2]
+    assert said[1] == said[4]
+
+
 def test_any_of_several_answers_is_right(place, run, tmp_path, capsys):
     rows = [data.asked("what is red?", "x"), data.asked("<image>\nwhat is this?", "x", image="a.png")]
     file = data.write(place / "files" / "several.jsonl", rows)
