@@ -10,6 +10,7 @@ from mm_core.metrics.texts import (
     exact_match,
     normalized_similarity,
     squad_normalized,
+    without_thought,
 )
 from mm_core.metrics.video import FrameChange, LatentPSNR
 
@@ -29,4 +30,5 @@ __all__ = [
     "needed_texts",
     "normalized_similarity",
     "squad_normalized",
+    "without_thought",
 ]

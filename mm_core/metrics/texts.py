@@ -18,7 +18,7 @@ Normalize = Literal["none", "case", "squad"]
 
 class TextMetric:
     """The mean over rows of what `score` says of a text and the references that it is held against, any of
-    which is right: 0 to 1. The figure is called `name`."""
+    which is right: 0 to 1. The figure is called `name`. Thoughts are left out: see `without_thought`."""
 
     def __init__(self, name: str, score: Callable[[str, Sequence[str]], float]) -> None:
         self.name, self.score = name, score
@@ -33,7 +33,9 @@ class TextMetric:
         rows = needed_texts(evaluation, self.name)
         for (text, references), weight in zip(rows, batch.weights.tolist(), strict=True):
             if weight > 0:
-                self._sums += torch.tensor([1.0, self.score(text, references)], dtype=torch.float64)
+                right = [without_thought(each) for each in references]
+                score = self.score(without_thought(text), right)
+                self._sums += torch.tensor([1.0, score], dtype=torch.float64)
 
     def sampled(self, clips: Sequence[Clip]) -> None:
         """Sampled clips are no words."""
@@ -46,6 +48,15 @@ class TextMetric:
         """The mean, under the metric's name; {} without rows."""
         count, total = sums.tolist()
         return {self.name: total / count} if count else {}
+
+
+def without_thought(text: str) -> str:
+    """What a model that thinks aloud answers: the text behind `</think>`; "" for a thought that is begun and
+    not ended, as one that `max_new_tokens` has cut off."""
+    _, closed, answer = text.rpartition("</think>")
+    if closed:
+        return answer.strip()
+    return "" if text.lstrip().startswith("<think>") else text
 
 
 def exact_match(normalize: Normalize) -> TextMetric:

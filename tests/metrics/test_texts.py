@@ -98,3 +98,13 @@ def test_the_metric_of_texts_of_the_documentation_works():
     names: dict = {}
     exec(code, names)
     assert figure(names["begins_right"](), [("joy!", ("anger", "joy")), ("no", ("yes",))]) == 0.5
+
+
+@pytest.mark.parametrize("metric", [{"type": "exact_match"}, {"type": "anls"}])
+def test_thoughts_are_not_held_against_anything(metric):
+    thinking = "<think>\nfour or seven?\n</think>\n\n7"
+    assert figure(metric, [(thinking, ("7",))]) == 1
+    assert figure(metric, [("7", ("<think>\nit is 7\n</think>\n\n7",))]) == 1
+    assert figure(metric, [("it is 7</think>7", ("7",))]) == 1  # where the prompt began the thought
+    assert figure(metric, [("<think>\n7", ("7",))]) == 0  # cut off before the answer
+    assert figure(metric, [("a <think> tag", ("a <think> tag",))]) == 1
