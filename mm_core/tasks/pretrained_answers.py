@@ -100,12 +100,14 @@ class Answers:
             self._gathers = True
         settings = copy.deepcopy(self._settings)
         settings.max_new_tokens = max_new_tokens
-        found: Tensor = self.model.generate(
-            **given,
-            generation_config=settings,
-            **listening,
-            synced_gpus=dist.is_initialized() and dist.get_world_size() > 1,
-        )
+        # As an argument, they would be filled from the folder's where they are the library's defaults.
+        own, self.model.generation_config = self.model.generation_config, settings
+        try:
+            found: Tensor = self.model.generate(
+                **given, **listening, synced_gpus=dist.is_initialized() and dist.get_world_size() > 1
+            )
+        finally:
+            self.model.generation_config = own
         # A decoder of its own begins with one token, which for some models is also the end.
         return found[:, 1 if self._composite else given["input_ids"].shape[1] :]
 

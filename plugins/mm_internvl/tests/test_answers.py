@@ -349,7 +349,7 @@ def endless(place, tmp_path) -> str:
 
 
 def test_an_answer_is_stopped_at_a_token_and_the_pipe_with_it(run, endless, capsys, monkeypatch):
-    """Ctrl-C in the midst of an answer: what was said until then stands there."""
+    """Ctrl-C in the midst of an answer: it ends there, or one token later where the library tells behind."""
     monkeypatch.setattr("sys.stdin", io.StringIO("what is red?\nwhat is red?\n"))
     put, count = _Listener.put, itertools.count()
 
@@ -360,7 +360,7 @@ def test_an_answer_is_stopped_at_a_token_and_the_pipe_with_it(run, endless, caps
 
     monkeypatch.setattr(_Listener, "put", interrupted)
     said = mm(capsys, "chat", "--run", run, endless, "--max-new-tokens", 300, code=130)
-    assert said == "mm: interrupted\n" and next(count) == 14  # one token later
+    assert said == "mm: interrupted\n" and next(count) in (13, 14)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
