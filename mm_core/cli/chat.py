@@ -16,7 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from mm_core.cli.answers import add_decoding, decoding_of, tell
-from mm_core.cli.stored_run import add_ranks, add_run, on_ranks, run_folder
+from mm_core.cli.stored_run import add_ranks, add_run, on_ranks, run_folder, stored_config
 from mm_core.errors import DataError, MMError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Answers line after line. Exits 1 where a line of a pipe could not be answered. Under a launcher (RANK
     is set) this process is a rank, and does not return."""
-    return on_ranks(args, "chat", _chat, _check, outlives_interrupts=True)
+    return on_ranks(args, "chat", _chat, _check, before_launch=_choose, outlives_interrupts=True)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -57,6 +57,13 @@ def _check(args: argparse.Namespace) -> None:
         raise MMError("standard input is closed, so there is nobody to answer", hint="pipe lines into it")
     for file in args.image:
         _check_image(file, "--image")
+
+
+def _choose(args: argparse.Namespace) -> None:
+    from mm_core.train.answering import check_words
+
+    decoding_of(args)
+    check_words(stored_config(args)[1])
 
 
 def _chat(args: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mm_core.cli.answers import add_batches, add_decoding, print_answers, refuse_words
-from mm_core.cli.stored_run import add_ranks, add_run, count, on_ranks, run_folder
+from mm_core.cli.stored_run import add_ranks, add_run, count, on_ranks, run_folder, stored_config
 from mm_core.errors import MMError
 
 
@@ -72,7 +72,7 @@ def _add_clips(parser: argparse._ArgumentGroup) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Writes one mp4 a prompt and a contact sheet, or prints answers. Under a launcher (RANK is set) this
     process is a rank, and does not return."""
-    return on_ranks(args, "sample", _sample, _check, together=("guidance",))
+    return on_ranks(args, "sample", _sample, _check, together=("guidance",), before_launch=stored_config)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -85,12 +85,9 @@ def _check(args: argparse.Namespace) -> None:
 def _sample(args: argparse.Namespace) -> int:
     """Alone, or as one of several ranks."""
     _check(args)
-    from mm_core.config.load import load_config
     from mm_core.train.answering import makes_words
-    from mm_core.train.checkpoint_reading import checkpoint_at
 
-    source = checkpoint_at(args.run, args.checkpoint)
-    config = load_config(source / "config.yaml", args.overrides, spare_environment=True)
+    source, config = stored_config(args)
     root = source.parent.parent if source.parent.name == "checkpoints" else source
     if makes_words(config):
         return print_answers(args, source, root / "samples")

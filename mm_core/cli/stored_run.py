@@ -10,9 +10,13 @@ import signal
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mm_core.cli.train import refuse_among_ranks
 from mm_core.errors import MMError
+
+if TYPE_CHECKING:
+    from mm_core.config.schema import RunConfig
 
 READER_LEFT = 141
 """Exit code of a command whose output nobody reads any more: 128 + SIGPIPE."""
@@ -53,6 +57,15 @@ def run_folder(run: str) -> Path:
         if folder.exists():
             return folder
     raise MMError("there is no such run", where=run, hint="mm-train prints the run's folder")
+
+
+def stored_config(args: argparse.Namespace) -> tuple[Path, RunConfig]:
+    """The checkpoint that is meant, and its config under the overrides. MMError where there is none."""
+    from mm_core.config.load import load_config
+    from mm_core.train.checkpoint_reading import checkpoint_at
+
+    source = checkpoint_at(args.run, args.checkpoint)
+    return source, load_config(source / "config.yaml", args.overrides, spare_environment=True)
 
 
 def check_place(path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mm_core.config.load import load_config
 from mm_core.config.schema import RunConfig
@@ -224,13 +224,13 @@ def speaker(
     """
     source = checkpoint_at(run, checkpoint)
     config = load_config(source / "config.yaml", overrides, spare_environment=True)
+    check_words(config)
     conversing = conversing_of(config)
     with among_ranks(patient):
         task, ranks = build_task(config, adapters_in(source)), Ranks.current()
-        _check(task, config)
-        evaluating = load_as_rank(task, config, source, weights)
         assert isinstance(task, AnswersInWords)
-        with evaluating:
+        task.check_answers()
+        with load_as_rank(task, config, source, weights):
             yield Speaker(task, conversing, current_device(), ranks)
 
 
@@ -295,6 +295,17 @@ def makes_words(config: RunConfig) -> bool:
     return isinstance(target, type) and issubclass(target, AnswersInWords)
 
 
+def check_words(config: RunConfig) -> None:
+    """ContractError for a run whose task makes no words."""
+    if not makes_words(config):
+        raise ContractError(
+            f"the task {config.task.type} does not answer in words",
+            where="task.type",
+            accepted="a task that does: pretrained, say",
+            hint="mm sample makes the clips of a run that makes clips",
+        )
+
+
 def conversing_of(config: RunConfig) -> Conversing:
     """What lays out questions as the rows that the run was trained on. ContractError where nothing does."""
     dataset = config.data.train
@@ -306,13 +317,3 @@ def conversing_of(config: RunConfig) -> Conversing:
             accepted="a dataset whose class has `conversing`: text_rows, say",
         )
     return target.conversing(**fields)
-
-
-def _check(task: nn.Module, config: RunConfig) -> None:
-    if not isinstance(task, AnswersInWords):
-        raise ContractError(
-            f"the task {config.task.type} does not answer in words",
-            where="task.type",
-            accepted="a task that does: pretrained, say",
-        )
-    task.check_answers()

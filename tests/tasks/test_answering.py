@@ -138,6 +138,10 @@ def test_what_generates_no_text_is_a_sentence(place, tmp_path):
     with pytest.raises(ContractError, match="BertForSequenceClassification generates no text") as fault:
         mm_core.answer(stored("head", task=task), "w5")
     assert fault.value.where == "task.auto_class"
+    clips = yaml.safe_load((HERE.parents[1] / "configs/custom_dit/quickstart.yaml").read_text())
+    with pytest.raises(ContractError, match="the task core/text_to_video does not answer in words") as fault:
+        mm_core.answer(stored("clips", task=clips["task"], data=clips["data"]), "w5")
+    assert fault.value.hint == "mm sample makes the clips of a run that makes clips"
     rows = {"train": {"type": "token_rows", "kind": "tokens"}}
     with pytest.raises(ContractError, match="trained on local/token_rows, which lays out no questions"):
         mm_core.answer(stored("rows", data=rows), "w5")

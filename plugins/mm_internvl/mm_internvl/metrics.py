@@ -68,9 +68,17 @@ def chosen_letter(text: str, choices: int = 8) -> str | None:
     return None
 
 
+def letter_of_reference(reference: str, choices: int = 8) -> str | None:
+    """The letter that a reference is, or begins with: `B`, `(B)`, `B. the sun`; None for the words of a
+    choice, among them `A sun`, which begins with an article."""
+    known = f"[{ascii_uppercase[:choices]}]"
+    found = re.fullmatch(rf"\(?({known})(?:[.:)]*|[.:)]+\s.*)", reference.strip(), re.DOTALL)
+    return None if found is None else found[1]
+
+
 def _chosen_alike(text: str, reference: str, choices: int) -> bool:
     """A reference without a letter is the words of a choice."""
-    right = chosen_letter(reference, choices)
+    right = letter_of_reference(reference, choices)
     if right is None:
         return text.strip(_STRIPPED).lower() == reference.strip(_STRIPPED).lower()
     return chosen_letter(text, choices) == right

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from mm_internvl.metrics import chosen_letter, relaxed_match
+from mm_internvl.metrics import chosen_letter, letter_of_reference, relaxed_match
 
 from mm_core.contracts import Batch, Evaluation, SampleKey
 from mm_core.errors import ConfigError
@@ -68,6 +68,26 @@ def test_relaxed_match_by_hand(text, reference, right):
 )
 def test_the_letter_that_is_chosen(text, letter):
     assert chosen_letter(text) == letter
+
+
+@pytest.mark.parametrize(
+    ("reference", "letter"),
+    [
+        *(
+            (text, "B")
+            for text in ("B", "(B)", "B.", " B ", "B. the sun", "(B) the sun", "B) sun", "B:\nsun")
+        ),
+        *((text, None) for text in ("A sun", "a", "I", "", "C3PO", "the sun (B)", "A.M.", "BC")),
+    ],
+)
+def test_the_letter_of_a_reference(reference, letter):
+    assert letter_of_reference(reference) == letter
+
+
+def test_words_of_a_choice_that_begin_with_an_article_are_no_letter():
+    rows = [("A cat", ("A dog",)), ("a dog.", ("A dog",)), ("A", ("A dog",)), ("A dog", ("A",))]
+    # The last is what MMMU's script finds: a letter that stands alone.
+    assert figure({"type": "internvl/multiple_choice"}, rows) == {"multiple_choice": 0.5}
 
 
 def test_they_are_metrics_with_several_references():
