@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import yaml
 
 import mm_core
 from mm_core.cli.main import main
+from mm_core.cli.stored_run import _while_read
 from mm_core.contracts import Decoding, Turn
 from mm_core.errors import ContractError, DataError
 from mm_core.train.answering import speaker
@@ -145,6 +147,26 @@ def test_what_generates_no_text_is_a_sentence(place, tmp_path):
     rows = {"train": {"type": "token_rows", "kind": "tokens"}}
     with pytest.raises(ContractError, match="trained on local/token_rows, which lays out no questions"):
         mm_core.answer(stored("rows", data=rows), "w5")
+
+
+def test_a_rank_whose_reader_has_left_ends_in_silence(monkeypatch):
+    """As a lone process does, with 141; what breaks in another pipe is a fault."""
+    left, ours = os.pipe()
+    with os.fdopen(ours, "w") as output:
+        monkeypatch.setattr("sys.stdout", output)
+
+        def broken() -> int:
+            raise BrokenPipeError
+
+        with pytest.raises(BrokenPipeError):
+            _while_read(broken)
+        os.close(left)
+
+        def says() -> int:
+            print("an answer", flush=True)
+            return 0
+
+        assert _while_read(says) == 141
 
 
 def test_answers_in_python_are_those_of_the_command(place, capsys):
