@@ -70,6 +70,8 @@ def _chat(args: argparse.Namespace) -> int:
     """Alone, or as one of several ranks, of which the first reads and prints."""
     from mm_core.train.answering import speaker
 
+    if os.environ.get("RANK", "0") == "0":
+        _check(args)
     decoding = decoding_of(args)
     weights, checkpoint, overrides = args.weights, args.checkpoint, args.overrides
     with speaker(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from mm_core.contracts import Decoding, Heard, TextBatch
 from mm_core.errors import ContractError
 from mm_core.tasks.answer_tokens import Drawn, Stopped, joined
+from mm_core.tasks.pretrained_batches import limits_of
 from mm_core.tasks.pretrained_loss import IGNORED
 from mm_core.tokenizer import open_tokenizer
 
@@ -51,6 +53,7 @@ class Answers:
         self._composite = bool(getattr(model.config, "is_encoder_decoder", False))
         self._ends = sorted(_ends(model, self.tokenizer))
         self._gathers = False
+        self._positions = limits_of(model).positions
         self._settings = _settings(model)
         self._settings.eos_token_id, self._settings.pad_token_id = self._ends, self.tokenizer.pad_token_id
 
@@ -99,7 +102,7 @@ class Answers:
             register_fsdp_forward_method(self.model, "generate")
             self._gathers = True
         settings = copy.deepcopy(self._settings)
-        settings.max_new_tokens = max_new_tokens
+        settings.max_new_tokens = min(max_new_tokens, self._room(given["input_ids"].shape[1]))
         # As an argument, they would be filled from the folder's where they are the library's defaults.
         own, self.model.generation_config = self.model.generation_config, settings
         try:
@@ -110,6 +113,20 @@ class Answers:
             self.model.generation_config = own
         # A decoder of its own begins with one token, which for some models is also the end.
         return found[:, 1 if self._composite else given["input_ids"].shape[1] :]
+
+    def _room(self, length: int) -> int:
+        """How many tokens fit behind prompts of this length. ContractError where none does."""
+        if self._positions is None:
+            return sys.maxsize
+        room = self._positions - (1 if self._composite else length)
+        if room < 1 or length > self._positions:
+            raise ContractError(
+                f"a prompt has {length} tokens, and {type(self.model).__name__} has {self._positions} positions"
+                " for it and its answer",
+                where="data",
+                hint="lower max_length of the dataset",
+            )
+        return room
 
     def _text(self, row: Tensor) -> str:
         return self.text(row.tolist())

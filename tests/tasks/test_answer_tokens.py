@@ -11,6 +11,7 @@ import transformers
 from transformers.generation import logits_process
 
 from mm_core.contracts import Decoding
+from mm_core.errors import ContractError
 from mm_core.tasks.answer_tokens import Drawn, joined
 from mm_core.tasks.pretrained_answers import Answers
 
@@ -110,6 +111,29 @@ def test_prompts_of_a_batch_are_answered_as_alone(tmp_path, name, temperature):
     together = answers.to(rows, decoding, [0, 1, 2])
     assert together == [answers.to([row], decoding, [n])[0] for n, row in enumerate(rows)]
     assert len(set(together)) > 1 and any(together)
+
+
+GPT2 = {"vocab_size": 48, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16}
+
+
+def test_an_answer_ends_where_the_model_has_no_more_positions(tmp_path):
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2, **models.ENDS)).eval()
+    model.generation_config.suppress_tokens = [0, 1, 2]
+    model.save_pretrained(tmp_path)
+    models.save_words(tmp_path)
+    answers = Answers(model, str(tmp_path), 20)
+
+    def row(length: int) -> dict[str, torch.Tensor]:
+        ids = torch.arange(5, 5 + length)[None]
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    (said,) = answers.to([row(10)], Decoding(), [0])
+    theirs = model.generate(**row(10), max_new_tokens=6, do_sample=False, pad_token_id=0)[0, 10:]
+    assert said == answers.tokenizer.decode(theirs) and len(said.split()) == 6
+    with pytest.raises(ContractError, match="16 tokens, and GPT2LMHeadModel has 16 positions") as fault:
+        answers.to([row(16)], Decoding(), [0])
+    assert fault.value.hint == "lower max_length of the dataset"
 
 
 def test_an_answer_that_is_stopped_ends_at_that_token(tmp_path):
