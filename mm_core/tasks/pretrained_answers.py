@@ -120,9 +120,9 @@ class Answers:
             return sys.maxsize
         room = self._positions - (1 if self._composite else length)
         if room < 1 or length > self._positions:
+            kind = type(self.model).__name__
             raise ContractError(
-                f"a prompt has {length} tokens, and {type(self.model).__name__} has {self._positions} positions"
-                " for it and its answer",
+                f"a prompt has {length} tokens, and {kind} has {self._positions} positions for it and its answer",
                 where="data",
                 hint="lower max_length of the dataset",
             )
