@@ -122,7 +122,7 @@ class Answers:
         if room < 1 or length > self._positions:
             kind = type(self.model).__name__
             raise ContractError(
-                f"a prompt has {length} tokens, and {kind} has {self._positions} positions for it and its answer",
+                f"a prompt has {length} tokens, and {kind} has {self._positions} positions, answer included",
                 where="data",
                 hint="lower max_length of the dataset",
             )
