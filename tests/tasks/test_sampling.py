@@ -282,7 +282,7 @@ def test_options_of_answers_are_refused_of_a_run_that_makes_clips(run, capsys):
 
 def test_a_run_that_makes_clips_does_not_chat(run, capsys):
     assert main(["chat", "--run", str(run)]) == 1
-    assert "trained on core/video_text, which lays out no questions in words" in capsys.readouterr().err
+    assert "the task core/text_to_video does not answer in words" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_another_model_is_refused(run, tmp_path):
