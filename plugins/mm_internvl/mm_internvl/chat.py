@@ -149,8 +149,8 @@ class Chat:
                 raise Fault(
                     f"the row has {length} tokens, and cutting it at {self.max_length} would go through "
                     f"{shown[number].kind} {number + 1}",
-                    "raise max_length of the dataset, set share_tiles, lower max_tiles or frames, or split the "
-                    "conversation",
+                    "raise max_length of the dataset, set share_tiles, lower max_tiles or frames, or "
+                    "split the conversation",
                 )
         return sum(end <= self.max_length for _, end in blocks)
 
