@@ -182,11 +182,11 @@ def prompts(inputs: Mapping[str, Tensor], labels: Tensor, pad: int) -> dict[str,
     """
     ids = inputs["input_ids"]
     mask = inputs.get("attention_mask", torch.ones_like(ids))
-    if mask.dim() != 2:
+    if mask.dim() != 2 or _begin_anew(inputs, mask):
         raise ContractError(
             "rows that are packed into one sequence can not be answered one by one",
             where="task.max_new_tokens",
-            hint="evaluate a dataset that does not pack",
+            hint="evaluate a dataset that does not pack: packing: false of data.validation, or of another split",
         )
     asked = (_last_labels(labels).cumsum(1) == 0) & (mask > 0)
     if not bool(asked.any(1).all()):
@@ -204,6 +204,15 @@ def prompts(inputs: Mapping[str, Tensor], labels: Tensor, pad: int) -> dict[str,
     tokens = {name: tensor for name, tensor in cut.items() if tensor.shape == ids.shape}
     rows = [{name: t[row, order][None] for name, t in tokens.items()} for row, order in enumerate(orders)]
     return {**cut, **joined(rows, pad)}
+
+
+def _begin_anew(inputs: Mapping[str, Tensor], mask: Tensor) -> bool:
+    """Whether positions say that a row holds several texts, each of which sees itself alone."""
+    positions = inputs.get("position_ids")
+    if positions is None or positions.shape != mask.shape:
+        return False
+    both = (mask[:, 1:] > 0) & (mask[:, :-1] > 0)
+    return bool((both & (positions[:, 1:] <= positions[:, :-1])).any())
 
 
 def _order(asked: Tensor, hidden: Tensor) -> Tensor:

@@ -171,3 +171,19 @@ def test_what_can_not_be_answered_is_a_sentence(folders, tmp_path):
     packed.inputs["attention_mask"] = packed.inputs["attention_mask"][:, None, None].bool()
     with pytest.raises(ContractError, match="rows that are packed into one sequence"):
         task._answers.of(packed)
+
+
+def test_positions_that_begin_anew_are_a_packed_row(folders):
+    task = task_of(folders("qwen3"), "qwen3")
+    answers = found_of(task, questions()).texts
+    batch = questions()
+    length = batch.inputs["input_ids"].shape[1]
+    batch.inputs["position_ids"] = torch.arange(length).expand(batch.inputs["input_ids"].shape).clone()
+    batch.inputs["position_ids"][batch.inputs["attention_mask"] == 0] = 1  # as padding has it in Transformers
+    assert task._answers.of(batch)[0] == answers
+    del batch.inputs["attention_mask"]
+    batch.inputs["position_ids"] = torch.arange(length).expand(batch.inputs["input_ids"].shape).clone()
+    batch.inputs["position_ids"][:, 2:] -= 2
+    with pytest.raises(ContractError, match="rows that are packed into one sequence") as fault:
+        task._answers.of(batch)
+    assert fault.value.hint is not None and "packing: false of data.validation" in fault.value.hint

@@ -539,6 +539,17 @@ def test_an_evaluation_answers_the_last_question_of_each_row_as_mm_sample_does(p
     assert together == pytest.approx(alone, rel=1e-5)
 
 
+def test_a_packed_evaluation_has_a_loss_and_no_answers(place, run, tmp_path, capsys):
+    rows = data.write(place / "files" / "packed.jsonl", [data.ROWS[0], data.ROWS[5]] * 2)
+    held = {**_train(run), "sources": [{"annotations": str(rows)}], "packing": True}
+    words = ("eval", "--run", run, f"data.validation={json.dumps(held)}", "train.micro_batch_size=1")
+    said = mm(capsys, *words, "task.max_new_tokens=6", "--metric=exact_match", "--json", code=1)
+    assert "rows that are packed into one sequence can not be answered one by one" in said
+    assert "packing: false of data.validation" in said and "Traceback" not in said
+    figures = json.loads(mm(capsys, *words, "--json"))["metrics"]
+    assert 0 < figures["loss"] < 20
+
+
 def test_answers_belong_to_what_is_asked_last_and_no_cut_takes_that_away(place, run, tmp_path, capsys):
     """A row cut before its last answer, and one that ends with a question, are asked the one before."""
     long = data.asked("what is red?", "a colour", "and this?", "a number " * 200, answers=["no"])
