@@ -16,13 +16,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, TiffImagePlugin
 from torch import Tensor
 
 from mm_core.errors import CheckpointError, DataError, MMError
 from mm_core.weights import read_mapping
 
-_ORIENTATION = 0x0112  # the EXIF tag; values from 5 on turn the image by a quarter
+_ORIENTATION = 0x0112  # the EXIF tag
+_WIDTH, _HEIGHT = 256, 257  # tags of a TIFF
+_QUARTERS = (5, 6, 7, 8)  # its values that turn an image by a quarter; Pillow turns by no other ones
 
 _FILES = ("preprocessor_config.json", "processor_config.json")
 
@@ -198,7 +200,7 @@ def image_size(path: Path, max_pixels: int) -> tuple[int, int]:
     """
     try:
         with Image.open(path) as image:
-            width, height = image.size
+            width, height = _sides(image)
             if height * width > max_pixels:
                 raise DataError(
                     f"an image of {width}x{height} is larger than max_pixels",
@@ -207,7 +209,7 @@ def image_size(path: Path, max_pixels: int) -> tuple[int, int]:
                     hint="raise max_pixels of the dataset if the machine has the memory to decode it",
                 )
             # Of a PNG whose header has no EXIF, Pillow would decode all to look for it at the end.
-            if (image.format != "PNG" or "exif" in image.info) and image.getexif().get(_ORIENTATION, 1) >= 5:
+            if (image.format != "PNG" or "exif" in image.info) and _turned(image):
                 width, height = height, width
             return height, width
     except FileNotFoundError:
@@ -224,6 +226,18 @@ def image_size(path: Path, max_pixels: int) -> tuple[int, int]:
         raise
     except (OSError, ValueError, SyntaxError) as fault:
         raise DataError(f"the image can not be read: {fault}", where=str(path)) from None
+
+
+def _sides(image: Image.Image) -> tuple[int, int]:
+    """(width, height) as the file stores them. Of a TIFF, newer Pillows open it with upright ones."""
+    if isinstance(image, TiffImagePlugin.TiffImageFile):
+        return int(image.tag_v2[_WIDTH]), int(image.tag_v2[_HEIGHT])
+    return image.size
+
+
+def _turned(image: Image.Image) -> bool:
+    """Whether an upright image has its sides the other way round. EXIF may hold anything, texts too."""
+    return image.getexif().get(_ORIENTATION) in _QUARTERS
 
 
 def tokens_of_tile(folder: Path) -> int:

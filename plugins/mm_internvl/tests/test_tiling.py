@@ -80,6 +80,46 @@ def test_a_header_says_the_size_of_the_upright_image(tmp_path):
     assert read_image(tmp_path / "a.jpg").shape[-2:] == (40, 30)
 
 
+ORIENTATIONS = {
+    "text": (2, b"6\0", 2),
+    "long text": (2, b"Rotate 90 CW\0", 13),
+    "undefined": (7, b"\6\0\0\0", 4),
+    "beyond": (3, struct.pack("<H", 9), 1),
+    "a quarter": (3, struct.pack("<H", 6), 1),
+    "none": (3, struct.pack("<H", 1), 1),
+}
+"""EXIF's type, bytes and count of an orientation."""
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tiff"])
+def test_whatever_an_orientation_holds_headers_and_pixels_agree(tmp_path, suffix):
+    file = tmp_path / f"a.{suffix}"
+    for name, (kind, value, count) in ORIENTATIONS.items():
+        if suffix == "tiff" and kind != 3:  # Pillow writes no others
+            continue
+        short = value if len(value) <= 4 else struct.pack("<I", 26)  # longer ones stand behind the table
+        entry = struct.pack("<HHHI", 1, 0x0112, kind, count) + short.ljust(4, b"\0")
+        header = b"Exif\0\0II*\0" + struct.pack("<I", 8) + entry + bytes(4) + value[: 99 * (len(value) > 4)]
+        Image.new("RGB", (50, 30)).save(file, exif=header)
+        upright = (50, 30) if name == "a quarter" else (30, 50)
+        assert image_size(file, 1500) == tuple(read_image(file).shape[1:]) == upright, name
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
+def test_an_exif_that_breaks_off_is_a_sentence_or_none(tmp_path):
+    file = tmp_path / "a.jpg"
+    for torn in (b"", b"II", b"II*\0\10\0\0\0", b"II*\0\10\0\0\0\1\0\x12\1", b"no EXIF"):
+        Image.new("RGB", (50, 30)).save(file, exif=b"Exif\0\0" + torn)
+        said = []
+        for reading in (lambda: image_size(file, 1500), lambda: tuple(read_image(file).shape[1:])):
+            try:
+                said.append(reading())
+            except DataError as fault:
+                said.append(fault.what)
+        assert said[0] == said[1], torn
+        assert said[0] == (30, 50) or said[0].startswith("the image can not be read: "), torn
+
+
 def bomb(width: int, height: int) -> bytes:
     """A PNG of 33 kB at most that claims these sizes."""
 
