@@ -136,7 +136,10 @@ def _train(args: argparse.Namespace, stop: StopFlag, config: RunConfig | None = 
     result = train(config, resume=args.resume, stop=stop, allow=args.allow, stop_after=args.stop_after)
     if os.environ.get("RANK", "0") == "0":
         state = f"stopped by {result.stopped} after" if result.stopped else "done:"
-        print(f"{state} step {result.step} of {result.steps}; run folder {result.run_dir}", flush=True)
+        ended = f"{state} step {result.step} of {result.steps}"
+        if result.step is None:
+            ended = f"stopped by {result.stopped} before a step was taken"
+        print(f"{ended}; run folder {result.run_dir}", flush=True)
     return STOPPED if result.stopped else 0
 
 

@@ -10,20 +10,26 @@ from pathlib import Path
 import torch.distributed as dist
 
 from mm_core.config.schema import RunConfig
+from mm_core.data.stopping import StopAsked, heeding
 from mm_core.device import set_deterministic
 from mm_core.train.assembly import Assembly, assemble, process_group
 from mm_core.train.loop import run_steps
 from mm_core.train.milestones import StopRequest
 from mm_core.train.rank_logs import rank_log
 
+_OTHER_RANK = "a signal to another rank"
+
 
 @dataclass(frozen=True)
 class RunResult:
-    """Where a run ended. steps: of the whole run. stopped: why it ended before its last step, or None."""
+    """Where a run ended. steps: of the whole run. stopped: why it ended before its last step, or None.
+
+    step and steps are None where it was stopped while its data was made ready: neither is known yet then.
+    """
 
     run_dir: Path
-    step: int
-    steps: int
+    step: int | None
+    steps: int | None
     stopped: str | None
 
 
@@ -41,7 +47,7 @@ def train(
         config: a checked run, from `mm_core.load_config`.
         resume: `auto` (the newest complete checkpoint of the run, else from zero), `never`, or the
             path of a checkpoint or run directory.
-        stop: asked after every step whether to save and end.
+        stop: asked after every step whether to save and end, and before the first one whether to end.
         allow: keys whose change since the checkpoint is meant, or `all` (see `--allow`).
         stop_after: save and end after this step, as on a signal.
 
@@ -53,14 +59,18 @@ def train(
         set_deterministic()
     folder = Path(config.run.dir) / config.run.name
     with process_group(config.run.stuck_after), rank_log(folder, dist.get_rank(), dist.get_world_size()):
-        run = assemble(config, resume, stop, allow)
+        try:
+            with heeding(lambda: stop is not None and stop.requested is not None):
+                run = assemble(config, resume, stop, allow)
+        except StopAsked:
+            return RunResult(folder, None, None, (stop and stop.requested) or _OTHER_RANK)
         run.milestones.stop_after = stop_after
         steps, step = run.training.plan.steps, run.start
         with running(run):
             if not run.milestones.interrupted and (stop_after is None or step < stop_after):
                 step = run_steps(run.training, run.start)
         # One rank that was asked to stop stops all of them.
-        reason = (stop and stop.requested) or ("--stop-after" if stop_after else "a signal to another rank")
+        reason = (stop and stop.requested) or ("--stop-after" if stop_after else _OTHER_RANK)
         unfinished = step < steps or run.milestones.interrupted
         return RunResult(run.folder, step, steps, reason if unfinished else None)
 

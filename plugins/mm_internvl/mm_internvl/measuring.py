@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
+from mm_core.data.stopping import check_stop
 from mm_core.data.workers import StartWorker, deaths_explained, signals_held, start_server
 from mm_core.errors import DataError
 from mm_internvl.rows import RawRow
@@ -23,12 +26,11 @@ T = TypeVar("T")
 Measured = int | DataError
 """Tokens of a row, or why it can not be read."""
 
-CHUNK = 500
-"""Rows that a process measures before it answers."""
+CHUNK = 100
+"""Rows that a process measures before it answers, and a rank before it looks whether it is to stop."""
 
 ALONE = 20_000
 """Rows that are not worth the start of processes: half a minute's work."""
-
 
 MOST = 16
 """Processes of a rank: each holds a tokenizer and what opens it."""
@@ -45,16 +47,22 @@ def lengths_of(rows: Sequence[RawRow], measure: Callable[[RawRow], int]) -> Tens
 
     Raises:
         DataError: where it does so for every row; of the first.
+        StopAsked: where the run was asked to stop; nothing is kept.
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     # By turns: rows that take long stand together, in a file of their own.
     own = range(rank, len(rows), world)
-    lengths, first = torch.zeros(len(own), dtype=torch.int64), None
-    for place, one in enumerate(_told(measured(rows, measure, own), len(own), rank, world)):
-        if isinstance(one, DataError):
-            first = first or (own[place], one)
-        else:
-            lengths[place] = one
+    lengths, first, place = torch.zeros(len(own), dtype=torch.int64), None, 0
+    with closing(measured(rows, measure, own)) as chunks:
+        parts = _told(chunks, len(own), rank, world)
+        for _ in range(math.ceil(len(rows) / (world * CHUNK))):  # as many on every rank
+            check_stop()
+            for one in next(parts, []):
+                if isinstance(one, DataError):
+                    first = first or (own[place], one)
+                else:
+                    lengths[place] = one
+                place += 1
     everyone = gathered((lengths, first))
     found = torch.zeros(len(rows), dtype=torch.int64)
     for number, (part, _) in enumerate(everyone):
@@ -77,28 +85,31 @@ def gathered(item: T) -> list[T]:
     return items
 
 
-def _told(found: Iterator[Measured], count: int, rank: int, world: int) -> Iterator[Measured]:
+def _told(parts: Iterator[list[Measured]], count: int, rank: int, world: int) -> Iterator[list[Measured]]:
     """The same; the first rank says now and then how far it is."""
     begun = said = time.monotonic()
-    share = "" if world == 1 else f" (a share of 1/{world})"
-    for done, one in enumerate(found, 1):
-        yield one
-        now = time.monotonic()
+    share, done = "" if world == 1 else f" (a share of 1/{world})", 0
+    for part in parts:
+        done, now = done + len(part), time.monotonic()
         if rank == 0 and now - said >= SECONDS:
             said = now
             # Of lesser levels nothing is shown where nobody has set logging up.
             _logger.warning(
                 "conversations are measured: %d of %d%s in %.0f s", done, count, share, now - begun
             )
+        yield part
 
 
-def measured(rows: Sequence[RawRow], measure: Callable[[RawRow], int], numbers: range) -> Iterator[Measured]:
-    """What `measure` finds of rows by their numbers, in that order. Other errors than DataError end it."""
+def measured(
+    rows: Sequence[RawRow], measure: Callable[[RawRow], int], numbers: range
+) -> Generator[list[Measured]]:
+    """What `measure` finds of rows by their numbers, in that order, `CHUNK` at a time. Other errors than
+    DataError end it."""
     chunks = [numbers[first : first + CHUNK] for first in range(0, len(numbers), CHUNK)]
     asked, count = _Rows(rows, measure), min(_processes(), len(chunks))
     if len(numbers) <= ALONE or count == 1:
         for chunk in chunks:
-            yield from asked[chunk]
+            yield asked[chunk]
         return
     # The training's own readers will be of the same server.
     modules = ["mm_core.data.loader", __name__, type(getattr(measure, "__self__", rows)).__module__]
@@ -115,8 +126,7 @@ def measured(rows: Sequence[RawRow], measure: Callable[[RawRow], int], numbers: 
     with signals_held():
         reading = iter(loader)
     with deaths_explained(reading):
-        for part in reading:
-            yield from part
+        yield from reading
 
 
 class _Rows(TorchDataset[list[Measured]]):
