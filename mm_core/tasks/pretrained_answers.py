@@ -186,7 +186,7 @@ def prompts(inputs: Mapping[str, Tensor], labels: Tensor, pad: int) -> dict[str,
         raise ContractError(
             "rows that are packed into one sequence can not be answered one by one",
             where="task.max_new_tokens",
-            hint="evaluate a dataset that does not pack: packing: false of data.validation, or of another split",
+            hint="evaluate a dataset that does not pack: packing: false of data.validation",
         )
     asked = (_last_labels(labels).cumsum(1) == 0) & (mask > 0)
     if not bool(asked.any(1).all()):
