@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 from mm_internvl import measuring
 from mm_internvl.conversations import Conversations
 
+from mm_core.data.stopping import StopAsked, heeding
 from mm_core.data.workers import StartWorker
 from mm_core.errors import DataError
 
@@ -23,7 +30,7 @@ def of_tests(name: str):
 
 HERE = Path(__file__).parent
 sets, ranks = of_tests("internvl_sets"), of_tests("../../../tests/ranks")
-data, dataset = sets.data, sets.dataset
+data, dataset, runs = sets.data, sets.dataset, of_tests("internvl_runs")
 
 
 @pytest.fixture(scope="module")
@@ -112,3 +119,60 @@ def test_ranks_share_the_measuring_and_find_the_same(place, tmp_path):
         assert one["other"].startswith(
             f"{tmp_path}/{rank}.jsonl: rank 0 reads 2 conversations, and rank 1 reads 3"
         )
+
+
+def test_measuring_ends_where_the_run_is_asked_to_stop_and_keeps_nothing(place, tmp_path, monkeypatch):
+    rows = [data.asked(f"what is {n}?", "number") for n in range(25)]
+    monkeypatch.setattr(measuring, "CHUNK", 10)
+    asked = []
+    measure = Conversations._length
+    monkeypatch.setattr(Conversations, "_length", lambda self, row: asked.append(row) or measure(self, row))
+    file = tmp_path / "lengths.json"
+    with heeding(lambda: bool(asked)), pytest.raises(StopAsked):
+        dataset(place, rows, packing=True, lengths=str(file))
+    assert len(asked) == 10 and not file.exists()
+    assert len(dataset(place, rows, packing=True, lengths=str(file)).packs.lengths) == 25, (
+        "nobody asks any more"
+    )
+    assert file.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_signal_to_one_rank_ends_a_run_that_measures(place, tmp_path, world):
+    count = 40_000  # alone, enough for processes; of two ranks, each measures by itself
+    rows = data.write(
+        tmp_path / "rows.jsonl", [data.asked("what is it?", f"number {n}") for n in range(count)]
+    )
+    train = {"type": "internvl/conversations", "processor": str(place / "model"), "packing": True}
+    train |= {"sources": [{"annotations": str(rows)}], "max_length": 128}
+    sections = {"data": {"train": train}, "train": {"micro_batch_size": 1, "global_batch_size": 2}}
+    runs.config_of(tmp_path, place / "model", **sections)
+    port = ranks.free_port()
+    started = []
+    for rank in range(world):
+        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+        words = [HERE / "stopped_run.py", "train", "--config", tmp_path / "tuned.yaml"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        started.append(subprocess.Popen([sys.executable, *words], env=os.environ | environment, **pipes))
+    late = threading.Timer(120, lambda: [process.kill() for process in started])
+    late.start()
+    said = []
+    try:
+        for line in started[0].stdout:
+            said.append(line)
+            if "are measured" in line:
+                break
+        started[-1].send_signal(signal.SIGTERM)
+        said += [process.communicate()[0] for process in started]
+    finally:
+        late.cancel()
+        for process in started:
+            process.kill()
+    text = "".join(said)
+    assert [process.returncode for process in started] == [75] * world, text
+    why = "SIGTERM" if world == 1 else "a signal to another rank"
+    assert f"stopped by {why} before a step was taken; run folder {tmp_path / 'runs' / 'tuned'}" in text
+    last = [int(found) for found in re.findall(r"are measured: (\d+) of", text)][-1]
+    assert last < count / world and not list(tmp_path.glob("runs/tuned/checkpoints/step_*"))

@@ -1,0 +1,22 @@
+"""What long work before the first step hears of a request to stop."""
+
+from __future__ import annotations
+
+import pytest
+
+from mm_core.data.stopping import StopAsked, check_stop, heeding
+
+
+def test_only_work_within_a_run_that_was_told_to_stop_is_left():
+    check_stop()
+    told = []
+    with heeding(lambda: bool(told)):
+        check_stop()
+        told.append("SIGTERM")
+        with pytest.raises(StopAsked):
+            check_stop()
+        with heeding(lambda: False):
+            check_stop()
+        with pytest.raises(StopAsked):
+            check_stop()
+    check_stop()
