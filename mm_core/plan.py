@@ -47,11 +47,13 @@ class ComponentFact:
 
 @dataclass(frozen=True)
 class ModuleFact:
-    """One sub-module of the task. parameters counts elements; frozen ones may read theirs later."""
+    """One sub-module of the task. parameters counts elements, trained those that the optimizer changes.
+    Frozen modules may read theirs later."""
 
     name: str
     trainable: bool
     parameters: int
+    trained: int
 
 
 @dataclass(frozen=True)
@@ -103,10 +105,7 @@ class RunPlan:
         lines += ["", "modules"]
         for module in self.modules:
             state = "trained" if module.trainable else "frozen"
-            count = (
-                f"{module.parameters:>15,} parameters" if module.parameters else "       as its files hold"
-            )
-            lines.append(f"  {module.name:<{width}}  {state:<8} {count}")
+            lines.append(f"  {module.name:<{width}}  {state:<8} {_count(module)}")
             lines += self._missing_of(module.name)
         named = {module.name for module in self.modules}
         for component in dict.fromkeys(f.component for f in self.missing if f.component not in named):
@@ -162,6 +161,14 @@ class RunPlan:
         if unknown := [m.name for m in self.modules if not m.trainable and m.name not in known]:
             lines.append(f"  not counted: {', '.join(unknown)}")
         return lines
+
+
+def _count(module: ModuleFact) -> str:
+    if not module.parameters:
+        return "       as its files hold"
+    if module.trainable and module.trained < module.parameters:
+        return f"{module.trained:>15,} of {module.parameters:,} parameters"
+    return f"{module.parameters:>15,} parameters"
 
 
 def _flop(count: float) -> str:
@@ -336,8 +343,9 @@ def _modules(task: nn.Module) -> list[ModuleFact]:
     for trainable, names in ((True, task.trainable), (False, task.frozen)):
         for name in names:  # type: ignore[union-attr]
             module = getattr(task, name)
-            count = sum(p.numel() for p in module.parameters()) if isinstance(module, nn.Module) else 0
-            facts.append(ModuleFact(name, trainable, count))
+            own = list(module.parameters()) if isinstance(module, nn.Module) else []
+            trained = sum(p.numel() for p in own if trainable and p.requires_grad)
+            facts.append(ModuleFact(name, trainable, sum(p.numel() for p in own), trained))
     return facts
 
 

@@ -153,10 +153,20 @@ def test_a_full_size_config_plans_the_published_tensors(size, tmp_path):
             plan.engine.wrapped
         )
         trained = {name for name, parameter in task.named_parameters() if parameter.requires_grad}
+        counted = plan.modules[0].trained
+        assert counted == sum(task.get_parameter(name).numel() for name in trained)
+        line = next(line for line in plan.render().splitlines() if " trained " in line)
+        if kind == "full":
+            assert counted == whole and line.endswith(f"trained  {whole:>15,} parameters")
+        else:
+            every = sum(parameter.numel() for parameter in task.parameters())
+            assert counted < whole <= every
+            assert line.endswith(f"trained  {counted:>15,} of {every:,} parameters")
         if kind == "full":
             assert trained == set(dict(task.named_parameters()))
         elif kind == "projector":
             assert trained == {name for name in expected if name.startswith(PROJECTOR)}
+            assert counted == sum(prod(shape) for name, shape in expected.items() if name in trained)
         else:
             adapted = {name for name in trained if ".lora_" in name}
             assert trained - adapted == {n for n in expected if n.startswith(PROJECTOR)}

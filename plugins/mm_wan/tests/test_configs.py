@@ -105,7 +105,9 @@ def test_a_full_size_config_plans_the_published_tensors(name):
         added = 32 * blocks * (square * 2 * width + 2 * (width + inner))
         assert sum(p.numel() for p in task.predictor.parameters() if p.requires_grad) == added
         whole, size = whole + added, size + 4 * added
+        assert f"trained  {added:>15,} of {whole:,} parameters" in plan.render()
     assert plan.modules[0].parameters == whole
+    assert plan.modules[0].trained == (added if name.endswith("lora") else whole)
     # Shards over 8 ranks: what does not divide into 8 rows costs a little more.
     assert plan.engine.parameter_bytes == pytest.approx(size / 8, rel=0.002)
 
