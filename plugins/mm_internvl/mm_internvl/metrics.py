@@ -46,7 +46,9 @@ def multiple_choice(choices: int) -> TextMetric:
     """The share of rows whose chosen letter is a reference's: AI2D (Kembhavi et al. 2016,
     https://arxiv.org/abs/1603.07396), MMMU (Yue et al. 2023, https://arxiv.org/abs/2311.16502).
 
-    An answer without a letter is wrong, where MMMU's own script draws one at random.
+    Unlike MMMU's own script, an answer that repeats the reference, or that begins with `B.`, `B)` or `B:`,
+    chooses that, and one without a letter is wrong: the script looks for the words of the choices in it,
+    which rows do not hold, and else draws a letter at random.
 
     Args:
         choices: letters from A on that may be an answer.
@@ -58,11 +60,12 @@ def multiple_choice(choices: int) -> TextMetric:
 
 
 def chosen_letter(text: str, choices: int = 8) -> str | None:
-    """The letter that an answer chooses: as MMMU's script reads it, the last in brackets, `(B)`; where there
-    is none the last alone, `B`; where there is none either, the last before a stop, `B.`; or None."""
+    """The letter that an answer chooses: the last in brackets, `(B)`; where there is none the one that it
+    begins with, `B.`; then, as MMMU's script goes on, the last alone, `B`, or before a stop; or None."""
     known = f"[{ascii_uppercase[:choices]}]"
     said = f" {text.strip(_STRIPPED)} "
-    for pattern in (rf"\(({known})\)", rf"(?<=\s)({known})(?=\s)", rf"(?<=\s)({known})(?=[.:),])"):
+    alone, stopped = rf"(?<=\s)({known})(?=\s)", rf"(?<=\s)({known})(?=[.:),])"
+    for pattern in (rf"\(({known})\)", rf"^\s({known})[.:)]+\s", alone, stopped):
         if found := re.findall(pattern, said):
             return str(found[-1])
     return None
@@ -78,7 +81,7 @@ def letter_of_reference(reference: str, choices: int = 8) -> str | None:
 
 def _chosen_alike(text: str, reference: str, choices: int) -> bool:
     """A reference without a letter is the words of a choice."""
+    if text.strip(_STRIPPED).lower() == reference.strip(_STRIPPED).lower():
+        return True
     right = letter_of_reference(reference, choices)
-    if right is None:
-        return text.strip(_STRIPPED).lower() == reference.strip(_STRIPPED).lower()
-    return chosen_letter(text, choices) == right
+    return right is not None and chosen_letter(text, choices) == right

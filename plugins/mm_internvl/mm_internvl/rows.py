@@ -116,11 +116,17 @@ def _conversation(value: Any, learnt: bool) -> Conversation:
     turns = tuple(_turn(turn, number, keys, own) for number, turn in enumerate(said, 1))
     if any(turn.role == "system" for turn in turns[1:]):
         raise _Fault("a system prompt stands behind the first turn")
+    answers = _answers(value)
+    if learnt and answers and turns[-1].role == "user":
+        turns += (Turn("assistant", answers[0]),)
     if learnt and not any(turn.role == "assistant" for turn in turns):
-        raise _Fault("no turn is the assistant's, so there is nothing to learn")
+        raise _Fault(
+            "no turn is the assistant's, so there is nothing to learn",
+            "a turn of the assistant, or `answers` to the last question, of which the first is learnt",
+        )
     if not learnt and not any(turn.role == "user" for turn in turns):
         raise _Fault("no turn is the user's, so there is nothing to answer")
-    return Conversation(turns, _media(value, turns, own), _answers(value))
+    return Conversation(turns, _media(value, turns, own), answers)
 
 
 def _answers(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -128,6 +134,8 @@ def _answers(row: Mapping[str, Any]) -> tuple[str, ...]:
     found = [found] if isinstance(found, str) else found
     if not isinstance(found, list) or not all(isinstance(answer, str) for answer in found):
         raise _Fault("`answers` is no list of texts", "all answers that are right, of which any will do")
+    if not all(map(_is_unicode, found)):
+        raise _Fault("`answers` holds half of a surrogate pair, which is no character")
     return tuple(found)
 
 

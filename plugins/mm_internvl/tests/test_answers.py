@@ -551,14 +551,33 @@ def test_a_packed_evaluation_has_a_loss_and_no_answers(place, run, tmp_path, cap
 
 
 def test_answers_belong_to_what_is_asked_last_and_no_cut_takes_that_away(place, run, tmp_path, capsys):
-    """A row cut before its last answer, and one that ends with a question, are asked the one before."""
+    """A row cut before its last answer, and one that ends with a question without answers, are asked the one
+    before."""
     long = data.asked("what is red?", "a colour", "and this?", "a number " * 200, answers=["no"])
-    open_ = data.asked("what is red?", "a colour", "and blue?", answers=["no"])
+    open_ = data.asked("what is red?", "a colour", "and blue?")
     file = data.write(place / "files" / "cut.jsonl", [long, open_, data.ROWS[0]])
     _, found = evaluated(capsys, run, file, tmp_path / "c.jsonl", "data.validation.max_length=32")
     assert found[1]["text"] == found[2]["text"]
     assert found[1]["references"] == found[2]["references"] == ["a colour"]
     assert found[0]["references"] != ["no"]
+
+
+def test_a_question_with_answers_needs_no_turn_of_the_assistant(place, run, tmp_path, capsys):
+    """As data sets publish what is held out; the answer is that of the same question with a turn."""
+    picture, right = "<image>\nwhat is this?", ["a picture", "an image"]
+    rows = [
+        data.asked(picture, image="a.png", answers=right),
+        data.asked(picture, "a picture", image="a.png", answers=right),
+        data.asked("what is red?", "a colour", "and blue?", answers=["no"]),
+    ]
+    file = data.write(place / "files" / "open.jsonl", rows)
+    _, found = evaluated(capsys, run, file, tmp_path / "o.jsonl")
+    assert [row["references"] for row in found] == [right, right, ["no"]]
+    assert found[0]["text"] == found[1]["text"]
+    out = tmp_path / "asked.jsonl"
+    mm(capsys, "sample", "--run", run, "--prompts", file, "--max-new-tokens", 6, "--out", out)
+    for name in ("text", "references"):
+        assert [row[name] for row in lines(out)] == [row[name] for row in found]
 
 
 def test_images_behind_the_question_change_no_answer(place, run, tmp_path, capsys):

@@ -60,6 +60,10 @@ def test_relaxed_match_by_hand(text, reference, right):
         ("(A) is wrong, so (C)", "C"),  # the last
         ("A or (B)", "B"),  # brackets first
         ("A dog. Answer: B", "B"),
+        ("B. A sun", "B"),  # what it begins with before what stands alone
+        ("B) A plant", "B"),
+        ("C. Vitamin A and D", "C"),
+        ("C. No, (D)", "D"),
         ("CAT", None),
         ("b", None),
         ("I do not know", None),  # not among the letters
@@ -88,6 +92,11 @@ def test_words_of_a_choice_that_begin_with_an_article_are_no_letter():
     rows = [("A cat", ("A dog",)), ("a dog.", ("A dog",)), ("A", ("A dog",)), ("A dog", ("A",))]
     # The last is what MMMU's script finds: a letter that stands alone.
     assert figure({"type": "internvl/multiple_choice"}, rows) == {"multiple_choice": 0.5}
+
+
+def test_an_answer_that_repeats_the_reference_is_right():
+    rows = [(text, (text,)) for text in ("B. A sun", "A sun", "the sun (B)", "b")]
+    assert figure({"type": "internvl/multiple_choice"}, rows) == {"multiple_choice": 1}
 
 
 def test_they_are_metrics_with_several_references():
