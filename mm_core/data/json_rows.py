@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import StringIO
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from mm_core.errors import DataError, did_you_mean
 
@@ -25,10 +28,12 @@ class RowFile:
     accepted: str
     hint: Callable[[str], str | None] = _no_hint
 
-    def text(self) -> str:
-        """All of it. DataError where it can not be read as UTF-8."""
+    @contextmanager
+    def _opened(self) -> Iterator[TextIO]:
+        """DataError where the file is not there, or refused, also while it is read."""
         try:
-            return self.path.read_text(encoding="utf-8-sig")
+            with self.path.open(encoding="utf-8-sig") as file:
+                yield file
         except FileNotFoundError:
             raise self.missing() from None
         except UnicodeDecodeError as error:
@@ -45,7 +50,8 @@ class RowFile:
 
     def not_text(self, error: UnicodeDecodeError) -> DataError:
         """The file is in another encoding than UTF-8, or no text."""
-        what = f"the {self.role} is not UTF-8 text (byte {error.start})"
+        place = _torn(self.path)  # the error counts from what was read last
+        what = f"the {self.role} is not UTF-8 text (byte {error.start if place is None else place})"
         return DataError(what, where=str(self.path), accepted=self.accepted)
 
     def unreadable(self, error: OSError) -> DataError:
@@ -58,51 +64,109 @@ class RowFile:
 
     def json_values(self) -> Iterator[tuple[str, Any]]:
         """(a name for the row's place, its parsed value) for every row; a DataError is the value of a line
-        that is not JSON. DataError for a file that as a whole is none."""
-        text = self.text()
-        if not text.strip():
-            raise self.empty()
-        lines = text.split("\n")  # not splitlines: texts may hold other line separators
-        if self.path.suffix.lower() in (".jsonl", ".ndjson") or _starts_jsonl(lines):
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield f"line {number}", self._parse(line, lines, number)
-            return
-        rows = self._parse(text, lines, 1)
+        that is not JSON, and of a row that is nested too deeply. DataError for a file that as a whole is
+        none. Of JSONL, one line at a time is in memory."""
+        with self._opened() as file:
+            head = _head(file)  # read once: it may be a pipe
+            if self._is_jsonl([line.strip() for line in head if line.strip()]):
+                for number, line in enumerate(chain(head, file), 1):
+                    if line.strip():
+                        yield f"line {number}", self._flat(self._parse(line.rstrip("\n"), number), number)
+                return
+            text = "".join(head) + file.read()
+            del head
+        rows = self._parse(text, None)
+        del text
         if isinstance(rows, DataError):
             raise rows
         if not isinstance(rows, list):
             what = f"the file holds {kind_of(rows)}, not a list of rows"
             raise DataError(what, where=str(self.path), accepted=self.accepted)
-        for number, row in enumerate(rows, 1):
-            yield f"row {number}", row
+        rows.reverse()
+        for number in range(1, len(rows) + 1):
+            yield f"row {number}", self._flat(rows.pop(), None)  # what has been taken need not stay
 
-    def _parse(self, text: str, lines: list[str], first_line: int) -> Any:
+    def _is_jsonl(self, filled: Sequence[str]) -> bool:
+        """Whether each row stands on a line of its own, as the file's name says, or the first two lines that
+        hold something. DataError where there is none."""
+        if not filled:
+            raise self.empty()
+        if self.path.suffix.lower() in (".jsonl", ".ndjson"):
+            return True
+        # A list may be a row, or all rows; several lines of them are JSONL.
+        if not filled[0].startswith("{") and not (filled[0].startswith("[") and len(filled) > 1):
+            return False
+        try:
+            json.loads(filled[0])
+        except json.JSONDecodeError:
+            return False
+        except (ValueError, RecursionError):  # a row as far as it was read
+            return True
+        return True
+
+    def _parse(self, text: str, line: int | None) -> Any:
+        """line: its number; None for the text of a whole file."""
         try:
             return json.loads(text)
         except json.JSONDecodeError as error:
-            number = first_line + error.lineno - 1
-            shown = lines[number - 1].strip() if number <= len(lines) else ""
+            number = (line or 1) + error.lineno - 1
+            shown = next(islice(StringIO(text), error.lineno - 1, None), "").strip()
             what = f"this is not JSON: {error.msg} at column {error.colno} of `{shown[:120]}`"
             where, hint = f"{self.path}:{number}", self.hint(shown)
             return DataError(what, where=where, accepted=self.accepted, hint=hint)
+        except ValueError:  # of Python's own: digits beyond sys.get_int_max_str_digits()
+            return self._unfit("a whole number has too many digits", line)
         except RecursionError:
-            what = "the JSON is nested too deeply"
-            return DataError(what, where=str(self.path), accepted=self.accepted)
+            return self._unfit(_TOO_DEEP, line)
+
+    def _flat(self, value: Any, line: int | None) -> Any:
+        """The value, or the DataError of one that could be read and not be packed for data workers."""
+        level = [value]
+        for _ in range(_DEEPEST):
+            level = [inner for outer in level if isinstance(outer, (dict, list)) for inner in _inside(outer)]
+            if not level:
+                return value
+        return self._unfit(_TOO_DEEP, line)
+
+    def _unfit(self, what: str, line: int | None) -> DataError:
+        where = str(self.path) if line is None else f"{self.path}:{line}"
+        return DataError(what, where=where, accepted=self.accepted)
 
 
-def _starts_jsonl(lines: list[str]) -> bool:
-    """Whether the first row stands on a line of its own, whatever the file's name says."""
-    filled = [line for line in lines if line.strip()]
-    first = filled[0].strip()
-    # A list may be a row, or all rows; several lines of them are JSONL.
-    if not first.startswith("{") and not (first.startswith("[") and len(filled) > 1):
-        return False
-    try:
-        json.loads(first)
-    except json.JSONDecodeError:
-        return False
-    return True
+_TOO_DEEP = "the JSON is nested too deeply"
+
+_DEEPEST = 100
+"""Levels of lists and objects in a row; Python's pickle follows less than 500."""
+
+
+def _inside(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
+
+
+def _head(file: Iterable[str]) -> list[str]:
+    """The first lines, up to the second that holds something."""
+    head, filled = [], 0
+    for line in file:
+        head.append(line)
+        filled += bool(line.strip())
+        if filled == 2:
+            break
+    return head
+
+
+def _torn(path: Path) -> int | None:
+    """The place of the first byte that is no UTF-8; None where the file can not be read again."""
+    if not path.is_file():
+        return None
+    place = 0
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                return place + error.start
+            place += len(line)
+    return None
 
 
 def kind_of(value: Any) -> str:

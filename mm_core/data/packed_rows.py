@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from typing import Any, Generic, TypeVar, overload
@@ -22,13 +23,13 @@ class PackedRows(Sequence[R], Generic[R]):
     """
 
     def __init__(self, rows: Iterable[R], kind: Callable[..., R]) -> None:
-        packed, ends = bytearray(), [0]
+        packed, ends = bytearray(), array("q", [0])
         for row in rows:
             values = tuple(getattr(row, field.name) for field in fields(row))  # type: ignore[arg-type]
             packed += pickle.dumps(values)
             ends.append(len(packed))
         self._kind = kind
-        self._ends = torch.tensor(ends)
+        self._ends = torch.frombuffer(ends, dtype=torch.int64)
         self._bytes = torch.frombuffer(packed or bytearray(1), dtype=torch.uint8)
 
     def __len__(self) -> int:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import threading
+import tracemalloc
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import pytest
 
 from mm_core.data.annotations import Annotation, inside, read_annotations
+from mm_core.data.json_rows import RowFile
 from mm_core.data.packed_rows import PackedRows
 from mm_core.errors import DataError
 
@@ -133,6 +137,74 @@ def test_files_that_hold_no_rows(tmp_path: Path) -> None:
     assert "a number, not a list" in fault(tmp_path, "3").what
     assert "an object, not a list of rows" in fault(tmp_path, '{\n"a": [1]\n}').what
     assert "nested too deeply" in fault(tmp_path, "[" * 100_000).what
+
+
+DIGITS = "9" * 5000  # more than Python makes a number of
+DEEP = "[" * 400 + "]" * 400  # JSON is read so deeply, and pickle does not follow
+
+
+def test_a_row_that_no_parser_takes_is_a_row_alone(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    lines = [f'{{"a": {DIGITS}}}', '{"a": 1}', f'{{"a": {DEEP}}}', '{"a": %s' % ("[" * 100_000), "[2]"]
+    for rows in (lines, lines[::-1]):
+        file.write_text("\n".join(rows) + "\n")
+        for name in ("rows.jsonl", "rows.txt"):
+            file = file.rename(tmp_path / name)
+            read = list(RowFile(file, "file", "rows").json_values())
+            assert [place for place, _ in read] == [f"line {n}" for n in range(1, 6)]
+            values = [value for _, value in read]
+            values = values if rows is lines else values[::-1]
+            assert (values[1], values[4]) == ({"a": 1}, [2])
+            assert [values[n].what for n in (0, 2, 3)] == [
+                "a whole number has too many digits",
+                "the JSON is nested too deeply",
+                "the JSON is nested too deeply",
+            ]
+            at = 1 if rows is lines else 5
+            assert values[0].where == f"{file}:{at}"
+
+
+def test_a_list_of_rows_with_what_no_parser_takes(tmp_path: Path) -> None:
+    assert (
+        fault(tmp_path, f'[{{"path": "a",\n"cap": {DIGITS}}}]').what == "a whole number has too many digits"
+    )
+    (tmp_path / "deep.json").write_text(f'[{{"a": 1}}, {{"a": {DEEP}}}]')
+    (_, good), (place, bad) = RowFile(tmp_path / "deep.json", "file", "rows").json_values()
+    assert good == {"a": 1} and place == "row 2" and bad.what == "the JSON is nested too deeply"
+
+
+def test_the_byte_that_is_no_text_is_counted_from_the_start(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    good = ('{"cap": "é"}\n' * 20_000).encode()
+    file.write_bytes(good + b"{\xff}\n")
+    with pytest.raises(DataError, match=rf"the file is not UTF-8 text \(byte {len(good) + 1}\)"):
+        list(RowFile(file, "file", "rows").json_values())
+
+
+def test_rows_are_read_from_a_pipe(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    text = "\n\n" + '{"a": 1}\n' * 20_000
+    writer = threading.Thread(target=pipe.write_text, args=(text,))
+    writer.start()
+    read = list(RowFile(pipe, "file", "rows").json_values())
+    writer.join()
+    assert len(read) == 20_000 and read[-1] == ("line 20002", {"a": 1})
+
+
+@pytest.mark.parametrize("layout", ["lines", "list"])
+def test_of_many_rows_little_more_is_in_memory_than_what_is_kept(tmp_path: Path, layout) -> None:
+    rows = [json.dumps({"path": f"{n}.mp4", "cap": "word " * 400}) for n in range(5000)]
+    file = tmp_path / "rows.json"
+    file.write_text("\n".join(rows) if layout == "lines" else f"[{','.join(rows)}]")
+    size = file.stat().st_size
+    del rows
+    tracemalloc.start()
+    kept = sum(1 for _ in RowFile(file, "file", "rows").json_values())
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept == 5000
+    assert peak < (0.05 if layout == "lines" else 2.5) * size
 
 
 def test_files_that_can_not_be_read(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ class Source:
 
     annotations: str  # JSON list or JSONL file of rows with `conversations` or `messages`
     folder: str | None = None  # paths of images and videos start here; none: the annotation file's folder
-    weight: Annotated[float, Range(gt=0)] = 1.0  # times an epoch: 2 is each row twice, 0.5 the same half
+    weight: Annotated[float, Range(gt=0, le=1000)] = 1.0  # times an epoch: 2 is each row twice, 0.5 one half
 
 
 @dataclass(frozen=True)

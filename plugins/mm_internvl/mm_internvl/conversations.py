@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -97,13 +97,7 @@ class Conversations:
         Without any image, a blank tile and its tokens follow behind the shortest row: nothing looks at them
         and nothing is learnt from them, but every rank runs the same modules.
         """
-        if self.packs is not None and len(samples) > 1:
-            raise ContractError(
-                f"a micro-batch of {len(samples)} packed rows",
-                where="train.micro_batch_size",
-                accepted="1: a packed row is long, and FlashAttention takes one at a time",
-                hint="set train.micro_batch_size: 1, and raise max_length of the dataset for larger batches",
-            )
+        self.check_micro_batch(len(samples), {"packing": self.packs is not None})
         pieces = [list(sample["pieces"]) for sample in samples]
         pixels = torch.cat([sample["pixel_values"] for sample in samples])
         lengths = [sum(len(piece["input_ids"]) for piece in row) for row in pieces]
@@ -132,6 +126,17 @@ class Conversations:
         keys, ids = [sample["key"] for sample in samples], [sample["id"] for sample in samples]
         references = None if self.packs is not None else [sample["answers"] for sample in samples]
         return TextBatch(keys, weights, ids, inputs=inputs, references=references)
+
+    @classmethod
+    def check_micro_batch(cls, size: int, options: Mapping[str, Any]) -> None:
+        """ContractError for several packed rows."""
+        if options["packing"] and size > 1:
+            raise ContractError(
+                f"a micro-batch of {size} packed rows",
+                where="train.micro_batch_size",
+                accepted="1: a packed row is long, and FlashAttention takes one at a time",
+                hint="set train.micro_batch_size: 1, and raise max_length of the dataset for larger batches",
+            )
 
     @classmethod
     def conversing(
@@ -260,40 +265,52 @@ def _piece(tokens: Tokens) -> dict[str, Tensor]:
 
 def _read(sources: Sequence[Source]) -> tuple[PackedRows[RawRow], Tensor]:
     """(rows of all sources, [N] the row of each sample of an epoch)."""
-    rows: list[RawRow] = []
+    counts: list[int] = []
+    rows = PackedRows(_rows(sources, counts), RawRow)
     order: list[Tensor] = []
-    for number, source in enumerate(sources):
-        file = Path(source.annotations)
-        found = list(read_rows(file, number))
-        _check_some(found, file)
-        if source.folder is not None and not Path(source.folder).is_dir():
-            raise DataError("the folder of the images does not exist", where=source.folder)
-        own = torch.arange(len(rows), len(rows) + len(found))
+    first = 0
+    for number, (source, count) in enumerate(zip(sources, counts, strict=True)):
+        own = torch.arange(first, first + count)
         whole = int(source.weight)
-        part = round((source.weight - whole) * len(found))
+        part = round((source.weight - whole) * count)
         # The same part in every epoch, so that as many samples and packed rows make one.
-        drawn = torch.randperm(len(found), generator=Randomness(0).generator("source", number))[:part]
+        drawn = torch.randperm(count, generator=Randomness(0).generator("source", number))[:part]
         order += [own.repeat(whole), own[drawn.sort().values]]
-        rows += found
+        first += count
     samples = torch.cat(order)
     if not len(samples):
         raise DataError("the weights of all sources leave no conversation", where="sources")
-    return PackedRows(rows, RawRow), samples
+    return rows, samples
 
 
-def _check_some(rows: Sequence[RawRow], file: Path) -> None:
-    """DataError for a file without any conversation that can be read."""
-    first: DataError | None = None
-    for row in rows:
-        try:
-            conversation(row.value, f"{file}, {row.place}")
-            return
-        except DataError as fault:
-            first = first or fault
+def _rows(sources: Sequence[Source], counts: list[int]) -> Iterator[RawRow]:
+    """The rows of all sources, one at a time. counts: gains how many each has."""
+    for number, source in enumerate(sources):
+        counts.append(0)
+        for row in _some_usable(Path(source.annotations), number):
+            counts[-1] += 1
+            yield row
+        if source.folder is not None and not Path(source.folder).is_dir():
+            raise DataError("the folder of the images does not exist", where=source.folder)
+
+
+def _some_usable(file: Path, source: int) -> Iterator[RawRow]:
+    """A file's rows. DataError behind them, where none is a conversation that can be read."""
+    first, bad, usable = None, 0, False
+    for row in read_rows(file, source):
+        if not usable:
+            try:
+                conversation(row.value, f"{file}, {row.place}")
+                usable = True
+            except DataError as fault:
+                first, bad = first or fault, bad + 1
+        yield row
+    if usable:
+        return
     if first is None:
         raise DataError("the file lists no conversations", where=str(file), accepted=ACCEPTED)
     raise DataError(
-        f"none of {len(rows)} conversations can be used; the first: {first.what}",
+        f"none of {bad} conversations can be used; the first: {first.what}",
         where=first.where,
         accepted=first.accepted,
     )

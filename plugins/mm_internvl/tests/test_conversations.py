@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
 import torch
 from mm_internvl.config_data import Source
-from mm_internvl.conversations import Conversations, _positions_of
+from mm_internvl.conversations import Conversations, _positions_of, _read
 from mm_internvl.testing import TOKENS, make_tiny_checkpoint
 
 from mm_core.data.images import read_image
-from mm_core.errors import CheckpointError, DataError, RunWarning
+from mm_core.errors import CheckpointError, ConfigError, DataError, RunWarning
 
 
 def of_tests(name: str):
@@ -24,6 +25,7 @@ def of_tests(name: str):
 
 
 sets = of_tests("internvl_sets")
+runs = of_tests("internvl_runs")
 data, dataset, loaded, said = sets.data, sets.dataset, sets.loaded, sets.said
 
 
@@ -92,6 +94,8 @@ def test_weights_say_how_often_an_epoch_sees_a_source(place):
 
 # -- what is refused -----------------------------------------------------------------------------
 
+SOURCE = {"annotations": "none.jsonl"}
+TRAIN = {"type": "internvl/conversations", "processor": "none"}
 _USER, _SAID = {"role": "user", "content": "what?"}, {"role": "assistant", "content": "red"}
 
 
@@ -151,6 +155,40 @@ def test_a_bad_row_is_one_sentence(place, row, what):
     with pytest.raises(DataError) as fault:
         dataset(place, [data.ROWS[0], row])[1]
     assert fault.value.what == what
+
+
+def test_what_no_parser_takes_is_a_bad_row(place):
+    """A number of more digits than Python reads, and lists in lists that pickle does not follow."""
+    deep = {**data.ROWS[0], "more": json.loads("[" * 400 + "]" * 400)}
+    found = dataset(place, ['{"conversations": %s}' % ("9" * 5000), data.ROWS[0], deep])
+    assert said(found, found[1]).endswith("a colour<|im_end|>\n")
+    for index, what in ((0, "a whole number has too many digits"), (2, "the JSON is nested too deeply")):
+        with pytest.raises(DataError) as fault:
+            found[index]
+        assert fault.value.what == what and fault.value.where == f"{place}/files/own.jsonl:{index + 1}"
+
+
+def test_rows_that_wait_for_their_packing_are_not_all_in_memory(place):
+    """The peak of opening a file is near what is kept of it (tensors are not traced, their bytes are)."""
+    data.write(place / "files" / "many.jsonl", [data.asked("what?", "word " * 400)] * 4000)
+    sources = (Source(str(place / "files/many.jsonl")),)
+    tracemalloc.start()
+    rows, order = _read(sources)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    kept = len(rows._bytes)
+    assert len(rows) == len(order) == 4000
+    assert peak < 1.3 * kept
+
+
+def test_a_weight_has_bounds(tmp_path):
+    for weight in (float("inf"), 1.0e12, float("nan"), 0.0):
+        with pytest.raises(ConfigError) as fault:
+            runs.config_of(
+                tmp_path, tmp_path, data={"train": {**TRAIN, "sources": [{**SOURCE, "weight": weight}]}}
+            )
+        said = str(fault.value)
+        assert "weight" in said and "> 0 and <= 1000" in said and "Traceback" not in said, weight
 
 
 def test_an_image_bomb_is_a_bad_row(place):
