@@ -14,18 +14,17 @@ from torch import Tensor, nn
 from mm_core.config.schema import RunConfig
 from mm_core.contracts import (
     CountsSamples,
-    Dataset,
     Engine,
     EnginePlan,
     Frozen,
-    MeasuredDataset,
+    LimitedDataset,
     Pretrained,
     StepOperations,
     Streamed,
     torch_dtype,
 )
 from mm_core.data.sampler import BatchPlan
-from mm_core.errors import ContractError, PlanError
+from mm_core.errors import PlanError
 from mm_core.parallel.casting import hold_frozen
 from mm_core.parallel.freezing import freeze
 from mm_core.plugin.fields import ComponentConfig
@@ -164,11 +163,10 @@ class RunPlan:
 
 
 def _count(module: ModuleFact) -> str:
-    if not module.parameters:
-        return "       as its files hold"
+    whole = f"{module.parameters:,} parameters"
     if module.trainable and module.trained < module.parameters:
-        return f"{module.trained:>15,} of {module.parameters:,} parameters"
-    return f"{module.parameters:>15,} parameters"
+        return f"{module.trained:>15,} of {whole}"
+    return f"{whole:>26}" if module.parameters else "       as its files hold"
 
 
 def _flop(count: float) -> str:
@@ -212,6 +210,16 @@ def build_frozen(task: nn.Module) -> None:
             component.build_empty()
 
 
+def check_data(config: RunConfig, task: nn.Module) -> None:
+    """ContractError for datasets whose options do not suit the task or the batches; none is opened."""
+    registry = get_registry(config.plugins.path)
+    for data in filter(None, (config.data.train, config.data.validation, config.data.test)):
+        task.check(data.options)  # type: ignore[operator]
+        class_: Any = registry.resolve("dataset", data.type).load_target()
+        if isinstance(class_, LimitedDataset):
+            class_.check_micro_batch(config.train.micro_batch_size, data.options)
+
+
 def make_plan(
     config: RunConfig,
     world: int,
@@ -226,9 +234,7 @@ def make_plan(
     task = build_task(config) if task is None else task
     engine = build("engine", config.engine) if engine is None else engine
     assert engine is not None
-    for data in (config.data.train, config.data.validation, config.data.test):
-        if data is not None:
-            task.check(data.options)  # type: ignore[operator]
+    check_data(config, task)
     build_frozen(task)
     registry = get_registry(config.plugins.path)
     optimizer = registry.resolve("optimizer", config.optimizer.type)
@@ -315,27 +321,6 @@ def sample_order(
         repeat_first=config.train.overfit_one_batch,
         lengths=lengths,
     )
-
-
-def sample_lengths(config: RunConfig, dataset: Dataset) -> Tensor | None:
-    """What batches are grouped by; None where they are not. PlanError for a dataset that does not know."""
-    if not config.data.loader.group_by_length:
-        return None
-    if not isinstance(dataset, MeasuredDataset):
-        raise PlanError(
-            f"{type(dataset).__name__} does not say how long its samples are",
-            where="data.loader.group_by_length",
-            accepted="datasets with a method lengths(), as text_rows has",
-            hint="leave group_by_length out: samples of one size have nothing to gain",
-        )
-    lengths = dataset.lengths()
-    if lengths.shape != (len(dataset),):
-        raise ContractError(
-            f"{type(dataset).__name__}.lengths() gives {list(lengths.shape)} for {len(dataset)} samples",
-            where="data.train",
-            accepted="one length a sample",
-        )
-    return lengths
 
 
 def _modules(task: nn.Module) -> list[ModuleFact]:

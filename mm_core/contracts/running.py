@@ -80,6 +80,17 @@ class MeasuredDataset(Protocol):
 
 
 @runtime_checkable
+class LimitedDataset(Protocol):
+    """A dataset class whose options limit how many samples a batch may hold. The plan asks the class itself,
+    before anything is opened or measured."""
+
+    @classmethod
+    def check_micro_batch(cls, size: int, options: Mapping[str, Any]) -> None:
+        """ContractError where `size` samples make no batch. options: the config's, defaults filled."""
+        ...
+
+
+@runtime_checkable
 class NamesClasses(Protocol):
     """A dataset or a task that has names for classes. Those of a run's datasets must be its task's."""
 

@@ -12,17 +12,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from mm_core.config.dump import to_yaml
 from mm_core.config.schema import RunConfig, RunSection
-from mm_core.contracts import Batch, Bins, Dataset, Engine, Randomness
+from mm_core.contracts import Batch, Bins, Dataset, Engine, MeasuredDataset, Randomness
 from mm_core.data.loader import MicroBatchLoader
 from mm_core.data.sampler import BatchPlan
 from mm_core.data.skipped import SkipLedger
 from mm_core.device import set_patience, start_process_group
-from mm_core.errors import PlanError
-from mm_core.plan import RunPlan, build_task, make_plan, sample_lengths, sample_order
+from mm_core.errors import ContractError, PlanError
+from mm_core.plan import RunPlan, build_task, check_data, make_plan, sample_order
 from mm_core.plugin.registry import build, check_ranks_agree, get_registry
 from mm_core.train.adapter_runs import adapters_in
 from mm_core.train.agreement import Ranks
@@ -92,6 +92,7 @@ def _assemble(
     source, refused = store.open(resume)
     task = build_task(config, adapters_in(source))
     engine: Engine = build("engine", config.engine)
+    check_data(config, task)  # before any is measured
     datasets: dict[str, Dataset] = {
         name: build("dataset", section) for name, section in data_sections(config).items()
     }
@@ -214,6 +215,27 @@ def make_optimizer(config: RunConfig, parameters: Mapping[str, nn.Parameter]) ->
         "optimizer", config.optimizer, groups_of(parameters, config.train)
     )
     return optimizer
+
+
+def sample_lengths(config: RunConfig, dataset: Dataset) -> Tensor | None:
+    """What batches are grouped by; None where they are not. PlanError for a dataset that does not know."""
+    if not config.data.loader.group_by_length:
+        return None
+    if not isinstance(dataset, MeasuredDataset):
+        raise PlanError(
+            f"{type(dataset).__name__} does not say how long its samples are",
+            where="data.loader.group_by_length",
+            accepted="datasets with a method lengths(), as text_rows has",
+            hint="leave group_by_length out: samples of one size have nothing to gain",
+        )
+    lengths = dataset.lengths()
+    if lengths.shape != (len(dataset),):
+        raise ContractError(
+            f"{type(dataset).__name__}.lengths() gives {list(lengths.shape)} for {len(dataset)} samples",
+            where="data.train",
+            accepted="one length a sample",
+        )
+    return lengths
 
 
 def make_loader(

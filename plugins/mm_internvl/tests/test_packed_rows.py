@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from mm_internvl.chat import IGNORED
+from mm_internvl.conversations import Conversations
 from mm_internvl.testing import TOKENS
 
 import mm_core
 from mm_core.contracts import Randomness, SampleKey
 from mm_core.data.skipped import SkipLedger
 from mm_core.errors import ContractError, DataError, PartsError
+from mm_core.plan import make_plan
 
 
 def of_tests(name: str):
@@ -40,6 +42,27 @@ def test_packed_rows_come_one_at_a_time(place):
     found = dataset(place, packing=True)
     with pytest.raises(ContractError, match="a micro-batch of 2 packed rows"):
         found.collate([{**found[0], "key": SampleKey(0, 0), "weight": 1.0}] * 2)
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_larger_packed_batches_are_refused_before_rows_are_read(place, tmp_path, monkeypatch, split):
+    at = packed(place, 400, 0)
+    at |= {name: {**at["train"], "packing": name == split} for name in ("train", "validation")}
+    batches = {"steps": 2, "micro_batch_size": 2, "global_batch_size": 2}
+    sections = {"data": at, "validation": {"every": 2}}
+    config = runs.config_of(tmp_path, place / "model", **sections, train=batches)
+
+    def opened(self, *args, **options):
+        raise AssertionError("opened")
+
+    monkeypatch.setattr(Conversations, "__init__", opened)
+    for beginning in (lambda: make_plan(config, 1, num_samples=9), lambda: mm_core.train(config)):
+        with pytest.raises(ContractError, match="a micro-batch of 2 packed rows") as fault:
+            beginning()
+        assert fault.value.where == "train.micro_batch_size"
+    batches["micro_batch_size"] = 1
+    single = runs.config_of(tmp_path, place / "model", **sections, train=batches)
+    assert make_plan(single, 1, num_samples=9).accumulation == 2
 
 
 def test_it_pickles_without_its_tokenizer(place):
