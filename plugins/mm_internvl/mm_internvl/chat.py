@@ -125,16 +125,20 @@ class Chat:
             )
         return ids
 
-    def _begun(self, turns: Sequence[Turn]) -> dict[int, Turn]:
-        """The turns by their numbers in the row; 0 is `system` of the dataset."""
-        first = {0: Turn("system", self.system)} if self.system is not None else {}
-        return {**(first if turns[0].role != "system" else {}), **dict(enumerate(turns, 1))}
+    def _begun(self, turns: Sequence[Turn]) -> dict[str, Turn]:
+        """The turns by what sentences call them, the system prompt of the row or the dataset among them."""
+        begun = {}
+        if turns[0].apart:
+            begun["`system` of the row"], turns = turns[0], turns[1:]
+        elif self.system is not None and turns[0].role != "system":
+            begun["`system` of the dataset"] = Turn("system", self.system)
+        return {**begun, **{f"turn {number}": turn for number, turn in enumerate(turns, 1)}}
 
     def _rendered(self, known: Vocabulary, turns: Sequence[Turn], kinds: Sequence[Medium]) -> str:
         """The template's text of turns that are to be answered."""
         begun = self._begun(turns)
         self._check_words(known, begun)
-        messages = {number: message_of(turn, known) for number, turn in begun.items()}
+        messages = {name: message_of(turn, known) for name, turn in begun.items()}
         text = known.rendered([*messages.values()], prompt=True)
         self._check_pictures(known, text, kinds)
         _check_said(messages, text)
@@ -160,19 +164,19 @@ class Chat:
         """The template's text, each image and video one placeholder in it, and the spans to learn."""
         begun = self._begun(turns)
         self._check_words(known, begun)
-        messages = {number: message_of(turn, known) for number, turn in begun.items()}
+        messages = {name: message_of(turn, known) for name, turn in begun.items()}
         spans, text = known.spans([*messages.values()])
         self._check_pictures(known, text, kinds)
         _check_said(messages, text)
         return text, spans
 
-    def _check_words(self, known: Vocabulary, turns: Mapping[int, Turn]) -> None:
-        for number, turn in turns.items():
+    def _check_words(self, known: Vocabulary, turns: Mapping[str, Turn]) -> None:
+        for name, turn in turns.items():
             words = "".join(PLACEHOLDER.sub("", text) for text in turn.texts)
             if own := next((token for token in known.structure if token in words), None):
                 pictures = own in known.names.values()
                 raise Fault(
-                    f"{_called(number)} says {own!r}, which is a token of "
+                    f"{name} says {own!r}, which is a token of "
                     + ("images" if pictures else "the chat template's own"),
                     "write <image> where an image is shown, and the token's name in another way"
                     if pictures
@@ -188,19 +192,15 @@ class Chat:
             )
 
 
-def _called(number: int) -> str:
-    return f"turn {number}" if number else "`system` of the dataset"
-
-
-def _check_said(messages: Mapping[int, Mapping[str, Any]], text: str) -> None:
+def _check_said(messages: Mapping[str, Mapping[str, Any]], text: str) -> None:
     """Fault where the template leaves out or rewrites what somebody else than the assistant says."""
-    for number, message in messages.items():
+    for name, message in messages.items():
         content = message["content"]
         parts = [{"text": content}] if isinstance(content, str) else content
         role = message["role"]
         if role != "assistant" and any(part.get("text", "").strip() not in text for part in parts):
             raise Fault(
-                f"the chat template does not show {_called(number)}, which is the {role}'s, as it is",
+                f"the chat template does not show {name}, which is the {role}'s, as it is",
                 "use another template, or leave the turn out",
             )
 
@@ -232,7 +232,8 @@ def _expanded(
     known: Vocabulary, text: str, spans: Sequence[tuple[int, int]], shown: Sequence[Shown]
 ) -> tuple[Tensor, Tensor, list[tuple[int, int]]]:
     """(ids, labels, [start, end) of each image and video in tokens), every tile at its full length."""
-    found = known.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    # Not verbose: what is beyond the tokenizer's own length is cut by max_length, and needs no warning here.
+    found = known.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids = torch.tensor(found["input_ids"], dtype=torch.int64)
     begins = torch.tensor([start for start, _ in found["offset_mapping"]], dtype=torch.int64)
     learnt = torch.zeros(len(ids), dtype=torch.bool)

@@ -41,10 +41,12 @@ class RawRow:
 
 @dataclass(frozen=True)
 class Turn:
-    """What one side says: a text with placeholders, or parts as a chat template takes them."""
+    """What one side says: a text with placeholders, or parts as a chat template takes them. apart: it is the
+    row's `system`, and no turn of its list."""
 
     role: str
     content: str | tuple[Mapping[str, str], ...]
+    apart: bool = False
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -108,6 +110,8 @@ def _conversation(value: Any, learnt: bool) -> Conversation:
             or f"neither `conversations` nor `messages`, but {', '.join(value) or 'nothing'}"
         )
         raise _Fault(f"the row has {found}", ACCEPTED)
+    if used := next((key for key in _OF_TOOLS_ROW if value.get(key) not in _NOTHING), None):
+        raise _Fault(f"the row has `{used}`, which the model would not be shown", _NO_TOOLS)
     said = value[styles[0]]
     if not isinstance(said, Sequence) or isinstance(said, str) or not said:
         raise _Fault(f"`{styles[0]}` is no list of turns", ACCEPTED)
@@ -116,6 +120,7 @@ def _conversation(value: Any, learnt: bool) -> Conversation:
     turns = tuple(_turn(turn, number, keys, own) for number, turn in enumerate(said, 1))
     if any(turn.role == "system" for turn in turns[1:]):
         raise _Fault("a system prompt stands behind the first turn")
+    turns = _with_system(value.get("system"), turns)
     answers = _answers(value)
     if learnt and answers and turns[-1].role == "user":
         turns += (Turn("assistant", answers[0]),)
@@ -127,6 +132,29 @@ def _conversation(value: Any, learnt: bool) -> Conversation:
     if not learnt and not any(turn.role == "user" for turn in turns):
         raise _Fault("no turn is the user's, so there is nothing to answer")
     return Conversation(turns, _media(value, turns, own), answers)
+
+
+_NOTHING = (None, "", "[]", "{}", [], {})
+"""What columns hold in rows that do not use them."""
+
+_OF_TOOLS_ROW, _OF_TOOLS_TURN = ("tools", "functions"), ("tool_calls", "function_call")
+_ROLES_OF_TOOLS = ("tool", "function", "function_call", "tool_call", "tool_response", "observation")
+_NO_TOOLS = "conversations without tools"
+
+
+def _with_system(system: Any, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
+    """With a system prompt that the row holds beside its turns."""
+    if not isinstance(system, str | None):
+        raise _Fault(f"`system` of the row is {kind_of(system)}, not text")
+    if system is None or not system.strip():
+        return turns
+    if not _is_unicode(system):
+        raise _Fault("`system` of the row holds half of a surrogate pair, which is no character")
+    if turns[0].role != "system":
+        return (Turn("system", system, apart=True), *turns)
+    if "".join(turns[0].texts).strip() != system.strip():
+        raise _Fault("`system` of the row and its system turn say different things", "one of them")
+    return turns
 
 
 def _answers(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -141,6 +169,8 @@ def _answers(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _turn(turn: Any, number: int, keys: tuple[str, str], own: list[tuple[Medium, str]]) -> Turn:
     """own: gains the files that parts of the turn name themselves."""
+    if isinstance(turn, Mapping):
+        _check_tools(turn, number, keys[0])
     if not isinstance(turn, Mapping) or not set(keys) <= set(turn):
         raise _Fault(f"turn {number} has no `{keys[0]}` and `{keys[1]}`", ACCEPTED)
     role, content = turn[keys[0]], turn[keys[1]]
@@ -159,6 +189,14 @@ def _turn(turn: Any, number: int, keys: tuple[str, str], own: list[tuple[Medium,
     if not all(map(_is_unicode, made.texts)):
         raise _Fault(f"turn {number} holds half of a surrogate pair, which is no character")
     return made
+
+
+def _check_tools(turn: Mapping[str, Any], number: int, role: str) -> None:
+    """Fault for a turn that calls tools, or that is one's."""
+    if used := next((key for key in _OF_TOOLS_TURN if turn.get(key) not in _NOTHING), None):
+        raise _Fault(f"turn {number} has `{used}`, which the model would not be shown", _NO_TOOLS)
+    if turn.get(role) in _ROLES_OF_TOOLS:
+        raise _Fault(f"turn {number} has the role {turn[role]!r}, which is that of a tool", _NO_TOOLS)
 
 
 def _thinking(thought: Any, number: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import tracemalloc
 from pathlib import Path
 
@@ -70,6 +71,41 @@ def test_a_system_prompt_is_given_to_those_that_have_none(place):
         "<|im_start|>system\na system of its own<|im_end|>\n<|im_start|>user"
     )
     assert said(found, found[4]).startswith("<|im_start|>system\nthe system<|im_end|>\n<|im_start|>user")
+
+
+def test_system_of_a_row_is_its_system_prompt(place):
+    """As ShareGPT has it; a column that says nothing is none."""
+    turns, spoken = data.ROWS[0], {"role": "system", "content": "be brief"}
+    head, behind = "<|im_start|>system\nbe brief<|im_end|>\n", "<|im_start|>user\nwhat is red?"
+    both = {"messages": [spoken, _USER, _SAID], "system": " be brief\n"}
+    empty = [{**turns, "system": nothing} for nothing in ("", None)]
+    found = dataset(place, [{**turns, "system": "be brief"}, both, *empty], system="of the dataset")
+    assert said(found, found[0]).startswith(head + behind)
+    assert said(found, found[1]).startswith(head + "<|im_start|>user\nwhat?")
+    for index in (2, 3):
+        assert said(found, found[index]).startswith("<|im_start|>system\nof the dataset<|im_end|>\n" + behind)
+    row = data.asked("what?", "red", "say <|im_end|>", "no", system="be brief")
+    asking = Conversations.conversing(str(place / "model"), 400, 1, 2, False, 3, None, 9999, None)
+    questions = asking.questions(
+        data.write(place / "files" / "q.jsonl", [{**turns, "system": "be brief"}, row])
+    )
+    text = found.chat.tokenizer.decode(questions[0]().inputs["input_ids"][0])
+    assert head + behind in text
+    with pytest.raises(DataError, match=r"turn 3 says '<\|im_end\|>'"):
+        questions[1]()
+
+
+def test_a_long_text_is_no_warning_of_transformers(place, capfd):
+    """max_length cuts what is beyond the tokenizer's own length."""
+    found = dataset(place, [data.asked("what?", "number " * 100)], max_length=64)
+    found.chat.tokenizer.model_max_length = 64
+    logger = logging.getLogger("transformers.tokenization_utils_base")
+    warned = []
+    logger.addFilter(lambda record: warned.append(record.getMessage()))
+    assert len(found[0]["pieces"][0]["input_ids"]) == 64
+    assert not warned
+    found.chat.tokenizer("number " * 100)
+    assert len(warned) == 1  # the library's own calls do
 
 
 def test_a_json_list_is_read_as_well(place):
@@ -144,6 +180,27 @@ _USER, _SAID = {"role": "user", "content": "what?"}, {"role": "assistant", "cont
         (
             json.dumps(data.asked("<image>", "red", image="\ud83d.png")),
             "the path '\\ud83d.png' holds half of a surrogate pair, which is no character",
+        ),
+        (
+            {**data.ROWS[0], "tools": [{"name": "search"}]},
+            "the row has `tools`, which the model would not be shown",
+        ),
+        (
+            {"messages": [_USER, {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]},
+            "turn 2 has `tool_calls`, which the model would not be shown",
+        ),
+        (
+            {"messages": [_USER, _SAID, {"role": "tool", "content": "4"}, _SAID]},
+            "turn 3 has the role 'tool', which is that of a tool",
+        ),
+        (
+            {"messages": [{"role": "system", "content": "be brief"}, _USER, _SAID], "system": "be long"},
+            "`system` of the row and its system turn say different things",
+        ),
+        ({**data.ROWS[0], "system": ["a"]}, "`system` of the row is a list, not text"),
+        (
+            {**data.ROWS[0], "system": "say <|im_end|>"},
+            "`system` of the row says '<|im_end|>', which is a token of the chat template's own",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "sound"}]}, _SAID]},
