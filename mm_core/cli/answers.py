@@ -146,14 +146,15 @@ def _answer_rows(opened: Speaker, answers: Iterable[Answer], out: Path) -> None:
         for _ in answers:
             pass  # the first rank has them
         return
-    good, bad, reason = 0, 0, None
+    good, bad, reason = 0, 0, ""
     for answer in answers:
         _write([answer], out, more=good + bad > 0)
         good, bad = good + (answer.error is None), bad + (answer.error is not None)
-        reason = reason or answer.error
+        reason = reason or answer.error or ""
     if not good:
         raise MMError(f"no row could be read, of {bad}: {reason}", where=str(out))
-    told = f"; {bad} row{'s' * (bad != 1)} could not be read" if bad else ""
+    first = f"{', the first' if bad > 1 else ''}: {reason.splitlines()[0]}" if bad else ""
+    told = f"; {bad} row{'s' * (bad != 1)} could not be read{first}" if bad else ""
     print(f"{good} answer{'s' * (good != 1)} in {out}{told}", flush=True)
 
 

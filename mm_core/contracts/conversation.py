@@ -81,6 +81,10 @@ class AnswersInWords(Protocol):
         """ContractError, before any weights are read, for a model that generates no text."""
         ...
 
+    def check_question(self, question: Mapping[str, Tensor]) -> None:
+        """DataError for a question, a batch of one, that the model can not answer: it is too long, say."""
+        ...
+
     def answer(
         self,
         questions: Sequence[Mapping[str, Tensor]],

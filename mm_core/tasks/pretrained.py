@@ -197,6 +197,12 @@ class PretrainedTask(nn.Module):
             folder, trusted = self._asking
             self._asked = Answers(self.model, folder, _NEW_TOKENS, trusted, where="task.auto_class")
 
+    def check_question(self, question: Mapping[str, Tensor]) -> None:
+        """DataError for a prompt that leaves no room for an answer."""
+        self.check_answers()
+        assert self._asked is not None
+        self._asked.check(question)
+
     def answer(
         self,
         questions: Sequence[Mapping[str, Tensor]],

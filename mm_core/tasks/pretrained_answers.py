@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from mm_core.contracts import Decoding, Heard, TextBatch
-from mm_core.errors import ContractError
+from mm_core.errors import ContractError, DataError
 from mm_core.tasks.answer_tokens import Drawn, Stopped, joined
 from mm_core.tasks.pretrained_batches import limits_of
 from mm_core.tasks.pretrained_loss import IGNORED
@@ -62,13 +62,26 @@ class Answers:
         given = {name: tensor for name, tensor in batch.inputs.items() if name != "labels"}
         labels = batch.inputs["labels"]
         given = given if self._composite else prompts(given, labels, self.tokenizer.pad_token_id)
-        found = self._generate(given, self.max_new_tokens)
+        found = self._after(given)
         given_answers = batch.references or [()] * len(labels)
         wanted = [
             known or (self._text(row[last]),)
             for known, row, last in zip(given_answers, labels, self._answered(labels), strict=True)
         ]
-        return [self._text(row) for row in found], wanted
+        return found, wanted
+
+    def _after(self, given: Mapping[str, Tensor]) -> list[str]:
+        """What follows the prompts of a batch. Where images lie beside them, no row can be taken out, so that
+        all end where the longest has to."""
+        ids = given["input_ids"]
+        whole = self._composite or any(tensor.shape != ids.shape for tensor in given.values())
+        lengths = [ids.shape[1]] * len(ids) if whole else (given["attention_mask"] > 0).sum(1).tolist()
+
+        def taken(rows: list[int]) -> Mapping[str, Tensor]:
+            width = max(lengths[row] for row in rows)
+            return given if whole else {name: tensor[rows, -width:] for name, tensor in given.items()}
+
+        return self._texts(lengths, self.max_new_tokens, taken)
 
     def _answered(self, labels: Tensor) -> Tensor:
         """[B,L] bool: which labels the answers are held against."""
@@ -84,15 +97,60 @@ class Answers:
     ) -> list[str]:
         """The answers to prompts, generated together; what is asked beside a prompt changes nothing of its
         answer. heard: of the first one. stopped: asked after each token whether this is enough."""
-        given = joined(questions, self.tokenizer.pad_token_id, left=not self._composite)
-        found = self._generate(
-            given,
-            decoding.max_new_tokens or self.max_new_tokens,
-            streamer=_Listener(self, heard) if heard is not None else None,
-            logits_processor=[Drawn(decoding, numbers)] if decoding.temperature > 0 else None,
-            stopping_criteria=[Stopped(stopped)] if stopped is not None else None,
-        )
-        return [self._text(row) for row in found]
+        lengths = [each["input_ids"].shape[1] for each in questions]
+
+        def taken(rows: list[int]) -> Mapping[str, Tensor]:
+            chosen = [questions[row] for row in rows]
+            return joined(chosen, self.tokenizer.pad_token_id, left=not self._composite)
+
+        def listening(rows: list[int]) -> dict[str, Any]:
+            drawn = Drawn(decoding, [numbers[row] for row in rows]) if decoding.temperature > 0 else None
+            return {
+                "streamer": _Listener(self, heard) if heard is not None and rows[0] == 0 else None,
+                "logits_processor": [drawn] if drawn is not None else None,
+                "stopping_criteria": [Stopped(stopped)] if stopped is not None else None,
+            }
+
+        return self._texts(lengths, decoding.max_new_tokens or self.max_new_tokens, taken, listening)
+
+    def _texts(
+        self,
+        lengths: Sequence[int],
+        max_new_tokens: int,
+        taken: Callable[[list[int]], Mapping[str, Tensor]],
+        listening: Callable[[list[int]], Mapping[str, Any]] = lambda rows: {},
+    ) -> list[str]:
+        """The answers to prompts of these lengths. Those for which the model has positions for as many tokens
+        are answered together, so that how long one is says nothing of how far another is answered.
+
+        taken: the inputs of some of them, as one batch. listening: what else `generate` is given of these.
+        """
+        groups: dict[int, list[int]] = {}
+        for row, length in enumerate(lengths):
+            groups.setdefault(min(max_new_tokens, self._room(length)), []).append(row)
+        found = [""] * len(lengths)
+        for room in self._rooms(groups):
+            if (rows := groups.get(room)) is None:
+                self._generate(_briefest(taken([lengths.index(min(lengths))])), 1)
+                continue
+            answers = self._generate(taken(rows), room, **listening(rows))
+            for row, tokens in zip(rows, answers, strict=True):
+                found[row] = self._text(tokens)
+        return found
+
+    def _rooms(self, own: Collection[int]) -> list[int]:
+        """This rank's and those of others: all take part in each generation, for as many forwards. One whose
+        answers end earlier goes on, so that its prompts have to leave the model as many positions."""
+        if self._positions is None or self._composite or not _several_ranks():
+            return list(own)
+        taken = torch.zeros(self._positions, dtype=torch.int32, device=next(self.model.parameters()).device)
+        taken[list(own)] = 1
+        dist.all_reduce(taken, dist.ReduceOp.MAX)
+        return [int(room) for room in taken.nonzero().flatten()]
+
+    def check(self, question: Mapping[str, Tensor]) -> None:
+        """DataError for a prompt that leaves the model no room for an answer."""
+        self._room(question["input_ids"].shape[1])
 
     def _generate(self, given: Mapping[str, Tensor], max_new_tokens: int, **listening: Any) -> Tensor:
         """[B, up to max_new_tokens]: what follows the prompts."""
@@ -102,26 +160,24 @@ class Answers:
             register_fsdp_forward_method(self.model, "generate")
             self._gathers = True
         settings = copy.deepcopy(self._settings)
-        settings.max_new_tokens = min(max_new_tokens, self._room(given["input_ids"].shape[1]))
+        settings.max_new_tokens = max_new_tokens
         # As an argument, they would be filled from the folder's where they are the library's defaults.
         own, self.model.generation_config = self.model.generation_config, settings
         try:
-            found: Tensor = self.model.generate(
-                **given, **listening, synced_gpus=dist.is_initialized() and dist.get_world_size() > 1
-            )
+            found: Tensor = self.model.generate(**given, **listening, synced_gpus=_several_ranks())
         finally:
             self.model.generation_config = own
         # A decoder of its own begins with one token, which for some models is also the end.
         return found[:, 1 if self._composite else given["input_ids"].shape[1] :]
 
     def _room(self, length: int) -> int:
-        """How many tokens fit behind prompts of this length. ContractError where none does."""
+        """How many tokens fit behind prompts of this length. DataError where none does."""
         if self._positions is None:
             return sys.maxsize
         room = self._positions - (1 if self._composite else length)
         if room < 1 or length > self._positions:
             kind = type(self.model).__name__
-            raise ContractError(
+            raise DataError(
                 f"a prompt has {length} tokens, and {kind} has {self._positions} positions, answer included",
                 where="data",
                 hint="lower max_length of the dataset",
@@ -226,6 +282,18 @@ def _last_labels(labels: Tensor) -> Tensor:
     known = (labels != IGNORED).int()
     runs = (known.diff(dim=1, prepend=torch.zeros_like(known[:, :1])) > 0).cumsum(1)
     return (known > 0) & (runs == runs[:, -1:])
+
+
+def _briefest(given: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """A prompt's last token, where it is of tokens alone."""
+    ids = given["input_ids"]
+    if any(tensor.shape != ids.shape for tensor in given.values()):
+        return given
+    return {name: tensor[:, -1:] for name, tensor in given.items()}
+
+
+def _several_ranks() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _settings(model: Any) -> Any:

@@ -85,13 +85,14 @@ class Speaker:
         stopped: Callable[[], bool] | None = None,
     ) -> str:
         """The assistant's next turn; among several ranks, called within `led` alone. DataError for a
-        conversation that can not be laid out.
+        conversation that can not be laid out, or answered.
 
         heard: is told each piece of it as soon as it is there. stopped: asked after each token whether this
         is enough.
         """
         _check_text(turns)
         inputs = self.conversing.prompt(turns)
+        self.task.check_question(inputs)
         self._saying = True
         self.ranks.from_first((_SAY, None))
         (text,) = self._answer([inputs], decoding, [number], heard, stopped)
@@ -130,7 +131,7 @@ class Speaker:
 
     def rows(self, file: Path, decoding: Decoding, batch_size: int = 1) -> Iterator[Answer]:
         """The answers to the rows of a file, in their order; among several ranks, on the first of them alone.
-        A row that can not be read is there with the reason.
+        A row that can not be read, or answered, is there with the reason.
 
         batch_size: rows that a rank answers together, of like length. What they are answered does not depend
         on it, but for rounding.
@@ -160,7 +161,9 @@ class Speaker:
         read: list[tuple[int, Question]] = []
         for number in numbers:
             try:
-                read.append((number, questions[number]()))
+                question = questions[number]()
+                self.task.check_question(question.inputs)
+                read.append((number, question))
             except DataError as fault:
                 answers.append(Answer(number, error=str(fault)))
         read.sort(key=lambda each: each[1].inputs["input_ids"].shape[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -10,21 +11,22 @@ import torch
 import transformers
 from transformers.generation import logits_process
 
-from mm_core.contracts import Decoding
-from mm_core.errors import ContractError
+from mm_core.contracts import Decoding, TextBatch
+from mm_core.errors import DataError
 from mm_core.tasks.answer_tokens import Drawn, joined
 from mm_core.tasks.pretrained_answers import Answers
 
 HERE = Path(__file__).parent
 
 
-def of_tests(name: str):
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+def of_tests(name: str, folder: Path = HERE):
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
+ranks = of_tests("ranks", HERE.parent)
 models = of_tests("pretrained_models")
 
 
@@ -116,24 +118,69 @@ def test_prompts_of_a_batch_are_answered_as_alone(tmp_path, name, temperature):
 GPT2 = {"vocab_size": 48, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16}
 
 
-def test_an_answer_ends_where_the_model_has_no_more_positions(tmp_path):
+def row(length: int) -> dict[str, torch.Tensor]:
+    ids = torch.arange(5, 5 + length)[None]
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def with_a_table(folder: Path) -> Answers:
+    """Of a model of 16 positions, which ends no answer by itself."""
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2, **models.ENDS)).eval()
     model.generation_config.suppress_tokens = [0, 1, 2]
-    model.save_pretrained(tmp_path)
-    models.save_words(tmp_path)
-    answers = Answers(model, str(tmp_path), 20)
+    model.save_pretrained(folder)
+    models.save_words(folder)
+    return Answers(model, str(folder), 20)
 
-    def row(length: int) -> dict[str, torch.Tensor]:
-        ids = torch.arange(5, 5 + length)[None]
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
+def test_an_answer_ends_where_the_model_has_no_more_positions(tmp_path):
+    answers = with_a_table(tmp_path)
+    model = answers.model
     (said,) = answers.to([row(10)], Decoding(), [0])
     theirs = model.generate(**row(10), max_new_tokens=6, do_sample=False, pad_token_id=0)[0, 10:]
     assert said == answers.tokenizer.decode(theirs) and len(said.split()) == 6
-    with pytest.raises(ContractError, match="16 tokens, and GPT2LMHeadModel has 16 positions") as fault:
-        answers.to([row(16)], Decoding(), [0])
+    with pytest.raises(DataError, match="16 tokens, and GPT2LMHeadModel has 16 positions") as fault:
+        answers.check(row(16))
     assert fault.value.hint == "lower max_length of the dataset"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_a_long_prompt_shortens_no_answer_beside_it(tmp_path, temperature):
+    answers, decoding = with_a_table(tmp_path), Decoding(temperature=temperature)
+    rows = [row(length) for length in (4, 14, 4, 9)]
+    alone = [answers.to([each], decoding, [n])[0] for n, each in enumerate(rows)]
+    assert [len(each.split()) for each in alone] == [12, 2, 12, 7]
+    assert answers.to(rows, decoding, [0, 1, 2, 3]) == alone
+    # Of few words there is room for behind all but one.
+    shorter = Decoding(3, temperature)
+    assert [len(each.split()) for each in answers.to(rows, shorter, [0, 1, 2, 3])] == [3, 2, 3, 3]
+
+
+@pytest.mark.slow
+def test_ranks_with_rows_of_other_lengths_answer_as_alone(tmp_path):
+    """They share the model's weights, so that each takes part in the other's generations."""
+    answers = with_a_table(tmp_path)
+    lengths = [[4, 14], [9, 15]]
+    said = ranks.run_ranks(HERE / "answer_ranks.py", 2, tmp_path, json.dumps(lengths))
+    for own, output in zip(lengths, said, strict=True):
+        alone = [answers.to([row(length)], Decoding(), [0])[0] for length in own]
+        assert json.loads(output.splitlines()[-1]) == alone
+
+
+def test_rows_of_a_batch_are_answered_as_alone_where_positions_are_few(tmp_path):
+    answers = with_a_table(tmp_path)
+    batch = {"input_ids": torch.zeros(2, 16, dtype=torch.long)}
+    batch["attention_mask"], batch["labels"] = batch["input_ids"].clone(), torch.full((2, 16), -100)
+    for number, length in enumerate((4, 14)):
+        batch["input_ids"][number, : length + 2] = torch.arange(5, 7 + length)
+        batch["attention_mask"][number, : length + 2] = 1
+        batch["labels"][number, length : length + 2] = batch["input_ids"][number, length : length + 2]
+    found, wanted = answers.of(TextBatch(keys=[], weights=torch.ones(2), ids=["a", "b"], inputs=batch))
+    assert found == [answers.to([row(length)], Decoding(), [0])[0] for length in (4, 14)]
+    assert [len(each.split()) for each in found] == [12, 2]
+    assert wanted == [
+        (answers.tokenizer.decode(batch["input_ids"][n, k : k + 2]),) for n, k in ((0, 4), (1, 14))
+    ]
 
 
 def test_an_answer_that_is_stopped_ends_at_that_token(tmp_path):

@@ -93,7 +93,8 @@ def test_rows_of_a_table_are_answered_and_bad_ones_said(place, tmp_path, capsys)
     out = tmp_path / "answers.jsonl"
     command = ["sample", "--run", f"{place / 'runs/qwen3'}@1", "--max-new-tokens", 8]
     said = ran(capsys, *command, "--prompts", tmp_path / "asked.jsonl", "--out", out)
-    assert said == f"2 answers in {out}; 2 rows could not be read\n"
+    assert said.startswith(f"2 answers in {out}; 2 rows could not be read, the first: ")
+    assert "the prompt is empty" in said and said.count("\n") == 1
     first, empty, second, long = (json.loads(line) for line in out.read_text().splitlines())
     assert [first["text"], second["text"]] == expected(place, tmp_path, ["w5 w6", "w30"])
     assert first["references"] == ["w7"] and "references" not in second
@@ -173,3 +174,29 @@ def test_answers_in_python_are_those_of_the_command(place, capsys):
     run = place / "runs/qwen3"
     said = mm_core.answer(run, "w5 w6", max_new_tokens=8)
     assert ran(capsys, "sample", "--run", run, "--prompt", "w5 w6", "--max-new-tokens", 8) == said + "\n"
+
+
+def test_a_prompt_that_leaves_a_model_no_positions_fails_alone(tmp_path, capsys):
+    """As many as a table of positions has, which is found out of the model; other rows are answered."""
+    sizes = {"vocab_size": 48, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16}
+    model = tmp_path / "gpt2"
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **models.ENDS)).save_pretrained(model)
+    models.save_words(model)
+    (tmp_path / "rows.jsonl").write_text('{"ask": "w5", "say": "w7"}\n' * 2)
+    train = {"type": "text_rows", "file": str(tmp_path / "rows.jsonl"), "tokenizer": str(model)}
+    train |= {"text": "say", "prompt": "ask", "separator": " w4", "max_length": 20}
+    steps = {"steps": 1, "micro_batch_size": 2, "global_batch_size": 2}
+    mm_core.train(
+        mm_core.load_config(models.run_config("qwen3", model, tmp_path, data={"train": train}, train=steps))
+    )
+    asked, out = tmp_path / "asked.jsonl", tmp_path / "answers.jsonl"
+    rows = [{"ask": " ".join(["w5"] * count), "say": ""} for count in (3, 15, 13)]
+    asked.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["sample", "--run", tmp_path / "runs/qwen3", "--batch-size", 3]
+    said = ran(capsys, *command, "--prompts", asked, "--out", out)
+    reason = "a prompt has 16 tokens, and GPT2LMHeadModel has 16 positions, answer included"
+    assert said.startswith(f"2 answers in {out}; 1 row could not be read: ") and reason in said
+    first, long, second = (json.loads(line) for line in out.read_text().splitlines())
+    assert reason in long["error"] and "text" in first and "text" in second
+    said = ran(capsys, *command[:3], "--prompt", rows[1]["ask"], code=1)
+    assert reason in said and "hint: lower max_length of the dataset" in said

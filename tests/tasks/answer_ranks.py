@@ -1,0 +1,36 @@
+"""Run by each rank, which share a model: what it says to prompts of a rank's own lengths, as JSON.
+
+usage: answer_ranks.py FOLDER LENGTHS
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+import transformers
+from torch.distributed.fsdp import fully_shard
+
+from mm_core.contracts import Decoding
+from mm_core.device import start_process_group
+from mm_core.tasks.pretrained_answers import Answers
+from mm_core.train.failure import leave
+
+
+def main() -> None:
+    folder, lengths = sys.argv[1], json.loads(sys.argv[2])
+    start_process_group()
+    model = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
+    model.generation_config.suppress_tokens = [0, 1, 2]
+    fully_shard(model)
+    own = lengths[torch.distributed.get_rank()]
+    rows = [{"input_ids": torch.arange(5, 5 + length)[None]} for length in own]
+    with torch.no_grad():
+        said = Answers(model, folder, 20).to(rows, Decoding(), list(range(len(rows))))
+    print(json.dumps(said), flush=True)
+    leave(0)
+
+
+if __name__ == "__main__":
+    main()
