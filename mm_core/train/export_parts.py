@@ -252,24 +252,26 @@ class Planner:
         return self._dtype if cast else kind  # type: ignore[return-value]
 
     def _cannot_hold(self, root: str, module: nn.Module, adapter: bool = False) -> MMError:
-        able = []
         with without_adapters(module):
-            for name, form in formats_of(self._registry).items():
-                try:
-                    held = bool(
-                        of_component(form.adapter(root, module))
-                        if adapter
-                        else of_component(form.layout(root, module))
-                    )
-                except ContractError:  # a model that the format has no map for
-                    held = False
-                able += [name] if held else []
+            forms = formats_of(self._registry).items()
+            able = [name for name, form in forms if _holds(form, root, module, adapter)]
+            merged = adapter and _holds(self._form, root, module, adapter=False)
         return MMError(
             f"the format {self._label} can not hold {'an adapter of ' * adapter}{root!r},"
-            f" a {type(module).__name__}",
+            f" of class {type(module).__name__}",
             where="--to",
             accepted=", ".join(sorted(able)) or "no installed format can: a plugin offers one",
+            hint="export merged weights (--merge-lora)" if merged else None,
         )
+
+
+def _holds(form: WeightFormat, root: str, module: nn.Module, adapter: bool) -> bool:
+    try:
+        if adapter:
+            return bool(of_component(form.adapter(root, module)))
+        return bool(of_component(form.layout(root, module)))
+    except ContractError:  # a model that the format has no map for
+        return False
 
 
 def _within(scales: Scales, names: Collection[str]) -> Scales:

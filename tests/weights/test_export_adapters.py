@@ -257,7 +257,7 @@ def test_what_has_no_adapter_and_what_can_hold_none(tmp_path):
     with pytest.raises(MMError) as caught:
         export(tmp_path / "runs/other", tmp_path / "out", "diffusers")
     assert str(caught.value) == (
-        "--to: the format core/diffusers can not hold an adapter of 'lm', a Wrapped\n"
+        "--to: the format core/diffusers can not hold an adapter of 'lm', of class Wrapped\n"
         "  accepted: core/safetensors, core/transformers"
     )
     assert not (tmp_path / "out").exists()

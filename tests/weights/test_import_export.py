@@ -212,7 +212,10 @@ def test_formats_and_components_that_do_not_fit(tmp_path):
     run = tmp_path / "runs/tuned"
     cases = {
         ("transformer", None): "no weight_format is named 'transformer'",
-        ("wan_transformer", "lm"): "the format custom_dit/wan_transformer can not hold 'lm', a Wrapped\n"
+        (
+            "wan_transformer",
+            "lm",
+        ): "the format custom_dit/wan_transformer can not hold 'lm', of class Wrapped\n"
         "  accepted: core/safetensors, core/transformers",
         ("safetensors", None): "--to: 'lm' and 'head' would be files of the same name\n"
         "  hint: export one after another: --component lm",
