@@ -91,6 +91,16 @@ class LimitedDataset(Protocol):
 
 
 @runtime_checkable
+class EvaluatedDataset(Protocol):
+    """A dataset class with options that suit training alone."""
+
+    @classmethod
+    def evaluated(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The options, written as in a config, that read other rows to evaluate them one by one."""
+        ...
+
+
+@runtime_checkable
 class NamesClasses(Protocol):
     """A dataset or a task that has names for classes. Those of a run's datasets must be its task's."""
 

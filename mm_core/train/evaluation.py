@@ -17,12 +17,12 @@ from torch import nn
 from mm_core.config.dump import to_mapping, to_yaml
 from mm_core.config.load import load_config
 from mm_core.config.schema import RunConfig, ValidationSection
-from mm_core.contracts import Metric, Task
+from mm_core.contracts import EvaluatedDataset, Metric, Task
 from mm_core.device import current_device
 from mm_core.errors import MMError
 from mm_core.plan import build_task
 from mm_core.plugin.fields import ComponentConfig
-from mm_core.plugin.registry import build
+from mm_core.plugin.registry import build, get_registry
 from mm_core.train.adapter_runs import adapters_in
 from mm_core.train.agreement import Ranks
 from mm_core.train.assembly import data_sections
@@ -228,9 +228,13 @@ def _with_section(path: Path, overrides: Sequence[str]) -> list[str]:
 def _without_data(run: str | Path, source: Path, config: RunConfig, split: Split) -> MMError:
     """The sentence for a run without the split, with a command that works once it names other files."""
     held = [name for name in data_sections(config) if name != "train"]
-    options = to_mapping(config)["data"]["train"].items()
+    options = to_mapping(config)["data"]["train"]
+    dataset = config.data.train.type
+    class_: Any = get_registry(config.plugins.path).resolve("dataset", dataset).load_target()
+    if isinstance(class_, EvaluatedDataset):
+        options = class_.evaluated(options)
     # What was cut off for training is nothing of another file.
-    train = {key: value for key, value in options if value is not None and key not in _CUT}
+    train = {key: value for key, value in options.items() if value is not None and key not in _CUT}
     flow = yaml.safe_dump(train, default_flow_style=True, sort_keys=False, width=10**6).strip()
     words = ["mm", "eval", "--run", str(run), *(["--split", split] if split != "validation" else [])]
     command = shlex.join([*words, f"data.{split}={flow}"])

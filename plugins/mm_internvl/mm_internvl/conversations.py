@@ -128,6 +128,11 @@ class Conversations:
         return TextBatch(keys, weights, ids, inputs=inputs, references=references)
 
     @classmethod
+    def evaluated(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Rows that are answered one by one are not packed."""
+        return {**options, "packing": False}
+
+    @classmethod
     def check_micro_batch(cls, size: int, options: Mapping[str, Any]) -> None:
         """ContractError for several packed rows."""
         if options["packing"] and size > 1:

@@ -9,6 +9,7 @@ import json
 import os
 import pty
 import select
+import shlex
 import shutil
 import signal
 import subprocess
@@ -538,6 +539,15 @@ def test_an_evaluation_answers_the_last_question_of_each_row_as_mm_sample_does(p
     together, all_ = evaluated(capsys, run, files, tmp_path / "4.jsonl", "train.micro_batch_size=4")
     assert [row["text"] for row in all_] == [row["text"] for row in one]
     assert together == pytest.approx(alone, rel=1e-5)
+
+
+def test_the_hint_for_a_run_on_packed_rows_names_rows_that_can_be_answered(run, capsys):
+    said = mm(capsys, "eval", "--run", run, "data.train.packing=true", code=1)
+    assert "the run's config has no data.validation" in said
+    (command,) = (line.partition(": mm ")[2] for line in said.splitlines() if ": mm " in line)
+    assert "packing: false" in command and "packing: true" not in command
+    words = (*shlex.split(command), "task.max_new_tokens=2", "train.micro_batch_size=1", "--clips", 2)
+    assert "exact_match" in mm(capsys, *words, "--metric=exact_match")
 
 
 def test_a_packed_evaluation_has_a_loss_and_no_answers(place, run, tmp_path, capsys):
