@@ -37,6 +37,11 @@ def make(top: Path) -> Path:
     return top
 
 
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("conversations"))
+
+
 def dataset(place: Path, rows: str | list = "files/rows.jsonl", **options) -> Conversations:
     if not isinstance(rows, str):
         data.write(place / "files" / "own.jsonl", rows)

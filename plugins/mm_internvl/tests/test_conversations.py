@@ -27,12 +27,7 @@ def of_tests(name: str):
 
 sets = of_tests("internvl_sets")
 runs = of_tests("internvl_runs")
-data, dataset, loaded, said = sets.data, sets.dataset, sets.loaded, sets.said
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return sets.make(tmp_path_factory.mktemp("conversations"))
+data, dataset, loaded, place, said = sets.data, sets.dataset, sets.loaded, sets.place, sets.said
 
 
 def test_images_and_frames_stand_where_their_placeholders_are(place):

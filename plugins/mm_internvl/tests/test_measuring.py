@@ -30,12 +30,7 @@ def of_tests(name: str):
 
 HERE = Path(__file__).parent
 sets, ranks = of_tests("internvl_sets"), of_tests("../../../tests/ranks")
-data, dataset, runs = sets.data, sets.dataset, of_tests("internvl_runs")
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return sets.make(tmp_path_factory.mktemp("conversations"))
+data, dataset, place, runs = sets.data, sets.dataset, sets.place, of_tests("internvl_runs")
 
 
 def test_lengths_group_batches_and_are_kept_in_a_file(place, tmp_path, monkeypatch):

@@ -30,12 +30,7 @@ def of_tests(name: str):
 
 sets = of_tests("internvl_sets")
 runs = of_tests("internvl_runs")
-data, dataset, loaded = sets.data, sets.dataset, sets.loaded
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return sets.make(tmp_path_factory.mktemp("conversations"))
+data, dataset, loaded, place = sets.data, sets.dataset, sets.loaded, sets.place
 
 
 def test_packed_rows_come_one_at_a_time(place):

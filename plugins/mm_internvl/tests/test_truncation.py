@@ -20,12 +20,7 @@ def of_tests(name: str):
 
 
 sets = of_tests("internvl_sets")
-data, dataset, loaded, said = sets.data, sets.dataset, sets.loaded, sets.said
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return sets.make(tmp_path_factory.mktemp("conversations"))
+data, dataset, loaded, place, said = sets.data, sets.dataset, sets.loaded, sets.place, sets.said
 
 
 def test_what_is_too_long_is_cut_but_never_in_an_image(place):
