@@ -61,11 +61,9 @@ def run_folder(run: str) -> Path:
 
 def stored_config(args: argparse.Namespace) -> tuple[Path, RunConfig]:
     """The checkpoint that is meant, and its config under the overrides. MMError where there is none."""
-    from mm_core.config.load import load_config
-    from mm_core.train.checkpoint_reading import checkpoint_at
+    from mm_core.train import checkpoint_reading
 
-    source = checkpoint_at(args.run, args.checkpoint)
-    return source, load_config(source / "config.yaml", args.overrides, spare_environment=True)
+    return checkpoint_reading.stored_config(args.run, args.checkpoint, args.overrides)
 
 
 def check_place(path: Path) -> None:

@@ -13,7 +13,6 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from mm_core.config.load import load_config
 from mm_core.config.schema import RunConfig
 from mm_core.contracts import (
     AnswersInWords,
@@ -31,7 +30,7 @@ from mm_core.plugin.building import target_of
 from mm_core.plugin.registry import get_registry
 from mm_core.train.adapter_runs import adapters_in
 from mm_core.train.agreement import Ranks
-from mm_core.train.checkpoint_reading import checkpoint_at
+from mm_core.train.checkpoint_reading import stored_config
 from mm_core.train.failure import out_of_memory
 from mm_core.train.sampling import Weights, Which, among_ranks, load_as_rank
 
@@ -225,8 +224,7 @@ def speaker(
     Raises:
         MMError: no checkpoint, a task that makes no text, a dataset that lays out no conversations.
     """
-    source = checkpoint_at(run, checkpoint)
-    config = load_config(source / "config.yaml", overrides, spare_environment=True)
+    source, config = stored_config(run, checkpoint, overrides)
     check_words(config)
     conversing = conversing_of(config)
     with among_ranks(patient):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +10,8 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
+from mm_core.config.load import load_config
+from mm_core.config.schema import RunConfig
 from mm_core.errors import CheckpointError
 from mm_core.train import checkpoint_dcp as dcp
 from mm_core.train import checkpoint_io as files
@@ -129,6 +131,14 @@ def checkpoint_at(run: str | Path, which: Which = "latest") -> Path:
         where=folder,
         accepted=f"{known}, best, latest",
     )
+
+
+def stored_config(
+    run: str | Path, which: Which = "latest", overrides: Sequence[str] = ()
+) -> tuple[Path, RunConfig]:
+    """The checkpoint of `checkpoint_at`, and its config under the overrides. MMError where there is none."""
+    source = checkpoint_at(run, which)
+    return source, load_config(source / "config.yaml", overrides, spare_environment=True)
 
 
 def _best(folder: Path, steps: Mapping[int, Path]) -> Path:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Literal
 import torch
 import torch.distributed as dist
 
-from mm_core.config.load import load_config
 from mm_core.config.schema import RunConfig
 from mm_core.contracts import (
     ChecksRequests,
@@ -35,7 +34,7 @@ from mm_core.train.adapter_runs import adapters_in
 from mm_core.train.agreement import Ranks
 from mm_core.train.assembly import check_plugins, process_group
 from mm_core.train.checkpoint_dcp import stored_parts
-from mm_core.train.checkpoint_reading import checkpoint_at
+from mm_core.train.checkpoint_reading import stored_config
 from mm_core.train.frozen import load_frozen_alone, load_frozen_of
 from mm_core.train.initial_weights import Stored
 from mm_core.train.media import clip_name, make_folder, preview, write_video
@@ -98,8 +97,7 @@ def sample(
     if not given:
         raise MMError("there is no prompt", accepted="prompt='...' or prompts=[...]")
     wanted = with_images([p if isinstance(p, Prompt) else Prompt(p) for p in given], images, last_images)
-    source = checkpoint_at(run, checkpoint)
-    config = load_config(source / "config.yaml", overrides, spare_environment=True)
+    source, config = stored_config(run, checkpoint, overrides)
     request = SampleRequest(
         prompts=tuple(each.text for each in wanted),
         images=read_images(wanted),
