@@ -29,6 +29,10 @@ from mm_core.errors import MMError
 
 _BACKENDS = {"cuda": "nccl", "npu": "hccl"}
 
+if os.environ.get("MM_DEVICE") == "cpu":
+    # Model libraries import it where it is installed, and fail with it where its own libraries are missing.
+    sys.modules.setdefault("torch_npu", None)  # type: ignore[arg-type]
+
 
 @dataclass(frozen=True)
 class World:
@@ -71,7 +75,10 @@ def device_type() -> str:
 
 
 def _has_npu() -> bool:
-    """Whether torch_npu is installed and sees a device. MMError when it is installed and broken."""
+    """Whether torch_npu is installed and sees a device. MMError when it is installed and broken.
+
+    The commands keep torch from importing it (TORCH_DEVICE_BACKEND_AUTOLOAD): with MM_DEVICE=cpu nobody does.
+    """
     if importlib.util.find_spec("torch_npu") is None:
         return False
     try:
@@ -131,11 +138,39 @@ def start_process_group() -> World:
                 where="environment",
                 hint="let mm-train --nproc or torchrun set them, or unset RANK to train with one process",
             )
-        dist.init_process_group(backend, timeout=_patience[0])
+        if not (port := os.environ["MASTER_PORT"]).isdecimal() or not 0 <= int(port) < 65536:
+            raise MMError(f"{port!r} is no port", where="MASTER_PORT", accepted="1 to 65535")
+        try:
+            dist.init_process_group(backend, timeout=_patience[0])
+        except RuntimeError as fault:
+            raise (_not_met(fault) or fault) from None
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=_patience[0])
     return world
+
+
+def _not_met(fault: RuntimeError) -> MMError | None:
+    """The sentence for an address at which ranks cannot meet; None for another fault, such as a rank that is
+    lost."""
+    text, port = str(fault), os.environ["MASTER_PORT"]
+    if "EADDRINUSE" in text or "address already in use" in text.lower():
+        return MMError(
+            f"port {port} is in use on this host, and the ranks cannot meet there",
+            where="MASTER_PORT",
+            accepted="a free port, the same for all ranks",
+            hint="end what listens there (ss -ltnp), an earlier run perhaps, or choose another one"
+            " (torchrun --master-port)",
+        )
+    if "while trying to connect" in text or "waiting for clients" in text:
+        return MMError(
+            f"the ranks did not all meet at {os.environ['MASTER_ADDR']}:{port} in time:"
+            f" {text.splitlines()[0]}",
+            where="environment",
+            hint="are MASTER_ADDR, MASTER_PORT and WORLD_SIZE the same for all ranks, does rank 0 run on the"
+            " host of MASTER_ADDR, and is its port reachable from every other one?",
+        )
+    return None
 
 
 def cpu_group() -> dist.ProcessGroup | None:
@@ -153,6 +188,12 @@ def device_mesh(shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
         group, _ = dist.new_subgroups_by_enumeration(rows, timeout=_patience[0])  # type: ignore[no-untyped-call]
         groups.append(cast("dist.ProcessGroup", group))
     return DeviceMesh.from_group(groups, device_type(), mesh, mesh_dim_names=tuple(names))
+
+
+def wait_for_ranks() -> None:
+    """Waits until all ranks have come here. Unlike torch's barrier it does so on CPU: an accelerator's group
+    connects at its first use, through a launcher that may be gone by then."""
+    dist.all_reduce(torch.zeros(1))
 
 
 def synchronize() -> None:

@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+# Halves of characters, which no file of text takes.
+_SPELT_OUT = _CONTROLS | {code: f"\\u{code:04x}" for code in range(0xD800, 0xE000)}
 
 
 class MMError(ValueError):
@@ -30,17 +32,20 @@ class MMError(ValueError):
         self.where = where
         self.accepted = accepted
         self.hint = hint
+        self.on_all_ranks = False
+        """Whether every rank raises an error at this very point, so that they may still save together."""
         super().__init__(self.render())
 
     def render(self) -> str:
         """The text that a person reads: one line, or one line and its remedies indented below. What a file
-        calls things may be made to command a terminal: such characters are spelt out."""
+        calls things may be made to command a terminal, or hold what is no text: such characters are spelt
+        out."""
         lines = [f"{self.where}: {self.what}" if self.where else self.what]
         if self.accepted:
             lines.append(f"  accepted: {self.accepted}")
         if self.hint:
             lines.append(f"  hint: {self.hint}")
-        return "\n".join(lines).translate(_CONTROLS)
+        return "\n".join(lines).translate(_SPELT_OUT)
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions pickle by their args; ours are keyword-only, and data workers send them across.
@@ -74,6 +79,10 @@ class ConfigError(MMError):
 
 class PluginError(MMError):
     """A plugin or component that is missing, broken, ambiguous or made for another API version."""
+
+
+class TrustError(MMError):
+    """Code of a stored run that this user has neither trained with nor allowed. None of it has run."""
 
 
 class DataError(MMError):
@@ -133,6 +142,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str | None:
     """`did you mean 'x'?`, or None when nothing is near."""
     found = nearest(word, known, 2)
     return f"did you mean {' or '.join(repr(name) for name in found)}?" if found else None
+
+
+def plain_reason(error: OSError | ValueError) -> str:
+    """What the system gives as the reason, without numbers and paths."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def first_line(fault: BaseException) -> str:

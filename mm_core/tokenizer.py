@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mm_core.errors import CheckpointError, first_line
+from mm_core.errors import CheckpointError, TrustError, first_line
+from mm_core.remote_code import RemoteCode, code_folder
 
 _HINT = "name the tokenizer's own folder (tokenizer: or processor:) where it is not the model's"
 
 
-def open_tokenizer(folder: str, trust_remote_code: bool = False) -> Any:
+def open_tokenizer(folder: str, trust_remote_code: RemoteCode = False) -> Any:
     """The tokenizer in `folder`, whose Python files run only where they are trusted. CheckpointError when
     none can be made of what is there."""
     from transformers import AutoTokenizer
@@ -24,9 +25,13 @@ def open_tokenizer(folder: str, trust_remote_code: bool = False) -> Any:
         )
     try:
         # Said, for otherwise Transformers asks on the terminal whether to run a folder's code, and waits.
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=trust_remote_code
-        )
+        with code_folder(Path(folder), trust_remote_code) as place:
+            tokenizer = AutoTokenizer.from_pretrained(
+                place, local_files_only=True, trust_remote_code=bool(trust_remote_code)
+            )
+        _move(tokenizer, str(place), folder)
+    except TrustError:
+        raise
     except Exception as fault:  # that of files which do not parse has no kind of its own
         if not trust_remote_code and "trust_remote_code" in str(fault):
             raise CheckpointError(
@@ -57,3 +62,13 @@ def open_tokenizer(folder: str, trust_remote_code: bool = False) -> Any:
     if tokenizer.pad_token is None:
         raise CheckpointError("the tokenizer has neither a padding token nor an end token", where=folder)
     return tokenizer
+
+
+def _move(tokenizer: Any, opened: str, folder: str) -> None:
+    """Has the tokenizer name its files where they stay. It was opened in a copy of its folder."""
+    if opened == folder:
+        return
+    for table in (vars(tokenizer), tokenizer.init_kwargs):
+        for key, value in table.items():
+            if isinstance(value, str) and (value == opened or value.startswith(f"{opened}/")):
+                table[key] = folder + value.removeprefix(opened)

@@ -92,7 +92,9 @@ def print_answers(args: argparse.Namespace, source: Path, samples: Path) -> int:
     from mm_core.train.answering import speaker
 
     decoding = decoding_of(args)
-    with speaker(source, weights=args.weights, overrides=args.overrides) as opened:
+    with speaker(
+        source, weights=args.weights, overrides=args.overrides, allow_code=args.allow_code
+    ) as opened:
         out = (
             Path(args.out)
             if args.out

@@ -65,7 +65,7 @@ def _check(args: argparse.Namespace) -> None:
 def _choose(args: argparse.Namespace) -> None:
     from mm_core.train.evaluation import choose
 
-    choose(args.run, args.split, args.checkpoint, args.overrides)
+    choose(args.run, args.split, args.checkpoint, args.overrides, args.allow_code)
 
 
 def _evaluate(args: argparse.Namespace) -> int:
@@ -82,6 +82,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         metrics=args.metric,
         predictions=args.predictions is not None,
         overrides=args.overrides,
+        allow_code=args.allow_code,
         note=lambda sentence: print(f"mm: {sentence}", file=sys.stderr),
     )
     if os.environ.get("RANK", "0") != "0":

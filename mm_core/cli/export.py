@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from mm_core.cli.allow_code import add_allow_code
 from mm_core.cli.sample import unused
 from mm_core.cli.stored_run import run_folder
 
@@ -31,6 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "overrides", nargs="*", metavar="key=value", help="over the run's config, for folders that have moved"
     )
+    add_allow_code(parser)
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -53,6 +55,7 @@ def execute(args: argparse.Namespace) -> int:
         component=args.component,
         pipeline=args.pipeline,
         overrides=args.overrides,
+        allow_code=args.allow_code,
         note=lambda sentence: print(f"mm: {sentence}", file=sys.stderr),
     )
     sizes = {path.relative_to(out): path.stat().st_size for path in sorted(out.rglob("*")) if path.is_file()}

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mm_core.cli.allow_code import add_allow_code
 from mm_core.errors import MMError
 
 if TYPE_CHECKING:
@@ -22,26 +23,32 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("overrides", nargs="*", metavar="key=value", help="laid upon the config, as run.name=tuned")
     add("--format", metavar="FORMAT", help="of the weights (default: the one that fits best)")
     add("--nproc", type=_ranks, default=1, metavar="N", help="ranks that share the work and the memory")
+    add_allow_code(parser)
 
 
 def execute(args: argparse.Namespace) -> int:
     """The exit code. Under a launcher (RANK is set) this process is a rank, and does not return."""
-    from mm_core.config.load import load_config
-
     if "RANK" in os.environ:
         from mm_core.train.failure import leave, run_as_rank
 
-        leave(run_as_rank(lambda: _import(args, load_config(args.config, args.overrides))))
-    config = load_config(args.config, args.overrides)  # every typo is found before a rank is started
+        leave(run_as_rank(lambda: _import(args, _config(args))))
+    config = _config(args)  # every typo is found before a rank is started
     if not Path(args.path).exists():
         raise MMError("there is no such file or folder", where=args.path, accepted="a folder of weights")
     if args.nproc == 1:
         return _import(args, config)
-    from mm_core.train.launch import Nodes, launch
+    from mm_core.train.launch import COMMAND, Nodes, launch
 
     rank = ["import", "--from", args.path, "--config", args.config, *args.overrides]
     rank += ["--format", args.format] if args.format else []
-    return launch([sys.executable, "-m", "mm_core.cli.main", *rank], Nodes(args.nproc))
+    rank += ["--allow-code"] * args.allow_code
+    return launch([*COMMAND, *rank], Nodes(args.nproc))
+
+
+def _config(args: argparse.Namespace) -> RunConfig:
+    from mm_core.config.load import load_config
+
+    return load_config(args.config, args.overrides, allow_code=args.allow_code)
 
 
 def _import(args: argparse.Namespace, config: RunConfig) -> int:

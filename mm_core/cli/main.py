@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from mm_core.errors import MMError, PeerError, RunWarning, did_you_mean
+from mm_core.output import standard_streams
 
 COMMANDS = MappingProxyType(
     {
@@ -34,6 +35,9 @@ COMMANDS = MappingProxyType(
     }
 )
 """Subcommand -> (module with `configure(parser)` and `execute(args) -> int`, one-line summary)."""
+
+PRINTING = frozenset({"weights", "validate", "plugins", "chat"})
+"""Subcommands that are asked for what they print. Others leave files; who looks on sees the output."""
 
 ALIASES = MappingProxyType({"evaluate": "eval"})
 """What a subcommand was called before -> its name."""
@@ -75,11 +79,35 @@ def _ended(code: int, argv: Sequence[str] | None) -> int:
 
 
 def _guarded(arguments: list[str], program: str) -> int:
+    asked = arguments[0] if arguments else "--help"
+    asked = ALIASES.get(asked, asked)
+    # torch would import every backend that is installed, and fail with one that does not load on this host,
+    # also where MM_DEVICE chooses another: mm_core.device imports the one that is used. Ranks inherit it.
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    required = asked not in COMMANDS or asked in PRINTING or _asks_for_output(asked, arguments)
+    with standard_streams(required=required):
+        try:
+            code = _spoken(arguments, program)
+            sys.stdout.flush()  # a closed pipe shows here, not at interpreter exit
+        except BrokenPipeError:
+            return 141
+        except MMError as error:
+            print(f"mm: error: {error.render()}", file=sys.stderr)
+            return 1
+        return code
+
+
+def _asks_for_output(asked: str, arguments: Sequence[str]) -> bool:
+    """Whether an option makes what is printed the only result of a subcommand that else leaves files."""
+    options = {argument.partition("=")[0] for argument in arguments}
+    return bool(options & {"--dry-run", "--verify-resume"}) or (asked == "eval" and "--json" in options)
+
+
+def _spoken(arguments: list[str], program: str) -> int:
+    """The exit code of a command; its errors are printed as sentences."""
     try:
         with _warnings_said():
-            code = _run(arguments, program)
-        sys.stdout.flush()  # a closed pipe shows here, not at interpreter exit
-        return code
+            return _run(arguments, program)
     except SystemExit as stop:  # argparse: --help, --version, usage errors
         if stop.code is None or isinstance(stop.code, int):
             return stop.code or 0
@@ -96,10 +124,6 @@ def _guarded(arguments: list[str], program: str) -> int:
     except KeyboardInterrupt:
         print("mm: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # Python flushes stdout once more at exit; give it somewhere to write.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
 
 
 @contextmanager

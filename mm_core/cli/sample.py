@@ -123,6 +123,7 @@ def _sample_clips(args: argparse.Namespace, source: Path, root: Path) -> int:
             weights=args.weights,
             overrides=args.overrides,
             keep=False,
+            allow_code=args.allow_code,
         )
     if ranks.rank == 0:
         count = f"{len(prompts)} clip{'s' * (len(prompts) != 1)}"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mm_core.cli.allow_code import add_allow_code
 from mm_core.cli.train import refuse_among_ranks
 from mm_core.errors import MMError
 
@@ -39,6 +40,7 @@ def add_run(parser: argparse.ArgumentParser, overrides_for: str = "folders that 
     parser.add_argument(
         "--checkpoint", choices=("latest", "best"), default="latest", help="of a run's folder"
     )
+    add_allow_code(parser)
 
 
 def add_ranks(parser: argparse.ArgumentParser, and_share: str = "") -> None:
@@ -63,7 +65,7 @@ def stored_config(args: argparse.Namespace) -> tuple[Path, RunConfig]:
     """The checkpoint that is meant, and its config under the overrides. MMError where there is none."""
     from mm_core.train import checkpoint_reading
 
-    return checkpoint_reading.stored_config(args.run, args.checkpoint, args.overrides)
+    return checkpoint_reading.stored_config(args.run, args.checkpoint, args.overrides, args.allow_code)
 
 
 def check_place(path: Path) -> None:
@@ -107,9 +109,9 @@ def on_ranks(
         return work(args)
     if before_launch is not None:
         before_launch(args)
-    from mm_core.train.launch import Nodes, launch
+    from mm_core.train.launch import COMMAND, Nodes, launch
 
-    words = [sys.executable, "-m", "mm_core.cli.main", command, *_words(args, together)]
+    words = [*COMMAND, command, *_words(args, together)]
     return launch(words, Nodes(args.nproc), announce=False, outlives_interrupts=outlives_interrupts)
 
 

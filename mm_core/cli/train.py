@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import re
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
@@ -53,6 +52,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         help="a change since the checkpoint that is meant: a key, the start of one, or all; may be repeated",
     )
+    add(
+        "--allow-code",
+        action="store_true",
+        help="run the code that a stored run's config names (--config, if it is one, or that of init_from),"
+        " though you have not trained with it",
+    )
     add("--stop-after", type=_steps, metavar="STEP", help="save and end after this step, with exit code 75")
     add(
         "--overfit-one-batch",
@@ -83,9 +88,7 @@ def execute(args: argparse.Namespace) -> int:
         _be_rank(args)
     least, most = _hosts(args)
     nproc = _ranks_here(args.nproc)
-    from mm_core.config.load import load_config
-
-    config = load_config(args.config, args.overrides)  # every typo is found before a rank is started
+    config = _config(args)  # every typo is found before a rank is started
     if nproc is None:
         from mm_core.train.launch import quiet_torch
 
@@ -104,14 +107,21 @@ def execute(args: argparse.Namespace) -> int:
 
         with StopFlag(announce=True) as stop:
             return run_as_rank(lambda: _train(args, stop, config))
-    from mm_core.train.launch import Nodes, launch
+    from mm_core.train.launch import COMMAND, Nodes, launch
 
     is_meeting_host = None if args.node_rank is None else args.node_rank == "0"
     nodes = Nodes(nproc, least, most, args.rdzv_endpoint, args.rdzv_id, is_meeting_host)
     rank = ["train", "--config", args.config, *args.overrides, "--resume", args.resume]
     rank += [part for key in args.allow for part in ("--allow", key)]
+    rank += ["--allow-code"] * args.allow_code
     rank += ["--stop-after", str(args.stop_after)] if args.stop_after is not None else []
-    return launch([sys.executable, "-m", "mm_core.cli.main", *rank], nodes)
+    return launch([*COMMAND, *rank], nodes)
+
+
+def _config(args: argparse.Namespace) -> RunConfig:
+    from mm_core.config.load import load_config
+
+    return load_config(args.config, args.overrides, allow_code=args.allow_code)
 
 
 def _be_rank(args: argparse.Namespace) -> NoReturn:
@@ -128,11 +138,10 @@ def _be_rank(args: argparse.Namespace) -> NoReturn:
 
 
 def _train(args: argparse.Namespace, stop: StopFlag, config: RunConfig | None = None) -> int:
-    from mm_core.config.load import load_config
     from mm_core.train.run import train
     from mm_core.train.signals import STOPPED
 
-    config = config or load_config(args.config, args.overrides)
+    config = config or _config(args)
     result = train(config, resume=args.resume, stop=stop, allow=args.allow, stop_after=args.stop_after)
     if os.environ.get("RANK", "0") == "0":
         state = f"stopped by {result.stopped} after" if result.stopped else "done:"
@@ -150,7 +159,9 @@ def _verify_resume(args: argparse.Namespace, config: RunConfig, nproc: int, host
     if hosts > 1:
         raise MMError("--verify-resume compares runs of one host", where="--nnodes", accepted="1")
     steps = args.verify_resume
-    results, remarks = verify_resume(args.config, args.overrides, steps, nproc, config.run.name)
+    results, remarks = verify_resume(
+        args.config, args.overrides, steps, nproc, config.run.name, args.allow_code
+    )
     print(render(results, remarks))
     same = not remarks and all(result.ok for result in results)
     verdict = "the resumed run is the uninterrupted one" if same else "the resumed run is ANOTHER one"
@@ -169,11 +180,10 @@ def _dry_run(config: RunConfig, world: int, as_json: bool) -> int:
 
 def _dry_run_of_rank(args: argparse.Namespace) -> int:
     """The plan of the world that a launcher has made, printed by its first rank; nothing is trained."""
-    from mm_core.config.load import load_config
     from mm_core.device import environment_world
 
     world = environment_world()
-    config = load_config(args.config, args.overrides)
+    config = _config(args)
     return _dry_run(config, world.world_size, args.json) if world.rank == 0 else 0
 
 

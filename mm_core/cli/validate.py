@@ -6,6 +6,7 @@ import argparse
 import json
 from typing import Any
 
+from mm_core.cli.allow_code import add_allow_code
 from mm_core.errors import MMError
 
 
@@ -17,6 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--print", action="store_true", dest="show", help="print the config with every default filled"
     )
+    add_allow_code(parser)
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -24,7 +26,7 @@ def execute(args: argparse.Namespace) -> int:
     from mm_core.config.load import load_config
 
     try:
-        config = load_config(args.config, args.overrides)
+        config = load_config(args.config, args.overrides, allow_code=args.allow_code)
     except MMError as error:
         if not args.json:
             raise  # the command line prints it on standard error

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mm_core.cli.allow_code import add_allow_code
+
 if TYPE_CHECKING:
     import torch
 
@@ -21,6 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--all", action="store_true", help="a line each, also of tensors alike but for a number"
     )
     show.add_argument("--json", action="store_true", help="for programs")
+    add_allow_code(show)
     diff = actions.add_parser("diff", help="what differs, name by name", allow_abbrev=False)
     diff.add_argument("first", metavar="A", help="a file, a folder, a run (RUN, RUN@STEP) or a checkpoint")
     diff.add_argument("second", metavar="B", help="likewise")
@@ -34,7 +37,7 @@ def execute(args: argparse.Namespace) -> int:
 def _show(args: argparse.Namespace) -> int:
     from mm_core.train.weight_listing import contents, folded
 
-    found = contents(Path(args.path), Path(args.config) if args.config else None)
+    found = contents(Path(args.path), Path(args.config) if args.config else None, args.allow_code)
     rows = folded(found.tensors) if not args.all else [(t.name, t, 1) for t in found.tensors]
     total, count = sum(t.nbytes for t in found.tensors), sum(_numbers(t.shape) for t in found.tensors)
     if args.json:

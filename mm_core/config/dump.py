@@ -11,7 +11,7 @@ import yaml
 
 from mm_core.config.interpolation import escape
 from mm_core.config.schema import RunConfig
-from mm_core.config.yaml_nodes import FLOAT
+from mm_core.config.yaml_nodes import FLOAT, MAX_BYTES
 from mm_core.errors import ConfigError
 from mm_core.plugin.fields import ComponentConfig, yaml_key
 
@@ -41,8 +41,15 @@ def to_mapping(config: RunConfig) -> dict[str, Any]:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """`to_mapping` as a YAML text."""
+    """`to_mapping` as a YAML text. ConfigError for one that is too large for `load_config`: nothing could be
+    made of the run that it belongs to."""
     text: str = yaml.dump(to_mapping(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+    if (size := len(text.encode())) > MAX_BYTES:
+        raise ConfigError(
+            f"with every default filled, this config takes {size // 1024 + 1} KiB",
+            accepted=f"{MAX_BYTES // 1024} KiB at most",
+            hint="keep long lists (prompts, rows) in files of their own",
+        )
     return text
 
 

@@ -1,27 +1,31 @@
-"""`${...}` within a config, resolved by OmegaConf; `oc.env` is the only resolver."""
+"""`${...}` within a config: OmegaConf's grammar, each text evaluated once; `oc.env` is the only resolver."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from mm_core.errors import ConfigError, MMError, did_you_mean
-from mm_core.plugin.nodes import FAILED, Node, from_python
+from mm_core.errors import ConfigError, MMError, RunWarning, did_you_mean
+from mm_core.plugin.nodes import FAILED, Node, from_python, to_python, unwritable
+from mm_core.plugin.trust import ALLOW
+
+MAX_TEXTS = 2_000
+"""Different texts with interpolations in a config: OmegaConf's parser takes a millisecond for each."""
+MAX_TEXT = 4_096
+"""Characters of a text with interpolations."""
+MAX_CHAIN = 20
+"""Texts that refer to each other one after the other."""
+MAX_EXPANDED = 1_000_000
+"""Characters that all interpolations of a config stand for together: a few lines can stand for billions."""
 
 _ENVIRONMENT = "oc.env"
 _ACCEPTED = "${key.path}, ${oc.env:NAME} or ${oc.env:NAME,default}"
-_UNSET = re.compile(r"Environment variable '(.*)' not found")
+_UNSET = re.compile(r"Environment variable '(.*)' not found", re.DOTALL)
 _BEFORE = re.compile(r"(\\*)\$\{")
-
-
-@dataclass(frozen=True)
-class _Reading:
-    """What a text refers to: names of resolvers, key paths (None: one that is itself computed)."""
-
-    resolvers: tuple[str, ...]
-    references: tuple[str | None, ...]
 
 
 def escape(text: str) -> str:
@@ -30,41 +34,44 @@ def escape(text: str) -> str:
 
 
 def resolve(
-    root: Node, faults: list[MMError], unset: list[MMError] | None = None
+    root: Node,
+    faults: list[MMError],
+    unset: list[MMError] | None = None,
+    withholds: Callable[[Node], bool] = lambda node: False,
 ) -> tuple[Node, Mapping[str, str]]:
     """The tree without interpolations, and the texts of those that depend on the environment.
 
-    One that can not be resolved is a fault and becomes FAILED. `unset`, where it is another list than
-    `faults`, takes those of variables that are not set: their texts stay as they are written.
+    One that cannot be resolved is a fault and becomes FAILED. `unset`, where it is another list than
+    `faults`, takes those of variables that are not set: their texts stay as they are written. So do those
+    that `withholds` keeps from reading the environment.
     """
     unset = faults if unset is None else unset
     nodes = [node for node in _leaves(root) if isinstance(node.value, str) and "${" in node.value]
     if not nodes:
         return root, {}
-    from omegaconf import OmegaConf  # 70 ms, which configs without interpolations need not pay
+    resolver = _Resolver(root, _parsed(nodes, faults))
 
-    readings: dict[int, _Reading] = {}
-    for node in nodes:
-        reading = _read(node, faults)
-        if reading is not None:
-            readings[id(node)] = reading
-    wrong = {id(node) for node in nodes} - readings.keys()
-    config = OmegaConf.create(_plain(root, wrong))
-    literals = _from_environment({n.path: (n.value, readings[id(n)]) for n in nodes if id(n) in readings})
+    def walk(node: Node) -> Node:
+        if isinstance(node.value, dict):
+            return replace(node, value={name: walk(child) for name, child in node.value.items()})
+        if isinstance(node.value, list):
+            return replace(node, value=[walk(child) for child in node.value])
+        if id(node) not in resolver.trees:
+            return node
+        try:
+            found = resolver.value(node)
+            withheld = id(node) in resolver.tainted and withholds(node)
+            return _withheld(node, faults, unset) if withheld else found
+        except _Unresolvable as error:
+            cause = str(error)
+        missing = _UNSET.search(cause) is not None
+        if cause:  # else its fault was reported where it was read
+            what = f"{_brief(node.value)} can not be resolved: {cause}"
+            (unset if missing else faults).append(ConfigError(what, where=node.place(), hint=_remedy(cause)))
+        return node if missing and unset is not faults else replace(node, value=FAILED)
 
-    def walk(node: Node, holder: Any, key: Any) -> Node:
-        if isinstance(node.value, (dict, list)):
-            within = holder if key is None else holder._get_node(key)
-            if isinstance(node.value, dict):
-                return replace(
-                    node, value={name: walk(child, within, name) for name, child in node.value.items()}
-                )
-            return replace(node, value=[walk(child, within, i) for i, child in enumerate(node.value)])
-        if id(node) in wrong:
-            return replace(node, value=FAILED)
-        return _resolved(node, holder, key, faults, unset) if id(node) in readings else node
-
-    return walk(root, config, None), literals
+    whole = walk(root)
+    return whole, {node.path: node.value for node in nodes if id(node) in resolver.tainted}
 
 
 def _leaves(node: Node) -> Iterator[Node]:
@@ -75,81 +82,18 @@ def _leaves(node: Node) -> Iterator[Node]:
         yield node
 
 
-def _plain(node: Node, wrong: set[int]) -> Any:
-    if isinstance(node.value, dict):
-        return {key: _plain(child, wrong) for key, child in node.value.items()}
-    if isinstance(node.value, list):
-        return [_plain(child, wrong) for child in node.value]
-    return None if node.value is FAILED or id(node) in wrong else node.value
+def _brief(text: str) -> str:
+    return repr(text if len(text) <= 200 else text[:197] + "...")
 
 
-def _read(node: Node, faults: list[MMError]) -> _Reading | None:
-    """What OmegaConf's own grammar finds in a text; None when it is a fault."""
-    from omegaconf.errors import GrammarParseError
-    from omegaconf.grammar_parser import parse
-
-    try:
-        reading = _walked(parse(node.value))
-    except (GrammarParseError, RecursionError):
-        faults.append(
-            ConfigError(
-                f"{node.value!r} is no interpolation",
-                where=node.place(),
-                accepted=_ACCEPTED,
-                hint=r"write \${ for a text that holds ${",
-            )
-        )
-        return None
-    unknown = [name for name in reading.resolvers if name != _ENVIRONMENT]
-    if not unknown:
-        return reading
-    faults.append(
-        ConfigError(
-            f"there is no resolver {unknown[0]!r} in {node.value!r}",
-            where=node.place(),
-            accepted=_ACCEPTED,
-            hint=did_you_mean(unknown[0], [_ENVIRONMENT]),
-        )
-    )
-    return None
-
-
-def _walked(tree: Any) -> _Reading:
-    """Resolvers and references of a tree that OmegaConf's parser returns."""
-    resolvers: list[str] = []
-    references: list[str | None] = []
-    pending = [tree]
-    while pending:
-        context = pending.pop(0)
-        name = type(context).__name__
-        if name == "InterpolationResolverContext":
-            resolvers.append(context.resolverName().getText())
-        elif name == "InterpolationNodeContext":
-            text = context.getText()[2:-1].strip()
-            references.append(None if "$" in text else re.sub(r"\[([^\]]*)\]", r".\1", text))
-        pending += [context.getChild(i) for i in range(context.getChildCount())]
-    return _Reading(tuple(resolvers), tuple(references))
-
-
-def _resolved(node: Node, holder: Any, key: Any, faults: list[MMError], unset: list[MMError]) -> Node:
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        value = holder[key]
-        if OmegaConf.is_config(value):
-            value = OmegaConf.to_container(value, resolve=True)
-    except (OmegaConfBaseException, RecursionError) as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        quoted = re.search(r'raised while resolving interpolation: "?(.*?)"?$', first)
-        cause = quoted[1] if quoted else first
-        fault = ConfigError(
-            f"{node.value!r} can not be resolved: {cause}", where=node.place(), hint=_remedy(cause)
-        )
-        missing = _UNSET.search(cause) is not None
-        (unset if missing else faults).append(fault)
-        return node if missing and unset is not faults else replace(node, value=FAILED)
-    return replace(from_python(value, node.where, node.path, loose=True), key_where=node.key_where)
+def _withheld(node: Node, faults: list[MMError], unset: list[MMError]) -> Node:
+    """The text as it is written, for a variable may hold a secret."""
+    what = f"{node.value!r} of a stored run asks for the environment, and you have not trained with it"
+    unset.append(ConfigError(what, where=node.place(), hint=ALLOW))
+    if unset is faults:
+        return replace(node, value=FAILED)
+    warnings.warn(f"{node.path}: {what}: it is not read ({ALLOW})", RunWarning, stacklevel=2)
+    return node
 
 
 def _remedy(cause: str) -> str | None:
@@ -160,30 +104,205 @@ def _remedy(cause: str) -> str | None:
     return None
 
 
-def _from_environment(texts: Mapping[str, tuple[str, _Reading]]) -> dict[str, str]:
-    """The texts that read the environment, themselves or through what they refer to."""
-    found = {path for path, (_, reading) in texts.items() if reading.resolvers}
-    grown = bool(found)
-    while grown:
-        grown = False
-        for path, (_, reading) in texts.items():
-            if path not in found and any(_touches(ref, path, found) for ref in reading.references):
-                found.add(path)
-                grown = True
-    return {path: text for path, (text, _) in texts.items() if path in found}
+def _parsed(nodes: list[Node], faults: list[MMError]) -> dict[int, Any]:
+    """The parse tree of each text, by the id of its node; None where the text is a fault."""
+    trees: dict[str, Any] = {}
+    for node in nodes:
+        if node.value in trees:
+            if trees[node.value] is None:
+                _parse(node, faults)  # the same fault at another place
+            continue
+        if len(trees) >= MAX_TEXTS:
+            raise ConfigError(
+                f"more than {MAX_TEXTS:,} different texts hold interpolations",
+                where=node.place(),
+                hint=r"write \${ for a text that holds ${",
+            )
+        trees[node.value] = _parse(node, faults)
+    return {id(node): trees[node.value] for node in nodes}
 
 
-def _touches(reference: str | None, path: str, found: set[str]) -> bool:
-    """Whether a reference leads to, into or through one of the found paths. One that is computed may."""
-    if reference is None:
-        return True
-    target = _absolute(reference, path)
-    return any(
-        f"{target}.".startswith(f"{other}.") or f"{other}.".startswith(f"{target}.") for other in found
+def _parse(node: Node, faults: list[MMError]) -> Any:
+    """What OmegaConf's own grammar finds in a text; None when it is a fault."""
+    if len(node.value) > MAX_TEXT:
+        what = f"a text of {len(node.value):,} characters holds interpolations"
+        faults.append(ConfigError(what, where=node.place(), accepted=f"{MAX_TEXT:,} characters at most"))
+        return None
+    from omegaconf.errors import GrammarParseError  # 70 ms, which configs without interpolations need not pay
+    from omegaconf.grammar_parser import parse
+
+    try:
+        tree = parse(node.value)
+        unknown = [name for name in _resolvers(tree) if name != _ENVIRONMENT]
+    except (GrammarParseError, RecursionError):
+        faults.append(
+            ConfigError(
+                f"{_brief(node.value)} is no interpolation",
+                where=node.place(),
+                accepted=_ACCEPTED,
+                hint=r"write \${ for a text that holds ${",
+            )
+        )
+        return None
+    if not unknown:
+        return tree
+    faults.append(
+        ConfigError(
+            f"there is no resolver {unknown[0]!r} in {_brief(node.value)}",
+            where=node.place(),
+            accepted=_ACCEPTED,
+            hint=did_you_mean(unknown[0], [_ENVIRONMENT]),
+        )
     )
+    return None
 
 
-def _absolute(reference: str, path: str) -> str:
-    """OmegaConf's relative references: one dot is the mapping around, each further one its parent."""
-    dots = len(reference) - len(reference.lstrip("."))
-    return ".".join([*path.split(".")[:-dots], reference[dots:]]) if dots else reference
+def _resolvers(tree: Any) -> list[str]:
+    """The names of resolvers in a tree that OmegaConf's parser returns."""
+    found: list[str] = []
+    pending = [tree]
+    while pending:
+        context = pending.pop()
+        if type(context).__name__ == "InterpolationResolverContext":
+            found.append(context.resolverName().getText())
+        pending += [context.getChild(i) for i in range(context.getChildCount())]
+    return found
+
+
+class _Unresolvable(Exception):
+    """Why a text has no value; empty for one that was reported already."""
+
+
+class _Resolver:
+    """Values of texts, each evaluated once: OmegaConf itself evaluates a text as often as it is referred to,
+    which 30 lines of two references each make 2^30 times.
+
+    Args:
+        root: the tree that keys refer to.
+        trees: parse tree of each text with interpolations, by the id of its node.
+    """
+
+    def __init__(self, root: Node, trees: Mapping[int, Any]) -> None:
+        self.root, self.trees = root, trees
+        self.open: list[Node] = []
+        self.tainted: set[int] = set()  # ids of nodes whose value the environment has a part in
+        self._done: dict[int, Node | _Unresolvable] = {}
+        self._sizes: dict[int, int] = {}  # of done nodes, in characters
+        self._spent = 0
+        self._above: dict[int, Node] = {}
+        self._note_parents(root)
+
+    def _note_parents(self, node: Node) -> None:
+        for child in _children(node):
+            self._above[id(child)] = node
+            self._note_parents(child)
+
+    def value(self, node: Node) -> Node:
+        """A node of the tree without interpolations. _Unresolvable when it has no value."""
+        done = self._done.get(id(node))
+        if done is None:
+            if any(node is other for other in self.open):
+                raise _Unresolvable("Recursive interpolation detected")
+            self.open.append(node)
+            try:
+                done = self._evaluated(node)
+            except _Unresolvable as fault:
+                done = fault
+            finally:
+                self.open.pop()
+            self._done[id(node)] = done
+        if id(node) in self.tainted and self.open:
+            self.tainted.add(id(self.open[-1]))
+        if isinstance(done, _Unresolvable):
+            raise _Unresolvable(str(done))
+        return done
+
+    def _evaluated(self, node: Node) -> Node:
+        if isinstance(node.value, (dict, list)):
+            return self._container(node)
+        if id(node) not in self.trees:
+            self._sizes[id(node)] = len(node.value) if isinstance(node.value, str) else 8
+            return node
+        if self.trees[id(node)] is None:
+            raise _Unresolvable("")
+        if sum(id(other) in self.trees for other in self.open) > MAX_CHAIN:
+            raise _Unresolvable(f"it refers to another over more than {MAX_CHAIN} steps")
+        before = self._spent
+        value = self._visited(self.trees[id(node)])
+        if isinstance(value, str) and (what := unwritable(value)):
+            raise _Unresolvable(what)
+        self._sizes[id(node)] = self._spent - before + len(node.value)
+        resolved = from_python(value, node.where, node.path, loose=True)
+        return replace(resolved, key_where=node.key_where)
+
+    def _container(self, node: Node) -> Node:
+        values = [self.value(child) for child in _children(node)]
+        self._sizes[id(node)] = 8 + sum(self._sizes[id(child)] for child in _children(node))
+        together = dict(zip(node.value, values, strict=True)) if isinstance(node.value, dict) else values
+        return replace(node, value=together)
+
+    def _visited(self, tree: Any) -> Any:
+        from omegaconf.errors import OmegaConfBaseException
+        from omegaconf.grammar_visitor import GrammarVisitor
+
+        try:
+            value = GrammarVisitor(self._referred, self._from_environment, memo=set()).visit(tree)
+        except (OmegaConfBaseException, ValueError, TypeError) as error:
+            raise _Unresolvable((str(error).splitlines() or [type(error).__name__])[0]) from None
+        return str(value) if isinstance(value, str) else value  # OmegaConf has a text class of its own
+
+    # -- what OmegaConf's visitor asks for -----------------------------------------------------
+
+    def _referred(self, key: Any, memo: Any) -> Any:
+        """The plain value that `${key}` stands for. (A text before OmegaConf 2.4, then an object.)"""
+        raw = str(getattr(key, "raw", key))
+        dots = len(raw) - len(raw.lstrip("."))
+        parts = getattr(key, "parts", None)
+        target = self._found(dots, re.findall(r"[^.\[\]]+", raw) if parts is None else list(parts))
+        if target is None:
+            raise _Unresolvable(f"Interpolation key '{raw}' not found")
+        resolved = self.value(target)
+        self._spent += self._sizes.get(id(target), 8)
+        if self._spent > MAX_EXPANDED:
+            raise _Unresolvable(
+                f"the config's interpolations expand to more than {MAX_EXPANDED:,} characters"
+            )
+        if resolved.value is FAILED:
+            raise _Unresolvable("")
+        return to_python(resolved)
+
+    def _found(self, dots: int, parts: list[str]) -> Node | None:
+        """What a path leads to. One dot is the mapping or list around, each further one its parent."""
+        current: Node | None = self.root if not dots else self.open[-1]
+        for _ in range(dots):
+            current = self._above.get(id(current))
+        for part in parts:
+            if current is not None and id(current) in self.trees:
+                current = self.value(current)
+            holder = current.value if current is not None else None
+            if isinstance(holder, dict):
+                current = holder.get(part)
+            elif isinstance(holder, list):
+                index = int(part) if re.fullmatch(r"\d{1,6}", part) else len(holder)
+                current = holder[index] if index < len(holder) else None
+            else:
+                return None
+        return current
+
+    def _from_environment(self, name: str, args: tuple[Any, ...], args_str: tuple[str, ...]) -> Any:
+        self.tainted.add(id(self.open[-1]))
+        if not 1 <= len(args) <= 2 or not isinstance(args[0], str):
+            raise _Unresolvable(f"oc.env takes the name of a variable, and a default: {_ACCEPTED}")
+        found = os.environ.get(args[0]) if "\0" not in args[0] else None
+        if found is None and len(args) == 1:
+            raise _Unresolvable(f"Environment variable '{args[0]}' not found")
+        if found is None:
+            return None if args[1] is None else str(args[1])
+        self._spent += len(found)
+        return found
+
+
+def _children(node: Node) -> list[Node]:
+    if isinstance(node.value, dict):
+        return list(node.value.values())
+    return node.value if isinstance(node.value, list) else []

@@ -11,19 +11,30 @@ from pathlib import Path
 from mm_core.config.interpolation import resolve
 from mm_core.config.overrides import lay, merge
 from mm_core.config.schema import RunConfig
-from mm_core.config.yaml_nodes import read_file
-from mm_core.errors import ConfigError, MMError
-from mm_core.plugin.checking import Checker
-from mm_core.plugin.nodes import Node, show
+from mm_core.config.stored import Sources, known_only, stored_plugins, unknown_commands
+from mm_core.config.yaml_nodes import Spent, read_file
+from mm_core.errors import ConfigError, MMError, TrustError, first_line
+from mm_core.plugin.checking import MAX_FAULTS, Checker
+from mm_core.plugin.nodes import FAILED, Node, show
 from mm_core.plugin.registry import get_registry
 
 _LINE = re.compile(r"(.*?):(\d+)(?=: |\Z)")
+MAX_INCLUDES = 200
+"""Names in the `include:` of a config's files together."""
+MAX_CHAIN = 50
+"""Files that include each other one after the other."""
+
 _INCLUDE = "include"
 _SECTIONS = tuple(f.name for f in dataclasses.fields(RunConfig) if f.metadata.get("yaml", True))
 
 
 def load_config(
-    path: str | Path, overrides: Sequence[str] = (), *, spare_environment: bool = False
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    spare_environment: bool = False,
+    stored: bool | None = None,
+    allow_code: bool = False,
 ) -> RunConfig:
     """Reads, merges, resolves and checks a run's config. Imports no torch.
 
@@ -32,6 +43,9 @@ def load_config(
         overrides: `key.path=value`, laid upon the file.
         spare_environment: a variable that is not set is a fault only where the text that asks for it can not
             stand for its value; for a run that has trained, of which not all is needed any more.
+        stored: the file is a stored run's; None: its folder tells (see `mm_core.config.stored`).
+        allow_code: what a stored run's config names runs, and the environment that it asks for is read, also
+            where this user has not trained with it.
 
     Returns:
         The run, every default filled and every `type` a qualified name.
@@ -39,46 +53,64 @@ def load_config(
     Raises:
         ConfigError: `faults` lists each fault with file, line, key, what was found and what is
             accepted.
+        TrustError: one-file plugins of a stored run that this user has not trained with, or a component of
+            it that runs files of a folder whatever this user has trained with.
     """
-    sources = _Sources()
+    origins = Sources(stored, allow_code)
+    sources = _Sources(origins)
     root = sources.read(Path(path), ())
     faults = sources.faults
     root = lay(root, overrides, faults)
     if sources.lost:  # without them, everything that they hold would be reported as missing
         raise ConfigError(_ordered(faults), where=str(path))
     unset: list[MMError] = []
-    root, literals = resolve(root, faults, unset if spare_environment else faults)
-    root = _anchor_plugins(root)
-    checker = Checker(get_registry(_local_plugins(root, faults)))
-    config = checker.dataclass(RunConfig, root, further=(_INCLUDE,))
+    root, literals = resolve(root, faults, unset if spare_environment else faults, origins.withholds)
+    root = known_only(_anchor_plugins(root, faults), origins)
+    checker = Checker(get_registry(_local_plugins(root, faults, origins)))
+    config = checker.checked(lambda: checker.dataclass(RunConfig, root, further=(_INCLUDE,)))
+    origins.check_accepted(checker.faults)
     faults += checker.faults
     if faults:
         faults += unset
         raise ConfigError(_ordered(faults), where=str(path))
     assert isinstance(config, RunConfig)
-    return dataclasses.replace(config, literals=dict(literals))
+    return dataclasses.replace(
+        config,
+        literals=dict(literals),
+        allow_code=allow_code,
+        unknown_commands=unknown_commands(root, origins),
+    )
 
 
 class _Sources:
     """The files of one config. `lost` says that one of them could not be read."""
 
-    def __init__(self) -> None:
+    def __init__(self, origins: Sources) -> None:
+        self.origins = origins
         self.faults: list[MMError] = []
         self.lost = False
         self._read: dict[Path, Node] = {}
+        self._spent = Spent()
+        self._included = 0  # names of files
 
     def read(self, path: Path, above: tuple[Path, ...]) -> Node:
         """A file merged upon those that it includes; `include` itself is taken out."""
-        real = path.resolve()
+        try:
+            real = path.resolve()
+        except (OSError, ValueError, RuntimeError) as error:  # links in a circle, a NUL character
+            raise ConfigError(f"the file can not be read: {first_line(error)}", where=str(path)) from None
         if real in above:
             chain = " -> ".join(p.name for p in (*above[above.index(real) :], real))
             raise ConfigError(f"files include each other: {chain}", where=str(path))
+        if len(above) > MAX_CHAIN:
+            raise ConfigError(f"files include each other over more than {MAX_CHAIN} levels", where=str(path))
         if real not in self._read:  # a file that is included along many ways is read once
             self._read[real] = self._merged(path, (*above, real))
         return self._read[real]
 
     def _merged(self, path: Path, above: tuple[Path, ...]) -> Node:
-        node = read_file(path, self.faults)
+        self.origins.note(path, above)
+        node = read_file(path, self.faults, self._spent)
         if not isinstance(node.value, dict):
             raise ConfigError(
                 f"the file holds no mapping: found {show(node)}",
@@ -89,6 +121,10 @@ class _Sources:
         node = dataclasses.replace(node, value={k: v for k, v in node.value.items() if k != _INCLUDE})
         base: Node | None = None
         for name in self._names(included):
+            self._included += 1
+            if self._included > MAX_INCLUDES:
+                what = f"the config's files include more than {MAX_INCLUDES} others"
+                raise ConfigError(what, where=name.place())
             try:
                 other = self.read(path.parent / name.value, above)
             except ConfigError as fault:
@@ -111,7 +147,9 @@ class _Sources:
             return []
         names = included.value if isinstance(included.value, list) else [included]
         for name in names:
-            if not isinstance(name.value, str):
+            if name.value is FAILED:
+                self.lost = True  # and was reported
+            elif not isinstance(name.value, str):
                 fault = ConfigError(
                     f"found {show(name)}",
                     where=name.place(),
@@ -121,27 +159,34 @@ class _Sources:
         return [name for name in names if isinstance(name.value, str)]
 
 
-def _anchor_plugins(root: Node) -> Node:
+def _anchor_plugins(root: Node, faults: list[MMError]) -> Node:
     """Paths of one-file plugins are relative to the file that names them, or to the working directory
     in an override. Done after interpolation, which may bring an absolute path."""
     section = root.value.get("plugins")
     paths = section.value.get("path") if section is not None and isinstance(section.value, dict) else None
     if section is None or paths is None or not isinstance(paths.value, list):
         return root
-    items = [_anchored(item) if isinstance(item.value, str) else item for item in paths.value]
+    items = [_anchored(item, faults) if isinstance(item.value, str) else item for item in paths.value]
     paths = dataclasses.replace(paths, value=items)
     section = dataclasses.replace(section, value={**section.value, "path": paths})
     return dataclasses.replace(root, value={**root.value, "plugins": section})
 
 
-def _anchored(item: Node) -> Node:
+def _anchored(item: Node, faults: list[MMError]) -> Node:
     written = _LINE.fullmatch(item.where)
     folder = Path(written[1]).parent if written else Path()
-    path = folder / Path(item.value).expanduser()
+    try:
+        path = folder / Path(item.value).expanduser()
+    except RuntimeError:  # `~name/` of nobody
+        user = item.value.partition("/")[0]
+        faults.append(
+            ConfigError(f"there is no user {user[1:]!r} whose home {user!r} could be", where=item.place())
+        )
+        return dataclasses.replace(item, value=FAILED)
     return dataclasses.replace(item, value=os.path.abspath(path))  # noqa: PTH100 - also takes `..` out
 
 
-def _local_plugins(root: Node, faults: list[MMError]) -> tuple[str, ...]:
+def _local_plugins(root: Node, faults: list[MMError], origins: Sources) -> tuple[str, ...]:
     """The one-file plugins that the config names: they are needed before the rest is checked."""
     section = root.value.get("plugins")
     paths = section.value.get("path") if section is not None and isinstance(section.value, dict) else None
@@ -151,7 +196,9 @@ def _local_plugins(root: Node, faults: list[MMError]) -> tuple[str, ...]:
     if not named:
         return ()
     try:
-        get_registry(named)
+        get_registry(named, stored_plugins(root, origins))
+    except TrustError as fault:
+        raise TrustError(fault.what, where=paths.place(), accepted=fault.accepted, hint=fault.hint) from fault
     except MMError as fault:
         faults.append(ConfigError(fault.what, where=paths.place(), accepted=fault.accepted, hint=fault.hint))
         return ()
@@ -168,4 +215,7 @@ def _ordered(faults: Sequence[MMError]) -> list[MMError]:
         name = line[1] if line else where
         return files.setdefault(name, len(files)), int(line[2]) if line else 0
 
-    return sorted(faults, key=key)
+    listed = sorted(faults, key=key)
+    if len(listed) > MAX_FAULTS:
+        listed[MAX_FAULTS:] = [ConfigError(f"and more: the first {MAX_FAULTS} faults are listed")]
+    return listed

@@ -9,7 +9,10 @@ from itertools import pairwise
 
 from mm_core.config.yaml_nodes import MAX_DEPTH, read_plain, read_quoted
 from mm_core.errors import ConfigError, MMError
-from mm_core.plugin.nodes import Node
+from mm_core.plugin.nodes import Node, unwritable
+
+MAX_OVERRIDE = 16_384
+"""Characters of one override."""
 
 _KEY = re.compile(r"[A-Za-z_][\w\-]*(\.[\w\-]+)*\Z")
 
@@ -41,14 +44,18 @@ def parse_override(text: str) -> tuple[list[str], Node]:
             where="command line",
             accepted="key.path=value, such as train.steps=10",
         )
-    try:
-        return key.split("."), _value(value.strip(), f"override {text!r}", key)
-    except RecursionError:
-        raise ConfigError("nested too deeply", where=f"override {text[:60]!r}") from None
+    where = f"override {text if len(text) <= 200 else text[:197] + '...'!r}"
+    if len(text) > MAX_OVERRIDE:
+        raise ConfigError(
+            f"an override of {len(text):,} characters", where=where, accepted=f"at most {MAX_OVERRIDE:,}"
+        )
+    return key.split("."), _value(value.strip(), where, key)
 
 
 def _value(text: str, where: str, path: str) -> Node:
     """Lists and mappings are split here and not by YAML, to which `{*}` and `{0-3,5}` are mappings."""
+    if path.count(".") > MAX_DEPTH:
+        raise ConfigError("nested too deeply", where=where)
     if text.startswith("[") and text.endswith("]"):
         parts = _split(text[1:-1])
         return Node([_value(part, where, f"{path}.{i}") for i, part in enumerate(parts)], where, path)
@@ -58,12 +65,17 @@ def _value(text: str, where: str, path: str) -> Node:
             cut = (_cuts(part, ":") or [len(part)])[0]
             name, inner = part[:cut].strip(), part[cut + 1 :]
             name = (read_quoted(name) if name[:1] in ("'", '"') else None) or name
+            if what := unwritable(name):
+                raise ConfigError(f"the key {name!r} can not be used: {what}", where=f"{where}: {path}")
             if name in items:
                 raise ConfigError(f"the key {name!r} stands twice", where=f"{where}: {path}")
             items[name] = replace(_value(inner.strip(), where, f"{path}.{name}"), key_where=where)
         return Node(items, where, path)
     quoted = read_quoted(text) if text[:1] in ("'", '"') else None
-    return Node(read_plain(text) if quoted is None else quoted, where, path)
+    value = read_plain(text) if quoted is None else quoted
+    if isinstance(value, str) and (what := unwritable(value)):
+        raise ConfigError(what, where=f"{where}: {path}")
+    return Node(value, where, path)
 
 
 def _cuts(text: str, separator: str) -> list[int]:

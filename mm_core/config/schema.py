@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -19,6 +20,30 @@ class RunSection:
     seed: int = 1234  # everything random in the run derives from it
     deterministic: bool = False  # refuse kernels whose results vary; slower
     stuck_after: Annotated[float, Range(gt=0)] | None = 1800.0  # seconds without progress that end the run
+
+    def __post_init__(self) -> None:
+        if fault := _folder_name_fault(self.name):
+            raise ValueError(f"name {fault}: it is the run's folder in `dir`")
+        if not self.dir.strip():
+            raise ValueError("dir is empty: name a folder, or `.` for the working directory")
+
+
+def _folder_name_fault(name: str) -> str | None:
+    """Why a folder cannot be called so, or should not; None for a name that fits."""
+    shown = repr(name if len(name) <= 60 else name[:57] + "...")
+    if not name:
+        return "is empty"
+    parts = name.split("/")  # a run may lie in a folder of runs: `first/lr_1e-4`
+    if not {"", ".", ".."}.isdisjoint(parts):
+        return f"{shown} leads elsewhere"
+    if "\\" in name:
+        return f"{shown} holds a backslash"
+    if odd := [char for char in name if unicodedata.category(char) in ("Cc", "Cf", "Zl", "Zp")]:
+        return f"{shown} holds the unprintable character U+{ord(odd[0]):04X}"
+    if any(part != part.strip() for part in parts):
+        return f"{shown} begins or ends with a space"
+    size = max(len(part.encode(errors="surrogateescape")) for part in parts)
+    return f"{shown} takes {size} bytes, of 255 that file systems allow" if size > 255 else None
 
 
 @dataclass(frozen=True)
@@ -249,6 +274,11 @@ class RunConfig:
     plugins: PluginsSection = field(default_factory=PluginsSection)
     literals: Mapping[str, str] = field(default_factory=dict, compare=False, metadata={"yaml": False})
     """Dotted key -> the `${oc.env:..}` text that stood there; what is written keeps the text."""
+    allow_code: bool = field(default=False, compare=False, metadata={"yaml": False})
+    """Code of stored runs, also of those that this one begins with, runs where this user has not trained
+    with it."""
+    unknown_commands: tuple[str, ...] = field(default=(), compare=False, metadata={"yaml": False})
+    """Programs of callbacks that may not run: a stored run names them."""
 
     def __post_init__(self) -> None:
         validation, checkpoint = self.validation, self.checkpoint

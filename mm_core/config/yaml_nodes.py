@@ -3,32 +3,96 @@
 from __future__ import annotations
 
 import re
+import stat
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from mm_core.errors import ConfigError, MMError, did_you_mean
-from mm_core.plugin.nodes import FAILED, Node
+from mm_core.errors import ConfigError, MMError, did_you_mean, first_line
+from mm_core.plugin.nodes import FAILED, Node, unwritable
 
+MAX_BYTES = 256 * 1024
+"""Of a config's files together: a run takes a few thousand, and PyYAML some seconds for these."""
 MAX_NODES = 100_000
-"""Values in a file after its aliases are expanded: a few lines of aliases can stand for billions."""
+"""Values in a config's files together after aliases are expanded: a few lines of these can stand for
+billions."""
 MAX_DEPTH = 100
 """Mappings and lists within each other."""
+MAX_PATH = 1_000
+"""Characters of a key and of those above it together."""
+MAX_BITS = 1024
+"""Of an integer."""
 
 _TAG = "tag:yaml.org,2002:"
+_LINE_ENDS = "\0\r\n\x85\u2028\u2029"
+_BETWEEN_TOKENS = frozenset(" \t#\r\n\x85\u2028\u2029")
+_TAB_INDENTS = "found character '\\t' that indents: YAML indents by spaces only"
 FLOAT = re.compile(
     r"""(?:[-+]?(?:(?:\d[\d_]*)?\.\d+(?:[eE][-+]?\d+)?|\d[\d_]*\.(?:[eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+)
     |[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z""",
     re.VERBOSE,
 )
 _INT = re.compile(r"(?:[-+]?(?:0|[1-9][\d_]*)|0x[\da-fA-F]+)\Z")
+_READS = {
+    "null": re.compile(""),
+    "bool": re.compile(r"(?:yes|no|true|false|on|off)\Z", re.IGNORECASE),
+    "int": _INT,
+    "float": re.compile(rf"(?x:{FLOAT.pattern})|{_INT.pattern}".replace("|0x[\\da-fA-F]+", "")),
+    "str": re.compile(""),
+}
+"""Tags of scalars, written or implied, and the texts that they may stand before."""
 
 
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 as PyYAML reads it, with the numbers of YAML 1.2: 1e-5 is one, and 0123 (octal), 1:30
-    (90) and dates are texts."""
+    (90) and dates are texts. As in YAML 1.2, tabs may stand where spaces separate and do not indent."""
+
+    def scan_to_next_token(self) -> None:
+        """PyYAML's, which knows no white space but spaces."""
+        if self.index == 0 and self.peek() == "\ufeff":
+            self.forward()
+        while self.buffer[self.pointer] in _BETWEEN_TOKENS:
+            start = self.pointer
+            while self.peek() in (" ", "\t"):
+                self.forward()
+            if self.peek() == "#":
+                while self.peek() not in _LINE_ENDS:
+                    self.forward()
+            if self.scan_line_break():  # type: ignore[no-untyped-call]
+                if not self.flow_level:
+                    self.allow_simple_key = True
+            elif "\t" in self.buffer[start : self.pointer] and self._indents():
+                mark = self.get_mark()
+                raise yaml.scanner.ScannerError("while scanning for the next token", mark, _TAB_INDENTS, mark)
+
+    def _indents(self) -> bool:
+        """Whether the white space that ends here indents a line of a block."""
+        before = self.buffer[self.pointer - self.column : self.pointer]
+        return not self.flow_level and not before.strip(" \t") and self.peek() != "\0"
+
+    def scan_plain_spaces(self, indent: int, start_mark: yaml.Mark) -> list[Any] | None:
+        """PyYAML's: here for the tabs within and behind a plain text."""
+        length = 0
+        while self.peek(length) in (" ", "\t"):
+            length += 1
+        if "\t" not in self.prefix(length):
+            return super().scan_plain_spaces(indent, start_mark)
+        tabs = self.prefix(length)
+        self.forward(length)
+        if self.peek() in _LINE_ENDS and self.peek() != "\0":
+            return super().scan_plain_spaces(indent, start_mark)
+        return [tabs]
+
+    def scan_block_scalar_indicators(self, start_mark: yaml.Mark) -> tuple[bool | None, int | None]:
+        """PyYAML's: here for tabs behind `|` and `>`, which become spaces before it looks at them."""
+        tail = re.compile(r"[-+0-9]*([ \t]*)").match(self.buffer, self.pointer)
+        assert tail is not None  # it matches nothing too
+        spaces = " " * len(tail[1])
+        self.buffer = self.buffer[: tail.start(1)] + spaces + self.buffer[tail.end(1) :]
+        return super().scan_block_scalar_indicators(start_mark)
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -41,10 +105,26 @@ _Loader.add_implicit_resolver(f"{_TAG}float", FLOAT, list("-+.0123456789"))
 _Loader.add_implicit_resolver(f"{_TAG}int", _INT, list("-+0123456789"))
 
 
-def read_file(path: Path, faults: list[MMError]) -> Node:
-    """The tree of a file. What stops the reading is raised, what does not is added to `faults`."""
+@dataclass
+class Spent:
+    """Of what a config's files may take together: bytes, and values after aliases are expanded."""
+
+    size: int = 0
+    nodes: int = 0
+
+
+def read_file(path: Path, faults: list[MMError], spent: Spent | None = None) -> Node:
+    """The tree of a file.
+
+    Args:
+        path: the file.
+        faults: takes what does not stop the reading; what does is raised.
+        spent: by the config's files that were read before it; takes what this one does.
+    """
+    spent = Spent() if spent is None else spent
     try:
-        text = path.read_text(encoding="utf-8")
+        content = _content(path, MAX_BYTES - spent.size)
+        text = content.decode("utf-8")
     except FileNotFoundError:
         raise _not_found(path) from None
     except IsADirectoryError:
@@ -54,12 +134,38 @@ def read_file(path: Path, faults: list[MMError]) -> Node:
             accepted=", ".join(map(str, _yaml_files(path)[:8])) or None,
         ) from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"this is not UTF-8 text (byte {error.start})", where=str(path)) from None
+        wide = content.startswith((b"\xff\xfe", b"\xfe\xff"))
+        raise ConfigError(
+            f"this is not UTF-8 text (byte {error.start})",
+            where=str(path),
+            hint="it begins as UTF-16 text does: save it as UTF-8" if wide else None,
+        ) from None
+    except MMError:
+        raise
     except (OSError, ValueError) as error:
         cause = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(f"the file can not be read: {cause}", where=str(path)) from None
-    tree: Node = _parsed(text, str(path), lambda loader: _tree(loader, str(path), faults))
+    spent.size += len(content)
+    tree: Node = _parsed(text, str(path), lambda loader: _tree(loader, str(path), faults, spent))
     return tree
+
+
+def _content(path: Path, most: int) -> bytes:
+    """The bytes of a file, if it is one: a pipe may never end, and ranks could not read it again."""
+    status = path.stat()
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError("this is no file but a pipe, socket or device", where=str(path))
+    with path.open("rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ConfigError(
+            f"the files of a config may hold {MAX_BYTES // 1024} KiB together; with this one they hold more",
+            where=str(path),
+            hint="is it the YAML of a run? Rows of data belong into files that the config names",
+        )
+    return content
 
 
 def read_quoted(text: str) -> str | None:
@@ -77,7 +183,8 @@ def read_plain(text: str) -> Any:
     try:
         tag = loader.resolve(yaml.ScalarNode, text, (True, False))  # type: ignore[no-untyped-call]
         node = yaml.ScalarNode(tag, text)
-        return loader.construct_object(node)
+        value = loader.construct_object(node)
+        return text if isinstance(value, int) and value.bit_length() > MAX_BITS else value
     except (yaml.YAMLError, ValueError):
         return text
     finally:
@@ -126,29 +233,32 @@ def _parsed(text: str, name: str, read: Callable[[_Loader], Any]) -> Any:
         raise ConfigError(f"this is not YAML: {what}", where=where, hint=hint) from None
     except RecursionError:
         raise ConfigError(f"nested more than {MAX_DEPTH} levels deep", where=name) from None
+    except MMError:
+        raise
+    except (ValueError, OverflowError) as error:  # an escape such as \U00110000, which PyYAML hands to `chr`
+        raise ConfigError(f"this is not YAML: {first_line(error)}", where=name) from None
 
 
-def _tree(loader: _Loader, name: str, faults: list[MMError]) -> Node:
+def _tree(loader: _Loader, name: str, faults: list[MMError], spent: Spent) -> Node:
     root = loader.get_single_node()
     if root is None:
         raise ConfigError(
             "the file is empty", where=name, accepted="a mapping with run, task, data, train, ..."
         )
-    return _Reader(loader, name, faults).node(root, "")
+    return _Reader(loader, name, faults, spent).node(root, "")
 
 
 class _Reader:
-    def __init__(self, loader: _Loader, name: str, faults: list[MMError]) -> None:
-        self.loader, self.name, self.faults = loader, name, faults
-        self.count = 0
+    def __init__(self, loader: _Loader, name: str, faults: list[MMError], spent: Spent) -> None:
+        self.loader, self.name, self.faults, self.spent = loader, name, faults, spent
         self.open: set[int] = set()
 
     def node(self, source: yaml.Node, path: str, key_where: str = "") -> Node:
         where = self._where(source)
-        self.count += 1
+        self.spent.nodes += 1
         if id(source) in self.open:
             raise ConfigError("an alias stands for something that contains the alias", where=where)
-        if self.count > MAX_NODES:
+        if self.spent.nodes > MAX_NODES:
             raise ConfigError(f"aliases expand to more than {MAX_NODES:,} values", where=where)
         if len(self.open) >= MAX_DEPTH:
             raise ConfigError(f"nested more than {MAX_DEPTH} levels deep", where=where)
@@ -174,15 +284,23 @@ class _Reader:
         return FAILED
 
     def _scalar(self, source: yaml.ScalarNode, where: str, path: str) -> Any:
+        shown = repr(source.value if len(source.value) <= 60 else source.value[:57] + "...")
+        tag = source.tag.removeprefix(_TAG)
+        if source.tag in self.loader.yaml_constructors and tag not in _READS:
+            return self._fault(where, path, f"the tag {tag!r} is not supported")
+        if tag in _READS and not _READS[tag].match(source.value):
+            return self._fault(where, path, f"{shown} can not be read as {tag!r}")
         try:
             value = self.loader.construct_object(source)
-        except (yaml.YAMLError, ValueError) as error:
-            cause = error.problem if isinstance(error, yaml.MarkedYAMLError) else str(error)
-            return self._fault(where, path, f"{source.value!r} can not be read: {cause}")
-        if value is None or isinstance(value, (bool, int, float, str)):
-            return value
-        tag = source.tag.removeprefix(_TAG)
-        return self._fault(where, path, f"the tag {tag!r} is not supported")
+        except yaml.MarkedYAMLError as error:
+            return self._fault(where, path, f"{shown} can not be read: {error.problem}")
+        except ValueError as error:  # an integer of more digits than Python reads
+            return self._fault(where, path, f"{shown} can not be read: {error}")
+        if isinstance(value, str) and (what := unwritable(value)):
+            return self._fault(where, path, what)
+        if isinstance(value, int) and value.bit_length() > MAX_BITS:
+            return self._fault(where, path, f"{shown} is an integer of more than {MAX_BITS} bits")
+        return value
 
     def _mapping(self, source: yaml.MappingNode, path: str) -> dict[str, Node]:
         merged: dict[str, Node] = {}
@@ -197,6 +315,12 @@ class _Reader:
                 self._fault(where, path, f"the key {shown} is not a text", hint="put it in quotes")
                 continue
             name = key.value
+            if what := unwritable(name):
+                self._fault(where, path, f"the key {name[:60]!r} can not be used: {what}")
+                continue
+            if len(path) + len(name) > MAX_PATH:
+                what = f"the key {name[:40]!r}... and those above it are longer than {MAX_PATH:,} characters"
+                raise ConfigError(what, where=where)
             if name in own:
                 self._fault(where, path, f"the key {name!r} stands twice, first at {own[name].key_where}")
                 continue

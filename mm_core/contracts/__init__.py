@@ -47,6 +47,7 @@ from mm_core.contracts.frames import (
     ImageEncoder,
     PredictorInputs,
 )
+from mm_core.contracts.generators import generators_kept, seed_generators, seeded
 from mm_core.contracts.operations import (
     CountsProducts,
     CountsSamples,
@@ -75,6 +76,7 @@ from mm_core.contracts.running import (
     SamplesInTurn,
     Stepped,
     Task,
+    TellsNotes,
     Tracker,
     VideoInfo,
     VideoReader,
@@ -135,6 +137,7 @@ __all__ = [
     "Stepped",
     "Streamed",
     "Task",
+    "TellsNotes",
     "TextBatch",
     "TextEncoder",
     "Tokenizer",
@@ -148,6 +151,9 @@ __all__ = [
     "WeightsFrom",
     "attention",
     "empty_parameters",
+    "generators_kept",
     "linear",
+    "seed_generators",
+    "seeded",
     "torch_dtype",
 ]

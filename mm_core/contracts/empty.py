@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class _EmptyData(TorchFunctionMode):
+    """`parameter.data = tensor`, which torch refuses across devices: without memory only its shape counts."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func == _SET_DATA and args[0].is_meta and not args[1].is_meta:
+            args = (args[0], args[1].to("meta"))
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -24,7 +42,7 @@ def empty_parameters() -> Iterator[None]:
             module._parameters[name] = empty
 
     # Buffers are made on the CPU also where the caller builds on meta.
-    with torch.device("cpu"):
+    with torch.device("cpu"), _EmptyData():
         kind.register_parameter = register_empty
         try:
             yield

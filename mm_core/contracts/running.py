@@ -174,6 +174,15 @@ class ChecksRequests(Protocol):
 
 
 @runtime_checkable
+class TellsNotes(Protocol):
+    """A task that has chosen something that its user may not expect."""
+
+    def notes(self) -> Sequence[str]:
+        """A line for each, told before the first step. ContractError for a user's choice that cannot be."""
+        ...
+
+
+@runtime_checkable
 class SamplesInTurn(Protocol):
     """A task that gives each clip as soon as it is made: the next ones need no memory beside it."""
 
@@ -296,7 +305,9 @@ class EnginePlan:
 
     world: ranks. data_parallel: ranks that see different samples. mesh: dimension name -> size.
     wrapped, recomputed, ignored: module paths, in order. The bytes are a rank's largest share,
-    without activations. frozen: the frozen components whose size is known.
+    without activations. frozen: the frozen components whose size is known. offloaded_bytes: of the
+    parameters' bytes, those in host memory; above 0, all gradients and optimizer states lie there too.
+    gathered_bytes: copies of parameters that are whole on the device at most, at a time.
     """
 
     world: int
@@ -309,6 +320,8 @@ class EnginePlan:
     gradient_bytes: int
     optimizer_bytes: int
     frozen: tuple[FrozenPlan, ...] = ()
+    offloaded_bytes: int = 0
+    gathered_bytes: int = 0
 
 
 class Engine(Protocol):

@@ -7,6 +7,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from mm_core.data.json_rows import RowFile, kind_of
+from mm_core.data.paths import refused
 from mm_core.errors import DataError
 
 ACCEPTED = (
@@ -55,9 +56,12 @@ def read_annotations(file: Path) -> list[Annotation]:
 
 
 def inside(folder: Path, relative: str) -> Path:
-    """`folder/relative`. DataError when symbolic links lead it out of the folder."""
+    """`folder/relative`. DataError when symbolic links lead it out of the folder, and for what is no path."""
     path = folder / relative
-    if not path.resolve().is_relative_to(folder.resolve()):
+    with refused("path", path):
+        relative.encode()  # a name that is no text could not be reported
+        within = path.resolve().is_relative_to(folder.resolve())
+    if not within:
         raise DataError(
             "the path leaves its folder through a symbolic link",
             where=str(path),
@@ -112,12 +116,7 @@ def _fact_fault(row: dict[str, Any]) -> str | None:
 
 def _escapes(path: str) -> bool:
     windows = PureWindowsPath(path)
-    return (
-        PurePosixPath(path).is_absolute()
-        or bool(windows.drive)
-        or ".." in PurePosixPath(path).parts
-        or "\0" in path
-    )
+    return PurePosixPath(path).is_absolute() or bool(windows.drive) or ".." in PurePosixPath(path).parts
 
 
 def _annotation(row: int, value: dict[str, Any]) -> Annotation:

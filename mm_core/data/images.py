@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mm_core.errors import DataError
+from mm_core.data.paths import plain_file
+from mm_core.errors import DataError, MMError
 
 
 def read_image(path: Path) -> Tensor:
     """uint8 [3,Y,X], upright (by its EXIF orientation) and in colour. DataError for what is no readable
     image, or so large that Pillow takes it for an attack."""
-    from PIL import Image, ImageOps
+    from PIL import ImageOps
 
+    with opened_image(path) as opened:
+        image = _eight_bits(ImageOps.exif_transpose(opened)).convert("RGB")
+    return _tensor(image)
+
+
+@contextmanager
+def opened_image(path: Path) -> Iterator[Any]:
+    """Pillow's image, of which only the header is read. DataError for what is no readable image, also where
+    that shows in the block: its decoders raise whatever a damaged file makes of them."""
+    from PIL import Image
+
+    plain_file(path, "image", missing="there is no such image")
     try:
         with Image.open(path) as opened:
-            image = _eight_bits(ImageOps.exif_transpose(opened)).convert("RGB")
-    except FileNotFoundError:
-        raise DataError("there is no such image", where=str(path)) from None
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as fault:
+            yield opened
+    except MMError:
+        raise
+    except Exception as fault:
         raise DataError(f"the image can not be read: {fault}", where=str(path)) from fault
-    return _tensor(image)
 
 
 def _eight_bits(image: Any) -> Any:

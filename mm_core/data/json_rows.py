@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import StringIO
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TextIO
 
+from mm_core.data.paths import plain_file, refusal, status
 from mm_core.errors import DataError, did_you_mean
 
 
@@ -32,20 +33,34 @@ class RowFile:
     def _opened(self) -> Iterator[TextIO]:
         """DataError where the file is not there, or refused, also while it is read."""
         try:
-            with self.path.open(encoding="utf-8-sig") as file:
-                yield file
+            file = self.path.open(encoding="utf-8-sig")
         except FileNotFoundError:
             raise self.missing() from None
-        except UnicodeDecodeError as error:
-            raise self.not_text(error) from None
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: what is no path
             raise self.unreadable(error) from None
+        with file:
+            try:
+                yield file
+            except UnicodeDecodeError as error:
+                raise self.not_text(error) from None
+            except OSError as error:
+                raise self.unreadable(error) from None
+
+    def check_file(self) -> None:
+        """DataError where there is no plain file."""
+        if status(self.path, self.role) is None:
+            raise self.missing()
+        plain_file(self.path, self.role)
 
     def missing(self) -> DataError:
         """The file does not exist."""
         folder = self.path.parent
-        near = did_you_mean(self.path.name, [p.name for p in folder.iterdir()]) if folder.is_dir() else None
-        hint = near or (None if folder.is_dir() else f"the folder {folder} does not exist either")
+        hint: str | None = None
+        with suppress(OSError):  # a folder that must not be listed
+            if folder.is_dir():
+                hint = did_you_mean(self.path.name, [p.name for p in folder.iterdir()])
+            else:
+                hint = f"the folder {folder} does not exist either"
         return DataError(f"the {self.role} does not exist", where=str(self.path), hint=hint)
 
     def not_text(self, error: UnicodeDecodeError) -> DataError:
@@ -54,9 +69,9 @@ class RowFile:
         what = f"the {self.role} is not UTF-8 text (byte {error.start if place is None else place})"
         return DataError(what, where=str(self.path), accepted=self.accepted)
 
-    def unreadable(self, error: OSError) -> DataError:
+    def unreadable(self, error: OSError | ValueError) -> DataError:
         """The system refuses the file."""
-        return DataError(f"the {self.role} can not be read: {error.strerror}", where=str(self.path))
+        return DataError(f"the {self.role} can not be read: {refusal(error)}", where=str(self.path))
 
     def empty(self) -> DataError:
         """The file holds nothing."""

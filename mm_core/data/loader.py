@@ -5,20 +5,36 @@ from __future__ import annotations
 import pickle
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data import Dataset as TorchDataset
 
-from mm_core.contracts import Batch, Dataset, FailureRecord, RandomisedDataset, Randomness
+from mm_core.contracts import (
+    Batch,
+    Dataset,
+    FailureRecord,
+    RandomisedDataset,
+    Randomness,
+    generators_kept,
+    seed_generators,
+)
 from mm_core.data.sampler import BatchPlan, SlotSpec
 from mm_core.data.skipped import UnreadableError
-from mm_core.data.workers import StartWorker, deaths_explained, script_for, signals_held, start_server
+from mm_core.data.workers import (
+    StartWorker,
+    deaths_explained,
+    script_for,
+    start_server,
+    starting,
+    starts_explained,
+)
 from mm_core.errors import DataError, MMError, PartsError
-from mm_core.plugin.local import import_again, imported_files
+from mm_core.plugin.local import LocalFile, import_again, imported_files
 
 T = TypeVar("T")
 
@@ -52,6 +68,9 @@ class MicroBatchLoader:
     A sample that raises DataError is replaced by another one, drawn from (seed, epoch, index,
     attempt), under the key and weight of the first; the batch lists it in `failures`, or each of its parts
     that a PartsError holds. So it lists the parts that a sample does without.
+
+    The process's own generators (random, NumPy's, torch's on CPU) begin anew before each sample is read, at
+    (seed, epoch, index), and before each batch is collated and transformed, at the keys of its rows.
 
     Args:
         dataset: map-style; one that satisfies RandomisedDataset gets rng.at("data", epoch, index).
@@ -89,6 +108,8 @@ class MicroBatchLoader:
         self.per_step = len(plan.micro_batches(0, rank, data_parallel))
         self._length = max(0, end_step - start_step) * self.per_step
         self._sent = (dataset, batch_transform, rng)
+        # The server goes first: it may move the folder that workers note themselves in.
+        context = start_server(_modules(dataset, batch_transform)) if workers else None
         self._loader: DataLoader[Any] = DataLoader(
             _Reading(*self._sent),
             batch_size=None,
@@ -98,7 +119,7 @@ class MicroBatchLoader:
             collate_fn=_unchanged,
             pin_memory=pin_memory and device_type != "cpu",
             worker_init_fn=StartWorker() if workers else None,
-            multiprocessing_context=start_server(_modules(dataset, batch_transform)) if workers else None,
+            multiprocessing_context=context,
             generator=torch.Generator().manual_seed(0),  # torch's own draw must not move the global one
         )
 
@@ -109,7 +130,7 @@ class MicroBatchLoader:
         """Starts the workers, then yields. Closing the iterator (or losing it) ends them."""
         if not self._loader.num_workers:
             return self._drain(iter(self._loader))
-        with signals_held(), script_for(self._sent):
+        with starting(), script_for(self._sent), starts_explained():
             return self._drain(iter(self._loader))
 
     def _drain(self, reading: Iterator[Any]) -> Iterator[Batch]:
@@ -141,7 +162,7 @@ class _Reading(TorchDataset[Any]):
         self.dataset, self.transform, self.rng = dataset, transform, rng
         self.size = len(dataset)
 
-    def __getstate__(self) -> tuple[bytes, dict[str, str]]:
+    def __getstate__(self) -> tuple[bytes, dict[str, LocalFile]]:
         """For a worker: itself, and the one-file plugins that must be imported before it can be read."""
         try:
             return bytes(ForkingPickler.dumps(self.__dict__)), imported_files()
@@ -153,25 +174,33 @@ class _Reading(TorchDataset[Any]):
                 hint="data.loader.workers=0 reads in the training process",
             ) from error
 
-    def __setstate__(self, state: tuple[bytes, dict[str, str]]) -> None:
+    def __setstate__(self, state: tuple[bytes, dict[str, LocalFile]]) -> None:
         pickled, files = state
         import_again(files)
         self.__dict__.update(pickle.loads(pickled))
 
     def __getitem__(self, slots: list[SlotSpec]) -> Batch | _Fault:
+        # A worker's generators serve nothing else; those of the training process do.
+        with nullcontext() if get_worker_info() else generators_kept():
+            try:
+                return self._batch(slots)
+            except MMError as error:
+                cause = error.__cause__ or error
+                return _Fault(error, "\n" + "".join(traceback.format_exception(cause)))
+
+    def _batch(self, slots: list[SlotSpec]) -> Batch:
         failures: list[FailureRecord] = []
-        try:
-            samples = [self._sample(slot, failures) for slot in slots]
-            batch = self._guard(lambda: self.dataset.collate(samples), "the dataset's collate")
-            if self.transform is not None:
-                transform = self.transform
-                collated = batch
-                batch = self._guard(lambda: transform(collated), "the task's batch transform")
-            batch.failures = failures
-            return batch
-        except MMError as error:
-            cause = error.__cause__ or error
-            return _Fault(error, "\n" + "".join(traceback.format_exception(cause)))
+        samples = [self._sample(slot, failures) for slot in slots]
+        rows = [number for slot in slots for number in slot.key]
+        seed_generators(self.rng.at("collate", *rows))
+        batch = self._guard(lambda: self.dataset.collate(samples), "the dataset's collate")
+        if self.transform is not None:
+            transform = self.transform
+            collated = batch
+            seed_generators(self.rng.at("transform", *rows))
+            batch = self._guard(lambda: transform(collated), "the task's batch transform")
+        batch.failures = failures
+        return batch
 
     def _sample(self, slot: SlotSpec, failures: list[FailureRecord]) -> dict[str, Any]:
         """The slot's sample or, where it is unreadable, the first readable replacement."""
@@ -213,6 +242,7 @@ class _Reading(TorchDataset[Any]):
 
     def _read(self, index: int, epoch: int) -> dict[str, Any]:
         dataset = self.dataset
+        seed_generators(self.rng.at("draws", epoch, index))
         if isinstance(dataset, RandomisedDataset):
             rng = self.rng.at("data", epoch, index)
             return self._guard(lambda: dataset.sample_at(index, rng), f"sample {index}")

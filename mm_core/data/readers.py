@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
@@ -13,22 +13,36 @@ import av
 import numpy as np
 import torch
 from av.video.reformatter import Colorspace
+from PIL import UnidentifiedImageError
 from torch import Tensor
 
 from mm_core.builtin.configs.data import DecordConfig, PyAVConfig
 from mm_core.contracts import VideoInfo
-from mm_core.errors import DataError
+from mm_core.data.images import opened_image, read_image
+from mm_core.data.paths import plain_file
+from mm_core.errors import DataError, MMError
 
 _SEEK_FROM = 1.0  # seconds; below, decoding from the start costs less than a second index look-up
 _EPSILON = 1e-3  # seconds; times and timestamps are compared within this (Matroska rounds to it)
 _BT709 = 1  # AVCOL_SPC_BT709, as frames carry it
 
+_OPTIONS = {
+    "protocol_whitelist": "file",  # a playlist in disguise must not make FFmpeg open addresses
+    "pattern_type": "none",  # `a%03d.jpg` is a file of that name, not a pattern of others'
+}
+
+_PICTURE_RATE = 25.0  # frames a second of a still picture, as FFmpeg has it
+
+_FAULTS = (av.FFmpegError, OSError, ValueError, ArithmeticError, RuntimeError)
+"""What PyAV raises for damaged files: FFmpeg's errors, and those of a header's odd numbers."""
+
 
 class PyAVReader:
     """Decodes with FFmpeg, one thread, by timestamps.
 
-    Times count from the first frame. Variable frame rates are honoured, display rotation is
-    applied, and a frame that the decoder flags as damaged is refused (it would conceal the damage).
+    Times count from the first frame; a still picture is one frame of 1/25 s. Variable frame rates are
+    honoured, display rotation is applied, and a frame that the decoder flags as damaged is refused (it would
+    conceal the damage).
     """
 
     def __init__(self, max_pixels: int = PyAVConfig.max_pixels) -> None:
@@ -50,6 +64,11 @@ class PyAVReader:
         order = sorted(range(len(times)), key=times.__getitem__)
         wanted = [times[place] for place in order]
         with _opened(path, self.max_pixels) as (container, stream):
+            picture = _picture(container, path)
+            if picture is not None:
+                if wanted[-1] >= 1.0 / _PICTURE_RATE + _EPSILON:
+                    raise _too_short(path, wanted[-1], 1.0 / _PICTURE_RATE)
+                return picture.expand(len(times), -1, -1, -1).clone()
             frames = None
             if wanted[0] >= _SEEK_FROM:
                 frames = _from_keyframe(container, stream, wanted, path)
@@ -80,8 +99,10 @@ class DecordReader:
         times = _checked(seconds, path)
         decord = _import_decord()
         info = probe(path, self.max_pixels)
+        if info.num_frames == 1:  # pictures, of which decord opens none
+            return PyAVReader(self.max_pixels).read(path, times)
         try:
-            reader = decord.VideoReader(str(path), ctx=decord.cpu(0), num_threads=1)
+            reader = decord.VideoReader(_name(path), ctx=decord.cpu(0), num_threads=1)
             spans = np.asarray(reader.get_frame_timestamp(range(len(reader))), dtype=np.float64)
             starts = (spans[:, 0] - spans[0, 0]).tolist()
             end = starts[-1] + max(float(spans[-1, 1] - spans[-1, 0]), 1.0 / info.fps)
@@ -89,7 +110,9 @@ class DecordReader:
                 raise _too_short(path, max(times), end)
             indices = [bisect.bisect_right(starts, time + _EPSILON) - 1 for time in times]
             frames = reader.get_batch(indices).asnumpy()
-        except (decord.DECORDError, IndexError, RuntimeError) as error:
+        except MMError:
+            raise
+        except (decord.DECORDError, IndexError, *_FAULTS) as error:
             reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
             raise DataError(f"decord can not read the video: {reason}", where=str(path)) from None
         return torch.from_numpy(np.ascontiguousarray(frames))
@@ -98,91 +121,136 @@ class DecordReader:
 def probe(path: Path, max_pixels: int) -> VideoInfo:
     """VideoInfo of a file; see PyAVReader.probe."""
     with _opened(path, max_pixels) as (container, stream):
-        frames, seconds = _extent(container, stream)
-        first = next(_decode(container, stream, path), None)
+        picture = _picture(container, path)
+        if picture is not None:
+            _, height, width, _ = picture.shape
+            return VideoInfo(width, height, _PICTURE_RATE, 1, 1.0 / _PICTURE_RATE)
+        if stream.frames and stream.duration:
+            first = next(_decode(container, stream, path), None)
+            frames, seconds = stream.frames, float(stream.duration * stream.time_base)
+        else:
+            first, frames, seconds = _counted(container, stream, path)
         if first is None or frames < 1 or seconds <= 0:
             raise DataError("the video stream holds no frames", where=str(path))
         width, height = stream.width, stream.height
         if _quarter_turns(first) % 2:
             width, height = height, width
         declared = float(stream.average_rate or 0)
-        # A rate that does not fit the count is a guess from the first packets (Matroska does that).
-        fps = declared if abs(declared * seconds - frames) <= 1 else frames / seconds
-        return VideoInfo(width, height, fps, frames, seconds)
+        # A rate that does not fit the count is a guess from the first packets (Matroska does that); that of a
+        # lone picture may be missing.
+        fits = declared > 0 and abs(declared * seconds - frames) <= 1
+        return VideoInfo(width, height, declared if fits else frames / seconds, frames, seconds)
 
 
 @contextmanager
 def _opened(path: Path, max_pixels: int) -> Iterator[tuple[Any, Any]]:
-    """(container, its first real video stream), refused by header before anything is decoded."""
-    if not path.is_file():
-        what = "is a folder, not a video" if path.is_dir() else "the video does not exist"
-        raise DataError(what, where=str(path))
-    if path.stat().st_size == 0:
+    """(container, its first real video stream), refused by header before anything is decoded. DataError also
+    for what FFmpeg's own numbers of a damaged file lead to in the block."""
+    if plain_file(path, "video") == 0:
         raise DataError("the video is an empty file (0 bytes)", where=str(path))
     try:
-        # Only plain files: a playlist in disguise must not make FFmpeg open addresses.
-        container = av.open(str(path), metadata_errors="replace", options={"protocol_whitelist": "file"})
-    except (av.FFmpegError, OSError, ValueError) as error:
+        container = av.open(_name(path), metadata_errors="replace", options=_OPTIONS)
+    except _FAULTS as error:
         raise DataError(
             f"this is no readable video: {_reason(error)}",
             where=str(path),
             hint="it may be truncated, damaged, or of a format that FFmpeg does not know",
         ) from None
-    with container:
-        covers = av.stream.Disposition.attached_pic  # an audio file's cover picture is no video
-        streams = [s for s in container.streams.video if not s.disposition & covers]
-        if not streams:
-            kinds = sorted({s.type for s in container.streams})
-            raise DataError(
-                f"the file has no video stream (it has: {', '.join(kinds) or 'nothing'})", where=str(path)
-            )
-        stream = streams[0]
-        if stream.width * stream.height > max_pixels:
-            raise DataError(
-                f"frames of {stream.width}x{stream.height} are larger than the reader's max_pixels",
-                where=str(path),
-                accepted=f"up to {max_pixels} pixels a frame",
-                hint="raise `max_pixels` of the reader if the machine has the memory to decode it",
-            )
-        stream.codec_context.thread_count = 1  # workers are the parallelism
-        stream.codec_context.thread_type = "NONE"
-        yield container, stream
-
-
-def _extent(container: Any, stream: Any) -> tuple[int, float]:
-    """(frames, seconds) as declared, else counted over the packets, which decodes nothing."""
-    if stream.frames and stream.duration:
-        return stream.frames, float(stream.duration * stream.time_base)
     try:
-        spans = [
-            (packet.pts, packet.duration or 0)
-            for packet in container.demux(stream)
-            if packet.size and packet.pts is not None
-        ]
-        container.seek(0)
-    except av.FFmpegError:
-        return 0, 0.0
+        with container:
+            yield container, _stream(container, path, max_pixels)
+    except MMError:
+        raise
+    except _FAULTS as error:
+        raise DataError(f"the video can not be decoded: {_reason(error)}", where=str(path)) from error
+
+
+def _name(path: Path) -> str:
+    """From the root: FFmpeg takes `12:30.mp4` for the file 30.mp4 of a protocol 12."""
+    return str(path.absolute())
+
+
+def _stream(container: Any, path: Path, max_pixels: int) -> Any:
+    """The container's first real video stream, ready to be decoded. DataError where none can be."""
+    covers = av.stream.Disposition.attached_pic  # an audio file's cover picture is no video
+    streams = [s for s in container.streams.video if not s.disposition & covers]
+    if not streams:
+        kinds = sorted({s.type for s in container.streams})
+        raise DataError(
+            f"the file has no video stream (it has: {', '.join(kinds) or 'nothing'})", where=str(path)
+        )
+    stream = streams[0]
+    if stream.codec_context is None:
+        raise DataError("the video is of a codec that FFmpeg does not know", where=str(path))
+    if stream.width * stream.height > max_pixels:
+        raise DataError(
+            f"frames of {stream.width}x{stream.height} are larger than the reader's max_pixels",
+            where=str(path),
+            accepted=f"up to {max_pixels} pixels a frame",
+            hint="raise `max_pixels` of the reader if the machine has the memory to decode it",
+        )
+    stream.codec_context.thread_count = 1  # workers are the parallelism
+    stream.codec_context.thread_type = "NONE"
+    return stream
+
+
+def _picture(container: Any, path: Path) -> Tensor | None:
+    """uint8 [1,Y,X,3] of a still picture, read as every other image is: FFmpeg ignores mirrored orientations
+    and fills what is cut off with grey. None for videos, and for pictures of kinds that Pillow does not
+    know."""
+    name = container.format.name
+    if name != "image2" and not name.endswith("_pipe"):
+        return None
+    try:
+        with opened_image(path) as image:
+            # Further pictures of a camera's JPEG or of a TIFF are previews and pages.
+            count = 1 if image.format in ("MPO", "TIFF") else getattr(image, "n_frames", 1)
+        if count > 1:
+            raise DataError(
+                f"the {image.format} file is animated ({count} frames), which FFmpeg takes for a picture",
+                where=str(path),
+                accepted="pictures of one frame; animations as GIF, APNG or videos",
+                hint="convert it, to mp4 say",
+            )
+        return read_image(path).permute(1, 2, 0)[None].contiguous()
+    except DataError as fault:
+        if isinstance(fault.__cause__, UnidentifiedImageError):
+            return None
+        raise
+
+
+def _counted(container: Any, stream: Any, path: Path) -> tuple[Any, int, float]:
+    """(first frame, frames, seconds) of a stream whose header does not say: counted over the packets, of
+    which no more are decoded than the first frame takes. One pass: not every container can go back."""
+    first: Any = None
+    spans: list[tuple[int, int]] = []
+    for packet in container.demux(stream):
+        if packet.size and packet.pts is not None:
+            spans.append((packet.pts, packet.duration or 0))
+        if first is None:
+            first = next(_sound(packet.decode(), stream, path), None)
     if not spans:
-        return 0, 0.0
+        return first, 0, 0.0
     ticks = max(pts + duration for pts, duration in spans) - min(pts for pts, _ in spans)
     if not max(spans)[1] and len(spans) > 1:
-        ticks = (
-            ticks * len(spans) // (len(spans) - 1)
-        )  # no durations: the last frame lasts as long as the mean
-    return len(spans), float(ticks * stream.time_base)
+        # No durations: the last frame lasts as long as the mean.
+        ticks = ticks * len(spans) // (len(spans) - 1)
+    return first, len(spans), float(ticks * stream.time_base)
 
 
 def _decode(container: Any, stream: Any, path: Path) -> Iterator[Any]:
-    """Decoded frames from the container's position on; DataError where the stream is damaged."""
-    try:
-        for frame in container.decode(stream):
-            if frame.is_corrupt:
-                raise DataError(f"the video is damaged at {frame.time or 0:.2f} s", where=str(path))
-            if (frame.width, frame.height) != (stream.codec_context.width, stream.codec_context.height):
-                raise DataError("the frame size changes within the video", where=str(path))
-            yield frame
-    except (av.FFmpegError, OSError) as error:
-        raise DataError(f"the video can not be decoded: {_reason(error)}", where=str(path)) from None
+    """Decoded frames from the container's position on, as `_sound` has them."""
+    return _sound(container.decode(stream), stream, path)
+
+
+def _sound(frames: Iterable[Any], stream: Any, path: Path) -> Iterator[Any]:
+    """The same frames. DataError at one that the decoder flags as damaged, or of another size."""
+    for frame in frames:
+        if frame.is_corrupt:
+            raise DataError(f"the video is damaged at {frame.time or 0:.2f} s", where=str(path))
+        if (frame.width, frame.height) != (stream.codec_context.width, stream.codec_context.height):
+            raise DataError("the frame size changes within the video", where=str(path))
+        yield frame
 
 
 def _from_keyframe(
@@ -201,7 +269,7 @@ def _from_keyframe(
         frames = _pick(_decode(container, stream, path), stream, wanted, path, seeked=True)
         if frames is not None:
             return frames
-    except (DataError, av.FFmpegError):
+    except _FAULTS:  # DataError among them
         pass  # the reading from the start raises it again, if it is the file's fault
     container.seek(start, stream=stream, backward=True)
     return None

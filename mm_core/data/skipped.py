@@ -107,7 +107,8 @@ class SkipLedger:
             for failure in fresh:
                 if (failure.id, _number(failure)) not in self._written:
                     line = {"id": failure.id, "index": _number(failure), "reason": failure.reason}
-                    file.write((json.dumps(line, ensure_ascii=False) + "\n").encode())
+                    text = json.dumps(line, ensure_ascii=False) + "\n"
+                    file.write(text.encode(errors="backslashreplace"))  # of half a character: JSON's escape
                     self._written.add((failure.id, _number(failure)))
             file.flush()
             os.fsync(file.fileno())

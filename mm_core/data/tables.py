@@ -50,8 +50,7 @@ def read_table(file: Path, columns: Sequence[Column], quotes: bool = True) -> It
             accepted=", ".join(SUFFIXES),
         )
     rows = RowFile(file, _ROLE, _ACCEPTED)
-    if not file.is_file():
-        raise rows.missing()
+    rows.check_file()
     if suffix == ".parquet":
         found = _parquet(rows, columns)
     elif suffix in (".csv", ".tsv"):

@@ -14,6 +14,7 @@ from mm_core.contracts import Randomness, VideoInfo, VideoReader, VideoTextBatch
 from mm_core.data.annotations import Annotation, inside, read_annotations
 from mm_core.data.captions import clean_caption
 from mm_core.data.packed_rows import PackedRows
+from mm_core.data.paths import check_folder
 from mm_core.data.readers import PyAVReader
 from mm_core.data.transforms import Interpolation, resize_centre_crop
 from mm_core.errors import DataError
@@ -51,8 +52,7 @@ class VideoTextDataset:
         self.random_start = random_start
         self.interpolation = interpolation
         self.reader = PyAVReader() if reader is None else reader
-        if not self.folder.is_dir():
-            raise DataError("the folder of the videos does not exist", where=str(self.folder))
+        check_folder(self.folder, "the folder of the videos")
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -79,6 +79,7 @@ class VideoTextDataset:
         """start, caption: uniform numbers in [0, 1) that choose among what is possible."""
         row = self.rows[index]
         path = inside(self.folder, row.path)
+        _check_text(row.captions, path)
         if self.fps is None and row.num_frames is not None and row.num_frames < self.num_frames:
             raise self._short(path, row.num_frames, "the annotation declares")
         times = self._times(path, self.reader.probe(path), start)
@@ -107,3 +108,13 @@ class VideoTextDataset:
             f"a clip needs {self.num_frames}",
             where=str(path),
         )
+
+
+def _check_text(captions: Sequence[str], path: Path) -> None:
+    """DataError for a caption that no tokenizer takes: JSON can also write half of a surrogate pair."""
+    for caption in captions:
+        try:
+            caption.encode()
+        except UnicodeEncodeError as error:
+            half = ascii(caption[error.start])[1:-1]
+            raise DataError(f"the caption holds {half}, half of a character", where=str(path)) from None

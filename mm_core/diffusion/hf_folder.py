@@ -13,6 +13,7 @@ from torch import nn
 
 from mm_core.contracts import WeightsFrom, empty_parameters
 from mm_core.errors import CheckpointError, MMError, first_line
+from mm_core.remote_code import RemoteCode
 
 _PICKLED = ("*.bin", "*.pt", "*.pth")
 
@@ -20,11 +21,11 @@ _PICKLED = ("*.bin", "*.pt", "*.pth")
 @dataclass(frozen=True)
 class ModelFolder:
     """A folder as Transformers' `save_pretrained` writes it. role: what the model is, in sentences.
-    trust_remote_code: Python files of the folder may run."""
+    trust_remote_code: Python files of the folder may run; `known` ones come as a copy (see `code_folder`)."""
 
     path: Path
     role: str
-    trust_remote_code: bool = False
+    trust_remote_code: RemoteCode = False
 
     def has(self, name: str) -> bool:
         """Whether a file of that name is there."""
@@ -55,7 +56,7 @@ class ModelFolder:
             )
         try:
             return AutoConfig.from_pretrained(
-                self.path, local_files_only=True, trust_remote_code=self.trust_remote_code
+                self.path, local_files_only=True, trust_remote_code=bool(self.trust_remote_code)
             )
         except MMError:  # of a plugin that reads its own kind of config.json
             raise

@@ -77,4 +77,4 @@ class PixelAutoencoder(nn.Module):
 
 def _multiples_near(size: int, stride: int) -> list[int]:
     below = size // stride * stride
-    return [multiple for multiple in (below, below + stride) if multiple > 0]
+    return [multiple for multiple in (below, below + stride) if multiple > 0] or [stride]

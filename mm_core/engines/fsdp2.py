@@ -8,7 +8,7 @@ documentation of torch.distributed.fsdp.fully_shard.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -29,9 +29,9 @@ from mm_core.contracts import EnginePlan, InitialWeights, Loss, Randomness, torc
 from mm_core.device import current_device, device_mesh
 from mm_core.errors import ContractError, PlanError
 from mm_core.parallel.averaging import average_by_sum, check_replicas
-from mm_core.parallel.casting import cast_inputs, check_dtypes
+from mm_core.parallel.casting import cast_inputs, check_dtypes, uncast_inputs
 from mm_core.parallel.initialise import initialise
-from mm_core.parallel.layout import decide_layout, mesh_shape
+from mm_core.parallel.layout import Layout, decide_layout, gathered_bytes, mesh_shape
 from mm_core.parallel.placing import place, plan_frozen
 from mm_core.parallel.recompute import recompute
 from mm_core.parallel.resting import Resting
@@ -71,7 +71,7 @@ class FSDP2Engine:
             ignore=config.ignored_modules,
         )
         check_dtypes(task, layout.roots)
-        own = trained = 0
+        own = trained = left_alone = 0
         for root in layout.roots:
             for name, parameter in task.get_submodule(root).named_parameters(prefix=root):
                 if parameter.dim() == 0:
@@ -84,6 +84,7 @@ class FSDP2Engine:
                 rows = parameter.shape[0] if whole else -(-parameter.shape[0] // shards)
                 size = rows * prod(parameter.shape[1:]) * parameter.element_size()
                 own += size
+                left_alone += size if whole else 0
                 trained += size if parameter.requires_grad else 0
         return EnginePlan(
             world=world,
@@ -96,7 +97,16 @@ class FSDP2Engine:
             gradient_bytes=trained,
             optimizer_bytes=round(trained * optimizer_state_tensors),
             frozen=plan_frozen(task, config.frozen, layout.ignored, shards),
+            offloaded_bytes=own - left_alone if config.offload_to_cpu else 0,
+            gathered_bytes=self._gathered_bytes(task, layout),
         )
+
+    def _gathered_bytes(self, task: nn.Module, layout: Layout) -> int:
+        config = self.config
+        # Where nothing is prefetched by request, fully_shard still gathers the next one of the backward.
+        ahead = max(config.num_to_forward_prefetch, config.num_to_backward_prefetch, 1)
+        dtype = torch_dtype(config.param_dtype) if config.param_dtype else None
+        return gathered_bytes(task, layout, dtype, ahead if config.reshard_after_forward else None)
 
     # -- prepare -------------------------------------------------------------------------------
 
@@ -128,11 +138,7 @@ class FSDP2Engine:
             tie(module, self._tied[name])
             initialise(module, name, rng, spared)
             if self.config.offload_to_cpu:
-                for (
-                    buffer_owner
-                ) in module.modules():  # offloading moves parameters; buffers are computed with
-                    for key, buffer in buffer_owner.named_buffers(recurse=False):
-                        setattr(buffer_owner, key, buffer.to(self.device))
+                self._keep_on_device(task, name, plan.ignored)
             self._parameters |= dict(module.named_parameters(prefix=name))
         if weights is not None:
             weights.fill(self._model_state())
@@ -141,6 +147,15 @@ class FSDP2Engine:
         self._optimizer = optimizer({n: p for n, p in self._parameters.items() if p.requires_grad})
         groups = self._optimizer.param_groups
         self._base_lrs = [float(group["lr"]) * float(group.get("lr_scale", 1.0)) for group in groups]
+
+    def _keep_on_device(self, task: nn.Module, root: str, ignored: Sequence[str]) -> None:
+        """Brings back what offloading does not copy in for a call: buffers, and modules left alone."""
+        for path in ignored:
+            if path == root or path.startswith(f"{root}."):
+                task.get_submodule(path).to(self.device)
+        for owner in task.get_submodule(root).modules():
+            for key, buffer in owner.named_buffers(recurse=False):
+                setattr(owner, key, buffer.to(self.device))
 
     def _mesh(self, plan: EnginePlan) -> Any:
         if self._ranks is None:  # one for all: each brings process groups of its own
@@ -198,13 +213,20 @@ class FSDP2Engine:
         for root in self._roots:
             root.set_requires_gradient_sync(last)
             root.set_is_last_backward(last)
-        loss = compute()
+        with self._told_of_dtypes():
+            loss = compute()
         if not last:
             self._resting.spare()
         # A total that is not finite may still have finite gradients (x + nan): they would update unseen.
         seed = torch.where(torch.isfinite(loss.total.detach()), scale, float("nan"))
         loss.total.backward(seed.to(loss.total.dtype))  # type: ignore[no-untyped-call]
         return replace(loss, total=loss.total.detach())
+
+    def _told_of_dtypes(self) -> AbstractContextManager[None]:
+        config = self.config
+        if config.param_dtype is None or config.cast_forward_inputs:
+            return nullcontext()
+        return uncast_inputs(config.param_dtype)
 
     def grad_norm(self) -> float:
         """The global L2 norm of the reduced gradients, the same on all ranks. Waits for the device."""
@@ -245,7 +267,7 @@ class FSDP2Engine:
         for module in self._trained.values():
             module.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._told_of_dtypes():
                 yield
         finally:
             for module, training in modes.items():

@@ -7,18 +7,27 @@ timestep 998.7 into 1000 in bf16.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from mm_core.errors import PlanError
+from mm_core.errors import ContractError, PlanError, first_line
 from mm_core.parallel.adapters import adapter_of
 
 KEEP = frozenset({"timestep", "timesteps", "t", "sigma", "sigmas"})
 """Names of inputs whose precision is never lowered."""
+
+_TWO_DTYPES = re.compile(
+    r"same dtype|dtypes must be the same|(?:bias|weight) type .* should be the same|expected scalar type"
+    r"|expected m1 and m2"
+)
+"""What torch's products and convolutions answer to operands of two dtypes."""
+_FLOATING = re.compile(r"\b(?:b?float|half|double)\w*", re.IGNORECASE)
 
 
 def hold_frozen(task: nn.Module, dtype: torch.dtype) -> None:
@@ -88,3 +97,21 @@ def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
         return cast_args, {name: convert(name, value) for name, value in kwargs.items()}
 
     module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+@contextmanager
+def uncast_inputs(dtype: str) -> Iterator[None]:
+    """For forwards whose inputs nobody casts: ContractError in the place of torch's, where weights of `dtype`
+    meet another."""
+    try:
+        yield
+    except RuntimeError as fault:
+        line = first_line(fault)
+        if not _TWO_DTYPES.search(line) or len(_FLOATING.findall(line)) < 2:
+            raise
+        raise ContractError(
+            "false leaves the casting of inputs to the model, and this model's weights, in"
+            f" {dtype}, met inputs of another dtype: {line}",
+            where="engine.cast_forward_inputs",
+            hint="engine.cast_forward_inputs: true, or a model that casts what it gets to its weights' dtype",
+        ) from fault

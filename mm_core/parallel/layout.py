@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import nn
 
 from mm_core.errors import PlanError
@@ -74,6 +75,36 @@ def decide_layout(
             )
         check_callable(task, chosen, f"engine.{key}")
     return Layout(tuple(trainable), wrapped, recomputed, ignored)
+
+
+def gathered_bytes(task: nn.Module, layout: Layout, dtype: torch.dtype | None, ahead: int | None) -> int:
+    """Most bytes of parameters that are whole at a time: what no wrapped module holds, and `ahead` wrapped
+    modules beside the one that computes, with those that they lie in.
+
+    Args:
+        dtype: of gathered parameters; None: as stored.
+        ahead: None: every wrapped module stays gathered until its backward.
+    """
+    own = dict.fromkeys((*layout.roots, *layout.wrapped), 0)
+    seen: set[int] = set()
+    for root in layout.roots:
+        for name, parameter in task.get_submodule(root).named_parameters(prefix=root):
+            if id(parameter) in seen or _inside(name, layout.ignored):
+                continue
+            seen.add(id(parameter))
+            size = dtype.itemsize if dtype and parameter.is_floating_point() else parameter.element_size()
+            own[max(_inside(name, own), key=len)] += parameter.numel() * size
+    whole = sum(own[root] for root in layout.roots)
+    if ahead is None:
+        return sum(own.values())
+    windows = [layout.wrapped[i : i + 1 + ahead] for i in range(len(layout.wrapped))]
+    held = [{path for w in window for path in _inside(f"{w}.", layout.wrapped)} for window in windows]
+    return whole + max((sum(own[path] for path in paths) for paths in held), default=0)
+
+
+def _inside(name: str, modules: Iterable[str]) -> list[str]:
+    """The modules that a dotted name lies in."""
+    return [path for path in modules if name.startswith(f"{path}.")]
 
 
 def shared_outside(task: nn.Module, paths: Sequence[str]) -> dict[str, tuple[str, str]]:

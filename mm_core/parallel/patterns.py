@@ -42,10 +42,11 @@ def _match_one(pattern: str, paths: list[str], key: str) -> set[str]:
             for values, value in zip(seen, hit.groups(), strict=True):
                 values.add(value)
     if not found:
+        near = _examples(pattern, paths)
         raise PlanError(
             f"pattern {pattern!r} matches no module",
             where=key,
-            accepted="a path such as " + ", ".join(_examples(pattern, paths)),
+            accepted=f"a path such as {', '.join(near)}" if near else "nothing: there is no module to name",
         )
     for brace, values in zip(braces, seen, strict=True):
         absent = [item for item in brace or () if not any(_admits([item], value) for value in values)]
@@ -108,7 +109,16 @@ def _natural(name: str) -> tuple[int, str]:
 
 
 def _examples(pattern: str, paths: list[str]) -> list[str]:
-    """Real paths near a pattern, numbered siblings folded to `{*}`."""
+    """Real paths near a pattern, numbered siblings folded to `{*}`: alike, else with an end alike, else as
+    deep (for a name without dots: the task's components)."""
     folded = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|\Z)", "{*}", path) for path in paths if path))
     plain = _BRACE.sub("{*}", pattern)
-    return [repr(path) for path in nearest(plain, folded, 3) or folded[:3]]
+    if found := nearest(plain, folded, 3):
+        return [repr(path) for path in found]
+    ends: dict[str, str] = {}
+    for path in folded:
+        ends.setdefault(path.rpartition(".")[2], path)
+    if found := [ends[end] for end in nearest(plain.rpartition(".")[2], ends, 3) if end != "{*}"]:
+        return [repr(path) for path in found]
+    as_deep = [path for path in folded if path.count(".") == plain.count(".")]
+    return [repr(path) for path in (as_deep or folded)[:5]]

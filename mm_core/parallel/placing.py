@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from mm_core.contracts import FrozenPlan, InitialWeights, Streamed
-from mm_core.errors import PlanError, did_you_mean
+from mm_core.errors import ContractError, PlanError, did_you_mean
 from mm_core.parallel.layout import like_blocks
 from mm_core.parallel.patterns import match
 from mm_core.parallel.tying import tie, tied_names
@@ -120,12 +120,24 @@ def place(
         device: that computes.
         weights: where the tensors come from, by path in the task.
         mesh: the ranks that share a sharded one; all of them call this.
+
+    Raises:
+        ContractError: a table that no file holds has no values.
     """
     name, offloaded = plan.name, plan.placement == "offloaded"
     assert isinstance(component, Streamed)
     component.requires_grad_(False)
     tied = tied_names(component)
-    empty = {key for key, tensor in component.state_dict().items() if tensor.is_meta}
+    stored = component.state_dict()
+    empty = {key for key, tensor in stored.items() if tensor.is_meta}
+    if tables := [key for key, buffer in component.named_buffers() if buffer.is_meta and key not in stored]:
+        raise ContractError(
+            f"build_empty of {type(component).__name__} leaves {len(tables)} tables without values: "
+            + ", ".join(tables[:8]),
+            where=name,
+            accepted="buffers that no file holds, computed",
+            hint="build the modules within mm_core.contracts.empty_parameters",
+        )
     if plan.placement == "sharded":
         _shard(component, name, plan.blocks, mesh)
     home = torch.device("cpu") if offloaded else device

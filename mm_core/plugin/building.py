@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mm_core.errors import ConfigError, ContractError, PluginError
 from mm_core.plugin.fields import ComponentConfig
+from mm_core.plugin.foreign import foreign_code
 
 if TYPE_CHECKING:
     from mm_core.plugin.registry import Registry
@@ -52,7 +53,8 @@ def _build(config: ComponentConfig, registry: Registry, args: tuple[Any, ...] = 
     _check_call(
         target, args, fields, f"plugin {registered.namespace!r}, {config.kind} {registered.qualified!r}"
     )
-    return target(*args, **fields)
+    with foreign_code():  # a target that calls sys.exit(0) would end a run as if it had succeeded
+        return target(*args, **fields)
 
 
 def _fields(config: ComponentConfig, registry: Registry) -> dict[str, Any]:

@@ -7,13 +7,16 @@ same check serves YAML files, overrides and Python mappings.
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from mm_core.errors import ConfigError, MMError, PluginError, did_you_mean
-from mm_core.plugin.fields import ComponentConfig, Kind, Range, yaml_key
+from mm_core.plugin.fields import ComponentConfig, Kind, Range, dtype_hint, yaml_key
+from mm_core.plugin.foreign import ForeignExit, foreign_code
 from mm_core.plugin.nodes import (
     FAILED,
     SCALARS,
@@ -34,25 +37,44 @@ from mm_core.plugin.nodes import (
 if TYPE_CHECKING:
     from mm_core.plugin.registry import Registry
 
-__all__ = ["FAILED", "Checker", "Node", "check_component", "from_python", "to_python"]
+MAX_FAULTS = 100
+"""Faults of one config that are listed: each costs a search for what was meant."""
+
+__all__ = ["FAILED", "MAX_FAULTS", "Checker", "Node", "check_component", "from_python", "to_python"]
 
 
 def check_component(kind: str, mapping: Mapping[str, Any], registry: Registry, where: str) -> ComponentConfig:
     """A plain mapping with `type` as a checked reference. ConfigError with every fault."""
     checker = Checker(registry)
-    result = checker.component(kind, from_python(mapping, "", where))
+    result = checker.checked(lambda: checker.component(kind, from_python(mapping, "", where)))
     if checker.faults:
         raise ConfigError(checker.faults)
     assert isinstance(result, ComponentConfig)
     return result
 
 
+_NOT_FINITE = ", which is not finite"
+_INFINITE_HINT = "a number that is too large for a float counts as infinite too"
+
+
+class _TooManyFaults(Exception):
+    """There are more than `MAX_FAULTS`; the rest of the tree is not looked at."""
+
+
 class Checker:
     """One pass over a tree. `faults` holds what was found, in the order of the tree."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, infinite: bool = False) -> None:
         self.registry = registry
         self.faults: list[MMError] = []
+        self._infinite = infinite  # whether the field that is read may hold what is not finite
+
+    def checked(self, check: Callable[[], Any]) -> Any:
+        """What `check` returns, or FAILED when it finds more faults than are listed."""
+        try:
+            return check()
+        except _TooManyFaults:
+            return FAILED
 
     def fault(
         self,
@@ -65,6 +87,8 @@ class Checker:
     ) -> Any:
         """Notes a fault at a node; FAILED, which the value then is."""
         self.faults.append(ConfigError(what, where=node.place(key), accepted=accepted, hint=hint))
+        if len(self.faults) > MAX_FAULTS:
+            raise _TooManyFaults
         return FAILED
 
     # -- structures ------------------------------------------------------------------------------
@@ -90,8 +114,9 @@ class Checker:
         if not isinstance(node.value, dict):
             return self._wrong(node, cls)
         try:
-            hints = get_type_hints(cls, include_extras=True)
-        except (NameError, AttributeError, TypeError) as error:
+            with foreign_code():
+                hints = get_type_hints(cls, include_extras=True)
+        except Exception as error:  # an annotation is code of the plugin's: it may raise anything
             what = f"the annotations of {cls.__module__}.{cls.__qualname__} can not be resolved: {error}"
             return self.fault(node, what, hint="annotate with names that exist when the module is imported")
         own = [f for f in dataclasses.fields(cls) if f.init and f.metadata.get("yaml", True)]
@@ -101,8 +126,7 @@ class Checker:
         values: dict[str, Any] = {}
         for name, field in fields.items():
             if name in node.value:
-                given = _with_default(node.value[name], field.default)
-                values[field.name] = self.value(hints[field.name], given)
+                values[field.name] = self._field(field, hints[field.name], node.value[name])
             elif field.default is not dataclasses.MISSING:
                 values[field.name] = self._default(field.default, node, name)
             elif field.default_factory is not dataclasses.MISSING:
@@ -113,6 +137,13 @@ class Checker:
         if len(self.faults) > before or any(value is FAILED for value in values.values()):
             return FAILED
         return self._construct(cls, values, node)
+
+    def _field(self, field: dataclasses.Field[Any], annotation: Any, node: Node) -> Any:
+        before, self._infinite = self._infinite, not _finite(field.default)
+        try:
+            return self.value(annotation, _with_default(node, field.default))
+        finally:
+            self._infinite = before
 
     def _unknown_keys(
         self, node: Node, fields: list[str], others: Sequence[str], owner: str, skip: Sequence[str]
@@ -131,7 +162,8 @@ class Checker:
         """The instance, or the fault that the class's own `__post_init__` finds. One whose message
         starts with the name of a key is placed there."""
         try:
-            return cls(**values)
+            with foreign_code():
+                return cls(**values)
         except MMError as error:
             for fault in getattr(error, "faults", ()) or (error,):
                 subject = _subject(fault.what, node)
@@ -140,7 +172,8 @@ class Checker:
             what = str(error) or f"{cls.__name__} refuses it"
             self.fault(_subject(what, node), what, key=True)
         except Exception as error:
-            what = f"{cls.__module__}.{cls.__qualname__} can not be made: {type(error).__name__}: {error}"
+            said = str(error) if isinstance(error, ForeignExit) else f"{type(error).__name__}: {error}"
+            what = f"{cls.__module__}.{cls.__qualname__} can not be made: {said}"
             hint = "this is a bug in the plugin: its config should raise ValueError"
             self.fault(node, what, key=True, hint=hint)
         return FAILED
@@ -235,15 +268,15 @@ class Checker:
         if not ranges or base not in SCALARS:
             return self.value(base, node)
         words = " ".join([describe(base), *map(str, ranges)])
-        value = self._scalar(base, node, words)
+        value = self._scalar(base, node, words, any(mark.infinite for mark in ranges))
         inside = all(mark.admits(value) for mark in ranges if isinstance(value, (int, float)))
         return value if inside else self.fault(node, f"found {show(node)}", accepted=words)
 
     def _union(self, options: tuple[Any, ...], node: Node, annotation: Any) -> Any:
         trials: list[tuple[Any, list[MMError]]] = []
         for option in options:
-            trial = Checker(self.registry)
-            value = trial.value(option, node)
+            trial = Checker(self.registry, self._infinite)
+            value = trial.checked(partial(trial.value, option, node))
             if not trial.faults:
                 return value
             trials.append((unwrap(option), trial.faults))
@@ -253,6 +286,13 @@ class Checker:
             self.faults += meant[0]
             return FAILED
         hints = [fault.hint for _, faults in trials for fault in faults if fault.hint]
+        infinite = [
+            faults for _, faults in trials if len(faults) == 1 and faults[0].what.endswith(_NOT_FINITE)
+        ]
+        if infinite:
+            return self.fault(
+                node, infinite[0][0].what, accepted=describe(annotation), hint=infinite[0][0].hint
+            )
         return self.fault(
             node, f"found {show(node)}", accepted=describe(annotation), hint=hints[0] if hints else None
         )
@@ -263,7 +303,9 @@ class Checker:
             if type(choice) is type(value) and choice == value:
                 return choice
         words = [choice for choice in choices if isinstance(choice, str)]
-        hint = did_you_mean(node.value, words) if isinstance(node.value, str) else None
+        hint = None
+        if isinstance(node.value, str):
+            hint = dtype_hint(node.value, words) or did_you_mean(node.value, words)
         return self.fault(node, f"found {show(node)}", accepted=describe(annotation), hint=hint)
 
     def _list(self, origin: Any, args: tuple[Any, ...], node: Node, annotation: Any) -> Any:
@@ -291,12 +333,16 @@ class Checker:
             items[name] = self.value(of_value, child)
         return FAILED if any(item is FAILED for pair in items.items() for item in pair) else items
 
-    def _scalar(self, annotation: Any, node: Node, words: str | None = None) -> Any:
+    def _scalar(self, annotation: Any, node: Node, words: str | None = None, infinite: bool = False) -> Any:
         """`words` describe what is accepted, where the annotation alone does not."""
         value, words = node.value, words or describe(annotation)
-        if annotation is float and isinstance(value, (int, str)) and not isinstance(value, bool):
-            number = read_number(value)
-            return self.fault(node, f"found {show(node)}", accepted=words) if number is None else number
+        if annotation is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
+            number = value if isinstance(value, float) else read_number(value)
+            if number is None:
+                return self.fault(node, f"found {show(node)}", accepted=words)
+            if math.isfinite(number) or infinite or self._infinite:
+                return number
+            return self.fault(node, f"found {show(node)}{_NOT_FINITE}", accepted=words, hint=_INFINITE_HINT)
         if _is_loose(node):
             value = read_loose(annotation, value)
         if annotation is Path and isinstance(value, str):
@@ -311,6 +357,13 @@ class Checker:
 
     def _wrong(self, node: Node, annotation: Any) -> Any:
         return self.fault(node, f"found {show(node)}", accepted=describe(annotation))
+
+
+def _finite(default: Any) -> bool:
+    """Whether a field's default is: one that is not may be set to infinity too."""
+    if isinstance(default, (tuple, list)):
+        return all(map(_finite, default))
+    return not isinstance(default, float) or math.isfinite(default)
 
 
 def _with_default(node: Node, default: Any) -> Node:

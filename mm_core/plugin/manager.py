@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -17,14 +17,16 @@ from typing import TYPE_CHECKING
 import pluggy
 
 from mm_core import __version__ as CORE_VERSION
-from mm_core.errors import PluginError, did_you_mean
+from mm_core.errors import PluginError, TrustError, did_you_mean
 from mm_core.plugin import hookspecs
 from mm_core.plugin.component import KINDS, Component
+from mm_core.plugin.foreign import foreign_code
 from mm_core.plugin.hooks import HookFault, check_hooks, check_names, checked_components
 from mm_core.plugin.local import NAMESPACE as LOCAL
-from mm_core.plugin.local import import_file, local_record
+from mm_core.plugin.local import LocalFile, import_file, local_record, read_local, resolved_file
 from mm_core.plugin.records import PluginRecord, Registered, one_line
 from mm_core.plugin.requirements import admits, read_identity
+from mm_core.plugin.trust import check_known
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -40,22 +42,40 @@ class _Found:
     """A plugin on its way from its entry point or file to its record."""
 
     record: PluginRecord
-    path: Path | None = None  # of a one-file plugin
+    file: LocalFile | None = None  # a one-file plugin
+
+    @property
+    def path(self) -> Path | None:
+        """Of a one-file plugin."""
+        return self.file.path if self.file is not None else None
 
     def stop(self, status: str, error: str) -> None:
         self.record = replace(self.record, status=status, error=error, components=())  # type: ignore[arg-type]
 
 
-def discover(local_paths: Sequence[str], environ: Mapping[str, str]) -> tuple[PluginRecord, ...]:
+def local_files(paths: Sequence[str], stored: Collection[str] = ()) -> tuple[LocalFile, ...]:
+    """One-file plugins, read once each. stored: those of the paths that a stored run names."""
+    places: dict[Path, bool] = {}
+    for path in paths:
+        place = resolved_file(path)
+        places[place] = places.get(place, False) or path in stored
+    return tuple(read_local(path, is_stored) for path, is_stored in places.items())
+
+
+def discover(files: Sequence[LocalFile], environ: Mapping[str, str]) -> tuple[PluginRecord, ...]:
     """Every plugin that is installed or named, loaded where it may be, with what became of it.
 
-    PluginError only for what the caller asked for and does not exist: names in MM_PLUGINS*.
+    PluginError only for what the caller asked for and does not exist: names in MM_PLUGINS*. TrustError,
+    before any plugin runs, for files of a stored run that this user has not trained with.
     """
     installed = [_Found(record) for record in entry_point_records()]
-    paths = [Path(path).expanduser().resolve() for path in local_paths]
-    local = [_Found(local_record(path), path) for path in dict.fromkeys(paths)]
+    local = [_Found(local_record(file), file) for file in files]
     _switch_off(installed, local, environ)
     _refuse(installed)
+    check_known(
+        [f.file.piece for f in local if f.file is not None and f.file.stored and f.record.status == "ok"],
+        where="plugins.path",
+    )
     found = installed + local
     _ask(found)
     _refuse_shared_local_names([f for f in local if f.record.status == "ok"])
@@ -196,13 +216,15 @@ def _ask(found: list[_Found]) -> None:
 
 @contextmanager
 def _isolated(f: _Found, doing: str = "") -> Iterator[None]:
-    """Turns whatever one plugin's code raises into that plugin's status, which everyone is shown.
-    (What a stranger's module may raise at import has no bound: SystemExit belongs to it.)"""
+    """Turns whatever one plugin's code raises into that plugin's status, which everyone is shown."""
     try:
-        yield
+        with foreign_code():
+            yield
+    except TrustError:
+        raise
     except HookFault as fault:
         f.stop("refused" if fault.refused else "failed", str(fault))
-    except (Exception, SystemExit) as error:
+    except Exception as error:
         f.stop("failed", doing + one_line(error))
 
 
@@ -210,10 +232,11 @@ def _register(manager: pluggy.PluginManager, found: list[_Found], index: int) ->
     f = found[index]
     torch_before = "torch" in sys.modules
     try:
-        module = _import(f)
-    except HookFault:
+        with foreign_code():
+            module = _import(f)
+    except (HookFault, TrustError):
         raise
-    except (Exception, SystemExit) as error:
+    except Exception as error:
         f.stop("failed", f"import of {f.path or f.record.module} failed: {one_line(error)}")
         return
     finally:
@@ -227,8 +250,8 @@ def _register(manager: pluggy.PluginManager, found: list[_Found], index: int) ->
 
 
 def _import(f: _Found) -> ModuleType:
-    if f.path is not None:
-        return import_file(f.path, f.record.module)
+    if f.file is not None:
+        return import_file(f.file, f.record.module)
     if ":" in f.record.module:
         raise HookFault(f"the entry point {f.record.module!r} must be a module, without ':'")
     return import_module(f.record.module)

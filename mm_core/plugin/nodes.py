@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
@@ -51,6 +52,8 @@ SCALARS: Mapping[type, str] = {
     Path: "a path",
 }
 """How faults name what a scalar field accepts."""
+
+_QUOTED = 64  # characters or items of a value that a fault looks at
 
 _FOUND: Mapping[type, str] = {
     bool: "a boolean",
@@ -127,12 +130,33 @@ def read_number(value: int | str) -> float | None:
 
 def show(node: Node) -> str:
     """A value with its type, shortened, as faults quote it."""
-    value = to_python(node)
-    if value is None:
+    if node.value is None:
         return "nothing (null)"
-    text = repr(value)
-    name = _FOUND.get(type(value), type(value).__name__)
+    text = repr(_beginning(node, iter(range(_QUOTED))))
+    name = _FOUND.get(type(node.value), type(node.value).__name__)
     return f"{text if len(text) <= 60 else text[:57] + '...'}, {name}"
+
+
+def _beginning(node: Node, left: Iterator[int]) -> Any:
+    """The plain value, or as much of a large one as a fault quotes: there may be many faults."""
+    value = node.value
+    if isinstance(value, dict):
+        items = takewhile(lambda _: next(left, None) is not None, value.items())
+        return {key[:_QUOTED]: _beginning(child, left) for key, child in items}
+    if isinstance(value, list):
+        return [_beginning(child, left) for child in takewhile(lambda _: next(left, None) is not None, value)]
+    return value[:_QUOTED] if isinstance(value, str) else value
+
+
+def unwritable(text: str) -> str | None:
+    """Why no file, name or path can hold a text; None for one that they can."""
+    if "\0" in text:
+        return "it holds a NUL character, which no path and no name can"
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return "it holds bytes or characters that are not Unicode text"
+    return None
 
 
 def describe(annotation: Any) -> str:

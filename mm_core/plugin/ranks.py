@@ -8,9 +8,22 @@ from collections.abc import Mapping, Sequence
 from mm_core.errors import PluginError
 
 
-def check_ranks_agree(tables: Sequence[Mapping[str, str]]) -> None:
-    """PluginError naming the ranks that differ from most, and in what. `tables[r]` is rank r's
-    `Registry.fingerprint_table()`; the caller gathers them."""
+def check_ranks_agree(
+    tables: Sequence[Mapping[str, str]],
+    things: str = "plugins",
+    absent: str = "not loaded",
+    hint: str = "compare `mm plugins list` on the machines of these ranks",
+) -> None:
+    """Compares what the ranks have; the caller gathers it.
+
+    Args:
+        tables: `tables[r]` is rank r's `Registry.fingerprint_table()`, or another of names and versions.
+        things: what the names are. absent: what stands for a name that a rank does not have. hint: of the
+            error.
+
+    Raises:
+        PluginError: naming the ranks that differ from most, and in what.
+    """
     keys = [tuple(sorted(table.items())) for table in tables]
     if len(set(keys)) <= 1:
         return
@@ -20,14 +33,14 @@ def check_ranks_agree(tables: Sequence[Mapping[str, str]]) -> None:
     for name in sorted({name for table in tables for name in table}):
         holders: dict[str, list[int]] = defaultdict(list)
         for rank, table in enumerate(tables):
-            holders[table.get(name, "not loaded")].append(rank)
+            holders[table.get(name, absent)].append(rank)
         if len(holders) > 1:
             lines.append(f"{name}: " + "; ".join(f"{text} on {ranks_text(r)}" for text, r in holders.items()))
     verb = "has" if len(others) == 1 else "have"
     raise PluginError(
-        f"{ranks_text(others)} of {len(tables)} {verb} other plugins than the rest: {'. '.join(lines)}",
-        accepted="the same plugins in the same versions on all ranks",
-        hint="compare `mm plugins list` on the machines of these ranks",
+        f"{ranks_text(others)} of {len(tables)} {verb} other {things} than the rest: {'. '.join(lines)}",
+        accepted=f"the same {things} in the same versions on all ranks",
+        hint=hint,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from mm_core.errors import MMError, PluginError, did_you_mean
 from mm_core.plugin.component import Component
+from mm_core.plugin.foreign import ForeignExit, foreign_code
 
 Status = Literal["ok", "failed", "disabled", "refused"]
 
@@ -21,6 +22,8 @@ _HERE = str(Path(__file__).parent / "_")[:-1]  # our own frames around a plugin'
 def one_line(error: BaseException) -> str:
     """An exception as one line: its type, its first line, and the line of code that raised it.
     An MMError says all that itself."""
+    if isinstance(error, ForeignExit) and error.__cause__ is not None:
+        error = error.__cause__
     if isinstance(error, MMError):
         return "; ".join(line.strip() for line in error.render().splitlines())
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
@@ -102,11 +105,12 @@ class Registered:
 
     def _load(self, role: str, path: str) -> Any:
         try:
-            found: Any = import_module(self.module_of(path))
-            for part in path.partition(":")[2].split("."):
-                if not hasattr(found, part):
-                    raise self._no_attribute(role, path, part, found)
-                found = getattr(found, part)
+            with foreign_code():
+                found: Any = import_module(self.module_of(path))
+                for part in path.partition(":")[2].split("."):
+                    if not hasattr(found, part):
+                        raise self._no_attribute(role, path, part, found)
+                    found = getattr(found, part)
         except MMError:
             raise
         except Exception as error:

@@ -7,12 +7,13 @@ import json
 import os
 import sys
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from mm_core.errors import PluginError, did_you_mean
 from mm_core.plugin.building import build
 from mm_core.plugin.component import KINDS
-from mm_core.plugin.manager import discover, entry_point_records
+from mm_core.plugin.manager import discover, entry_point_records, local_files
 from mm_core.plugin.ranks import check_ranks_agree
 from mm_core.plugin.records import PluginRecord, Registered
 
@@ -172,10 +173,12 @@ _process = _Process({}, (), set())
 _VARIABLES = ("MM_PLUGINS", "MM_PLUGINS_DISABLE", "MM_PLUGINS_STRICT")
 
 
-def get_registry(local_paths: tuple[str, ...] | None = None) -> Registry:
+def get_registry(local_paths: tuple[str, ...] | None = None, stored: Collection[str] = ()) -> Registry:
     """The registry of this process, with the one-file plugins of `local_paths`; found once, then kept.
 
     None means the paths of the last call that named any: those of the config that was loaded last.
+    stored: those of the paths that a stored run names, and that nothing has allowed: they are read and found
+    anew, for what is kept may hold other bytes. TrustError for one that this user has not trained with.
     PluginError when a named file does not load, and under MM_PLUGINS_STRICT when any plugin does
     not. Otherwise a broken plugin is one line on stderr, once a process, on the first rank only.
     """
@@ -183,8 +186,8 @@ def get_registry(local_paths: tuple[str, ...] | None = None) -> Registry:
         local_paths = _process.current
     paths = tuple(os.path.abspath(os.path.expanduser(path)) for path in local_paths)  # noqa: PTH100, PTH111
     key = (paths, *(os.environ.get(variable) for variable in _VARIABLES))
-    if key not in _process.registries:
-        registry = Registry(discover(paths, os.environ))
+    if key not in _process.registries or stored:
+        registry = Registry(discover(local_files(local_paths, stored), os.environ))
         _raise_if_needed(registry.plugins)
         _report(registry.plugins)
         _process.registries[key] = registry
@@ -194,7 +197,7 @@ def get_registry(local_paths: tuple[str, ...] | None = None) -> Registry:
 
 def survey(local_paths: tuple[str, ...] = ()) -> Registry:
     """A registry for looking at plugins: nothing is reported, and broken plugins stop nothing."""
-    return Registry(discover(local_paths, os.environ))
+    return Registry(discover(local_files(local_paths), os.environ))
 
 
 def clear_cache() -> None:

@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 from mm_core.errors import PluginError
 from mm_core.plugin.records import Registered
 
-LEADING: Mapping[str, int] = MappingProxyType({"optimizer": 1, "lr_schedule": 1, "tracker": 1})
+LEADING: Mapping[str, int] = MappingProxyType({"optimizer": 1, "lr_schedule": 2, "tracker": 1})
 """How many arguments the core passes by position before the fields (see hookspecs)."""
 
 

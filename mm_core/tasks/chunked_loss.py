@@ -98,7 +98,8 @@ def _tells(func: Any) -> bool:
     """Whether a function asks only what is known: shape, dtype, device."""
     if getattr(func, "__name__", "") == "__get__":
         return True
-    return func in {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.stride}
+    asked = (Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_contiguous)
+    return func in {*asked, Tensor.is_floating_point}
 
 
 def _reshaped(

@@ -24,6 +24,7 @@ from mm_core.contracts import (
     TextBatch,
 )
 from mm_core.errors import ContractError, MMError, first_line
+from mm_core.tasks.chunk_probe import obstacle
 from mm_core.tasks.chunked_loss import hold_back
 from mm_core.tasks.input_names import InputNames
 from mm_core.tasks.packed_attention import warn_of_dense
@@ -77,7 +78,14 @@ class PretrainedTask(nn.Module):
             accepted=None if others_too else tuple(names),
             limits=limits_of(self.model),
         )
-        self._holding: Callable[[], AbstractContextManager[None]] = _chunks(self.model, wanted)
+        self._loss, self._notes = wanted.loss, list[str]()
+        # In a tuple: as an attribute, it would be a module of the task and its weights would have two names.
+        self._head = _head_of_chunks(self.model, wanted)
+        if self._head and wanted.loss == "auto" and (why := obstacle(self.model, self._options)):
+            self._without_chunks(why)
+        self._holding: Callable[[], AbstractContextManager[None]] = nullcontext
+        if self._head:
+            self._holding = hold_back(self._head[0], wanted.chunk_tokens)
         self._answers: Answers | None = None
         if wanted.max_new_tokens is not None:
             self._answers = Answers(
@@ -97,6 +105,24 @@ class PretrainedTask(nn.Module):
         named: Mapping[int, str] = self.model.config.id2label or {}
         numbered = all(name == f"LABEL_{number}" for number, name in named.items())
         return () if numbered else tuple(named[number] for number in sorted(named, key=int))
+
+    def notes(self) -> Sequence[str]:
+        """What `auto` has chosen that is not the best. ContractError where `chunked` cannot be."""
+        if self._head and self.model.get_output_embeddings() is not self._head[0]:
+            why = "the output embedding has an adapter, and a chunked loss is of its weight alone"
+            if self._loss == "chunked":
+                raise ContractError(
+                    why,
+                    where="task.loss",
+                    accepted="auto, plain",
+                    hint="or leave the output embedding out of the adapter's targets",
+                )
+            self._without_chunks(why)
+        return self._notes
+
+    def _without_chunks(self, why: str) -> None:
+        self._head, self._holding = (), nullcontext
+        self._notes.append(f"task.loss: auto computes the logits of all tokens at once: {why}")
 
     # -- training ------------------------------------------------------------------------------
 
@@ -133,6 +159,7 @@ class PretrainedTask(nn.Module):
         given = dict(inputs.inputs)
         given["labels"] = follow(given["labels"], record)
         self._record = record
+        self.notes()  # adapters came after the model
         try:
             with self._holding():
                 returned = self.model(**given, **self._options)
@@ -230,11 +257,11 @@ class PretrainedTask(nn.Module):
         """What fits is seen in the first batch: datasets name their inputs only there."""
 
 
-def _chunks(model: Any, wanted: PretrainedConfig) -> Callable[[], AbstractContextManager[None]]:
-    """The context in which the model's output embedding holds its logits back."""
+def _head_of_chunks(model: Any, wanted: PretrainedConfig) -> tuple[nn.Linear, ...]:
+    """The model's output embedding, if it is to hold its logits back."""
     head = model.get_output_embeddings() if wanted.loss != "plain" else None
     if type(head) is nn.Linear:
-        return hold_back(head, wanted.chunk_tokens)
+        return (head,)
     if wanted.loss == "chunked":
         found = "none" if head is None else f"a {type(head).__name__}"
         raise ContractError(
@@ -242,7 +269,7 @@ def _chunks(model: Any, wanted: PretrainedConfig) -> Callable[[], AbstractContex
             where="task.loss",
             accepted="auto, plain; chunked for models whose get_output_embeddings is a linear layer",
         )
-    return nullcontext
+    return ()
 
 
 def _without_cache(model: Any, names: Sequence[str], others_too: bool) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from mm_core.contracts import Decoding, Heard, TextBatch
 from mm_core.errors import ContractError, DataError
+from mm_core.remote_code import RemoteCode
 from mm_core.tasks.answer_tokens import Drawn, Stopped, joined
 from mm_core.tasks.pretrained_batches import limits_of
 from mm_core.tasks.pretrained_loss import IGNORED
@@ -39,7 +40,7 @@ class Answers:
         model: Any,
         folder: str,
         max_new_tokens: int,
-        trust_remote_code: bool = False,
+        trust_remote_code: RemoteCode = False,
         where: str = "task.max_new_tokens",
     ) -> None:
         if not model.can_generate():

@@ -169,7 +169,7 @@ class CountLabels:
             raise ContractError(
                 "the dataset gives no `labels`, so there is nothing to learn",
                 where="data",
-                accepted=f"inputs with labels; these are {', '.join(batch.inputs)}",
+                accepted=f"inputs with labels; these are {', '.join(batch.inputs) or 'none'}",
             )
         strange = sorted(set(batch.inputs) - {*(self.accepted or batch.inputs), "labels"})
         if strange:

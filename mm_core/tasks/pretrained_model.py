@@ -1,27 +1,27 @@
-"""A model of Transformers from its folder: the class, the modules without memory, weights drawn by chance."""
+"""A model of Transformers from its folder: the class, and the modules without memory."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mm_core.builtin.configs.pretrained import PretrainedConfig
-from mm_core.contracts import Randomness, WeightsFrom, empty_parameters
+from mm_core.contracts import WeightsFrom, empty_parameters
 from mm_core.diffusion.hf_folder import ModelFolder, dtype_key
 from mm_core.errors import CheckpointError, ContractError, MMError, RunWarning, first_line, nearest
 from mm_core.parallel.freezing import covered
-from mm_core.parallel.initialise import keep_local_part
+from mm_core.plugin.foreign import foreign_code
+from mm_core.remote_code import check_overrides, code_folder
 from mm_core.tasks import packed_attention
+from mm_core.tasks.pretrained_init import prepare_initialisation
 from mm_core.weights.formats import read_mapping
-
-_SEED = "mm_seed"
 
 
 def build_model(wanted: PretrainedConfig, name: str) -> Any:
@@ -46,10 +46,21 @@ def build_model(wanted: PretrainedConfig, name: str) -> Any:
         warnings.warn(what, RunWarning, stacklevel=2)
     with torch.device("cpu"):  # modules that are imported now may hold tensors of their own
         kind = _class_of(wanted.auto_class)  # its module may make further types of config.json known
-        config = _config_of(folder, wanted)
-        model = _made(kind, config, wanted, folder)
+
+        def make() -> tuple[Any, Any]:
+            with code_folder(folder, wanted.trust_remote_code) as place:
+                config = _config_of(place, wanted)
+                model = _made(kind, config, wanted, place)
+                if place != folder:
+                    model.name_or_path = model.config.name_or_path = str(folder)
+            return config, model
+
+        # Buffers that are drawn by chance are the same on every rank.
+        with torch.random.fork_rng(devices=[]), empty_parameters():
+            torch.default_generator.manual_seed(0)
+            config, model = make()
         _read_generation(model, folder)
-        _prepare_initialisation(model)
+        prepare_initialisation(model, lambda: make()[1])
     new = _new_parameters(model, wanted, name)
     model.weights_from = None
     if wanted.weights == "files":
@@ -65,6 +76,7 @@ def _config_of(folder: Path, wanted: PretrainedConfig) -> Any:
         config = ModelFolder(folder, "model", trust_remote_code=wanted.trust_remote_code).config()
     except CheckpointError as fault:
         raise _untrusted(folder, wanted, fault) from fault
+    check_overrides(wanted.overrides, wanted.trust_remote_code)
     _override(config, wanted.overrides, "task.overrides")
     if wanted.labels:
         config.id2label = dict(enumerate(wanted.labels))
@@ -104,8 +116,11 @@ def _class_of(auto_class: str) -> Any:
         )
     module, _, name = auto_class.partition(":")
     try:
-        kind = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as fault:
+        with foreign_code():
+            kind = getattr(importlib.import_module(module), name)
+    except MMError:
+        raise
+    except Exception as fault:  # it is code of others: it may raise anything
         raise ContractError(
             f"{auto_class!r} can not be imported: {first_line(fault)}", where="task.auto_class"
         ) from fault
@@ -126,12 +141,11 @@ def _made(kind: Any, config: Any, wanted: PretrainedConfig, folder: Path) -> Any
     automatic = hasattr(kind, "_model_mapping")
     make = kind.from_config if automatic else kind._from_config
     if automatic:
-        options["trust_remote_code"] = wanted.trust_remote_code
+        options["trust_remote_code"] = bool(wanted.trust_remote_code)
     elif not isinstance(config, kind.config_class):
         raise _other_kind(kind, config, folder)
     try:
-        with empty_parameters():
-            model = make(config, **options)
+        model = make(config, **options)
         packed_attention.check(model)
         return model
     except MMError:
@@ -204,72 +218,6 @@ def _new_parameters(model: nn.Module, wanted: PretrainedConfig, name: str) -> tu
     paths = [path for path, _ in model.named_parameters(prefix=name)]
     found = covered(wanted.new_modules, paths, "task.new_modules")
     return tuple(path.removeprefix(f"{name}.") for path in found)
-
-
-# -- initialisation ------------------------------------------------------------------------------
-
-
-def _prepare_initialisation(model: Any) -> None:
-    """Has the engine fill the model as its authors do: tables as computed, weights as they draw them."""
-    tables = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    # A buffer that the engine seeds as it seeds any other tensor: the rest is drawn from it.
-    model.register_buffer(_SEED, torch.zeros(1, device="cpu"), persistent=False)
-
-    def init_weights() -> None:
-        _draw(model)
-        for name, table in tables.items():
-            model.get_buffer(name).copy_(table)
-
-    model.init_weights = init_weights
-
-
-def _draw(model: Any) -> None:
-    """Draws every parameter that the engine has marked as unset (by nan), one module at a time, whole: what
-    authors do to rows and to `.data` of a parameter would miss the shards."""
-    seed = nn.init.uniform_(getattr(model, _SEED))
-    rng = Randomness(int(float(seed) * 2**24))
-    owners = _owners(model)
-    # Tied weights are drawn as the first of their modules draws them: the others join it afterwards.
-    first: dict[int, nn.Module] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            first.setdefault(id(parameter), module)
-    for path, module in reversed(list(model.named_modules())):  # children first, as the library goes
-        own = {key: p for key, p in module._parameters.items() if p is not None}
-        todo = {key: p for key, p in own.items() if first[id(p)] is module and _unset(p)}
-        if not todo:
-            continue
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(rng.seed32(path))
-            whole = {key: nn.Parameter(torch.full(p.shape, float("nan"))) for key, p in own.items()}
-            _with(module, whole, owners[path])
-        for key, parameter in todo.items():
-            keep_local_part(parameter, whole[key].detach())
-
-
-def _owners(model: Any) -> dict[str, Callable[[nn.Module], None]]:
-    """Of each module, the `_init_weights` of the innermost model that it is in."""
-    from transformers import PreTrainedModel
-
-    found: dict[str, Callable[[nn.Module], None]] = {}
-    for path, module in model.named_modules():
-        own = isinstance(module, PreTrainedModel)
-        found[path] = module._init_weights if own else found[path.rpartition(".")[0]]
-    return found
-
-
-def _with(module: nn.Module, whole: Mapping[str, nn.Parameter], init: Callable[[nn.Module], None]) -> None:
-    kept: Mapping[str, Any] = dict(module._parameters)
-    module._parameters.update(whole)
-    try:
-        init(module)
-    finally:
-        module._parameters.update(kept)
-
-
-def _unset(parameter: Tensor) -> bool:
-    local: Any = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-    return bool(local.isnan().any())
 
 
 def forward_names(model: nn.Module) -> tuple[Sequence[str], bool]:

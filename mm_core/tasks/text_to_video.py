@@ -37,6 +37,7 @@ from mm_core.contracts import (
 from mm_core.diffusion.mixture import clean_estimate, noise_share
 from mm_core.errors import ContractError
 from mm_core.tasks.experts import Experts
+from mm_core.tasks.returned_shapes import encoded, expect
 from mm_core.tasks.text_to_video_bins import declared_bins, sum_by_bin
 from mm_core.tasks.text_to_video_captions import Captions, TokenizeCaptions
 from mm_core.tasks.text_to_video_checks import collect_faults, latents_of
@@ -142,7 +143,9 @@ class TextToVideo(nn.Module):
         """Encodes pixels and captions, draws noise and timesteps. `rng` is the run's root."""
         assert isinstance(batch, VideoTextBatch)
         device = batch.pixels.device
-        latents = self._encode_pixels(batch, rng).float()
+        drawn = self.latents == "sample"
+        draw = [rng.generator("posterior", *key) for key in batch.keys] if drawn else None
+        latents = encoded(self.autoencoder, batch.pixels, draw)
         shape = tuple(latents.shape[1:])
         noise = torch.stack([rng.normal(shape, "noise", *key) for key in batch.keys]).to(device)
         expert, scheduler = self.experts.of_step(rng, self._step)
@@ -181,12 +184,6 @@ class TextToVideo(nn.Module):
         """Tokens of the predictor: patches of latents[B,C,T,H,W]."""
         return len(latents) * prod(latents.shape[2:]) // prod(self.predictor.patch_size)
 
-    def _encode_pixels(self, batch: VideoTextBatch, rng: Randomness) -> Tensor:
-        posterior = self.autoencoder.encode(batch.pixels)
-        if self.latents == "mode":
-            return posterior.mode()
-        return posterior.sample([rng.generator("posterior", *key) for key in batch.keys])
-
     def _drops_caption(self, rng: Randomness, key: SampleKey) -> bool:
         return self.caption_dropout > 0 and rng.uniform("caption_dropout", *key) < self.caption_dropout
 
@@ -215,7 +212,7 @@ class TextToVideo(nn.Module):
         """
         assert isinstance(batch, VideoTextBatch)
         device = batch.pixels.device
-        clean = self.autoencoder.encode(batch.pixels).mode().float()
+        clean = encoded(self.autoencoder, batch.pixels)
         shape = tuple(clean.shape[1:])
         noise = torch.stack([rng.normal(shape, "validation noise", key.index) for key in batch.keys])
         noise = noise.to(device)
@@ -311,17 +308,21 @@ class TextToVideo(nn.Module):
             scale = scales[expert]
             timestep = self.scheduler.model_timestep(timestep.to(device))
             given = inputs_of(self.predictor, latents, timestep, frames)
+            rows = len(latents)
             if scale <= 1:
-                rows = len(latents)
-                return self._predict(given, text[:rows], mask[:rows], expert).float()
+                found = self._predict(given, text[:rows], mask[:rows], expert)
+                return expect(found, latents.shape, "predictor", "forward").float()
             both = self._predict(given.repeat(2), text, mask, expert)
+            expect(both, (2 * rows, *latents.shape[1:]), "predictor", "forward")
             conditional, unconditional = both.float().chunk(2)
             return unconditional + scale * (conditional - unconditional)
 
         clean = self.scheduler.integrate(velocity, noise.to(device), steps)
+        expect(clean, noise.shape, "scheduler", "integrate")
         # What was given in the place of noisy latents is in the clip as it was given.
         clean = inputs_of(self.predictor, clean, clean.new_zeros(len(clean)), frames).latents
-        return self.autoencoder.decode(clean)
+        size = (request.num_frames, request.height, request.width)
+        return expect(self.autoencoder.decode(clean), (len(clean), 3, *size), "autoencoder", "decode")  # type: ignore[arg-type]
 
     def _given_frames(self, images: Images, request: SampleRequest) -> GivenFrames | None:
         frames, height, width = request.num_frames, request.height, request.width

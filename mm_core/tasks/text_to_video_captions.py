@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mm_core.contracts import Batch, TextEncoder, Tokenizer, VideoTextBatch
+from mm_core.tasks.returned_shapes import check_text
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,9 @@ class Captions:
 
     def _encode(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden states in float32 (the engine lowers them), padded as the predictor wants."""
+        rows = len(ids)
         text, mask = self._encoder.encode(ids, mask)
+        check_text(text, mask, rows)
         text = text.float().masked_fill(~mask[..., None], 0)
         if isinstance(self._padding, tuple):
             length = self._padding[1]

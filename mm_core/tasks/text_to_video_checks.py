@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from mm_core.contracts import Autoencoder, ChoosesLatents, FrameNames, ImageEncoder, Predictor, TextEncoder
+from mm_core.contracts import (
+    Autoencoder,
+    ChoosesLatents,
+    FrameNames,
+    ImageEncoder,
+    NoiseScheduler,
+    Predictor,
+    TextEncoder,
+)
 from mm_core.errors import ContractError
+from mm_core.tasks.returned_shapes import scheduler_faults
 from mm_core.tasks.text_to_video_frames import choices, describe, image_dim
 
 
@@ -17,6 +26,7 @@ class Parts(Protocol):
     autoencoder: Autoencoder
     text_encoder: TextEncoder
     image_encoder: ImageEncoder | None
+    scheduler: NoiseScheduler
     frames: FrameNames
     latents: str
 
@@ -30,7 +40,11 @@ def collect_faults(
 ) -> list[ContractError]:
     """Every misfit. `sizes` maps the place that clip sizes are written in to the sizes."""
     faults = [] if sizes_only else [*_channel_faults(parts), *_text_faults(parts), *_frame_faults(parts)]
-    faults += [] if sizes_only else _latents_faults(parts)
+    if not sizes_only:
+        faults += [
+            *_latents_faults(parts),
+            *scheduler_faults(parts.scheduler, parts.autoencoder.latent_channels),
+        ]
     for where, clip in sizes.items():
         if all(value is not None for value in clip.values()):
             known = {name: value for name, value in clip.items() if value is not None}
@@ -158,14 +172,15 @@ def _size_faults(parts: Parts, where: str, sizes: Mapping[str, int]) -> list[Con
                     f"{name} {sizes[name]} makes {shape[1 + place]} latents, which do not divide into "
                     f"patches of {patch}",
                     where=f"{where}.{name}",
-                    accepted=f"{' or '.join(map(str, near))}, for example",
+                    accepted=f"{' or '.join(map(str, near))}, for example" if near else None,
                 )
             )
     return faults
 
 
 def _fitting(parts: Parts, sizes: Mapping[str, int]) -> str | None:
-    """The nearest sizes that the autoencoder takes and that divide into patches, each for itself."""
+    """The nearest sizes that the autoencoder takes and that divide into patches, each for itself; None where
+    there are none, or where it refuses the sizes together and each of them alone would do."""
     periods = [s * p for s, p in zip(parts.autoencoder.stride, parts.predictor.patch_size, strict=True)]
     names = list(sizes)
     for frames in (1, periods[0]):  # beside sizes that fit, one that does not is found out
@@ -174,8 +189,8 @@ def _fitting(parts: Parts, sizes: Mapping[str, int]) -> str | None:
         if all(test(fitting[name]) for name, test in zip(names, tests, strict=True)):
             wrong = [place for place, name in enumerate(names) if not tests[place](sizes[name])]
             near = {names[p]: _near(sizes[names[p]], periods[p], tests[p]) for p in wrong}
-            said = (f"{name} {' or '.join(map(str, found))}" for name, found in near.items())
-            return f"what also divides into the predictor's patches: {', '.join(said)}"
+            said = [f"{name} {' or '.join(map(str, found))}" for name, found in near.items() if found]
+            return f"what also divides into the predictor's patches: {', '.join(said)}" if said else None
     return None
 
 
@@ -192,6 +207,7 @@ def _divides(parts: Parts, sizes: Mapping[str, int], name: str, place: int) -> C
 
 def _near(size: int, period: int, valid: Callable[[int], bool]) -> list[int]:
     """The nearest valid sizes below and above."""
+    size = max(size, 0)
     below = next((s for s in range(size - 1, max(0, size - 2 * period), -1) if valid(s)), None)
     above = next((s for s in range(size + 1, size + 2 * period) if valid(s)), None)
     return [found for found in (below, above) if found is not None]

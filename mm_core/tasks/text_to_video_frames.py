@@ -19,6 +19,7 @@ from mm_core.contracts import (
 )
 from mm_core.data.images import fit_image
 from mm_core.errors import ContractError
+from mm_core.tasks.returned_shapes import encoded
 
 _PLACES = {"first": 0, "last": -1}
 _BY_COUNT: tuple[FrameNames, ...] = ((), ("first",), ("first", "last"))
@@ -84,7 +85,7 @@ def _encode(
 ) -> GivenFrames:
     predictor = parts.predictor
     assert isinstance(predictor, FrameConditioned)
-    latents = parts.autoencoder.encode(predictor.frames_clip(frames, num_frames)).mode().float()
+    latents = encoded(parts.autoencoder, predictor.frames_clip(frames, num_frames))
     features = None
     if predictor.image_dim is not None:
         assert parts.image_encoder is not None and originals is not None

@@ -211,6 +211,7 @@ def speaker(
     checkpoint: Which = "latest",
     overrides: Sequence[str] = (),
     patient: bool = False,
+    allow_code: bool = False,
 ) -> Iterator[Speaker]:
     """Opens a run for questions, for the length of the block. Called as the rank that the environment names.
 
@@ -220,11 +221,12 @@ def speaker(
         checkpoint: `latest` or `best`, of the complete ones.
         overrides: `key.path=value` over the run's config: where folders are that have moved.
         patient: ranks wait for the first one as long as a person thinks.
+        allow_code: code that the run names runs, also where this user has not trained with it.
 
     Raises:
         MMError: no checkpoint, a task that makes no text, a dataset that lays out no conversations.
     """
-    source, config = stored_config(run, checkpoint, overrides)
+    source, config = stored_config(run, checkpoint, overrides, allow_code)
     check_words(config)
     conversing = conversing_of(config)
     with among_ranks(patient):
@@ -248,6 +250,7 @@ def answer(
     weights: Weights = "auto",
     checkpoint: Which = "latest",
     overrides: Sequence[str] = (),
+    allow_code: bool = False,
 ) -> str:
     """What a run's model says to a prompt, after these images. `speaker` opens a run for several questions.
 
@@ -257,10 +260,12 @@ def answer(
         temperature: 0 takes the likeliest token each time. top_p: of the likeliest tokens, the share of
             probability that is drawn from. seed: of what is drawn.
         heard: is told each piece of the answer as soon as it is there.
-        run, weights, checkpoint, overrides: as of `speaker`.
+        run, weights, checkpoint, overrides, allow_code: as of `speaker`.
     """
     decoding = checked(Decoding(max_new_tokens, temperature, top_p, seed))
-    with speaker(run, weights=weights, checkpoint=checkpoint, overrides=overrides) as opened:
+    with speaker(
+        run, weights=weights, checkpoint=checkpoint, overrides=overrides, allow_code=allow_code
+    ) as opened:
         turns = [Turn("user", prompt, tuple(map(Path, images)))]
         return opened.led(lambda: opened.say(turns, decoding, heard=heard))
 

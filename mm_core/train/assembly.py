@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from mm_core.config.dump import to_yaml
 from mm_core.config.schema import RunConfig, RunSection
-from mm_core.contracts import Batch, Bins, Dataset, Engine, MeasuredDataset, Randomness
+from mm_core.contracts import Batch, Bins, Dataset, Engine, MeasuredDataset, Randomness, seeded
 from mm_core.data.loader import MicroBatchLoader
 from mm_core.data.sampler import BatchPlan
+from mm_core.data.seeding import build_dataset
 from mm_core.data.skipped import SkipLedger
-from mm_core.device import set_patience, start_process_group
+from mm_core.device import set_patience, start_process_group, wait_for_ranks
 from mm_core.errors import ContractError, PlanError
 from mm_core.plan import RunPlan, build_task, check_data, make_plan, sample_order
 from mm_core.plugin.registry import build, check_ranks_agree, get_registry
@@ -33,8 +34,9 @@ from mm_core.train.ema import EMA
 from mm_core.train.frozen import load_frozen_of
 from mm_core.train.guard import UpdateGuard
 from mm_core.train.initial_weights import FromFiles, Resumed
+from mm_core.train.known_code import check_commands, remember
 from mm_core.train.loop import Training
-from mm_core.train.manifest import run_manifest
+from mm_core.train.manifest import library_versions, run_manifest
 from mm_core.train.milestones import RunMilestones, StopRequest, best_metric
 from mm_core.train.non_finite import first_non_finite
 from mm_core.train.observers import Observers
@@ -42,6 +44,7 @@ from mm_core.train.parameter_groups import groups_of
 from mm_core.train.profiling import ProfileWindow
 from mm_core.train.rank_logs import current_log
 from mm_core.train.reporting import RunReporter
+from mm_core.train.signals import leaving_at_signals
 from mm_core.train.validation import Validator, build_metrics, default_settings
 from mm_core.train.watchdog import Watchdog
 from mm_core.weights.adapter_record import record_of
@@ -88,13 +91,14 @@ def _assemble(
     undo: ExitStack,
 ) -> Assembly:
     check_plugins(config)
+    check_commands(config)
     rng = Randomness(config.run.seed)
     source, refused = store.open(resume)
     task = build_task(config, adapters_in(source))
     engine: Engine = build("engine", config.engine)
     check_data(config, task)  # before any is measured
     datasets: dict[str, Dataset] = {
-        name: build("dataset", section) for name, section in data_sections(config).items()
+        name: build_dataset(section, config.run.seed) for name, section in data_sections(config).items()
     }
     check_class_names(task, datasets)
     plan = make_plan(config, dist.get_world_size(), task, engine, len(datasets["train"]))
@@ -114,10 +118,12 @@ def _assemble(
     adapters = record_of(task, config.train.adapters)
     manifest = run_manifest(config, plan, datasets, adapters, base.rows(config.literals))
     began = begin(store, source, refused, engine, ema, manifest, allow, plan.steps, absent)
-    began.notes += weights.notes()
+    began.notes += [*weights.notes(), *plan.notes]
     Ranks.current().first(
         "writing config.yaml and manifest.json", lambda: write_run_files(run_dir, config, plan, manifest)
     )
+    if dist.get_rank() == 0 and (note := remember(config)) is not None:
+        began.notes.append(note)
     start, facts = began.step, began.facts
     watchdog = Watchdog(
         run_dir, dist.get_rank(), plan.engine.world, config.run.stuck_after, log=current_log()
@@ -203,10 +209,16 @@ def _assemble(
 
 
 def check_plugins(config: RunConfig) -> None:
-    """PluginError, on every rank, when the ranks have other plugins or versions."""
+    """PluginError, on every rank, when the ranks have other plugins, libraries, or versions of these."""
+    registry = get_registry(config.plugins.path)
+    libraries = library_versions(plugin.distribution or "" for plugin in registry.plugins)
     tables: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(tables, get_registry(config.plugins.path).fingerprint_table())
-    check_ranks_agree(tables)
+    own = registry.fingerprint_table(), {"torch": str(torch.__version__), **libraries}
+    dist.all_gather_object(tables, own)
+    plugins, versions = zip(*tables, strict=True)
+    check_ranks_agree(plugins)
+    hint = "compare `pip list` on the machines of these ranks"
+    check_ranks_agree(versions, "libraries", "not installed", hint)
 
 
 def make_optimizer(config: RunConfig, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
@@ -228,7 +240,8 @@ def sample_lengths(config: RunConfig, dataset: Dataset) -> Tensor | None:
             accepted="datasets with a method lengths(), as text_rows has",
             hint="leave group_by_length out: samples of one size have nothing to gain",
         )
-    lengths = dataset.lengths()
+    with seeded(Randomness(config.run.seed).at("lengths")):  # every rank has to sort by the same
+        lengths = dataset.lengths()
     if lengths.shape != (len(dataset),):
         raise ContractError(
             f"{type(dataset).__name__}.lengths() gives {list(lengths.shape)} for {len(dataset)} samples",
@@ -275,10 +288,12 @@ def process_group(stuck_after: float | None = RunSection.stuck_after) -> Iterato
     if dist.is_initialized():
         yield
         return
-    start_process_group()
+    with leaving_at_signals("waited for the other ranks to come"):
+        start_process_group()
     try:
         yield
-        dist.barrier()
+        with leaving_at_signals("waited for the other ranks to end", patience=5.0):
+            wait_for_ranks()
     except BaseException:
         if dist.get_world_size() == 1:  # among several, the others may wait in a collective for ever
             dist.destroy_process_group()

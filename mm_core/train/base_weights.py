@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from mm_core.config.load import load_config
 from mm_core.config.schema import InitFromSection, RunConfig
 from mm_core.contracts import Pretrained, WeightsFrom
-from mm_core.errors import CheckpointError, MMError
+from mm_core.errors import CheckpointError, MMError, TrustError
 from mm_core.parallel.adapters import adapter_of
 from mm_core.plan import build_task
 from mm_core.plugin.registry import Registry, get_registry
@@ -70,7 +71,7 @@ def starts_of(config: RunConfig, task: nn.Module) -> list[WarmStart]:
     registry = get_registry(config.plugins.path)
     rows = [(f"task.{root}", _own(task, root)) for root in task.trainable]  # type: ignore[union-attr]
     found = [(key, init) for key, init in (*rows, ("init_from", config.init_from)) if init is not None]
-    return [_start(key, init, task, registry) for key, init in found]
+    return [_start(key, init, task, registry, config.allow_code) for key, init in found]
 
 
 def left_out(starts: Sequence[WarmStart], task: nn.Module, config: RunConfig) -> BaseWeights:
@@ -119,12 +120,13 @@ def recorded(
     return _found(rows, absent, checkpoint, config, task, registry, state)
 
 
-def open_run(path: Path, weights: Literal["model", "ema"]) -> RunSource:
-    """A checkpoint to begin with, together with what it has left out: its own task says where that goes."""
+def open_run(path: Path, weights: Literal["model", "ema"], allow_code: bool = False) -> RunSource:
+    """A checkpoint to begin with, together with what it has left out: its own task says where that goes.
+    TrustError for code of that run that this user has not trained with, unless `allow_code`."""
     source = RunSource(path, weights)
     folder = find_checkpoint(path)
     if absent_rows(folder):
-        config = load_config(folder / "config.yaml")
+        config = load_config(folder / "config.yaml", stored=True, allow_code=allow_code)
         task = build_task(config, adapters_in(folder))
         roots: tuple[str, ...] = task.trainable  # type: ignore[assignment]
         state = {f"{root}.{n}": t for root in roots for n, t in task.get_submodule(root).state_dict().items()}
@@ -182,11 +184,13 @@ def _found(
         faults = []
         for path in _places(row, config, task):
             init = InitFromSection(path=path, **row.recipe)
-            start = _start(row.key, init, task, registry)
+            start = _start(row.key, init, task, registry, config.allow_code)
             try:
                 names = absent.intersection(start.covers(state))
                 if not _unchanged(start, names, row):
                     raise CheckpointError("it holds other weights than it did", where=path)
+            except TrustError:
+                raise
             except MMError as fault:
                 faults.append(fault)
                 continue
@@ -240,11 +244,14 @@ def _given(task: nn.Module, root: str) -> WeightsFrom | None:
     return component.weights_from if isinstance(component, Pretrained) else None
 
 
-def _start(key: str, init: InitFromSection, task: nn.Module, registry: Registry) -> WarmStart:
+def _start(
+    key: str, init: InitFromSection, task: nn.Module, registry: Registry, allow_code: bool
+) -> WarmStart:
     formats: Formats = formats_of(registry, init.format)
     roots = None if key == "init_from" else (key.removeprefix("task."),)
     for root in roots or ():
         if (given := _given(task, root)) is not None and given.part:
             component = task.get_submodule(root)
             formats = {name: FormatOfPart(one, root, component) for name, one in formats.items()}
-    return WarmStart(init, task, formats, roots=roots, key=key, open_run=open_run)
+    opener = partial(open_run, allow_code=allow_code)
+    return WarmStart(init, task, formats, roots=roots, key=key, open_run=opener)

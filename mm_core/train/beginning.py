@@ -76,9 +76,12 @@ def _restore(
     begun.step = int(begun.facts["step"])
     saved = ranks.agree("reading the checkpoint", lambda: read_run_manifest(source))
     begun.notes += check_resume(saved, manifest, allow, say=dist.get_rank() == 0)
-    state = engine.state_template(stepped_parameters(source))
+    stepped, parts = ranks.agree(
+        "reading the checkpoint", lambda: (stepped_parameters(source), stored_parts(source))
+    )
+    state = engine.state_template(stepped)
     state["model"] = {name: tensor for name, tensor in state["model"].items() if name not in absent}
-    averaged = "ema" in stored_parts(source)
+    averaged = "ema" in parts
     if ema is not None and averaged:
         state["ema"] = ema.state_dict()
     store.load(source, state, verified=True)

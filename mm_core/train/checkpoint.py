@@ -21,12 +21,13 @@ from mm_core.errors import CheckpointError
 from mm_core.train import checkpoint_dcp as dcp
 from mm_core.train import checkpoint_io as files
 from mm_core.train.agreement import Ranks
-from mm_core.train.checkpoint_bytes import HostCopies, State, Write, WriterProcess, write_file
+from mm_core.train.checkpoint_bytes import HostCopies, State, Write, WriterProcess, check_tensors, write_file
 from mm_core.train.checkpoint_digests import write_digests
+from mm_core.train.checkpoint_facts import step_name
+from mm_core.train.checkpoint_opening import examine, newest_whole, verify
 from mm_core.train.checkpoint_reading import (
     find_checkpoint,
     open_checkpoint,
-    open_files,
     read_facts,
     shares,
 )
@@ -37,7 +38,8 @@ from mm_core.train.checkpoint_retention import (
     remove_stale_stages,
     torn_steps,
 )
-from mm_core.train.checkpoint_stage import complete, discard, open_stage, prepare, to_json
+from mm_core.train.checkpoint_sample import Fingerprint, fingerprints
+from mm_core.train.checkpoint_stage import complete, discard, open_stage, to_json
 from mm_core.train.checkpoint_thread import WriterThread
 from mm_core.train.run_lock import RunLock
 
@@ -89,6 +91,8 @@ class CheckpointStore:
         folder, removes what dead runs left unfinished, puts `damaged` checkpoints aside, and refuses
         (CheckpointError) a run that would meet newer checkpoints."""
         Ranks.current().first("preparing the checkpoint folder", lambda: self._begin(step, damaged))
+        if self._asynchronous is not None:
+            self._speakers()  # while there is a launcher, through whom a group is made
 
     def reserve(self, tensors: State) -> None:
         """Makes the host buffers of asynchronous saves before the first of them, behind the caller's back."""
@@ -135,24 +139,26 @@ class CheckpointStore:
             files.MANIFEST: to_json(manifest or {}),
             files.CONFIG: config_yaml,
         }
-        stage = ranks.first("preparing the checkpoint folder", lambda: open_stage(final))
-        if self._asynchronous is None:
-            self._commit(ranks, stage, final, tensors, texts)
-            if digest:
-                write_digests(ranks, final, threading.Event())
-            return final
+        removed, stage = ranks.first("preparing the checkpoint folder", lambda: open_stage(final, self._lock))
+        if removed is not None:
+            self._thread.record(removed)
         try:
-            copies = ranks.agree("copying the state", lambda: self._copies.take(tensors))
+            held, live = ranks.agree("copying the state", lambda: self._collect(step, tensors))
         except BaseException:
             discard(ranks, stage)
             raise
+        if self._asynchronous is None:
+            self._commit(ranks, stage, final, held, texts, live)
+            if digest:
+                write_digests(ranks, final, threading.Event())
+            return final
         apart = self._speakers()
         done = self._committed = threading.Event()
         hurry = self._hurry = threading.Event()
 
         def work() -> None:
             try:
-                self._commit(apart, stage, final, copies, texts)
+                self._commit(apart, stage, final, held, texts, live)
             except BaseException as fault:
                 self._thread.record(fault)  # before anybody who waits looks for it
                 return
@@ -185,8 +191,7 @@ class CheckpointStore:
                 self._later[final] = later
 
     def poll(self) -> list[Path]:
-        """Checkpoints that are complete since the last call. CheckpointError for one that failed. Costs
-        nothing worth naming, and talks to nobody."""
+        """Checkpoints that are complete since the last call. CheckpointError for one that failed."""
         self._thread.check()
         self._checks.check()
         finished: list[Path] = []
@@ -246,37 +251,20 @@ class CheckpointStore:
         return find_checkpoint(Path(request), words="'auto', 'never', ")
 
     def open(self, request: str) -> tuple[Path | None, list[CheckpointError]]:
-        """The checkpoint that `--resume` asks for, every byte of it checked. Called by all ranks.
+        """The checkpoint that `--resume` asks for, with every byte and value checked. Called by all ranks,
+        which find the same.
 
         With "auto", a damaged checkpoint is passed over for the next older one; the faults say which, and
         their `where` is the folder. What is left of a run whose checkpoints are all damaged is no
         checkpoint: that is an error.
         """
-        if request != "auto":
-            path = self.resolve(request)
-            if path is not None:
-                self.verify(path)
-            return path, []
-        steps = Ranks.current().first("reading the checkpoint folder", lambda: complete_steps(self.folder))
-        torn = Ranks.current().first("reading the checkpoint folder", lambda: torn_steps(self.folder))
-        refused = [
-            CheckpointError("this checkpoint is incomplete: it has no checksums.json", where=str(path))
-            for path in torn
-        ]
-        for step in sorted(steps, reverse=True):
-            try:
-                self.verify(steps[step])
-            except files.DamagedError as fault:
-                refused.append(CheckpointError(fault.what, where=str(steps[step]), hint=fault.hint))
-                continue
-            return steps[step], refused
-        if refused:
-            raise CheckpointError(
-                f"every checkpoint of this run is damaged: {refused[0].what}",
-                where=str(self.folder),
-                hint="begin anew under another run.name, perhaps with another run's weights (init_from)",
-            )
-        return None, []
+        if request == "auto":
+            return newest_whole(self.folder)
+        path = self.resolve(request)
+        if path is not None:
+            verify(path)
+            examine(path)
+        return path, []
 
     def verify(self, path: Path) -> None:
         """Checks every byte of a checkpoint against its checksums, the ranks sharing the work.
@@ -284,10 +272,7 @@ class CheckpointStore:
         Raises:
             DamagedError: on all ranks, when any of them finds a fault.
         """
-        ranks = Ranks.current()
-        doing = "reading the checkpoint"
-        sums = ranks.agree(doing, lambda: open_files(path))
-        ranks.agree(doing, lambda: files.check_contents(path, sums, shares(sums, ranks)))
+        verify(path)
 
     def verify_digests(self, path: Path) -> None:
         """Has the sha256 of every file checked behind the caller's back; `poll` raises what is found."""
@@ -350,15 +335,28 @@ class CheckpointStore:
                 hint="resume with --resume auto, choose another run.name, or move the newer checkpoints away",
             )
 
+    def _collect(self, step: int, tensors: State) -> tuple[State, Mapping[str, Fingerprint]]:
+        """What is to be written, and the fingerprints of a sample of it as it is in training."""
+        check_tensors(tensors)
+        held = tensors if self._asynchronous is None else self._copies.take(tensors)
+        return held, fingerprints(step, tensors)
+
     def _commit(
-        self, ranks: Ranks, stage: Path, final: Path, tensors: State, texts: Mapping[str, str]
+        self,
+        ranks: Ranks,
+        stage: Path,
+        final: Path,
+        tensors: State,
+        texts: Mapping[str, str],
+        live: Mapping[str, Fingerprint],
     ) -> None:
-        """Every file of the checkpoint, on disk and summed; then its name."""
+        """Every file of the checkpoint, on disk and summed; then its name. live: what it has to hold."""
         try:
-            ranks.agree("collecting the state", lambda: prepare(stage, tensors))
+            ranks.agree("preparing the checkpoint folder", lambda: stage.mkdir(parents=True, exist_ok=True))
             doing = "writing the checkpoint"
             sums = ranks.agree(
-                doing, lambda: dcp.write_tensors(stage, tensors, ranks=ranks, write=self._write)
+                doing,
+                lambda: dcp.write_tensors(stage, tensors, ranks=ranks, write=self._write, expected=live),
             )
             own = ranks.agree(
                 doing, lambda: {**sums, **(files.write_texts(stage, texts) if ranks.rank == 0 else {})}
@@ -390,7 +388,7 @@ class CheckpointStore:
             _logger.warning("%s of %s could not be written: %s", files.LATER, final, fault)
 
     def _path(self, step: int) -> Path:
-        return self.folder / f"step_{step:08d}"
+        return self.folder / step_name(step)
 
 
 _logger = logging.getLogger(__name__)

@@ -18,11 +18,12 @@ from typing import IO, Any, cast
 import torch
 import torch.multiprocessing as mp
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from mm_core.device import synchronize
 from mm_core.errors import CheckpointError
+from mm_core.parallel.shards import like, local
+from mm_core.train.checkpoint_sample import Fingerprint
 
 State = Mapping[str, Mapping[str, Any]]
 """{"model": {name: tensor}, "optimizer": {name: tensor}, ...}: plain tensors or DTensors."""
@@ -106,24 +107,16 @@ class HostCopies:
         return held
 
 
-def local(tensor: Any) -> Tensor:
-    """This rank's share."""
-    held: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return held.detach()
-
-
-def like(tensor: Any, share: Tensor) -> Any:
-    """`share`, laid out over the ranks as `tensor` is."""
-    if not isinstance(tensor, DTensor):
-        return share
-    return DTensor.from_local(
-        share,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
+def check_tensors(tensors: Mapping[str, Mapping[str, Any]]) -> None:
+    """CheckpointError for state that is no tensor: such state belongs into the facts."""
+    for part, named in tensors.items():
+        for name, value in named.items():
+            if not isinstance(value, Tensor):
+                raise CheckpointError(
+                    f"{part}.{name} is a {type(value).__name__}",
+                    accepted="tensors",
+                    hint="put other state in facts",
+                )
 
 
 class _Summing(io.RawIOBase):
@@ -157,15 +150,24 @@ class _Summing(io.RawIOBase):
         return True
 
 
-def write_file(path: Path, tensors: Sequence[Tensor]) -> WrittenFile:
-    """Writes tensors one after another, each as torch saves it, and waits until the disk has them."""
+def write_file(
+    path: Path, tensors: Sequence[Tensor], expected: Sequence[Fingerprint | None] | None = None
+) -> WrittenFile:
+    """Writes tensors one after another, each as torch saves it, and waits until the disk has them.
+
+    Raises:
+        CheckpointError: a tensor has another fingerprint than that of `expected` in its place.
+    """
     places = []
+    checkpoint = path.parent.name.partition(".tmp-")[0]
     with _no_sums_by_torch(), ThreadPoolExecutor(1) as summer, path.open("wb", buffering=0) as file:
         stream = _Summing(file, summer)
-        for tensor in tensors:
+        for tensor, fingerprint in zip(tensors, expected or [None] * len(tensors), strict=True):
             held = tensor.detach().cpu()
             if held.numel() * held.element_size() != held.untyped_storage().nbytes():
                 held = held.clone()  # torch saves the whole storage behind a view
+            if fingerprint is not None:
+                fingerprint.check(held, checkpoint)
             before = stream.size
             _save(held, stream)
             places.append((before, stream.size - before))
@@ -228,11 +230,13 @@ class WriterProcess:
         self._child.start()
         theirs.close()
 
-    def __call__(self, path: Path, tensors: Sequence[Tensor]) -> WrittenFile:
+    def __call__(
+        self, path: Path, tensors: Sequence[Tensor], expected: Sequence[Fingerprint | None] | None = None
+    ) -> WrittenFile:
         """`write_file` in the child. CheckpointError where the child is gone."""
         with self._lock:
             try:
-                self._pipe.send((path, list(tensors)))
+                self._pipe.send((path, list(tensors), expected))
                 answer = self._pipe.recv()
             except (EOFError, OSError) as fault:
                 raise CheckpointError(
@@ -258,15 +262,15 @@ def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            path, tensors = pipe.recv()
+            path, tensors, expected = pipe.recv()
         except EOFError:
             return
         try:
-            answer: Any = write_file(path, tensors)
+            answer: Any = write_file(path, tensors, expected)
         except Exception as fault:
             answer = fault
         pipe.send(answer)
 
 
-Write = Callable[[Path, Sequence[Tensor]], WrittenFile]
+Write = Callable[[Path, Sequence[Tensor], Sequence[Fingerprint | None]], WrittenFile]
 """`write_file`, in this process or in another."""

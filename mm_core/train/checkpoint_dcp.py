@@ -1,27 +1,24 @@
 """torch.distributed.checkpoint made safe: nothing in a checkpoint directory can run code.
 
-Two of its files' parts are pickles by nature. `.metadata` is read by an unpickler that knows a dozen harmless
-names; tensors are read by torch with `weights_only`; items that are no tensors, which torch would unpickle
-freely, are refused.
+`.metadata` is read by `checkpoint_metadata`; tensors are read by torch with `weights_only`, from archives
+that hold no more than their bytes; items that are no tensors, which torch would unpickle freely, are refused.
 """
 
 from __future__ import annotations
 
 import io
-import math
-import pickle
 import warnings
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NoReturn
+from types import MappingProxyType
+from typing import IO, Any, NoReturn
 
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -32,53 +29,23 @@ from mm_core.errors import CheckpointError
 from mm_core.train.agreement import Ranks
 from mm_core.train.checkpoint_bytes import Write, check_finite, write_file
 from mm_core.train.checkpoint_io import (
-    ABSENT,
-    METADATA,
     Checksum,
     DamagedError,
     listed,
     read_manifest,
-    unreadable,
 )
-
-_ALLOWED: dict[tuple[str, str], Any] = {
-    **{
-        (metadata.__name__, name): getattr(metadata, name)
-        for name in (
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorStorageMetadata",
-            "ChunkStorageMetadata",
-            "TensorProperties",
-            "_MEM_FORMAT_ENCODING",
-        )
-    },
-    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-}
-_DTYPES = {name: kind for name, kind in vars(torch).items() if isinstance(kind, torch.dtype)}
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Finds only the names that a `.metadata` is made of."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and name in _DTYPES:
-            return _DTYPES[name]
-        if (module, name) in _ALLOWED:
-            return _ALLOWED[module, name]
-        raise CheckpointError(f".metadata asks for {module}.{name}, which no checkpoint of ours needs")
+from mm_core.train.checkpoint_metadata import read_metadata
+from mm_core.train.checkpoint_sample import Fingerprint
+from mm_core.weights.archives import check_archive
 
 
 class _Writer(FileSystemWriter):
     """One file a rank, written and summed by `write`. Leaves out where the checkpoint was written: it may
     be moved, and the path is nobody's business."""
 
-    def __init__(self, folder: Path, write: Write) -> None:
+    def __init__(self, folder: Path, write: Write, expected: Mapping[str, Fingerprint]) -> None:
         super().__init__(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
-        self._folder, self._write = folder, write
+        self._folder, self._write, self._expected = folder, write, expected
         self.sums: dict[str, Checksum] = {}
 
     def storage_meta(self) -> StorageMeta | None:
@@ -92,7 +59,8 @@ class _Writer(FileSystemWriter):
         check_finite([item.index.fqn for item in plan.items], tensors, final)  # type: ignore[arg-type]
         results = []
         if tensors:
-            written = self._write(self._folder / name, tensors)  # type: ignore[arg-type]
+            expected = [self._expected.get(item.index.fqn) for item in plan.items]
+            written = self._write(self._folder / name, tensors, expected)  # type: ignore[arg-type]
             self.sums[name] = Checksum(written.size, written.crc32)
             for item, (offset, length) in zip(plan.items, written.places, strict=True):
                 place = filesystem._StorageInfo(name, offset, length)
@@ -111,6 +79,10 @@ class _Reader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._checked
 
+    def _slice_file(self, file: Any, sinfo: filesystem._StorageInfo) -> IO[bytes]:
+        check_archive(file, sinfo.offset, sinfo.length)
+        return super()._slice_file(file, sinfo)
+
 
 class _LoadPlanner(DefaultLoadPlanner):
     """Loads tensors only."""
@@ -125,13 +97,15 @@ def write_tensors(
     *,
     ranks: Ranks,
     write: Write = write_file,
+    expected: Mapping[str, Fingerprint] = MappingProxyType({}),
 ) -> dict[str, Checksum]:
     """This rank's share of the tensors, and on rank 0 `.metadata`; files are on disk when it returns.
 
     Replicated tensors are written once, by the rank with the least to write. Returns the checksums of the
-    files that this rank wrote, taken from the bytes as they went out.
+    files that this rank wrote, taken from the bytes as they went out. CheckpointError for a tensor that
+    differs from its fingerprint in `expected`.
     """
-    writer = _Writer(folder, write)
+    writer = _Writer(folder, write, expected)
     with _quiet(ranks.alone):
         save(
             _sections(tensors),
@@ -143,6 +117,19 @@ def write_tensors(
     return writer.sums
 
 
+def check_archives(folder: Path, checked: Metadata, own: Collection[str]) -> None:
+    """DamagedError for a tensor of the files `own` whose archive claims to hold more than it does."""
+    for name in own:
+        places = [place for place in checked.storage_data.values() if place.relative_path == name]
+        with (folder / name).open("rb") as file:
+            for place in places:
+                try:
+                    check_archive(file, place.offset, place.length)
+                except (CheckpointError, RuntimeError, ValueError) as fault:
+                    what = f"{name} holds a tensor that is refused: {fault}"
+                    raise DamagedError(what, where=str(folder), hint="do not trust this checkpoint") from None
+
+
 def read_tensors(
     folder: Path, checked: Metadata, tensors: Mapping[str, Mapping[str, Any]], *, alone: bool
 ) -> None:
@@ -151,25 +138,6 @@ def read_tensors(
         load(
             _sections(tensors), storage_reader=_Reader(folder, checked), planner=_LoadPlanner(), no_dist=alone
         )
-
-
-def read_metadata(folder: Path, files: Collection[str]) -> Metadata:
-    """`.metadata`, read without running anything in it and checked to speak only of tensors in `files`."""
-    try:
-        with (folder / METADATA).open("rb") as stream:
-            found = _MetadataUnpickler(stream).load()
-        _check_metadata(found, files)
-    except CheckpointError as fault:
-        raise DamagedError(fault.what, where=str(folder), hint="do not trust this checkpoint") from None
-    except Exception as fault:
-        if isinstance(fault, OSError) and not isinstance(fault, ABSENT):
-            raise unreadable(folder / METADATA, fault) from fault
-        # A pickle can fail in any way that the calls inside it can; all mean the same to the user.
-        raise DamagedError(
-            f".metadata can not be read ({type(fault).__name__}: {fault})", where=str(folder)
-        ) from None
-    assert isinstance(found, Metadata)
-    return found
 
 
 def stored_parts(folder: Path) -> set[str]:
@@ -187,24 +155,6 @@ def stored_names(folder: Path, part: str) -> set[str]:
 def stepped_parameters(folder: Path) -> set[str]:
     """The parameters that the optimizer of a checkpoint holds state of, by their path in the task."""
     return {name.rpartition(".")[0] for name in stored_names(folder, "optimizer")}
-
-
-def _check_metadata(found: Any, files: Collection[str]) -> None:
-    """That every entry is a tensor, wholly covered by chunks, in a file of this checkpoint."""
-    if type(found) is not Metadata or not isinstance(found.storage_data, dict):
-        raise CheckpointError(".metadata does not describe a checkpoint")
-    for name, entry in found.state_dict_metadata.items():
-        if type(entry) is not TensorStorageMetadata:
-            raise CheckpointError(f".metadata lists {name!r}, which is not a tensor")
-        if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size):
-            raise CheckpointError(f".metadata does not cover the whole of {name!r}")
-    for index, stored in found.storage_data.items():
-        if (
-            type(index) is not MetadataIndex
-            or stored.relative_path not in files
-            or stored.transform_descriptors
-        ):
-            raise CheckpointError(".metadata points outside the files of this checkpoint")
 
 
 def compare(
@@ -244,18 +194,6 @@ def compare(
 def _kind(shape: torch.Size, dtype: torch.dtype, exact: bool) -> str:
     size = "x".join(map(str, shape)) or "scalar"
     return f"{size} {str(dtype).removeprefix('torch.')}" if exact else size
-
-
-def check_tensors(tensors: Mapping[str, Mapping[str, Any]]) -> None:
-    """CheckpointError for state that is no tensor: such state belongs into the facts."""
-    for part, named in tensors.items():
-        for name, value in named.items():
-            if not isinstance(value, Tensor):
-                raise CheckpointError(
-                    f"{part}.{name} is a {type(value).__name__}",
-                    accepted="tensors",
-                    hint="put other state in facts",
-                )
 
 
 def _sections(tensors: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

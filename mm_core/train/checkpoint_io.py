@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import threading
 import zlib
@@ -23,7 +24,12 @@ MANIFEST = "manifest.json"
 SHA256 = "sha256.json"
 LATER = "validation.json"
 FORMAT = 1
+OTHER = "resume from another checkpoint: --resume PATH"
+"""What to do about a damaged one."""
+
 _CHUNK = 1 << 22
+_LARGEST = 1 << 26  # bytes of a JSON file
+_DEEPEST = 128  # lists and objects within each other; those of a config are 100 at most
 
 
 class DamagedError(CheckpointError):
@@ -103,18 +109,18 @@ def read_manifest(folder: Path) -> dict[str, Checksum]:
     """The checksums that a checkpoint was completed with."""
     path = folder / CHECKSUMS
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = _parsed(path)
         version, rows = document["format"], document["files"]
         files = {str(name): Checksum(int(row["size"]), int(row["crc32"], 16)) for name, row in rows.items()}
     except ABSENT:
         raise DamagedError(
-            "this checkpoint is incomplete: it has no checksums.json", where=str(folder), hint=_OTHER
+            "this checkpoint is incomplete: it has no checksums.json", where=str(folder), hint=OTHER
         ) from None
     except OSError as fault:
         raise unreadable(path, fault) from fault
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as fault:
         raise DamagedError(
-            f"checksums.json can not be read ({type(fault).__name__})", where=str(folder), hint=_OTHER
+            f"checksums.json can not be read ({type(fault).__name__})", where=str(folder), hint=OTHER
         ) from None
     if version != FORMAT:
         raise CheckpointError(
@@ -127,7 +133,7 @@ def read_manifest(folder: Path) -> dict[str, Checksum]:
     needed = {METADATA, FACTS, CONFIG} - files.keys()
     if odd or needed:
         fault_text = f"names {odd[0]!r}" if odd else f"does not list {', '.join(sorted(needed))}"
-        raise DamagedError(f"checksums.json {fault_text}", where=str(folder), hint=_OTHER)
+        raise DamagedError(f"checksums.json {fault_text}", where=str(folder), hint=OTHER)
     return files
 
 
@@ -165,27 +171,43 @@ def check_contents(folder: Path, files: Mapping[str, Checksum], names: Iterable[
 def read_json(path: Path) -> dict[str, Any]:
     """An object from a file of a checkpoint. DamagedError where it holds none."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = _parsed(path)
     except (*ABSENT, ValueError, RecursionError) as fault:
         raise DamagedError(
-            f"{path.name} can not be read ({type(fault).__name__})", where=str(path.parent), hint=_OTHER
+            f"{path.name} can not be read ({type(fault).__name__})", where=str(path.parent), hint=OTHER
         ) from None
     except OSError as fault:
         raise unreadable(path, fault) from fault
     if not isinstance(document, dict):
-        raise DamagedError(f"{path.name} holds no object", where=str(path.parent), hint=_OTHER)
+        raise DamagedError(f"{path.name} holds no object", where=str(path.parent), hint=OTHER)
     return document
 
 
-def read_later(folder: Path) -> dict[str, Any]:
-    """Facts that became known after the save, `metrics` and `looked`; {} where there are none to read."""
-    try:
-        document = json.loads((folder / LATER).read_text(encoding="utf-8"))
-        metrics, looked = document["metrics"], document["looked"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return {}
-    whole = isinstance(metrics, dict) and isinstance(looked, bool)
-    return {"metrics": metrics, "looked": looked} if whole else {}
+def _parsed(path: Path) -> Any:
+    """JSON from a file, of a size and depth that no file of a checkpoint comes near. ValueError for what JSON
+    does not know: numbers that are not finite."""
+    with path.open("rb") as stream:
+        text = stream.read(_LARGEST + 1)
+    if len(text) > _LARGEST:
+        raise ValueError(f"more than {_LARGEST} bytes")
+    document = json.loads(text.decode("utf-8"), parse_float=_finite, parse_constant=_finite)
+    _check_depth(document, _DEEPEST)
+    return document
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not finite")
+    return number
+
+
+def _check_depth(value: Any, left: int) -> None:
+    if left < 0:
+        raise RecursionError(f"more than {_DEEPEST} levels")
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            _check_depth(item, left - 1)
 
 
 def check_digests(folder: Path, names: Iterable[str]) -> None:
@@ -233,7 +255,7 @@ def sha256(path: Path, hurry: threading.Event | None = None) -> str | None:
 
 def _refuse(folder: Path, faults: list[str]) -> None:
     if faults:
-        raise DamagedError(f"this checkpoint is damaged: {listed(faults)}", where=str(folder), hint=_OTHER)
+        raise DamagedError(f"this checkpoint is damaged: {listed(faults)}", where=str(folder), hint=OTHER)
 
 
 def listed(items: list[str], most: int = 10) -> str:
@@ -243,5 +265,4 @@ def listed(items: list[str], most: int = 10) -> str:
 
 
 _AGAIN = "try again when the file system answers; if it never does, resume from another: --resume PATH"
-_OTHER = "resume from another checkpoint: --resume PATH"
 _UPGRADE = "load it with the version of mm-core that wrote it, or a newer one"

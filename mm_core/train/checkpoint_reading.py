@@ -14,8 +14,10 @@ from mm_core.config.load import load_config
 from mm_core.config.schema import RunConfig
 from mm_core.errors import CheckpointError
 from mm_core.train import checkpoint_dcp as dcp
+from mm_core.train import checkpoint_facts
 from mm_core.train import checkpoint_io as files
 from mm_core.train.agreement import Ranks
+from mm_core.train.checkpoint_metadata import read_metadata
 from mm_core.train.checkpoint_retention import complete_steps
 from mm_core.weights.stored import TORCH_SUFFIXES
 
@@ -70,10 +72,7 @@ def read_facts(path: Path) -> dict[str, Any]:
     """The facts that a checkpoint was saved with, `step` among them, and what a validation added later."""
     manifest = open_files(path)
     files.check_contents(path, manifest, [files.FACTS])
-    facts = files.read_json(path / files.FACTS)
-    if not isinstance(facts.get("step"), int):
-        raise files.DamagedError("facts.json does not say the step", where=str(path))
-    return {**facts, **files.read_later(path)}
+    return {**checkpoint_facts.read_facts(path), **checkpoint_facts.read_later(path)}
 
 
 def read_run_manifest(path: Path) -> dict[str, Any]:
@@ -82,7 +81,7 @@ def read_run_manifest(path: Path) -> dict[str, Any]:
     if files.MANIFEST not in sums:
         return {}
     files.check_contents(path, sums, [files.MANIFEST])
-    return files.read_json(path / files.MANIFEST)
+    return checkpoint_facts.read_manifest(path)
 
 
 def find_checkpoint(path: Path, which: Which = "latest", words: str = "") -> Path:
@@ -134,11 +133,13 @@ def checkpoint_at(run: str | Path, which: Which = "latest") -> Path:
 
 
 def stored_config(
-    run: str | Path, which: Which = "latest", overrides: Sequence[str] = ()
+    run: str | Path, which: Which = "latest", overrides: Sequence[str] = (), allow_code: bool = False
 ) -> tuple[Path, RunConfig]:
-    """The checkpoint of `checkpoint_at`, and its config under the overrides. MMError where there is none."""
+    """The checkpoint of `checkpoint_at`, and its config under the overrides. MMError where there is none, and
+    TrustError for code that this user has not trained with, unless `allow_code`."""
     source = checkpoint_at(run, which)
-    return source, load_config(source / "config.yaml", overrides, spare_environment=True)
+    file = source / "config.yaml"
+    return source, load_config(file, overrides, spare_environment=True, stored=True, allow_code=allow_code)
 
 
 def _best(folder: Path, steps: Mapping[int, Path]) -> Path:
@@ -169,6 +170,6 @@ def open_checkpoint(
 ) -> tuple[dict[str, Any], Metadata]:
     """Checks everything about a checkpoint but the bytes of its tensors."""
     facts = read_facts(path)
-    metadata = dcp.read_metadata(path, files.read_manifest(path))
+    metadata = read_metadata(path, files.read_manifest(path))
     dcp.compare(metadata, tensors, path, exact=exact)
     return facts, metadata

@@ -17,8 +17,8 @@ from typing import Literal
 
 from mm_core.errors import CheckpointError
 from mm_core.train import checkpoint_io as files
+from mm_core.train.checkpoint_facts import read_later, step_of
 
-_STEP = re.compile(r"step_(\d{8,})\Z")
 _STAGE = re.compile(r".*\.tmp-[0-9a-f]+(?:-(\d+)@(.+))?\Z")
 
 
@@ -26,8 +26,8 @@ def complete_steps(folder: Path) -> dict[int, Path]:
     """Complete checkpoints under `folder` by step."""
     if not folder.is_dir():
         return {}
-    named = ((_STEP.match(path.name), path) for path in folder.iterdir())
-    return {int(match[1]): path for match, path in named if match and (path / files.CHECKSUMS).is_file()}
+    named = ((step_of(path), path) for path in folder.iterdir())
+    return {step: path for step, path in named if step is not None and (path / files.CHECKSUMS).is_file()}
 
 
 def torn_steps(folder: Path) -> list[Path]:
@@ -37,7 +37,7 @@ def torn_steps(folder: Path) -> list[Path]:
     return sorted(
         path
         for path in folder.iterdir()
-        if _STEP.match(path.name) and path.is_dir() and not (path / files.CHECKSUMS).is_file()
+        if step_of(path) is not None and path.is_dir() and not (path / files.CHECKSUMS).is_file()
     )
 
 
@@ -113,7 +113,7 @@ class Retention:
         if self.best is None:
             return None
         with suppress(CheckpointError, OSError):
-            facts = {**files.read_json(path / files.FACTS), **files.read_later(path)}
+            facts = {**files.read_json(path / files.FACTS), **read_later(path)}
             metrics = facts.get("metrics")
             value = metrics.get(self.best) if isinstance(metrics, dict) else None
             if isinstance(value, (int, float)) and math.isfinite(value):
@@ -142,6 +142,5 @@ class Retention:
 
 def _up_to(newest: Path) -> dict[int, Path]:
     """Complete checkpoints up to that one, in the order of their steps."""
-    steps = complete_steps(newest.parent)
-    written = next(step for step, path in steps.items() if path == newest)
-    return {step: steps[step] for step in sorted(steps) if step <= written}
+    steps, written = complete_steps(newest.parent), step_of(newest)
+    return {step: steps[step] for step in sorted(steps) if written is not None and step <= written}

@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from mm_core.errors import CheckpointError
-from mm_core.train import checkpoint_dcp as dcp
 from mm_core.train import checkpoint_io as files
 from mm_core.train.agreement import Ranks
 from mm_core.train.checkpoint_retention import stage_name
+from mm_core.train.run_lock import RunLock
 
 
-def open_stage(final: Path) -> Path:
-    """Makes the folder of a checkpoint that is to be called `final`."""
+def open_stage(final: Path, lock: RunLock) -> tuple[CheckpointError | None, Path]:
+    """Makes the folder of a checkpoint that is to be called `final`; what to tell once it is saved, where the
+    run's folder, whose lock is given, was removed meanwhile."""
+    removed = lock.renew()
     if final.exists():
         raise CheckpointError(
             "this step has a checkpoint already, and none is ever overwritten",
@@ -25,19 +27,13 @@ def open_stage(final: Path) -> Path:
         )
     stage = final.with_name(stage_name(final.name))
     stage.mkdir(parents=True)
-    return stage
+    return removed, stage
 
 
 def discard(ranks: Ranks, stage: Path) -> None:
     """Rank 0 removes what was not completed."""
     if ranks.rank == 0:
         shutil.rmtree(stage, ignore_errors=True)
-
-
-def prepare(stage: Path, tensors: Mapping[str, Any]) -> None:
-    """What each rank needs before the ranks write together."""
-    dcp.check_tensors(tensors)
-    stage.mkdir(parents=True, exist_ok=True)
 
 
 def complete(stage: Path, manifest: Mapping[str, files.Checksum]) -> None:

@@ -18,6 +18,7 @@ from mm_core.config.dump import to_mapping, to_yaml
 from mm_core.config.load import load_config
 from mm_core.config.schema import RunConfig, ValidationSection
 from mm_core.contracts import EvaluatedDataset, Metric, Task
+from mm_core.data.seeding import build_dataset
 from mm_core.device import current_device
 from mm_core.errors import MMError
 from mm_core.plan import build_task
@@ -107,6 +108,7 @@ def evaluate(
     predictions: bool = False,
     overrides: Sequence[str] = (),
     note: Callable[[str], None] = lambda sentence: None,
+    allow_code: bool = False,
 ) -> EvaluationResult:
     """Evaluates a checkpoint of a run on its held-out rows, as validation does while training. Called as the
     rank that the environment names; several share the model, as in training, and the rows.
@@ -121,12 +123,13 @@ def evaluate(
         predictions: also keep what was found of each row.
         overrides: `key=value` over the run's config, to evaluate on other data.
         note: told, on rank 0, of rows that can not be read.
+        allow_code: code that the run names runs, also where this user has not trained with it.
 
     Raises:
         MMError: no checkpoint, no such dataset in the run's config, nothing readable, a metric that needs
             what the task does not give.
     """
-    chosen = choose(run, split, checkpoint, overrides)
+    chosen = choose(run, split, checkpoint, overrides, allow_code)
     settings = default_settings(chosen.config, split)
     if clips is not None:
         settings = replace(settings, clips=clips)
@@ -161,7 +164,7 @@ def _pass(
 ) -> tuple[dict[str, float], list[Row]]:
     """One pass of all ranks over the rows: the figures, and on rank 0 the predictions if they are wanted."""
     ranks, found = Ranks.current(), Predictions()
-    dataset = build("dataset", chosen.dataset)
+    dataset = build_dataset(chosen.dataset, chosen.config.run.seed)
     task, engine = _load(chosen.config, chosen.source, weights, ranks)
     check_class_names(task, {chosen.split: dataset})
     validator = Validator(
@@ -182,11 +185,16 @@ def _pass(
 
 
 def choose(
-    run: str | Path, split: Split, checkpoint: Which = "latest", overrides: Sequence[str] = ()
+    run: str | Path,
+    split: Split,
+    checkpoint: Which = "latest",
+    overrides: Sequence[str] = (),
+    allow_code: bool = False,
 ) -> Chosen:
     """The checkpoint, its config with the overrides, and the dataset. MMError where one is missing."""
     source = checkpoint_at(run, checkpoint)
-    config = load_config(source / "config.yaml", _with_section(source / "config.yaml", overrides))
+    file = source / "config.yaml"
+    config = load_config(file, _with_section(file, overrides), stored=True, allow_code=allow_code)
     dataset = data_sections(config).get(split)
     if dataset is None:
         raise _without_data(run, source, config, split)

@@ -107,8 +107,16 @@ class Planner:
         """A component's weights, with its adapters in them: a part for each folder."""
         with without_adapters(module):
             layouts = of_component(self._form.layout(root, module))
+            asked = (layout.refusal() for layout in layouts if layout.refusal is not None)
+            refusal = next(filter(None, asked), "")
         if not layouts:
             raise self._cannot_hold(root, module)
+        if refusal:
+            raise MMError(
+                f"{root}: {refusal}",
+                where=f"--to {self._label}",
+                accepted="core/safetensors, which holds any component under its own names",
+            )
         own = {base_name(name): name for name in own_state(module) if adapter_of(name) is None}
         shares = divided(layouts, own)
         return [

@@ -13,7 +13,6 @@ from typing import Literal
 
 from torch import nn
 
-from mm_core.config.load import load_config
 from mm_core.config.schema import RunConfig
 from mm_core.contracts import torch_dtype
 from mm_core.errors import ContractError, MMError, did_you_mean
@@ -25,7 +24,7 @@ from mm_core.train.agreement import Ranks
 from mm_core.train.base_weights import frozen_names, recorded
 from mm_core.train.checkpoint_dcp import stored_parts
 from mm_core.train.checkpoint_io import write_durably
-from mm_core.train.checkpoint_reading import checkpoint_at, read_facts
+from mm_core.train.checkpoint_reading import checkpoint_at, read_facts, stored_config
 from mm_core.train.export_card import card_of
 from mm_core.train.export_parts import Part, Planner, own_state
 from mm_core.train.origins import origins_of
@@ -56,6 +55,7 @@ def export(
     pipeline: str | Path | None = None,
     overrides: Sequence[str] = (),
     note: Callable[[str], None] = lambda sentence: None,
+    allow_code: bool = False,
 ) -> Path:
     """Writes a checkpoint's trained components in a weight format; `out` appears when all of it is there.
     Of a run that trains adapters it writes these alone.
@@ -75,6 +75,7 @@ def export(
             takes the one that the run began with.
         overrides: `key.path=value` over the run's config: where folders are that have moved.
         note: told of folders that the run began with and that are gone: nothing of them is taken over.
+        allow_code: code that the run names runs, also where this user has not trained with it.
 
     Raises:
         MMError: no such checkpoint, or a damaged one; a format that can not hold a component; something at
@@ -83,7 +84,7 @@ def export(
     out, source = Path(out), checkpoint_at(run)
     check_unused(out)
     limit = parse_size(max_shard)
-    config = load_config(source / "config.yaml", overrides, spare_environment=True)
+    _, config = stored_config(source, overrides=overrides, allow_code=allow_code)
     registry = get_registry(config.plugins.path)
     (label, form), *_ = formats_of(registry, format).items()
     task = build_task(config, adapters_in(source))
@@ -100,7 +101,7 @@ def export(
     whole = not adapters_alone and len(roots) == len(task.trainable)  # type: ignore[arg-type]
     companions = Companions()
     if whole:
-        origins = origins_of(config, read_facts(source), task)
+        origins = origins_of(config, read_facts(source), task, note)
         companions = form.companions(task, _written(parts, origins, pipeline))
         gone = {path for paths in origins.values() for path in paths if not path.exists()}
         if gone and not companions.copies and parts[0].library:  # what no library loads is no pipeline

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import logging
-import multiprocessing
 import os
 import re
 import signal
@@ -16,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
+from mm_core.data.aftermath import end_workers
 from mm_core.errors import MMError, PeerError
 from mm_core.train.launch_folder import ENDED, FAILED, LOST, STOPPED_EARLY, LaunchFolder
 from mm_core.train.rank_logs import latest_log
@@ -30,6 +30,11 @@ _LOST = re.compile(
     r"|Failed to recv"
 )
 _NO_MEMORY = re.compile(r"can't allocate memory|out of memory|Cannot allocate memory", re.IGNORECASE)
+
+_REQUEST = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMGT]iB)")
+_CAPACITY = re.compile(r"total capacity of ([\d.]+) ([KMGT]iB)|; ([\d.]+) ([KMGT]iB) total capacity")
+_OF_HOST = "DefaultCPUAllocator"
+_UNITS = "bKMGT"
 
 
 def run_as_rank(work: Callable[[], int]) -> int:
@@ -66,7 +71,7 @@ def _outcome(work: Callable[[], int], folder: LaunchFolder) -> int:
     except BaseException as error:
         _tell(error, folder)
         return 1
-    if code == STOPPED and folder.has_parent:
+    if code == STOPPED and folder.launched:
         # torch's agent takes any code but 0 for a failure and ends the other ranks.
         folder.mark(STOPPED_EARLY)
         return 0
@@ -85,7 +90,7 @@ def _tell(error: BaseException, folder: LaunchFolder) -> None:
         # The rank to blame may be about to speak; torch's agent ends everybody when this one has left.
         if folder.wait_for(FAILED, GRACE):
             return
-        if folder.has_parent or isinstance(error, PeerError):
+        if folder.launched or isinstance(error, PeerError):
             folder.mark(LOST, lost.render() if lost is not None else str(error))
             return
     if not folder.mark(FAILED):
@@ -145,9 +150,38 @@ def out_of_memory(error: BaseException) -> MMError | None:
     named = type(error).__name__ in ("OutOfMemoryError", "MemoryError")
     if not named and not (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))):
         return None
+    if (told := _too_large(error)) is not None:
+        return told
     return MMError(
         f"out of memory: {_first_line(error)}",
         hint="a smaller train.micro_batch_size, engine.recompute_modules=auto, or more ranks to shard over",
+    )
+
+
+def _too_large(error: BaseException) -> MMError | None:
+    """The sentence for a single request that is larger than all the memory there is; None for any other."""
+    found = _REQUEST.search(str(error))
+    if found is None:
+        return None
+    asked = float(found[1]) * 1024 ** _UNITS.index(found[2][0])
+    whole = _CAPACITY.search(str(error))  # of an accelerator; the host's is not in the message
+    if whole is not None:
+        size, unit = whole[1] or whole[3], whole[2] or whole[4]
+        there = float(size) * 1024 ** _UNITS.index(unit[0])
+    elif _OF_HOST not in str(error):
+        return None
+    else:
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if asked <= there:
+        return None
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if f"{os.sep}torch{os.sep}" not in frame.filename]
+    place = f", in {own[-1].name} ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    return MMError(
+        f"out of memory: one tensor of {asked / 2**30:,.1f} GiB was asked for{place}, and there are"
+        f" {there / 2**30:,.1f} GiB in all",
+        hint="look there for shapes that are broadcast against each other (a [B] where a [B, 1, 1, 1, 1] is"
+        " needed), or for a size in the config that is too large, train.micro_batch_size among them",
     )
 
 
@@ -156,32 +190,26 @@ def _watch(folder: LaunchFolder) -> None:
 
     A thread, because a main thread that waits in a collective runs no Python signal handler.
     """
-    launched = folder.has_parent or "TORCHELASTIC_RUN_ID" in os.environ
+    watched = folder.has_parent or "TORCHELASTIC_RUN_ID" in os.environ
     parent, failed_at = os.getppid(), None
     while True:
         time.sleep(0.5)
-        if launched and os.getppid() != parent:
-            launched = False
+        if watched and (os.getppid() != parent or (folder.has_parent and not folder.launched)):
+            watched = False
             os.kill(os.getpid(), signal.SIGTERM)  # saves, and ends
         if not folder.failing():
             failed_at = None
         elif failed_at is None:
             failed_at = time.monotonic()
         elif time.monotonic() - failed_at > GRACE:
-            end_children()
+            end_workers()
             show_cursor()  # the main thread, which waits in native code, may have a bar open
             os._exit(1)
 
 
-def end_children() -> None:
-    """Kills the data workers, which would look after a parent that is gone for some seconds more."""
-    for child in multiprocessing.active_children():
-        child.kill()
-
-
 def leave(code: int) -> NoReturn:
     """Ends a rank's process without C++ destructors, which abort now and then after collective saves."""
-    end_children()
+    end_workers(orderly=True)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):

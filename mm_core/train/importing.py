@@ -25,6 +25,7 @@ from mm_core.train.checkpoint import CheckpointStore
 from mm_core.train.checkpoint_retention import complete_steps, torn_steps
 from mm_core.train.ema import EMA
 from mm_core.train.initial_weights import FromFiles
+from mm_core.train.known_code import remember
 from mm_core.train.manifest import run_manifest
 from mm_core.weights.adapter_record import record_of
 
@@ -89,7 +90,8 @@ def _import(
     manifest = run_manifest(config, plan, {}, adapters, rows)
     saved = store.save(0, state_of(engine, ema, base.names), facts, to_yaml(config), manifest=manifest)
     store.wait()
-    return saved, weights.notes()
+    note = remember(config) if dist.get_rank() == 0 else None
+    return saved, [*weights.notes(), *([note] if note is not None else [])]
 
 
 def _imported(config: RunConfig, init: InitFromSection) -> RunConfig:

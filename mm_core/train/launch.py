@@ -22,6 +22,10 @@ from mm_core.errors import MMError
 from mm_core.train.launch_folder import FAILED, LAUNCH_DIR, LOST, STOPPED_EARLY, LaunchFolder
 from mm_core.train.signals import STOPPED, StopFlag, show_cursor
 
+COMMAND = (sys.executable, "-P", "-m", "mm_core.cli.main")
+"""What starts another `mm`. Without -P the folder that the command is typed in, perhaps a stranger's, would
+shadow any module."""
+
 UNSTARTED = 5.0
 """Seconds after a signal in which a first rank must show; else nothing runs yet and the launcher leaves."""
 
@@ -155,6 +159,8 @@ class _Launch:
         )
         code = codes[rank]
         if self.folder.read(FAILED) is None:
+            if self.folder.read(STOPPED_EARLY) is not None and code == 1:
+                return STOPPED  # it has lost those that left on request
             show_cursor()
             if code in (130, -signal.SIGINT):
                 sys.stderr.write("mm: interrupted\n")
@@ -254,7 +260,9 @@ def launch(
     """
     quiet_torch()
     folder = Path(tempfile.mkdtemp(prefix="mm_core-"))
-    running = _Launch(nodes, command, LaunchFolder(folder, has_parent=True))
+    meeting = LaunchFolder(folder, has_parent=True)
+    meeting.open()
+    running = _Launch(nodes, command, meeting)
     again = partial(running.ask, signal.SIGINT) if outlives_interrupts else running.kill
     thread = threading.Thread(target=running.work, name="elastic agent", daemon=True)
     logging.disable(logging.CRITICAL)  # the agent's own account of failures: ranks say it better

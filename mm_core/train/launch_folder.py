@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
+
+from mm_core.data.aftermath import clear_after, lives, note_process, started
 
 LAUNCH_DIR = "MM_LAUNCH_DIR"
 """Variable that names the folder which mm-train made for its ranks."""
@@ -39,7 +42,7 @@ class LaunchFolder:
         if os.environ.get("WORLD_SIZE", "1") == "1":
             return cls(None)
         names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
-        parts = [os.getppid(), _started(os.getppid()), *(os.environ.get(name, "0") for name in names)]
+        parts = [os.getppid(), started(os.getppid()), *(os.environ.get(name, "0") for name in names)]
         name = "-".join("".join(c for c in str(part) if c.isalnum()) for part in parts)
         folder = Path(tempfile.gettempdir()) / f"mm_core-{os.getuid()}-{name}"
         with suppress(OSError):
@@ -49,32 +52,51 @@ class LaunchFolder:
                 return cls(folder)
         return cls(None)
 
+    def open(self) -> None:
+        """Notes this process as the launcher."""
+        if self.path is not None:
+            note_process(self.path / "launcher.pid", os.getpid())
+
     def enter(self, rank: int) -> None:
         """Notes this process as the host's `rank`-th."""
-        if self.path is not None:
-            staged = self.path / f".rank_{rank}"
-            staged.write_text(str(os.getpid()))
-            staged.replace(self.path / f"rank_{rank}.pid")
+        if self.path is None:
+            return
+        with suppress(OSError):  # what is left of the launch may have cleared up already
+            note_process(self.path / f"rank_{rank}.pid", os.getpid())
+            if not self.has_parent:
+                note_process(self.path / "launcher.pid", os.getppid())
+        clear_after(self.path)
 
     def depart(self, rank: int) -> None:
         """Takes the note back: this process ends in good order.
 
-        The last one removes torchrun's folder, unless a rank has failed: one that is still starting must
-        find the mark.
+        The last one removes the folder where no launcher does. Under torchrun it is kept where a rank has
+        failed: one that is still starting must find the mark.
         """
         if self.path is None:
             return
         with suppress(OSError):
             (self.path / f"rank_{rank}.pid").unlink(missing_ok=True)
-            if not self.has_parent and not self.pids():
-                self.path.rmdir()  # not empty, and so kept, where a mark was left
+            if any(self.path.glob("rank_*.pid")) or self.launched:
+                return
+            if self.has_parent or {path.name for path in self.path.iterdir()} == {"launcher.pid"}:
+                shutil.rmtree(self.path, ignore_errors=True)
+
+    @property
+    def launched(self) -> bool:
+        """Whether mm-train, which watches the folder, still lives. Where its note is gone, as by what clears
+        /tmp of old files, nobody knows better."""
+        if not self.has_parent or self.path is None:
+            return False
+        note = self.path / "launcher.pid"
+        return lives(note) or not note.exists()
 
     def pids(self) -> list[int]:
         """Process ids of the ranks that have entered and not departed."""
         found = []
         for path in sorted(self.path.glob("rank_*.pid")) if self.path is not None else ():
             with suppress(FileNotFoundError, ValueError):
-                found.append(int(path.read_text()))
+                found.append(int(path.read_text().partition(" ")[0]))
         return found
 
     def note_log(self, rank: int, path: Path) -> None:
@@ -116,23 +138,6 @@ class LaunchFolder:
     def failing(self) -> bool:
         """Whether a rank of this host has failed, or is gone without having departed."""
         marked = any(self.read(name) is not None for name in (FAILED, LOST, ENDED))
-        return marked or any(not _alive(pid) for pid in self.pids())
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def _started(pid: int) -> str:
-    """When a process started, in the kernel's ticks: tells it from another one of the same id."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return "0"
-    return text.rpartition(")")[2].split()[19]
+        notes = sorted(self.path.glob("rank_*.pid")) if self.path is not None else ()
+        # A note that is gone meanwhile is that of a rank that has departed.
+        return marked or any(not lives(note) and note.exists() for note in notes)

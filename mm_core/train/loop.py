@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mm_core.contracts import Batch, Engine, Loss, LRSchedule, Randomness, Stepped, Task
-from mm_core.errors import MMError, PeerError, TrainingError
+from mm_core.errors import CheckpointError, MMError, PeerError, TrainingError
 from mm_core.plan import RunPlan
 
 
@@ -171,13 +171,17 @@ def seed_model(training: Training, step: int, index: int) -> None:
 def agree(
     training: Training, batches: Sequence[Batch], weights: Sequence[float], fault: MMError | None
 ) -> Agreement:
-    """The one small CPU collective of a step (gloo). A fault on any rank ends all of them."""
+    """The one small CPU collective of a step (gloo). A fault on any rank ends all of them, once they have
+    saved (see `RunMilestones.close`)."""
     samples = sum(float((batch.weights > 0).sum()) for batch in batches)
     stop, save = training.milestones.stop, training.milestones.save_due
-    rows = gather([sum(weights), samples, float(stop), float(save), float(fault is not None)])
+    bad = 0.0 if fault is None else 2.0 if isinstance(fault, CheckpointError) else 1.0
+    rows = gather([sum(weights), samples, float(stop), float(save), bad])
     culprits = rows[:, 4].nonzero().flatten().tolist()
     if culprits:
-        raise fault or PeerError(f"rank {culprits[0]} failed to read its samples or to save")
+        raised = fault or PeerError(f"rank {culprits[0]} failed to read its samples or to save")
+        raised.on_all_ranks = float(rows[:, 4].max()) < 2  # what was trained can be saved, if saving works
+        raise raised
     total = float(rows[:, 0].sum())
     if total <= 0:
         raise TrainingError("the samples of this step weigh nothing together", hint="check the batch weights")

@@ -5,10 +5,14 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, fields, is_dataclass, replace
 from fnmatch import fnmatch
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
+
+from packaging.requirements import Requirement
 
 import mm_core
 from mm_core.config.dump import to_mapping
@@ -18,6 +22,8 @@ from mm_core.device import device_stack
 from mm_core.plan import RunPlan
 from mm_core.plugin.fields import ComponentConfig
 
+_LIBRARIES = ("transformers", "diffusers", "peft", "accelerate", "tokenizers", "safetensors", "torchao")
+"""What computes, converts or makes tokens beside torch; with what the plugins of a run require."""
 _TOKENIZERS = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "spiece.model", "vocab.txt")
 """A folder with one of these is a tokenizer's."""
 _WORDS = (
@@ -35,7 +41,8 @@ def run_manifest(
     base: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Resolved config (what came from the environment as it was written, with a trace of its value),
-    components with their distributions and versions, data fingerprints, device stack, world; plain values.
+    components with their distributions and versions, those of libraries, data fingerprints, device stack,
+    world; plain values.
 
     adapters: where they are, by `record_of`. base: what checkpoints leave to files, by `BaseWeights.rows`.
     """
@@ -53,8 +60,24 @@ def run_manifest(
         },
         "devices": device_stack(),
         "versions": {"python": platform.python_version(), "mm_core": mm_core.__version__},
+        "libraries": library_versions({component.distribution for component in plan.components}),
         "world": plan.engine.world,
     }
+
+
+def library_versions(plugins: Iterable[str] = ()) -> dict[str, str]:
+    """The installed libraries that models are made of, by distribution. plugins: distributions whose own
+    requirements count too; those of mm-core do not (most of them draw, log or read)."""
+    names = set(_LIBRARIES)
+    for plugin in set(plugins) - {"mm-core", ""}:
+        with suppress(PackageNotFoundError):  # a plugin of one file is no distribution
+            wanted = [Requirement(text) for text in requires(plugin) or ()]
+            names |= {one.name for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})}
+    found = {}
+    for name in sorted(names - {"mm-core", "torch"}):  # they stand elsewhere
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def environment_traces(config: RunConfig) -> dict[str, str]:

@@ -14,6 +14,7 @@ from mm_core.errors import ConfigError, MMError, did_you_mean
 from mm_core.train.agreement import Ranks
 from mm_core.train.checkpoint import CheckpointStore
 from mm_core.train.ema import EMA
+from mm_core.train.known_code import remember_imports
 from mm_core.train.observers import Observers
 from mm_core.train.profiling import ProfileWindow
 from mm_core.train.reporting import RunReporter
@@ -58,11 +59,15 @@ class RunMilestones:
     looked: bool = True
     """Whether the validation and samples of the step that the run resumes at are there."""
     interrupted: bool = False
+    _saved: int = 0
+    """The step that was saved last, or that the run began with."""
+    _looking: bool = False
+    """Whether the validation or the samples of `step` are due and not there yet."""
     _saved_at: float = field(default_factory=time.monotonic)
 
     def start(self, step: int) -> None:
         """Before the first step of this process; `step` steps were taken before."""
-        self.step = step
+        self.step = self._saved = step
         self._check_best_name()
         self.watchdog.start()
         self.observers.run_started(self.run_dir, step, self.steps)
@@ -81,12 +86,15 @@ class RunMilestones:
 
     def close(self, error: BaseException | None) -> None:
         """After the last step of this process, or where `error` ended it."""
+        if isinstance(error, MMError) and error.on_all_ranks:
+            self._rescue()
         faults: list[Exception] = []
         endings: tuple[Callable[[], None], ...] = (
             lambda: self._close_store(error),
             self.profile.close,
             self.watchdog.close,
             lambda: self.observers.run_ended(self.step, error),
+            self._remember,
         )
         for ending in endings:
             try:
@@ -95,6 +103,15 @@ class RunMilestones:
                 faults.append(fault)
         if faults and error is None:
             raise faults[0]
+
+    def _rescue(self) -> None:
+        """Saves what was trained since the last checkpoint, where a data worker or a sample ends the run."""
+        if self.step == self._saved:
+            return
+        try:
+            self.save(self.step, {}, stopping=True, looked=not self._looking)
+        except Exception as fault:  # the run ends by what came before
+            self.reporter.note(f"warning: step {self.step} could not be saved: {fault}")
 
     def _close_store(self, error: BaseException | None) -> None:
         try:
@@ -147,7 +164,9 @@ class RunMilestones:
             # finds is added; what it does not come to is made up for at the resume.
             self.save(step, {}, stopping=stop or done, looked=not due)
         if not stop:
+            self._looking = due
             metrics, stop = self.look(step, always=done)
+            self._looking = False
             if saving and due:
                 self._add(step, metrics, looked=not stop)
             elif stop:
@@ -256,10 +275,16 @@ class RunMilestones:
             manifest=self.manifest,
             digest=not stopping or not hurried,
         )
-        self._saved_at = time.monotonic()
+        self._remember()
+        self._saved, self._saved_at = step, time.monotonic()
         if stopping:
             self.store.wait()
         self.tell_saved()
+
+    def _remember(self) -> None:
+        """Modules that a plugin imports late are code of the run too."""
+        if Ranks.current().rank == 0:
+            remember_imports(self.config)
 
     def _add(self, step: int, metrics: Mapping[str, float], *, looked: bool) -> None:
         """Figures for the checkpoint of `step`, which was saved before they were there."""

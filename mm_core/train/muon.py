@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from mm_core.errors import PlanError, PluginError
 from mm_core.parallel.freezing import covered
+from mm_core.parallel.shards import like
 from mm_core.train.optimizers import adamw
+from mm_core.weights.streaming import shard_of
 
 
 def muon(
@@ -140,6 +142,6 @@ def _orthogonal_step(direction: Tensor, group: Mapping[str, Any]) -> Tensor:
     step = scratch.detach().view(whole.shape)
     if not isinstance(direction, DTensor):
         return step
-    mesh = direction.device_mesh
-    copied = DTensor.from_local(step, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return copied.redistribute(placements=direction.placements)
+    _, place = shard_of(direction)
+    share: Tensor = like(direction, step[place].contiguous())
+    return share

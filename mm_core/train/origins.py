@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 from mm_core.config.load import load_config
 from mm_core.config.schema import RunConfig
 from mm_core.contracts import Pretrained
-from mm_core.errors import MMError
+from mm_core.errors import MMError, TrustError
 from mm_core.plan import build_task
 from mm_core.train.adapter_runs import adapters_in
 from mm_core.train.checkpoint_reading import find_checkpoint, read_facts
@@ -35,16 +35,23 @@ def own_weights(component: nn.Module) -> str | None:
 
 
 def origins_of(
-    config: RunConfig, facts: Mapping[str, Any], task: nn.Module, runs: int = _RUNS
+    config: RunConfig,
+    facts: Mapping[str, Any],
+    task: nn.Module,
+    note: Callable[[str], None] = lambda sentence: None,
+    runs: int = _RUNS,
 ) -> dict[str, tuple[Path, ...]]:
     """Trained component -> where its weights began, what counted last first. The places may be gone.
 
     Args:
         config, facts: of a checkpoint. task: built from that config.
+        note: told of runs whose code is not known, so that they are not followed.
         runs: how many runs are followed back.
     """
     given = given_weights(config, facts)
-    before = _before(Path(given), runs - 1) if given is not None and runs > 0 else {}
+    before: Mapping[str, tuple[Path, ...]] = {}
+    if given is not None and runs > 0:
+        before = _before(Path(given), config.allow_code, note, runs - 1)
     found: dict[str, tuple[Path, ...]] = {}
     for root in task.trainable:  # type: ignore[union-attr]
         named = (given, own_weights(task.get_submodule(root)))
@@ -52,13 +59,19 @@ def origins_of(
     return found
 
 
-def _before(path: Path, runs: int) -> dict[str, tuple[Path, ...]]:
+def _before(
+    path: Path, allow_code: bool, note: Callable[[str], None], runs: int
+) -> dict[str, tuple[Path, ...]]:
     """Of the run at `path`, where it is one that can still be read."""
     if not any((path / name).exists() for name in ("checkpoints", "config.yaml")):
         return {}
     try:
         folder = find_checkpoint(path)
-        config = load_config(folder / "config.yaml")
-        return origins_of(config, read_facts(folder), build_task(config, adapters_in(folder)), runs)
+        config = load_config(folder / "config.yaml", stored=True, allow_code=allow_code)
+        task = build_task(config, adapters_in(folder))
+        return origins_of(config, read_facts(folder), task, note, runs)
+    except TrustError as fault:
+        note(f"where the run at {path} began is not known: {fault.render()}")
+        return {}
     except MMError:
         return {}

@@ -93,11 +93,12 @@ def write_predictions(rows: Sequence[Row], path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """A file that is there whole or not at all. MMError where it can not be written."""
+    """A file that is there whole or not at all; a name that is no text is written as JSON's escapes. MMError
+    where it can not be written."""
     staged = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        staged.write_text(text, encoding="utf-8")
+        staged.write_text(text, encoding="utf-8", errors="backslashreplace")
         staged.replace(path)
     except OSError as fault:
         raise MMError(f"the file can not be written: {fault.strerror or fault}", where=str(path)) from fault

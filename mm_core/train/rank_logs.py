@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import io
 import logging
 import os
 import re
@@ -16,6 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from mm_core.output import BestEffort
 from mm_core.train.launch_folder import LaunchFolder
 
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
@@ -72,46 +72,22 @@ def latest_log() -> Path | None:
     return _latest[-1] if _latest else None
 
 
-class _Copied(io.TextIOBase):
+class _Copied(BestEffort):
     """A stream that also writes its whole lines to the log, as a terminal shows them in the end: of what is
     drawn over itself, such as a progress bar, the last, and without colours."""
 
     def __init__(self, stream: Any, log: RankLog) -> None:
-        self._stream, self._log, self._rest = stream, log, ""
+        super().__init__(open(os.devnull, "w") if stream is None else stream)  # noqa: SIM115, PTH123 - closed
+        self._log, self._rest = log, ""
 
     def write(self, text: str) -> int:
-        written = self._stream.write(text)
+        super().write(text)
         *lines, rest = (self._rest + text).split("\n")
         self._rest = rest[rest.rfind("\r", 0, -1) + 1 :]
         if lines:
             shown = (line.rstrip("\r").rpartition("\r")[2] for line in lines)
             self._log.write(_ESCAPES.sub("", "\n".join(shown)))
-        return int(written if written is not None else len(text))
-
-    # `TextIOBase` has these, as None: they would hide the stream's.
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return str(self._stream.encoding)
-
-    @property
-    def errors(self) -> str | None:  # type: ignore[override]
-        found: str | None = self._stream.errors
-        return found
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def flush(self) -> None:
-        self._stream.flush()
-
-    def isatty(self) -> bool:
-        return bool(self._stream.isatty())
-
-    def fileno(self) -> int:
-        return int(self._stream.fileno())
-
-    def writable(self) -> bool:
-        return True
+        return len(text)
 
 
 class _Handler(logging.Handler):

@@ -25,8 +25,10 @@ _RULES: Mapping[str, tuple[Verdict, str]] = {
     "config.task.type": ("refused", _STATE),
     "config.task.predictor.type": ("refused", _STATE),
     "config.task.sample": ("safe", _SPEED),
+    "config.task.trust_remote_code": ("safe", "which code may run"),
     "config.task.max_new_tokens": ("safe", "changes what evaluations say"),
     "config.data.train": ("allow", _ORDER),
+    "config.data.train.trust_remote_code": ("safe", "which code may run"),
     "config.data.train.annotations": ("safe", "its fingerprint is compared instead"),
     "config.data.train.file": ("safe", "its fingerprint is compared instead"),
     "config.data.train.tokenizer": ("allow", _RATE),
@@ -68,6 +70,7 @@ _RULES: Mapping[str, tuple[Verdict, str]] = {
     "data.train": ("allow", "the samples are not the same"),
     "devices": ("safe", "changes results by rounding alone"),
     "versions": ("safe", "changes results by rounding alone"),
+    "libraries": ("safe", "may compute otherwise: see its list of changes"),
     "world": ("safe", "the global batch stays"),
 }
 """Start of a key -> verdict and why; the longest start that fits counts."""
@@ -192,7 +195,7 @@ def _by_name(manifest: Mapping[str, Any], resolved: bool) -> dict[str, Any]:
     """The manifest with its list of components as versions by distribution, whose order means nothing.
     resolved: adapters are compared by the layers that they have, not by how the config names these."""
     versions = {str(row.get("distribution")): row.get("version") for row in manifest.get("plugins", ())}
-    known = ("config", "data", "devices", "versions", "world")
+    known = ("config", "data", "devices", "versions", "libraries", "world")
     found = {**{key: manifest[key] for key in known if key in manifest}, "plugins": versions}
     if resolved:
         config = manifest.get("config", {})

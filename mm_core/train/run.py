@@ -16,6 +16,10 @@ from mm_core.train.assembly import Assembly, assemble, process_group
 from mm_core.train.loop import run_steps
 from mm_core.train.milestones import StopRequest
 from mm_core.train.rank_logs import rank_log
+from mm_core.train.signals import leaving_at_signals
+
+UNREADY = 10.0
+"""Seconds after a signal in which a run that is made ready comes to where it can stop in good order."""
 
 _OTHER_RANK = "a signal to another rank"
 
@@ -60,7 +64,10 @@ def train(
     folder = Path(config.run.dir) / config.run.name
     with process_group(config.run.stuck_after), rank_log(folder, dist.get_rank(), dist.get_world_size()):
         try:
-            with heeding(lambda: stop is not None and stop.requested is not None):
+            with (
+                heeding(lambda: stop is not None and stop.requested is not None),
+                leaving_at_signals("made the run ready", patience=UNREADY),
+            ):
                 run = assemble(config, resume, stop, allow)
         except StopAsked:
             return RunResult(folder, None, None, (stop and stop.requested) or _OTHER_RANK)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 from mm_core.config.schema import RunConfig
 from mm_core.contracts import Clip, SampleRequest
+from mm_core.device import wait_for_ranks
+from mm_core.errors import ContractError
 from mm_core.train.agreement import Ranks
 from mm_core.train.media import (
     SHEET,
@@ -60,6 +60,33 @@ def share_of(request: SampleRequest, ranks: Ranks) -> tuple[SampleRequest, int]:
     return dataclasses.replace(request, prompts=prompts, images=given, first=first), real
 
 
+def no_clips(task: str, made: int = 0, wanted: int | None = None) -> ContractError:
+    """For a task that makes no clips, or fewer than there are prompts."""
+    what = (
+        "makes no clips" if wanted is None else f"made {plural(made, 'clip')} for {plural(wanted, 'prompt')}"
+    )
+    return ContractError(
+        f"the task {task} {what}",
+        where="task.type",
+        accepted="a task whose `sample` returns a clip a prompt, or one that answers in words",
+        hint="`mm eval` measures what other tasks have learned",
+    )
+
+
+def check_made(ranks: Ranks, task: str, made: int, wanted: int) -> None:
+    """ContractError, on all ranks alike, where one of them made fewer clips than it has prompts: the others
+    would wait for it. Called by all of them."""
+    rows = ranks.gather((min(made, wanted), wanted))
+    in_all, of_all = sum(made for made, _ in rows), sum(wanted for _, wanted in rows)
+    if in_all < of_all:
+        raise no_clips(task, in_all, of_all)
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 clip`, `2 clips`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def write_own(clips: Sequence[Clip], first: int, folder: Path) -> str | None:
     """This rank's mp4 files, numbered from `first`. What went wrong: no run ends for want of a clip."""
     try:
@@ -87,5 +114,5 @@ def gather_previews(
         except Exception as error:
             faults = [f"rank 0: {type(error).__name__}: {error}"]
     if not ranks.alone:
-        dist.barrier()
+        wait_for_ranks()
     return previews, faults

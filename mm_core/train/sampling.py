@@ -39,7 +39,7 @@ from mm_core.train.frozen import load_frozen_alone, load_frozen_of
 from mm_core.train.initial_weights import Stored
 from mm_core.train.media import clip_name, make_folder, preview, write_video
 from mm_core.train.prompts import Prompt, read_images, with_images
-from mm_core.train.sampled_clips import gather_previews, share_of, with_trained_size
+from mm_core.train.sampled_clips import check_made, gather_previews, no_clips, share_of, with_trained_size
 
 if TYPE_CHECKING:
     from torch import nn
@@ -68,6 +68,7 @@ def sample(
     checkpoint: Which = "latest",
     overrides: Sequence[str] = (),
     keep: bool = True,
+    allow_code: bool = False,
 ) -> list[Clip]:
     """Generates one clip a prompt from a run's checkpoint. Among several ranks (`WORLD_SIZE` is set), all of
     which call it, the model is sharded as in training, and each returns and writes its share of the clips.
@@ -88,6 +89,7 @@ def sample(
         checkpoint: `latest` or `best`, of the complete ones.
         overrides: `key.path=value` over the run's config: where folders are that have moved.
         keep: false returns none of the clips: each is written to `out` when it is ready, and let go.
+        allow_code: code that the run names runs, also where this user has not trained with it.
 
     Raises:
         MMError: no prompt, no checkpoint, a size that the model can not make, images that it does not take
@@ -97,7 +99,7 @@ def sample(
     if not given:
         raise MMError("there is no prompt", accepted="prompt='...' or prompts=[...]")
     wanted = with_images([p if isinstance(p, Prompt) else Prompt(p) for p in given], images, last_images)
-    source, config = stored_config(run, checkpoint, overrides)
+    source, config = stored_config(run, checkpoint, overrides, allow_code)
     request = SampleRequest(
         prompts=tuple(each.text for each in wanted),
         images=read_images(wanted),
@@ -129,6 +131,8 @@ def _sample(
 ) -> list[Clip]:
     """This rank's clips of a request, and all ranks' files."""
     ranks, task = Ranks.current(), build_task(config, adapters_in(source))
+    if not isinstance(task, SamplesInTurn) and not callable(getattr(task, "sample", None)):
+        raise no_clips(config.task.type)
     if isinstance(task, ChecksRequests):
         task.check_request(request)  # before anything is read
     evaluating = load_as_rank(task, config, source, weights)
@@ -139,7 +143,9 @@ def _sample(
     previews: list[Clip] = []
     with evaluating:
         clips = task.clips(share) if isinstance(task, SamplesInTurn) else task.sample(share)  # type: ignore[operator]
-        for number, clip in enumerate(clips):
+        made = 0
+        for number, clip in enumerate(clips or ()):
+            made = number + 1
             if number >= real:
                 continue  # other ranks wait for it
             if out is not None:
@@ -147,6 +153,7 @@ def _sample(
                 previews.append(preview(clip))
             if keep:
                 kept.append(clip)
+    check_made(ranks, config.task.type, made, real)
     if out is not None:
         _, faults = gather_previews(ranks, previews, None, out)
         if faults:

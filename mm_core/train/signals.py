@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
+
+from mm_core.data.aftermath import end_workers
+from mm_core.train.launch_folder import STOPPED_EARLY, LaunchFolder
 
 STOPPED = 75
 """Exit code of a run that saved and ended on request before its last step (EX_TEMPFAIL: try again)."""
@@ -74,10 +77,53 @@ class StopFlag:
             self._on_signal(given)
 
 
+@contextmanager
+def leaving_at_signals(waits_for: str, patience: float = 0.0) -> Iterator[None]:
+    """Where a rank waits for others, Python calls no handler: a signal that asks to stop ends the process,
+    with 75, once the block has gone on for `patience` seconds more. There is nothing to save in it.
+
+    Args:
+        waits_for: what the block does, for the sentence.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heard, speaks = os.pipe()
+    os.set_blocking(speaks, False)
+    before = signal.set_wakeup_fd(speaks, warn_on_full_buffer=False)
+    over = threading.Event()
+
+    def listen() -> None:
+        while numbers := os.read(heard, 1):  # to the end: Python tells of a signal that finds no reader
+            if numbers[0] in SIGNALS and not over.wait(patience):
+                _leave_waiting(signal.Signals(numbers[0]), waits_for)
+        os.close(heard)
+
+    threading.Thread(target=listen, name="mm_core signals", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+        signal.set_wakeup_fd(before)
+        os.close(speaks)
+
+
+def _leave_waiting(given: signal.Signals, waits_for: str) -> NoReturn:
+    folder = LaunchFolder.current()
+    if folder.mark(STOPPED_EARLY):  # of several ranks on this host one speaks
+        os.write(2, f"mm: {given.name}: stopped while it {waits_for}; nothing was lost\n".encode())
+    end_workers()
+    if signal.getsignal(given) is signal.default_int_handler:
+        os._exit(130)  # nobody asked for signals to be noted
+    # torch's agent takes any code but 0 for a failure.
+    os._exit(0 if folder.launched else STOPPED)
+
+
 def _say(text: str, interrupted: bool) -> None:
     # os.write, because a handler may interrupt a print, whose buffer must not be entered twice.
     once_more = "; Ctrl-C once more leaves at once, without saving" if interrupted else ""
-    os.write(2, f"{text}{once_more}\n".encode())
+    with suppress(OSError):  # nobody may read it: no reason to end by the signal
+        os.write(2, f"{text}{once_more}\n".encode())
 
 
 def show_cursor(then: str = "\n") -> None:
@@ -85,13 +131,13 @@ def show_cursor(then: str = "\n") -> None:
     written after that: what follows is not to stand in the bar's line."""
     for descriptor in (1, 2):
         if os.isatty(descriptor):
-            os.write(descriptor, f"\x1b[?25h{then}".encode())
+            with suppress(OSError):
+                os.write(descriptor, f"\x1b[?25h{then}".encode())
             return
 
 
 def leave_at_once() -> None:
     """Ends the process and its data workers, saving nothing."""
-    for child in multiprocessing.active_children():
-        child.kill()
+    end_workers()
     show_cursor()
     os._exit(130)

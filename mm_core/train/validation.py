@@ -31,7 +31,13 @@ from mm_core.plugin.registry import build
 from mm_core.train.agreement import Ranks
 from mm_core.train.evaluation_data import EvaluationData
 from mm_core.train.prompts import Prompt, read_images, with_images
-from mm_core.train.sampled_clips import gather_previews, share_of, with_trained_size, write_own
+from mm_core.train.sampled_clips import (
+    gather_previews,
+    no_clips,
+    share_of,
+    with_trained_size,
+    write_own,
+)
 
 
 class Evaluating(Protocol):
@@ -201,7 +207,9 @@ class Validator:
         stopping, failing = gathered(flags).unbind(1)
         if failing.any():
             culprit = int(failing.nonzero()[0])
-            raise fault or PeerError(f"rank {culprit} failed to read its samples of data.{self.split}")
+            raised = fault or PeerError(f"rank {culprit} failed to read its samples of data.{self.split}")
+            raised.on_all_ranks = True
+            raise raised
         if stopping.any():
             raise Abandoned
 
@@ -250,12 +258,14 @@ class Validator:
         applied = nullcontext if self._ema is None else self._ema.applied
         try:
             with applied(), self._engine.evaluating(), self._agreeing_forwards():
-                clips = self._task.sample(request)[:real]
+                clips = list(self._task.sample(request) or ())[:real]
         except Abandoned:
             self._note(f"the samples after step {step} were left: a rank was asked to stop")
             return None
         folder = self.run_dir / "samples" / f"step_{step:08d}"
         fault = write_own(clips, request.first, folder)
+        if len(clips) < real:
+            fault = no_clips(type(self._task).__name__, len(clips), real).what
         previews, faults = gather_previews(self._ranks, clips, fault, folder)
         if faults:
             self._note(f"warning: the clips after step {step} could not be written: {'; '.join(faults)}")
@@ -266,7 +276,11 @@ class Validator:
 
     def check_samples(self) -> None:
         """MMError for clips of `validation.samples` that could not be generated: before the first step."""
-        if self.settings.samples is not None and isinstance(self._task, ChecksRequests):
+        if self.settings.samples is None:
+            return
+        if not callable(getattr(self._task, "sample", None)):
+            raise no_clips(type(self._task).__name__)
+        if isinstance(self._task, ChecksRequests):
             self._task.check_request(self._request)
 
     @cached_property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,9 @@ from mm_core.errors import MMError
 from mm_core.plugin.registry import get_registry
 from mm_core.train import checkpoint_dcp as dcp
 from mm_core.train import checkpoint_io as files
+from mm_core.train.checkpoint_metadata import read_metadata
 from mm_core.train.checkpoint_reading import find_checkpoint, read_facts
+from mm_core.train.launch import COMMAND
 from mm_core.train.signals import STOPPED
 from mm_core.train.trackers import read_metrics
 
@@ -46,7 +47,7 @@ class PartResult:
 
 
 def verify_resume(
-    config: str, overrides: Sequence[str], steps: int, nproc: int, run: str
+    config: str, overrides: Sequence[str], steps: int, nproc: int, run: str, allow_code: bool = False
 ) -> tuple[list[PartResult], list[str]]:
     """Trains 2K steps, and K + K with a restart, in a folder that goes afterwards.
 
@@ -58,6 +59,7 @@ def verify_resume(
         steps: K.
         nproc: ranks.
         run: the run's name.
+        allow_code: as `--allow-code`.
 
     Returns:
         A result for each part of the state, and sentences on what else differs; [] when nothing does.
@@ -65,13 +67,14 @@ def verify_resume(
     Raises:
         MMError: when one of the three runs fails, or the run has less than 2K steps.
     """
-    checked = load_config(config, overrides)
+    checked = load_config(config, overrides, allow_code=allow_code)
     # torch reads the tensors of an optimizer's own kind once its library is there.
     get_registry(checked.plugins.path).resolve("optimizer", checked.optimizer.type).load_target()
     with tempfile.TemporaryDirectory(prefix="mm_core-verify-") as folder:
         quiet = ["checkpoint.best=null", "log={every: 1, trackers: []}", "callbacks=[]", "profile=null"]
         # Nothing but the stop saves: a save is no part of what is compared.
         base = [*overrides, f"checkpoint.every={_NEVER}", "checkpoint.every_minutes=null", *quiet]
+        base += ["--allow-code"] * allow_code
         whole, halves = (Path(folder) / name for name in ("whole", "halves"))
         _train(config, [*base, f"run.dir={whole}"], nproc, 2 * steps, "the uninterrupted run")
         reached = int(read_facts(find_checkpoint(whole / run))["step"])
@@ -89,7 +92,7 @@ def verify_resume(
 
 def _train(config: str, overrides: Sequence[str], nproc: int, last: int, name: str) -> None:
     """One run, up to step `last`."""
-    command = [sys.executable, "-m", "mm_core.cli.main", "train", "--config", config, *overrides]
+    command = [*COMMAND, "train", "--config", config, *overrides]
     done = subprocess.run(
         [*command, "--nproc", str(nproc), "--stop-after", str(last)],
         stderr=subprocess.PIPE,
@@ -149,12 +152,12 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _names(checkpoint: Path) -> list[str]:
-    return sorted(dcp.read_metadata(checkpoint, files.read_manifest(checkpoint)).state_dict_metadata)
+    return sorted(read_metadata(checkpoint, files.read_manifest(checkpoint)).state_dict_metadata)
 
 
 def _tensors(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
     """Every tensor, whole, in the order of their names; about a gigabyte of them in memory at a time."""
-    metadata = dcp.read_metadata(checkpoint, files.read_manifest(checkpoint))
+    metadata = read_metadata(checkpoint, files.read_manifest(checkpoint))
     held: dict[str, Tensor] = {}
     size = 0
     for name in sorted(metadata.state_dict_metadata):

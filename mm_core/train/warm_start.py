@@ -196,7 +196,7 @@ class WarmStart:
 
     def _of_another(self, path: Path) -> CheckpointError:
         """The error for a folder that formats know and read none of the components from."""
-        known = [name for name, form in self._formats.items() if form.recognises(path)]
+        known = [name for name, form in self._formats.items() if form.recognises(path)] or ["none"]
         names = " or ".join(map(repr, self._parts))
         return CheckpointError(
             f"nothing in this folder can be read into {names}: it holds another model",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -41,7 +42,7 @@ _INSTALLED = ("site-packages", "dist-packages", get_path("stdlib"), "<frozen ")
 class Heartbeat:
     """Where a rank stood. seconds: since the epoch, when it last moved on, for people to read: clocks of
     hosts differ, and nothing is judged by them. place: its main thread's line. waits: whether that lies in
-    a collective, where it waits for another."""
+    a collective, where it waits for another. process: its id and host."""
 
     rank: int
     step: int
@@ -50,6 +51,7 @@ class Heartbeat:
     seconds: float
     place: str
     waits: bool = False
+    process: str = ""
 
 
 class Watchdog:
@@ -130,7 +132,8 @@ class Watchdog:
     def _beat(self) -> Heartbeat:
         place, waits = self._place()
         moved = time.time() - (time.monotonic() - self._moved)
-        return Heartbeat(self._rank, self._at, self._phase, self._moves, moved, place, waits)
+        process = f"process {os.getpid()} on {socket.gethostname()}"
+        return Heartbeat(self._rank, self._at, self._phase, self._moves, moved, place, waits, process)
 
     def _place(self) -> tuple[str, bool]:
         """The innermost line of the main thread that lies in no installed library; whether it waits there."""
@@ -160,19 +163,41 @@ class Watchdog:
                     beats.append(Heartbeat(**json.loads(text)))
         return beats
 
+    def _silence(self, rank: int) -> float:
+        """Seconds by which the heartbeat of another rank is older than this one's, by the disk's clock."""
+        names = (f"heartbeat_{self._rank}.json", f"heartbeat_{rank}.json")
+        with suppress(OSError):
+            own, other = ((self._folder / name).stat().st_mtime for name in names)
+            return own - other
+        return 0.0
+
     def _leave_stacks(self) -> None:
         if self._log is not None and self._log.descriptor is not None:
             self._log.write(f"stuck in step {self._at}, {self._phase}; the stacks of all threads:")
             faulthandler.dump_traceback(self._log.descriptor, all_threads=True)
 
     def _stuck(self) -> None:
-        behind = min(self._read(), key=progress)
-        seconds = round(time.monotonic() - self._moved)
+        beats = self._read()
+        silent = [beat for beat in beats if self._silence(beat.rank) > max(3 * self._pause, 3.0)]
+        behind = min(silent or beats, key=progress)
+        phase = behind.phase.replace("_", " ")
+        what = f"nothing has moved for {round(time.monotonic() - self._moved)} s; rank {behind.rank}"
+        where = f"rank {self._rank}, step {self._at}, {self._phase.replace('_', ' ')}"
+        if silent:
+            self._end(
+                TrainingError(
+                    f"{what} ({behind.process}) has given no sign of life for"
+                    f" {round(self._silence(behind.rank))} s, since {phase} of step {behind.step}",
+                    where=where,
+                    hint="it is stopped (SIGSTOP: ps shows T, kill -CONT lets it go on), holds Python's lock"
+                    " in native code, or its host is gone; its log holds no stacks for the same reason",
+                )
+            )
+            return
         self._end(
             TrainingError(
-                f"nothing has moved for {seconds} s; rank {behind.rank} is furthest behind, in"
-                f" {behind.phase.replace('_', ' ')} of step {behind.step} at {behind.place}",
-                where=f"rank {self._rank}, step {self._at}, {self._phase.replace('_', ' ')}",
+                f"{what} is furthest behind, in {phase} of step {behind.step} at {behind.place}",
+                where=where,
                 hint=f"{self._folder}/rank_{behind.rank}.log has its stacks; run.stuck_after sets the limit",
             )
         )
@@ -190,10 +215,11 @@ def progress(beat: Heartbeat) -> tuple[int, int, int, bool]:
 def _leave(fault: TrainingError) -> NoReturn:
     """Says the sentence, once over the ranks of this host, and ends the process: the main thread may
     wait in native code, where no exception reaches it."""
-    from mm_core.train.failure import end_children, say
+    from mm_core.data.aftermath import end_workers
+    from mm_core.train.failure import say
     from mm_core.train.signals import show_cursor
 
     say(fault)
-    end_children()
+    end_workers()
     show_cursor()  # the bar is still open
     os._exit(1)

@@ -60,12 +60,13 @@ class Contents:
     texts: Mapping[str, str] = field(default_factory=dict)
 
 
-def contents(path: Path, config: Path | None = None) -> Contents:
+def contents(path: Path, config: Path | None = None, allow_code: bool = False) -> Contents:
     """Lists a file, folder, run or checkpoint by its headers alone; nothing in it runs.
 
     Args:
         path: weights, an adapter, a run or one of its checkpoints.
         config: of a run whose components are held against files.
+        allow_code: code that a stored run's config names runs, also where this user has not trained with it.
 
     Raises:
         CheckpointError: no weights, or damaged or hostile ones.
@@ -86,7 +87,9 @@ def contents(path: Path, config: Path | None = None) -> Contents:
         if isinstance(stored, SafetensorsFiles)
         for key, text in stored.metadata().items()
     }
-    return Contents(path, known, tensors, tuple(_fits(path, config)) if config else (), texts=texts)
+    return Contents(
+        path, known, tensors, tuple(_fits(path, config, allow_code)) if config else (), texts=texts
+    )
 
 
 def _absent(checkpoint: Path) -> Iterator[str]:
@@ -95,8 +98,8 @@ def _absent(checkpoint: Path) -> Iterator[str]:
         yield f"{row.tensors} frozen tensors of {row.key}, read from {place}"
 
 
-def _fits(path: Path, config: Path) -> Iterator[str]:
-    run = load_config(config)
+def _fits(path: Path, config: Path, allow_code: bool) -> Iterator[str]:
+    run = load_config(config, allow_code=allow_code)
     registry = get_registry(run.plugins.path)
     task = build_task(run)
     if any((path / name).is_file() or path.name == name for name in (PEFT_ADAPTER, DIFFUSERS_ADAPTER)):

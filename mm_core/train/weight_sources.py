@@ -13,6 +13,7 @@ from mm_core.errors import CheckpointError
 from mm_core.train import checkpoint_dcp as dcp
 from mm_core.train import checkpoint_io as files
 from mm_core.train.agreement import Ranks
+from mm_core.train.checkpoint_metadata import read_metadata
 from mm_core.train.checkpoint_reading import find_checkpoint, shares
 
 
@@ -48,7 +49,7 @@ class RunSource:
         self._manifest = files.read_manifest(folder)
         files.check_present(folder, self._manifest)
         files.check_contents(folder, self._manifest, [files.METADATA])
-        self._metadata = dcp.read_metadata(folder, self._manifest)
+        self._metadata = read_metadata(folder, self._manifest)
         stored = self._metadata.state_dict_metadata
         self._parts = {
             name: part

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,18 @@ from mm_core.weights.formats import PEFT_ADAPTER, read_mapping
 from mm_core.weights.stored import open_stored
 
 DIFFUSERS_ADAPTER = "pytorch_lora_weights.safetensors"
-_PREFIXES = ("base_model.model.", "transformer.", "diffusion_model.", "model.diffusion_model.", "")
+_FLAT = ("lora_unet_", "lora_transformer_")  # kohya's scripts: behind these, dots are underscores
+_PREFIXES = ("base_model.model.", "transformer.", "diffusion_model.", "model.diffusion_model.", *_FLAT, "")
+_PARTS = {
+    "lora_down": "lora_A", "lora_up": "lora_B", "lora.down": "lora_A", "lora.up": "lora_B",
+}  # fmt: skip
+"""Other programs' names of the factors."""
 _KEY = re.compile(
-    r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_magnitude_vector)(\.(?!(bias|weight)\Z)[\w-]+)?(\.weight)?\Z"
+    r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_magnitude_vector|lora[._](?:down|up))"
+    r"(\.(?!(bias|weight)\Z)[\w-]+)?(\.weight)?\Z"
 )
+_ALPHA = re.compile(r"(?P<module>.+)\.alpha\Z")
+_BESIDE = (".diff", ".diff_b")  # ComfyUI's changes of whole weights and biases
 _STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # others change the weights below as well
 _LOOPS = 3  # most repetitions in a pattern of a file that nobody vouches for: more can take for ever
 
@@ -43,11 +52,13 @@ class AdapterScale:
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """An adapter on disk. keys: (module's stored path, part) -> stored name. scales: by stored module."""
+    """An adapter on disk. keys: (module's stored path, part) -> stored name. scales: by stored module. flat:
+    whether the dots of paths are underscores in it."""
 
     stored: StoredTensors
     keys: Mapping[tuple[str, str], str]
     scales: Mapping[str, AdapterScale]
+    flat: bool = False
 
     @property
     def modules(self) -> list[str]:
@@ -58,7 +69,8 @@ class AdapterFile:
 def open_adapter(path: Path) -> AdapterFile:
     """An adapter folder or file of PEFT (adapter_model.safetensors with adapter_config.json), of Diffusers
     (pytorch_lora_weights.safetensors, its settings in the header), or another safetensors file with such
-    keys.
+    keys, or with those of ComfyUI and kohya's scripts: `lora_down`, `lora_up`, and beside them `alpha`, which
+    goes before all settings. Without any, an adapter counts by 1.
 
     Raises:
         CheckpointError: no such file, a pickle, another kind of adapter, keys that are none of a LoRA.
@@ -80,15 +92,38 @@ def open_adapter(path: Path) -> AdapterFile:
             hint="save it with PEFT's path_initial_model_for_weight_conversion",
         )
     start = next(p for p in _PREFIXES if all(name.startswith(p) for name in stored.shapes))
+    keys, alphas = _keys(stored, start, file)
+    modules = dict.fromkeys(module for module, _ in keys)
+    scales = {module: _scale(module, settings, stored, keys, alphas.get(module)) for module in modules}
+    return AdapterFile(stored, keys, scales, flat=start in _FLAT)
+
+
+def _keys(stored: Any, start: str, file: Path) -> tuple[dict[tuple[str, str], str], dict[str, float]]:
+    """(module, part) -> stored name, and the alphas that the file holds. start: of all its names."""
+    if beside := [name for name in stored.shapes if name.endswith(_BESIDE)]:
+        raise CheckpointError(
+            f"this file changes whole weights ({len(beside)}) beside its LoRA: {', '.join(beside[:3])}",
+            where=str(file),
+            accepted="factors of linear layers alone",
+            hint="put it into the weights with the program that it is for, and begin with those",
+        )
     keys: dict[tuple[str, str], str] = {}
+    alphas: dict[str, float] = {}
     strange = []
-    for name in stored.shapes:
-        found = _KEY.match(name.removeprefix(start))
-        if found is None or (found["module"], found["part"]) in keys:
+    for name, shape in stored.shapes.items():
+        bare = name.removeprefix(start)
+        found, scaled = _KEY.match(bare), _ALPHA.match(bare)
+        if scaled is not None and prod(shape) == 1:
+            alphas[scaled["module"]] = float(stored.read(name, tuple(slice(0, 1) for _ in shape)))
+            continue
+        place = (found["module"], _PARTS.get(found["part"], found["part"])) if found else None
+        factor = place is not None and place[1] != "lora_magnitude_vector"
+        if place is None or place in keys or (factor and (len(shape) != 2 or 0 in shape)):
             strange.append(name)
         else:
-            keys[found["module"], found["part"]] = name
-    modules = list(dict.fromkeys(module for module, _ in keys))
+            keys[place] = name
+    strange += [f"{start}{module}.alpha" for module in alphas if (module, "lora_A") not in keys]
+    modules = dict.fromkeys(module for module, _ in keys)
     lone = [m for m in modules if (m, "lora_A") not in keys or (m, "lora_B") not in keys]
     if strange or lone or not modules:
         odd = strange or [f"{module} (one factor alone)" for module in lone] or ["nothing"]
@@ -97,7 +132,7 @@ def open_adapter(path: Path) -> AdapterFile:
             where=str(file),
             accepted="lora_A, lora_B and lora_magnitude_vector of each module",
         )
-    return AdapterFile(stored, keys, {m: _scale(m, settings, stored, keys) for m in modules})
+    return keys, alphas
 
 
 def _find(path: Path) -> tuple[Path, Mapping[str, Any]]:
@@ -128,11 +163,17 @@ def _unprefixed(text: str, file: Path) -> Mapping[str, Any]:
 
 
 def _scale(
-    module: str, settings: Mapping[str, Any], stored: StoredTensors, keys: Mapping[tuple[str, str], str]
+    module: str,
+    settings: Mapping[str, Any],
+    stored: StoredTensors,
+    keys: Mapping[tuple[str, str], str],
+    alpha: Any,
 ) -> AdapterScale:
+    """alpha: as the file holds it for the module; None where it does not."""
     rank = stored.shapes[keys[module, "lora_A"]][0]
-    alpha = _pattern(settings.get("alpha_pattern"), module, settings.get("lora_alpha", rank), stored)
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or alpha <= 0:
+    if alpha is None:
+        alpha = _pattern(settings.get("alpha_pattern"), module, settings.get("lora_alpha", rank), stored)
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha < float("inf"):
         raise CheckpointError(
             f"lora_alpha is {alpha!r}", where=str(stored.where), accepted="a number above 0"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
@@ -91,15 +91,30 @@ def _candidates(
 def _named(
     layout: AdapterLayout, names: Iterable[str], file: AdapterFile
 ) -> dict[str, tuple[AdapterFile, str]]:
-    """The modules of a component, or of its part, that a file names."""
+    """The modules of a component, or of its part, that a file names, by the map that finds most of them."""
+    own = [name for name in names if not layout.part or f"{name}.".startswith(f"{layout.part}.")]
+    maps = [replace(layout, keys=keys) for keys in (layout.keys, *layout.others)]
+    return max((_by_map(one, own, file) for one in maps), key=len)
+
+
+def _by_map(
+    layout: AdapterLayout, names: Iterable[str], file: AdapterFile
+) -> dict[str, tuple[AdapterFile, str]]:
     table: dict[str, tuple[AdapterFile, str]] = {}
+    holders: dict[str, str] = {}
     for name in names:
-        if layout.part and not f"{name}.".startswith(f"{layout.part}."):
-            continue
         try:
             stored = stored_module(layout, name)
         except ContractError:
             continue
-        if stored in file.scales:
-            table[name] = (file, stored)
+        stored = stored.replace(".", "_") if file.flat else stored
+        if stored not in file.scales:
+            continue
+        if (other := holders.setdefault(stored, name)) != name:
+            raise CheckpointError(
+                f"{stored} could be {other} or {name}: dots are underscores in this file's names",
+                where=str(file.stored.where),
+                accepted="an adapter whose names have their dots",
+            )
+        table[name] = (file, stored)
     return table

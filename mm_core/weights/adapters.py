@@ -277,7 +277,9 @@ def _no_target(
         f"the target {target!r} of the adapter {adapter.name!r} is no linear layer, and holds none"
         + (f", but {' and '.join(kinds)}: adapters are of linear layers alone" if kinds else ""),
         where=KEY,
-        accepted="patterns of modules, or ends of paths such as " + ", ".join(map(repr, near)),
+        accepted=f"patterns of modules, or ends of paths such as {', '.join(map(repr, near))}"
+        if near
+        else "nothing: the component has no linear layer",
     )
 
 

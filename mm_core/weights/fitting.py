@@ -295,5 +295,5 @@ def no_way(path: Path, component: str, formats: Iterable[str]) -> CheckpointErro
         if path.exists()
         else "there is no such file or folder",
         where=str(path),
-        accepted=f"what one of these reads: {', '.join(formats)}",
+        accepted=f"what one of these reads: {', '.join(formats) or 'none, no plugin offers a format'}",
     )

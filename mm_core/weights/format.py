@@ -52,7 +52,8 @@ class Layout:
     name (config.json). metadata: texts in the header of each file. library: that reads it, as hubs call it.
     loading: Python that loads it, with `{folder}` for where it lies; both go into the card of an export.
     reading: the map for files that `keys` do not fit, as other versions of a library wrote them; never
-    written by. Its prefix is that of `keys`. ContractError where it can make nothing of them.
+    written by. Its prefix is that of `keys`. ContractError where it can make nothing of them. refusal: why
+    files that are written so would not be loaded, asked before any is; "" where they would.
     """
 
     keys: KeyMap = field(default_factory=KeyMap)
@@ -65,6 +66,7 @@ class Layout:
     part: str = ""
     optional: bool = False
     reading: Callable[[StoredTensors], KeyMap] | None = None
+    refusal: Callable[[], str] | None = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ class AdapterLayout:
     file: of the tensors, below the top. module_prefix: what stands before a module's stored path in a
     key. keys: the component's names in the format, by which adapted modules are renamed. config: name of
     the file that holds the adapter's settings in PEFT's form, or None where they go into the header of
-    `file` as text under `metadata_key`. library, loading, part: as of `Layout`.
+    `file` as text under `metadata_key`. library, loading, part: as of `Layout`. others: further maps by
+    which files of other programs name the modules; such files are read, never written.
     """
 
     file: str
@@ -86,6 +89,7 @@ class AdapterLayout:
     library: str = ""
     loading: str = ""
     part: str = ""
+    others: Sequence[KeyMap] = ()
 
 
 @dataclass(frozen=True)
@@ -189,6 +193,6 @@ def divided(layouts: Sequence[AnyLayout], names: Iterable[str]) -> list[list[str
         else:
             raise ContractError(
                 f"the weight format has no place for {name!r}",
-                accepted=f"names below {', '.join(layout.part for layout in layouts)}",
+                accepted=f"names below {', '.join(layout.part for layout in layouts) or 'no part at all'}",
             )
     return found

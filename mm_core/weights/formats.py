@@ -15,6 +15,7 @@ from mm_core.contracts import Pretrained
 from mm_core.errors import CheckpointError
 from mm_core.weights.format import AdapterLayout, Companions, Layout, StoredTensors, Written
 from mm_core.weights.key_map import KeyMap
+from mm_core.weights.known_class import difference, known_class
 from mm_core.weights.stored import INDEX, open_stored
 from mm_core.weights.transformers_names import keys_as_loaded, keys_as_saved
 
@@ -106,12 +107,15 @@ class Diffusers:
         if found is None:
             return None
         prefix, model = found
+        kind = known_class(model, "diffusers", sys.modules["diffusers"].ModelMixin)
+        document = json.loads(model.to_json_string()) | {"_class_name": kind.__name__}
         return Layout(
             KeyMap(prefix=prefix),
             stem=self.stem,
-            texts={"config.json": model.to_json_string() + "\n"},
+            texts={"config.json": json.dumps(document, indent=2, sort_keys=True) + "\n"},
             library="diffusers",
-            loading=_from_pretrained("diffusers", model),
+            loading=_from_pretrained("diffusers", model, kind),
+            refusal=lambda: difference(model, kind),
         )
 
     def adapter(self, name: str, component: nn.Module) -> AdapterLayout | None:
@@ -161,7 +165,8 @@ class Transformers:
             return None
         prefix, model = found
         config = copy.deepcopy(model.config)
-        config.architectures = [type(model).__name__]
+        kind = known_class(model, "transformers", sys.modules["transformers"].PreTrainedModel)
+        config.architectures = [kind.__name__]
         document = json.loads(config.to_json_string())
         # It would be loaded in this dtype, whatever that of its files is.
         for key in ("dtype", "torch_dtype"):
@@ -174,7 +179,8 @@ class Transformers:
             stem=self.stem,
             texts=texts,
             library="transformers",
-            loading=_from_pretrained("transformers", model),
+            loading=_from_pretrained("transformers", model, kind),
+            refusal=lambda: difference(model, kind),
             reading=lambda stored: keys_as_loaded(model, stored),
         )
 
@@ -297,9 +303,8 @@ def wrapped_model(component: nn.Module, library: str, base: str) -> tuple[str, A
     return (prefix, found[0][1]) if all(name.startswith(prefix) for name in names) else None
 
 
-def _from_pretrained(library: str, model: Any) -> str:
+def _from_pretrained(library: str, model: Any, kind: type) -> str:
     """Python that loads the model; its class may be the library's, a package's or in the folder itself."""
-    kind = type(model)
     where, name = kind.__module__, kind.__name__
     if where.partition(".")[0] != "transformers_modules":
         source = library if where.partition(".")[0] == library else where

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mm_core.errors import CheckpointError
+from mm_core.weights.archives import check_archive
 from mm_core.weights.format import StoredTensors
 from mm_core.weights.key_map import Shape
 
@@ -234,6 +235,8 @@ def _load(path: Path) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # what is odd is refused, in one sentence
+            with path.open("rb") as file:
+                check_archive(file, 0, path.stat().st_size)
             try:
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             except RuntimeError as fault:
@@ -252,6 +255,8 @@ def _load(path: Path) -> Any:
 
 def _reason(fault: Exception) -> str:
     """What is wrong with the file, without torch's advice to load it all the same."""
+    if isinstance(fault, CheckpointError):
+        return fault.what
     text = " ".join(str(fault).split())
     if named := re.search(r"GLOBAL ([\w.]+)", text):
         return f"it asks for {named[1]}, which no file of tensors needs"

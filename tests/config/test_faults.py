@@ -238,3 +238,27 @@ def test_the_error_of_several_faults_counts_and_lists_them(place):
     lines = str(caught.value).splitlines()
     assert lines[0] == f"{place.run}: 2 faults in the config"
     assert sum("unknown key" in line for line in lines) == 2
+
+
+FP16 = (
+    "fp16 is not supported here: its small range needs a loss scale, which no engine keeps; write bf16,"
+    " which has the range of fp32 and takes as little memory"
+)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "hint"),
+    [
+        ("fp16", FP16),
+        ("float16", FP16),
+        ("half", FP16),
+        ("torch.float16", FP16),
+        ("bfloat16", "did you mean 'bf16'?"),
+        ("torch.float32", "did you mean 'fp32'?"),
+        ("bf61", "did you mean 'bf16'?"),
+    ],
+)
+def test_a_dtype_is_not_taken_for_another_that_looks_like_it(place, dtype, hint):
+    found = place.fault(f"engine.param_dtype={dtype}")
+    assert f"engine.param_dtype: found '{dtype}', a text" in found
+    assert found.endswith(f"  accepted: fp32, bf16 or null\n  hint: {hint}")

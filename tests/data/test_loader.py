@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,11 +22,12 @@ from mm_core.data.sampler import BatchPlan
 from mm_core.data.skipped import SkipLedger, UnreadableError
 from mm_core.data.video_text import VideoTextDataset
 from mm_core.errors import ContractError, DataError, PartsError
-from mm_core.plugin.local import import_file, module_name
+from mm_core.plugin.local import import_file, module_name, read_local
 
 
 class Numbers:
-    """Sample i is the number i plus chance; the indices in `bad` can not be read."""
+    """Sample i is the number i plus chance, of its own generator and of the process's; the indices in `bad`
+    can not be read."""
 
     def __init__(self, size: int, bad: tuple[int, ...] = (), fault: Exception | None = None) -> None:
         self.size, self.bad, self.fault = size, bad, fault
@@ -38,7 +41,8 @@ class Numbers:
     def sample_at(self, index: int, rng: Randomness) -> dict[str, Any]:
         if index in self.bad:
             raise self.fault or DataError("it is broken", where=f"n/{index}")
-        return {"value": index + rng.uniform("x"), "id": f"n/{index}"}
+        drawn = [random.random(), float(np.random.rand()), float(torch.rand(()))]
+        return {"value": index + rng.uniform("x"), "id": f"n/{index}", "drawn": drawn}
 
     def collate(self, samples: list[dict[str, Any]]) -> Batch:
         batch = Batch(
@@ -47,6 +51,7 @@ class Numbers:
             ids=[sample["id"] for sample in samples],
         )
         batch.values = torch.tensor([sample["value"] for sample in samples], dtype=torch.float64)
+        batch.drawn = [*(sample.get("drawn") for sample in samples), random.random()]
         return batch
 
 
@@ -90,7 +95,7 @@ def loader(dataset: Any, plan: BatchPlan | None = None, **changes: Any) -> Micro
 
 
 def content(batches: Any) -> list[tuple[Any, ...]]:
-    return [(b.keys, b.ids, b.weights.tolist(), b.values.tolist(), b.failures) for b in batches]
+    return [(b.keys, b.ids, b.weights.tolist(), b.values.tolist(), b.drawn, b.failures) for b in batches]
 
 
 def test_the_loader_yields_the_plans_micro_batches_in_order() -> None:
@@ -110,7 +115,7 @@ def test_content_does_not_depend_on_who_reads() -> None:
     dataset = Numbers(11, bad=(4, 7))
     plan = BatchPlan(11, 2, 4, 0, "random", False)
     reference = content(loader(dataset, plan))
-    assert any(row[4] for row in reference), "there are replacements"
+    assert any(row[5] for row in reference), "there are replacements"
     for workers, prefetch in ((1, 1), (2, 3)):
         assert content(loader(dataset, plan, workers=workers, prefetch=prefetch)) == reference
     assert content(loader(dataset, plan, start_step=4)) == reference[8:], "a resumed run needs no state"
@@ -288,7 +293,7 @@ def test_datasets_of_one_file_plugins_reach_workers(tmp_path: Path) -> None:
         f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "from test_loader import Numbers\nclass Mine(Numbers):\n    pass\n"
     )
-    module = import_file(file, module_name(file, "1"))
+    module = import_file(read_local(file), module_name(file, "1"))
     assert len(content(loader(module.Mine(8), workers=2))) == 12
 
 

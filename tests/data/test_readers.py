@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from mm_core.builtin.configs.data import VideoTextConfig
 from mm_core.data.readers import DecordReader, PyAVReader
+from mm_core.data.video_text import VideoTextDataset
 from mm_core.errors import DataError
 
 READERS = [PyAVReader(), pytest.param(DecordReader(), id="decord")]
@@ -179,3 +181,11 @@ def test_without_decord_a_sentence_says_what_to_do(clips: Path, monkeypatch) -> 
 def test_readers_travel_to_workers() -> None:
     assert pickle.loads(pickle.dumps(PyAVReader(7))).max_pixels == 7
     assert pickle.loads(pickle.dumps(DecordReader(7))).max_pixels == 7
+
+
+def test_videos_are_decoded_by_pyav_unless_decord_is_asked_for(tmp_path: Path, encode, annotate) -> None:
+    """decord 0.6 decodes with an FFmpeg of 2021: docs/data.md, Readers."""
+    encode(tmp_path / "a.mp4", 3)
+    rows = annotate(tmp_path / "rows.json", [{"path": "a.mp4", "cap": "a"}])
+    assert VideoTextConfig.reader.type == "core/pyav"
+    assert isinstance(VideoTextDataset(rows, 1, 16, 16).reader, PyAVReader)

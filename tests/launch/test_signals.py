@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mm_core.train.signals import STOPPED, StopFlag
+from mm_core.train.signals import STOPPED, StopFlag, leaving_at_signals
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "ranks_that.py"
@@ -95,6 +95,19 @@ def test_the_flag_notes_the_first_signal_and_handlers_return():
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.requested == "SIGUSR1"
     assert {number: signal.getsignal(number) for number in before} == before
+
+
+def test_a_second_signal_while_a_rank_waits_is_quiet(capfd, monkeypatch):
+    """Nobody read the pipe any more that it was told to: a traceback of BrokenPipeError on stderr."""
+    raised = []
+    monkeypatch.setattr(sys, "unraisablehook", raised.append)
+    with StopFlag() as stop:
+        with leaving_at_signals("waits", patience=10.0):
+            for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1):
+                os.kill(os.getpid(), number)
+                time.sleep(0.05)
+        assert stop.requested == "SIGTERM"
+    assert raised == [] and capfd.readouterr().err == ""
 
 
 def test_outside_of_the_main_thread_nothing_is_touched():

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from mm_core.parallel.casting import cast_inputs, round_frozen
+from mm_core.errors import ContractError
+from mm_core.parallel.casting import cast_inputs, round_frozen, uncast_inputs
 from mm_core.parallel.recompute import recompute
 
 
@@ -46,3 +47,37 @@ def test_frozen_weights_are_rounded_where_they_lie_and_trained_ones_are_left():
     assert torch.equal(task.predictor.weight, before["weight"].bfloat16().float())
     assert not torch.equal(task.predictor.weight, before["weight"])
     assert torch.equal(task.predictor.bias, before["bias"])
+
+
+ONES = torch.ones(1, 2, 2)
+LOW = ONES.bfloat16()
+
+
+@pytest.mark.parametrize(
+    "product",
+    (
+        lambda: ONES @ LOW,
+        lambda: nn.functional.linear(ONES, LOW[0]),
+        lambda: nn.functional.conv1d(ONES, LOW.view(1, 2, 2)),
+        lambda: nn.functional.scaled_dot_product_attention(ONES, LOW, LOW),
+        lambda: torch.baddbmm(ONES, LOW, ONES),
+    ),
+)
+def test_two_floating_dtypes_are_a_matter_of_casting(product):
+    with pytest.raises(ContractError, match="met inputs of another dtype"), uncast_inputs("bf16"):
+        product()
+
+
+@pytest.mark.parametrize(
+    "product",
+    (
+        lambda: ONES @ ONES.long(),
+        lambda: nn.functional.linear(ONES.int(), LOW[0]),
+        lambda: nn.functional.cross_entropy(ONES[0], torch.zeros(2, dtype=torch.int32)),
+        lambda: torch.zeros(2).scatter_(0, torch.zeros(2), 1.0),
+        lambda: nn.functional.conv1d(ONES.long(), LOW.view(1, 2, 2)),
+    ),
+)
+def test_integers_are_none(product):
+    with pytest.raises(RuntimeError), uncast_inputs("bf16"):
+        product()

@@ -48,6 +48,21 @@ def test_a_pattern_that_matches_nothing_shows_real_paths():
     assert "'predictor.blocks.{*}'" in str(fault.value)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "shown"),
+    [
+        ("ae", "'predictor', 'autoencoder', 'text_encoder'"),
+        ("vae", "'predictor', 'autoencoder', 'text_encoder'"),
+        ("autoencodr", "'autoencoder', 'text_encoder'"),
+        ("block", "'predictor.blocks'"),
+    ],
+)
+def test_a_name_that_matches_nothing_shows_the_components_or_where_its_like_stands(pattern, shown):
+    with pytest.raises(PlanError) as fault:
+        match([pattern], PATHS, "engine.ignored_modules")
+    assert fault.value.accepted == f"a path such as {shown}"
+
+
 @pytest.mark.parametrize("pattern", ["predictor.blocks.{0-39}", "predictor.blocks.{3,31}"])
 def test_a_number_beyond_the_blocks_is_named(pattern):
     with pytest.raises(PlanError, match=r"(0-39|31) reaches beyond the modules that exist"):

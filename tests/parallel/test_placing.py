@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from mm_core.contracts import FrozenPlan, Streamed, empty_parameters
-from mm_core.errors import PlanError
+from mm_core.errors import ContractError, PlanError
 from mm_core.parallel.placing import blocks_of, bytes_of, place, plan_frozen
 
 CPU = torch.device("cpu")
@@ -126,6 +126,16 @@ def test_offloaded_weights_compute_the_same_and_are_there_for_a_call_alone():
     for kept, there in zip(away.parameters(), whole.parameters(), strict=True):
         assert (kept.shape, kept.dtype, kept.device) == (there.shape, there.dtype, there.device)
     assert torch.equal(away.encode(ids), whole.encode(ids))
+
+
+def test_a_table_that_no_file_holds_and_that_is_not_computed_is_refused():
+    """It would be memory as it comes."""
+    encoder = Encoder()
+    encoder.build_empty()
+    encoder.places = torch.empty(SIZE, device="meta")
+    with pytest.raises(ContractError, match="Encoder leaves 1 tables without values: places") as fault:
+        place(encoder, FrozenPlan("text", "replicated", (), 0, 0, 0), CPU, Drawn())
+    assert "mm_core.contracts.empty_parameters" in fault.value.hint
 
 
 def test_a_call_that_fails_leaves_nothing_behind():

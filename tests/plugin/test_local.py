@@ -124,3 +124,13 @@ def test_a_file_may_import_torch_without_a_warning(site: Any, tmp_path: Path) ->
     code = "import sys, mm_core.plugin as p; print(p.get_registry((sys.argv[1],)).plugins[-1].imports_torch)"
     done = site.run("-c", code, str(path))
     assert (done.stdout, done.stderr) == ("True\n", "")
+
+
+@pytest.mark.xfail(strict=True, reason="which one-file plugins a name may mean is kept for the whole process")
+def test_another_runs_config_does_not_take_a_runs_plugins_away(site: Any, tmp_path: Path) -> None:
+    """As in a script that trains, and reads the config of another run while it does."""
+    ours = site.registry(write(tmp_path / "ours.py", "ours"))
+    section = ComponentConfig("predictor", "local/ours")
+    assert ours.resolve("predictor", "local/ours").config_class()().depth == 4
+    site.registry(write(tmp_path / "theirs.py", "theirs"))
+    assert build("predictor", section).depth == 4

@@ -17,6 +17,7 @@ from mm_core.errors import CheckpointError, ConfigError, ContractError, MMError,
 from mm_core.parallel.casting import cast_inputs
 from mm_core.parallel.initialise import initialise
 from mm_core.plan import build_task
+from mm_core.tasks import pretrained_model
 from mm_core.tasks.pretrained import PretrainedTask
 from mm_core.weights.formats import Transformers
 
@@ -561,3 +562,11 @@ def test_an_export_of_weights_by_chance_has_the_tokenizer_too(folders, tmp_path)
         task = PretrainedTask(str(folder), models.MODELS["bert_classes"][3], weights="random")
     copies = Transformers().companions(task, []).copies
     assert copies == {name: folder / name for name in ("tokenizer.json", "tokenizer_config.json")}
+
+
+@pytest.mark.parametrize("text", ["raise SystemExit(0)", "raise RuntimeError('no such chip')", "1 / 0"])
+def test_a_module_that_ends_the_process_or_fails_is_a_sentence(tmp_path, monkeypatch, text):
+    (tmp_path / "own_failing.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ContractError, match="'own_failing:Model' can not be imported: "):
+        pretrained_model._class_of("own_failing:Model")

@@ -20,6 +20,7 @@ from mm_core.errors import CheckpointError, DataError, MMError
 from mm_core.parallel.initialise import initialise
 from mm_core.plan import build_task
 from mm_core.plugin.registry import build
+from mm_core.tasks.text_to_video import TextToVideo
 from mm_core.train import initial_weights, sampling
 from mm_core.train.checkpoint import CheckpointStore
 from mm_core.train.media import write_clips
@@ -376,3 +377,35 @@ def test_weights_are_read_in_the_dtype_that_computes(run, monkeypatch):
         assert torch.equal(tensor, later.predictor.state_dict()[name]), name
     request = SampleRequest((PROMPTS[0],), seed=5, num_frames=4, height=8, width=12, fps=8.0)
     assert torch.equal(task.sample(request)[0].pixels, later.sample(request)[0].pixels)
+
+
+def without(monkeypatch, *names: str, **methods) -> None:
+    """A class of its own for the task that is sampled: text_to_video without some of its methods."""
+    body = {k: v for k, v in vars(TextToVideo).items() if k not in (*names, "__dict__", "__weakref__")}
+    kind = type("Quiet", (torch.nn.Module,), body | methods)
+
+    def building(*given) -> torch.nn.Module:
+        task = build_task(*given)
+        task.__class__ = kind
+        return task
+
+    monkeypatch.setattr(sampling, "build_task", building)
+
+
+@pytest.mark.parametrize("answer", [[], None])
+def test_a_task_that_makes_nothing_is_a_sentence(run, tmp_path, monkeypatch, capsys, answer):
+    without(monkeypatch, "clips", sample=lambda task, request: answer)
+    code = main(["sample", "--run", str(run), "--prompt", "a", "--prompt", "b", "--out", str(tmp_path / "o")])
+    assert code == 1
+    assert capsys.readouterr().err == (
+        "mm: error: task.type: the task core/text_to_video made 0 clips for 2 prompts\n"
+        "  accepted: a task whose `sample` returns a clip a prompt, or one that answers in words\n"
+        "  hint: `mm eval` measures what other tasks have learned\n"
+    )
+
+
+def test_a_task_without_samples_is_told_before_weights_are_read(run, monkeypatch, capsys):
+    without(monkeypatch, "clips", "sample", "check_request")
+    monkeypatch.setattr(sampling, "load_as_rank", None)
+    assert main(["sample", "--run", str(run), "--prompt", "a"]) == 1
+    assert "the task text_to_video makes no clips\n" in capsys.readouterr().err.replace("core/", "")

@@ -418,3 +418,29 @@ def test_a_text_encoder_whose_files_are_missing_does_not_stop_a_dry_run(tmp_path
 def test_captions_longer_than_a_fixed_predictor_takes_are_a_misfit():
     with pytest.raises(ContractError, match="max_length is 32, but the predictor takes 16 tokens"):
         make_task(SmallPredictor(text_padding=("fixed", 16))).check(FITTING)
+
+
+class SmallAutoencoder(PixelAutoencoder):
+    """Takes no more pixels than a few, and no clip that is higher than wide."""
+
+    def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+        if height * width > 128 or height > width:
+            raise ContractError(f"a clip of {width}x{height} is too large or too high")
+        return super().latent_shape(num_frames, height, width)
+
+
+@pytest.mark.parametrize("sizes", [(16, 16), (12, 8), (64, 8), (8, 4096)])
+def test_sizes_that_are_refused_together_get_no_empty_list_of_others(sizes):
+    autoencoder = SmallAutoencoder(2)
+    task = TextToVideo(SmallPredictor(), autoencoder, ByteTextEncoder(8, 32), FlowMatch())
+    with pytest.raises(ContractError, match="too large or too high") as caught:
+        task.check({"num_frames": 2, "height": sizes[0], "width": sizes[1]})
+    for line in str(caught.value).splitlines():
+        assert not line.rstrip().endswith((":", ",")) and ": ," not in line and line == line.rstrip()
+
+
+@pytest.mark.parametrize("size", [0, -1, -8, -100])
+def test_a_size_below_one_is_told_the_least_that_fits(size):
+    with pytest.raises(ContractError, match=rf"width {size} \(nearest: 2\)") as caught:
+        make_task().check({**FITTING, "width": size})
+    assert "width 4" in str(caught.value), "what also divides into patches"

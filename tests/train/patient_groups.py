@@ -20,12 +20,16 @@ def mm_callbacks():
 
 class Patience(Callback):
     def run_started(self, run_dir, step, last_step):
-        self.folder = run_dir
+        from torch.distributed import distributed_c10d as c10d
+
+        self.folder, self.made = run_dir, len(c10d._world.pg_map)
 
     def saved(self, step, path):
         import torch
         from torch.distributed import distributed_c10d as c10d
 
+        # A launcher that is killed takes with it what groups are made through.
+        assert len(c10d._world.pg_map) == self.made, "a process group was made after the start"
         groups = [group._get_backend(torch.device("cpu")) for group in c10d._world.pg_map]
         seconds = [group.options._timeout.total_seconds() for group in groups]
         (self.folder / f"patience_{c10d.get_rank()}.json").write_text(json.dumps(seconds))

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from mm_core.errors import CheckpointError
+from mm_core.parallel.shards import like
+from mm_core.train import checkpoint_bytes, checkpoint_opening
 from mm_core.train import checkpoint_io as files
 from mm_core.train.checkpoint import CheckpointStore
 from mm_core.train.checkpoint_retention import complete_steps
@@ -34,6 +36,10 @@ def talk() -> None:
         total = torch.tensor(float(number + dist.get_rank()))
         dist.all_reduce(total)
         assert float(total) == 2 * number + 1
+
+
+def unreadable(path: Path) -> None:
+    raise files.DamagedError("facts.json has step: -5", where=str(path))
 
 
 def finished(store: CheckpointStore) -> str:
@@ -68,6 +74,15 @@ def main() -> dict[str, object]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         dist.barrier()
 
+        if rank == 1:
+            checkpoint_bytes.like = lambda tensor, share: like(tensor, share.clone())
+        with torch.no_grad():
+            state["optimizer"]["blocks.0.weight.exp_avg"].add_(1.0)
+            state["model"]["blocks.0.weight"].add_(1.0)
+        store.save(2, state, {}, "x: 1\n")
+        said["a stale copy on rank 1"] = finished(store)
+        checkpoint_bytes.like = like
+
     broken = {part: dict(named) for part, named in state.items()}
     weight = broken["model"]["blocks.0.weight"].detach().clone()
     weight.to_local()[0, 0] = float("nan") if rank == 1 else 0.0
@@ -85,6 +100,15 @@ def main() -> dict[str, object]:
     said["chosen"] = [path.name if path else None, [fault.what for fault in refused]]
     store.begin(1, [last])
     said["left"] = sorted(complete_steps(store.folder))
+
+    # What one rank alone finds wrong in a checkpoint, none of them takes.
+    five = store.save(5, state, {}, "x: 1\n", digest=False)
+    store.wait()
+    if rank == 1:
+        checkpoint_opening.read_facts = lambda path: unreadable(path) if path == five else {"step": 1}
+    path, refused = store.open("auto")
+    said["chosen by what one rank saw"] = [path.name if path else None, [fault.what for fault in refused]]
+    store.begin(1, [five])
 
     # A fault that only one rank meets in the background ends the next save on both.
     if rank == 1:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import pickle
+import re
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,12 @@ def test_two_ranks_save_behind_the_loops_back(tmp_path, mode):
             "rank 1: writing the checkpoint failed: [Errno 27] File too large\n"
             "  hint: check free space, quota and permissions of the run folder, on every node"
         )
+        assert re.fullmatch(
+            r"rank 1, step_00000002: (\S+) as it was to be written is not \1 in training, so nothing was"
+            " saved\n"
+            "  hint: the copy on the host is wrong: set checkpoint.async=false, and report this",
+            first["a stale copy on rank 1"],
+        )
     assert first["not finite on rank 1"] == (
         "rank 1, step_00000003: blocks.0.weight is not finite, so nothing was saved\n"
         "  hint: resume from the last checkpoint with a lower learning rate"
@@ -133,13 +140,14 @@ def test_two_ranks_save_behind_the_loops_back(tmp_path, mode):
         ["this checkpoint is damaged: __1_0.distcp does not match its checksum"],
     ]
     assert first["left"] == [1]
+    assert first["chosen by what one rank saw"] == ["step_00000001", ["facts.json has step: -5"]]
     assert (
         first["a sum that one rank found wrong"]
         == "this checkpoint is damaged: __1_0.distcp does not match its sha256"
     )
     assert first["after it"] == "done"
     names = {path.name.partition(".damaged-")[0] for path in (tmp_path / "checkpoints").iterdir()}
-    assert names == {"LATEST", "step_00000001", "step_00000004"}
+    assert names == {"LATEST", "step_00000001", "step_00000004", "step_00000005"}
 
 
 @pytest.mark.slow

@@ -186,3 +186,29 @@ def test_figures_that_find_no_room_are_a_warning(path, store, caplog):
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert said == f"validation.json of {path} could not be written: [Errno 28] No space left on device"
     assert "metrics" not in read_facts(path)
+
+
+@pytest.mark.parametrize("asynchronous", ["thread", None])
+def test_a_run_folder_that_was_removed_costs_what_was_in_it_and_not_what_is_trained(
+    asynchronous, state, tmp_path
+):
+    run = tmp_path / "run"
+    store = CheckpointStore(run, 3, asynchronous=asynchronous)
+    store.begin(0)
+    store.save(1, state, {}, CONFIG, digest=False)
+    store.wait()
+    (run / ".lock").unlink()  # alone it is nothing that anybody would miss
+    (run / "config.yaml").write_text(CONFIG)
+    store.save(2, state, {}, CONFIG, digest=False)
+    store.wait()
+    shutil.rmtree(run)
+    store.save(3, state, {}, CONFIG, digest=False)
+    with pytest.raises(CheckpointError, match="folder was removed or renamed while it trained") as caught:
+        store.wait()
+    assert caught.value.where == str(run) and "a resume goes on from there" in str(caught.value.hint)
+    assert [path.name for path in store.poll()][-1] == "step_00000003"
+    other = CheckpointStore(run, 3)
+    with pytest.raises(CheckpointError, match="this run is being trained by process"):
+        other.begin(3)  # the lock is a new one, and held
+    store.close()
+    assert list(complete_steps(run / "checkpoints")) == [3]

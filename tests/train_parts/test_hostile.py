@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
+import importlib
 import io
 import json
 import os
 import pickle
 import shutil
+import zipfile
 import zlib
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint import metadata as torch_metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from mm_core.errors import CheckpointError
 from mm_core.train.checkpoint import CheckpointStore
+from mm_core.train.checkpoint_io import read_manifest as read_sums
+from mm_core.train.checkpoint_metadata import _FIELDS, read_metadata
 from mm_core.train.checkpoint_reading import find_checkpoint, load_model_only, read_facts, read_run_manifest
 
 
@@ -124,6 +130,127 @@ def test_metadata_that_leaves_a_hole(path, empty):
     refuse(path, empty, r"\.metadata does not cover the whole of 'model\.head'")
 
 
+def written(path: Path):
+    return pickle.loads((path / ".metadata").read_bytes())
+
+
+@pytest.mark.parametrize("kind", ["Metadata", "MetadataIndex", "TensorStorageMetadata", "_StorageInfo"])
+def test_metadata_whose_objects_carry_more_than_their_fields(path, empty, kind):
+    """Whoever reads such an object may ask for the attribute, or take it from the class's own place."""
+    metadata = written(path)
+    objects = [
+        metadata,
+        *metadata.storage_data,
+        *metadata.state_dict_metadata.values(),
+        *metadata.storage_data.values(),
+    ]
+    chosen = next(one for one in objects if type(one).__name__ == kind)
+    object.__setattr__(chosen, "__post_init__", ("a", "stranger"))
+    forge(path, ".metadata", pickle.dumps(metadata))
+    refuse(path, empty, rf"\.metadata gives a {kind} the attribute '__post_init__'")
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
+        ("torch.distributed.checkpoint.metadata", "TensorProperties"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.serialization", "_get_layout"),
+        ("torch", "Size"),
+        ("torch", "float32"),
+    ],
+)
+def test_metadata_that_sets_an_attribute_on_a_class_or_function(path, empty, module, name):
+    """BUILD, with the class itself in the place of an object: it would stay so changed in this process."""
+    found = getattr(importlib.import_module(module), name)
+    strings = b"".join(b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name))
+    state = b"N}\x8c\x08smuggled\x4b\x01s\x86"  # (None, {"smuggled": 1}): set one by one
+    forge(path, ".metadata", b"\x80\x04" + strings + b"\x93" + state + b"b.")
+    refuse(path, empty, r"\.metadata (does not describe a checkpoint|can not be read)")
+    assert not hasattr(found, "smuggled")
+
+
+def test_metadata_that_sets_an_attribute_on_a_memory_format(path, empty):
+    """A member of an enumeration is one object for the whole process."""
+    module, name = torch_metadata.__name__, "_MEM_FORMAT_ENCODING"
+    strings = b"".join(b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name))
+    build = b"}\x8c\x08smuggled\x4b\x01sb"
+    forge(path, ".metadata", b"\x80\x04" + strings + b"\x93K\x00\x85R" + build + b".")
+    refuse(path, empty, r"\.metadata (does not describe a checkpoint|can not be read)")
+    assert not any(hasattr(member, "smuggled") for member in torch_metadata._MEM_FORMAT_ENCODING)
+
+
+def test_metadata_that_was_written_is_read_as_torch_reads_it(path):
+    theirs, ours = written(path), read_metadata(path, read_sums(path))
+    assert ours.state_dict_metadata == theirs.state_dict_metadata
+    assert ours.storage_data == theirs.storage_data
+    assert all(type(index) is MetadataIndex for index in ours.storage_data)
+
+
+def test_metadata_of_another_torch(path):
+    """2.13 gives a Metadata a `version` that the class of 2.7 lacks, and 2.7 writes none."""
+    for version in ("1.0", None):
+        metadata = written(path)
+        if version is None:
+            vars(metadata).pop("version", None)
+        else:
+            metadata.version = version
+        forge(path, ".metadata", pickle.dumps(metadata))
+        assert read_metadata(path, read_sums(path)).storage_data == metadata.storage_data
+
+
+def test_every_field_of_the_installed_torch_is_known():
+    for kind, names in _FIELDS.items():
+        assert {field.name for field in dataclasses.fields(kind)} <= names, f"{kind.__name__} has a new field"
+
+
+@pytest.mark.parametrize("change", ["size", "chunk", "length", "offset"])
+def test_metadata_whose_numbers_are_none(path, empty, change):
+    metadata = written(path)
+    entry = metadata.state_dict_metadata["model.head"]
+    place = next(iter(metadata.storage_data.values()))
+    if change == "size":
+        entry.size = (4, 3)
+    elif change == "chunk":
+        entry.chunks[0].sizes = torch.Size([-4, -3])
+    else:
+        setattr(place, change, "many")
+    forge(path, ".metadata", pickle.dumps(metadata))
+    refuse(path, empty, r"\.metadata (does not describe a checkpoint|can not be read \(ValueError)")
+
+
+def packed(numbers: int) -> bytes:
+    """A tensor of zeros as torch saves it, its archive packed again: a thousandth of the size."""
+    whole, small = io.BytesIO(), io.BytesIO()
+    torch.save(torch.zeros(numbers), whole)
+    with zipfile.ZipFile(whole) as source, zipfile.ZipFile(small, "w", zipfile.ZIP_DEFLATED) as target:
+        for member in source.infolist():
+            target.writestr(member.filename, source.read(member))
+    return small.getvalue()
+
+
+@pytest.mark.parametrize("claim", ["packed", "the same bytes twice"])
+def test_a_tensor_that_unpacks_to_more_than_its_bytes(path, empty, claim):
+    bomb = packed(1_000_000)
+    if claim != "packed":  # the directory lists one member a hundred times
+        whole = io.BytesIO()
+        torch.save(torch.zeros(1000), whole)
+        with zipfile.ZipFile(whole, "a") as archive:
+            archive.filelist += [info for info in archive.filelist if info.file_size == 4000] * 100
+            archive._didModify = True
+        bomb = whole.getvalue()
+    assert len(bomb) < 40_000
+    metadata = written(path)
+    for stored in metadata.storage_data.values():
+        stored.offset, stored.length = 0, len(bomb)
+    forge(path, "__0_0.distcp", bomb)
+    forge(path, ".metadata", pickle.dumps(metadata))
+    refuse(path, empty, rf"its {len(bomb):,} bytes unpack to [\d,]+, and torch.save packs nothing")
+    with pytest.raises(CheckpointError, match=r"__0_0.distcp holds a tensor that is refused: its "):
+        CheckpointStore(path.parents[1], keep=1).open(str(path))
+
+
 @pytest.mark.parametrize("kind", ["zip", "legacy", "raw"])
 def test_tensor_files_that_are_bombs(path, empty, sign, kind):
     """Every tensor of the data file is replaced by a pickle that runs code when it is believed."""
@@ -154,13 +281,13 @@ def test_metadata_whose_tensor_is_larger_than_any_memory(path, empty):
     refuse(path, empty, r"model\.head \(1125899906842624x3")
 
 
-@pytest.mark.parametrize(("offset", "length"), [(-5, 10), (0, 2**60), (2**60, 10)])
+@pytest.mark.parametrize(("offset", "length"), [(-5, 10), (0, 2**60), (2**60, 10), (0, 0), (10, -5)])
 def test_metadata_that_points_beside_the_file(path, empty, offset, length):
     metadata = pickle.loads((path / ".metadata").read_bytes())
     for stored in metadata.storage_data.values():
         stored.offset, stored.length = offset, length
     forge(path, ".metadata", pickle.dumps(metadata))
-    refuse(path, empty, "reading the checkpoint failed: ")
+    refuse(path, empty, r"\.metadata points beside the bytes of __0_0\.distcp")
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "facts.json", ".metadata"])

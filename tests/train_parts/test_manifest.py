@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,8 @@ from mm_core.config.load import load_config
 from mm_core.plan import make_plan
 from mm_core.plugin.fields import ComponentConfig
 from mm_core.plugin.registry import build
-from mm_core.train.manifest import environment_traces, fingerprint, run_manifest
-from mm_core.train.resume_check import compare
+from mm_core.train.manifest import environment_traces, fingerprint, library_versions, run_manifest
+from mm_core.train.resume_check import check_resume, compare
 
 CAPTION = '[{"path": "a.mp4", "cap": "a red circle"}, {"path": "b.mp4", "cap": "a blue square"}]'
 
@@ -131,3 +133,49 @@ def test_a_tokenizer_that_was_changed_in_place_is_noticed_at_a_resume(tmp_path):
     tokens.write_text('{"model": {"vocab": {"glad": 4, "sad": 3}}}')
     (difference,) = compare(before, of())
     assert (difference.key, difference.verdict) == ("data.train.files.tokenizer", "allow")
+
+
+# -- libraries -------------------------------------------------------------------------------------
+
+
+def test_the_libraries_that_models_are_made_of_are_listed(yaml):
+    found = manifest_of(yaml)["libraries"]
+    for name in ("transformers", "diffusers", "peft", "accelerate", "tokenizers", "safetensors"):
+        assert found[name] == version(name)
+    assert "torch" not in found and "mm-core" not in found  # they are listed elsewhere
+    assert "ftfy" in library_versions({"mm-wan"}) and "ftfy" not in library_versions()
+    assert library_versions({"no-such-distribution", ""}) == library_versions()
+
+
+def test_another_version_of_a_library_is_told_at_a_resume_and_stops_nothing(yaml):
+    after = manifest_of(yaml)
+    before = after | {"libraries": after["libraries"] | {"diffusers": "0.35.0"}}
+    lines = check_resume(before, after)
+    assert lines[0] == "changed since the checkpoint:" and len(lines) == 2
+    assert (
+        lines[1].split()
+        == (
+            f"libraries.diffusers 0.35.0 -> {version('diffusers')} safe"
+            " may compute otherwise: see its list of changes"
+        ).split()
+    )
+    old = {key: value for key, value in before.items() if key != "libraries"}
+    assert check_resume(old, after) == [], "manifests of earlier versions have no such key"
+
+
+@pytest.mark.slow
+def test_ranks_with_another_version_of_a_library_are_named(tmp_path):
+    spec = importlib.util.spec_from_file_location("ranks", Path(__file__).parents[1] / "ranks.py")
+    ranks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(ranks)
+    folder = tmp_path / "site" / "diffusers-0.1.2.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: diffusers\nVersion: 0.1.2\n")
+    out = ranks.run_ranks(Path(__file__).with_name("library_ranks.py"), 2, folder.parent)
+    assert out[0] == out[1]
+    assert out[0].strip() == (
+        "rank 1 of 2 has other libraries than the rest: "
+        f"diffusers: {version('diffusers')} on rank 0; 0.1.2 on rank 1\n"
+        "  accepted: the same libraries in the same versions on all ranks\n"
+        "  hint: compare `pip list` on the machines of these ranks"
+    )

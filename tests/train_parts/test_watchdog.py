@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -145,3 +146,24 @@ def test_a_folder_that_can_not_be_written_does_not_blind_the_watch(tmp_path):
     watched.wait(20)
     watched.dog.close()
     assert "rank 0 is furthest behind" in watched.said[0].what
+
+
+def test_a_rank_that_is_stopped_is_named_and_nobody_is_sent_to_its_log(tmp_path):
+    """It writes neither heartbeats nor stacks; where it stands does not count, for it may have waited too."""
+    (tmp_path / "logs").mkdir()
+    stopped = replace(BEAT, rank=1, waits=True, moves=60, process="process 4711 on host7")
+    file = tmp_path / "logs/heartbeat_1.json"
+    file.write_text(json.dumps(asdict(stopped)))
+    old = time.time() - 30
+    os.utime(file, (old, old))
+    watched = Watched(tmp_path, world=2)
+    watched.dog.start()
+    watched.dog.step(7)
+    watched.dog.enter("forward_backward")
+    watched.wait(20)
+    watched.dog.close()
+    (said,) = watched.said
+    assert "rank 1 (process 4711 on host7) has given no sign of life for 3" in said.what
+    assert said.what.endswith(" s, since forward backward of step 7")
+    assert "stopped (SIGSTOP: ps shows T, kill -CONT lets it go on)" in str(said.hint)
+    assert "its log holds no stacks for the same reason" in str(said.hint)

@@ -24,6 +24,7 @@ from mm_core.errors import CheckpointError, MMError
 from mm_core.train.checkpoint import CheckpointStore
 from mm_core.train.checkpoint_reading import checkpoint_at
 from mm_core.train.exporting import export
+from mm_core.train.known_code import remember
 from mm_core.train.staging import staged_folder
 from mm_core.train.taking_over import take_over
 
@@ -44,7 +45,9 @@ def make_run(folder: Path, layers: int, width: int, steps: tuple[int, ...] = (3,
     }
     path = folder / "large.yaml"
     path.write_text(yaml.safe_dump(document))
-    text = to_yaml(load_config(path))
+    config = load_config(path)
+    remember(config)  # as its training does
+    text = to_yaml(config)
     store = CheckpointStore(folder / "large", 9)
     for step in steps:
         model = {f"net.{i}.weight": torch.full((width, width), i + step + 0.5) for i in range(layers)}

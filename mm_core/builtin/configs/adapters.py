@@ -25,8 +25,8 @@ class AdapterConfig:
     from_: str | None = None  # adapter to begin with: a folder or file; it brings targets, rank and alpha
 
     def __post_init__(self) -> None:
-        if not self.name.replace("_", "").replace("-", "").isalnum():
-            raise ValueError(f"name {self.name!r} must be letters, digits, '_' and '-'")
+        if not self.name.replace("_", "").replace("-", "").isalnum() or len(self.name) > 64:
+            raise ValueError(f"name {self.name[:80]!r} must be letters, digits, '_' and '-', 64 at most")
         if not self.targets and self.from_ is None:
             raise ValueError("targets is empty: name modules to adapt, or an adapter to begin with (from)")
         if self.targets and self.from_ is not None:

@@ -45,7 +45,7 @@ class TextRowsConfig:
     part: tuple[_Share, _Share] = (0.0, 1.0)  # of the shuffled rows, from where to where
     split_seed: int = 0  # of that shuffling: the same in every part of a split
     quotes: bool = True  # CSV and TSV: fields may stand in double quotes; false: those are letters
-    trust_remote_code: bool = False  # true: Python files of the tokenizer's folder are run
+    trust_remote_code: bool | Literal["known"] = False  # true: Python files of the folder are run
 
     def __post_init__(self) -> None:
         if self.part[0] >= self.part[1]:

@@ -23,7 +23,7 @@ class PretrainedConfig:
     loss: Literal["auto", "chunked", "plain"] = "auto"  # chunked: never holds the logits of all tokens
     chunk_tokens: Annotated[int, Range(ge=1)] = 512  # tokens whose logits a chunked loss holds at a time
     max_new_tokens: Annotated[int, Range(ge=1)] | None = None  # evaluations also answer, greedily, so long
-    trust_remote_code: bool = False  # true: Python files of the folder are run
+    trust_remote_code: bool | Literal["known"] = False  # true: Python files of the folder are run
 
     def __post_init__(self) -> None:
         if ":" not in self.auto_class and not self.auto_class.startswith("Auto"):

@@ -120,13 +120,15 @@ class CustomDiT(nn.Module):
         Args:
             latents: [B,C,T,H,W], T, H and W multiples of patch_size.
             timestep: [B], or [B,N] one a token, float32 in 0 .. 1000.
-            text: hidden states [B,L,D] in the dtype of the latents.
+            text: hidden states [B,L,D].
             text_mask: bool [B,L], true for real tokens.
 
         Raises:
             ContractError: latents that do not divide into patches or reach beyond the rotary tables.
         """
-        grid = self._grid(latents)
+        grid, given = self._grid(latents), latents.dtype
+        # Under mixed precision the weights have their dtype for a call alone: no caller can know it.
+        latents, text = (tensor.to(self.patch_embedding.weight.dtype) for tensor in (latents, text))
         x = self.patch_embedding(self._patchify(latents))
         if self.absolute_positions:
             # Attention with rotary positions alone can not tell one place in pure noise from another.
@@ -142,7 +144,7 @@ class CustomDiT(nn.Module):
             x = block(x, text, visible, modulation, rotary)
         shift, scale = modulate(self.scale_shift_table, time[..., None, :])
         x = (self.norm_out(x.float()) * (1 + scale) + shift).type_as(x)
-        return self._unpatchify(self.proj_out(x), grid).to(latents.dtype)
+        return self._unpatchify(self.proj_out(x), grid).to(given)
 
     def init_weights(self) -> None:
         """Fills every parameter and buffer: Xavier matrices and a head of zeros, as Wan.

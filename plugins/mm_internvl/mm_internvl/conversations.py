@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from mm_core.contracts import Randomness, TextBatch, VideoReader
 from mm_core.data.annotations import inside
 from mm_core.data.packed_rows import PackedRows
+from mm_core.data.paths import check_folder
 from mm_core.data.readers import PyAVReader
 from mm_core.errors import ContractError, DataError, PartsError, RunWarning
 from mm_internvl.asking import Asking
@@ -295,8 +296,8 @@ def _rows(sources: Sequence[Source], counts: list[int]) -> Iterator[RawRow]:
         for row in _some_usable(Path(source.annotations), number):
             counts[-1] += 1
             yield row
-        if source.folder is not None and not Path(source.folder).is_dir():
-            raise DataError("the folder of the images does not exist", where=source.folder)
+        if source.folder is not None:
+            check_folder(Path(source.folder), "the folder of the images")
 
 
 def _some_usable(file: Path, source: int) -> Iterator[RawRow]:

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
+from mm_core.contracts import Randomness, generators_kept, seed_generators
 from mm_core.data.stopping import check_stop
-from mm_core.data.workers import StartWorker, deaths_explained, signals_held, start_server
+from mm_core.data.workers import StartWorker, deaths_explained, start_server, starting, starts_explained
 from mm_core.errors import DataError
 from mm_internvl.rows import RawRow
 
@@ -123,7 +124,7 @@ def measured(
         multiprocessing_context=start_server(modules),
         generator=torch.Generator().manual_seed(0),  # torch's own draw must not move the global one
     )
-    with signals_held():
+    with starting(), starts_explained():
         reading = iter(loader)
     with deaths_explained(reading):
         yield from reading
@@ -134,9 +135,11 @@ class _Rows(TorchDataset[list[Measured]]):
         self.rows, self.measure = rows, measure
 
     def __getitem__(self, numbers: range) -> list[Measured]:
-        return [self._one(number) for number in numbers]
+        with generators_kept():
+            return [self._one(number) for number in numbers]
 
     def _one(self, number: int) -> Measured:
+        seed_generators(Randomness(0).at("measure", number))  # the same whichever process measures it
         try:
             return self.measure(self.rows[number])
         except DataError as fault:

@@ -262,7 +262,7 @@ def _files(row: Mapping[str, Any], kind: str) -> list[str]:
 def _path(path: Any) -> str:
     if not isinstance(path, str) or not path:
         raise _Fault(f"{path!r} is no path of an image or video")
-    if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or "\0" in path:
+    if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
         raise _Fault(f"the path {path!r} leads outside the folder")
     if not _is_unicode(path):
         raise _Fault(f"the path {path!r} holds half of a surrogate pair, which is no character")

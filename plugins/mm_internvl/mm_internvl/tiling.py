@@ -19,7 +19,8 @@ import torch
 from PIL import Image, TiffImagePlugin
 from torch import Tensor
 
-from mm_core.errors import CheckpointError, DataError, MMError
+from mm_core.data.images import opened_image
+from mm_core.errors import CheckpointError, DataError
 from mm_core.weights import read_mapping
 
 _ORIENTATION = 0x0112  # the EXIF tag
@@ -199,7 +200,7 @@ def image_size(path: Path, max_pixels: int) -> tuple[int, int]:
         DataError: for what is no image, and for one of more than `max_pixels` pixels.
     """
     try:
-        with Image.open(path) as image:
+        with opened_image(path) as image:
             width, height = _sides(image)
             if height * width > max_pixels:
                 raise DataError(
@@ -212,9 +213,9 @@ def image_size(path: Path, max_pixels: int) -> tuple[int, int]:
             if (image.format != "PNG" or "exif" in image.info) and _turned(image):
                 width, height = height, width
             return height, width
-    except FileNotFoundError:
-        raise DataError("there is no such image", where=str(path)) from None
-    except Image.DecompressionBombError:
+    except DataError as fault:
+        if not isinstance(fault.__cause__, Image.DecompressionBombError):
+            raise
         most = 2 * (Image.MAX_IMAGE_PIXELS or 0)  # from here on, Pillow refuses
         raise DataError(
             f"the image has more than the {most} pixels that Pillow opens",
@@ -222,10 +223,6 @@ def image_size(path: Path, max_pixels: int) -> tuple[int, int]:
             accepted=f"up to {min(max_pixels, most)} pixels",
             hint="make it smaller: max_pixels of the dataset can not admit it",
         ) from None
-    except MMError:
-        raise
-    except (OSError, ValueError, SyntaxError) as fault:
-        raise DataError(f"the image can not be read: {fault}", where=str(path)) from None
 
 
 def _sides(image: Image.Image) -> tuple[int, int]:

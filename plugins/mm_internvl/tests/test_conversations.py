@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import os
 import tracemalloc
 from pathlib import Path
 
@@ -176,6 +177,11 @@ _USER, _SAID = {"role": "user", "content": "what?"}, {"role": "assistant", "cont
             json.dumps(data.asked("<image>", "red", image="\ud83d.png")),
             "the path '\\ud83d.png' holds half of a surrogate pair, which is no character",
         ),
+        (data.asked("<image>", "red", image="a\0.png"), "the path cannot be opened: embedded null byte"),
+        (data.asked("<image>", "red", image="a" * 300), "the image cannot be opened: File name too long"),
+        (data.asked("<video>", "red", video="a" * 300), "the video cannot be opened: File name too long"),
+        (data.asked("<image>", "red", image=5), "5 is no path of an image or video"),
+        (data.asked("<image>", "red", image=["."]), "is a folder, not an image"),
         (
             {**data.ROWS[0], "tools": [{"name": "search"}]},
             "the row has `tools`, which the model would not be shown",
@@ -207,6 +213,28 @@ def test_a_bad_row_is_one_sentence(place, row, what):
     with pytest.raises(DataError) as fault:
         dataset(place, [data.ROWS[0], row])[1]
     assert fault.value.what == what
+
+
+def test_files_that_are_no_files_are_bad_rows(place):
+    """A pipe would be waited for; a loop of links is refused by the system."""
+    files = place / "files"
+    os.mkfifo(files / "pipe.png")
+    (files / "loop.png").symlink_to("loop.png")
+    rows = [
+        data.asked("<image>", "red", image="pipe.png"),
+        data.asked("<video>", "red", video="pipe.png"),
+        data.asked("<image>", "red", image="loop.png"),
+    ]
+    found = dataset(place, [data.ROWS[0], *rows])
+    sentences = (
+        "a named pipe, not an image",
+        "a named pipe, not a video",
+        "Too many levels of symbolic links",
+    )
+    for index, sentence in enumerate(sentences, 1):
+        with pytest.raises(DataError, match=sentence):
+            found[index]
+    assert (found.lengths() > 0).all(), "measured as bad rows too"
 
 
 def test_what_no_parser_takes_is_a_bad_row(place):

@@ -13,6 +13,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 from mm_internvl import measuring
 from mm_internvl.conversations import Conversations
 
@@ -31,6 +32,16 @@ def of_tests(name: str):
 HERE = Path(__file__).parent
 sets, ranks = of_tests("internvl_sets"), of_tests("../../../tests/ranks")
 data, dataset, place, runs = sets.data, sets.dataset, sets.place, of_tests("internvl_runs")
+
+
+def test_rows_that_are_measured_by_chance_are_measured_alike_by_all():
+    rows = measuring._Rows(range(10), lambda row: row + torch.randint(100, ()).item())
+    torch.manual_seed(5)
+    expected = torch.rand(())
+    torch.manual_seed(5)
+    whole = rows[range(10)]
+    assert torch.equal(torch.rand(()), expected), "the process draws on as before"
+    assert [*rows[range(0, 10, 2)], *rows[range(1, 10, 2)]] == [*whole[0::2], *whole[1::2]]
 
 
 def test_lengths_group_batches_and_are_kept_in_a_file(place, tmp_path, monkeypatch):

@@ -205,6 +205,7 @@ def _adapter(file: str, part: str) -> AdapterLayout:
         metadata_key="lora_adapter_metadata",
         library="diffusers",
         loading=f'pipeline.load_lora_weights("{{folder}}", weight_name="{file}"{second})',
+        others=(ORIGINAL_KEYS,),  # ComfyUI, and most programs that train LoRAs
     )
 
 

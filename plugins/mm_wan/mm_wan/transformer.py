@@ -83,7 +83,7 @@ class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers 
         Args:
             latents: [B,C,T,H,W], T, H and W multiples of patch_size.
             timestep: [B], or [B,N] one a token, float32 in 0 .. 1000.
-            text: hidden states [B,512,D] in the dtype of the latents, zeros behind the caption.
+            text: hidden states [B,512,D], zeros behind the caption.
             text_mask: bool [B,512]; ignored.
             conditions: exactly those of `needed_conditions`.
 
@@ -92,6 +92,11 @@ class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers 
                 another length, or a condition that is missing or not known.
         """
         self._check(latents, timestep, text, conditions)
+        # Diffusers' model takes inputs in the dtype of its weights; under mixed precision they have that
+        # for a call alone, so that no caller can know it.
+        given, dtype = latents.dtype, self.patch_embedding.weight.dtype
+        latents, text = latents.to(dtype), text.to(dtype)
+        conditions = {name: tensor.to(dtype) for name, tensor in conditions.items()}
         if (image_latents := conditions.get("image_latents")) is not None:
             latents = torch.cat([latents, image_latents], dim=1)
         image_embeds = conditions.get("image_embeds")
@@ -107,7 +112,7 @@ class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers 
             return_dict=False,
         )
         # A fresh tensor: FSDP2 may drop its backward hook when its root returns a view.
-        fresh: Tensor = predicted.to(latents.dtype).clone(memory_format=torch.contiguous_format)
+        fresh: Tensor = predicted.to(given).clone(memory_format=torch.contiguous_format)
         return fresh
 
     @property

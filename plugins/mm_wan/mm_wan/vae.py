@@ -152,6 +152,7 @@ class WanVAE(nn.Module):
             if size < 1 or (size - rest) % step:
                 below = (size - rest) // step * step + rest
                 near = " or ".join(str(found) for found in (below, below + step) if found > 0)
+                near = near or str(rest or step)
                 faults.append(f"{name} {size} (nearest: {near})")
         if faults:
             raise ContractError(

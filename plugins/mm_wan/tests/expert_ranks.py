@@ -61,7 +61,10 @@ def started(folder: str) -> tuple[TextToVideo, FSDP2Engine, EMA]:
     task = task_of(folder, device="meta")
     engine = FSDP2Engine(sub_modules_to_wrap=WRAP, param_dtype=None)
     config = SimpleNamespace(
-        plugins=SimpleNamespace(path=()), init_from=None, train=SimpleNamespace(adapters=())
+        plugins=SimpleNamespace(path=()),
+        init_from=None,
+        train=SimpleNamespace(adapters=()),
+        allow_code=False,
     )
     engine.prepare(
         task,

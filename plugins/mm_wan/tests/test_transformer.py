@@ -20,10 +20,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import mm_core
-from mm_core.contracts import CountsProducts, Predictor, Pretrained, WeightsFrom
+from mm_core.contracts import CountsProducts, Predictor, Pretrained, Randomness, WeightsFrom
+from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.errors import CheckpointError, ConfigError, ContractError
 from mm_core.parallel.operations import step_operations
 from mm_core.testing import PREDICTOR_CHECKS, PredictorProbe, check_predictor
+from mm_core.train.run import process_group
 
 HERE = Path(__file__).parent
 
@@ -379,3 +381,21 @@ def test_two_ranks_train_the_weights_of_one(tmp_path, variant):
     assert len(moved) == len(stored)
     assert seen[2]["losses"] == pytest.approx(seen[1]["losses"], rel=1e-5)
     assert len(set(seen[1]["losses"])) == 3
+
+
+def test_it_casts_its_inputs_itself_where_the_engine_does_not():
+    """`cast_forward_inputs: false`, with conditions: the same bits, and the output in the dtype given."""
+    found = []
+    for cast in (True, False):
+        with torch.device("meta"):
+            task = torch.nn.Module()
+            task.predictor = WanTransformer(**tiny("wan2.1-flf2v-14b-720p"))
+            task.trainable, task.frozen = ("predictor",), ()
+        engine = FSDP2Engine(param_dtype="bf16", cast_forward_inputs=cast)
+        with process_group():
+            engine.prepare(task, engine.plan(task, 1, 2), None, Randomness(0))
+            given = inputs("wan2.1-flf2v-14b-720p")
+            assert {t.dtype for t in given.values()} == {torch.float32, torch.bool}
+            with engine.evaluating():
+                found.append(task.predictor(**given))
+    assert found[1].dtype == torch.float32 and torch.equal(found[0].float(), found[1])

@@ -41,7 +41,10 @@ def main() -> None:
         task = Task(folder)
     engine = FSDP2Engine(sub_modules_to_wrap=BLOCKS, recompute_modules=BLOCKS, param_dtype=None)
     config = SimpleNamespace(
-        plugins=SimpleNamespace(path=()), init_from=None, train=SimpleNamespace(adapters=())
+        plugins=SimpleNamespace(path=()),
+        init_from=None,
+        train=SimpleNamespace(adapters=()),
+        allow_code=False,
     )
     plan = engine.plan(task, world, 2)
     # SGD: a step is as exact as its gradient, where AdamW makes a sign of a gradient near zero.

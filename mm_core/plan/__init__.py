@@ -1,0 +1,24 @@
+"""The plan of a run: everything that depends on the world, computed once, before anything is allocated."""
+
+from mm_core.plan.planning import (
+    build_frozen,
+    build_task,
+    check_data,
+    make_plan,
+    sample_order,
+    walk_components,
+)
+from mm_core.plan.run_plan import ComponentFact, MissingFile, ModuleFact, RunPlan
+
+__all__ = [
+    "ComponentFact",
+    "MissingFile",
+    "ModuleFact",
+    "RunPlan",
+    "build_frozen",
+    "build_task",
+    "check_data",
+    "make_plan",
+    "sample_order",
+    "walk_components",
+]

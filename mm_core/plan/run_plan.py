@@ -1,0 +1,190 @@
+"""The plan of a run as facts, and as `mm-train --dry-run` prints it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from mm_core.contracts import EnginePlan, StepOperations
+
+
+@dataclass(frozen=True)
+class ComponentFact:
+    """One component of the run: where it stands in the config and where it comes from."""
+
+    key: str
+    type: str
+    distribution: str
+    version: str
+
+
+@dataclass(frozen=True)
+class ModuleFact:
+    """One sub-module of the task. parameters counts elements, trained those that the optimizer changes.
+    Frozen modules may read theirs later."""
+
+    name: str
+    trainable: bool
+    parameters: int
+    trained: int
+
+
+@dataclass(frozen=True)
+class MissingFile:
+    """A file or folder that does not exist. component: of the task, that names it. needed: for what."""
+
+    path: str
+    component: str
+    needed: Literal["to train", "to begin", "to sample"]
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Facts of a run at a given world size. Sizes are in samples, bytes are a rank's largest share."""
+
+    name: str
+    engine: EnginePlan
+    components: tuple[ComponentFact, ...]
+    modules: tuple[ModuleFact, ...]
+    steps: int
+    micro_batch_size: int
+    global_batch_size: int
+    accumulation: int
+    ema_bytes: int = 0
+    ema_on_host: bool = False
+    operations: StepOperations | None = None  # of a step, over all ranks, where they are known
+    missing: tuple[MissingFile, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def missing_files(self) -> tuple[str, ...]:
+        """Paths of all files that are missing."""
+        return tuple(file.path for file in self.missing)
+
+    @property
+    def device_bytes(self) -> dict[str, int]:
+        """What a rank keeps on its device between steps, by what it is."""
+        engine = self.engine
+        found = {"parameters": engine.parameter_bytes - engine.offloaded_bytes}
+        if not engine.offloaded_bytes:
+            found |= {"gradients": engine.gradient_bytes, "optimizer": engine.optimizer_bytes}
+        if self.ema_bytes and not self.ema_on_host:
+            found["average"] = self.ema_bytes
+        return found | {frozen.name: frozen.device_bytes for frozen in engine.frozen}
+
+    @property
+    def host_bytes(self) -> dict[str, int]:
+        """What a rank keeps in host memory, by what it is; frozen components stand in `engine.frozen`."""
+        engine, found = self.engine, {}
+        if engine.offloaded_bytes:
+            found = {
+                "parameters": engine.offloaded_bytes,
+                "gradients": engine.gradient_bytes,
+                "optimizer": engine.optimizer_bytes,
+            }
+        return found | ({"average": self.ema_bytes} if self.ema_bytes and self.ema_on_host else {})
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The plan as plain values, for `--dry-run --json`."""
+        return {
+            **asdict(self),
+            "missing_files": list(self.missing_files),
+            "device_bytes": self.device_bytes,
+            "host_bytes": self.host_bytes,
+        }
+
+    def render(self) -> str:
+        """The plan as `mm-train --dry-run` prints it."""
+        engine = self.engine
+        mesh = " x ".join(f"{name} {size}" for name, size in engine.mesh.items())
+        lines = [f"plan of run {self.name!r}: {engine.world} rank{'s' * (engine.world != 1)} ({mesh})", ""]
+        width = max(len(c.key) for c in self.components)
+        kind_width = max(len(c.type) for c in self.components)
+        lines += ["components"]
+        lines += [
+            f"  {c.key:<{width}}  {c.type:<{kind_width}}  {c.distribution} {c.version}"
+            for c in self.components
+        ]
+        lines += ["", "modules"]
+        for module in self.modules:
+            state = "trained" if module.trainable else "frozen"
+            lines.append(f"  {module.name:<{width}}  {state:<8} {_count(module)}")
+            lines += self._missing_of(module.name)
+        named = {module.name for module in self.modules}
+        for component in dict.fromkeys(f.component for f in self.missing if f.component not in named):
+            lines += [f"  {component}", *self._missing_of(component)]
+        lines += ["", "sharding"]
+        for label, paths in (
+            ("wrapped", engine.wrapped),
+            ("recomputed", engine.recomputed),
+            ("ignored", engine.ignored),
+        ):
+            lines.append(f"  {label:<11} {len(paths):>4}  {_abridged(paths)}")
+        for frozen in engine.frozen:
+            by = f", {len(frozen.blocks)} blocks one at a time" if frozen.blocks else ""
+            lines.append(f"  {'frozen':<11}       {frozen.name} {frozen.placement}{by}")
+        lines += [
+            "",
+            "batches",
+            f"  {self.global_batch_size} samples a step = {self.micro_batch_size} a micro-batch"
+            f" x {self.accumulation} accumulated x {engine.data_parallel} data-parallel ranks",
+            f"  {self.steps:,} steps = {self.steps * self.global_batch_size:,} samples",
+            "",
+            *self._memory(),
+        ]
+        if self.operations is not None:
+            lines += ["", "operations a step, of all ranks together"]
+            lines += [f"  {label:<11} {_flop(count):>24}" for label, count in asdict(self.operations).items()]
+        lines += ["", *(f"note: {sentence}" for sentence in self.notes)] if self.notes else []
+        return "\n".join(lines)
+
+    def _missing_of(self, component: str) -> list[str]:
+        return [
+            f"    missing: {f.path} (needed {f.needed})" for f in self.missing if f.component == component
+        ]
+
+    def _memory(self) -> list[str]:
+        engine = self.engine
+        lines = ["memory a rank, without activations", *_table(self.device_bytes)]
+        if engine.gathered_bytes:
+            lines.append(
+                f"  the trained modules have up to {_gib(engine.gathered_bytes)} more while they compute"
+            )
+        if self.host_bytes:
+            lines += ["  in host memory", *(f"  {line}" for line in _table(self.host_bytes))]
+        for frozen in engine.frozen:
+            if frozen.host_bytes:
+                lines.append(f"  {frozen.name} keeps {_gib(frozen.host_bytes)} in host memory")
+            if frozen.call_bytes:
+                lines.append(f"  {frozen.name} has up to {_gib(frozen.call_bytes)} more while it computes")
+        known = {frozen.name for frozen in engine.frozen}
+        if unknown := [m.name for m in self.modules if not m.trainable and m.name not in known]:
+            lines.append(f"  not counted: {', '.join(unknown)}")
+        return lines
+
+
+def _table(sizes: Mapping[str, int]) -> list[str]:
+    """A line a size, and their sum."""
+    sizes = {**sizes, "together": sum(sizes.values())}
+    width = max(11, *map(len, sizes))
+    return [f"  {label:<{width}} {size:>18,} bytes  {_gib(size)}" for label, size in sizes.items()]
+
+
+def _count(module: ModuleFact) -> str:
+    whole = f"{module.parameters:,} parameters"
+    if module.trainable and module.trained < module.parameters:
+        return f"{module.trained:>15,} of {whole}"
+    return f"{whole:>26}" if module.parameters else "       as its files hold"
+
+
+def _flop(count: float) -> str:
+    return f"{count / 1e12:,.6g} TFLOP" if count >= 1e9 or not count else f"{count / 1e6:,.6g} MFLOP"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**28 else f"{size / 2**20:.2f} MiB"
+
+
+def _abridged(paths: tuple[str, ...]) -> str:
+    return ", ".join(paths) if len(paths) <= 4 else f"{paths[0]}, {paths[1]}, ... {paths[-1]}"

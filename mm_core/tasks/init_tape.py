@@ -1,0 +1,375 @@
+"""A model's initialisation on a tape: recorded while its constructor runs, played for a few tensors alone.
+
+Parameters of a recorded model have no memory, and do not show it: what constructors and initialisers do to
+them (whole, to rows, through `.data`, from a parent, twice) is recorded, whoever does it. Every parameter can
+then be computed alone, on any rank, with the values that the model has where it is built in one piece.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from mm_core.contracts import Randomness
+
+_UNFILLED = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"}
+_UNFILLED |= {"aten::new_empty_strided"}
+_COPIES = {"aten::clone", "aten::_to_copy"}
+_WHOLE = {"aten::fill_", "aten::zero_", "aten::copy_", "aten::normal_", "aten::uniform_"}
+# What leaves the tensors: a number, or a shape that depends on values.
+_LEAVES = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::nonzero"}
+_LEAVES |= {"aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::item"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor within a recorded storage."""
+
+    storage: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(eq=False)
+class _Call:
+    """One call of a model's initialiser for a module."""
+
+    module: nn.Module
+
+
+@dataclass(eq=False)
+class _Storage:
+    held: Any  # keeps its address from being used again
+    home: nn.Module | None  # the module whose parameter it is
+    writers: list[_Node] = field(default_factory=list)
+    unread: list[_Node] = field(default_factory=list)  # writers since another storage depended on it
+
+
+@dataclass(eq=False)
+class _Node:
+    """One operation. `group`: the random ones of a group share a generator, in their order."""
+
+    order: int
+    call: _Call | None
+    function: Callable[..., Any]
+    leaves: list[Any]  # arguments; tensors of the tape as `Place`
+    spec: Any
+    made: list[tuple[int, int]]  # (index of an output, new storage)
+    uses: set[int]  # storages read or written
+    group: Any = None
+
+
+class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records what happens to the parameters of a model that is built within `recording`.
+
+    Numbers that control a constructor's flow are computed for it at once. Whatever is drawn at random for
+    them, for buffers or by a constructor outside of parameters is the same for every seed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._nodes = 0
+        self._storages: dict[int, _Storage] = {}
+        self._numbers: dict[int, int] = {}  # address of a storage -> its number
+        self._unfilled: dict[int, Any] = {}  # real memory that nobody has written yet, by address
+        self._groups: dict[Any, list[_Node]] = {}
+        self._settled: dict[Any, int] = {}  # groups that were drawn during the recording
+        self._call: _Call | None = None
+
+    # -- recording -------------------------------------------------------------------------------
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Within it, parameters are recorded from their registration on."""
+        register, truncated = nn.Module.register_parameter, nn.init._no_grad_trunc_normal_
+        kinds: Any = nn.Module
+        inits: Any = nn.init
+        thread = threading.get_ident()  # others build their models meanwhile
+
+        def register_recorded(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+            register(module, name, param)
+            if threading.get_ident() != thread:
+                return
+            if param is not None and not isinstance(param, FakeTensor):
+                module._parameters[name] = self._adopt(param, module)
+
+        def draw_truncated(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            # It looks at what it draws, and draws again.
+            if not isinstance(tensor, FakeTensor):
+                return truncated(tensor, *args, **kwargs)
+            self._record(truncated, (tensor, *args), kwargs, [tensor], None, random=True, whole=True)
+            return tensor
+
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.default_generator.manual_seed(0)
+            kinds.register_parameter, inits._no_grad_trunc_normal_ = register_recorded, draw_truncated
+            try:
+                with self:
+                    yield
+            finally:
+                kinds.register_parameter, inits._no_grad_trunc_normal_ = register, truncated
+                self._unfilled.clear()
+
+    @contextmanager
+    def initialising(self, module: nn.Module) -> Iterator[None]:
+        """Within it, all that is made is a step towards the weights of `module`, and is recorded too."""
+        before, self._call = self._call, _Call(module)
+        try:
+            yield
+        finally:
+            self._call = before
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        recorded = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
+        written = _written(func, args, kwargs)
+        name = func._schema.name
+        if self._call is not None and name == "aten::lift_fresh":
+            return self._constant(args[0], self._call.module)
+        if not recorded and (tensors or self._call is None):
+            found = func(*args, **kwargs)
+            self._follow(name, tensors, written, found)
+            return found
+        real = [tensor for tensor in written if not isinstance(tensor, FakeTensor)]
+        if real or name in _LEAVES:
+            args, kwargs = tree_map_only(FakeTensor, self.value, (args, kwargs))
+            found = func(*args, **kwargs)
+            self._follow(name, [], real, found)
+            return found
+        with self._fake:
+            found = func(*args, **kwargs)
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        self._record(func, args, kwargs, written, found, random, whole=name in _WHOLE)
+        return found
+
+    def _follow(self, name: str, inputs: list[Tensor], written: list[Tensor], found: Any) -> None:
+        """Keeps the list of memory that nobody has written."""
+        empty = name in _UNFILLED or (
+            name in _COPIES and any(_address(tensor) in self._unfilled for tensor in inputs)
+        )
+        if empty and isinstance(found, Tensor):
+            self._unfilled[_address(found)] = found.untyped_storage()
+        for tensor in written:
+            self._unfilled.pop(_address(tensor), None)
+
+    def _record(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        written: list[Tensor],
+        found: Any,
+        random: bool = False,
+        whole: bool = False,
+    ) -> None:
+        leaves, spec = tree_flatten((args, dict(kwargs)))
+        leaves = [self._place(leaf) if isinstance(leaf, FakeTensor) else leaf for leaf in leaves]
+        uses = {leaf.storage for leaf in leaves if isinstance(leaf, Place)}
+        outputs = [(i, t) for i, t in enumerate(tree_flatten(found)[0]) if isinstance(t, FakeTensor)]
+        new = [(i, t) for i, t in outputs if _address(t) not in self._numbers]
+        if not written and not new:
+            return  # a view
+        home = self._call.module if self._call else None
+        made = [(i, self._keep(t, home)) for i, t in new]
+        node = _Node(self._nodes, self._call, function, leaves, spec, made, uses)
+        self._nodes += 1
+        changed = [self._place(tensor) for tensor in written]
+        sources = [leaf for leaf in leaves if isinstance(leaf, Place) and leaf not in changed]
+        for place in changed:
+            storage = self._storages[place.storage]
+            covers = whole and self._covers(place)
+            if covers and all(source.storage != place.storage for source in sources):
+                self._forget(storage)
+            storage.writers.append(node)
+            storage.unread.append(node)
+        for source in sources:
+            self._storages[source.storage].unread.clear()
+        for _, number in made:
+            self._storages[number].writers.append(node)
+        if random:
+            first = changed[0].storage if changed else made[0][1]
+            node.group = (self._call, self._storages[first].home or node.order)
+            self._groups.setdefault(node.group, []).append(node)
+
+    def _forget(self, storage: _Storage) -> None:
+        """Drops what other calls wrote before all of it is written anew: nothing has depended on it."""
+        for node in storage.unread:
+            if node.call is not self._call:
+                storage.writers.remove(node)
+                if node.group is not None:
+                    self._groups[node.group].remove(node)
+        storage.unread = [node for node in storage.unread if node.call is self._call]
+
+    def _covers(self, place: Place) -> bool:
+        count = torch.Size(place.size).numel() * place.dtype.itemsize
+        return bool(count == self._storages[place.storage].held.nbytes())
+
+    def _keep(self, tensor: Tensor, home: nn.Module | None) -> int:
+        number = len(self._storages)
+        self._storages[number] = _Storage(tensor.untyped_storage(), home)
+        self._numbers[_address(tensor)] = number
+        return number
+
+    def _place(self, tensor: Tensor) -> Place:
+        number = self._numbers[_address(tensor)]
+        size, stride = tuple(tensor.shape), tuple(tensor.stride())
+        return Place(number, tensor.dtype, size, stride, int(tensor.storage_offset()))
+
+    def _empty(self, like: Tensor) -> Tensor:
+        with torch.utils._python_dispatch._disable_current_modes(), self._fake:
+            return torch.empty(like.shape, dtype=like.dtype, device="cpu")
+
+    def _constant(self, value: Tensor, home: nn.Module | None) -> Tensor:
+        """A tensor of the tape that begins with a value."""
+        tensor = self._empty(value)
+        number = self._keep(tensor, home)
+        node = _Node(self._nodes, self._call, _same, [value], tree_flatten(((value,), {}))[1], [], set())
+        node.made = [(0, number)]
+        self._nodes += 1
+        storage = self._storages[number]
+        storage.writers.append(node)
+        storage.unread.append(node)
+        return tensor
+
+    def _adopt(self, param: nn.Parameter, module: nn.Module) -> nn.Parameter:
+        value = param.detach()
+        if _address(value) in self._unfilled:
+            del self._unfilled[_address(value)]
+            tensor = self._empty(value)
+            self._keep(tensor, module)
+        else:
+            flat = value.flatten()
+            if len(flat) > 1 and bool((flat == flat[0]).all()):
+                value = flat[:1].clone().expand(value.shape)
+            tensor = self._constant(value, module)
+        adopted = nn.Parameter(tensor, requires_grad=param.requires_grad)
+        vars(adopted).update(vars(param))
+        return adopted
+
+    # -- playing ---------------------------------------------------------------------------------
+
+    def value(self, tensor: Tensor) -> Tensor:
+        """What a recorded tensor holds now."""
+        with torch.utils._python_dispatch._disable_current_modes():
+            place = self._place(tensor)
+            for storage in self._needed([place.storage])[1]:
+                self._storages[storage].unread.clear()
+            return _at(place, self._play([place.storage], self._settle))
+
+    def _settle(self, group: Any) -> int:
+        return Randomness(0).seed32("settled", self._settled.setdefault(group, len(self._settled)))
+
+    def _needed(self, numbers: Iterable[int]) -> tuple[list[_Node], set[int]]:
+        """(the operations that these storages depend on, all storages that they use)."""
+        todo, known, nodes = list(numbers), set(numbers), set()
+        while todo:
+            new: list[_Node] = []
+            for node in self._storages[todo.pop()].writers:
+                new += [node] if node.group is None else self._groups[node.group]
+            for node in new:
+                if node not in nodes:
+                    nodes.add(node)
+                    further = (node.uses | {number for _, number in node.made}) - known
+                    known |= further
+                    todo += further
+        return sorted(nodes, key=lambda node: node.order), known
+
+    def _play(self, numbers: Iterable[int], seed: Callable[[Any], int]) -> dict[int, Tensor]:
+        """The storages, and what they depend on, each as a flat tensor that is its owner."""
+        nodes, known = self._needed(numbers)
+        held = {number: self._storages[number].held for number in known}
+        made = {number for node in nodes for _, number in node.made}
+        found = {
+            number: torch.empty(held[number].nbytes(), dtype=torch.uint8, device="cpu")
+            for number in known - made
+        }
+        states: dict[Any, Tensor] = {}
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
+            for node in nodes:
+                leaves = [_at(leaf, found) if isinstance(leaf, Place) else leaf for leaf in node.leaves]
+                args, kwargs = tree_unflatten(leaves, node.spec)
+                if node.group is None:
+                    result = node.function(*args, **kwargs)
+                else:
+                    kwargs.pop("generator", None)
+                    if node.group in states:
+                        torch.default_generator.set_state(states[node.group])
+                    else:
+                        torch.default_generator.manual_seed(seed(node.group))
+                    result = node.function(*args, **kwargs)
+                    states[node.group] = torch.default_generator.get_state()
+                outputs = tree_flatten(result)[0]
+                found |= {number: outputs[index] for index, number in node.made}
+        return found
+
+    # -- the model --------------------------------------------------------------------------------
+
+    def places(self, model: nn.Module) -> dict[str, Place]:
+        """Where the parameters of a model that was recorded are, by every of their names, and its buffers
+        that are made of them."""
+        for module in model.modules():
+            for name, param in module._parameters.items():
+                if param is not None and not isinstance(param, FakeTensor):  # put there by other means
+                    module._parameters[name] = self._adopt(param, module)
+        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+        return {name: self._place(tensor) for name, tensor in named if isinstance(tensor, FakeTensor)}
+
+    def home(self, place: Place) -> nn.Module | None:
+        """The module whose parameter the tensor is."""
+        return self._storages[place.storage].home
+
+    def is_set(self, place: Place) -> bool:
+        """Whether anything has been written to it."""
+        return bool(self._storages[place.storage].writers)
+
+    def play(self, places: Mapping[str, Place], seed: Callable[[Any], int]) -> dict[str, Tensor]:
+        """These tensors. `seed`: that of a group of draws: (call, module or number)."""
+
+        def of_group(group: Any) -> int:
+            return self._settle(group) if group in self._settled else seed(group)
+
+        found = self._play([place.storage for place in places.values()], of_group)
+        return {name: _at(place, found) for name, place in places.items()}
+
+    def groups(self) -> list[Any]:
+        """All groups of draws, in their order."""
+        return [group for group, nodes in self._groups.items() if nodes]
+
+
+def _same(value: Tensor) -> Tensor:
+    return value.clone(memory_format=torch.contiguous_format)
+
+
+def _address(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _at(place: Place, found: Mapping[int, Tensor]) -> Tensor:
+    memory = found[place.storage].untyped_storage()
+    empty = torch.empty(0, dtype=place.dtype, device="cpu")
+    return empty.set_(memory, place.offset, place.size, place.stride)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The arguments that an operation changes."""
+    found: list[Tensor] = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            found += [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
+    return found

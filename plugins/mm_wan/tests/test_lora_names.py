@@ -1,0 +1,177 @@
+"""LoRAs as other programs name them (ComfyUI, kohya's scripts, Diffusers, PEFT) change weights alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from mm_wan.formats import ORIGINAL_KEYS
+from mm_wan.transformer import WanTransformer
+from safetensors.torch import save_file
+from torch import nn
+
+from mm_core.builtin.configs.adapters import AdapterConfig
+from mm_core.contracts import Randomness
+from mm_core.errors import CheckpointError
+from mm_core.parallel.adapters import adapted_layers
+from mm_core.parallel.initialise import initialise
+from mm_core.plugin.registry import get_registry
+from mm_core.weights.adapters import AdapterWeights, add_adapters
+from mm_core.weights.fitting import formats_of
+
+TINY = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "num_layers": 2,
+    "in_channels": 4,
+    "out_channels": 4,
+}
+TINY |= {"text_dim": 16, "freq_dim": 16, "ffn_dim": 40, "rope_max_seq_len": 32}
+MODULES = {  # path here -> alpha; None: the file holds none, and the adapter counts by 1
+    "blocks.0.attn1.to_q": 2.0,
+    "blocks.1.attn2.to_out.0": 8.0,
+    "blocks.1.ffn.net.0.proj": 0.5,
+    "condition_embedder.time_proj": None,
+}
+RANKS = dict(zip(MODULES, (4, 2, 3, 5), strict=True))
+
+
+class Task(nn.Module):
+    trainable, frozen = ("predictor",), ()
+
+    def __init__(self, path: Path | None = None) -> None:
+        super().__init__()
+        formats = formats_of(get_registry(()))
+        adapters = [AdapterConfig(from_=str(path))] if path else []
+        with torch.device("meta"):
+            self.predictor = WanTransformer(**TINY)
+        add_adapters(self, adapters, formats)
+        weights = AdapterWeights(self, adapters, formats)
+        covered = weights.covers(self.state_dict())
+        self.predictor.to_empty(device="cpu")
+        initialise(self.predictor, "predictor", Randomness(0), covered)
+        weights.fill(self.state_dict())
+
+
+def theirs(module: str) -> str:
+    return ORIGINAL_KEYS.renamed(f"{module}.weight").removesuffix(".weight")
+
+
+@pytest.fixture(scope="module")
+def factors() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    bare = Task().predictor
+    generator = torch.Generator().manual_seed(1)
+    found = {}
+    for module, rank in RANKS.items():
+        rows, columns = bare.get_submodule(module).weight.shape
+        sizes = ((rank, columns), (rows, rank))
+        found[module] = tuple(torch.randn(size, generator=generator) * 0.2 for size in sizes)
+    return found
+
+
+def keys(name: str, first: str, second: str) -> dict[str, str]:
+    return {"lora_A": f"{name}.{first}.weight", "lora_B": f"{name}.{second}.weight", "alpha": f"{name}.alpha"}
+
+
+NAMES = {
+    "comfyui": lambda m: keys(f"diffusion_model.{theirs(m)}", "lora_A", "lora_B"),
+    "comfyui down and up": lambda m: keys(f"diffusion_model.{theirs(m)}", "lora_down", "lora_up"),
+    "kohya": lambda m: keys(f"lora_unet_{theirs(m).replace('.', '_')}", "lora_down", "lora_up"),
+    "wan without a prefix": lambda m: keys(theirs(m), "lora_A", "lora_B"),
+    "diffusers": lambda m: keys(f"transformer.{m}", "lora_A", "lora_B"),
+    "old diffusers": lambda m: keys(f"transformer.{m}", "lora.down", "lora.up"),
+    "kohya of diffusers": lambda m: keys(f"lora_unet_{m.replace('.', '_')}", "lora_down", "lora_up"),
+    "peft": lambda m: keys(f"base_model.model.{m}", "lora_A", "lora_B"),
+}
+
+
+def written(path: Path, style: str, factors, dtype=torch.float32, shape=()) -> Path:
+    tensors = {}
+    for module, (first, second) in factors.items():
+        names = NAMES[style](module)
+        tensors |= {names["lora_A"]: first.to(dtype), names["lora_B"]: second.to(dtype)}
+        if MODULES[module] is not None:
+            tensors[names["alpha"]] = torch.full(shape, MODULES[module], dtype=dtype)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    return path
+
+
+@pytest.mark.parametrize("style", NAMES)
+def test_the_same_lora_changes_the_weights_alike_under_all_names(style, factors, tmp_path):
+    shape = (1,) if "kohya" in style else ()
+    adapted = adapted_layers(Task(written(tmp_path / "a.safetensors", style, factors, shape=shape)).predictor)
+    bare = Task().predictor
+    assert adapted.keys() == MODULES.keys()
+    for module, (first, second) in factors.items():
+        alpha = MODULES[module] if MODULES[module] is not None else RANKS[module]
+        weight = bare.get_submodule(module).weight.double()
+        expected = weight + alpha / RANKS[module] * (second.double() @ first.double())
+        layer = adapted[module]
+        found = layer.base_layer.weight.double() + layer.get_delta_weight("default").double()
+        assert torch.equal(layer.base_layer.weight.double(), weight)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+        x = torch.linspace(-1, 1, weight.shape[1])
+        bias = bare.get_submodule(module).bias.double()
+        torch.testing.assert_close(layer(x).double(), expected @ x.double() + bias, rtol=0, atol=1e-5)
+
+
+def test_bf16_files_are_read_too(factors, tmp_path):
+    path = written(tmp_path / "a.safetensors", "kohya", factors, torch.bfloat16)
+    layer = adapted_layers(Task(path).predictor)["blocks.1.ffn.net.0.proj"]
+    assert layer.scaling["default"] == 0.5 / 3
+    first = factors["blocks.1.ffn.net.0.proj"][0]
+    assert torch.equal(layer.lora_A["default"].weight.detach(), first.bfloat16().float())
+
+
+def changed(path: Path, factors, **tensors: torch.Tensor) -> str:
+    names = {}
+    for module, (first, second) in factors.items():
+        own = NAMES["comfyui"](module)
+        names |= {own["lora_A"]: first, own["lora_B"]: second}
+    save_file(names | tensors, path)
+    with pytest.raises(CheckpointError) as fault:
+        Task(path)
+    return str(fault.value)
+
+
+@pytest.mark.parametrize("ending", ["diff", "diff_b"])
+def test_changes_of_whole_weights_are_refused_by_name(ending, factors, tmp_path):
+    name = f"diffusion_model.blocks.0.self_attn.q.{ending}"
+    text = changed(tmp_path / "a.safetensors", factors, **{name: torch.zeros(24)})
+    assert text == (
+        f"{tmp_path}/a.safetensors: this file changes whole weights (1) beside its LoRA: {name}\n"
+        "  accepted: factors of linear layers alone\n"
+        "  hint: put it into the weights with the program that it is for, and begin with those"
+    )
+
+
+@pytest.mark.parametrize("alpha", [0.0, -1.0, float("nan"), float("inf")])
+def test_an_alpha_that_is_none_is_refused(alpha, factors, tmp_path):
+    name = f"diffusion_model.{theirs('blocks.0.attn1.to_q')}.alpha"
+    text = changed(tmp_path / "a.safetensors", factors, **{name: torch.tensor(alpha)})
+    assert f"lora_alpha is {alpha!r}\n  accepted: a number above 0" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("diffusion_model.blocks.1.self_attn.q.alpha", torch.tensor(2.0)),  # of a module that has no factors
+        ("diffusion_model.blocks.0.self_attn.q.alpha", torch.ones(3)),
+        ("diffusion_model.blocks.0.self_attn.q.dora_scale", torch.ones(24, 1)),
+        ("diffusion_model.blocks.0.self_attn.q.lora_down.weight", torch.ones(4, 24)),  # a second factor
+        ("diffusion_model.blocks.0.self_attn.k.lora_A.weight", torch.tensor(1.0)),
+        ("diffusion_model.blocks.0.self_attn.k.lora_A.weight", torch.ones(0, 24)),
+        ("diffusion_model.patch_embedding.lora_A.weight", torch.ones(2, 4, 1, 2, 2)),  # a convolution's
+    ],
+)
+def test_what_is_no_part_of_a_lora_is_named(name, tensor, factors, tmp_path):
+    text = changed(tmp_path / "a.safetensors", factors, **{name: tensor})
+    assert f"this is no LoRA of linear layers: it holds {name}\n" in text
+
+
+def test_a_lora_of_another_model_is_still_refused(factors, tmp_path):
+    name = "diffusion_model.double_blocks.0.img_attn.qkv"
+    both = {f"{name}.lora_A.weight": torch.ones(2, 8), f"{name}.lora_B.weight": torch.ones(8, 2)}
+    text = changed(tmp_path / "a.safetensors", factors, **both)
+    assert "1 of the 5 modules of this adapter are no linear layers of predictor: double_blocks.0.img" in text

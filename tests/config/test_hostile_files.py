@@ -1,0 +1,432 @@
+"""Files and texts that were made to break the reader: each is a sentence, and soon."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mm_core.config.load import load_config
+from mm_core.config.yaml_nodes import MAX_BYTES
+from mm_core.errors import ConfigError, MMError
+
+LIMIT = 20.0
+"""Seconds, on a machine that runs other tests too; what these tests are about took minutes, or for ever."""
+
+
+@pytest.fixture(autouse=True)
+def _soon():
+    before = time.monotonic()
+    yield
+    assert time.monotonic() - before < LIMIT
+
+
+def _with(place, line: str) -> None:
+    place.edit(("run: {name: small}\n", f"run: {{name: small}}\n{line}\n"))
+
+
+# -- what stands in a value ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seed", "fault"),
+    [
+        ("!!bool maybe", "'maybe' can not be read as 'bool'"),
+        ("!!int 1:30", "'1:30' can not be read as 'int'"),
+        ("!!int ''", "'' can not be read as 'int'"),
+        ("!!float x", "'x' can not be read as 'float'"),
+        ("!!timestamp soon", "the tag 'timestamp' is not supported"),
+        ("!!omap x", "the tag 'omap' is not supported"),
+        ("!!python/name:os.system ''", "'' can not be read: could not determine a constructor"),
+        ("!!map 3", "the tag 'map' is not supported"),
+        ("0x" + "f" * 5000, "is an integer of more than 1024 bits"),
+        ("1" * 5000, "can not be read: Exceeds the limit"),
+    ],
+)
+def test_a_tag_that_its_text_does_not_fit_is_a_fault_at_its_line(place, seed, fault):
+    _with(place, f"seed: {seed}")
+    assert any(found.startswith("run.yaml:2: seed: ") and fault in found for found in place.faults())
+
+
+def test_an_escape_that_is_no_character_is_not_yaml(place):
+    _with(place, 'seed: "\\UFFFFFFFF"')
+    assert place.fault().startswith("run.yaml: this is not YAML: ")
+
+
+@pytest.mark.parametrize("text", ['"a\\0b"', '"\\ud800"'])
+def test_a_text_that_no_path_can_hold_is_refused_wherever_it_stands(place, monkeypatch, text):
+    for old, new in [
+        ("plugins: {path: [toy.py]}", f"plugins: {{path: [toy.py, {text}]}}"),
+        ("run: {name: small}", f"run: {{name: {text}}}"),
+        ("annotations: a.json", f"annotations: {text}"),
+        ("run: {name: small}", f"include: {text}\nrun: {{name: small}}"),
+        ("    depth: 2", f"    depth: 2\n    extra: {{{text}: 3}}"),
+    ]:
+        place.edit((old, new))
+        assert "it holds " in place.faults()[0], new
+    place.edit()
+    assert "it holds " in place.fault(f"run.dir={text}")
+    monkeypatch.setitem(os.environ, "ODD", "\udcff")
+    assert "it holds bytes or characters that are not Unicode text" in place.fault("run.dir=${oc.env:ODD}")
+
+
+def test_a_home_of_nobody_is_a_fault_at_its_line(place, mm):
+    place.edit(("[toy.py]", "[toy.py, ~nobody-of-that-name/x.py]"))
+    assert place.fault() == (
+        "run.yaml:2: plugins.path.1: there is no user 'nobody-of-that-name' whose home"
+        " '~nobody-of-that-name' could be"
+    )
+
+
+NOT_FINITE = ", which is not finite\n  accepted: "
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "optimizer.lr=.inf",
+        "optimizer.lr=.nan",
+        "optimizer.lr=1e999",
+        "optimizer.lr='1e999'",
+        "optimizer.lr=" + "9" * 400,
+        "optimizer.lr=${oc.env:HUGE}",
+        "task.scheduler.shift=.inf",
+        "task.scheduler.logit_mean=-.inf",
+        "task.scheduler.logit_mean=.nan",
+        "train.clip_grad_norm=.inf",
+        "validation={timesteps: [.nan]}",
+        "optimizer.betas=[0.9, .nan]",
+        "task.predictor.layers={1: .inf}",
+        "task.predictor.inner={right: .inf}",
+        "task.predictor.scale=.nan",
+    ],
+)
+def test_a_number_that_is_not_finite_is_refused_in_every_field(place, monkeypatch, override):
+    monkeypatch.setenv("HUGE", "1e999")
+    (fault,) = place.faults(override)
+    assert NOT_FINITE in fault or "accepted: a number" in fault, fault
+
+
+def test_a_field_that_may_be_infinite_says_so_by_its_default_or_its_range(place):
+    toy = (place.folder / "toy.py").read_text()
+    toy = toy.replace(
+        "    rate: float = 0.5",
+        '    rate: float = float("inf")\n'
+        "    most: Annotated[float, Range(ge=0, infinite=True)] = 1.0\n"
+        '    limits: tuple[float, float] = (0.0, float("inf"))',
+    )
+    place.write("toy.py", toy)
+    read = place.load("task.predictor.most=.inf", "task.predictor.limits=[1, .inf]").task.options["predictor"]
+    assert (read.options["rate"], read.options["most"]) == (float("inf"), float("inf"))
+    assert read.options["limits"] == (1.0, float("inf"))
+    assert place.fault("task.predictor.most=.nan").endswith("accepted: a number >= 0 or infinite")
+
+
+# -- how much it stands for ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reference", ["${a%d}${a%d}", "x ${..b.a%d} ${..b.a%d}"])
+def test_interpolations_that_multiply_are_stopped(place, reference):
+    lines = [f"  a{i}: '{reference % (i + 1, i + 1)}'".replace("${a", "${b.a") for i in range(19)]
+    place.write("run.yaml", place.run.read_text() + "b:\n" + "\n".join(lines) + f"\n  a19: {'x' * 40}\n")
+    assert any("interpolations expand to more than 1,000,000 characters" in fault for fault in place.faults())
+
+
+def test_containers_that_multiply_and_chains_without_end_are_stopped(place):
+    lines = [f"  a{i}: {{x: '${{b.a{i + 1}}}', y: '${{b.a{i + 1}}}'}}" for i in range(18)]
+    chain = [f"  c{i}: '${{b.c{i + 1}}}'" for i in range(1500)]
+    text = "b:\n" + "\n".join(lines) + "\n  a18: [1, 2, 3, 4]\n" + "\n".join(chain) + "\n  c1500: x\n"
+    place.write("run.yaml", place.run.read_text() + text)
+    faults = place.faults()
+    assert any("interpolations expand to more than" in fault for fault in faults)
+    assert any("it refers to another over more than 20 steps" in fault for fault in faults)
+    assert faults[-1] == "and more: the first 100 faults are listed"
+
+
+def test_interpolations_whose_paths_are_computed_multiply_no_more_than_others(place):
+    lines = [f"  a{i}: '${{b.${{b.n{i}}}}}${{b.${{b.n{i}}}}}'\n  n{i}: a{i + 1}" for i in range(19)]
+    place.write("run.yaml", place.run.read_text() + "b:\n" + "\n".join(lines) + f"\n  a19: {'x' * 40}\n")
+    assert any("interpolations expand to more than" in fault for fault in place.faults())
+
+
+def test_too_many_and_too_long_interpolations_are_refused_before_they_are_parsed(place):
+    place.write("many.yaml", "\n".join(f"a{i}: '${{b}}{i}'" for i in range(2500)))
+    assert "more than 2,000 different texts hold interpolations" in place.fault(name="many.yaml")
+    _with(place, "seed: '" + "${a}" * 8000 + "'")
+    assert "a text of 32,000 characters holds interpolations" in place.faults()[0]
+
+
+def test_a_file_that_is_too_large_is_refused_before_it_is_parsed(place):
+    place.write("run.yaml", "a: [" + "1, " * 3_500_000 + "]")
+    assert place.fault() == (
+        "run.yaml: the files of a config may hold 256 KiB together; with this one they hold more\n"
+        "  hint: is it the YAML of a run? Rows of data belong into files that the config names"
+    )
+    for number in range(3):
+        place.write(f"{number}.yaml", f"# {'x' * 120_000}\nlog: {{every: 3}}\n")
+    place.edit(("run: {name: small}", "include: [0.yaml, 1.yaml, 2.yaml]\nrun: {name: small}"))
+    assert "2.yaml: the files of a config may hold 256 KiB together" in place.fault()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("a: [" + "1," * 60_000 + "]", "unknown key 'a'"),
+        ("a: " + "[" * 90 + "1," * 60_000 + "]" * 90, "unknown key 'a'"),
+        ("? " + "x" * 60_000 + "\n: [" + "1," * 30_000 + "]", "are longer than 1,000 characters"),
+        ("\n".join(f"k{i}: 1" for i in range(9_000)), "and more: the first 100 faults are listed"),
+        ("log: {trackers: [" + "jsonk," * 20_000 + "]}", "and more: the first 100 faults are listed"),
+        ("log: {every: [" + "[1]," * 20_000 + "]}", "log.every: found [[1], [1],"),
+        ("include: [" + "x.yaml, " * 10_000 + "]", "include more than 200 others"),
+        (
+            "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: *a{i - 1}, k{i}: 1}}\n" for i in range(1, 900)),
+            "nested more than 100 levels deep",
+        ),
+        ("a: &a " + "x" * 60_000 + "\nb: [" + "*a," * 15_000 + "]", "unknown key 'b'"),
+        ("a: '" + "\\" * 100_000 + "${'", "a text of 100,002 characters holds interpolations"),
+    ],
+)
+def test_what_takes_long_for_other_reasons_is_a_sentence_soon(place, text, fault):
+    place.write("run.yaml", text)
+    assert any(fault in found for found in place.faults()), place.faults()[-1]
+
+
+def test_overrides_have_bounds_too(place):
+    assert place.fault("run.name=" + "x" * 20_000).endswith("accepted: at most 16,384")
+    assert "nested too deeply" in place.fault("task.predictor.extra=" + "[" * 5000 + "]" * 5000)
+    assert place.fault("task.predictor.width=" + "7" * 4000).startswith("override 'task.predictor.width=777")
+
+
+# -- what is no such file --------------------------------------------------------------------------
+
+
+def test_a_pipe_a_device_and_a_circle_of_links_are_no_configs(place):
+    os.mkfifo(place.folder / "pipe.yaml")
+    (place.folder / "a.yaml").symlink_to("b.yaml")
+    (place.folder / "b.yaml").symlink_to("a.yaml")
+    assert place.fault(name="pipe.yaml") == "pipe.yaml: this is no file but a pipe, socket or device"
+    with pytest.raises(ConfigError, match="this is no file but a pipe, socket or device"):
+        load_config("/dev/zero")
+    assert "a.yaml: the file can not be read: " in place.fault(name="a.yaml")
+    assert "can not be read: File name too long" in place.fault(name="x" * 300 + ".yaml")
+    place.edit(("[toy.py]", "[toy.py, pipe.py]"))
+    os.mkfifo(place.folder / "pipe.py")
+    assert "pipe.py' can not be read: it is not a regular file" in place.faults()[0]
+
+
+def test_utf16_is_named(place):
+    place.write("run.yaml", place.run.read_text().encode("utf-16"))
+    assert place.fault() == (
+        "run.yaml: this is not UTF-8 text (byte 0)\n  hint: it begins as UTF-16 text does: save it as UTF-8"
+    )
+    place.edit()
+    place.write("run.yaml", place.run.read_text().encode("utf-8-sig"))
+    assert place.load().run.name == "small"
+
+
+# -- tabs ------------------------------------------------------------------------------------------
+
+
+def test_tabs_may_stand_where_spaces_only_separate(place):
+    tabbed = place.run.read_text().replace("\n", "\t\n").replace("depth: 2", "depth:\t2\t \t# layers")
+    tabbed = tabbed.replace("height: 16, width", "height: 16,\twidth")
+    place.write("run.yaml", f"\t\n\t# a comment\t\n{tabbed}log:\t\n  every: 3\t\t\n\t\n")
+    config = place.load()
+    assert config.log.every == 3
+    assert config.task.options["predictor"].options["depth"] == 2
+
+
+def test_a_published_fsdp2_file_with_tabs_at_its_line_ends_reads(place):
+    lines = [
+        "engine:\t",
+        "  sharding_size: auto\t",
+        "  sub_modules_to_wrap:\t",
+        "    - predictor.blocks.{*}\t  ",
+        "",
+    ]
+    place.write("run.yaml", place.run.read_text() + "\n".join(lines))
+    assert place.load().engine.options["sub_modules_to_wrap"] == ("predictor.blocks.{*}",)
+
+
+@pytest.mark.parametrize(
+    "text", ["run:\n\tname: x\n", "a:\n  b: 1\n \tc: 2\n", "a: |\t\n  x\n\tb: 1\n", "a: x\n\tb\n"]
+)
+def test_a_tab_that_indents_is_named_with_its_line(place, text):
+    place.write("run.yaml", text)
+    line = next(i for i, each in enumerate(text.splitlines(), 1) if each.lstrip(" ").startswith("\t"))
+    assert place.fault() == (
+        f"run.yaml:{line}: this is not YAML: while scanning for the next token, found character '\\t' that"
+        " indents: YAML indents by spaces only"
+    )
+
+
+# -- names of folders ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("../..", "'../..' leads elsewhere"),
+        ("/tmp/x", "'/tmp/x' leads elsewhere"),
+        ("a/../../b", "'a/../../b' leads elsewhere"),
+        ("a/", "'a/' leads elsewhere"),
+        ("a/./b", "'a/./b' leads elsewhere"),
+        ("a\\b", "'a\\\\b' holds a backslash"),
+        ("..", "'..' leads elsewhere"),
+        (".", "'.' leads elsewhere"),
+        ("''", "is empty"),
+        ('"a\\nb"', "'a\\nb' holds the unprintable character U+000A"),
+        ('"a\\u202eb"', "'a\\u202eb' holds the unprintable character U+202E"),
+        ("'a '", "'a ' begins or ends with a space"),
+        ("ü" * 128, "takes 256 bytes, of 255 that file systems allow"),
+    ],
+)
+def test_a_name_that_is_no_folder_of_runs_is_refused(place, name, fault):
+    found = place.fault(f"run.name={name}")
+    assert ": run.name: name " in found and found.endswith(f"{fault}: it is the run's folder in `dir`")
+    assert (
+        place.load("run.name=ü.1 b").run.name == "ü.1 b"
+        and place.load("run.name=first/1e-4")
+        and place.load("run.name=" + "x" * 255)
+    )
+    assert "dir is empty" in place.fault("run.dir=' '")
+
+
+# -- code of plugins -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("import sys; sys.exit(0)", "SystemExit: 0"),
+        ("raise GeneratorExit", "GeneratorExit"),
+        ("class E(BaseException): ...\nraise E('x')", "E: x"),
+    ],
+)
+def test_a_plugin_that_would_end_the_process_is_a_fault(place, raised, said):
+    toy = (place.folder / "toy.py").read_text()
+    place.write("toy.py", f"{raised}\n{toy}")
+    assert place.faults()[0].startswith("run.yaml:2: plugins.path: import of toy.py failed: " + said)
+    body = raised.replace("\n", "\n        ")
+    place.write(
+        "toy.py", toy.replace("        if self.width % 2:", f"        {body}\n        if self.width % 2:")
+    )
+    assert f"can not be made: {said.split(':')[0]}" in place.fault()
+
+
+# -- a fuzz ----------------------------------------------------------------------------------------
+
+_PIECES = st.sampled_from(
+    [
+        "run: ",
+        "task: ",
+        "data: ",
+        "train: ",
+        "plugins: ",
+        "path: ",
+        "include: ",
+        "log: ",
+        "{",
+        "}",
+        "[",
+        "]",
+        ", ",
+        ": ",
+        "- ",
+        "\n",
+        "\n  ",
+        "\n    ",
+        "\t",
+        "'",
+        '"',
+        "&a ",
+        "*a",
+        "<<: ",
+        "!!",
+        "!!bool ",
+        "!!int ",
+        "!!set ",
+        "!!binary ",
+        "${",
+        "${a}",
+        "${.",
+        "}",
+        "\\",
+        "\x00",
+        "\x85",
+        "\ufeff",
+        "\u2028",
+        "? ",
+        "#",
+        "%",
+        "@",
+        "`",
+        "",
+        "",
+        "> ",
+        "~",
+        ".inf",
+        ".nan",
+        "1e999",
+        "0x",
+        "-",
+        "x",
+        "name",
+        "steps",
+        "3",
+        "true",
+        "null",
+        "oc.env:",
+        "toy.py",
+        "depth",
+        "type: ",
+        "text_to_video",
+        "a",
+        "b",
+        "---",
+        "...",
+        "\\ud800",
+        "\\0",
+        "é",
+        "../",
+    ]
+)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(pieces=st.lists(_PIECES, max_size=30), at=st.integers(0, 400), over=st.text(max_size=20))
+def test_no_file_and_no_override_escapes_as_another_error(place, pieces, at, over):
+    place.edit()
+    text = place.run.read_text()
+    place.write("odd.yaml", (text[:at] + "".join(pieces) + text[at:]).encode("utf-8", "surrogatepass"))
+    for overrides in ([], [f"run.name={''.join(pieces)}"], [f"task.predictor.extra.a={over}"], [over]):
+        with contextlib.suppress(MMError):
+            place.load(*overrides, name="odd.yaml" if not overrides else "run.yaml")
+
+
+def test_the_limits_leave_room_for_every_config_here():
+    root = Path(__file__).parents[2]
+    sizes = [
+        path.stat().st_size for path in (*root.glob("plugins/**/*.yaml"), *root.glob("examples/**/*.yaml"))
+    ]
+    assert sizes and max(sizes) * 10 < MAX_BYTES
+
+
+def test_aliases_of_many_files_are_counted_together(tmp_path, monkeypatch):
+    monkeypatch.setattr("mm_core.config.yaml_nodes.MAX_NODES", 1_000)
+    names = [f"part{i}.yaml" for i in range(4)]
+    for name in names:
+        ten = ", ".join(["1"] * 10)
+        (tmp_path / name).write_text(f"x: &a [{ten}]\ny: &b [{', '.join(['*a'] * 10)}]\nz: [*b, *b]\n")
+    root = tmp_path / "root.yaml"
+    root.write_text(f"include: [{', '.join(names)}]\n")
+    with pytest.raises(ConfigError, match="aliases expand to more than 1,000 values"):
+        load_config(root)

@@ -1,0 +1,43 @@
+"""A backend of torch that is installed and does not load: one sentence, and none where it is not used."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def mock_torch_npu_without_cann(tmp_path) -> Path:
+    """A mock (no Ascend host is here): torch_npu as pip installs it, where CANN's libraries are missing."""
+    info = tmp_path / "torch_npu-2.7.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.7.1\n")
+    (info / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
+    (tmp_path / "torch_npu.py").write_text(
+        "raise ImportError('libascendcl.so: cannot open shared object file: No such file or directory')\n"
+    )
+    return tmp_path
+
+
+@pytest.mark.parametrize("wanted", ["", "cpu"])
+def test_mock_torch_npu_that_does_not_load_is_one_sentence_and_nothing_on_cpu(
+    mm, tiny, mock_torch_npu_without_cann, wanted
+):
+    path = os.pathsep.join([str(mock_torch_npu_without_cann), os.environ.get("PYTHONPATH", "")])
+    arguments = ["train", "--config", tiny, f"run.dir={mock_torch_npu_without_cann}", "train.steps=2"]
+    more = ["data.loader.workers=1", "--nproc", "2"] if wanted else []
+    done = mm(*arguments, *more, PYTHONPATH=path, MM_DEVICE=wanted)
+    if wanted:
+        assert done.code == 0, done.err
+        assert "done: step 2 of 2" in done.out and "libascendcl" not in done.err
+    else:
+        assert (done.code, done.out) == (1, "")
+        assert done.err == (
+            "mm: error: environment: torch_npu is installed but can not be imported: libascendcl.so: cannot"
+            " open shared object file: No such file or directory\n"
+            "  hint: load the CANN environment of this host, or set MM_DEVICE=cpu\n"
+        )

@@ -1,0 +1,131 @@
+"""Targets without `config=`: what the core passes by position is no key, for each kind as it is built."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+import mm_core
+from mm_core.plugin.component import KINDS
+from mm_core.plugin.inspection import inspect_plugins
+from mm_core.plugin.manager import discover, local_files
+from mm_core.plugin.registry import Registry, build, clear_cache, get_registry
+from mm_core.plugin.signatures import LEADING
+
+ONE_FILE = """
+from mm_core import Component, hookimpl
+
+{hooks}
+
+def target({leading}power: float = 2.0):
+    return ({leading}power)
+"""
+CONFIG = """
+from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class Config:
+    power: float = 2.0
+"""
+HOOK = """
+@hookimpl
+def {hook}():
+    return [Component(name="mine", target="mine:target")]
+"""
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    yield
+    clear_cache()
+
+
+def _passed() -> dict[str, int]:
+    """Kind -> arguments that the core's own calls of `build` pass after the config."""
+    found: dict[str, int] = {}
+    for path in Path(mm_core.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if not (
+                isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "build"
+            ):
+                continue
+            if node.args and isinstance(node.args[0], ast.Constant):
+                kind = str(node.args[0].value)
+                assert found.setdefault(kind, len(node.args) - 2) == len(node.args) - 2, f"{path}: {kind}"
+    return found
+
+
+def test_the_table_is_what_the_core_really_passes():
+    passed = _passed()
+    assert {"optimizer", "lr_schedule", "tracker", "dataset", "task"} <= passed.keys() <= KINDS.keys()
+    assert {kind: count for kind, count in passed.items() if count} == dict(LEADING)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_one_file_component_of_each_kind_is_checked_and_built_as_the_core_builds_it(tmp_path, kind):
+    names = [f"given_{number}" for number in range(LEADING.get(kind, 0))]
+    source = ONE_FILE.format(hooks=HOOK.format(hook=KINDS[kind]), leading="".join(f"{n}, " for n in names))
+    file = tmp_path / "mine.py"
+    file.write_text(source)
+    get_registry((str(file),))
+    made = build(kind, {"type": "local/mine", "power": 3}, *names)
+    assert made == ((*names, 3.0) if names else 3.0)
+
+
+def test_check_with_imports_takes_a_one_file_component_with_a_config(tmp_path):
+    file = tmp_path / "mine.py"
+    for number in sorted(set(LEADING.values())):
+        leading = "".join(f"given_{i}, " for i in range(number))
+        kept = "".join(
+            HOOK.format(hook=KINDS[kind]).replace('"mine:target"', '"mine:target", config="mine:Config"')
+            for kind in LEADING
+            if LEADING[kind] == number
+        )
+        source = ONE_FILE.format(hooks=kept, leading=leading)
+        file.write_text(source + CONFIG)
+        registry = Registry(
+            tuple(r for r in discover(local_files((str(file),)), {}) if r.namespace == "local")
+        )
+        assert registry.components() and inspect_plugins(registry, import_targets=True) == []
+        clear_cache()
+
+
+@pytest.mark.slow
+def test_everything_that_is_installed_checks_with_its_imports(mm):
+    done = mm("plugins", "check", "--import", "--json")
+    findings = json.loads(done.out)["findings"]
+    assert [finding for finding in findings if finding["severity"] == "fault"] == []
+    assert done.code == 0
+
+
+@pytest.mark.slow
+def test_a_one_file_schedule_moves_the_learning_rate_of_a_real_run(tiny, tmp_path, monkeypatch):
+    (tmp_path / "halving.py").write_text(
+        "from mm_core import Component, hookimpl\n\n"
+        "@hookimpl\ndef mm_lr_schedules():\n"
+        "    return [Component(name='halving', target='halving:Halving')]\n\n"
+        "class Halving:\n"
+        "    def __init__(self, total_steps, base_lr, rate: float = 0.5):\n"
+        "        assert total_steps == 3\n"
+        "        assert base_lr == 1e-3\n"
+        "        self.rate = rate\n\n"
+        "    def factor(self, step):\n"
+        "        return self.rate**step\n"
+    )
+    config = mm_core.load_config(
+        tiny,
+        [
+            f"plugins.path=[{tmp_path}/halving.py]",
+            "lr_schedule={type: local/halving, rate: 0.25}",
+            "train.steps=3",
+            f"run.dir={tmp_path}",
+        ],
+    )
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    run = mm_core.train(config)
+    rows = [json.loads(line) for line in (Path(run.run_dir) / "metrics.jsonl").read_text().splitlines()]
+    rates = [row["lr"] for row in rows if "lr" in row]
+    assert rates == pytest.approx([1e-3, 2.5e-4, 6.25e-5])

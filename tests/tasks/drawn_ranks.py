@@ -1,0 +1,109 @@
+"""Run by each rank: how models of Transformers begin under the engine.
+
+usage: drawn_ranks.py OUT FOLDER ...    a folder holds config.json and, in `class`, the model's class
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from mm_core.builtin.configs.pretrained import PretrainedConfig
+from mm_core.contracts import Randomness
+from mm_core.device import start_process_group
+from mm_core.engines.fsdp2 import FSDP2Engine
+from mm_core.errors import ContractError, PlanError
+from mm_core.tasks.pretrained_model import build_model
+from mm_core.train.failure import leave
+
+
+class Task(nn.Module):
+    trainable = ("model",)
+    frozen = ()
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+class Table(nn.Module):
+    """Quantised weights of three rows, of which the last is not set: of another rank than the first."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.zeros(3, 2, dtype=torch.int8), requires_grad=False)
+        self.rows = rows
+
+    def init_weights(self) -> None:
+        mark = 0x57  # what the memory is marked with is as good a value as any other
+        whole = torch.full((3, 2), mark if self.rows == 3 else 1, dtype=torch.int8)
+        for held, row in zip(self.codes.to_local(), self.mine(), strict=True):
+            if row < self.rows:
+                held.copy_(whole[row])
+
+    def mine(self) -> range:
+        count = -(-3 // dist.get_world_size())
+        return range(3)[dist.get_rank() * count : (dist.get_rank() + 1) * count]
+
+
+def begin(model: nn.Module) -> None:
+    """Has the engine spread a model and begin it."""
+    task = Task(model)
+    engine = FSDP2Engine()
+    engine.prepare(task, engine.plan(task, dist.get_world_size(), 2), None, Randomness(7))
+
+
+def began(model: nn.Module) -> dict[str, str]:
+    """Hashes of all tensors of a model that has begun."""
+    begin(model)
+    found = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+        found[name] = hashlib.sha256(whole.contiguous().flatten().view(torch.uint8).numpy()).hexdigest()
+    return found
+
+
+def of_folder(folder: Path) -> dict[str, str] | str:
+    auto_class = (folder / "class").read_text()
+    wanted = PretrainedConfig(str(folder), auto_class, weights="random")
+    try:
+        with torch.device("meta"):
+            model = build_model(wanted, "model")
+        return began(model)
+    except PlanError as fault:  # a parameter without dimensions
+        return fault.what
+
+
+def tables() -> list[str]:
+    """What is said of tables that are set, and of one that is not, wholly."""
+    said = []
+    for rows in (3, 2):
+        with torch.device("meta"):
+            model = Table(rows)
+        try:
+            begin(model)
+            said.append("")
+        except ContractError as fault:
+            said.append(fault.what)
+    return said
+
+
+def main() -> None:
+    out, folders = Path(sys.argv[1]), [Path(path) for path in sys.argv[2:]]
+    start_process_group()
+    found: dict[str, object] = {folder.name: of_folder(folder) for folder in folders}
+    found["tables"] = tables()
+    torch.save(found, f"{out}.{dist.get_rank()}")
+    dist.barrier()
+    dist.destroy_process_group()
+    leave(0)  # torch's teardown of gloo aborts now and then
+
+
+if __name__ == "__main__":
+    main()

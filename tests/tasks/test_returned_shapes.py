@@ -1,0 +1,148 @@
+"""A component that returns another shape than its contract is named, with both shapes."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mm_core.contracts import SampleRequest
+from mm_core.diffusion.flow_match import FlowMatch
+from mm_core.diffusion.pixel import PixelAutoencoder
+from mm_core.diffusion.text import ByteTextEncoder
+from mm_core.errors import ContractError
+
+_spec = importlib.util.spec_from_file_location("t2v_parts", Path(__file__).with_name("test_text_to_video.py"))
+parts = sys.modules[_spec.name] = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(parts)
+
+SPEC = {"num_frames": 2, "height": 8, "width": 8}
+
+
+class NoBroadcast(FlowMatch):
+    """Factors [B] where [B,1,1,1,1] is needed: of 100,000 timesteps they make 100,000 x 100,000 numbers."""
+
+    def add_noise(self, latents, noise, timestep):
+        sigma = timestep / 1000
+        return (1 - sigma) * latents + sigma * noise
+
+
+class Wrong(FlowMatch):
+    def __init__(self, name, change):
+        super().__init__()
+        found = getattr(super(), name)
+        setattr(self, name, lambda *given: change(found(*given)))
+
+
+HINT = "\n  hint: give factors of a timestep the shape [B, 1, 1, 1, 1]"
+FULL = f"[3, 12, 2, 5, 7] is needed{HINT}"
+
+
+def test_a_scheduler_that_does_not_broadcast_is_named_before_anything_is_allocated():
+    task = parts.make_task(scheduler=NoBroadcast())
+    with pytest.raises(ContractError) as fault:
+        task.check(SPEC)
+    assert str(fault.value).startswith(
+        "task.scheduler: add_noise does not take timesteps [3] with latents [3, 12, 2, 5, 7]: The size of"
+    )
+    assert str(fault.value).endswith(HINT)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "text"),
+    [
+        ("sample_timesteps", lambda t: t[:, None], "sample_timesteps returned [3, 1] where [3] is needed"),
+        ("timestep_quantile", lambda t: t[:1], "timestep_quantile returned [1] where [3] is needed"),
+        ("add_noise", lambda t: t[0], f"add_noise returned [12, 2, 5, 7] where {FULL}"),
+        ("target", lambda t: t[:, :4], f"target returned [3, 4, 2, 5, 7] where {FULL}"),
+        ("loss_weight", lambda t: t[:, None], "loss_weight returned [3, 1] where [3] is needed"),
+        ("model_timestep", lambda t: t.sum(), "model_timestep returned [] where [3] is needed"),
+    ],
+)  # fmt: skip
+def test_each_answer_of_a_scheduler_is_checked_in_the_plan(name, change, text):
+    with pytest.raises(ContractError) as fault:
+        parts.make_task(scheduler=Wrong(name, change)).check(SPEC)
+    assert str(fault.value) == f"task.scheduler: {text}"
+
+
+def test_a_scheduler_that_fits_passes():
+    parts.make_task().check(SPEC)
+
+
+def test_an_autoencoder_is_checked_where_it_encodes_and_where_it_decodes():
+    class Flat(PixelAutoencoder):
+        def encode(self, pixels):
+            return SimpleNamespace(mode=lambda: super(Flat, self).encode(pixels).mode()[:, :, 0])
+
+        def decode(self, latents):
+            return super().decode(latents)[:, :, :1]
+
+    task = parts.make_task()
+    task.autoencoder = Flat(2)
+    where = r"^task\.autoencoder: encode returned \[3, 12, 4, 4\] where \[3, 12, 2, 4, 4\] is needed$"
+    batch = parts.make_batch(task)
+    with pytest.raises(ContractError, match=where):
+        task.prepare(batch, parts.RNG)
+    with pytest.raises(ContractError, match=where):
+        task.evaluate(batch, parts.RNG, (0.5,))
+    with pytest.raises(ContractError, match=r"decode returned \[1, 3, 1, 8, 8\] where \[1, 3, 2, 8, 8\] is"):
+        task.sample(SampleRequest(prompts=("a",)))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda h, m: (h[0], m), "encode returned [{L}, 8] where hidden states [3, L, D] is needed"),
+        (lambda h, m: (h, m[:, 1:]), "the mask of encode returned [3, {S}] where [3, {L}] is needed"),
+        (lambda h, m: (h[:1], m[:1]), "encode returned [1, {L}, 8] where hidden states [3, L, D] is needed"),
+    ],
+)
+def test_a_text_encoder_is_checked_where_it_encodes(change, text):
+    class Odd(ByteTextEncoder):
+        def encode(self, ids, mask):
+            return change(*super().encode(ids, mask))
+
+    task = parts.make_task()
+    batch = parts.make_batch(task)
+    encoder = Odd(8, 32)
+    encoder.load(torch.device("cpu"))
+    task._captions._encoder = encoder
+    length = batch.text_ids.shape[1]
+    with pytest.raises(ContractError) as fault:
+        task.prepare(batch, parts.RNG)
+    assert str(fault.value) == "task.text_encoder: " + text.format(L=length, S=length - 1)
+
+
+@pytest.mark.parametrize("guidance", [1.0, 2.0])
+def test_a_predictor_and_a_solver_are_checked_where_they_sample(guidance):
+    class Short(parts.SmallPredictor):
+        def forward(self, latents, timestep, text, text_mask):
+            return super().forward(latents, timestep, text, text_mask)[:, :, :1]
+
+    rows = 2 if guidance > 1 else 1
+    request = SampleRequest(prompts=("a",), guidance=guidance)
+    with pytest.raises(ContractError) as fault:
+        parts.make_task(predictor=Short()).sample(request)
+    assert str(fault.value) == (
+        f"task.predictor: forward returned [{rows}, 12, 1, 4, 4] where [{rows}, 12, 2, 4, 4] is needed"
+    )
+    with pytest.raises(ContractError, match=r"^task\.scheduler: integrate returned \[1, 12, 4, 4\] where"):
+        parts.make_task(scheduler=Wrong("integrate", lambda t: t[:, :, 0])).sample(request)
+
+
+def test_a_clip_size_without_a_fitting_one_beside_it_has_no_empty_hint():
+    class Never(PixelAutoencoder):
+        def latent_shape(self, num_frames, height, width):
+            if (num_frames, height, width) == (2, 8, 8):
+                raise ContractError("2 frames of 8 x 8 are too many at once", accepted="smaller clips")
+            return super().latent_shape(num_frames, height, width)
+
+    task = parts.make_task()
+    task.autoencoder = Never(2)
+    with pytest.raises(ContractError) as fault:
+        task.check(SPEC)
+    assert str(fault.value) == "data.train: 2 frames of 8 x 8 are too many at once\n  accepted: smaller clips"

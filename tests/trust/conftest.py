@@ -1,0 +1,160 @@
+"""Stored runs of strangers: their code leaves a mark where it runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mm_core.config.dump import to_yaml
+from mm_core.config.load import load_config
+from mm_core.config.schema import RunConfig
+from mm_core.contracts import Randomness
+from mm_core.parallel.initialise import initialise
+from mm_core.plan import build_task
+from mm_core.plugin.registry import clear_cache
+from mm_core.train.checkpoint import CheckpointStore
+from mm_core.train.known_code import remember
+
+PLUGIN = """
+from pathlib import Path
+
+with Path({mark!r}).open("a") as file:
+    file.write("ran\\n")
+{more}
+from mm_core import Component, hookimpl
+
+
+@hookimpl
+def mm_predictors():
+    return [Component(name="theirs", target="mm_custom_dit.model:CustomDiT")]
+"""
+
+CONFIG = {
+    "run": {"name": "theirs"},
+    "task": {
+        "type": "text_to_video",
+        "predictor": {
+            "type": "local/theirs", "num_layers": 1, "num_heads": 2, "head_dim": 12, "in_channels": 12,
+            "out_channels": 12, "text_dim": 16, "freq_dim": 16, "ffn_dim": 32, "rope_max_seq_len": 16,
+        },
+        "autoencoder": {"type": "pixel"},
+        "text_encoder": {"type": "bytes", "hidden_size": 16},
+        "scheduler": {"type": "flow_match"},
+        "sample": {"steps": 1},
+    },
+    "data": {
+        "train": {"type": "video_text", "annotations": "data.json", "num_frames": 4, "height": 8, "width": 8}
+    },
+    "train": {"steps": 1},
+}  # fmt: skip
+
+
+class Stranger:
+    """A run in `folder/run`, with a checkpoint, and the plugin that its config names in `folder/code`."""
+
+    settings = CONFIG
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.mark = folder, folder / "mark"
+        self.run, self.plugin = folder / "run", folder / "code" / "theirs.py"
+        self.yaml = folder / "own" / "train.yaml"
+        self.plugin.parent.mkdir(parents=True)
+        self.yaml.parent.mkdir()
+        self.write()
+
+    def write(self, more: str = "") -> None:
+        self.plugin.write_text(PLUGIN.format(mark=str(self.mark), more=more))
+
+    def config(self, **sections: object) -> Path:
+        """The YAML that was trained with."""
+        whole = {**CONFIG, "plugins": {"path": [str(self.plugin)]}, **sections}
+        self.yaml.write_text(yaml.safe_dump(whole))
+        return self.yaml
+
+    def train(self, *, known: bool = False, weights: bool = False, **sections: object) -> Path:
+        """Makes the run's folder, as its author did; `known`: this user is the author. Nothing of it is left
+        in this process. weights: into its checkpoint, which is a mere shell without."""
+        config = load_config(self.config(**sections))
+        if known:
+            assert remember(config) is None
+        text = to_yaml(config)
+        self.checkpoint.parent.mkdir(parents=True)
+        if weights:
+            self.store(config, text)
+        else:
+            self.checkpoint.mkdir()
+            (self.checkpoint / "config.yaml").write_text(text)
+            (self.checkpoint / "checksums.json").write_text("{}")
+        (self.run / "config.yaml").write_text(text)
+        (self.run / "manifest.json").write_text(json.dumps({}))
+        self.forget()
+        return self.run
+
+    def store(self, config: RunConfig, text: str) -> None:
+        task = build_task(config)
+        model = {}
+        for root in task.trainable:
+            module = task.get_submodule(root)
+            module.to_empty(device="cpu")
+            initialise(module, root, Randomness(0))
+            model |= {f"{root}.{name}": tensor for name, tensor in module.state_dict().items()}
+        CheckpointStore(self.run, 1).save(1, {"model": model, "optimizer": {}}, {}, text)
+
+    def forget(self) -> None:
+        clear_cache()
+        forget_modules()
+        self.mark.unlink(missing_ok=True)
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.run / "checkpoints" / "step_00000001"
+
+    @property
+    def ran(self) -> bool:
+        return self.mark.exists()
+
+
+def forget_modules() -> None:
+    """As a new process would begin: no plugin imported, and none watched."""
+    import sys
+
+    from mm_core.plugin.beside import _Finder
+
+    for name in [name for name in sys.modules if name.startswith(("mm_local_", "beside_"))]:
+        del sys.modules[name]
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that the list is in."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state" / "mm_core" / "trusted_code"
+
+
+@pytest.fixture
+def stranger(tmp_path: Path, home: Path) -> Iterator[Stranger]:
+    import sys
+
+    path = [*sys.path]
+    made = Stranger(tmp_path / "stranger")
+    made.forget()
+    yield made
+    sys.path[:] = path
+    made.forget()
+
+
+@pytest.fixture
+def moved() -> Callable[[Path, Path], Path]:
+    def move(folder: Path, to: Path) -> Path:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(os.fspath(folder), to)
+        return to
+
+    return move
