@@ -91,6 +91,10 @@ class RandomLatents:
         self.latent_channels = shape[0]
         self._latents = torch.randn(shape, device=device)
 
+    def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, ...]:
+        """(C,T,H,W), of any clip."""
+        return tuple(self._latents.shape)
+
     def encode(self, pixels: torch.Tensor) -> RandomLatents:
         """Itself: `mode` gives the latents."""
         self._rows = len(pixels)

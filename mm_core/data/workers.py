@@ -23,6 +23,7 @@ from functools import cache
 from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.context import BaseContext
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -131,6 +132,7 @@ class StartWorker:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         torch.set_num_threads(1)
+        sys.excepthook = _report
         _let_server_end()
         aftermath.note_worker(self.folder)
         threading.Thread(target=self._end_with_parent, name="mm_core parent watch", daemon=True).start()
@@ -143,6 +145,13 @@ class StartWorker:
         if os.getppid() != server:  # else it clears up once its workers are gone
             shutil.rmtree(self.folder, ignore_errors=True)
         os._exit(1)
+
+
+def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """A training process that is killed while it takes a batch breaks the connection to multiprocessing's
+    thread that hands batches over, which prints a traceback by this function. It explains nothing."""
+    if threading.current_thread() is threading.main_thread() or not isinstance(error, EOFError | ConnectionError):
+        sys.__excepthook__(kind, error, trace)
 
 
 def _let_server_end() -> None:

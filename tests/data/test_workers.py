@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import multiprocessing
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from contextlib import suppress
@@ -242,3 +246,38 @@ def test_a_server_that_does_not_end_holds_nobody_up(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(os, "waitpid", lambda pid, options: asked.append(options) or (0, 0))
     aftermath.kill_workers()
     assert set(asked) == {os.WNOHANG}
+
+
+def hand_a_descriptor_over(address, key, faults):
+    """Runs in a worker that sends a descriptor: `faults` takes what is reported of a broken connection."""
+    from multiprocessing import resource_sharer
+
+    sys.excepthook = workers._report
+    sys.stderr = faults_seen = io.StringIO()
+    address.put(resource_sharer.DupFd(0)._id[0])
+    key.wait()
+    time.sleep(0.5)  # the thread that hands over reports behind this one's back
+    faults.put(faults_seen.getvalue())
+
+
+def test_a_batch_that_is_taken_by_a_killed_process_prints_no_traceback():
+    context = multiprocessing.get_context("fork")
+    address, taken, faults = context.Queue(), context.Event(), context.Queue()
+    worker = context.Process(target=hand_a_descriptor_over, args=(address, taken, faults))
+    worker.start()
+    try:
+        with socket.socket(socket.AF_UNIX) as taker:  # ends in the handshake, as a killed process does
+            taker.connect(address.get(timeout=30))
+        taken.set()
+        assert faults.get(timeout=30) == ""
+    finally:
+        worker.join(30)
+
+
+def test_other_faults_of_a_workers_threads_are_printed(capsys):
+    thread = threading.Thread(
+        target=lambda: workers._report(ValueError, ValueError("another fault"), None), name="hands over"
+    )
+    thread.start()
+    thread.join()
+    assert "ValueError: another fault" in capsys.readouterr().err
