@@ -1,4 +1,4 @@
-# Targets: venv, train, test, lint, bench, docs. Everything runs in $(VENV); make creates it when it is missing.
+# Targets: venv, train, test, slow, nightly, lint, bench, docs. Everything runs in $(VENV); make creates it when it is missing.
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
@@ -17,7 +17,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 PROJECTS := pyproject.toml $(wildcard plugins/*/pyproject.toml)
 
-.PHONY: help venv train test lint bench docs
+.PHONY: help venv train test slow nightly lint bench docs
 .DEFAULT_GOAL := help
 
 help:
@@ -41,6 +41,12 @@ train: $(STAMP) data/shapes/data.json
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow" -n $(TEST_JOBS) --dist loadfile
+
+slow: $(STAMP)
+	$(BIN)/python -m pytest -m "slow and not nightly" -n $(TEST_JOBS) --dist loadfile
+
+nightly: $(STAMP)
+	$(BIN)/python -m pytest -m nightly --durations=0
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -17,6 +17,8 @@ MAX_TEXTS = 2_000
 """Different texts with interpolations in a config: OmegaConf's parser takes a millisecond for each."""
 MAX_TEXT = 4_096
 """Characters of a text with interpolations."""
+MAX_TOGETHER = 65_536
+"""Characters of all different texts with interpolations: OmegaConf's parser takes 30 us for each."""
 MAX_CHAIN = 20
 """Texts that refer to each other one after the other."""
 MAX_EXPANDED = 1_000_000
@@ -106,55 +108,59 @@ def _remedy(cause: str) -> str | None:
 
 def _parsed(nodes: list[Node], faults: list[MMError]) -> dict[int, Any]:
     """The parse tree of each text, by the id of its node; None where the text is a fault."""
-    trees: dict[str, Any] = {}
+    first: dict[str, Node] = {}
     for node in nodes:
-        if node.value in trees:
-            if trees[node.value] is None:
-                _parse(node, faults)  # the same fault at another place
-            continue
-        if len(trees) >= MAX_TEXTS:
-            raise ConfigError(
-                f"more than {MAX_TEXTS:,} different texts hold interpolations",
-                where=node.place(),
-                hint=r"write \${ for a text that holds ${",
+        first.setdefault(node.value, node)
+    _check_amount(list(first.values()))
+    found = {text: _parse(text) for text in first}
+    for node in nodes:
+        if isinstance(fault := found[node.value], ConfigError):
+            faults.append(
+                ConfigError(fault.what, where=node.place(), accepted=fault.accepted, hint=fault.hint)
             )
-        trees[node.value] = _parse(node, faults)
-    return {id(node): trees[node.value] for node in nodes}
+    return {
+        id(node): None if isinstance(found[node.value], ConfigError) else found[node.value] for node in nodes
+    }
 
 
-def _parse(node: Node, faults: list[MMError]) -> Any:
-    """What OmegaConf's own grammar finds in a text; None when it is a fault."""
-    if len(node.value) > MAX_TEXT:
-        what = f"a text of {len(node.value):,} characters holds interpolations"
-        faults.append(ConfigError(what, where=node.place(), accepted=f"{MAX_TEXT:,} characters at most"))
-        return None
+def _check_amount(different: list[Node]) -> None:
+    """ConfigError, before any is parsed, for more texts than a config can need."""
+    together = 0
+    for count, node in enumerate(different, 1):
+        together += len(node.value) if len(node.value) <= MAX_TEXT else 0  # others are refused one by one
+        if count > MAX_TEXTS:
+            what = f"more than {MAX_TEXTS:,} different texts hold interpolations"
+        elif together > MAX_TOGETHER:
+            what = f"the texts with interpolations hold more than {MAX_TOGETHER:,} characters together"
+        else:
+            continue
+        raise ConfigError(what, where=node.place(), hint=r"write \${ for a text that holds ${")
+
+
+def _parse(text: str) -> Any:
+    """What OmegaConf's own grammar finds in a text; a ConfigError without a place where that is a fault."""
+    if len(text) > MAX_TEXT:
+        what = f"a text of {len(text):,} characters holds interpolations"
+        return ConfigError(what, accepted=f"{MAX_TEXT:,} characters at most")
     from omegaconf.errors import GrammarParseError  # 70 ms, which configs without interpolations need not pay
     from omegaconf.grammar_parser import parse
 
     try:
-        tree = parse(node.value)
+        tree = parse(text)
         unknown = [name for name in _resolvers(tree) if name != _ENVIRONMENT]
     except (GrammarParseError, RecursionError):
-        faults.append(
-            ConfigError(
-                f"{_brief(node.value)} is no interpolation",
-                where=node.place(),
-                accepted=_ACCEPTED,
-                hint=r"write \${ for a text that holds ${",
-            )
+        return ConfigError(
+            f"{_brief(text)} is no interpolation",
+            accepted=_ACCEPTED,
+            hint=r"write \${ for a text that holds ${",
         )
-        return None
     if not unknown:
         return tree
-    faults.append(
-        ConfigError(
-            f"there is no resolver {unknown[0]!r} in {_brief(node.value)}",
-            where=node.place(),
-            accepted=_ACCEPTED,
-            hint=did_you_mean(unknown[0], [_ENVIRONMENT]),
-        )
+    return ConfigError(
+        f"there is no resolver {unknown[0]!r} in {_brief(text)}",
+        accepted=_ACCEPTED,
+        hint=did_you_mean(unknown[0], [_ENVIRONMENT]),
     )
-    return None
 
 
 def _resolvers(tree: Any) -> list[str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,11 +26,12 @@ def recorded() -> Iterator[Tape]:
     from transformers import PreTrainedModel
 
     kind: Any = PreTrainedModel
-    before, tape = kind._initialize_weights, Tape()
+    before, tape, thread = kind._initialize_weights, Tape(), threading.get_ident()
 
     @functools.wraps(before)
     def initialise_recorded(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        with tape.initialising(module):
+        own = threading.get_ident() == thread  # others build models of their own meanwhile
+        with tape.initialising(module) if own else nullcontext():
             before(self, module, *args, **kwargs)
 
     kind._initialize_weights = initialise_recorded

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from mm_core.data.aftermath import alive
 from mm_core.errors import CheckpointError
 from mm_core.train import checkpoint_io as files
 from mm_core.train.checkpoint_facts import read_later, step_of
@@ -55,7 +56,7 @@ def remove_stale_stages(folder: Path, pattern: str = "*.tmp-*", patience: float 
     for leftover in folder.glob(pattern):
         owner = _STAGE.match(leftover.name)
         here = owner is not None and owner[2] == socket.gethostname()
-        if owner and here and _alive(int(owner[1])):
+        if owner and here and int(owner[1]) != os.getpid() and alive(int(owner[1])):
             continue
         if not here and patience is not None and time.time() - _written(leftover) < patience:
             continue
@@ -72,18 +73,6 @@ def _written(path: Path) -> float:
         with suppress(OSError):
             times.append(place.lstat().st_mtime)
     return max(times)
-
-
-def _alive(pid: int) -> bool:
-    if pid == os.getpid():
-        return False  # a stage of our own that is still there when a run begins is an earlier run's
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def put_aside(path: Path) -> Path:

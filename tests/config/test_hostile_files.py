@@ -157,6 +157,11 @@ def test_interpolations_whose_paths_are_computed_multiply_no_more_than_others(pl
 def test_too_many_and_too_long_interpolations_are_refused_before_they_are_parsed(place):
     place.write("many.yaml", "\n".join(f"a{i}: '${{b}}{i}'" for i in range(2500)))
     assert "more than 2,000 different texts hold interpolations" in place.fault(name="many.yaml")
+    place.write("large.yaml", "\n".join(f"a{i}: '${{b}}{i} {'x' * 3_800}'" for i in range(20)))
+    found = place.fault(name="large.yaml")
+    assert "the texts with interpolations hold more than 65,536 characters together" in found
+    place.write("same.yaml", "a: [" + ", ".join(["'${b'"] * 2_000) + "]")
+    assert place.faults(name="same.yaml")[-1] == "and more: the first 100 faults are listed"
     _with(place, "seed: '" + "${a}" * 8000 + "'")
     assert "a text of 32,000 characters holds interpolations" in place.faults()[0]
 

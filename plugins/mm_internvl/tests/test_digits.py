@@ -10,6 +10,7 @@ import pytest
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "internvl_digits.py"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_two_ranks_begin_to_read_digits(tmp_path):
     """Exact answers to pictures that were not trained on; guessing would be right in 10 % of them."""
