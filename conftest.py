@@ -5,6 +5,8 @@ import os
 
 import pytest
 
+pytest.register_assert_rewrite("support")  # what its asserts say is shown as a test's
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
 

@@ -1,6 +1,6 @@
 """Saving 1 GB of state: how long training stands still, and how fast the bytes reach the disk.
 
-    python benchmarks/checkpoint.py [--megabytes 1024] [--rounds 15] [--mode thread|process]
+    python benchmarks/checkpoint.py [--megabytes 1024] [--rounds 15]
 
 In each round, in an order drawn anew, on the same disk, settled before each: plain writes of the same bytes
 to one file, flushed; a synchronous save; an asynchronous save, of which the time until `save` returns is the
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from mm_core.train.checkpoint import CheckpointStore
+from mm_core.checkpoint.store import CheckpointStore
 
 
 def make_state(megabytes: int) -> dict[str, dict[str, torch.Tensor]]:
@@ -65,34 +65,33 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--mode", choices=("thread", "process"), default="thread")
     parser.add_argument("--dir", help="where to write (default: a temporary folder)")
     args = parser.parse_args()
     state = make_state(args.megabytes)
     size = sum(tensor.numel() * 4 for named in state.values() for tensor in named.values())
     folder = Path(tempfile.mkdtemp(dir=args.dir))
-    print(f"{size / 1e9:.2f} GB of state, mode {args.mode}, {args.rounds} rounds")
+    print(f"{size / 1e9:.2f} GB of state, {args.rounds} rounds")
     columns = ("plain s", "sync s", "stall s", "async s", "stall/sync", "plain/sync", "plain/async")
     print("round", *(f"{column:>11}" for column in columns))
     stalls, speeds, behind = [], [], []
     chance = random.Random(0)
     try:
         sync = CheckpointStore(folder / "sync", keep=1)
-        own = CheckpointStore(folder / "async", keep=1, asynchronous=args.mode)
+        own = CheckpointStore(folder / "async", keep=1, asynchronous=True)
         own.reserve(state)
-        own.save(1, state, {}, "x: 1\n", digest=False)  # the child, if any, has started; buffers are there
+        own.save(1, state, {}, "x: 1\n")  # the buffers are there from now on
         own.wait()
         for step in range(2, args.rounds + 2):
 
             def behind_the_back(step: int = step) -> None:
                 nonlocal stall
-                stall = seconds(lambda: own.save(step, state, {}, "x: 1\n", digest=False))
+                stall = seconds(lambda: own.save(step, state, {}, "x: 1\n"))
                 own.wait()
 
             stall = 0.0
             calls = {
                 "plain": lambda: plain(folder / "plain", state),
-                "sync": lambda step=step: sync.save(step, state, {}, "x: 1\n", digest=False),
+                "sync": lambda step=step: sync.save(step, state, {}, "x: 1\n"),
                 "async": behind_the_back,
             }
             # What the disk has still to do for one would be charged to the next.

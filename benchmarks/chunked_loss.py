@@ -66,8 +66,8 @@ def measure(args: argparse.Namespace) -> None:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     from mm_core.device import current_device
-    from mm_core.tasks.chunked_loss import hold_back
-    from mm_core.tasks.pretrained_loss import RowLosses, follow
+    from mm_core.tasks.pretrained.chunked_loss import hold_back
+    from mm_core.tasks.pretrained.loss import RowLosses, follow
 
     device = current_device()
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]

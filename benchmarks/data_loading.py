@@ -22,10 +22,10 @@ import numpy as np
 import torch
 
 from mm_core.contracts import Randomness
-from mm_core.data.loader import MicroBatchLoader
-from mm_core.data.readers import DecordReader, PyAVReader
-from mm_core.data.sampler import BatchPlan
-from mm_core.data.video_text import VideoTextDataset
+from mm_core.data.datasets.video_text import VideoTextDataset
+from mm_core.data.loading.loader import MicroBatchLoader
+from mm_core.data.loading.sampler import BatchPlan
+from mm_core.data.media.readers import DecordReader, PyAVReader
 
 CLIP = 17  # frames a sample
 FPS = 24

@@ -25,7 +25,7 @@ from mm_internvl.testing import make_tiny_checkpoint
 from PIL import Image, ImageDraw, ImageFont
 
 from mm_core.errors import PlanError
-from mm_core.parallel.averaging import check_replicas
+from mm_core.parallel.gloo_averaging import check_replicas
 
 SIDE, UNSEEN = 28, 500
 ACCURACY, SECONDS = 0.95, 180

@@ -176,7 +176,9 @@ class Run:
 
     def _left(self) -> dict[str, list[str]]:
         processes = [f"{pid} {command_of(pid)}" for pid in self.processes() if running(pid)]
-        files = sorted(str(path.relative_to(self.temporary)) for path in self.temporary.rglob("*"))
+        # os.walk, unlike Path.rglob, passes over folders that vanish meanwhile.
+        found = [Path(at, name) for at, folders, names in os.walk(self.temporary) for name in folders + names]
+        files = sorted(str(path.relative_to(self.temporary)) for path in found)
         new = {path for path in Path("/dev/shm").iterdir() if path not in self.shared}
         return {
             "processes": processes,
@@ -234,7 +236,7 @@ def adopt_orphans() -> None:
 
 
 def newest(folder: Path) -> int:
-    from mm_core.train.checkpoint_retention import complete_steps
+    from mm_core.checkpoint.retention import complete_steps
 
     return max(complete_steps(folder / "run/checkpoints"), default=0)
 
@@ -351,7 +353,7 @@ def told(run: Run, victim: str, moment: str, step: int, codes: list[int | None])
 
 def resumed(config: Path, folder: Path, untouched: Path, step: int) -> list[str]:
     """What is wrong about the run that goes on from there."""
-    from mm_core.train.verify_resume import compare_runs, render
+    from mm_core.training.verify_resume import compare_runs, render
 
     run = Run(config, folder)
     try:

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 STEPS = 400
 """More than 50 rounds can take: a round that finishes the run would kill nothing."""
 MOMENTS = (0.12, 0.8)
-"""Seconds: half of the kills fall into the writing, the others also into renaming, pruning and sha256."""
+"""Seconds: half of the kills fall into the writing, the others also into renaming and pruning."""
 
 
 def command(folder: Path, data: Path, steps: int) -> list[str]:
@@ -67,7 +67,7 @@ def start(arguments: list[str], ranks: int, log: Path) -> subprocess.Popen[bytes
 
 def newest(folder: Path) -> int:
     """The newest complete checkpoint's step, by its name."""
-    from mm_core.train.checkpoint_retention import complete_steps
+    from mm_core.checkpoint.retention import complete_steps
 
     return max(complete_steps(folder / "killed/checkpoints"), default=0)
 
@@ -135,7 +135,7 @@ def series(folder: Path, data: Path, ranks: int, kills: int, chance: random.Rand
 
 def finish(folder: Path, data: Path, ranks: int, steps: int, log: Path) -> bool:
     """Takes some steps more, and the same number from nothing; whether both end in the same bits."""
-    from mm_core.train.verify_resume import compare_runs, render
+    from mm_core.training.verify_resume import compare_runs, render
 
     for runs in ("runs", "untouched"):
         if start(command(folder / runs, data, steps), ranks, log).wait():

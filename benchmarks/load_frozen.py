@@ -59,11 +59,11 @@ def load_sharded(folder: Path) -> int:
     from torch import nn
 
     from mm_core.contracts import WeightsFrom, empty_parameters
-    from mm_core.device import start_process_group
     from mm_core.engines.fsdp2 import FSDP2Engine
+    from mm_core.loading.frozen import FrozenFiles
     from mm_core.plugin.registry import get_registry
-    from mm_core.train.failure import leave
-    from mm_core.train.frozen import FrozenFiles
+    from mm_core.runtime.groups import start_process_group
+    from mm_core.runtime.launch.rank_process import leave
 
     class Encoder(nn.Module):
         entry_points, block_patterns = ("encode",), "auto"

@@ -129,12 +129,12 @@ def load_sharded(folder: Path) -> int:
     from mm_core.builtin.configs.training import AdamWConfig
     from mm_core.config.schema import InitFromSection
     from mm_core.contracts import Randomness
-    from mm_core.device import start_process_group
     from mm_core.engines.fsdp2 import FSDP2Engine
+    from mm_core.loading.matching import WeightMatch
+    from mm_core.optim.adamw import adamw
     from mm_core.plugin.registry import get_registry
-    from mm_core.train.failure import leave
-    from mm_core.train.optimizers import adamw
-    from mm_core.train.warm_start import WarmStart
+    from mm_core.runtime.groups import start_process_group
+    from mm_core.runtime.launch.rank_process import leave
     from mm_core.weights.fitting import formats_of
 
     class Stack(nn.Sequential):
@@ -149,7 +149,7 @@ def load_sharded(folder: Path) -> int:
             layers = int((folder / "layers").read_text())
             self.model = Stack(*(nn.Linear(4096, 4096, bias=False) for _ in range(layers)))
 
-    class Timed(WarmStart):
+    class Timed(WeightMatch):
         """Measures what happens between the first look at the files and the last byte."""
 
         def covers(self, state):  # type: ignore[no-untyped-def]

@@ -70,9 +70,9 @@ def run_rank(rounds: int, steps: int) -> int:
     import torch.distributed as dist
 
     import mm_core
-    from mm_core.device import start_process_group
-    from mm_core.train.assembly import assemble
-    from mm_core.train.loop import run_steps
+    from mm_core.runtime.groups import start_process_group
+    from mm_core.training.assembly import assemble
+    from mm_core.training.loop import run_steps
 
     folder, world = os.environ["BENCH_DIR"], int(os.environ["WORLD_SIZE"])
     start_process_group()
@@ -91,7 +91,7 @@ def run_rank(rounds: int, steps: int) -> int:
     run = assemble(config, "never")
     training = run.training
     whole = training.plan
-    run.milestones.steps = 1 << 30  # its last step would save
+    run.between.steps = 1 << 30  # its last step would save
     manual = HandWritten(config, training.task, run)
     times: dict[str, list[float]] = {"mm_core": [], "hand": []}
     for round_ in range(rounds + 1):
@@ -127,11 +127,10 @@ class HandWritten:
         from torch.utils.data import DataLoader, DistributedSampler
 
         from mm_core.contracts import SampleKey
-        from mm_core.plugin.registry import build
 
         torch.manual_seed(0)
         self.task, self.lr = task, config.optimizer.options["lr"]
-        self.model = build("predictor", config.task.options["predictor"])
+        self.model = config.registry.build("predictor", config.task.options["predictor"])
         self.model.init_weights()
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         reshard = config.engine.options["reshard_after_forward"]
@@ -146,7 +145,7 @@ class HandWritten:
             weight_decay=options["weight_decay"],
             fused=True,
         )
-        dataset = build("dataset", config.data.train)
+        dataset = config.registry.build("dataset", config.data.train)
         transform = task.batch_transform()
 
         def collate(samples):

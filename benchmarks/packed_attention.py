@@ -22,7 +22,7 @@ from mm_internvl.packing import Packs, positions
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from mm_core.contracts import Randomness
-from mm_core.tasks import packed_attention
+from mm_core.tasks.pretrained import packed_attention
 
 KINDS = ("sdpa", "packed_sdpa")
 TIME_BAR, MEMORY_BAR, GRADIENT_BAR = 0.6, 1.0, 1e-5

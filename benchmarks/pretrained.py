@@ -106,7 +106,7 @@ def run_rank(args: argparse.Namespace) -> int:
     import torch
     import torch.distributed as dist
 
-    from mm_core.device import start_process_group
+    from mm_core.runtime.groups import start_process_group
 
     folder = Path(os.environ["BENCH_DIR"])
     start_process_group()
@@ -144,7 +144,7 @@ class Ours:
         import yaml
 
         import mm_core
-        from mm_core.train.assembly import assemble
+        from mm_core.training.assembly import assemble
 
         size = MICRO * accumulation * dist.get_world_size()
         document = {
@@ -166,12 +166,12 @@ class Ours:
         path = folder / f"ours{dist.get_rank()}.yaml"
         path.write_text(yaml.safe_dump(document))
         self.assembly = assemble(mm_core.load_config(path), "never")
-        self.assembly.milestones.steps = 1 << 30  # its last step would save
+        self.assembly.between.steps = 1 << 30  # its last step would save
         self.whole, self.taken = self.assembly.training.plan, 0
 
     def run(self, steps: int) -> None:
         """The next steps."""
-        from mm_core.train.loop import run_steps
+        from mm_core.training.loop import run_steps
 
         self.assembly.training.plan = dataclasses.replace(self.whole, steps=self.taken + steps)
         run_steps(self.assembly.training, self.taken)

@@ -33,10 +33,11 @@ import torch
 import mm_core
 from mm_core.config.schema import RunConfig
 from mm_core.contracts import Batch, Loss
-from mm_core.device import device_type, start_process_group, synchronize
-from mm_core.train.assembly import Assembly, assemble
-from mm_core.train.failure import leave
-from mm_core.train.loop import Reporter, run_steps
+from mm_core.device import device_type, synchronize
+from mm_core.runtime.groups import start_process_group
+from mm_core.runtime.launch.rank_process import leave
+from mm_core.training.assembly import Assembly, assemble
+from mm_core.training.loop import run_steps
 
 ROOT = Path(__file__).resolve().parents[1]
 BAR = 1.01
@@ -65,7 +66,7 @@ class Unending:
 
     stop = save_due = False
 
-    def begin(self, step: int) -> None:
+    def step_begins(self, step: int) -> None:
         """Nothing."""
 
     def fault(self) -> None:
@@ -74,7 +75,7 @@ class Unending:
     def updated(self, step: int, refused: str | None) -> None:
         """Nothing."""
 
-    def reach(self, *_: object, **__: object) -> bool:
+    def after_step(self, *_: object, **__: object) -> bool:
         """The run goes on."""
         return False
 
@@ -124,9 +125,9 @@ def measure(run: Assembly, pairs: int) -> dict[str, Times]:
     """Steps of both kinds in turn, through the loop."""
     training = run.training
     read: Sequence[Batch] = list(itertools.islice(training.batches, 4))
-    watchdog = run.milestones.watchdog
+    watchdog = run.between.watchdog
     watchdog.start()
-    training.milestones = Unending()
+    training.between = Unending()
     plan, reporters = training.plan, {"on": run.reporter, "off": Silent()}
     times = {name: Times() for name in reporters}
     gc.collect()
@@ -134,8 +135,7 @@ def measure(run: Assembly, pairs: int) -> dict[str, Times]:
     for step in range(WARM_UP + pairs):
         training.plan = dataclasses.replace(plan, steps=step + 1)
         for name in ("on", "off") if step % 2 else ("off", "on"):
-            reporter: Reporter = reporters[name]
-            training.report, training.batches = reporter, again(read[step % len(read)])
+            training.reporter, training.batches = reporters[name], again(read[step % len(read)])
             synchronize()
             wall, cpu = time.perf_counter(), time.process_time()
             run_steps(training, step)

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKLWan
+from mm_wan.encoders.vae import WanVAE
 from mm_wan.testing import make_tiny_checkpoint
-from mm_wan.vae import WanVAE
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 

@@ -14,12 +14,12 @@ from mm_core.plugin.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from mm_core.config.load import load_config
+    from mm_core.inference.answer import answer
+    from mm_core.inference.evaluate import evaluate
+    from mm_core.inference.sample import sample
+    from mm_core.loading.frozen import load_frozen
     from mm_core.plugin.registry import build
-    from mm_core.train.answering import answer
-    from mm_core.train.evaluation import evaluate
-    from mm_core.train.frozen import load_frozen
-    from mm_core.train.run import train
-    from mm_core.train.sampling import sample
+    from mm_core.training.run import train
 
 __version__ = "0.1.0"
 __all__ = [
@@ -37,13 +37,13 @@ __all__ = [
 ]
 
 _LAZY = {
-    "answer": "mm_core.train.answering",
+    "answer": "mm_core.inference.answer",
     "build": "mm_core.plugin.registry",
-    "evaluate": "mm_core.train.evaluation",
+    "evaluate": "mm_core.inference.evaluate",
     "load_config": "mm_core.config.load",
-    "load_frozen": "mm_core.train.frozen",
-    "sample": "mm_core.train.sampling",
-    "train": "mm_core.train.run",
+    "load_frozen": "mm_core.loading.frozen",
+    "sample": "mm_core.inference.sample",
+    "train": "mm_core.training.run",
 }
 
 

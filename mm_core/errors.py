@@ -5,6 +5,25 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "ContractError",
+    "DataError",
+    "MMError",
+    "PartsError",
+    "PeerError",
+    "PlanError",
+    "PluginError",
+    "RunWarning",
+    "TrainingError",
+    "TrustError",
+    "did_you_mean",
+    "first_line",
+    "nearest",
+    "plain_reason",
+]
+
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 # Halves of characters, which no file of text takes.
 _SPELT_OUT = _CONTROLS | {code: f"\\u{code:04x}" for code in range(0xD800, 0xE000)}

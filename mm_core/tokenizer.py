@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from mm_core.errors import CheckpointError, TrustError, first_line
-from mm_core.remote_code import RemoteCode, code_folder
+from mm_core.plugin.trust.remote_code import RemoteCode, code_folder
+
+__all__ = ["open_tokenizer"]
 
 _HINT = "name the tokenizer's own folder (tokenizer: or processor:) where it is not the model's"
 

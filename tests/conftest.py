@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,9 @@ import av
 import numpy as np
 import pytest
 import yaml
+
+from mm_core.plugin.registry import clear_cache
+from support.sites import Site
 
 ROOT = Path(__file__).parents[1]
 
@@ -113,3 +116,27 @@ def mm() -> Callable[..., Outcome]:
         return Outcome(done.returncode, done.stdout, done.stderr)
 
     return run
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    """An empty folder on sys.path for distributions of the test's own, and plugins found anew."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    for variable in (
+        "MM_PLUGINS",
+        "MM_PLUGINS_DISABLE",
+        "MM_PLUGINS_STRICT",
+        "LOCAL_RANK",
+        "RANK",
+        "MM_DEBUG",
+    ):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.syspath_prepend(folder)
+    before = set(sys.modules)
+    clear_cache()
+    yield Site(folder)
+    for name in set(sys.modules) - before:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(tmp_path)):
+            del sys.modules[name]
+    clear_cache()

@@ -65,8 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the clips' noise (default: %(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as they were given to mm-train")
     options = parser.parse_args(arguments)
-    from mm_core.train.media import write_clips
-    from mm_core.train.prompts import read_prompts
+    from mm_core.data import read_prompts, write_clips
 
     try:
         config = mm_core.load_config(options.config, options.overrides)

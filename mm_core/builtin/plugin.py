@@ -13,13 +13,13 @@ def mm_tasks() -> list[Component]:
     return [
         Component(
             name="text_to_video",
-            target="mm_core.tasks.text_to_video:TextToVideo",
+            target="mm_core.tasks.text_to_video.task:TextToVideo",
             config=f"{_CONFIG}.text_to_video:TextToVideoConfig",
             summary="diffusion training of captioned clips; sampling with classifier-free guidance",
         ),
         Component(
             name="pretrained",
-            target="mm_core.tasks.pretrained:PretrainedTask",
+            target="mm_core.tasks.pretrained.task:PretrainedTask",
             config=f"{_CONFIG}.pretrained:PretrainedConfig",
             summary="any Transformers model with its own loss, exact over tokens or rows of the global batch",
         ),
@@ -57,7 +57,7 @@ def mm_autoencoders() -> list[Component]:
     return [
         Component(
             name="pixel",
-            target="mm_core.diffusion.pixel:PixelAutoencoder",
+            target="mm_core.diffusion.encoders.pixel:PixelAutoencoder",
             config=f"{_CONFIG}.diffusion:PixelConfig",
             summary="lossless space-to-depth and time-to-depth; no weights",
         )
@@ -69,13 +69,13 @@ def mm_text_encoders() -> list[Component]:
     return [
         Component(
             name="bytes",
-            target="mm_core.diffusion.text:ByteTextEncoder",
+            target="mm_core.diffusion.encoders.text:ByteTextEncoder",
             config=f"{_CONFIG}.diffusion:ByteTextConfig",
             summary="deterministic byte-level hidden states; nothing to download",
         ),
         Component(
             name="hf_text",
-            target="mm_core.diffusion.text:HFTextEncoder",
+            target="mm_core.diffusion.encoders.text:HFTextEncoder",
             config=f"{_CONFIG}.diffusion:HFTextConfig",
             summary="any Transformers text encoder directory, frozen",
         ),
@@ -87,13 +87,13 @@ def mm_datasets() -> list[Component]:
     return [
         Component(
             name="video_text",
-            target="mm_core.data.video_text:VideoTextDataset",
+            target="mm_core.data.datasets.video_text:VideoTextDataset",
             config=f"{_CONFIG}.data:VideoTextConfig",
             summary="clips and captions from a JSON or JSONL annotation file",
         ),
         Component(
             name="text_rows",
-            target="mm_core.data.text_rows:TextRowsDataset",
+            target="mm_core.data.datasets.text_rows:TextRowsDataset",
             config=f"{_CONFIG}.data:TextRowsConfig",
             summary="texts of a JSON, CSV, TSV or Parquet table with labels, for Transformers models",
         ),
@@ -105,13 +105,13 @@ def mm_video_readers() -> list[Component]:
     return [
         Component(
             name="pyav",
-            target="mm_core.data.readers:PyAVReader",
+            target="mm_core.data.media.readers:PyAVReader",
             config=f"{_CONFIG}.data:PyAVConfig",
             summary="FFmpeg through PyAV; notices corrupt frames, honours rotation and variable frame rates",
         ),
         Component(
             name="decord",
-            target="mm_core.data.readers:DecordReader",
+            target="mm_core.data.media.readers:DecordReader",
             config=f"{_CONFIG}.data:DecordConfig",
             summary="decord 0.6 (x86_64 Linux wheels only; no AV1, does not notice bit rot)",
         ),
@@ -123,7 +123,7 @@ def mm_optimizers() -> list[Component]:
     return [
         Component(
             name="adamw",
-            target="mm_core.train.optimizers:adamw",
+            target="mm_core.optim.adamw:adamw",
             config=f"{_CONFIG}.training:AdamWConfig",
             summary="torch.optim.AdamW (decoupled weight decay)",
             capabilities={"state_tensors": 2},
@@ -131,7 +131,7 @@ def mm_optimizers() -> list[Component]:
         ),
         Component(
             name="adamw_8bit",
-            target="mm_core.train.low_bit:adamw_8bit",
+            target="mm_core.optim.adamw_8bit:adamw_8bit",
             config=f"{_CONFIG}.training:AdamW8bitConfig",
             summary="torchao's AdamW with moments of 8 bits (extra: low-bit)",
             capabilities={"state_tensors": 1},
@@ -139,7 +139,7 @@ def mm_optimizers() -> list[Component]:
         ),
         Component(
             name="muon",
-            target="mm_core.train.muon:muon",
+            target="mm_core.optim.muon:muon",
             config=f"{_CONFIG}.training:MuonConfig",
             summary="torch.optim.Muon for matrices, AdamW for the rest (torch >= 2.9)",
             capabilities={"state_tensors": 1},
@@ -153,32 +153,32 @@ def mm_lr_schedules() -> list[Component]:
     return [
         Component(
             name="constant",
-            target="mm_core.train.lr_schedules:constant",
+            target="mm_core.optim.lr_schedules:constant",
             config=f"{_CONFIG}.training:ConstantConfig",
             summary="linear warm-up, then constant",
         ),
         Component(
             name="linear",
-            target="mm_core.train.lr_schedules:linear",
+            target="mm_core.optim.lr_schedules:linear",
             config=f"{_CONFIG}.training:LinearConfig",
             summary="linear warm-up, then a straight line down to min_lr",
         ),
         Component(
             name="cosine",
-            target="mm_core.train.lr_schedules:cosine",
+            target="mm_core.optim.lr_schedules:cosine",
             config=f"{_CONFIG}.training:CosineConfig",
             summary="linear warm-up, then half a cosine down to min_lr",
             paper="https://arxiv.org/abs/1608.03983",
         ),
         Component(
             name="polynomial",
-            target="mm_core.train.lr_schedules:polynomial",
+            target="mm_core.optim.lr_schedules:polynomial",
             config=f"{_CONFIG}.training:PolynomialConfig",
             summary="linear warm-up, then (1 - progress)^power down to min_lr",
         ),
         Component(
             name="wsd",
-            target="mm_core.train.lr_schedules:wsd",
+            target="mm_core.optim.lr_schedules:wsd",
             config=f"{_CONFIG}.training:WSDConfig",
             summary="warm-up, stable, decay over the last decay_fraction of the run",
             paper="https://arxiv.org/abs/2405.18392",
@@ -191,25 +191,25 @@ def mm_trackers() -> list[Component]:
     return [
         Component(
             name="tensorboard",
-            target="mm_core.train.trackers:TensorBoardTracker",
+            target="mm_core.telemetry.trackers.local:TensorBoardTracker",
             config=f"{_CONFIG}.training:TensorBoardConfig",
             summary="scalars and clips under <run>/tensorboard",
         ),
         Component(
             name="wandb",
-            target="mm_core.train.remote_trackers:WandbTracker",
+            target="mm_core.telemetry.trackers.remote:WandbTracker",
             config=f"{_CONFIG}.trackers:WandbConfig",
             summary="Weights & Biases, online or offline (extra: wandb)",
         ),
         Component(
             name="mlflow",
-            target="mm_core.train.remote_trackers:MlflowTracker",
+            target="mm_core.telemetry.trackers.remote:MlflowTracker",
             config=f"{_CONFIG}.trackers:MlflowConfig",
             summary="an MLflow server or store (extra: mlflow)",
         ),
         Component(
             name="jsonl",
-            target="mm_core.train.trackers:JsonlTracker",
+            target="mm_core.telemetry.trackers.local:JsonlTracker",
             config=f"{_CONFIG}.training:JsonlConfig",
             summary="<run>/metrics.jsonl, one object a logged step (always on)",
         ),
@@ -221,17 +221,17 @@ def mm_weight_formats() -> list[Component]:
     return [
         Component(
             name="diffusers",
-            target="mm_core.weights.formats:Diffusers",
+            target="mm_core.weights.formats.libraries:Diffusers",
             summary="a Diffusers model folder or pipeline: config.json, diffusion_pytorch_model.safetensors",
         ),
         Component(
             name="transformers",
-            target="mm_core.weights.formats:Transformers",
+            target="mm_core.weights.formats.libraries:Transformers",
             summary="a Transformers model folder: config.json, model.safetensors, tokenizer files",
         ),
         Component(
             name="safetensors",
-            target="mm_core.weights.formats:Safetensors",
+            target="mm_core.weights.formats.libraries:Safetensors",
             summary="one file or sharded with an index, under the component's own names",
         ),
     ]
@@ -291,7 +291,7 @@ def mm_callbacks() -> list[Component]:
     return [
         Component(
             name="command",
-            target="mm_core.train.callbacks:Command",
+            target="mm_core.telemetry.command_callback:Command",
             config=f"{_CONFIG}.callbacks:CommandConfig",
             summary="runs a program at events of a run: a message, a copy, a queue",
         )

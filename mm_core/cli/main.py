@@ -18,19 +18,28 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from mm_core.errors import MMError, PeerError, RunWarning, did_you_mean
-from mm_core.output import standard_streams
+from mm_core.runtime.output import standard_streams
 
 COMMANDS = MappingProxyType(
     {
-        "train": ("mm_core.cli.train", "train what a YAML describes (mm-train is the same)"),
-        "sample": ("mm_core.cli.sample", "clips or answers from a trained run"),
-        "chat": ("mm_core.cli.chat", "converse with a trained run"),
-        "eval": ("mm_core.cli.evaluate", "held-out loss, metrics and predictions of a trained run"),
-        "import": ("mm_core.cli.import_weights", "weights from elsewhere as a run's first checkpoint"),
-        "export": ("mm_core.cli.export", "a trained run's weights as files that other libraries load"),
-        "weights": ("mm_core.cli.weights", "what lies in files of weights, and how two of them differ"),
-        "report": ("mm_core.cli.report", "one page on runs: curves, noise levels, clips, config, comparison"),
-        "validate": ("mm_core.cli.validate", "check YAML files without training"),
+        "train": ("mm_core.cli.training.train", "train what a YAML describes (mm-train is the same)"),
+        "sample": ("mm_core.cli.runs.sample", "clips or answers from a trained run"),
+        "chat": ("mm_core.cli.runs.chat", "converse with a trained run"),
+        "eval": ("mm_core.cli.runs.evaluate", "held-out loss, metrics and predictions of a trained run"),
+        "import": (
+            "mm_core.cli.weights.import_weights",
+            "weights from elsewhere as a run's first checkpoint",
+        ),
+        "export": (
+            "mm_core.cli.weights.export",
+            "a trained run's weights as files that other libraries load",
+        ),
+        "weights": ("mm_core.cli.weights.show", "what lies in files of weights, and how two of them differ"),
+        "report": (
+            "mm_core.cli.runs.report",
+            "one page on runs: curves, noise levels, clips, config, comparison",
+        ),
+        "validate": ("mm_core.cli.training.validate", "check YAML files without training"),
         "plugins": ("mm_core.cli.plugins", "list, show and check plugins and their components"),
     }
 )
@@ -72,7 +81,7 @@ def train_main(argv: Sequence[str] | None = None) -> int:
 def _ended(code: int, argv: Sequence[str] | None) -> int:
     """The exit code. A command of its own process that loaded torch ends here, without C++ destructors."""
     if argv is None and "torch" in sys.modules:
-        from mm_core.train.failure import leave
+        from mm_core.runtime.launch.rank_process import leave
 
         leave(code)
     return code

@@ -13,7 +13,7 @@ from mm_core.config.interpolation import escape
 from mm_core.config.schema import RunConfig
 from mm_core.config.yaml_nodes import FLOAT, MAX_BYTES
 from mm_core.errors import ConfigError
-from mm_core.plugin.fields import ComponentConfig, yaml_key
+from mm_core.plugin.schema.fields import ComponentConfig, yaml_key
 
 
 class _Dumper(yaml.SafeDumper):

@@ -8,15 +8,16 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from mm_core.config.former import without_former_values
 from mm_core.config.interpolation import resolve
 from mm_core.config.overrides import lay, merge
 from mm_core.config.schema import RunConfig
 from mm_core.config.stored import Sources, known_only, stored_plugins, unknown_commands
 from mm_core.config.yaml_nodes import Spent, read_file
 from mm_core.errors import ConfigError, MMError, TrustError, first_line
-from mm_core.plugin.checking import MAX_FAULTS, Checker
-from mm_core.plugin.nodes import FAILED, Node, show
-from mm_core.plugin.registry import get_registry
+from mm_core.plugin.registry import Registry, get_registry
+from mm_core.plugin.schema.checking import MAX_FAULTS, Checker
+from mm_core.plugin.schema.nodes import FAILED, Node, show
 
 _LINE = re.compile(r"(.*?):(\d+)(?=: |\Z)")
 MAX_INCLUDES = 200
@@ -65,8 +66,10 @@ def load_config(
         raise ConfigError(_ordered(faults), where=str(path))
     unset: list[MMError] = []
     root, literals = resolve(root, faults, unset if spare_environment else faults, origins.withholds)
+    root = without_former_values(root, origins, faults)
     root = known_only(_anchor_plugins(root, faults), origins)
-    checker = Checker(get_registry(_local_plugins(root, faults, origins)))
+    registry = _registry(root, faults, origins)
+    checker = Checker(registry)
     config = checker.checked(lambda: checker.dataclass(RunConfig, root, further=(_INCLUDE,)))
     origins.check_accepted(checker.faults)
     faults += checker.faults
@@ -76,6 +79,7 @@ def load_config(
     assert isinstance(config, RunConfig)
     return dataclasses.replace(
         config,
+        registry=registry,
         literals=dict(literals),
         allow_code=allow_code,
         unknown_commands=unknown_commands(root, origins),
@@ -186,23 +190,21 @@ def _anchored(item: Node, faults: list[MMError]) -> Node:
     return dataclasses.replace(item, value=os.path.abspath(path))  # noqa: PTH100 - also takes `..` out
 
 
-def _local_plugins(root: Node, faults: list[MMError], origins: Sources) -> tuple[str, ...]:
-    """The one-file plugins that the config names: they are needed before the rest is checked."""
+def _registry(root: Node, faults: list[MMError], origins: Sources) -> Registry:
+    """The plugins that are installed and those that the config names: they are needed before the rest is
+    checked."""
     section = root.value.get("plugins")
     paths = section.value.get("path") if section is not None and isinstance(section.value, dict) else None
     if paths is None or not isinstance(paths.value, list):
-        return ()
+        return get_registry()
     named = tuple(item.value for item in paths.value if isinstance(item.value, str))
-    if not named:
-        return ()
     try:
-        get_registry(named, stored_plugins(root, origins))
+        return get_registry(named, stored_plugins(root, origins))
     except TrustError as fault:
         raise TrustError(fault.what, where=paths.place(), accepted=fault.accepted, hint=fault.hint) from fault
     except MMError as fault:
         faults.append(ConfigError(fault.what, where=paths.place(), accepted=fault.accepted, hint=fault.hint))
-        return ()
-    return named
+        return get_registry()
 
 
 def _ordered(faults: Sequence[MMError]) -> list[MMError]:

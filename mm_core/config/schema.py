@@ -5,10 +5,12 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Literal
 
 from mm_core.builtin.configs.adapters import AdapterConfig
-from mm_core.plugin.fields import ComponentConfig, Guidance, Kind, Range
+from mm_core.plugin.registry import Registry, get_registry
+from mm_core.plugin.schema.fields import ComponentConfig, Guidance, Kind, Range
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,11 @@ class RunSection:
     seed: int = 1234  # everything random in the run derives from it
     deterministic: bool = False  # refuse kernels whose results vary; slower
     stuck_after: Annotated[float, Range(gt=0)] | None = 1800.0  # seconds without progress that end the run
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.dir) / self.name
 
     def __post_init__(self) -> None:
         if fault := _folder_name_fault(self.name):
@@ -85,6 +92,12 @@ class DataSection:
     validation: Annotated[ComponentConfig, Kind("dataset")] | None = None  # evaluated while training
     test: Annotated[ComponentConfig, Kind("dataset")] | None = None  # evaluated once, after the last step
     loader: LoaderSection = field(default_factory=LoaderSection)
+
+    @property
+    def splits(self) -> dict[str, ComponentConfig]:
+        """The datasets that the config names, `train` first."""
+        named = {"train": self.train, "validation": self.validation, "test": self.test}
+        return {name: dataset for name, dataset in named.items() if dataset is not None}
 
 
 @dataclass(frozen=True)
@@ -218,7 +231,7 @@ class CheckpointSection:
     keep_every: Annotated[int, Range(ge=1)] | None = None  # those of every so many steps stay as well
     best: str | None = None  # metric of the validation (`loss`, ...) whose best checkpoint stays as well
     mode: Literal["min", "max"] = "min"  # which value of `best` is best
-    async_: bool | Literal["thread", "process"] = True  # written while training goes on; true: by a thread
+    async_: bool = True  # written by a thread while training goes on; false: training waits for the disk
     frozen: bool | None = None  # hold frozen weights that files bring; none: but for runs with adapters
 
 
@@ -272,6 +285,10 @@ class RunConfig:
     profile: ProfileSection | None = None
     callbacks: tuple[Annotated[ComponentConfig, Kind("callback")], ...] = ()
     plugins: PluginsSection = field(default_factory=PluginsSection)
+    registry: Registry = field(
+        default_factory=get_registry, compare=False, repr=False, metadata={"yaml": False}
+    )
+    """The plugins that the config was checked against: they build what it names."""
     literals: Mapping[str, str] = field(default_factory=dict, compare=False, metadata={"yaml": False})
     """Dotted key -> the `${oc.env:..}` text that stood there; what is written keeps the text."""
     allow_code: bool = field(default=False, compare=False, metadata={"yaml": False})

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mm_core.errors import MMError, TrustError
-from mm_core.plugin.nodes import FAILED, Node
-from mm_core.plugin.trust import ALLOW, KnownCode, Piece, digest_of
+from mm_core.plugin.schema.nodes import FAILED, Node
+from mm_core.plugin.trust.known import ALLOW, KnownCode, Piece, digest_of
 
 KNOWN = "known"
 """`trust_remote_code: known`: Python files of the folder run where this user has trained with them."""
@@ -76,10 +76,11 @@ class Sources:
         return self.wrote(node) and not KnownCode.of_user().holds(setting_piece(node.path, node.value).digest)
 
     def wrote(self, node: Node) -> bool:
-        """Whether a stored file says this, and nothing has allowed it. The command line is the user's own,
-        whatever it lays upon."""
-        if self.allow_code:
-            return False
+        """Whether a stored file says this, and nothing has allowed it."""
+        return not self.allow_code and self.stored_at(node)
+
+    def stored_at(self, node: Node) -> bool:
+        """Whether a stored file says this. The command line is the user's own, whatever it lays upon."""
         file, _, line = node.where.rpartition(":")  # an override's text is in quotes: it ends in no digit
         if line.isdecimal():
             return self._files.get(file, True)

@@ -1,6 +1,7 @@
 """Contracts between rooms: protocols, typed batches, derived randomness."""
 
 from mm_core.contracts.batch import (
+    IGNORED_LABEL,
     Batch,
     Bins,
     Clip,
@@ -36,6 +37,16 @@ from mm_core.contracts.conversation import (
     Question,
     Turn,
 )
+from mm_core.contracts.data import (
+    Dataset,
+    EvaluatedDataset,
+    LimitedDataset,
+    MeasuredDataset,
+    NamesClasses,
+    RandomisedDataset,
+    VideoInfo,
+    VideoReader,
+)
 from mm_core.contracts.dtypes import torch_dtype
 from mm_core.contracts.empty import empty_parameters
 from mm_core.contracts.experts import Expert, Routed, TruncatedScheduler
@@ -60,29 +71,23 @@ from mm_core.contracts.randomness import Randomness
 from mm_core.contracts.running import (
     Callback,
     ChecksRequests,
-    Dataset,
     Ending,
     Engine,
     EnginePlan,
-    EvaluatedDataset,
     FrozenPlan,
     InitialWeights,
-    LimitedDataset,
     LRSchedule,
-    MeasuredDataset,
     Metric,
-    NamesClasses,
-    RandomisedDataset,
     SamplesInTurn,
     Stepped,
     Task,
+    TaskModule,
     TellsNotes,
     Tracker,
-    VideoInfo,
-    VideoReader,
 )
 
 __all__ = [
+    "IGNORED_LABEL",
     "AnswersInWords",
     "Autoencoder",
     "Batch",
@@ -137,6 +142,7 @@ __all__ = [
     "Stepped",
     "Streamed",
     "Task",
+    "TaskModule",
     "TellsNotes",
     "TextBatch",
     "TextEncoder",

@@ -17,6 +17,10 @@ class SampleKey(NamedTuple):
     index: int  # type: ignore[assignment]  # hides tuple.index, which nobody calls on a key
 
 
+IGNORED_LABEL = -100
+"""The label of what is not learnt, in Transformers' losses."""
+
+
 @dataclass(frozen=True)
 class FailureRecord:
     """A sample that could not be read, or a part of one (see `PartsError`).

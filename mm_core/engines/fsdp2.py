@@ -25,17 +25,18 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from mm_core.builtin.configs.engines import FSDP2Config
-from mm_core.contracts import EnginePlan, InitialWeights, Loss, Randomness, torch_dtype
-from mm_core.device import current_device, device_mesh
+from mm_core.contracts import EnginePlan, InitialWeights, Loss, Randomness, TaskModule, torch_dtype
+from mm_core.device import current_device
 from mm_core.errors import ContractError, PlanError
-from mm_core.parallel.averaging import average_by_sum, check_replicas
-from mm_core.parallel.casting import cast_inputs, check_dtypes, uncast_inputs
-from mm_core.parallel.initialise import initialise
+from mm_core.modules.casting import cast_inputs, check_dtypes, uncast_inputs
+from mm_core.modules.initialise import initialise
+from mm_core.modules.tying import tie, tied_names
+from mm_core.parallel.activation_checkpointing import recompute
+from mm_core.parallel.frozen_placement import place, plan_frozen
+from mm_core.parallel.gloo_averaging import average_by_sum, check_replicas
 from mm_core.parallel.layout import Layout, decide_layout, gathered_bytes, mesh_shape
-from mm_core.parallel.placing import place, plan_frozen
-from mm_core.parallel.recompute import recompute
-from mm_core.parallel.resting import Resting
-from mm_core.parallel.tying import tie, tied_names
+from mm_core.parallel.unused_modules import Resting
+from mm_core.runtime.groups import device_mesh
 
 
 class FSDP2Engine:
@@ -58,14 +59,14 @@ class FSDP2Engine:
 
     # -- plan ----------------------------------------------------------------------------------
 
-    def plan(self, task: nn.Module, world: int, optimizer_state_tensors: float) -> EnginePlan:
+    def plan(self, task: TaskModule, world: int, optimizer_state_tensors: float) -> EnginePlan:
         """The layout for `world` ranks. Bytes are those of rank 0, which holds the largest shards."""
         config = self.config
         replicas, shards = mesh_shape(world, config.sharding_size)
         check_replicas(self.device, replicas)
         layout = decide_layout(
             task,
-            task.trainable,  # type: ignore[arg-type]
+            task.trainable,
             wrap=config.sub_modules_to_wrap,
             recompute=config.recompute_modules,
             ignore=config.ignored_modules,
@@ -101,7 +102,7 @@ class FSDP2Engine:
             gathered_bytes=self._gathered_bytes(task, layout),
         )
 
-    def _gathered_bytes(self, task: nn.Module, layout: Layout) -> int:
+    def _gathered_bytes(self, task: TaskModule, layout: Layout) -> int:
         config = self.config
         # Where nothing is prefetched by request, fully_shard still gathers the next one of the backward.
         ahead = max(config.num_to_forward_prefetch, config.num_to_backward_prefetch, 1)
@@ -110,7 +111,7 @@ class FSDP2Engine:
 
     # -- prepare -------------------------------------------------------------------------------
 
-    def place_frozen(self, task: nn.Module, plan: EnginePlan, weights: InitialWeights) -> None:
+    def place_frozen(self, task: TaskModule, plan: EnginePlan, weights: InitialWeights) -> None:
         """Gives the components that `plan.frozen` names their memory, and fills them one after another."""
         mesh = self._mesh(plan) if any(part.placement == "sharded" for part in plan.frozen) else None
         for part in plan.frozen:
@@ -118,14 +119,14 @@ class FSDP2Engine:
 
     def prepare(
         self,
-        task: nn.Module,
+        task: TaskModule,
         plan: EnginePlan,
         optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer] | None,
         rng: Randomness,
         weights: InitialWeights | None = None,
     ) -> None:
         """Recompute -> shard -> materialise -> initialise or fill -> optimizer; `task` changes in place."""
-        names: tuple[str, ...] = task.trainable  # type: ignore[assignment]
+        names = task.trainable
         self._trained = {name: task.get_submodule(name) for name in names}
         self._tied = {name: tied_names(module) for name, module in self._trained.items()}
         for path in plan.recomputed:
@@ -148,7 +149,7 @@ class FSDP2Engine:
         groups = self._optimizer.param_groups
         self._base_lrs = [float(group["lr"]) * float(group.get("lr_scale", 1.0)) for group in groups]
 
-    def _keep_on_device(self, task: nn.Module, root: str, ignored: Sequence[str]) -> None:
+    def _keep_on_device(self, task: TaskModule, root: str, ignored: Sequence[str]) -> None:
         """Brings back what offloading does not copy in for a call: buffers, and modules left alone."""
         for path in ignored:
             if path == root or path.startswith(f"{root}."):
@@ -162,7 +163,7 @@ class FSDP2Engine:
             self._ranks = device_mesh((plan.mesh["replicate"], plan.mesh["shard"]), ("replicate", "shard"))
         return self._ranks
 
-    def _shard(self, task: nn.Module, plan: EnginePlan) -> None:
+    def _shard(self, task: TaskModule, plan: EnginePlan) -> None:
         config, mesh = self.config, self._mesh(plan)
         if plan.mesh["replicate"] == 1:
             mesh = mesh["shard"]

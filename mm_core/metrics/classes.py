@@ -9,13 +9,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mm_core.contracts import Batch, Clip, Evaluation
+from mm_core.contracts import IGNORED_LABEL, Batch, Clip, Evaluation
 from mm_core.errors import ContractError
 from mm_core.metrics.needs import needed_outputs
 
 Average = Literal["macro", "micro", "weighted"]
 
-_IGNORED = -100
 _HINT = "take a metric that fits the task: these are of labels that are classes or tokens"
 
 _F1_HINT = "the F1 score is of rows with one class, or with several yes or no; accuracy is of tokens too"
@@ -50,7 +49,7 @@ class Accuracy(_Summed):
         predicted, labels = (
             rows[counting(batch, rows)] for rows in needed_outputs(evaluation, "accuracy", names, _HINT)
         )
-        known = labels != _IGNORED
+        known = labels != IGNORED_LABEL
         self._sums[0] += float(known.sum())
         self._sums[1] += float(((predicted == labels) & known).sum())
 
@@ -103,7 +102,7 @@ class F1:
         logits, labels = needed_outputs(evaluation, "f1", ("logits", "labels"), _F1_HINT)
         classes = logits.shape[1]
         if labels.dim() == 1 and "predictions" in evaluation.outputs:
-            known = counting(batch, labels) & (labels != _IGNORED)
+            known = counting(batch, labels) & (labels != IGNORED_LABEL)
             found = _one_hot(evaluation.outputs["predictions"][known], classes)
             wanted = _one_hot(labels[known], classes)
         elif labels.dim() == 2 and bool(((labels == 0) | (labels == 1)).all()):

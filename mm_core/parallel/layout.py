@@ -9,8 +9,9 @@ from typing import Literal
 import torch
 from torch import nn
 
+from mm_core.contracts import TaskModule
 from mm_core.errors import PlanError
-from mm_core.parallel.patterns import match
+from mm_core.modules.patterns import match
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ Patterns = Literal["auto"] | Sequence[str]
 
 
 def decide_layout(
-    task: nn.Module, trainable: Sequence[str], *, wrap: Patterns, recompute: Patterns, ignore: Sequence[str]
+    task: TaskModule, trainable: Sequence[str], *, wrap: Patterns, recompute: Patterns, ignore: Sequence[str]
 ) -> Layout:
     """Resolves the patterns against the task's modules. PlanError for one that matches nothing, or
     that would leave trained parameters out of the sharding."""
@@ -77,7 +78,7 @@ def decide_layout(
     return Layout(tuple(trainable), wrapped, recomputed, ignored)
 
 
-def gathered_bytes(task: nn.Module, layout: Layout, dtype: torch.dtype | None, ahead: int | None) -> int:
+def gathered_bytes(task: TaskModule, layout: Layout, dtype: torch.dtype | None, ahead: int | None) -> int:
     """Most bytes of parameters that are whole at a time: what no wrapped module holds, and `ahead` wrapped
     modules beside the one that computes, with those that they lie in.
 
@@ -107,7 +108,7 @@ def _inside(name: str, modules: Iterable[str]) -> list[str]:
     return [path for path in modules if name.startswith(f"{path}.")]
 
 
-def shared_outside(task: nn.Module, paths: Sequence[str]) -> dict[str, tuple[str, str]]:
+def shared_outside(task: TaskModule, paths: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Of the modules that share a parameter with what is not in them (tied weights), by path: (its name, the
     other name)."""
     names: dict[int, list[str]] = {}
@@ -123,7 +124,7 @@ def shared_outside(task: nn.Module, paths: Sequence[str]) -> dict[str, tuple[str
     return found
 
 
-def check_callable(task: nn.Module, paths: Sequence[str], key: str) -> None:
+def check_callable(task: TaskModule, paths: Sequence[str], key: str) -> None:
     """PlanError for containers: nobody calls a list, so nothing would be gathered or recomputed."""
     for path in paths:
         if isinstance(task.get_submodule(path), (nn.ModuleList, nn.ModuleDict)):
@@ -150,7 +151,7 @@ def like_blocks(module: nn.Module, prefix: str) -> list[str]:
     return [f"{prefix}.{name}.{index}" for name, length in lists.items() for index in range(length)]
 
 
-def _trained(task: nn.Module, path: str, trainable: Sequence[str]) -> Iterator[str]:
+def _trained(task: TaskModule, path: str, trainable: Sequence[str]) -> Iterator[str]:
     for name, parameter in task.get_submodule(path).named_parameters(prefix=path):
         inside = any(name == root or name.startswith(root + ".") for root in trainable)
         if inside and parameter.requires_grad:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,33 +21,33 @@ from mm_core.contracts import (
     Pretrained,
     StepOperations,
     Streamed,
+    TaskModule,
     TellsNotes,
     torch_dtype,
 )
-from mm_core.data.sampler import BatchPlan
-from mm_core.data.seeding import build_dataset
+from mm_core.data.loading.sampler import BatchPlan
+from mm_core.data.loading.seeding import build_dataset
 from mm_core.errors import PlanError
-from mm_core.parallel.casting import hold_frozen
-from mm_core.parallel.freezing import freeze
+from mm_core.modules.casting import hold_frozen
+from mm_core.modules.selection import freeze
 from mm_core.plan.run_plan import ComponentFact, MissingFile, ModuleFact, RunPlan
-from mm_core.plugin.fields import ComponentConfig
-from mm_core.plugin.registry import build, get_registry
-from mm_core.weights.adapters import Structure, add_adapters
+from mm_core.plugin.schema.fields import ComponentConfig
+from mm_core.weights.adapters.inject import Structure, add_adapters
 from mm_core.weights.fitting import formats_of
 from mm_core.weights.stored import missing_at
 
 
-def build_task(config: RunConfig, adapters: Structure | None = None) -> nn.Module:
+def build_task(config: RunConfig, adapters: Structure | None = None) -> TaskModule:
     """The task with its trainable modules on the meta device and its frozen ones not yet loaded.
 
     adapters: as a checkpoint of the run holds them; the files that they began with are not asked then.
     """
-    registry = get_registry(config.plugins.path)
+    registry = config.registry
     for _, component in walk_components(config.task):
         # Imported before the meta device is entered: a module's own tensors must be real ones.
         registry.resolve(component.kind, component.type).load_target()
     with torch.device("meta"):
-        task = build("task", config.task)
+        task: TaskModule = registry.build("task", config.task)
     assert isinstance(task, nn.Module)
     train = config.train
     formats = formats_of(registry) if train.adapters else {}
@@ -58,19 +58,19 @@ def build_task(config: RunConfig, adapters: Structure | None = None) -> nn.Modul
     return task
 
 
-def build_frozen(task: nn.Module) -> None:
+def build_frozen(task: TaskModule) -> None:
     """Builds the frozen components that the core fills, where their files are there: their sizes count."""
-    for name in task.frozen:  # type: ignore[union-attr]
+    for name in task.frozen:
         component = getattr(task, name)
         if isinstance(component, Streamed) and not component.missing_files():
             component.build_empty()
 
 
-def check_data(config: RunConfig, task: nn.Module) -> None:
+def check_data(config: RunConfig, task: TaskModule) -> None:
     """ContractError for datasets whose options do not suit the task or the batches; none is opened."""
-    registry = get_registry(config.plugins.path)
-    for data in filter(None, (config.data.train, config.data.validation, config.data.test)):
-        task.check(data.options)  # type: ignore[operator]
+    registry = config.registry
+    for data in config.data.splits.values():
+        task.check(data.options)
         class_: Any = registry.resolve("dataset", data.type).load_target()
         if isinstance(class_, LimitedDataset):
             class_.check_micro_batch(config.train.micro_batch_size, data.options)
@@ -79,7 +79,7 @@ def check_data(config: RunConfig, task: nn.Module) -> None:
 def make_plan(
     config: RunConfig,
     world: int,
-    task: nn.Module | None = None,
+    task: TaskModule | None = None,
     engine: Engine | None = None,
     num_samples: int | None = None,
 ) -> RunPlan:
@@ -88,11 +88,11 @@ def make_plan(
     num_samples: of data.train; None has them counted where `train.epochs` asks for it.
     """
     task = build_task(config) if task is None else task
-    engine = build("engine", config.engine) if engine is None else engine
+    engine = config.registry.build("engine", config.engine) if engine is None else engine
     assert engine is not None
     check_data(config, task)
     build_frozen(task)
-    registry = get_registry(config.plugins.path)
+    registry = config.registry
     optimizer = registry.resolve("optimizer", config.optimizer.type)
     states = optimizer.component.capabilities.get("state_tensors", 2)
     assert isinstance(states, (int, float))
@@ -127,7 +127,7 @@ def make_plan(
 
 
 def _operations(
-    config: RunConfig, task: nn.Module, layout: EnginePlan, global_batch_size: int
+    config: RunConfig, task: TaskModule, layout: EnginePlan, global_batch_size: int
 ) -> StepOperations | None:
     if not isinstance(task, CountsSamples):
         return None
@@ -135,7 +135,7 @@ def _operations(
     return None if sample is None else sample * global_batch_size
 
 
-def _check_base_dtype(config: RunConfig, task: nn.Module, layout: EnginePlan) -> None:
+def _check_base_dtype(config: RunConfig, task: TaskModule, layout: EnginePlan) -> None:
     """PlanError where weights of two dtypes would meet in one computation."""
     if (name := config.train.base_dtype) is None:
         return
@@ -160,7 +160,7 @@ def _steps(config: RunConfig, global_batch_size: int, num_samples: int | None) -
         return config.train.steps
     assert config.train.epochs is not None
     if num_samples is None:
-        num_samples = len(build_dataset(config.data.train, config.run.seed))
+        num_samples = len(build_dataset(config.registry, config.data.train, config.run.seed))
     order = sample_order(config, global_batch_size, num_samples)
     return math.ceil(config.train.epochs * order.batches_per_epoch)
 
@@ -181,10 +181,10 @@ def sample_order(
     )
 
 
-def _modules(task: nn.Module) -> list[ModuleFact]:
+def _modules(task: TaskModule) -> list[ModuleFact]:
     facts = []
     for trainable, names in ((True, task.trainable), (False, task.frozen)):
-        for name in names:  # type: ignore[union-attr]
+        for name in names:
             module = getattr(task, name)
             own = list(module.parameters()) if isinstance(module, nn.Module) else []
             trained = sum(p.numel() for p in own if trainable and p.requires_grad)
@@ -192,11 +192,11 @@ def _modules(task: nn.Module) -> list[ModuleFact]:
     return facts
 
 
-def _missing(config: RunConfig, task: nn.Module) -> list[MissingFile]:
+def _missing(config: RunConfig, task: TaskModule) -> list[MissingFile]:
     """Of the trained components' folders, the frozen ones' files, and what others (a scheduler) need to
     sample: what does not exist."""
-    trained: Sequence[str] = task.trainable  # type: ignore[assignment]
-    frozen: Sequence[str] = task.frozen  # type: ignore[assignment]
+    trained = task.trainable
+    frozen = task.frozen
     found = []
     for name in trained:
         component = task.get_submodule(name)
@@ -216,7 +216,7 @@ def _missing(config: RunConfig, task: nn.Module) -> list[MissingFile]:
 
 
 def _components(config: RunConfig) -> list[ComponentFact]:
-    registry = get_registry(config.plugins.path)
+    registry = config.registry
     facts = []
     for key, component in walk_components(config):
         found = registry.resolve(component.kind, component.type)

@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mm_core.plugin.component import KINDS, Component
-from mm_core.plugin.fields import ComponentConfig, DType, Kind, Range
 from mm_core.plugin.hookspecs import hookimpl
+from mm_core.plugin.schema.fields import ComponentConfig, DType, Kind, Range
 
 if TYPE_CHECKING:
     from mm_core.plugin.registry import PluginRecord, Registered, Registry, build, get_registry

@@ -7,48 +7,18 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from mm_core.errors import ConfigError, ContractError, PluginError
-from mm_core.plugin.fields import ComponentConfig
-from mm_core.plugin.foreign import foreign_code
+from mm_core.errors import ConfigError, ContractError
+from mm_core.plugin.schema.fields import ComponentConfig
+from mm_core.plugin.trust.foreign import foreign_code
 
 if TYPE_CHECKING:
     from mm_core.plugin.registry import Registry
 
 
-def build(kind: str, config: ComponentConfig | Mapping[str, Any] | str, *args: Any) -> Any:
-    """Builds a component: `build("scheduler", {"type": "flow_match", "shift": 5.0})`.
-
-    `config` is a name, a mapping with `type` (checked first: ConfigError with every fault), or a
-    checked ComponentConfig. Fields that are components are built before the component that holds
-    them. `args` are what the core passes by position to targets of this kind (see hookspecs).
-    """
-    from mm_core.plugin.registry import get_registry
-
-    registry = get_registry()
-    if isinstance(config, ComponentConfig):
-        checked = config
-    else:
-        from mm_core.plugin.checking import check_component
-
-        mapping = {"type": config} if isinstance(config, str) else config
-        checked = check_component(kind, mapping, registry, kind)
-    if checked.kind != kind:
-        raise PluginError(f"{checked.type!r} was given as {checked.kind}, and {kind} is to be built")
-    return _build(checked, registry, args)
-
-
-def target_of(config: ComponentConfig) -> tuple[Any, dict[str, Any]]:
-    """What a checked reference would call, and the fields that it would call it with: for what a class offers
-    beside its objects."""
-    from mm_core.plugin.registry import get_registry
-
-    registry = get_registry()
-    return registry.resolve(config.kind, config.type).load_target(), _fields(config, registry)
-
-
-def _build(config: ComponentConfig, registry: Registry, args: tuple[Any, ...] = ()) -> Any:
+def build_component(config: ComponentConfig, registry: Registry, args: tuple[Any, ...] = ()) -> Any:
+    """What a checked reference stands for. args: what the core passes by position (see hookspecs)."""
     registered = registry.resolve(config.kind, config.type)
-    fields = _fields(config, registry)
+    fields = built_fields(config, registry)
     target = registered.load_target()
     _check_call(
         target, args, fields, f"plugin {registered.namespace!r}, {config.kind} {registered.qualified!r}"
@@ -57,7 +27,8 @@ def _build(config: ComponentConfig, registry: Registry, args: tuple[Any, ...] = 
         return target(*args, **fields)
 
 
-def _fields(config: ComponentConfig, registry: Registry) -> dict[str, Any]:
+def built_fields(config: ComponentConfig, registry: Registry) -> dict[str, Any]:
+    """The fields of a checked reference, every default filled and every component in them built."""
     registered = registry.resolve(config.kind, config.type)
     options = dict(config.options)
     if registered.component.config is not None:  # without one, the target holds its own defaults
@@ -87,7 +58,7 @@ def _complete(options: dict[str, Any], cls: type[Any], where: str) -> dict[str, 
 def _built(value: Any, registry: Registry) -> Any:
     """`value` with every ComponentConfig in it built, within tuples, lists, mappings, dataclasses."""
     if isinstance(value, ComponentConfig):
-        return _build(value, registry)
+        return build_component(value, registry)
     if type(value) in (tuple, list):
         return type(value)(_built(item, registry) for item in value)
     if isinstance(value, Mapping):

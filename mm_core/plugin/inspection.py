@@ -9,10 +9,10 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from mm_core.errors import MMError
-from mm_core.plugin.describe import describe_fields
 from mm_core.plugin.locate import fault_of
 from mm_core.plugin.records import PluginRecord, Registered, one_line
 from mm_core.plugin.registry import Registry
+from mm_core.plugin.schema.describe import describe_fields
 from mm_core.plugin.signatures import LEADING
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from types import ModuleType
 
 from mm_core.errors import plain_reason
-from mm_core.plugin.beside import LOCAL_PREFIX, SourceBytes, is_checked, spec_of, watched
 from mm_core.plugin.records import PluginRecord
-from mm_core.plugin.trust import Piece, digest_of, read_source
+from mm_core.plugin.trust.beside import LOCAL_PREFIX, SourceBytes, is_checked, spec_of, watched
+from mm_core.plugin.trust.known import Piece, digest_of, read_source
 
 NAMESPACE = "local"
 

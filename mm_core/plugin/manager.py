@@ -20,13 +20,13 @@ from mm_core import __version__ as CORE_VERSION
 from mm_core.errors import PluginError, TrustError, did_you_mean
 from mm_core.plugin import hookspecs
 from mm_core.plugin.component import KINDS, Component
-from mm_core.plugin.foreign import foreign_code
 from mm_core.plugin.hooks import HookFault, check_hooks, check_names, checked_components
 from mm_core.plugin.local import NAMESPACE as LOCAL
 from mm_core.plugin.local import LocalFile, import_file, local_record, read_local, resolved_file
 from mm_core.plugin.records import PluginRecord, Registered, one_line
 from mm_core.plugin.requirements import admits, read_identity
-from mm_core.plugin.trust import check_known
+from mm_core.plugin.trust.foreign import foreign_code
+from mm_core.plugin.trust.known import check_known
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

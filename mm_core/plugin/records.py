@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from mm_core.errors import MMError, PluginError, did_you_mean
 from mm_core.plugin.component import Component
-from mm_core.plugin.foreign import ForeignExit, foreign_code
+from mm_core.plugin.signatures import signature_config
+from mm_core.plugin.trust.foreign import ForeignExit, foreign_code
 
 Status = Literal["ok", "failed", "disabled", "refused"]
 
@@ -84,8 +85,6 @@ class Registered:
         Without `config=`, it is made from the target's signature, which imports the target.
         """
         if self.component.config is None:
-            from mm_core.plugin.signatures import signature_config
-
             return signature_config(self)
         cls = self._load("config", self.component.config)
         if not isinstance(cls, type) or "__dataclass_fields__" not in vars(cls):

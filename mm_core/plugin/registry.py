@@ -7,15 +7,18 @@ import json
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache
+from typing import Any
 
 from mm_core.errors import PluginError, did_you_mean
-from mm_core.plugin.building import build
+from mm_core.plugin.building import build_component, built_fields
 from mm_core.plugin.component import KINDS
 from mm_core.plugin.manager import discover, entry_point_records, local_files
 from mm_core.plugin.ranks import check_ranks_agree
 from mm_core.plugin.records import PluginRecord, Registered
+from mm_core.plugin.schema.checking import check_component
+from mm_core.plugin.schema.fields import ComponentConfig
 
 __all__ = [
     "PluginRecord",
@@ -70,6 +73,29 @@ class Registry:
                 hint="write the qualified name",
             )
         raise self._not_found(kind, name)
+
+    def build(self, kind: str, config: ComponentConfig | Mapping[str, Any] | str, *args: Any) -> Any:
+        """Builds a component. Fields that are components are built before the component that holds them.
+
+        Args:
+            kind: of the component.
+            config: a name, a mapping with `type` (checked first: ConfigError with every fault), or a checked
+                reference.
+            args: what the core passes by position to targets of this kind (see hookspecs).
+        """
+        if isinstance(config, ComponentConfig):
+            checked = config
+        else:
+            mapping = {"type": config} if isinstance(config, str) else config
+            checked = check_component(kind, mapping, self, kind)
+        if checked.kind != kind:
+            raise PluginError(f"{checked.type!r} was given as {checked.kind}, and {kind} is to be built")
+        return build_component(checked, self, args)
+
+    def target_of(self, config: ComponentConfig) -> tuple[Any, dict[str, Any]]:
+        """What a checked reference would call, and the fields that it would call it with: for what a class
+        offers beside its objects."""
+        return self.resolve(config.kind, config.type).load_target(), built_fields(config, self)
 
     def _not_found(self, kind: str, name: str) -> PluginError:
         known = self._by_name[kind]
@@ -160,39 +186,34 @@ def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-@dataclass
-class _Process:
-    """What this process has found so far."""
+def get_registry(local_paths: Sequence[str] = (), stored: Collection[str] = ()) -> Registry:
+    """The registry of the installed plugins, with the one-file plugins of `local_paths`.
 
-    registries: dict[tuple[object, ...], Registry]
-    current: tuple[str, ...]
-    reported: set[str]
+    A run has one, that of its config (`RunConfig.registry`). Plugins that are imported stay imported, so that
+    another registry costs milliseconds.
 
+    Args:
+        local_paths: the files.
+        stored: those of them that a stored run names, and that nothing has allowed. TrustError for one that
+            this user has not trained with.
 
-_process = _Process({}, (), set())
-_VARIABLES = ("MM_PLUGINS", "MM_PLUGINS_DISABLE", "MM_PLUGINS_STRICT")
-
-
-def get_registry(local_paths: tuple[str, ...] | None = None, stored: Collection[str] = ()) -> Registry:
-    """The registry of this process, with the one-file plugins of `local_paths`; found once, then kept.
-
-    None means the paths of the last call that named any: those of the config that was loaded last.
-    stored: those of the paths that a stored run names, and that nothing has allowed: they are read and found
-    anew, for what is kept may hold other bytes. TrustError for one that this user has not trained with.
-    PluginError when a named file does not load, and under MM_PLUGINS_STRICT when any plugin does
-    not. Otherwise a broken plugin is one line on stderr, once a process, on the first rank only.
+    Raises:
+        PluginError: a named file does not load; under MM_PLUGINS_STRICT, any plugin. Otherwise a broken
+            plugin is one line on stderr, once a process, on the first rank only.
     """
-    if local_paths is None:
-        local_paths = _process.current
-    paths = tuple(os.path.abspath(os.path.expanduser(path)) for path in local_paths)  # noqa: PTH100, PTH111
-    key = (paths, *(os.environ.get(variable) for variable in _VARIABLES))
-    if key not in _process.registries or stored:
-        registry = Registry(discover(local_files(local_paths, stored), os.environ))
-        _raise_if_needed(registry.plugins)
-        _report(registry.plugins)
-        _process.registries[key] = registry
-    _process.current = paths
-    return _process.registries[key]
+    registry = Registry(discover(local_files(local_paths, stored), os.environ))
+    _raise_if_needed(registry.plugins)
+    _report(registry.plugins)
+    return registry
+
+
+def build(kind: str, config: ComponentConfig | Mapping[str, Any] | str, *args: Any) -> Any:
+    """Builds a component of an installed plugin: `build("scheduler", {"type": "flow_match", "shift": 5.0})`.
+
+    What a run's config names is built by its own registry: `config.registry.build("task", config.task)`.
+    See `Registry.build`.
+    """
+    return get_registry().build(kind, config, *args)
 
 
 def survey(local_paths: tuple[str, ...] = ()) -> Registry:
@@ -201,10 +222,8 @@ def survey(local_paths: tuple[str, ...] = ()) -> Registry:
 
 
 def clear_cache() -> None:
-    """Forgets what was found, so that the next `get_registry` looks again (imports stay)."""
-    _process.registries.clear()
-    _process.reported.clear()
-    _process.current = ()
+    """Forgets which plugins are installed and what was told of them (imports stay)."""
+    _tell.cache_clear()
     entry_point_records.cache_clear()
 
 
@@ -225,9 +244,12 @@ def _report(plugins: tuple[PluginRecord, ...]) -> None:
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) != "0":
         return
     for line in lines_of(plugins):
-        if line not in _process.reported:
-            _process.reported.add(line)
-            sys.stderr.write(f"mm: warning: {line}\n")
+        _tell(line)
+
+
+@cache
+def _tell(line: str) -> None:
+    sys.stderr.write(f"mm: warning: {line}\n")
 
 
 def _raise_if_needed(plugins: tuple[PluginRecord, ...]) -> None:

@@ -8,10 +8,12 @@ import inspect
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from types import MappingProxyType
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from mm_core.errors import PluginError
-from mm_core.plugin.records import Registered
+
+if TYPE_CHECKING:
+    from mm_core.plugin.records import Registered
 
 LEADING: Mapping[str, int] = MappingProxyType({"optimizer": 1, "lr_schedule": 2, "tracker": 1})
 """How many arguments the core passes by position before the fields (see hookspecs)."""

@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mm_core.contracts import CountsProducts, Randomness
 from mm_core.errors import ContractError, MMError
-from mm_core.parallel.initialise import initialise
-from mm_core.parallel.operations import step_operations
+from mm_core.modules.flops import step_operations
+from mm_core.modules.initialise import initialise
 from mm_core.plugin.registry import build as build_component
 
 Build = Callable[[], Any] | Mapping[str, Any] | str

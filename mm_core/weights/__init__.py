@@ -1,9 +1,17 @@
 """Weights on disk: formats, key maps, streaming into shards and out of checkpoints, adapters."""
 
-from mm_core.weights.composed import composed
 from mm_core.weights.fitting import Fit, best_way, fit, formats_of, no_way, ways_to_read
-from mm_core.weights.format import AdapterLayout, Companions, Layout, StoredTensors, WeightFormat, Written
-from mm_core.weights.formats import (
+from mm_core.weights.formats.composed import composed
+from mm_core.weights.formats.format import (
+    AdapterLayout,
+    Companions,
+    Layout,
+    StoredTensors,
+    WeightFormat,
+    Written,
+)
+from mm_core.weights.formats.key_map import Copy, Fuse, KeyMap, Rename, Reshape, Split, Stack, Transpose
+from mm_core.weights.formats.libraries import (
     Diffusers,
     Safetensors,
     Transformers,
@@ -11,7 +19,6 @@ from mm_core.weights.formats import (
     pipeline_parts,
     read_mapping,
 )
-from mm_core.weights.key_map import Copy, Fuse, KeyMap, Rename, Reshape, Split, Stack, Transpose
 from mm_core.weights.stored import INDEX, open_stored
 from mm_core.weights.streaming import stream
 

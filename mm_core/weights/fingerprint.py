@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from mm_core.weights.format import StoredTensors
+from mm_core.weights.formats.format import StoredTensors
 
 _NUMBERS = 512
 """Numbers of a piece of a tensor that is looked at."""

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from mm_core.errors import CheckpointError, ContractError, MMError
-from mm_core.parallel.adapters import without_adapters
+from mm_core.modules.adapter_layers import without_adapters
 from mm_core.plugin.registry import Registry
-from mm_core.weights.format import Layout, StoredTensors, WeightFormat, divided, of_component
-from mm_core.weights.key_map import Copy, KeyMap
+from mm_core.weights.formats.format import Layout, StoredTensors, WeightFormat, divided, of_component
+from mm_core.weights.formats.key_map import Copy, KeyMap
 from mm_core.weights.stored import open_stored
 from mm_core.weights.streaming import chunks, overlap, read_box
 

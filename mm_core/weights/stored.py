@@ -15,8 +15,8 @@ from torch import Tensor
 
 from mm_core.errors import CheckpointError
 from mm_core.weights.archives import check_archive
-from mm_core.weights.format import StoredTensors
-from mm_core.weights.key_map import Shape
+from mm_core.weights.formats.format import StoredTensors
+from mm_core.weights.formats.key_map import Shape
 
 INDEX = ".safetensors.index.json"
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")

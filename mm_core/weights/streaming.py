@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from mm_core.weights.format import StoredTensors
-from mm_core.weights.key_map import Copy
+from mm_core.weights.formats.format import StoredTensors
+from mm_core.weights.formats.key_map import Copy
 
 _CHUNK = 64 * 2**20  # bytes that are held on their way into a shard, where they can not be mapped
 

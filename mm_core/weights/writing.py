@@ -8,10 +8,8 @@ Diffusers name theirs.
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -21,7 +19,8 @@ import torch
 from torch import Tensor
 
 from mm_core.errors import MMError
-from mm_core.weights.key_map import Copy, Shape
+from mm_core.files import durable
+from mm_core.weights.formats.key_map import Copy, Shape
 from mm_core.weights.stored import DTYPES, INDEX
 
 _NAMES = {kind: name for name, kind in DTYPES.items()}
@@ -153,15 +152,6 @@ def _write_tensor(file: IO[bytes], spec: TensorSpec, tensor: Tensor) -> None:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     if flat.numel():
         file.write(flat.view(torch.uint8).numpy().data)
-
-
-@contextmanager
-def durable(path: Path) -> Iterator[IO[bytes]]:
-    """A new file to write to, which the disk has when the block ends."""
-    with path.open("xb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def assemble(copies: Sequence[Copy], read: Callable[[str], Tensor]) -> Tensor:

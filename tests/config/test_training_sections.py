@@ -41,10 +41,7 @@ def path(tmp_path):
         (["validation={samples: {prompts: []}}"], "validation.samples.prompts: prompts is empty"),
         ([HELD_OUT, "validation={timesteps: []}"], "validation.timesteps: timesteps is empty"),
         (["profile={steps: [5, 3]}"], "profile.steps: steps must rise: [first, last]"),
-        (
-            ["checkpoint.async=perhaps"],
-            "found 'perhaps', a text\n  accepted: true or false or thread, process",
-        ),
+        (["checkpoint.async=perhaps"], "found 'perhaps', a text\n  accepted: true or false"),
     ],
 )
 def test_keys_that_do_not_go_together(overrides, words, path):
@@ -63,4 +60,50 @@ def test_the_best_may_be_judged_at_every_save_or_at_some(saves, validations, pat
 def test_async_is_written_as_users_write_it(path):
     from mm_core.config.dump import to_mapping
 
-    assert to_mapping(load_config(path, ["checkpoint.async=process"]))["checkpoint"]["async"] == "process"
+    assert to_mapping(load_config(path, ["checkpoint.async=false"]))["checkpoint"]["async"] is False
+
+
+# -- checkpoint.async of earlier versions ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", ["process", "thread"])
+def test_a_way_to_save_that_was_removed_is_named_at_its_line(value, path):
+    path.write_text(f"{path.read_text()}checkpoint:\n  every: 5\n  async: {value}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    (fault,) = caught.value.faults
+    assert str(fault) == (
+        f"{path}:7: checkpoint.async: found {value!r}: the process mode was removed, and a thread writes"
+        " every asynchronous save\n"
+        "  accepted: true or false\n"
+        "  hint: write `true` instead"
+    )
+
+
+@pytest.mark.parametrize("value", ["process", "thread"])
+def test_a_way_to_save_that_was_removed_is_one_fault_among_the_others(value, path):
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, [f"checkpoint={{async: {value}, every: 0}}", "train.steps=-1"])
+    assert sorted(str(fault).split(": found")[0] for fault in caught.value.faults) == [
+        "override 'checkpoint={async: " + value + ", every: 0}': checkpoint.async",
+        "override 'checkpoint={async: " + value + ", every: 0}': checkpoint.every",
+        "override 'train.steps=-1': train.steps",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "read"), [("process", True), ("thread", True), ("true", True), ("false", False)]
+)
+@pytest.mark.parametrize("allow_code", [False, True])
+def test_a_stored_config_of_an_earlier_version_is_read(value, read, allow_code, path):
+    path.write_text(f"{path.read_text()}checkpoint: {{async: {value}}}\n")
+    assert load_config(path, stored=True, allow_code=allow_code).checkpoint.async_ is read
+    stored = path.with_name("config.yaml")  # `mm-train --config runs/x/config.yaml`
+    stored.write_text(path.read_text())
+    stored.with_name("manifest.json").write_text("{}")
+    assert load_config(stored, allow_code=allow_code).checkpoint.async_ is read
+
+
+def test_what_a_person_lays_upon_a_stored_config_is_of_this_version(path):
+    with pytest.raises(ConfigError, match=r"checkpoint\.async: found 'process': the process mode was"):
+        load_config(path, ["checkpoint.async=process"], stored=True)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from mm_core.data.annotations import Annotation, inside, read_annotations
-from mm_core.data.json_rows import RowFile
-from mm_core.data.packed_rows import PackedRows
+from mm_core.data.rows.annotations import Annotation, inside, read_annotations
+from mm_core.data.rows.json_rows import RowFile
+from mm_core.data.rows.packed_rows import PackedRows
 from mm_core.errors import DataError
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from mm_core.data.images import fit_image, read_image
+from mm_core.data.media.images import fit_image, read_image
 from mm_core.errors import DataError
 
 

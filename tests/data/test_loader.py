@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from mm_core.contracts import Batch, FailureRecord, Randomness
-from mm_core.data.loader import CodeError, MicroBatchLoader
-from mm_core.data.sampler import BatchPlan
-from mm_core.data.skipped import SkipLedger, UnreadableError
-from mm_core.data.video_text import VideoTextDataset
+from mm_core.data.datasets.video_text import VideoTextDataset
+from mm_core.data.loading.loader import CodeError, MicroBatchLoader
+from mm_core.data.loading.sampler import BatchPlan
+from mm_core.data.loading.skipped import SkipLedger, UnreadableError
 from mm_core.errors import ContractError, DataError, PartsError
 from mm_core.plugin.local import import_file, module_name, read_local
 

@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from mm_core.contracts import Randomness
-from mm_core.data.annotations import inside, read_annotations
-from mm_core.data.images import read_image
-from mm_core.data.loader import MicroBatchLoader
-from mm_core.data.readers import DecordReader, PyAVReader
-from mm_core.data.sampler import BatchPlan
-from mm_core.data.skipped import SkipLedger
-from mm_core.data.tables import read_table
-from mm_core.data.video_text import VideoTextDataset
+from mm_core.data.datasets.video_text import VideoTextDataset
+from mm_core.data.loading.loader import MicroBatchLoader
+from mm_core.data.loading.sampler import BatchPlan
+from mm_core.data.loading.skipped import SkipLedger
+from mm_core.data.media.images import read_image
+from mm_core.data.media.readers import DecordReader, PyAVReader
+from mm_core.data.rows.annotations import inside, read_annotations
+from mm_core.data.rows.tables import read_table
 from mm_core.errors import DataError
 
 LOOP = "Too many levels of symbolic links"

@@ -12,9 +12,9 @@ import torch
 from PIL import Image, ImageOps, features
 
 from mm_core.contracts import VideoInfo
-from mm_core.data.images import read_image
-from mm_core.data.readers import DecordReader, PyAVReader
-from mm_core.data.video_text import VideoTextDataset
+from mm_core.data.datasets.video_text import VideoTextDataset
+from mm_core.data.media.images import read_image
+from mm_core.data.media.readers import DecordReader, PyAVReader
 from mm_core.errors import DataError
 
 READERS = [PyAVReader(), pytest.param(DecordReader(), id="decord")]

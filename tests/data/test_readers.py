@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from mm_core.builtin.configs.data import VideoTextConfig
-from mm_core.data.readers import DecordReader, PyAVReader
-from mm_core.data.video_text import VideoTextDataset
+from mm_core.data.datasets.video_text import VideoTextDataset
+from mm_core.data.media.readers import DecordReader, PyAVReader
 from mm_core.errors import DataError
 
 READERS = [PyAVReader(), pytest.param(DecordReader(), id="decord")]
@@ -151,7 +151,7 @@ def test_frames_that_are_too_large_are_refused_before_decoding(
 ) -> None:
     file = encode(tmp_path / "a.mp4", 3)
     assert kind(max_pixels=64 * 48).read(file, [0.0]).shape == (1, 48, 64, 3)
-    monkeypatch.setattr("mm_core.data.readers._decode", lambda *_: pytest.fail("decoded"))
+    monkeypatch.setattr("mm_core.data.media.readers._decode", lambda *_: pytest.fail("decoded"))
     with pytest.raises(DataError, match="64x48 are larger than the reader's max_pixels") as caught:
         kind(max_pixels=64 * 48 - 1).probe(file)
     assert caught.value.accepted == "up to 3071 pixels a frame"

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mm_core.data.sampler import BatchPlan
+from mm_core.data.loading.sampler import BatchPlan
 from mm_core.errors import PlanError
 
 

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from mm_core.contracts import Batch, Randomness, seeded
-from mm_core.data.loader import CodeError, MicroBatchLoader
-from mm_core.data.sampler import BatchPlan
-from mm_core.data.seeding import build_dataset
+from mm_core.data.loading.loader import CodeError, MicroBatchLoader
+from mm_core.data.loading.sampler import BatchPlan
+from mm_core.data.loading.seeding import build_dataset
 from mm_core.errors import DataError
+from mm_core.evaluation.batches import EvaluationData
 from mm_core.plugin.registry import clear_cache, get_registry
-from mm_core.train.assembly import sample_lengths
-from mm_core.train.evaluation_data import EvaluationData
+from mm_core.training.assembly import sample_lengths
 
 
 def draws() -> list[float]:
@@ -218,13 +218,13 @@ def test_constructors_draw_by_the_seed_too(tmp_path: Path) -> None:
     """Else every rank, and every resume, would shuffle its files in another way."""
     file = tmp_path / "split.py"
     file.write_text(SPLIT)
-    get_registry((str(file),))
+    registry = get_registry((str(file),))
     try:
         with generators_untouched():
-            first = build_dataset({"type": "split"}, 0).files  # type: ignore[attr-defined]
+            first = build_dataset(registry, {"type": "split"}, 0).files  # type: ignore[attr-defined]
         random.seed()
-        assert build_dataset({"type": "split"}, 0).files == first  # type: ignore[attr-defined]
-        assert build_dataset({"type": "split"}, 1).files != first  # type: ignore[attr-defined]
+        assert build_dataset(registry, {"type": "split"}, 0).files == first  # type: ignore[attr-defined]
+        assert build_dataset(registry, {"type": "split"}, 1).files != first  # type: ignore[attr-defined]
     finally:
         clear_cache()
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from mm_core.data.readers import PyAVReader
-from mm_core.data.video_text import VideoTextDataset
+from mm_core.data.datasets.video_text import VideoTextDataset
+from mm_core.data.media.readers import PyAVReader
 
 SHAPES = Path(__file__).parents[2] / "examples" / "shapes"
 

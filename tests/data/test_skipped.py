@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mm_core.contracts import Batch, FailureRecord, SampleKey
-from mm_core.data.skipped import SkipLedger, UnreadableError
+from mm_core.data.loading.skipped import SkipLedger, UnreadableError
 from mm_core.errors import DataError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mm_core.data.stopping import StopAsked, check_stop, heeding
+from mm_core.data.loading.stopping import StopAsked, check_stop, heeding
 
 
 def test_only_work_within_a_run_that_was_told_to_stop_is_left():

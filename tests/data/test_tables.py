@@ -11,7 +11,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from mm_core.data.tables import Cells, read_table
+from mm_core.data.rows.tables import Cells, read_table
 from mm_core.errors import DataError
 
 ROWS = [("so, so", 3), ('he said "no"', 1), ("über\nzwei 行", 2)]

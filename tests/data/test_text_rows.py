@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import mm_core
 from mm_core.contracts import SampleKey, TextBatch
-from mm_core.data.text_rows import TextRowsDataset
+from mm_core.data.datasets.text_rows import TextRowsDataset
 from mm_core.errors import CheckpointError, ConfigError, DataError
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[EOS]"]

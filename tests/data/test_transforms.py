@@ -9,9 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
-from mm_core.data.captions import clean_caption
-from mm_core.data.readers import PyAVReader
-from mm_core.data.transforms import covering_size, resize_centre_crop
+from mm_core.data.media.readers import PyAVReader
+from mm_core.data.media.transforms import covering_size, resize_centre_crop
+from mm_core.data.rows.captions import clean_caption
 
 
 @pytest.fixture(scope="module")

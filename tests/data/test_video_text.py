@@ -10,8 +10,8 @@ import torch
 
 import mm_core
 from mm_core.contracts import Dataset, RandomisedDataset, Randomness, SampleKey
-from mm_core.data.readers import DecordReader
-from mm_core.data.video_text import VideoTextDataset
+from mm_core.data.datasets.video_text import VideoTextDataset
+from mm_core.data.media.readers import DecordReader
 from mm_core.errors import DataError
 
 RNG = Randomness(0)

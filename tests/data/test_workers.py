@@ -19,8 +19,9 @@ from pathlib import Path
 
 import pytest
 
-from mm_core.data import aftermath, loader, workers
+from mm_core.data.loading import loader, workers
 from mm_core.errors import DataError
+from mm_core.runtime import leftovers as aftermath
 
 MARK = "MM_TEST_MARK"
 
@@ -115,7 +116,7 @@ ENDS = {
     "killed": (*READING, "os.kill(os.getpid(), signal.SIGKILL)"),
     "left at once": (*READING, "os._exit(3)"),  # as the watchdog does
     "left with its workers alive": (*READING, "sys.kept = kept", "raise SystemExit(3)"),
-    "left as ranks do": (*READING, "from mm_core.train.failure import leave", "leave(3)"),
+    "left as ranks do": (*READING, "from mm_core.runtime.launch.rank_process import leave", "leave(3)"),
     "ended": ("print(len(list(t.loader(t.Numbers(8), workers=2))))",),
     "broken off": (*READING, "raise KeyError('a bug')"),
     "killed as workers start": (

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mm_core.contracts import Autoencoder
-from mm_core.diffusion.pixel import PixelAutoencoder
+from mm_core.diffusion.encoders.pixel import PixelAutoencoder
 from mm_core.errors import ContractError
 
 

@@ -26,7 +26,7 @@ from transformers import (
 
 import mm_core
 from mm_core.contracts import TextEncoder
-from mm_core.diffusion.text import END, ByteTextEncoder, HFTextEncoder, sinusoids
+from mm_core.diffusion.encoders.text import END, ByteTextEncoder, HFTextEncoder, sinusoids
 from mm_core.errors import CheckpointError
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from mm_core.contracts import FrozenPlan, Streamed, empty_parameters
 from mm_core.errors import ContractError, PlanError
-from mm_core.parallel.placing import blocks_of, bytes_of, place, plan_frozen
+from mm_core.parallel.frozen_placement import blocks_of, bytes_of, place, plan_frozen
 
 CPU = torch.device("cpu")
 SIZE = 8

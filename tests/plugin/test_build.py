@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from mm_core import Component, hookimpl
-from mm_core.plugin.fields import ComponentConfig, Kind, Range
+from mm_core.plugin.schema.fields import ComponentConfig, Kind, Range
 
 
 @dataclass(frozen=True)
@@ -235,4 +235,4 @@ def test_the_public_name_is_the_same_function() -> None:
     import mm_core
 
     assert mm_core.build is build
-    assert Path(build.__code__.co_filename).name == "building.py"
+    assert Path(build.__code__.co_filename).name == "registry.py"

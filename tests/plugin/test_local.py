@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mm_core.errors import PluginError
-from mm_core.plugin import ComponentConfig, build, get_registry
+from mm_core.plugin import ComponentConfig, build
 
 SOURCE = """
 from __future__ import annotations
@@ -51,12 +51,13 @@ def test_a_file_registers_under_local_and_its_targets_import(site: Any, tmp_path
     assert pickle.loads(pickle.dumps(model)).depth == 2  # its module can be found by name
 
 
-def test_build_finds_the_files_of_the_config_that_was_loaded_last(site: Any, tmp_path: Path) -> None:
-    site.registry(write(tmp_path / "my_dit.py", depth=7))
-    assert build("predictor", ComponentConfig("predictor", "local/my_dit")).depth == 7
-    get_registry(())
+def test_a_registry_builds_what_its_own_files_hold(site: Any, tmp_path: Path) -> None:
+    section = ComponentConfig("predictor", "local/my_dit")
+    first = site.registry(write(tmp_path / "a/my_dit.py", depth=7))
+    second = site.registry(write(tmp_path / "b/my_dit.py", depth=3))
+    assert (first.build("predictor", section).depth, second.build("predictor", section).depth) == (7, 3)
     with pytest.raises(PluginError, match="no plugin 'local' is installed"):
-        build("predictor", ComponentConfig("predictor", "local/my_dit"))
+        build("predictor", section)  # that of the installed plugins
 
 
 def test_the_version_is_the_content(site: Any, tmp_path: Path) -> None:
@@ -126,11 +127,10 @@ def test_a_file_may_import_torch_without_a_warning(site: Any, tmp_path: Path) ->
     assert (done.stdout, done.stderr) == ("True\n", "")
 
 
-@pytest.mark.xfail(strict=True, reason="which one-file plugins a name may mean is kept for the whole process")
 def test_another_runs_config_does_not_take_a_runs_plugins_away(site: Any, tmp_path: Path) -> None:
     """As in a script that trains, and reads the config of another run while it does."""
     ours = site.registry(write(tmp_path / "ours.py", "ours"))
     section = ComponentConfig("predictor", "local/ours")
     assert ours.resolve("predictor", "local/ours").config_class()().depth == 4
     site.registry(write(tmp_path / "theirs.py", "theirs"))
-    assert build("predictor", section).depth == 4
+    assert ours.build("predictor", section).depth == 4

@@ -12,8 +12,9 @@ import mm_core
 from mm_core.plugin.component import KINDS
 from mm_core.plugin.inspection import inspect_plugins
 from mm_core.plugin.manager import discover, local_files
-from mm_core.plugin.registry import Registry, build, clear_cache, get_registry
+from mm_core.plugin.registry import Registry, clear_cache, get_registry
 from mm_core.plugin.signatures import LEADING
+from support.logs import log_of
 
 ONE_FILE = """
 from mm_core import Component, hookimpl
@@ -44,15 +45,14 @@ def _forget():
 
 
 def _passed() -> dict[str, int]:
-    """Kind -> arguments that the core's own calls of `build` pass after the config."""
+    """Kind -> arguments that the core's own calls of `Registry.build` pass after the config."""
     found: dict[str, int] = {}
     for path in Path(mm_core.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_bytes())):
-            if not (
-                isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "build"
-            ):
+            if not isinstance(node, ast.Call):
                 continue
-            if node.args and isinstance(node.args[0], ast.Constant):
+            called = getattr(node.func, "attr", getattr(node.func, "id", None))
+            if called == "build" and node.args and isinstance(node.args[0], ast.Constant):
                 kind = str(node.args[0].value)
                 assert found.setdefault(kind, len(node.args) - 2) == len(node.args) - 2, f"{path}: {kind}"
     return found
@@ -70,8 +70,7 @@ def test_a_one_file_component_of_each_kind_is_checked_and_built_as_the_core_buil
     source = ONE_FILE.format(hooks=HOOK.format(hook=KINDS[kind]), leading="".join(f"{n}, " for n in names))
     file = tmp_path / "mine.py"
     file.write_text(source)
-    get_registry((str(file),))
-    made = build(kind, {"type": "local/mine", "power": 3}, *names)
+    made = get_registry((str(file),)).build(kind, {"type": "local/mine", "power": 3}, *names)
     assert made == ((*names, 3.0) if names else 3.0)
 
 
@@ -126,6 +125,6 @@ def test_a_one_file_schedule_moves_the_learning_rate_of_a_real_run(tiny, tmp_pat
     )
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     run = mm_core.train(config)
-    rows = [json.loads(line) for line in (Path(run.run_dir) / "metrics.jsonl").read_text().splitlines()]
+    rows = log_of(Path(run.run_dir))
     rates = [row["lr"] for row in rows if "lr" in row]
     assert rates == pytest.approx([1e-3, 2.5e-4, 6.25e-5])

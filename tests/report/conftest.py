@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mm_core.contracts import Clip
-from mm_core.train.media import write_clips
+from mm_core.data.media.video_files import write_clips
 
 PROMPTS = ("a red circle moves left", "a blue square moves up")
 BINS = [f"{i / 10:g}-{(i + 1) / 10:g}" for i in range(10)]

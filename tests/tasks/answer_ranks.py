@@ -13,9 +13,9 @@ import transformers
 from torch.distributed.fsdp import fully_shard
 
 from mm_core.contracts import Decoding
-from mm_core.device import start_process_group
-from mm_core.tasks.pretrained_answers import Answers
-from mm_core.train.failure import leave
+from mm_core.runtime.groups import start_process_group
+from mm_core.runtime.launch.rank_process import leave
+from mm_core.tasks.pretrained.answers import Answers
 
 
 def main() -> None:

@@ -16,20 +16,12 @@ from torch.distributed.tensor import DTensor
 
 from mm_core.builtin.configs.pretrained import PretrainedConfig
 from mm_core.contracts import Randomness
-from mm_core.device import start_process_group
 from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.errors import ContractError, PlanError
-from mm_core.tasks.pretrained_model import build_model
-from mm_core.train.failure import leave
-
-
-class Task(nn.Module):
-    trainable = ("model",)
-    frozen = ()
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
+from mm_core.runtime.groups import start_process_group
+from mm_core.runtime.launch.rank_process import leave
+from mm_core.tasks.pretrained.model import build_model
+from support.tiny_models import Task
 
 
 class Table(nn.Module):
@@ -54,7 +46,7 @@ class Table(nn.Module):
 
 def begin(model: nn.Module) -> None:
     """Has the engine spread a model and begin it."""
-    task = Task(model)
+    task = Task(model=model)
     engine = FSDP2Engine()
     engine.prepare(task, engine.plan(task, dist.get_world_size(), 2), None, Randomness(7))
 

@@ -11,44 +11,31 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 import mm_core
 from mm_core.config.schema import RunConfig
-from mm_core.contracts import Randomness, SampleKey, TextBatch
-from mm_core.device import start_process_group
+from mm_core.contracts import Randomness
+from mm_core.loading.initial_weights import FileWeights
 from mm_core.plan import build_task
-from mm_core.plugin.registry import build, get_registry
-from mm_core.train.failure import leave
-from mm_core.train.initial_weights import FromFiles
+from mm_core.runtime.groups import start_process_group
+from mm_core.runtime.launch.rank_process import leave
+from support.pretrained_models import ROWS, batch_of
+from support.tensors import whole
 
-ROWS, MICRO = 12, 2
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
-def batch_of(dataset, rows: range, last: float = 0.0) -> TextBatch:
-    """Rows of a dataset; number 11 weighs `last`."""
-    samples = [
-        {**dataset[row], "key": SampleKey(0, row), "weight": last if row == ROWS - 1 else 1.0} for row in rows
-    ]
-    return dataset.collate(samples)
+MICRO = 2
 
 
 def one_step(config: RunConfig) -> dict[str, object]:
     """Loss and gradients of the mean over the global batch, and what an evaluation of it says."""
-    get_registry(config.plugins.path)
     task = build_task(config)
-    engine = build("engine", config.engine)
+    engine = config.registry.build("engine", config.engine)
     plan = engine.plan(task, dist.get_world_size(), 2)
 
     def optimizer(parameters):
         return torch.optim.SGD(parameters.values(), lr=0.1)
 
-    engine.prepare(task, plan, optimizer, Randomness(7), FromFiles(config, task))
-    dataset = build("dataset", config.data.train)
+    engine.prepare(task, plan, optimizer, Randomness(7), FileWeights(config, task))
+    dataset = config.registry.build("dataset", config.data.train)
     world, rank = dist.get_world_size(), dist.get_rank()
     mine = [range(first, first + MICRO) for first in range(rank * MICRO, ROWS, MICRO * world)]
     batches = [task.batch_transform()(batch_of(dataset, rows)) for rows in mine]

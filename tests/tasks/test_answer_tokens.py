@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -13,21 +12,12 @@ from transformers.generation import logits_process
 
 from mm_core.contracts import Decoding, TextBatch
 from mm_core.errors import DataError
-from mm_core.tasks.answer_tokens import Drawn, joined
-from mm_core.tasks.pretrained_answers import Answers
+from mm_core.tasks.pretrained.answer_tokens import Drawn, joined
+from mm_core.tasks.pretrained.answers import Answers
+from support import pretrained_models as models
+from support.ranks import run_ranks
 
 HERE = Path(__file__).parent
-
-
-def of_tests(name: str, folder: Path = HERE):
-    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-ranks = of_tests("ranks", HERE.parent)
-models = of_tests("pretrained_models")
 
 
 def test_rows_are_padded_where_they_are_not_gone_on_from():
@@ -161,7 +151,7 @@ def test_ranks_with_rows_of_other_lengths_answer_as_alone(tmp_path):
     """They share the model's weights, so that each takes part in the other's generations."""
     answers = with_a_table(tmp_path)
     lengths = [[4, 14], [9, 15]]
-    said = ranks.run_ranks(HERE / "answer_ranks.py", 2, tmp_path, json.dumps(lengths))
+    said = run_ranks(HERE / "answer_ranks.py", 2, tmp_path, json.dumps(lengths))
     for own, output in zip(lengths, said, strict=True):
         alone = [answers.to([row(length)], Decoding(), [0])[0] for length in own]
         assert json.loads(output.splitlines()[-1]) == alone

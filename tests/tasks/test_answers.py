@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -14,19 +13,9 @@ import transformers
 from mm_core.contracts import Randomness, SampleKey, TextBatch
 from mm_core.errors import CheckpointError, ContractError
 from mm_core.plugin.registry import build
-from mm_core.tasks.pretrained import PretrainedTask
+from mm_core.tasks.pretrained.task import PretrainedTask
+from support import pretrained_models as models
 
-HERE = Path(__file__).parent
-
-
-def of_tests(name: str):
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-models = of_tests("pretrained_models")
 PROMPTS = [[5, 9, 12], [7, 7, 30, 31, 8, 20], [11]]
 ANSWERS = [[13, 14, 2], [21, 2], [22, 23, 24, 2]]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,10 @@ import transformers
 from mm_core.builtin.configs.adapters import AdapterConfig
 from mm_core.contracts import Randomness, SampleKey, TextBatch
 from mm_core.errors import ContractError
-from mm_core.parallel.initialise import initialise
-from mm_core.tasks.pretrained import PretrainedTask
-from mm_core.weights.adapters import add_adapters
-
-_spec = importlib.util.spec_from_file_location("models", Path(__file__).with_name("pretrained_models.py"))
-models = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(models)
+from mm_core.modules.initialise import initialise
+from mm_core.tasks.pretrained.task import PretrainedTask
+from mm_core.weights.adapters.inject import add_adapters
+from support import pretrained_models as models
 
 BART = {"vocab_size": 48, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "dropout": 0.0}
 BART |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 32}

@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from mm_core.errors import ContractError
-from mm_core.tasks.chunked_loss import HeldBackLogits, hold_back
-from mm_core.tasks.pretrained_loss import RowLosses, follow
+from mm_core.tasks.pretrained.chunked_loss import HeldBackLogits, hold_back
+from mm_core.tasks.pretrained.loss import RowLosses, follow
 
 VOCABULARY, WIDTH = 97, 16
 

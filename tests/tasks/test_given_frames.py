@@ -19,11 +19,11 @@ from mm_core.contracts import (
     SampleRequest,
     VideoTextBatch,
 )
+from mm_core.data.rows.prompts import Prompt, read_images, read_prompts, with_images
 from mm_core.errors import ContractError, DataError, MMError
+from mm_core.evaluation.sampled_clips import share_prompts
 from mm_core.plugin.registry import build
-from mm_core.tasks.text_to_video import TextToVideo
-from mm_core.train.prompts import Prompt, read_images, read_prompts, with_images
-from mm_core.train.sampled_clips import share_prompts
+from mm_core.tasks.text_to_video.task import TextToVideo
 
 RNG = Randomness(1)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import warnings
 from pathlib import Path
 
@@ -13,19 +12,11 @@ import transformers
 from mm_core.contracts import Randomness, SampleKey, TextBatch
 from mm_core.device import attention_of_any_length
 from mm_core.errors import ContractError, RunWarning
-from mm_core.parallel.initialise import initialise
-from mm_core.tasks import packed_attention
-from mm_core.tasks.pretrained import PretrainedTask
+from mm_core.modules.initialise import initialise
+from mm_core.tasks.pretrained import packed_attention
+from mm_core.tasks.pretrained.task import PretrainedTask
+from support import pretrained_models as models
 
-
-def of_tests(name: str):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-models = of_tests("pretrained_models")
 TINY = {**models.QWEN, **models.ENDS, "num_attention_heads": 4, "num_key_value_heads": 2}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 MODELS = {
@@ -104,7 +95,7 @@ def test_pieces_do_not_see_each_other():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_layers_attend_to_the_same_pieces(reentrant, attended):
-    from mm_core.parallel.recompute import recompute
+    from mm_core.parallel.activation_checkpointing import recompute
 
     wanted = learnt(model_of("Qwen3", "sdpa"), **row())
     model = model_of("Qwen3", "packed_sdpa")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import warnings
 from pathlib import Path
@@ -14,26 +13,14 @@ import transformers
 from mm_core import load_config
 from mm_core.contracts import Batch, Randomness, SampleKey, SampleRequest, TextBatch
 from mm_core.errors import CheckpointError, ConfigError, ContractError, MMError, PlanError
-from mm_core.parallel.casting import cast_inputs
-from mm_core.parallel.initialise import initialise
+from mm_core.modules.casting import cast_inputs
+from mm_core.modules.initialise import initialise
 from mm_core.plan import build_task
-from mm_core.tasks import pretrained_model
-from mm_core.tasks.pretrained import PretrainedTask
-from mm_core.weights.formats import Transformers
-
-HERE = Path(__file__).parent
-
-
-def of_tests(name: str):
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-models = of_tests("pretrained_models")
-rows_of = of_tests("pretrained_ranks").batch_of
-token_rows = of_tests("token_rows")
+from mm_core.tasks.pretrained import model as pretrained_model
+from mm_core.tasks.pretrained.task import PretrainedTask
+from mm_core.weights.formats.libraries import Transformers
+from support import pretrained_models as models
+from support.token_rows import TokenRows
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +146,7 @@ def test_a_new_head_begins_at_random_and_the_rest_is_read(folders, tmp_path):
     )
     mm_core.train(load_config(path))
     found = transformers.BertForMaskedLM.from_pretrained(folders("bert_masked")).state_dict()
-    from mm_core.train.checkpoint_reading import load_model_only
+    from mm_core.checkpoint.reading import load_model_only
 
     task = build_task(load_config(path))
     state = {f"model.{n}": torch.zeros(p.shape) for n, p in task.model.named_parameters()}
@@ -183,7 +170,7 @@ def test_a_head_that_the_files_lack_is_named(folders, tmp_path):
 
 
 def test_labels_are_counted_as_each_loss_counts_them(folders):
-    tokens = rows_of(token_rows.TokenRows("tokens"), range(9, 12), last=0.0)
+    tokens = models.batch_of(TokenRows("tokens"), range(9, 12), last=0.0)
     shifted = task_of(folders("qwen3"), "qwen3").batch_transform()(tokens)
     known = (tokens.inputs["labels"] != -100).sum(1).tolist()
     assert shifted.counts == known  # the first label of a row is never learnt here
@@ -200,11 +187,11 @@ def test_labels_are_counted_as_each_loss_counts_them(folders):
 @pytest.mark.parametrize("name", ["qwen3", "bert_classes", "bert_numbers", "bert_marks"])
 def test_a_row_of_weight_zero_counts_for_nothing(name, folders):
     task = task_of(folders(name), name)
-    data = token_rows.TokenRows(models.MODELS[name][4])
+    data = TokenRows(models.MODELS[name][4])
     found = []
     for rows, last in ((range(9, 12), 0.0), (range(9, 11), 1.0)):
         task.zero_grad()
-        loss = loss_of(task, rows_of(data, rows, last))
+        loss = loss_of(task, models.batch_of(data, rows, last))
         (loss.total / loss.weight).backward()
         found.append((loss, [p.grad.clone() for p in task.parameters()]))
     assert found[0][0].weight == found[1][0].weight
@@ -217,7 +204,7 @@ def test_numbers_to_learn_keep_their_precision_under_bf16(folders):
     task = task_of(folders("bert_numbers"), "bert_numbers")
     task.model.bfloat16()
     cast_inputs(task.model, torch.bfloat16)
-    batch = rows_of(token_rows.TokenRows("numbers"), range(3))
+    batch = models.batch_of(TokenRows("numbers"), range(3))
     batch.inputs["labels"] = torch.tensor([998.7, 3.3, -41.9])
     found = task.model(batch.inputs["input_ids"], batch.inputs["attention_mask"]).logits.float()[:, 0]
     loss = loss_of(task, batch)
@@ -226,7 +213,7 @@ def test_numbers_to_learn_keep_their_precision_under_bf16(folders):
 
 def test_an_evaluation_says_what_is_right_and_what_was_found(folders):
     task = task_of(folders("bert_classes"), "bert_classes").eval()
-    batch = rows_of(token_rows.TokenRows("classes"), range(6))
+    batch = models.batch_of(TokenRows("classes"), range(6))
     found = task.evaluate(task.batch_transform()(batch), Randomness(1), ())
     assert set(found.sums) == {"loss"} and found.weights.tolist() == [1.0] * 6
     assert torch.equal(found.outputs["labels"], batch.inputs["labels"])
@@ -234,14 +221,14 @@ def test_an_evaluation_says_what_is_right_and_what_was_found(folders):
     assert found.texts == [f"LABEL_{number}" for number in found.outputs["predictions"].tolist()]
     assert found.references == [(f"LABEL_{number}",) for number in batch.inputs["labels"].tolist()]
     numbers = task_of(folders("bert_numbers"), "bert_numbers").eval()
-    batch = numbers.batch_transform()(rows_of(token_rows.TokenRows("numbers"), range(6)))
+    batch = numbers.batch_transform()(models.batch_of(TokenRows("numbers"), range(6)))
     found = numbers.evaluate(batch, Randomness(1), ())
     assert set(found.sums) == {"loss"} and found.outputs["logits"].shape == (6, 1)
 
 
 def test_an_evaluation_of_tokens_counts_tokens(folders):
     task = task_of(folders("qwen3"), "qwen3", chunk_tokens=3).eval()
-    batch = task.batch_transform()(rows_of(token_rows.TokenRows("tokens"), range(6)))
+    batch = task.batch_transform()(models.batch_of(TokenRows("tokens"), range(6)))
     found = task.evaluate(batch, Randomness(1), ())
     assert found.weights.tolist() == batch.counts
     known = found.outputs["labels"] != -100
@@ -319,7 +306,7 @@ def test_batches_that_the_model_can_not_take(folders):
         ContractError, match="the dataset makes a Batch, and the task pretrained takes a Text"
     ):
         count(Batch([key], torch.ones(1), ["a"]))
-    batch = rows_of(token_rows.TokenRows("classes"), range(2))
+    batch = models.batch_of(TokenRows("classes"), range(2))
     labels = batch.inputs.pop("labels")
     with pytest.raises(ContractError, match="gives no `labels`, so there is nothing to learn"):
         count(batch)
@@ -439,7 +426,7 @@ def test_a_term_beside_the_labels_loss_is_refused(folders):
     options = {**models.QWEN, **models.ENDS, "num_experts": 3, "num_experts_per_tok": 2}
     config = transformers.Qwen3MoeConfig(**options, moe_intermediate_size=12, output_router_logits=True)
     config.save_pretrained(mixture := folders("qwen3").parent / "mixture")
-    batch = rows_of(token_rows.TokenRows("tokens"), range(3))
+    batch = models.batch_of(TokenRows("tokens"), range(3))
     task = task_of(mixture, "qwen3", weights="random")
     with pytest.raises(ContractError, match="it adds to the loss of its labels, or scales it") as found:
         loss_of(task, batch)
@@ -503,7 +490,7 @@ def test_losses_that_are_no_sums_are_refused_with_the_reason(name, why, folders,
     task.model.to_empty(device="cpu")
     initialise(task.model, "model", Randomness(1))
     with pytest.raises(ContractError) as found:
-        loss_of(task, rows_of(token_rows.TokenRows("classes"), range(4)))
+        loss_of(task, models.batch_of(TokenRows("classes"), range(4)))
     assert found.value.what.startswith("the model's loss can not be made a sum over the global batch: ")
     assert why in found.value.what
 

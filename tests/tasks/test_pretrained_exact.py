@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
+from support import pretrained_models as models
+from support.ranks import run_ranks
+from support.token_rows import TokenRows
+
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 
-
-def of_tests(name: str, folder: Path = HERE):
-    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-ranks = of_tests("ranks", HERE.parent)
-models = of_tests("pretrained_models")
-rows_of = of_tests("pretrained_ranks").batch_of
-token_rows = of_tests("token_rows")
 
 CASES = {name: (name, {}) for name in models.MODELS} | {
     "qwen3_plain": ("qwen3", {"task": {"loss": "plain"}}),
@@ -51,7 +42,7 @@ def found(folder):
         chunks = {"chunk_tokens": 5} if "loss" not in changes.get("task", {}) else {}
         changes = {**changes, "task": {**changes.get("task", {}), **chunks}}
         configs.append(models.run_config(name, folder / name, folder, case, **changes))
-    ranks.run_ranks(HERE / "pretrained_ranks.py", 2, folder / "found.pt", *configs)
+    run_ranks(HERE / "pretrained_ranks.py", 2, folder / "found.pt", *configs)
     return torch.load(folder / "found.pt")
 
 
@@ -60,7 +51,7 @@ def test_two_ranks_with_accumulation_are_one_forward_of_the_whole_batch(case, fo
     name = CASES[case][0]
     _, _, _, auto_class, kind = models.MODELS[name]
     theirs = getattr(transformers, auto_class).from_pretrained(folder / name).train()
-    batch = rows_of(token_rows.TokenRows(kind=kind), range(11))
+    batch = models.batch_of(TokenRows(kind=kind), range(11))
     loss = theirs(**batch.inputs).loss
     loss.backward()
     assert found[case]["loss"] == pytest.approx(loss.item(), rel=1e-5)
@@ -77,10 +68,10 @@ def test_an_evaluation_tells_each_row_apart(case, folder, found):
     _, _, _, auto_class, kind = models.MODELS[name]
     theirs = getattr(transformers, auto_class).from_pretrained(folder / name).eval()
     sums, weights = found[case]["rows"]
-    data = token_rows.TokenRows(kind=kind)
+    data = TokenRows(kind=kind)
     for row in range(11):
         with torch.no_grad():
-            alone = float(theirs(**rows_of(data, range(row, row + 1)).inputs).loss)
+            alone = float(theirs(**models.batch_of(data, range(row, row + 1)).inputs).loss)
         assert float(sums[row] / weights[row]) == pytest.approx(alone, rel=2e-5)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -16,24 +15,15 @@ from torch import nn
 from mm_core.builtin.configs.pretrained import PretrainedConfig
 from mm_core.contracts import Randomness, empty_parameters
 from mm_core.errors import ContractError
-from mm_core.parallel.initialise import initialise
-from mm_core.parallel.tying import tie, tied_names
-from mm_core.tasks.pretrained_init import Recipe, prepare_initialisation, recorded
-from mm_core.tasks.pretrained_model import build_model
+from mm_core.modules.initialise import initialise
+from mm_core.modules.tying import tie, tied_names
+from mm_core.tasks.pretrained.initial import Recipe, prepare_initialisation, recorded
+from mm_core.tasks.pretrained.model import build_model
+from support.drawn_architectures import COUNT, Architecture, drawn
+from support.ranks import run_ranks
 
 HERE = Path(__file__).parent
 
-
-def of_tests(name: str, folder: Path = HERE):
-    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-ranks = of_tests("ranks", HERE.parent)
-architectures = of_tests("drawn_architectures")
-Architecture = architectures.Architecture
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 96}
 ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -127,11 +117,11 @@ def test_weights_that_a_parent_or_a_formula_sets_are_those_of_the_library(name, 
 
 @pytest.mark.slow
 def test_weights_of_architectures_that_are_drawn_are_those_of_the_library(tmp_path, capsys):
-    found, left = architectures.drawn()
+    found, left = drawn()
     with capsys.disabled():
         print("\n" + ", ".join(architecture.name for architecture in found))
         print(*(f"not {key}: {why}" for key, why in left.items()), sep="\n")
-    assert len(found) == architectures.COUNT
+    assert len(found) == COUNT
     models = ((a, built(write(a, tmp_path / a.name))) for a in found)
     assert {a.name: off for a, model in models if (off := compare(a.make, model, 8))} == {}
 
@@ -140,10 +130,10 @@ def test_weights_of_architectures_that_are_drawn_are_those_of_the_library(tmp_pa
 def test_two_ranks_begin_as_one_to_the_bit(tmp_path):
     """Under the engine. Of tables in integers, those that are not set are found on the rank that has them."""
     chosen = {name: of_faulty(name) for name in FAULTY}
-    chosen |= {architecture.name: architecture for architecture in architectures.drawn()[0]}
+    chosen |= {architecture.name: architecture for architecture in drawn()[0]}
     folders = [write(architecture, tmp_path / name) for name, architecture in chosen.items()]
     for world in (1, 2):
-        ranks.run_ranks(HERE / "drawn_ranks.py", world, tmp_path / f"out{world}", *folders)
+        run_ranks(HERE / "drawn_ranks.py", world, tmp_path / f"out{world}", *folders)
     one, first, second = (torch.load(tmp_path / name) for name in ("out1.0", "out2.0", "out2.1"))
     said = "init_weights of Table left 1 tensors unset: model.codes"
     tables = [found.pop("tables") for found in (one, first, second)]
@@ -184,7 +174,7 @@ def test_what_files_hold_is_not_drawn_whatever_was_in_memory(left, tmp_path):
 
 def test_a_rank_holds_the_whole_of_one_module_at_a_time(tmp_path, monkeypatch):
     """Also where a parent sets its children: the largest here are one matrix."""
-    from mm_core.tasks.init_tape import Tape
+    from mm_core.tasks.pretrained.init_tape import Tape
 
     sizes, play = [], Tape._play
 

@@ -17,6 +17,7 @@ import mm_core
 from mm_core.builtin.configs.data import TextRowsConfig
 from mm_core.builtin.configs.pretrained import PretrainedConfig
 from mm_core.contracts import SampleKey, TextBatch
+from support.logs import log_of
 
 PAGE = (Path(__file__).parents[2] / "docs/transformers.md").read_text(encoding="utf-8")
 
@@ -72,5 +73,5 @@ def test_the_config_of_the_page_trains_a_model(tmp_path, monkeypatch):
     Path("data/answers.jsonl").write_text("".join(lines), encoding="utf-8")
     small = ["train.steps=2", "train.global_batch_size=8", "data.loader.workers=0", "optimizer.lr=1e-2"]
     mm_core.train(mm_core.load_config("answers.yaml", small))
-    logged = [json.loads(line) for line in Path("runs/answers/metrics.jsonl").read_text().splitlines()]
+    logged = log_of(Path("runs/answers"))
     assert logged[1]["loss"] < logged[0]["loss"]

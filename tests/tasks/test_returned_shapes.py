@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mm_core.contracts import SampleRequest
+from mm_core.diffusion.encoders.pixel import PixelAutoencoder
+from mm_core.diffusion.encoders.text import ByteTextEncoder
 from mm_core.diffusion.flow_match import FlowMatch
-from mm_core.diffusion.pixel import PixelAutoencoder
-from mm_core.diffusion.text import ByteTextEncoder
 from mm_core.errors import ContractError
-
-_spec = importlib.util.spec_from_file_location("t2v_parts", Path(__file__).with_name("test_text_to_video.py"))
-parts = sys.modules[_spec.name] = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(parts)
+from support.text_to_video import RNG, SmallPredictor, make_batch, make_task
 
 SPEC = {"num_frames": 2, "height": 8, "width": 8}
 
@@ -43,7 +37,7 @@ FULL = f"[3, 12, 2, 5, 7] is needed{HINT}"
 
 
 def test_a_scheduler_that_does_not_broadcast_is_named_before_anything_is_allocated():
-    task = parts.make_task(scheduler=NoBroadcast())
+    task = make_task(scheduler=NoBroadcast())
     with pytest.raises(ContractError) as fault:
         task.check(SPEC)
     assert str(fault.value).startswith(
@@ -65,12 +59,12 @@ def test_a_scheduler_that_does_not_broadcast_is_named_before_anything_is_allocat
 )  # fmt: skip
 def test_each_answer_of_a_scheduler_is_checked_in_the_plan(name, change, text):
     with pytest.raises(ContractError) as fault:
-        parts.make_task(scheduler=Wrong(name, change)).check(SPEC)
+        make_task(scheduler=Wrong(name, change)).check(SPEC)
     assert str(fault.value) == f"task.scheduler: {text}"
 
 
 def test_a_scheduler_that_fits_passes():
-    parts.make_task().check(SPEC)
+    make_task().check(SPEC)
 
 
 def test_an_autoencoder_is_checked_where_it_encodes_and_where_it_decodes():
@@ -81,14 +75,14 @@ def test_an_autoencoder_is_checked_where_it_encodes_and_where_it_decodes():
         def decode(self, latents):
             return super().decode(latents)[:, :, :1]
 
-    task = parts.make_task()
+    task = make_task()
     task.autoencoder = Flat(2)
     where = r"^task\.autoencoder: encode returned \[3, 12, 4, 4\] where \[3, 12, 2, 4, 4\] is needed$"
-    batch = parts.make_batch(task)
+    batch = make_batch(task)
     with pytest.raises(ContractError, match=where):
-        task.prepare(batch, parts.RNG)
+        task.prepare(batch, RNG)
     with pytest.raises(ContractError, match=where):
-        task.evaluate(batch, parts.RNG, (0.5,))
+        task.evaluate(batch, RNG, (0.5,))
     with pytest.raises(ContractError, match=r"decode returned \[1, 3, 1, 8, 8\] where \[1, 3, 2, 8, 8\] is"):
         task.sample(SampleRequest(prompts=("a",)))
 
@@ -106,32 +100,32 @@ def test_a_text_encoder_is_checked_where_it_encodes(change, text):
         def encode(self, ids, mask):
             return change(*super().encode(ids, mask))
 
-    task = parts.make_task()
-    batch = parts.make_batch(task)
+    task = make_task()
+    batch = make_batch(task)
     encoder = Odd(8, 32)
     encoder.load(torch.device("cpu"))
     task._captions._encoder = encoder
     length = batch.text_ids.shape[1]
     with pytest.raises(ContractError) as fault:
-        task.prepare(batch, parts.RNG)
+        task.prepare(batch, RNG)
     assert str(fault.value) == "task.text_encoder: " + text.format(L=length, S=length - 1)
 
 
 @pytest.mark.parametrize("guidance", [1.0, 2.0])
 def test_a_predictor_and_a_solver_are_checked_where_they_sample(guidance):
-    class Short(parts.SmallPredictor):
+    class Short(SmallPredictor):
         def forward(self, latents, timestep, text, text_mask):
             return super().forward(latents, timestep, text, text_mask)[:, :, :1]
 
     rows = 2 if guidance > 1 else 1
     request = SampleRequest(prompts=("a",), guidance=guidance)
     with pytest.raises(ContractError) as fault:
-        parts.make_task(predictor=Short()).sample(request)
+        make_task(predictor=Short()).sample(request)
     assert str(fault.value) == (
         f"task.predictor: forward returned [{rows}, 12, 1, 4, 4] where [{rows}, 12, 2, 4, 4] is needed"
     )
     with pytest.raises(ContractError, match=r"^task\.scheduler: integrate returned \[1, 12, 4, 4\] where"):
-        parts.make_task(scheduler=Wrong("integrate", lambda t: t[:, :, 0])).sample(request)
+        make_task(scheduler=Wrong("integrate", lambda t: t[:, :, 0])).sample(request)
 
 
 def test_a_clip_size_without_a_fitting_one_beside_it_has_no_empty_hint():
@@ -141,7 +135,7 @@ def test_a_clip_size_without_a_fitting_one_beside_it_has_no_empty_hint():
                 raise ContractError("2 frames of 8 x 8 are too many at once", accepted="smaller clips")
             return super().latent_shape(num_frames, height, width)
 
-    task = parts.make_task()
+    task = make_task()
     task.autoencoder = Never(2)
     with pytest.raises(ContractError) as fault:
         task.check(SPEC)

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mm_core.config.load import load_config
 from mm_core.contracts import Randomness, SampleKey, StepOperations, VideoTextBatch
 from mm_core.plan import RunPlan, build_task, make_plan
-from mm_core.tasks.text_to_video import TextToVideo
+from mm_core.tasks.text_to_video.task import TextToVideo
 
 LORA = 'train.adapters=[{"targets":["to_q","to_v","ffn.net.2"],"rank":4}]'
 

@@ -11,15 +11,16 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mm_core.checkpoint.store import CheckpointStore
 from mm_core.config.dump import to_yaml
 from mm_core.config.load import load_config
 from mm_core.config.schema import RunConfig
 from mm_core.contracts import Randomness
-from mm_core.parallel.initialise import initialise
+from mm_core.loading.known_code import remember
+from mm_core.modules.initialise import initialise
 from mm_core.plan import build_task
 from mm_core.plugin.registry import clear_cache
-from mm_core.train.checkpoint import CheckpointStore
-from mm_core.train.known_code import remember
+from support.tiny_models import ONE_BLOCK
 
 PLUGIN = """
 from pathlib import Path
@@ -38,21 +39,15 @@ def mm_predictors():
 CONFIG = {
     "run": {"name": "theirs"},
     "task": {
-        "type": "text_to_video",
-        "predictor": {
-            "type": "local/theirs", "num_layers": 1, "num_heads": 2, "head_dim": 12, "in_channels": 12,
-            "out_channels": 12, "text_dim": 16, "freq_dim": 16, "ffn_dim": 32, "rope_max_seq_len": 16,
-        },
-        "autoencoder": {"type": "pixel"},
-        "text_encoder": {"type": "bytes", "hidden_size": 16},
-        "scheduler": {"type": "flow_match"},
+        **ONE_BLOCK,
+        "predictor": {**ONE_BLOCK["predictor"], "type": "local/theirs"},
         "sample": {"steps": 1},
     },
     "data": {
         "train": {"type": "video_text", "annotations": "data.json", "num_frames": 4, "height": 8, "width": 8}
     },
     "train": {"steps": 1},
-}  # fmt: skip
+}
 
 
 class Stranger:
@@ -124,7 +119,7 @@ def forget_modules() -> None:
     """As a new process would begin: no plugin imported, and none watched."""
     import sys
 
-    from mm_core.plugin.beside import _Finder
+    from mm_core.plugin.trust.beside import _Finder
 
     for name in [name for name in sys.modules if name.startswith(("mm_local_", "beside_"))]:
         del sys.modules[name]

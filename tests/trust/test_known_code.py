@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from mm_core.errors import TrustError
-from mm_core.plugin.trust import MAX_SOURCE, KnownCode, Piece, check_known, digest_of, read_source
+from mm_core.plugin.trust.known import MAX_SOURCE, KnownCode, Piece, check_known, digest_of, read_source
 
 PIECE = Piece("/code/mine.py", digest_of(b"x = 1\n"))
 
@@ -123,7 +123,7 @@ def test_endless_and_foreign_files_are_not_read_as_code(tmp_path):
 @pytest.mark.slow
 def test_many_writers_at_once_lose_nothing(home):
     code = (
-        "from mm_core.plugin.trust import *\n"
+        "from mm_core.plugin.trust.known import *\n"
         "for i in range(200):\n"
         "    assert KnownCode.of_user().add([Piece('p', digest_of(str(i).encode()))]) is None"
     )

@@ -18,14 +18,18 @@ import mm_core
 from mm_core.cli.main import main
 from mm_core.config.load import load_config
 from mm_core.errors import ConfigError, TrustError
-from mm_core.plugin.trust import KnownCode, digest_of
-from mm_core.train.base_weights import open_run
-from mm_core.train.evaluation import choose, evaluate
-from mm_core.train.exporting import export
-from mm_core.train.known_code import remember
-from mm_core.train.milestones import RunMilestones
-from mm_core.train.origins import origins_of
-from mm_core.train.run import train
+from mm_core.inference.evaluate import choose, evaluate
+from mm_core.interchange.export import export
+from mm_core.loading.known_code import remember
+from mm_core.loading.left_out import open_run
+from mm_core.loading.provenance import origins_of
+from mm_core.plugin.trust.known import KnownCode, digest_of
+from mm_core.runtime.launch.signals import StopFlag
+from mm_core.training.between_steps import BetweenSteps, Stopping
+from mm_core.training.callback_list import CallbackList
+from mm_core.training.evaluating import Evaluating
+from mm_core.training.run import train
+from mm_core.training.saving import Saving
 
 COMMANDS = {
     "sample": ("sample", "--run", "{run}", "--prompt", "a circle"),
@@ -348,7 +352,7 @@ def test_weights_to_begin_with_bring_no_code(stranger, monkeypatch):
         "weights": "model",
     }
     row |= {"strict": True, "include": [], "exclude": [], "prefixes": {}}
-    monkeypatch.setattr("mm_core.train.base_weights.read_run_manifest", lambda path: {"base": [row]})
+    monkeypatch.setattr("mm_core.checkpoint.external_rows.read_run_manifest", lambda path: {"base": [row]})
     with pytest.raises(TrustError, match=r"theirs\.py"):
         open_run(run, "model")
     assert not stranger.ran
@@ -468,26 +472,25 @@ def test_what_a_plugin_imports_between_saves_is_recorded(stranger, monkeypatch):
     (plugin,) = (m for n, m in sys.modules.items() if n.startswith("mm_local_") and n.endswith("_theirs"))
     plugin.later()  # in the first step
     saved = SimpleNamespace(poll=list, save=lambda *given, **more: None, close=lambda **more: None)
-    milestones = RunMilestones(
-        config,
+    reporter = SimpleNamespace(enter=lambda phase: None)
+    callbacks, quiet = CallbackList(), SimpleNamespace(close=lambda: None)
+    saving = Saving(config, saved, dict, dict, "", {}, reporter, callbacks)
+    between = BetweenSteps(
         stranger.run,
         9,
-        saved,
-        state=dict,
-        facts=dict,
-        config_yaml="",
-        manifest={},
-        request=SimpleNamespace(requested=None),
-        reporter=SimpleNamespace(enter=lambda phase: None),
-        observers=SimpleNamespace(run_ended=lambda *given: None),
-        profile=SimpleNamespace(close=lambda: None),
-        watchdog=SimpleNamespace(close=lambda: None),
+        saving,
+        Evaluating(config, stranger.run, reporter, callbacks),
+        Stopping(StopFlag()),
+        reporter,
+        callbacks,
+        profile=quiet,
+        watchdog=quiet,
     )
     library = stranger.plugin.parent / "beside_lib.py"
     digest = digest_of(library.read_bytes())
     assert not KnownCode.of_user().holds(digest)
-    milestones.save(1, {}, stopping=False)
+    saving.save(1, {}, last=False)
     assert KnownCode.of_user().holds(digest)
     importlib.import_module("beside_package.inner")
-    milestones.close(None)
+    between.close(None)
     assert KnownCode.of_user().holds(digest_of((library.parent / "beside_package/inner.py").read_bytes()))

@@ -11,16 +11,16 @@ import pytest
 import torch
 import yaml
 
-from mm_core import remote_code
 from mm_core.builtin.configs.pretrained import PretrainedConfig
 from mm_core.config.load import load_config
-from mm_core.data.text_rows import TextRowsDataset
+from mm_core.data.datasets.text_rows import TextRowsDataset
 from mm_core.errors import CheckpointError, TrustError
+from mm_core.loading.known_code import remember
 from mm_core.plan import build_task
-from mm_core.remote_code import code_files, code_folder
-from mm_core.tasks.pretrained_model import build_model
+from mm_core.plugin.trust import remote_code
+from mm_core.plugin.trust.remote_code import code_files, code_folder
+from mm_core.tasks.pretrained.model import build_model
 from mm_core.tokenizer import open_tokenizer
-from mm_core.train.known_code import remember
 
 MODELING = """
 from pathlib import Path

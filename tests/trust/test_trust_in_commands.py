@@ -32,7 +32,7 @@ def mm_datasets():
     return [Component(name="rows", target="mine:Rows", config="mm_core.builtin.configs.data:VideoTextConfig")]
 
 
-from mm_core.data.video_text import VideoTextDataset
+from mm_core.data.datasets.video_text import VideoTextDataset
 
 
 class Mine(CustomDiT):

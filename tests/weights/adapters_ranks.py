@@ -11,34 +11,20 @@ from dataclasses import asdict
 import torch
 import torch.distributed as dist
 from mm_custom_dit.model import CustomDiT
-from torch import nn
-from torch.distributed.tensor import DTensor
 
 from mm_core.builtin.configs.adapters import AdapterConfig
 from mm_core.builtin.configs.training import AdamWConfig
 from mm_core.contracts import Loss, Randomness
-from mm_core.device import start_process_group
 from mm_core.engines.fsdp2 import FSDP2Engine
-from mm_core.train.failure import leave
-from mm_core.train.optimizers import adamw
-from mm_core.weights.adapters import AdapterWeights, add_adapters
+from mm_core.optim.adamw import adamw
+from mm_core.runtime.groups import start_process_group
+from mm_core.runtime.launch.rank_process import leave
+from mm_core.weights.adapters.inject import AdapterWeights, add_adapters
+from support.tensors import all_whole
+from support.tiny_models import Task
 
-
-class Task(nn.Module):
-    trainable, frozen = ("predictor",), ()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.predictor = CustomDiT(
-            num_layers=2,
-            num_heads=2,
-            head_dim=12,
-            in_channels=4,
-            out_channels=4,
-            text_dim=16,
-            freq_dim=16,
-            ffn_dim=32,
-        )
+SIZES = {"num_layers": 2, "num_heads": 2, "head_dim": 12, "in_channels": 4, "out_channels": 4}
+SIZES |= {"text_dim": 16, "freq_dim": 16, "ffn_dim": 32}
 
 
 def main() -> None:
@@ -50,7 +36,7 @@ def main() -> None:
         AdapterConfig(("to_q", "proj_out"), rank=2, name="second"),
     )
     with torch.device("meta"):
-        task = Task()
+        task = Task(predictor=CustomDiT(**SIZES))
         add_adapters(task, adapters, {})
     options = {"sub_modules_to_wrap": ("predictor.blocks.{*}",), "param_dtype": None}
     engine = FSDP2Engine(**options, recompute_modules=("predictor.blocks.{*}",))
@@ -60,7 +46,7 @@ def main() -> None:
         return adamw([{"params": [*parameters.values()]}], **(asdict(AdamWConfig()) | {"lr": 1e-2}))
 
     engine.prepare(task, plan, optimizer, Randomness(0), AdapterWeights(task, adapters, {}))
-    before, norms = whole(engine), []
+    before, norms = all_whole(engine.state_dict()["model"]), []
     generator = torch.Generator().manual_seed(0)
     clips, text = torch.randn(4, 4, 2, 4, 4, generator=generator), torch.randn(4, 5, 16, generator=generator)
     target, mask = torch.randn(clips.shape, generator=generator), torch.ones(4, 5, dtype=torch.bool)
@@ -76,15 +62,10 @@ def main() -> None:
         engine.micro_step(loss, last=True, scale=dist.get_world_size() / 4)
         norms.append(engine.grad_norm())
         engine.step(norms[-1], None)
-    found = {"before": before, "after": whole(engine), "norms": norms}
+    found = {"before": before, "after": all_whole(engine.state_dict()["model"]), "norms": norms}
     if dist.get_rank() == 0:
         torch.save(found, sys.argv[1])
     dist.barrier()
-
-
-def whole(engine: FSDP2Engine) -> dict[str, torch.Tensor]:
-    state = engine.state_dict()["model"]
-    return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in state.items()}
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import pickle
 from pathlib import Path
@@ -21,21 +20,19 @@ from mm_core.config.load import load_config
 from mm_core.config.schema import TrainSection
 from mm_core.contracts import Randomness
 from mm_core.errors import CheckpointError, PlanError
-from mm_core.parallel import casting
-from mm_core.parallel.adapters import adapter_of, base_name
-from mm_core.parallel.initialise import initialise
+from mm_core.loading.initial_weights import sentence_on
+from mm_core.modules import casting
+from mm_core.modules.adapter_layers import adapter_of, base_name
+from mm_core.modules.initialise import initialise
 from mm_core.plan import build_task, make_plan
 from mm_core.plugin.registry import get_registry
-from mm_core.train.initial_weights import sentence_on
-from mm_core.weights import adapters as module
-from mm_core.weights.adapter_files import AdapterScale, merge, open_adapter, peft_settings
-from mm_core.weights.adapters import AdapterWeights, add_adapters, passed_over, scales_of
+from mm_core.weights.adapters import inject as module
+from mm_core.weights.adapters.files import AdapterScale, merge, open_adapter, peft_settings
+from mm_core.weights.adapters.inject import AdapterWeights, add_adapters, passed_over, scales_of
 from mm_core.weights.fitting import formats_of
-from mm_core.weights.format import AdapterLayout
+from mm_core.weights.formats.format import AdapterLayout
+from support.ranks import run_ranks
 
-_spec = importlib.util.spec_from_file_location("ranks", Path(__file__).parents[1] / "ranks.py")
-ranks = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(ranks)
 SIZES = {"num_layers": 2, "head_dim": 12, "freq_dim": 16, "ffn_dim": 32, "text_dim": 16}
 WAN = {"num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4}
 WAN |= {name: SIZES[name] for name in ("num_layers", "freq_dim", "ffn_dim", "text_dim")}
@@ -427,7 +424,7 @@ def test_a_weight_without_directions_can_not_be_a_dora():
 def test_adapters_train_alike_on_two_ranks_and_leave_the_weights_alone(tmp_path, kind):
     script, found = Path(__file__).with_name("adapters_ranks.py"), {}
     for world in (1, 2):
-        ranks.run_ranks(script, world, tmp_path / f"{world}.pt", kind)
+        run_ranks(script, world, tmp_path / f"{world}.pt", kind)
         found[world] = torch.load(tmp_path / f"{world}.pt")
         before, after = found[world]["before"], found[world]["after"]
         for name in before:

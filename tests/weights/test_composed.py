@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mm_core.errors import ContractError
 from mm_core.weights import Fuse, KeyMap, Rename, Reshape, Split, Stack, Transpose, composed
-from mm_core.weights.key_map import Copy
+from mm_core.weights.formats.key_map import Copy
 from mm_core.weights.streaming import overlap, read_box
 from mm_core.weights.writing import assemble
 

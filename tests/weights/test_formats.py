@@ -16,11 +16,12 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from mm_core.config.schema import InitFromSection
 from mm_core.errors import CheckpointError, PluginError
-from mm_core.parallel.tying import tie, tied_names
+from mm_core.loading.matching import WeightMatch
+from mm_core.modules.tying import tie, tied_names
 from mm_core.plugin.registry import get_registry
-from mm_core.train.warm_start import WarmStart
 from mm_core.weights import streaming
 from mm_core.weights.fitting import formats_of, ways_to_read
+from support.tiny_models import Task
 
 SIZES = {"num_layers": 2, "head_dim": 12, "freq_dim": 16, "ffn_dim": 32, "text_dim": 16}
 WAN = {"num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4}
@@ -34,18 +35,6 @@ QWEN = {
     "num_key_value_heads": 1,
     "head_dim": 8,
 }
-
-
-class Task(nn.Module):
-    """A component under a task's name, on meta as the core builds it."""
-
-    frozen = ()
-
-    def __init__(self, **components: nn.Module) -> None:
-        super().__init__()
-        self.trainable = tuple(components)
-        for name, component in components.items():
-            self.add_module(name, component)
 
 
 class Wrapper(nn.Module):
@@ -62,9 +51,9 @@ def custom_dit() -> CustomDiT:
     return CustomDiT(num_heads=2, in_channels=4, out_channels=4, **SIZES)
 
 
-def start(task: Task, path: Path, **fields) -> WarmStart:
+def start(task: Task, path: Path, **fields) -> WeightMatch:
     """Weights of `path` in a task that has been given memory."""
-    started = WarmStart(InitFromSection(path=str(path), **fields), task, formats(fields.get("format")))
+    started = WeightMatch(InitFromSection(path=str(path), **fields), task, formats(fields.get("format")))
     tied = tied_names(task)
     covered = started.covers({n: t for n, t in task.state_dict().items() if n not in tied})
     task.to_empty(device="cpu")

@@ -25,11 +25,11 @@ from transformers import (
 
 import mm_core
 from mm_core.contracts import empty_parameters
-from mm_core.diffusion.text import HFTextEncoder
+from mm_core.diffusion.encoders.text import HFTextEncoder
 from mm_core.errors import CheckpointError
 from mm_core.weights.fitting import best_way, ways_to_read
-from mm_core.weights.formats import Transformers
-from mm_core.weights.part_of import FormatOfPart
+from mm_core.weights.formats.libraries import Transformers
+from mm_core.weights.formats.part_of import FormatOfPart
 
 TINY = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 TINY |= {"intermediate_size": 24}

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mm_core.weights.traced import Probe, Untraceable, component_from, stored_from
+from mm_core.weights.formats.traced import Probe, Untraceable, component_from, stored_from
 from mm_core.weights.writing import assemble
 
 DIMS = st.integers(0, 2)

@@ -3,7 +3,6 @@ writes and reads them."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 from pathlib import Path
@@ -19,21 +18,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from mm_core.errors import CheckpointError, ContractError
-from mm_core.train.exporting import export
-from mm_core.train.importing import import_weights
+from mm_core.interchange.export import export
+from mm_core.interchange.import_weights import import_weights
 from mm_core.weights import open_stored
 from mm_core.weights.fitting import fit
+from mm_core.weights.formats.transformers_names import keys_as_loaded, keys_as_saved
 from mm_core.weights.streaming import overlap, read_box, stream
-from mm_core.weights.transformers_names import keys_as_loaded, keys_as_saved
 from mm_core.weights.writing import assemble
-
-_spec = importlib.util.spec_from_file_location(
-    "adapters_out", Path(__file__).with_name("test_export_adapters.py")
-)
-adapters_out = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(adapters_out)
-in_out = adapters_out.in_out
-model_of = in_out.out_parts.model_of
+from support.out_parts import model_of
+from support.runs import language, published, trained
+from support.tensors import close, same
 
 FAMILIES = ("internvl", "qwen2_5_vl", "qwen3_vl", "qwen3_moe", "mixtral", "qwen3_vl_moe")
 FILE = "model.safetensors"
@@ -57,15 +51,15 @@ def read_by(keys, model, folder) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_in_and_out_is_what_the_library_wrote(kind, tmp_path):
-    origin = in_out.published(tmp_path, kind)
-    _, notes = import_weights(in_out.language(tmp_path, kind), origin)
+    origin = published(tmp_path, kind)
+    _, notes = import_weights(language(tmp_path, kind), origin)
     assert "(core/transformers)" in notes[0]
     out = export(tmp_path / "runs/tuned", tmp_path / "out", "transformers")
-    in_out.same(load_file(out / FILE), load_file(origin / FILE))
+    same(load_file(out / FILE), load_file(origin / FILE))
     library = type(model_of(kind))
     loaded, info = library.from_pretrained(out, output_loading_info=True)
     assert not any(info.values())
-    in_out.same(dict(loaded.state_dict()), dict(library.from_pretrained(origin).state_dict()))
+    same(dict(loaded.state_dict()), dict(library.from_pretrained(origin).state_dict()))
     ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (out, origin))
     assert {key: value for key, value in theirs.items() if ours.get(key) != value}.keys() <= {"dtype"}
 
@@ -131,7 +125,7 @@ def test_a_sharded_model_has_the_names_of_a_whole_one(kind):
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
 def test_any_box_of_experts_is_read_alone(kind, tmp_path):
     """Across experts, and across gate and up."""
-    origin, model = in_out.published(tmp_path, kind), model_of(kind)
+    origin, model = published(tmp_path, kind), model_of(kind)
     theirs = type(model).from_pretrained(origin).state_dict()
     way = fit(keys_as_saved(model), shapes_of(model), open_stored(origin))
     draw = random.Random(0)
@@ -179,26 +173,26 @@ OTHERS = {
 @pytest.mark.parametrize("kind", OTHERS)
 def test_files_of_other_versions_are_read_as_the_library_reads_them(kind, tmp_path):
     """Names in memory; experts turned, as Qwen3-VL-MoE is published; names of before 2019."""
-    origin = in_out.published(tmp_path, kind)
+    origin = published(tmp_path, kind)
     before = load_file(origin / FILE)
     folder = renamed(origin, OTHERS[kind])
     library, info = type(model_of(kind)).from_pretrained(folder, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    import_weights(in_out.language(tmp_path, kind), folder)
+    import_weights(language(tmp_path, kind), folder)
     out = export(tmp_path / "runs/tuned", tmp_path / "out", "transformers")
     written = load_file(out / FILE)
-    in_out.same(written, before)
-    in_out.same(dict(type(library).from_pretrained(out).state_dict()), dict(library.state_dict()))
+    same(written, before)
+    same(dict(type(library).from_pretrained(out).state_dict()), dict(library.state_dict()))
 
 
 @fifth
 def test_a_file_that_fits_by_no_map_says_what_is_missing_in_it(tmp_path):
-    origin = in_out.published(tmp_path, "qwen3_moe")
+    origin = published(tmp_path, "qwen3_moe")
     tensors = load_file(origin / FILE)
     tensors["odd"] = tensors.pop("model.layers.0.mlp.experts.1.up_proj.weight")
     save_file(tensors, origin / FILE)
     with pytest.raises(CheckpointError) as caught:
-        import_weights(in_out.language(tmp_path, "qwen3_moe"), origin)
+        import_weights(language(tmp_path, "qwen3_moe"), origin)
     said = str(caught.value)
     assert "1 missing: lm.inner.model.layers.0.mlp.experts.gate_up_proj" in said
     assert "1 unexpected: odd" in said
@@ -229,16 +223,16 @@ def test_rules_that_fuse_and_turn(rules, tmp_path):
         ),
         WeightConverter("attn.o.weight", "self_attn.o_proj.weight", operations=[Transpose(0, 1)]),
     )
-    origin, model = in_out.published(tmp_path, "qwen3"), model_of("qwen3")
+    origin, model = published(tmp_path, "qwen3"), model_of("qwen3")
     theirs = load_file(origin / FILE)
     assert theirs["transformer.h.0.attn.kv.weight"].shape == (16, 16)
     loaded = dict(type(model).from_pretrained(origin).state_dict())
     held: dict[str, list] = {}
     for copy in keys_as_saved(model).copies(shapes_of(model)):
         held.setdefault(copy.stored, []).append(copy)
-    in_out.same({name: assemble(copies, loaded.__getitem__) for name, copies in held.items()}, theirs)
-    in_out.same(read_by(keys_as_saved(model), model, origin), loaded)
-    in_out.same(read_by(keys_as_loaded(model, open_stored(origin)), model, origin), loaded)
+    same({name: assemble(copies, loaded.__getitem__) for name, copies in held.items()}, theirs)
+    same(read_by(keys_as_saved(model), model, origin), loaded)
+    same(read_by(keys_as_loaded(model, open_stored(origin)), model, origin), loaded)
 
 
 @fifth
@@ -270,18 +264,18 @@ def test_a_rule_that_no_map_can_follow_is_named(rules, tmp_path):
     plain.mkdir()
     save_file({f"inner.{name}": tensor for name, tensor in model.state_dict().items()}, plain / FILE)
     (plain / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
-    _, notes = import_weights(in_out.language(tmp_path, "qwen3"), plain)
+    _, notes = import_weights(language(tmp_path, "qwen3"), plain)
     assert "(core/safetensors)" in notes[0]
     with pytest.raises(ContractError, match="by PermuteForRope"):
         export(tmp_path / "runs/tuned", tmp_path / "out", "transformers")
     assert not (tmp_path / "out").exists()
     out = export(tmp_path / "runs/tuned", tmp_path / "out", "safetensors")
-    in_out.same(load_file(out / FILE), load_file(plain / FILE))
+    same(load_file(out / FILE), load_file(plain / FILE))
 
 
 def test_before_5_a_class_has_a_table_of_names(monkeypatch):
     """Qwen2.5-VL's of Transformers 4.57.1, whose names in memory are those of 5."""
-    from mm_core.weights import transformers_names
+    from mm_core.weights.formats import transformers_names
 
     model = model_of("qwen2_5_vl")
     table = {"^visual": "model.visual", r"^model(?!\.(language_model|visual))": "model.language_model"}
@@ -304,10 +298,10 @@ def test_before_5_a_class_has_a_table_of_names(monkeypatch):
 )
 def test_an_adapter_is_named_as_in_memory(kind, targets, tmp_path):
     """As PEFT, which wraps the modules of a loaded model, and Transformers by PEFT find them."""
-    origin = in_out.published(tmp_path, kind)
+    origin = published(tmp_path, kind)
     lora = {"targets": targets, "rank": 2, "alpha": 4.0}
-    config = in_out.language(tmp_path, kind, train={"epochs": 1, "adapters": [lora]})
-    task = adapters_out.trained(tmp_path, config, origin)
+    config = language(tmp_path, kind, train={"epochs": 1, "adapters": [lora]})
+    task = trained(config, origin)
     out = export(tmp_path / "runs/tuned", tmp_path / "out", "transformers")
     merged = export(tmp_path / "runs/tuned", tmp_path / "merged", "transformers", merge_adapters=True)
     library = type(model_of(kind))
@@ -316,11 +310,11 @@ def test_an_adapter_is_named_as_in_memory(kind, targets, tmp_path):
         ours = task.lm.inner.eval()(ids).logits
         plain = library.from_pretrained(origin).eval()
         assert (ours - plain(ids).logits).abs().max() > 1e-3
-        adapters_out.close(library.from_pretrained(merged).eval()(ids).logits, ours)
+        close(library.from_pretrained(merged).eval()(ids).logits, ours)
         plain.load_adapter(str(out))
-        adapters_out.close(plain(ids).logits, ours)
+        close(plain(ids).logits, ours)
         model = PeftModel.from_pretrained(library.from_pretrained(origin), out).eval()
-        adapters_out.close(model(ids).logits, ours)
+        close(model(ids).logits, ours)
     held = {name.removeprefix("base_model.model.") for name in load_file(out / "adapter_model.safetensors")}
     assert {name.partition(".lora_")[0] for name in held} <= {n for n, _ in task.lm.inner.named_modules()}
     assert load_file(merged / FILE).keys() == load_file(origin / FILE).keys()
@@ -328,8 +322,8 @@ def test_an_adapter_is_named_as_in_memory(kind, targets, tmp_path):
 
 @pytest.mark.slow
 def test_show_and_diff(tmp_path, mm):
-    origin = in_out.published(tmp_path, "qwen3_moe")
-    config = in_out.language(tmp_path, "qwen3_moe")
+    origin = published(tmp_path, "qwen3_moe")
+    config = language(tmp_path, "qwen3_moe")
     yaml = tmp_path / "tuned.yaml"
     shown = mm("weights", "show", origin, "--config", yaml)
     assert shown.code == 0, shown.err
@@ -347,9 +341,9 @@ def test_show_and_diff(tmp_path, mm):
 @pytest.mark.slow
 def test_two_ranks_cut_the_experts(tmp_path, mm):
     """Three experts over two ranks: each reads its own from the files."""
-    origin = in_out.published(tmp_path, "qwen3_moe")
-    in_out.language(tmp_path, "qwen3_moe")
+    origin = published(tmp_path, "qwen3_moe")
+    language(tmp_path, "qwen3_moe")
     done = mm("import", "--from", origin, "--config", tmp_path / "tuned.yaml", "--nproc", 2)
     assert done.code == 0, done.err
     out = export(tmp_path / "runs/tuned", tmp_path / "out", "transformers")
-    in_out.same(load_file(out / FILE), load_file(origin / FILE))
+    same(load_file(out / FILE), load_file(origin / FILE))

@@ -8,8 +8,16 @@ from pathlib import Path
 
 from torch import nn
 
-from mm_core.weights import AdapterLayout, Companions, KeyMap, Layout, Reshape, StoredTensors, Written
-from mm_core.weights.formats import Diffusers
+from mm_core.weights import (
+    AdapterLayout,
+    Companions,
+    Diffusers,
+    KeyMap,
+    Layout,
+    Reshape,
+    StoredTensors,
+    Written,
+)
 from mm_custom_dit.model import CustomDiT
 
 

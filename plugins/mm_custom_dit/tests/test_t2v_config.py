@@ -17,7 +17,7 @@ CONFIG = Path(__file__).parents[1] / "mm_custom_dit/configs/t2v_1_3b.yaml"
 
 
 def test_the_plan_is_of_wans_size_on_wans_latents():
-    wan = pytest.importorskip("mm_wan.vae")
+    wan = pytest.importorskip("mm_wan.encoders.vae")
     config = load_config(CONFIG)
     task = build_task(config)
     assert isinstance(task.predictor, CustomDiT) and isinstance(task.autoencoder, wan.WanVAE)

@@ -23,8 +23,8 @@ from mm_core.weights import (
     composed,
     read_mapping,
 )
+from mm_internvl.data.tiling import tiles_of
 from mm_internvl.original import CLASS, is_original, to_original
-from mm_internvl.tiling import tiles_of
 
 _EMBEDDINGS = {
     "cls_token": "class_embedding",

@@ -8,8 +8,8 @@ def mm_datasets() -> list[Component]:
     return [
         Component(
             name="conversations",
-            target="mm_internvl.conversations:Conversations",
-            config="mm_internvl.config_data:ConversationsConfig",
+            target="mm_internvl.data.conversations:Conversations",
+            config="mm_internvl.data.config:ConversationsConfig",
             summary="conversations about images and videos, tiled and packed as InternVL takes them",
             licence="Apache-2.0",
             paper="https://arxiv.org/abs/2508.18265",

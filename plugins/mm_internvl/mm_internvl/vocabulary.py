@@ -17,9 +17,9 @@ from typing import Any
 
 from mm_core.errors import CheckpointError
 from mm_core.tokenizer import open_tokenizer
-from mm_internvl.rows import PLACEHOLDER, Medium, Turn
-from mm_internvl.spans import THOUGHT_TAGS, Marks, Place, Said
-from mm_internvl.tiling import tokens_of_tile
+from mm_internvl.data.rows import PLACEHOLDER, Medium, Turn
+from mm_internvl.data.spans import THOUGHT_TAGS, Marks, Place, Said
+from mm_internvl.data.tiling import tokens_of_tile
 
 _PICTURE_TOKENS = {
     "start_image": "<img>",

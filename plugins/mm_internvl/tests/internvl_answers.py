@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
+import internvl_data as data
+import internvl_runs as runs
 import pytest
 from mm_internvl.testing import make_tiny_checkpoint
 
 import mm_core
 from mm_core.cli.main import main
-
-
-def of_tests(name: str):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-data, runs = of_tests("internvl_data"), of_tests("internvl_runs")
 
 QUESTIONS = [
     data.asked("what is red?", "a colour"),

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
+import internvl_data as data
 import pytest
 import torch
-from mm_internvl.config_data import Source
-from mm_internvl.conversations import Conversations
+from mm_internvl.data.config import Source
+from mm_internvl.data.conversations import Conversations
 from mm_internvl.testing import TOKENS, make_tiny_checkpoint
 from transformers import AutoModelForImageTextToText
 
 from mm_core.contracts import Randomness
-from mm_core.data.loader import MicroBatchLoader
-from mm_core.data.sampler import BatchPlan
-from mm_core.parallel.initialise import initialise
-from mm_core.tasks.pretrained import PretrainedTask
-
-
-def of_tests(name: str):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-data = of_tests("internvl_data")
+from mm_core.data.loading.loader import MicroBatchLoader
+from mm_core.data.loading.sampler import BatchPlan
+from mm_core.modules.initialise import initialise
+from mm_core.tasks.pretrained.task import PretrainedTask
 
 
 def make(top: Path) -> Path:

@@ -11,13 +11,13 @@ import json
 import sys
 
 import torch.distributed as dist
-from mm_internvl import lengths
-from mm_internvl.config_data import Source
-from mm_internvl.conversations import Conversations
+from mm_internvl.data import lengths
+from mm_internvl.data.config import Source
+from mm_internvl.data.conversations import Conversations
 
-from mm_core.device import start_process_group
 from mm_core.errors import DataError
-from mm_core.train.failure import leave
+from mm_core.runtime.groups import start_process_group
+from mm_core.runtime.launch.rank_process import leave
 
 
 def main() -> None:

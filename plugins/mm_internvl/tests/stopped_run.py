@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from mm_internvl import measuring
+from mm_internvl.data import measuring
 
 from mm_core.cli.main import main
 

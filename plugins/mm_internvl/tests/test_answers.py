@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
+import internvl_answers as answers
 import pytest
 import torch
 import transformers
@@ -16,20 +16,11 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import mm_core
 from mm_core.contracts import Decoding, Turn
-from mm_core.tasks.pretrained_answers import _Listener
-from mm_core.train.answering import speaker
-
-
-def of_tests(name: str):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
+from mm_core.inference.answer import speaker
+from mm_core.tasks.pretrained.answers import _Listener
 
 Processor = getattr(transformers, "GotOcr2ImageProcessorPil", None) or transformers.GotOcr2ImageProcessor
 
-answers = of_tests("internvl_answers")
 QUESTIONS, data, lines, mm, place, run = (
     answers.QUESTIONS,
     answers.data,

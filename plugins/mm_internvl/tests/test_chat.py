@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import itertools
 import json
@@ -14,26 +13,17 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
+import internvl_answers as answers
 import pytest
 import torch
 
 from mm_core.cli.main import main
 from mm_core.contracts import Decoding, Turn
 from mm_core.errors import DataError
-from mm_core.tasks.pretrained_answers import _Listener
-from mm_core.train.answering import speaker
+from mm_core.inference.answer import speaker
+from mm_core.tasks.pretrained.answers import _Listener
 
-
-def of_tests(name: str):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-answers = of_tests("internvl_answers")
 mm, place, run = answers.mm, answers.place, answers.run
 
 

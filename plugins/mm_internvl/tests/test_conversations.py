@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import os
 import tracemalloc
-from pathlib import Path
 
+import internvl_runs as runs
+import internvl_sets as sets
 import pytest
 import torch
-from mm_internvl.config_data import Source
-from mm_internvl.conversations import Conversations, _positions_of, _read
+from mm_internvl.data.config import Source
+from mm_internvl.data.conversations import Conversations, _positions_of, _read
 from mm_internvl.testing import TOKENS, make_tiny_checkpoint
 
-from mm_core.data.images import read_image
+from mm_core.data.media.images import read_image
 from mm_core.errors import CheckpointError, ConfigError, DataError, RunWarning
 
-
-def of_tests(name: str):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-sets = of_tests("internvl_sets")
-runs = of_tests("internvl_runs")
 data, dataset, loaded, place, said = sets.data, sets.dataset, sets.loaded, sets.place, sets.said
 
 

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import internvl_answers as answers
 import pytest
 import yaml
 
-
-def of_tests(name: str):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-answers = of_tests("internvl_answers")
 data, lines, mm, place, run = answers.data, answers.lines, answers.mm, answers.place, answers.run
 
 

@@ -9,12 +9,13 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mm_internvl.chat import IGNORED, Chat, Shown
-from mm_internvl.rows import conversation
+from mm_internvl.data.chat import Chat, Shown
+from mm_internvl.data.rows import conversation
 from mm_internvl.testing import CHAT_TEMPLATE, TOKENS, make_tiny_checkpoint
 from transformers import AutoTokenizer
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 
+from mm_core.contracts import IGNORED_LABEL
 from mm_core.errors import CheckpointError, DataError
 
 MARKED = CHAT_TEMPLATE.replace(
@@ -108,7 +109,7 @@ def expected(tokenizer, turns, shown):
     for place in range(1, len(ids)):
         if marked[place] and not marked[place - 1] and ids[place - 1] != line:
             mask[place] = 0  # a token of two line breaks, the first of which is the prompt's
-    return ids, [token if learnt else IGNORED for token, learnt in zip(ids, mask, strict=True)]
+    return ids, [token if learnt else IGNORED_LABEL for token, learnt in zip(ids, mask, strict=True)]
 
 
 @pytest.mark.skipif(
@@ -172,7 +173,7 @@ def test_turns_that_a_template_opens_with_a_thought(tmp_path):
     chat = Chat(str(folder), 200)
     said = {"messages": [{"role": r, "content": c} for r, c in (("user", "u"), ("assistant", "a"))] * 2}
     tokens = chat.tokens(conversation(said, "row"), [], "row")
-    learnt = [token for token in tokens.labels.tolist() if token != IGNORED]
+    learnt = [token for token in tokens.labels.tolist() if token != IGNORED_LABEL]
     assert chat.tokenizer.decode(learnt) == "a<|im_end|><think>\n\n</think>\n\na<|im_end|>"
 
 
@@ -182,7 +183,7 @@ def learnt_of(folder, template, *turns):
     chat = Chat(str(folder), 200)
     said = {"messages": [{"role": role, "content": content} for role, content in turns]}
     found = chat.tokens(conversation(said, "row"), [], "row")
-    learnt = [token for token in found.labels.tolist() if token != IGNORED]
+    learnt = [token for token in found.labels.tolist() if token != IGNORED_LABEL]
     return chat.tokenizer.decode(found.ids.tolist()), chat.tokenizer.decode(learnt)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -18,15 +17,12 @@ from transformers import InternVLForConditionalGeneration
 
 import mm_core
 from mm_core.config.load import load_config
-from mm_core.train.exporting import export
+from mm_core.interchange.export import export
+from support.logs import losses
 
 ROOT = Path(__file__).parents[3]
 CONFIG = ROOT / "configs/internvl/tiny_lora.yaml"
 FEWER = ["train.steps=4", "checkpoint.every=4", "data.loader.workers=0", "lr_schedule.warmup_steps=0"]
-
-
-def losses(run: str) -> list[float]:
-    return [json.loads(line)["loss"] for line in (Path("runs") / run / "metrics.jsonl").open()]
 
 
 def logits(model) -> torch.Tensor:
@@ -47,7 +43,7 @@ def test_two_ranks_train_a_lora_that_peft_loads_and_that_merges_into_either_layo
     done = subprocess.run([*command, *FEWER], env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     mm_core.train(load_config(CONFIG, [*FEWER, "run.name=alone"]))
-    assert losses("internvl_tiny_lora") == pytest.approx(losses("alone"), rel=1e-5)
+    assert losses(Path("runs/internvl_tiny_lora")) == pytest.approx(losses(Path("runs/alone")), rel=1e-5)
 
     run = "runs/internvl_tiny_lora"
     out = export(run, tmp_path / "out", "transformers")

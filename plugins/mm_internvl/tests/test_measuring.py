@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -12,26 +11,20 @@ import sys
 import threading
 from pathlib import Path
 
+import internvl_runs as runs
+import internvl_sets as sets
 import pytest
 import torch
-from mm_internvl import measuring
-from mm_internvl.conversations import Conversations
+from mm_internvl.data import measuring
+from mm_internvl.data.conversations import Conversations
 
-from mm_core.data.stopping import StopAsked, heeding
-from mm_core.data.workers import StartWorker
+from mm_core.data.loading.stopping import StopAsked, heeding
+from mm_core.data.loading.workers import StartWorker
 from mm_core.errors import DataError
-
-
-def of_tests(name: str):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
+from support.ranks import free_port, run_ranks
 
 HERE = Path(__file__).parent
-sets, ranks = of_tests("internvl_sets"), of_tests("../../../tests/ranks")
-data, dataset, place, runs = sets.data, sets.dataset, sets.place, of_tests("internvl_runs")
+data, dataset, place = sets.data, sets.dataset, sets.place
 
 
 def test_rows_that_are_measured_by_chance_are_measured_alike_by_all():
@@ -110,7 +103,7 @@ def test_ranks_share_the_measuring_and_find_the_same(place, tmp_path):
         data.write(tmp_path / f"{rank}.jsonl", rows[: rank + 2])
     wanted = dataset(place, rows).lengths().tolist()
     wanted[4] = round(sum(wanted[:4] + wanted[5:]) / 8)
-    said = ranks.run_ranks(HERE / "measuring_ranks.py", 2, place / "model", *files, tmp_path)
+    said = run_ranks(HERE / "measuring_ranks.py", 2, place / "model", *files, tmp_path)
     found = [json.loads(text.splitlines()[-1]) for text in said]
     assert [one["lengths"] for one in found] == [wanted, wanted]
     lines = [[int(line.removeprefix("line ")) for line in one["asked"]] for one in found]
@@ -154,7 +147,7 @@ def test_a_signal_to_one_rank_ends_a_run_that_measures(place, tmp_path, world):
     train |= {"sources": [{"annotations": str(rows)}], "max_length": 128}
     sections = {"data": {"train": train}, "train": {"micro_batch_size": 1, "global_batch_size": 2}}
     runs.config_of(tmp_path, place / "model", **sections)
-    port = ranks.free_port()
+    port = free_port()
     started = []
     for rank in range(world):
         environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}

@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
+import internvl_runs as runs
 import pytest
 import torch
+from mm_internvl.data.tiling import read_tiling
 from mm_internvl.formats import InternVLOriginal
 from mm_internvl.original import from_original, to_original
 from mm_internvl.testing import make_tiny_checkpoint, make_tiny_conversations
-from mm_internvl.tiling import read_tiling
-from safetensors.torch import load_file
 from transformers import AutoConfig, InternVLConfig, InternVLForConditionalGeneration, Qwen3Config
 
 import mm_core
 from mm_core.errors import ContractError, MMError
+from mm_core.interchange.export import export
+from mm_core.interchange.import_weights import import_weights
 from mm_core.plan import build_task
-from mm_core.train.exporting import export
-from mm_core.train.importing import import_weights
-from mm_core.weights.formats import TOKENIZER_FILES
+from mm_core.weights.formats.libraries import TOKENIZER_FILES
+from support.tensors import same, stored
 
-
-def of_tests(name: str):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-runs = of_tests("internvl_runs")
 LAYOUTS = ("internvl/original", "core/transformers")
 
 
@@ -44,16 +35,6 @@ def folders(request, tmp_path_factory):
     }
     (made["internvl/original"] / "modeling_internvl_chat.py").write_text("raise SystemExit('was run')\n")
     return made
-
-
-def stored(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: t for path in sorted(folder.glob("*.safetensors")) for name, t in load_file(path).items()}
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert tensor.dtype == other[name].dtype and torch.equal(tensor, other[name]), name
 
 
 def settings(folder: Path) -> dict:

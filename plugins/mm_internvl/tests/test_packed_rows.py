@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import pickle
 import re
 from pathlib import Path
 
+import internvl_runs as runs
+import internvl_sets as sets
 import pytest
 import torch
-from mm_internvl.chat import IGNORED
-from mm_internvl.conversations import Conversations
+from mm_internvl.data.conversations import Conversations
 from mm_internvl.testing import TOKENS
 
 import mm_core
-from mm_core.contracts import Randomness, SampleKey
-from mm_core.data.skipped import SkipLedger
+from mm_core.contracts import IGNORED_LABEL, Randomness, SampleKey
+from mm_core.data.loading.skipped import SkipLedger
 from mm_core.errors import ContractError, DataError, PartsError
 from mm_core.plan import make_plan
 
-
-def of_tests(name: str):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-sets = of_tests("internvl_sets")
-runs = of_tests("internvl_runs")
 data, dataset, loaded, place = sets.data, sets.dataset, sets.loaded, sets.place
 
 
@@ -125,7 +115,7 @@ def test_a_blank_tile_stands_in_where_there_is_no_image(place, packing):
         logits = plain.model(input_ids=piece["input_ids"][None]).logits[0, :-1]
         labels = piece["labels"][1:]
         logits_loss = logits_loss + torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
-        count += int((labels != IGNORED).sum())
+        count += int((labels != IGNORED_LABEL).sum())
     logits_loss.backward()
     assert weight == count
     assert total == pytest.approx(float(logits_loss.detach()), rel=1e-5)

@@ -13,8 +13,8 @@ from mm_internvl.testing import make_tiny_checkpoint
 from transformers import AutoModelForImageTextToText
 
 from mm_core.contracts import Randomness
-from mm_core.data.sampler import BatchPlan
-from mm_core.tasks import packed_attention
+from mm_core.data.loading.sampler import BatchPlan
+from mm_core.tasks.pretrained import packed_attention
 
 CAPACITY = 4096
 

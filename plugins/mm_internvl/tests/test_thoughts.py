@@ -9,12 +9,13 @@ import unicodedata
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mm_internvl.chat import IGNORED, Chat, Shown
-from mm_internvl.rows import conversation
+from mm_internvl.data.chat import Chat, Shown
+from mm_internvl.data.rows import conversation
 from mm_internvl.testing import CHAT_TEMPLATE, SPECIALS, TOKENS, make_tiny_checkpoint
 from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer
 
+from mm_core.contracts import IGNORED_LABEL
 from mm_core.errors import DataError
 
 EMPTY = "<think>\n\n</think>\n\n"
@@ -125,7 +126,7 @@ def expected(tokenizer, turns, tiles):
     ids = tokenizer(whole, add_special_tokens=False)["input_ids"]
     place, labels = 0, []
     for token in ids:
-        labels.append(token if any(begin <= place < end for begin, end in learnt) else IGNORED)
+        labels.append(token if any(begin <= place < end for begin, end in learnt) else IGNORED_LABEL)
         place += len(tokenizer.convert_ids_to_tokens(token))  # of a byte-level token, a character a byte
     assert place == len(in_bytes(whole))
     return ids, labels
@@ -146,7 +147,7 @@ def test_every_label_is_right(chats, made, name):
     row["images"] = [f"{n}.png" for n in range(len(tiles))]
     ids, labels = expected(tokenizer, turns, tiles)
     shown = [Shown("image", (count,)) for count in tiles]
-    if all(label == IGNORED for label in labels):
+    if all(label == IGNORED_LABEL for label in labels):
         with pytest.raises(DataError, match="leaves out the thought of everything"):
             chat.tokens(conversation(row, "row"), shown, "row")
         return
@@ -169,7 +170,7 @@ def said(tmp_path):
         roles = ("user", "assistant") * len(turns)
         row = {"messages": [{"role": r, "content": c} for r, c in zip(roles, turns, strict=False)]}
         found = chat.tokens(conversation(row, "row"), [], "row")
-        learnt = [token for token in found.labels.tolist() if token != IGNORED]
+        learnt = [token for token in found.labels.tolist() if token != IGNORED_LABEL]
         return chat.tokenizer.decode(found.ids.tolist()), chat.tokenizer.decode(learnt)
 
     return read
@@ -278,6 +279,6 @@ def test_tags_that_are_tokens_are_learnt_as_such(tmp_path, special):
         ]
     }
     found = chat.tokens(conversation(row, "row"), [], "row")
-    learnt = [token for token in found.labels.tolist() if token != IGNORED]
+    learnt = [token for token in found.labels.tolist() if token != IGNORED_LABEL]
     said = ["<think>", "Ċ", "a", "Ċ", "</think>", "ĊĊ", "red", "<|im_end|>"]
     assert chat.tokenizer.convert_ids_to_tokens(learnt) == said

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from mm_internvl.config_data import ConversationsConfig, Source
-from mm_internvl.conversations import Conversations
+from mm_internvl.data.config import ConversationsConfig, Source
+from mm_internvl.data.conversations import Conversations
+from mm_internvl.data.tiling import Tiling, image_size, read_tiling
 from mm_internvl.testing import make_tiny_checkpoint
-from mm_internvl.tiling import Tiling, image_size, read_tiling
 from PIL import Image
 from transformers.models.internvl import processing_internvl
 
-from mm_core.data.images import read_image
-from mm_core.data.readers import PyAVReader
+from mm_core.data.media.images import read_image
+from mm_core.data.media.readers import PyAVReader
 from mm_core.errors import CheckpointError, DataError
 
 Processor = getattr(transformers, "GotOcr2ImageProcessorPil", None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -10,22 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import internvl_data as data
 import pytest
 import yaml
 from mm_internvl.testing import make_tiny_checkpoint
 
 import mm_core
 from mm_core.errors import ConfigError
-
-
-def of_tests(name: str):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-data = of_tests("internvl_data")
 
 
 @pytest.fixture

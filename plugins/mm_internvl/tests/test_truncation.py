@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
+import internvl_sets as sets
 import pytest
 import torch
-from mm_internvl.chat import IGNORED
 
+from mm_core.contracts import IGNORED_LABEL
 from mm_core.errors import DataError
 
-
-def of_tests(name: str):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-sets = of_tests("internvl_sets")
 data, dataset, loaded, place, said = sets.data, sets.dataset, sets.loaded, sets.place, sets.said
 
 
@@ -36,7 +25,7 @@ def test_what_is_too_long_is_cut_but_never_in_an_image(place):
             assert fault.value.what == (
                 f"the row has {len(context)} tokens, and cutting it at {limit} would go through image 1"
             )
-        elif not bool((whole["labels"][:limit] != IGNORED).any()):
+        elif not bool((whole["labels"][:limit] != IGNORED_LABEL).any()):
             with pytest.raises(DataError, match=f"the first {limit} hold nothing that the assistant says"):
                 found[0]
         else:

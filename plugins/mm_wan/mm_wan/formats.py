@@ -21,7 +21,7 @@ from mm_core.weights import (
     Written,
     read_mapping,
 )
-from mm_wan.architecture import (
+from mm_wan.predictor.architecture import (
     CLASS,
     EXPERT_FOLDERS,
     EXPERT_PARTS,
@@ -31,8 +31,8 @@ from mm_wan.architecture import (
     pipeline_of,
     wan_parts,
 )
-from mm_wan.transformer import TEXT_LENGTH, WanTransformer
-from mm_wan.two_expert import TwoExpert
+from mm_wan.predictor.transformer import TEXT_LENGTH, WanTransformer
+from mm_wan.predictor.two_expert import TwoExpert
 
 _LORA = {"high": "pytorch_lora_weights.safetensors", "low": "pytorch_lora_weights_2.safetensors"}
 """Files of the experts' adapters; of a lone transformer the first."""

@@ -8,8 +8,8 @@ def mm_predictors() -> list[Component]:
     return [
         Component(
             name="transformer",
-            target="mm_wan.transformer:WanTransformer",
-            config="mm_wan.config_predictor:WanTransformerConfig",
+            target="mm_wan.predictor.transformer:WanTransformer",
+            config="mm_wan.predictor.config:WanTransformerConfig",
             summary="Wan 2.1 and 2.2's video transformer, Diffusers' own class",
             aliases=("wandit",),
             licence="Apache-2.0",
@@ -17,8 +17,8 @@ def mm_predictors() -> list[Component]:
         ),
         Component(
             name="two_expert",
-            target="mm_wan.two_expert:TwoExpert",
-            config="mm_wan.config_predictor:TwoExpertConfig",
+            target="mm_wan.predictor.two_expert:TwoExpert",
+            config="mm_wan.predictor.config:TwoExpertConfig",
             summary="Wan 2.2 A14B: one transformer for much noise, one for little, trained together or alone",
             licence="Apache-2.0",
             paper="https://arxiv.org/abs/2503.20314",
@@ -31,8 +31,8 @@ def mm_autoencoders() -> list[Component]:
     return [
         Component(
             name="vae",
-            target="mm_wan.vae:WanVAE",
-            config="mm_wan.config_encoders:WanVAEConfig",
+            target="mm_wan.encoders.vae:WanVAE",
+            config="mm_wan.encoders.config:WanVAEConfig",
             summary="Wan 2.1 and 2.2's causal video autoencoder, Diffusers' own class",
             aliases=("wan_video_vae",),
             licence="Apache-2.0",
@@ -46,8 +46,8 @@ def mm_text_encoders() -> list[Component]:
     return [
         Component(
             name="umt5",
-            target="mm_wan.umt5:WanUMT5",
-            config="mm_wan.config_encoders:WanUMT5Config",
+            target="mm_wan.encoders.umt5:WanUMT5",
+            config="mm_wan.encoders.config:WanUMT5Config",
             summary="UMT5 as Wan's pipelines use it, Transformers' own class",
             aliases=("UMT5",),
             licence="Apache-2.0",
@@ -61,8 +61,8 @@ def mm_image_encoders() -> list[Component]:
     return [
         Component(
             name="clip_vision",
-            target="mm_wan.clip_vision:WanCLIPVision",
-            config="mm_wan.config_encoders:WanCLIPVisionConfig",
+            target="mm_wan.encoders.clip_vision:WanCLIPVision",
+            config="mm_wan.encoders.config:WanCLIPVisionConfig",
             summary="CLIP's image encoder as Wan 2.1's image-to-video pipelines use it",
             licence="MIT",
             paper="https://arxiv.org/abs/2103.00020",
@@ -75,8 +75,8 @@ def mm_schedulers() -> list[Component]:
     return [
         Component(
             name="flow_match",
-            target="mm_wan.flow_match:WanFlowMatch",
-            config="mm_wan.config_scheduler:WanFlowMatchConfig",
+            target="mm_wan.schedulers.flow_match:WanFlowMatch",
+            config="mm_wan.schedulers.config:WanFlowMatchConfig",
             summary="Wan's flow matching, sampled by Diffusers' UniPC, Euler or DPM-Solver++",
             aliases=("wan_flow_match_scheduler",),
             licence="Apache-2.0",

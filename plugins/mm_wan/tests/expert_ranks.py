@@ -11,21 +11,22 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from mm_wan.flow_match import WanFlowMatch
-from mm_wan.two_expert import TwoExpert
-from torch.distributed.tensor import DTensor
+from mm_wan.predictor.two_expert import TwoExpert
+from mm_wan.schedulers.flow_match import WanFlowMatch
 
 from mm_core.config.schema import EMASection
 from mm_core.contracts import Randomness, SampleKey, VideoTextBatch
-from mm_core.device import start_process_group
-from mm_core.diffusion.pixel import PixelAutoencoder
-from mm_core.diffusion.text import ByteTextEncoder
+from mm_core.diffusion.encoders.pixel import PixelAutoencoder
+from mm_core.diffusion.encoders.text import ByteTextEncoder
 from mm_core.engines.fsdp2 import FSDP2Engine
-from mm_core.tasks.text_to_video import TextToVideo
-from mm_core.train.ema import EMA
-from mm_core.train.failure import leave
-from mm_core.train.initial_weights import FromFiles
-from mm_core.train.optimizers import adamw
+from mm_core.loading.initial_weights import FileWeights
+from mm_core.optim.adamw import adamw
+from mm_core.optim.ema import EMA
+from mm_core.plugin.registry import get_registry
+from mm_core.runtime.groups import start_process_group
+from mm_core.runtime.launch.rank_process import leave
+from mm_core.tasks.text_to_video.task import TextToVideo
+from support.tensors import all_whole
 
 WRAP = ("predictor.{*}", "predictor.{*}.blocks.{*}")
 # eps is above the smallest gradients: without it, AdamW makes a sign of them, which is another on two ranks.
@@ -61,7 +62,7 @@ def started(folder: str) -> tuple[TextToVideo, FSDP2Engine, EMA]:
     task = task_of(folder, device="meta")
     engine = FSDP2Engine(sub_modules_to_wrap=WRAP, param_dtype=None)
     config = SimpleNamespace(
-        plugins=SimpleNamespace(path=()),
+        registry=get_registry(),
         init_from=None,
         train=SimpleNamespace(adapters=()),
         allow_code=False,
@@ -71,7 +72,7 @@ def started(folder: str) -> tuple[TextToVideo, FSDP2Engine, EMA]:
         engine.plan(task, dist.get_world_size(), 2),
         lambda parameters: adamw([{"params": list(parameters.values())}], **ADAMW),
         Randomness(0),
-        FromFiles(config, task),
+        FileWeights(config, task),
     )
     return task, engine, EMA(dict(engine.named_parameters()), AVERAGE)
 
@@ -102,13 +103,13 @@ def main() -> None:
     start_process_group()
     torch.set_num_threads(1)
     task, engine, ema = started(folder)
-    seen = {"steps": [], "weights": [whole(engine.state_dict()["model"])]}
+    seen = {"steps": [], "weights": [all_whole(engine.state_dict()["model"])]}
     for number, figures in enumerate(steps(task, engine, ema, 0, STEPS)):
         seen["steps"].append(figures)
-        seen["weights"].append(whole(engine.state_dict()["model"]))
+        seen["weights"].append(all_whole(engine.state_dict()["model"]))
         if number == 0:
             state = copied({**engine.state_dict(), "ema": ema.state_dict()})
-    seen["optimizer"], seen["ema"] = whole(engine.state_dict()["optimizer"]), whole(ema.state_dict())
+    seen["optimizer"], seen["ema"] = all_whole(engine.state_dict()["optimizer"]), all_whole(ema.state_dict())
     again, engine, ema = started(folder)
     engine.load_state_dict({part: state[part] for part in ("model", "optimizer")})
     for name, tensor in ema.state_dict().items():
@@ -118,18 +119,11 @@ def main() -> None:
         ("model", engine.state_dict()["model"]),
         ("optimizer", engine.state_dict()["optimizer"]),
     ):
-        seen[f"resumed {part}"] = whole(found)
-    seen["resumed ema"] = whole(ema.state_dict())
+        seen[f"resumed {part}"] = all_whole(found)
+    seen["resumed ema"] = all_whole(ema.state_dict())
     if dist.get_rank() == 0:
         torch.save(seen, out)
     dist.barrier()
-
-
-def whole(tensors) -> dict[str, torch.Tensor]:
-    return {
-        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-        for name, tensor in tensors.items()
-    }
 
 
 def copied(state):

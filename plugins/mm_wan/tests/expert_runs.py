@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import yaml
 from diffusers import WanTransformer3DModel
 from mm_wan.testing import make_tiny_checkpoint
 from torch import nn
 
-from mm_core.config.load import load_config
-from mm_core.train.importing import import_weights
-from mm_core.train.sampling import load_task
+from mm_core.inference.sample import load_task
+from mm_core.interchange.import_weights import import_weights
+from support import runs
 
 PARTS = {"high": "transformer", "low": "transformer_2"}
 SOLVERS = ("unipc", "euler", "dpm++")
@@ -50,33 +49,19 @@ def config_of(
     """A run without data of the experts in `folder`: what its dataset names does not exist. encoders: the
     pipeline's folder, where the experts' is none."""
     encoders = encoders or folder
-    document = {
-        "run": {"name": name, "dir": str(place / "runs")},
-        "task": {
-            "type": "text_to_video",
-            "predictor": {"type": "wan/two_expert", "from_pretrained": str(folder), "train": train},
-            "autoencoder": {"type": "wan/vae", "from_pretrained": str(encoders / "vae")},
-            "text_encoder": {
-                "type": "wan/umt5",
-                "from_pretrained": str(encoders / "text_encoder"),
-                "dtype": "fp32",
-            },
-            "scheduler": {"type": "wan/flow_match", "sample_shift": 3.0},
+    task = {
+        "type": "text_to_video",
+        "predictor": {"type": "wan/two_expert", "from_pretrained": str(folder), "train": train},
+        "autoencoder": {"type": "wan/vae", "from_pretrained": str(encoders / "vae")},
+        "text_encoder": {
+            "type": "wan/umt5",
+            "from_pretrained": str(encoders / "text_encoder"),
+            "dtype": "fp32",
         },
-        "data": {
-            "train": {
-                "type": "video_text",
-                "annotations": str(place / "none.json"),
-                "num_frames": 5,
-                "height": 32,
-                "width": 48,
-            }
-        },
-        "train": {"epochs": 1, "adapters": list(adapters)},
+        "scheduler": {"type": "wan/flow_match", "sample_shift": 3.0},
     }
-    path = place / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(document), encoding="utf-8")
-    return load_config(path)
+    clips = {"num_frames": 5, "height": 32, "width": 48}
+    return runs.config_of(place, task, name, clips=clips, train={"epochs": 1, "adapters": list(adapters)})
 
 
 def imported(place: Path, folder: Path, name: str = "pair", **options):

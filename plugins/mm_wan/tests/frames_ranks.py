@@ -11,15 +11,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from wan_frames import config_at
-from wan_ranks import BLOCKS, weights, whole
+from wan_ranks import BLOCKS
 
 from mm_core.contracts import Randomness, SampleKey, VideoTextBatch
-from mm_core.device import start_process_group
 from mm_core.engines.fsdp2 import FSDP2Engine
+from mm_core.loading.frozen import load_frozen_alone
+from mm_core.loading.initial_weights import FileWeights
 from mm_core.plan import build_task
-from mm_core.train.failure import leave
-from mm_core.train.frozen import load_frozen_alone
-from mm_core.train.initial_weights import FromFiles
+from mm_core.runtime.groups import start_process_group
+from mm_core.runtime.launch.rank_process import leave
+from support.tensors import all_whole, whole
 
 RNG = Randomness(5)
 
@@ -52,9 +53,9 @@ def main() -> None:
         engine.plan(task, world, 2),
         lambda p: torch.optim.SGD(p.values(), lr=1e-2),
         Randomness(0),
-        FromFiles(config, task),
+        FileWeights(config, task),
     )
-    seen = {"begun": weights(engine), "losses": [], "experts": []}
+    seen = {"begun": all_whole(engine.state_dict()["model"]), "losses": [], "experts": []}
     for step in range(3):
         task.begin_step(step)
         rows = [row for row in range(4) if row % world == rank]
@@ -70,7 +71,7 @@ def main() -> None:
                 name: whole(p.grad) for name, p in engine.named_parameters() if p.grad is not None
             }
         engine.step(engine.grad_norm(), 1.0)
-    seen["trained"] = weights(engine)
+    seen["trained"] = all_whole(engine.state_dict()["model"])
     if rank == 0:
         torch.save(seen, out)
     dist.barrier()

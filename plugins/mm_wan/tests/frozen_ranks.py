@@ -9,16 +9,16 @@ import sys
 
 import torch
 import torch.distributed as dist
-from mm_wan.umt5 import WanUMT5
-from mm_wan.vae import WanVAE
+from mm_wan.encoders.umt5 import WanUMT5
+from mm_wan.encoders.vae import WanVAE
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from mm_core.device import start_process_group
 from mm_core.engines.fsdp2 import FSDP2Engine
+from mm_core.loading.frozen import FrozenFiles
 from mm_core.plugin.registry import get_registry
-from mm_core.train.failure import leave
-from mm_core.train.frozen import FrozenFiles
+from mm_core.runtime.groups import start_process_group
+from mm_core.runtime.launch.rank_process import leave
 
 NAMES = ("autoencoder", "text_encoder")
 

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import wan_frames
 from mm_wan.testing import make_tiny_checkpoint
 from safetensors.torch import load_file
 
 from mm_core.config.schema import InitFromSection
 from mm_core.errors import CheckpointError
+from mm_core.inference.sample import load_task
+from mm_core.interchange.import_weights import import_weights
+from mm_core.loading.initial_weights import FileWeights
 from mm_core.plan import build_task
-from mm_core.train.importing import import_weights
-from mm_core.train.initial_weights import FromFiles
-from mm_core.train.sampling import load_task
 
-HERE = Path(__file__).parent
-SPEC = importlib.util.spec_from_file_location("wan_frames", HERE / "wan_frames.py")
-wan_frames = importlib.util.module_from_spec(SPEC)
-sys.modules["wan_frames"] = wan_frames
-SPEC.loader.exec_module(wan_frames)
 FILE = wan_frames.FILE
 
 
@@ -39,12 +33,12 @@ def config_at(folders: dict[str, Path], tmp_path: Path, **init_from: object):
     return replace(config, init_from=InitFromSection(**init_from)) if init_from else config
 
 
-def read(config) -> tuple[dict[str, torch.Tensor], FromFiles]:
+def read(config) -> tuple[dict[str, torch.Tensor], FileWeights]:
     """The predictor's tensors as a run begins with them."""
     task = build_task(config)
     task.predictor.to_empty(device="cpu")
     state = {f"predictor.{name}": tensor for name, tensor in task.predictor.state_dict().items()}
-    files = FromFiles(config, task)
+    files = FileWeights(config, task)
     assert set(files.covers(state)) == set(state)
     files.fill(state)
     return {name.removeprefix("predictor."): tensor for name, tensor in state.items()}, files

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import WanImageToVideoPipeline
-from mm_wan.clip_vision import WanCLIPVision
+from mm_wan.encoders.clip_vision import WanCLIPVision
 from mm_wan.testing import TEXT_WIDTH, make_tiny_checkpoint
 from PIL import Image
 from safetensors.torch import load_file, save_file

@@ -3,45 +3,34 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
-import os
 import re
 import shlex
 import subprocess
 import sys
 from importlib import import_module
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from diffusers import WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
-from mm_wan.config_predictor import WanTransformerConfig
-from mm_wan.flops import forward_flops
 from mm_wan.formats import ORIGINAL_KEYS
+from mm_wan.predictor.config import WanTransformerConfig
+from mm_wan.predictor.flops import forward_flops
 from mm_wan.presets import PRESETS
 from mm_wan.testing import make_tiny_checkpoint
 from PIL import Image
 from safetensors.torch import load_file
+from wan_configs import ROOT, checkpoint_of, config_at, render_clips, train
 
-import mm_core
 from mm_core.cli.main import COMMANDS
 from mm_core.config.load import load_config
-from mm_core.parallel.casting import shards_mixed
+from mm_core.interchange.export import export
+from mm_core.modules.casting import shards_mixed
 from mm_core.plan import build_task, make_plan
-from mm_core.train.exporting import export
 
-ROOT = Path(__file__).parents[3]
 CONFIGS = sorted((ROOT / "plugins/mm_wan/mm_wan/configs").glob("*.yaml"))
 FULL = ["t2v_1_3b", "t2v_14b", "t2v_1_3b_lora", "i2v_14b", "i2v_14b_lora", "flf2v_14b", "ti2v_5b"]
 FULL += ["ti2v_5b_lora"]
-
-
-def config_at(name: str, *overrides: str):
-    if not shards_mixed():
-        overrides = ("train.base_dtype=null", *overrides)
-    return load_config(ROOT / f"configs/wan/{name}.yaml", list(overrides))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -66,7 +55,7 @@ def test_the_commands_beside_a_config_are_such_as_the_program_takes(path):
 
 
 def test_the_config_class_needs_no_torch():
-    command = "import sys, mm_wan.config_predictor, mm_wan.presets, mm_wan.plugin as p; p.mm_predictors();"
+    command = "import sys, mm_wan.predictor.config, mm_wan.presets, mm_wan.plugin as p; p.mm_predictors();"
     command += "assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", command], check=True)
     assert WanTransformerConfig().preset is None
@@ -123,13 +112,6 @@ def test_operations_of_image_to_video_are_known_before_its_files_are_there(name,
     assert plan.operations.forward == plan.global_batch_size * forward_flops(
         preset.fields, latents, image_tokens=tokens
     )
-
-
-def render_clips(folder: Path) -> None:
-    spec = importlib.util.spec_from_file_location("prepare", ROOT / "examples/real_clips/prepare.py")
-    module: ModuleType = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.prepare(folder)
 
 
 @pytest.mark.slow
@@ -196,22 +178,6 @@ def test_samples_that_could_not_be_made_end_the_run_before_its_first_step(tmp_pa
 IMAGES = {"t2v": (), "i2v": ("image",), "flf2v": ("image", "last_image"), "ti2v": ("image",)}
 
 
-def checkpoint_of(name: str) -> str:
-    return config_at(name).task.options["predictor"].options["from_pretrained"]
-
-
 def adapted_layers(pipeline) -> list[str]:
     (adapter,) = pipeline.get_active_adapters()
     return [n for n, m in pipeline.transformer.named_modules() if adapter in getattr(m, "lora_A", {})]
-
-
-def train(name: str, *overrides: str, code: int = 0) -> str:
-    """mm-train, for fewer steps; what it prints."""
-    fewer = ["train.steps=3", "checkpoint.every=3", "validation.every=3", "data.loader.workers=0"]
-    command = [sys.executable, "-m", "mm_core.cli.main", "train", "--config"]
-    core = str(Path(mm_core.__file__).parents[1])  # the one of this process, wherever it lies
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": core}
-    command += [f"{ROOT}/configs/wan/{name}.yaml", *fewer, *overrides]
-    found = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert found.returncode == code, found.stdout + found.stderr
-    return found.stdout + found.stderr

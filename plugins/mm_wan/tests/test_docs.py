@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from mm_wan.testing import make_tiny_checkpoint
+from wan_configs import environment
 
-import mm_core
 from mm_core.config.load import load_config
-from mm_core.parallel.casting import shards_mixed
+from mm_core.modules.casting import shards_mixed
 from mm_core.plan import make_plan
+from support import pages as page
+from support.scripts import script
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs/wan.md"
@@ -38,17 +37,6 @@ TWINS = {
     "t2v_a14b_high": "t2v_a14b_high_tiny",
 }
 FEW = "train.steps=2 checkpoint.every=2 validation.every=2 data.loader.workers=0"
-
-
-def module_at(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-page = module_at(ROOT / "tests/docs/readme.py")
 
 
 def commands() -> list[str]:
@@ -116,8 +104,7 @@ def tiny(line: str) -> str:
 def place(tmp_path_factory) -> Path:
     """A working folder: tiny checkpoints where downloads and tiny twins would lie, clips, images."""
     place = tmp_path_factory.mktemp("wan")
-    shown = module_at(ROOT / "examples/real_clips/prepare.py")
-    shown.prepare(place / "data/real_clips")
+    script("examples/real_clips/prepare.py").prepare(place / "data/real_clips")
     from PIL import Image
 
     Image.new("RGB", (64, 48), "red").save(place / "first.png")
@@ -137,11 +124,9 @@ def download(line: str, place: Path) -> None:
 
 
 def run(line: str, place: Path) -> None:
-    core = str(Path(mm_core.__file__).parents[1])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": core}
     words = shlex.split(line)
     words[:1] = {"mm": [sys.executable, "-m", "mm_core.cli.main"], "python": [sys.executable]}[words[0]]
-    done = subprocess.run(words, cwd=place, env=environment, capture_output=True, text=True)
+    done = subprocess.run(words, cwd=place, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
 
 
@@ -150,7 +135,7 @@ def test_every_command_and_program_does_what_the_page_says(place, monkeypatch):
     """In the page's order; the two programs after the exports that they read."""
     for line in commands():
         if line.startswith("pip install"):
-            continue  # tests/docs/test_readme.py installs
+            continue  # tests/repo/test_readme.py installs
         if line.startswith("hf download"):
             download(line, place)
         else:

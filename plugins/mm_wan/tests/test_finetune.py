@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 
-SCRIPT = Path(__file__).parents[3] / "benchmarks/wan_finetune.py"
+from support.scripts import script
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_the_held_out_loss_falls_and_a_resumed_run_has_the_same_bits(tmp_path):
     """Below 0.8 of the lower of its start and of what a model that predicts nothing gets."""
-    spec = importlib.util.spec_from_file_location("wan_finetune", SCRIPT)
-    benchmark = importlib.util.module_from_spec(spec)
-    sys.modules["wan_finetune"] = benchmark
-    spec.loader.exec_module(benchmark)
+    benchmark = script("benchmarks/wan_finetune.py")
     benchmark.prepare(tmp_path, [1])
     outcome = benchmark.finetune(tmp_path, "random", 1, 150)  # half of the benchmark's steps
     nothing = benchmark.silent(tmp_path, 1)

@@ -8,13 +8,13 @@ import sys
 import numpy as np
 import pytest
 import torch
-from mm_wan.flow_match import WanFlowMatch
+from mm_wan.schedulers.flow_match import WanFlowMatch
 
 import mm_core
 from mm_core.contracts import NoiseScheduler, Randomness
 from mm_core.diffusion.mixture import clean_estimate, noise_share
 from mm_core.errors import ConfigError, ContractError
-from mm_core.tasks.text_to_video_bins import declared_bins
+from mm_core.tasks.text_to_video.bins import declared_bins
 
 SETTINGS = [
     {},
@@ -262,7 +262,7 @@ def test_its_tables_are_real_where_models_are_built_without_memory():
 
 
 def test_its_config_imports_no_torch():
-    code = "import sys, mm_wan.plugin, mm_wan.config_scheduler; sys.exit('torch' in sys.modules)"
+    code = "import sys, mm_wan.plugin, mm_wan.schedulers.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

@@ -2,42 +2,35 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
+import wan_runs as runs
+import wan_variants as variants
 from diffusers import WanPipeline, WanTransformer3DModel
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 from mm_wan.formats import DIFFUSERS_KEYS, ORIGINAL_KEYS, WanDiffusers, WanOriginal
+from mm_wan.predictor.transformer import WanTransformer
 from mm_wan.presets import PRESETS
-from mm_wan.transformer import WanTransformer
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import CLIPVisionConfig
 
 from mm_core.errors import CheckpointError, MMError
-from mm_core.train.exporting import export
-from mm_core.train.importing import import_weights
-from mm_core.train.sampling import load_task
+from mm_core.inference.sample import load_task
+from mm_core.interchange.export import export
+from mm_core.interchange.import_weights import import_weights
+from support.runs import moved
+from support.tensors import same, stored
 
-HERE = Path(__file__).parent
 FILE = "diffusion_pytorch_model.safetensors"
 
 
-def module_at(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-variants, runs = module_at(HERE / "wan_variants.py"), module_at(HERE / "wan_runs.py")
 SIZES = {**runs.CHANNELS, "ffn_dim": 48}
 IMAGE = 12 + 4
 """Channels of given frames: their latents, and which they are."""
@@ -89,16 +82,6 @@ def original_at(folder: Path, model: WanTransformer3DModel, **config) -> Path:
     }
     (folder / "config.json").write_text(json.dumps(document))
     return folder
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert tensor.dtype == other[name].dtype and torch.equal(tensor, other[name]), name
-
-
-def stored(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: t for path in sorted(folder.glob("*.safetensors")) for name, t in load_file(path).items()}
 
 
 # -- names -----------------------------------------------------------------------------------------
@@ -252,7 +235,7 @@ def test_a_pipeline_comes_out_whole(tmp_path):
             assert (same_out / path.relative_to(origin)).read_bytes() == path.read_bytes()
     before = runs.clip(WanPipeline.from_pretrained(origin))
     assert torch.equal(runs.clip(WanPipeline.from_pretrained(same_out)), before)
-    task = runs.moved(tmp_path, config, saved, "to_q")
+    task = moved(config, saved, "to_q")
     out = export(f"{tmp_path}/runs/tuned@5", tmp_path / "out", "wan/diffusers")
     pipeline = WanPipeline.from_pretrained(out)
     same(dict(pipeline.transformer.state_dict()), dict(task.predictor.state_dict()))
@@ -299,7 +282,7 @@ def test_an_adapter_is_loaded_by_the_pipeline(tmp_path):
     train = {"epochs": 1, "adapters": [ADAPTER]}
     config = runs.config_of(tmp_path, {"from_pretrained": str(origin)}, train=train)
     saved, _ = import_weights(config, origin)
-    task = runs.moved(tmp_path, config, saved, "lora_")
+    task = moved(config, saved, "lora_")
     out = export(f"{tmp_path}/runs/tuned@5", tmp_path / "out", "wan/diffusers")
     assert {path.name for path in out.iterdir()} == {"README.md", "pytorch_lora_weights.safetensors"}
     merged = export(f"{tmp_path}/runs/tuned@5", tmp_path / "merged", "wan/diffusers", merge_adapters=True)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
 from mm_wan.testing import make_tiny_checkpoint
 
-_spec = importlib.util.spec_from_file_location("ranks", Path(__file__).parents[3] / "tests/ranks.py")
-ranks = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(ranks)
+from support.ranks import run_ranks
+
 SCRIPT = Path(__file__).with_name("frozen_ranks.py")
 
 
@@ -20,7 +18,7 @@ def test_two_ranks_encode_and_decode_the_same_bits_wherever_the_weights_lie(tmp_
     folder = make_tiny_checkpoint(tmp_path / "wan")
     found = {}
     for placement in ("replicated", "sharded", "offloaded"):
-        ranks.run_ranks(SCRIPT, 2, tmp_path / placement, folder, placement)
+        run_ranks(SCRIPT, 2, tmp_path / placement, folder, placement)
         # It holds a plan, which is no tensor; this test wrote it.
         found[placement] = [torch.load(f"{tmp_path}/{placement}.{r}", weights_only=False) for r in (0, 1)]
     whole = found["replicated"]

@@ -2,43 +2,35 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
+import wan_frames as frames
 from diffusers import WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
-from mm_wan.flow_match import WanFlowMatch
+from mm_wan.schedulers.flow_match import WanFlowMatch
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from wan_solvers import of_diffusers
 
 import mm_core
 from mm_core.cli.main import main
 from mm_core.contracts import Randomness, SampleKey, SampleRequest, VideoTextBatch
-from mm_core.data.images import fit_image, read_image
+from mm_core.data.media.images import fit_image, read_image
+from mm_core.data.rows.prompts import Prompt
+from mm_core.interchange.export import export
 from mm_core.plan import build_task, make_plan
-from mm_core.train.exporting import export
-from mm_core.train.prompts import Prompt
+from support.ranks import run_ranks
 
 HERE = Path(__file__).parent
 
-
-def module_at(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-frames, solvers = module_at(HERE / "wan_frames.py"), module_at(HERE / "test_solvers.py")
-ranks = module_at(HERE.parents[2] / "tests/ranks.py")
 
 NAMES = {"i2v": ("first",), "i2v_2.2": ("first",), "flf2v": ("first", "last"), "ti2v": ("first",)}
 PROMPT, NEGATIVE = "a red circle moves left", "blurred details"
@@ -72,7 +64,7 @@ def latents_of(task, asked: SampleRequest) -> tuple[Tensor, Tensor]:
 
 def piped(pipeline, images: list[Path], solver: str, guidance: float, output: str = "latent") -> Tensor:
     """The same by Diffusers' pipeline."""
-    pipeline.scheduler = solvers.of_diffusers(solver)
+    pipeline.scheduler = of_diffusers(solver)
     pipeline.set_progress_bar_config(disable=True)
     channels, stride = pipeline.vae.config.z_dim, pipeline.vae.config.scale_factor_spatial
     noise = Randomness(3).normal((channels, 2, 32 // stride, 64 // stride), "sample", 0)[None]
@@ -344,7 +336,7 @@ def test_two_ranks_train_the_weights_of_one(tmp_path, variant):
     seen, folder = {}, frames.checkpoint_at(tmp_path / variant, variant)
     for world in (1, 2):
         out = tmp_path / f"{world}.pt"
-        ranks.run_ranks(HERE / "frames_ranks.py", world, out, folder, variant)
+        run_ranks(HERE / "frames_ranks.py", world, out, folder, variant)
         seen[world] = torch.load(out)
     assert seen[2]["losses"] == pytest.approx(seen[1]["losses"], rel=1e-5)
     for part in ("gradients", "trained"):

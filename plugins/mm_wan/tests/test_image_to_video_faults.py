@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
 
 import pytest
+import wan_frames as frames
 
 import mm_core
 from mm_core.cli.main import main
 from mm_core.contracts import FrameConditioned
+from mm_core.data.rows.prompts import Prompt, read_prompts
 from mm_core.errors import ContractError, DataError, MMError
+from mm_core.interchange.import_weights import import_weights
 from mm_core.plan import build_task, make_plan
-from mm_core.train.importing import import_weights
-from mm_core.train.prompts import Prompt, read_prompts
 
-HERE = Path(__file__).parent
 PROMPT = "a red circle moves left"
-
-
-def module_at(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-frames = module_at(HERE / "wan_frames.py")
 
 
 @pytest.fixture(scope="module")

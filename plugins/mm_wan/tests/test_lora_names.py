@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 from mm_wan.formats import ORIGINAL_KEYS
-from mm_wan.transformer import WanTransformer
+from mm_wan.predictor.transformer import WanTransformer
 from safetensors.torch import save_file
 from torch import nn
 
 from mm_core.builtin.configs.adapters import AdapterConfig
 from mm_core.contracts import Randomness
 from mm_core.errors import CheckpointError
-from mm_core.parallel.adapters import adapted_layers
-from mm_core.parallel.initialise import initialise
+from mm_core.modules.adapter_layers import adapted_layers
+from mm_core.modules.initialise import initialise
 from mm_core.plugin.registry import get_registry
-from mm_core.weights.adapters import AdapterWeights, add_adapters
+from mm_core.weights.adapters.inject import AdapterWeights, add_adapters
 from mm_core.weights.fitting import formats_of
 
 TINY = {

@@ -7,14 +7,14 @@ import copy
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
+from mm_wan.encoders.umt5 import WanUMT5
+from mm_wan.encoders.vae import WanVAE
+from mm_wan.predictor.transformer import WanTransformer
 from mm_wan.testing import make_tiny_checkpoint
-from mm_wan.transformer import WanTransformer
-from mm_wan.umt5 import WanUMT5
-from mm_wan.vae import WanVAE
 
 from mm_core.contracts import PredictorInputs
 from mm_core.plugin.registry import build
-from mm_core.tasks.text_to_video import TextToVideo
+from mm_core.tasks.text_to_video.task import TextToVideo
 
 
 def noise(*shape: int, seed: int = 1) -> torch.Tensor:

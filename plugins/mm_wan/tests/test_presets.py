@@ -20,8 +20,8 @@ from math import prod
 import pytest
 import torch
 from mm_wan.formats import ORIGINAL_KEYS
+from mm_wan.predictor.transformer import WanTransformer
 from mm_wan.presets import I2V_BOUNDARY, PRESETS, T2V_BOUNDARY
-from mm_wan.transformer import WanTransformer
 
 Shapes = dict[str, tuple[int, ...]]
 

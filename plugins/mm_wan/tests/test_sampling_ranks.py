@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
+import wan_frames
 
 from mm_core.cli.main import main
-from mm_core.train.importing import import_weights
-
-HERE = Path(__file__).parent
-SPEC = importlib.util.spec_from_file_location("wan_frames", HERE / "wan_frames.py")
-wan_frames = importlib.util.module_from_spec(SPEC)
-sys.modules["wan_frames"] = wan_frames
-SPEC.loader.exec_module(wan_frames)
+from mm_core.interchange.import_weights import import_weights
 
 
 @pytest.mark.slow

@@ -8,35 +8,25 @@ import pytest
 import torch
 from diffusers import (
     DDPMScheduler,
-    DPMSolverMultistepScheduler,
-    FlowMatchEulerDiscreteScheduler,
     UniPCMultistepScheduler,
     WanPipeline,
     WanTransformer3DModel,
 )
-from mm_wan.flow_match import WanFlowMatch
-from mm_wan.transformer import WanTransformer
+from mm_wan.predictor.transformer import WanTransformer
+from mm_wan.schedulers.flow_match import WanFlowMatch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+from wan_solvers import of_diffusers
 
 import mm_core
 from mm_core.contracts import Randomness, SampleRequest
-from mm_core.diffusion.text import HFTextEncoder
+from mm_core.diffusion.encoders.text import HFTextEncoder
 from mm_core.errors import CheckpointError, ConfigError, ContractError
-from mm_core.tasks.text_to_video import TextToVideo
+from mm_core.tasks.text_to_video.task import TextToVideo
 
-FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
 STEPS = [1, 2, 3, 8, 20]
 SOLVERS = ["unipc", "euler", "dpm++"]
-
-
-def of_diffusers(solver: str, shift: float = 5.0, **settings):
-    """The scheduler as a Wan pipeline has it, from Diffusers alone."""
-    if solver == "euler":
-        return FlowMatchEulerDiscreteScheduler(shift=shift, **settings)
-    cls = UniPCMultistepScheduler if solver == "unipc" else DPMSolverMultistepScheduler
-    return cls(**FLOW, flow_shift=shift, **settings)
 
 
 def pipeline_loop(scheduler, velocity, latents: Tensor, steps: int) -> Tensor:

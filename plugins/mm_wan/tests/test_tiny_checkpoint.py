@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import DiffusionPipeline, WanImageToVideoPipeline, WanPipeline
+from mm_wan.encoders.vae import WanVAE
 from mm_wan.testing import make_tiny_checkpoint
-from mm_wan.vae import WanVAE
 from PIL import Image
 
 import mm_core

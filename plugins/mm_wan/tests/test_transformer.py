@@ -2,45 +2,32 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import get_args
 
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
-from mm_wan.config_predictor import PresetName
+from mm_wan.predictor.config import PresetName
+from mm_wan.predictor.transformer import WanTransformer
 from mm_wan.presets import DEFAULTS, PRESETS
-from mm_wan.transformer import WanTransformer
 from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from wan_variants import DISTINCT, TINY, inputs, published, theirs, tiny
 
 import mm_core
 from mm_core.contracts import CountsProducts, Predictor, Pretrained, Randomness, WeightsFrom
 from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.errors import CheckpointError, ConfigError, ContractError
-from mm_core.parallel.operations import step_operations
+from mm_core.modules.flops import step_operations
+from mm_core.runtime.process_group import process_group
 from mm_core.testing import PREDICTOR_CHECKS, PredictorProbe, check_predictor
-from mm_core.train.run import process_group
+from support.ranks import run_ranks
 
 HERE = Path(__file__).parent
-
-
-def module_at(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-ranks = module_at(HERE.parents[2] / "tests/ranks.py")
-variants = module_at(HERE / "wan_variants.py")
-DISTINCT, TINY = variants.DISTINCT, variants.TINY
-inputs, published, theirs, tiny = variants.inputs, variants.published, variants.theirs, variants.tiny
 
 
 def pair(variant: str, **fields) -> tuple[WanTransformer3DModel, WanTransformer]:
@@ -364,7 +351,7 @@ def test_two_ranks_train_the_weights_of_one(tmp_path, variant):
     seen = {}
     for world in (1, 2):
         out = tmp_path / f"{world}.pt"
-        ranks.run_ranks(HERE / "wan_ranks.py", world, out, folder, variant)
+        run_ranks(HERE / "wan_ranks.py", world, out, folder, variant)
         seen[world] = torch.load(out)
     stored = load_file(folder / "diffusion_pytorch_model.safetensors")
     for world in (1, 2):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from pathlib import Path
-from types import ModuleType
 from typing import get_args
 
+import expert_runs as runs
 import pytest
 import torch
 from diffusers import (
@@ -19,13 +18,14 @@ from diffusers import (
     WanPipeline,
     WanTransformer3DModel,
 )
-from mm_wan.config_predictor import Train, TwoExpertPresetName
-from mm_wan.flow_match import WanFlowMatch
+from mm_wan.predictor.config import Train, TwoExpertPresetName
+from mm_wan.predictor.transformer import WanTransformer
+from mm_wan.predictor.two_expert import TwoExpert
 from mm_wan.presets import PRESETS
-from mm_wan.transformer import WanTransformer
-from mm_wan.two_expert import TwoExpert
+from mm_wan.schedulers.flow_match import WanFlowMatch
 from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
+from wan_variants import TINY, inputs
 
 import mm_core
 from mm_core.config.load import load_config
@@ -40,24 +40,12 @@ from mm_core.contracts import (
     WeightsFrom,
 )
 from mm_core.errors import CheckpointError, ConfigError, ContractError
-from mm_core.parallel.operations import step_operations
+from mm_core.modules.flops import step_operations
 from mm_core.testing import PREDICTOR_CHECKS, PredictorProbe, check_predictor
 
-HERE = Path(__file__).parent
 PROMPTS = ("a red circle moves left", "a cat and a dog bake a cake")
 NEGATIVE = "blurred details"
 SIZES = {"num_frames": 5, "height": 32, "width": 48}
-
-
-def module_at(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-variants, runs = module_at(HERE / "wan_variants.py"), module_at(HERE / "expert_runs.py")
-TINY, inputs, tiny = variants.TINY, variants.inputs, variants.tiny
 
 
 @pytest.fixture(scope="module")

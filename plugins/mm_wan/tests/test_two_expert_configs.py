@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
+import wan_configs as configs
 from diffusers import (
     UniPCMultistepScheduler,
     WanImageToVideoPipeline,
@@ -23,21 +21,10 @@ from safetensors.torch import load_file
 
 import mm_core
 from mm_core.contracts import Randomness
+from mm_core.interchange.export import export
+from mm_core.modules.casting import shards_mixed
 from mm_core.plan import build_task, make_plan
-from mm_core.train.exporting import export
 
-HERE = Path(__file__).parent
-
-
-def module_at(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-configs = module_at(HERE / "test_configs.py")
 FULL = {
     "t2v_a14b": "both",
     "t2v_a14b_high": "high",
@@ -71,7 +58,7 @@ def test_a_full_size_config_plans_the_published_tensors_of_what_it_trains(name, 
     whole = sum(math.prod(shape) for shape in expected.values())
     size = (2 if config.train.base_dtype else 4) * whole
     if name.endswith("lora"):
-        assert config.train.base_dtype == ("bf16" if configs.shards_mixed() else None)
+        assert config.train.base_dtype == ("bf16" if shards_mixed() else None)
         added = len(trained) * 32 * 40 * (8 * 2 * 5120 + 2 * (5120 + 13824))
         whole, size = whole + added, size + 4 * added
     # What rests is not built: it has no memory here, nor gradients or moments.

@@ -2,42 +2,31 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
-import sys
 from pathlib import Path
-from types import ModuleType
 
+import expert_runs as runs
 import pytest
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
 from mm_wan.formats import ORIGINAL_KEYS
-from mm_wan.two_expert import TwoExpert
+from mm_wan.predictor.two_expert import TwoExpert
 from safetensors.torch import load_file, save_file
 
+from mm_core.checkpoint.store import CheckpointStore
 from mm_core.contracts import Randomness, SampleRequest
 from mm_core.errors import CheckpointError
-from mm_core.train.checkpoint import CheckpointStore
-from mm_core.train.export_parts import own_state
-from mm_core.train.exporting import export
-from mm_core.train.importing import import_weights
-from mm_core.train.sampling import load_task
+from mm_core.inference.sample import load_task
+from mm_core.interchange.export import export
+from mm_core.interchange.export_plan import own_state
+from mm_core.interchange.import_weights import import_weights
+from support.tensors import same, stored
 
-HERE = Path(__file__).parent
 FILE = "diffusion_pytorch_model.safetensors"
 ORIGINAL = {"high": "high_noise_model", "low": "low_noise_model"}
 
 
-def module_at(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-runs = module_at(HERE / "expert_runs.py")
 PARTS = {"wan/diffusers": runs.PARTS, "wan/original": ORIGINAL}
 
 
@@ -71,16 +60,6 @@ def original(pair, tmp_path_factory) -> Path:
         }
         (top / folder / "config.json").write_text(json.dumps(config))
     return top
-
-
-def stored(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: t for path in sorted(folder.glob("*.safetensors")) for name, t in load_file(path).items()}
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert tensor.dtype == other[name].dtype and torch.equal(tensor, other[name]), name
 
 
 @pytest.mark.parametrize("train", ["both", "high", "low"])

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 
+import expert_ranks as training
 import pytest
 import torch
-from mm_wan.flow_match import WanFlowMatch
+import wan_variants as variants
+from mm_wan.schedulers.flow_match import WanFlowMatch
 
 from mm_core.contracts import Randomness, SampleKey
 from mm_core.errors import ContractError
-from mm_core.tasks.experts import Experts
+from mm_core.tasks.text_to_video.experts import Experts
+from support.ranks import run_ranks
 
 HERE = Path(__file__).parent
 
 
-def module_at(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-ranks = module_at(HERE.parents[2] / "tests/ranks.py")
-variants, training = module_at(HERE / "wan_variants.py"), module_at(HERE / "expert_ranks.py")
 RNG = training.RNG
 MASS = {"high": 1 - 0.875 / (5 - 4 * 0.875)}  # u = sigma / (s - (s - 1) sigma) of s = 5
 MASS["low"] = 1 - MASS["high"]
@@ -223,7 +213,7 @@ def runs_of(folder, tmp_path_factory) -> dict[int, dict]:
     found = {}
     for world in (1, 2):
         out = tmp_path_factory.mktemp("out") / f"{world}.pt"
-        ranks.run_ranks(HERE / "expert_ranks.py", world, out, folder)
+        run_ranks(HERE / "expert_ranks.py", world, out, folder)
         found[world] = torch.load(out)
     return found
 

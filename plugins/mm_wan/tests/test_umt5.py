@@ -11,8 +11,8 @@ import pytest
 import torch
 from diffusers import WanPipeline
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+from mm_wan.encoders.umt5 import WanUMT5, clean_prompt
 from mm_wan.testing import TEXT_WIDTH, make_tiny_checkpoint
-from mm_wan.umt5 import WanUMT5, clean_prompt
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel, UMT5EncoderModel
 

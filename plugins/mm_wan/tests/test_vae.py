@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -10,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import AutoencoderKLWan, WanPipeline
-from mm_wan.config_encoders import TilingParam
+from mm_wan.encoders.config import TilingParam
+from mm_wan.encoders.vae import WanVAE
 from mm_wan.testing import make_tiny_checkpoint
-from mm_wan.vae import WanVAE
 from safetensors.torch import load_file, save_file
 
 import mm_core
@@ -20,13 +19,10 @@ from mm_core.config.load import load_config
 from mm_core.contracts import Autoencoder
 from mm_core.errors import CheckpointError, ContractError
 from mm_core.plan import build_task
+from support.scripts import script
 
 CPU = torch.device("cpu")
-_spec = importlib.util.spec_from_file_location(
-    "wan_vae_memory", Path(__file__).parents[3] / "benchmarks/wan_vae_memory.py"
-)
-benchmark = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(benchmark)
+benchmark = script("benchmarks/wan_vae_memory.py")
 
 
 @pytest.fixture(scope="module")

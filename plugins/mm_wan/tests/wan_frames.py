@@ -10,15 +10,15 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import yaml
-from mm_wan.flow_match import WanFlowMatch
+from mm_wan.schedulers.flow_match import WanFlowMatch
 from mm_wan.testing import make_tiny_checkpoint
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from mm_core.config.load import load_config
 from mm_core.config.schema import RunConfig
-from mm_core.train.importing import import_weights
-from mm_core.train.sampling import load_task
+from mm_core.inference.sample import load_task
+from mm_core.interchange.import_weights import import_weights
 
 FILE = "transformer/diffusion_pytorch_model.safetensors"
 

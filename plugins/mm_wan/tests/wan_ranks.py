@@ -10,26 +10,19 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from mm_wan.transformer import WanTransformer
-from torch import nn
-from torch.distributed.tensor import DTensor
+from mm_wan.predictor.transformer import WanTransformer
 from wan_variants import inputs
 
 from mm_core.contracts import Loss, Randomness
-from mm_core.device import start_process_group
 from mm_core.engines.fsdp2 import FSDP2Engine
-from mm_core.train.failure import leave
-from mm_core.train.initial_weights import FromFiles
+from mm_core.loading.initial_weights import FileWeights
+from mm_core.plugin.registry import get_registry
+from mm_core.runtime.groups import start_process_group
+from mm_core.runtime.launch.rank_process import leave
+from support.tensors import all_whole, whole
+from support.tiny_models import Task
 
 BLOCKS = ("predictor.blocks.{*}",)
-
-
-class Task(nn.Module):
-    trainable, frozen = ("predictor",), ()
-
-    def __init__(self, folder: str) -> None:
-        super().__init__()
-        self.predictor = WanTransformer(from_pretrained=folder)
 
 
 def main() -> None:
@@ -38,10 +31,10 @@ def main() -> None:
     torch.set_num_threads(1)
     world, rank = dist.get_world_size(), dist.get_rank()
     with torch.device("meta"):
-        task = Task(folder)
+        task = Task(predictor=WanTransformer(from_pretrained=folder))
     engine = FSDP2Engine(sub_modules_to_wrap=BLOCKS, recompute_modules=BLOCKS, param_dtype=None)
     config = SimpleNamespace(
-        plugins=SimpleNamespace(path=()),
+        registry=get_registry(),
         init_from=None,
         train=SimpleNamespace(adapters=()),
         allow_code=False,
@@ -49,11 +42,11 @@ def main() -> None:
     plan = engine.plan(task, world, 2)
     # SGD: a step is as exact as its gradient, where AdamW makes a sign of a gradient near zero.
     engine.prepare(
-        task, plan, lambda p: torch.optim.SGD(p.values(), lr=1e-2), Randomness(0), FromFiles(config, task)
+        task, plan, lambda p: torch.optim.SGD(p.values(), lr=1e-2), Randomness(0), FileWeights(config, task)
     )
     seen = {
         "wrapped": list(plan.wrapped),
-        "begun": weights(engine),
+        "begun": all_whole(engine.state_dict()["model"]),
         "rotary": task.predictor.rope.freqs_cos.clone(),
         "losses": [],
     }
@@ -76,18 +69,10 @@ def main() -> None:
         if step == 0:
             seen["gradients"] = {name: whole(p.grad) for name, p in engine.named_parameters()}
         engine.step(engine.grad_norm(), 1.0)
-    seen["trained"] = weights(engine)
+    seen["trained"] = all_whole(engine.state_dict()["model"])
     if rank == 0:
         torch.save(seen, out)
     dist.barrier()
-
-
-def weights(engine: FSDP2Engine) -> dict[str, torch.Tensor]:
-    return {name: whole(tensor) for name, tensor in engine.state_dict()["model"].items()}
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 if __name__ == "__main__":

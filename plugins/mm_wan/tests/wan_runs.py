@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import yaml
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -13,10 +12,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from torch import nn
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
-from mm_core.config.load import load_config
-from mm_core.train.checkpoint import CheckpointStore
-from mm_core.train.export_parts import own_state
-from mm_core.train.sampling import load_task
+from support import runs
 
 WORDS = {word: number for number, word in enumerate(["<pad>", "</s>", "<unk>", "a", "red", "circle"])}
 CHANNELS = {"in_channels": 12, "out_channels": 12, "text_dim": 32}
@@ -61,46 +57,15 @@ def clip(pipeline: WanPipeline) -> torch.Tensor:
 
 
 def config_of(
-    tmp_path: Path, predictor: dict, name: str = "tuned", image_encoder: dict | None = None, **sections
+    folder: Path, predictor: dict, name: str = "tuned", image_encoder: dict | None = None, **sections
 ):
-    """A run without data: what its dataset names does not exist."""
-    document = {
-        "run": {"name": name, "dir": str(tmp_path / "runs")},
-        "task": {
-            "type": "text_to_video",
-            "predictor": {"type": "wan/transformer", **predictor},
-            "autoencoder": {"type": "pixel", "spatial": 2},
-            "text_encoder": {"type": "bytes", "hidden_size": 32},
-            "scheduler": {"type": "core/flow_match"},
-            **({"image_encoder": image_encoder} if image_encoder else {}),
-        },
-        "data": {
-            "train": {
-                "type": "video_text",
-                "annotations": str(tmp_path / "none.json"),
-                "num_frames": 8,
-                "height": 16,
-                "width": 16,
-            }
-        },
-        "train": {"epochs": 1},
-        **sections,
+    """A run without data."""
+    task = {
+        "type": "text_to_video",
+        "predictor": {"type": "wan/transformer", **predictor},
+        "autoencoder": {"type": "pixel", "spatial": 2},
+        "text_encoder": {"type": "bytes", "hidden_size": 32},
+        "scheduler": {"type": "core/flow_match"},
+        **({"image_encoder": image_encoder} if image_encoder else {}),
     }
-    path = tmp_path / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(document), encoding="utf-8")
-    return load_config(path)
-
-
-def moved(tmp_path: Path, config, saved: Path, part: str) -> nn.Module:
-    """The task as if trained: what `part` names is no longer as it began. Saved as step 5."""
-    task = load_task(config, saved, "model")
-    generator = torch.Generator().manual_seed(8)
-    with torch.no_grad():
-        for name, parameter in task.predictor.named_parameters():
-            if part in name:
-                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    state = {f"predictor.{name}": tensor for name, tensor in own_state(task.predictor).items()}
-    store = CheckpointStore(tmp_path / "runs" / config.run.name, 9)
-    store.save(5, {"model": state}, {"seed": 1}, (saved / "config.yaml").read_text())
-    store.close()
-    return task
+    return runs.config_of(folder, task, name, **sections)

@@ -1,0 +1,46 @@
+"""What a checkpoint's manifest tells of frozen weights that lie in other files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mm_core.checkpoint.reading import read_run_manifest
+from mm_core.errors import CheckpointError
+
+RECIPE = ("format", "weights", "strict", "include", "exclude", "prefixes")
+"""Keys of `init_from` by which the tensors of a file are matched with those of the task."""
+
+
+@dataclass(frozen=True)
+class ExternalRow:
+    """What a manifest says of frozen weights elsewhere. key: of the config, that named them. path: None where
+    the environment named the place. recipe: how their names are matched."""
+
+    key: str
+    path: str | None
+    tensors: int
+    sha256: str
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+
+
+def external_rows(checkpoint: Path) -> list[ExternalRow]:
+    """What a checkpoint leaves to other files, unchecked; [] for one that holds everything."""
+    return [_row(row, checkpoint) for row in read_run_manifest(checkpoint).get("base") or ()]
+
+
+def _row(row: Any, checkpoint: Path) -> ExternalRow:
+    try:
+        recipe = {key: row[key] for key in RECIPE}
+        recipe |= {key: tuple(map(str, row[key])) for key in ("include", "exclude")}
+        recipe["prefixes"] = {str(key): str(value) for key, value in row["prefixes"].items()}
+        path = None if row["path"] is None else str(row["path"])
+        return ExternalRow(str(row["key"]), path, int(row["tensors"]), str(row["sha256"]), recipe)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise CheckpointError(
+            "what this checkpoint says of the weights below is not understood",
+            where=str(checkpoint),
+            hint="load it with the version of mm-core that wrote it, or a newer one",
+        ) from None

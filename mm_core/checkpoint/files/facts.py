@@ -1,0 +1,155 @@
+"""What the JSON files of a checkpoint hold, refused by name where it cannot be true.
+
+Their checksums find accidents. A file that was edited, or that a stranger or another program wrote, has the
+right sums: nothing that reads these values has to expect a list for a mapping, or -5 steps.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mm_core.checkpoint.files import layout as files
+from mm_core.errors import CheckpointError
+
+STEP = re.compile(r"step_([0-9]{8,15})\Z")
+"""The name of a checkpoint's folder."""
+
+_MOST = 10**15
+
+
+def step_name(step: int) -> str:
+    """The name of the checkpoint's folder after that many steps."""
+    return f"step_{step:08d}"
+
+
+def step_of(folder: Path) -> int | None:
+    """The step that a folder is named after; None for another name, also one with too many zeros."""
+    match = STEP.match(folder.name)
+    return int(match[1]) if match and step_name(int(match[1])) == folder.name else None
+
+
+def _whole(value: Any, least: int = -_MOST) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= _MOST
+
+
+def _number(value: Any) -> bool:
+    return (isinstance(value, float) and value >= 0) or _whole(value, 0)
+
+
+def _count(value: Any) -> bool:
+    return _whole(value, 0)
+
+
+def _mapping(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _rows(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_mapping, value))
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+
+
+def _metrics(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(one, str | float) or _whole(one) for one in value.values()
+    )
+
+
+def _guard(value: Any) -> bool:
+    if value is None:
+        return True
+    counts = ("in_a_row", "in_all", "spikes")
+    if not isinstance(value, dict) or not all(_count(value.get(name, 0)) for name in counts):
+        return False
+    norms = value.get("norms", [])
+    return isinstance(norms, list) and all(map(_number, norms))
+
+
+def _data(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        _mapping(row) and _mapping(row.get("files", {})) for row in value.values()
+    )
+
+
+def _config(value: Any) -> bool:
+    return isinstance(value, dict) and _mapping(value.get("train", {}))
+
+
+_Rules = Mapping[str, tuple[Callable[[Any], bool], str]]
+_FACTS: _Rules = {
+    "torch": (lambda value: isinstance(value, str), "text"),
+    "seed": (_whole, "a whole number"),
+    "samples": (_number, "a number from 0 on"),
+    "world": (_count, "a whole number from 0 on"),
+    "ema_updates": (_count, "a whole number from 0 on"),
+    "order": (_mapping, "a mapping"),
+    "guard": (_guard, "null, or counts of what was left out and norms"),
+    "metrics": (_metrics, "a mapping of names to numbers"),
+    "looked": (lambda value: isinstance(value, bool), "true or false"),
+    "imported": (_mapping, "a mapping"),
+}
+_MANIFEST: _Rules = {
+    "config": (_config, "a mapping of sections"),
+    "environment": (_texts, "a mapping of keys to texts"),
+    "adapters": (_rows, "a list of mappings"),
+    "base": (_rows, "a list of mappings"),
+    "plugins": (_rows, "a list of mappings"),
+    "data": (_data, "a mapping of datasets, each with its files"),
+    "devices": (_mapping, "a mapping"),
+    "versions": (_mapping, "a mapping"),
+    "world": (_count, "a whole number from 0 on"),
+}
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """facts.json. DamagedError for facts that cannot be true, or are of another step than the folder."""
+    facts = files.read_json(folder / files.FACTS)
+    step = facts.get("step")
+    if not isinstance(step, int) or isinstance(step, bool):
+        raise files.DamagedError("facts.json does not say the step", where=str(folder), hint=files.OTHER)
+    if not 0 <= step <= _MOST:
+        raise _untrue(folder, files.FACTS, "step", step, f"a whole number from 0 to {_MOST}")
+    named = step_of(folder.absolute())
+    if named is not None and named != step:
+        raise _untrue(folder, files.FACTS, "step", step, f"{named}, as the folder is named")
+    _check(folder, files.FACTS, facts, _FACTS)
+    return facts
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """manifest.json. DamagedError for one that no run has written."""
+    manifest = files.read_json(folder / files.MANIFEST)
+    _check(folder, files.MANIFEST, manifest, _MANIFEST)
+    return manifest
+
+
+def read_later(folder: Path) -> dict[str, Any]:
+    """Facts that became known after the save, `metrics` and `looked`; {} where there are none to read."""
+    with suppress(CheckpointError):
+        later = files.read_json(folder / files.LATER)
+        found = {key: later.get(key) for key in ("metrics", "looked")}
+        if all(_FACTS[key][0](value) for key, value in found.items()):
+            return found
+    return {}
+
+
+def _check(folder: Path, name: str, document: Mapping[str, Any], rules: _Rules) -> None:
+    for key, (holds, accepted) in rules.items():
+        if key in document and not holds(document[key]):
+            raise _untrue(folder, name, key, document[key], accepted)
+
+
+def _untrue(folder: Path, name: str, key: str, value: Any, accepted: str) -> files.DamagedError:
+    shown = json.dumps(value)
+    shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+    return files.DamagedError(
+        f"{name} has {key}: {shown}", where=str(folder), accepted=accepted, hint=files.OTHER
+    )

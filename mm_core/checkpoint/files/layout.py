@@ -1,0 +1,196 @@
+"""Files of a checkpoint: written to last, checked by checksum, published by rename."""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mm_core.errors import CheckpointError
+from mm_core.files import write_durably
+
+CHECKSUMS = "checksums.json"
+METADATA = ".metadata"
+FACTS = "facts.json"
+CONFIG = "config.yaml"
+MANIFEST = "manifest.json"
+LATER = "validation.json"
+FORMAT = 1
+OTHER = "resume from another checkpoint: --resume PATH"
+"""What to do about a damaged one."""
+
+_CHUNK = 1 << 22
+_LARGEST = 1 << 26  # bytes of a JSON file
+_DEEPEST = 128  # lists and objects within each other; those of a config are 100 at most
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint that is not what was written, or not whole: an older one may serve."""
+
+
+ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+"""What opening a file raises where there is none."""
+
+
+def unreadable(path: Path, fault: OSError) -> CheckpointError:
+    """The sentence for a file that is there and that the system does not read: no fault of the checkpoint,
+    which may be whole once the disk or the server answers again."""
+    return CheckpointError(
+        f"{path.name} can not be read now ({fault.strerror})", where=str(path.parent), hint=_AGAIN
+    )
+
+
+@dataclass(frozen=True)
+class Checksum:
+    """Size in bytes and crc32 of a file."""
+
+    size: int
+    crc32: int
+
+
+def checksum(path: Path) -> Checksum:
+    """Reads the whole file."""
+    size = crc = 0
+    with path.open("rb") as stream:
+        while chunk := stream.read(_CHUNK):
+            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+    return Checksum(size, crc)
+
+
+def write_texts(stage: Path, texts: Mapping[str, str]) -> dict[str, Checksum]:
+    """The small files of a checkpoint, by rank 0; their checksums, and that of `.metadata`."""
+    for name, text in texts.items():
+        write_durably(stage / name, text)
+    return {name: checksum(stage / name) for name in (*texts, METADATA)}
+
+
+def write_manifest(folder: Path, files: Mapping[str, Checksum]) -> None:
+    """Writes the checksums of all files of a checkpoint; a checkpoint without them is incomplete."""
+    rows = {
+        name: {"size": entry.size, "crc32": f"{entry.crc32:08x}"} for name, entry in sorted(files.items())
+    }
+    write_durably(folder / CHECKSUMS, json.dumps({"format": FORMAT, "files": rows}, indent=1) + "\n")
+
+
+def read_manifest(folder: Path) -> dict[str, Checksum]:
+    """The checksums that a checkpoint was completed with."""
+    path = folder / CHECKSUMS
+    try:
+        document = _parsed(path)
+        version, rows = document["format"], document["files"]
+        files = {str(name): Checksum(int(row["size"]), int(row["crc32"], 16)) for name, row in rows.items()}
+    except ABSENT:
+        raise DamagedError(
+            "this checkpoint is incomplete: it has no checksums.json", where=str(folder), hint=OTHER
+        ) from None
+    except OSError as fault:
+        raise unreadable(path, fault) from fault
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as fault:
+        raise DamagedError(
+            f"checksums.json can not be read ({type(fault).__name__})", where=str(folder), hint=OTHER
+        ) from None
+    if version != FORMAT:
+        raise CheckpointError(
+            f"this checkpoint has format {version}",
+            where=str(folder),
+            accepted=f"format {FORMAT}",
+            hint=_UPGRADE,
+        )
+    odd = [name for name in files if Path(name).name != name or name in {"", ".", ".."}]
+    needed = {METADATA, FACTS, CONFIG} - files.keys()
+    if odd or needed:
+        fault_text = f"names {odd[0]!r}" if odd else f"does not list {', '.join(sorted(needed))}"
+        raise DamagedError(f"checksums.json {fault_text}", where=str(folder), hint=OTHER)
+    return files
+
+
+def check_present(folder: Path, files: Mapping[str, Checksum]) -> None:
+    """DamagedError that names every file that is missing or has another size."""
+    faults = []
+    for name, entry in files.items():
+        path = folder / name
+        try:
+            if path.is_symlink():
+                faults.append(f"{name} is a link")
+            elif not path.is_file():
+                faults.append(f"{name} is missing")
+            elif (size := path.stat().st_size) != entry.size:
+                faults.append(f"{name} has {size} bytes instead of {entry.size}")
+        except OSError as fault:
+            raise unreadable(path, fault) from fault
+    _refuse(folder, faults)
+
+
+def check_contents(folder: Path, files: Mapping[str, Checksum], names: Iterable[str]) -> None:
+    """DamagedError that names every file of `names` whose bytes have changed."""
+    faults = []
+    for name in names:
+        try:
+            if checksum(folder / name) != files[name]:
+                faults.append(f"{name} does not match its checksum")
+        except ABSENT:
+            faults.append(f"{name} is missing")
+        except OSError as fault:
+            raise unreadable(folder / name, fault) from fault
+    _refuse(folder, faults)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object from a file of a checkpoint. DamagedError where it holds none."""
+    try:
+        document = _parsed(path)
+    except (*ABSENT, ValueError, RecursionError) as fault:
+        raise DamagedError(
+            f"{path.name} can not be read ({type(fault).__name__})", where=str(path.parent), hint=OTHER
+        ) from None
+    except OSError as fault:
+        raise unreadable(path, fault) from fault
+    if not isinstance(document, dict):
+        raise DamagedError(f"{path.name} holds no object", where=str(path.parent), hint=OTHER)
+    return document
+
+
+def _parsed(path: Path) -> Any:
+    """JSON from a file, of a size and depth that no file of a checkpoint comes near. ValueError for what JSON
+    does not know: numbers that are not finite."""
+    with path.open("rb") as stream:
+        text = stream.read(_LARGEST + 1)
+    if len(text) > _LARGEST:
+        raise ValueError(f"more than {_LARGEST} bytes")
+    document = json.loads(text.decode("utf-8"), parse_float=_finite, parse_constant=_finite)
+    _check_depth(document, _DEEPEST)
+    return document
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not finite")
+    return number
+
+
+def _check_depth(value: Any, left: int) -> None:
+    if left < 0:
+        raise RecursionError(f"more than {_DEEPEST} levels")
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            _check_depth(item, left - 1)
+
+
+def _refuse(folder: Path, faults: list[str]) -> None:
+    if faults:
+        raise DamagedError(f"this checkpoint is damaged: {listed(faults)}", where=str(folder), hint=OTHER)
+
+
+def listed(items: list[str], most: int = 10) -> str:
+    """Items joined by commas; beyond `most`, how many more there are."""
+    rest = f", and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(items[:most]) + rest
+
+
+_AGAIN = "try again when the file system answers; if it never does, resume from another: --resume PATH"
+_UPGRADE = "load it with the version of mm-core that wrote it, or a newer one"

@@ -1,0 +1,176 @@
+"""`.metadata` of a checkpoint: a pickle by nature, read without running anything in it or believing it.
+
+The unpickler makes no object of torch's. It gives each name that a save writes a stand-in, made for this
+file: whatever a pickle sets on it, a class included, is gone with it. Torch's objects are built from the
+values of their own fields alone.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from mm_core.checkpoint.files.layout import ABSENT, METADATA, Checksum, DamagedError, unreadable
+from mm_core.errors import CheckpointError
+
+_DTYPES = {name: kind for name, kind in vars(torch).items() if isinstance(kind, torch.dtype)}
+_RECORDS = {
+    (metadata.__name__, kind.__name__): kind
+    for kind in (
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorStorageMetadata,
+        ChunkStorageMetadata,
+        TensorProperties,
+    )
+} | {(filesystem.__name__, "_StorageInfo"): _StorageInfo}
+_FIELDS: dict[type, frozenset[str]] = {
+    kind: frozenset(names.split())
+    for kind, names in (
+        (Metadata, "state_dict_metadata planner_data storage_data storage_meta version"),
+        (MetadataIndex, "fqn offset index"),
+        (TensorStorageMetadata, "properties size chunks"),
+        (ChunkStorageMetadata, "offsets sizes"),
+        (_StorageInfo, "relative_path offset length transform_descriptors"),
+    )
+}
+"""What any supported torch writes: what a newer one than the installed has written is not damaged."""
+
+
+class _Record:
+    """An object of the pickle: its state, and nothing else that is set on it."""
+
+    kind: type
+    state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def values(self, kind: type) -> dict[str, Any]:
+        """The fields of a `kind`. CheckpointError for another kind, or for what is none of its fields."""
+        if self.kind is not kind or not isinstance(self.state, dict):
+            raise CheckpointError(".metadata does not describe a checkpoint")
+        for name in self.state:
+            if name not in _FIELDS[kind]:
+                raise CheckpointError(f".metadata gives a {kind.__name__} the attribute {str(name)[:60]!r}")
+        return self.state
+
+
+class _Unpickler(pickle.Unpickler):
+    """Finds only the names that a `.metadata` is made of, as stand-ins of its own."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._stand_ins: dict[tuple[str, str], Any] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]  # neither a dtype nor a layout takes an attribute
+        if (module, name) not in self._stand_ins:
+            self._stand_ins[module, name] = _stand_in(module, name)
+        return self._stand_ins[module, name]
+
+
+def _stand_in(module: str, name: str) -> Any:
+    if (kind := _RECORDS.get((module, name))) is not None:
+        return type(name, (_Record,), {"kind": kind})
+    calls: dict[tuple[str, str], Callable[[Any], Any]] = {
+        ("torch", "Size"): lambda sizes: torch.Size(sizes),
+        ("torch.serialization", "_get_layout"): lambda layout: torch.serialization._get_layout(layout),  # type: ignore[no-untyped-call]
+        # An enumeration's member would take attributes; of these numbers the memory formats are made anew.
+        (metadata.__name__, "_MEM_FORMAT_ENCODING"): lambda number: int(number),
+    }
+    if (module, name) in calls:
+        return calls[module, name]
+    raise CheckpointError(f".metadata asks for {module}.{name}, which no checkpoint of ours needs")
+
+
+def read_metadata(folder: Path, files: Mapping[str, Checksum]) -> Metadata:
+    """`.metadata`, read without running anything in it and checked to speak only of bytes in `files`."""
+    try:
+        with (folder / METADATA).open("rb") as stream:
+            found = _metadata(_Unpickler(stream).load(), files)
+    except CheckpointError as fault:
+        raise DamagedError(fault.what, where=str(folder), hint="do not trust this checkpoint") from None
+    except Exception as fault:
+        if isinstance(fault, OSError) and not isinstance(fault, ABSENT):
+            raise unreadable(folder / METADATA, fault) from fault
+        # A pickle can fail in any way that the calls inside it can; all mean the same to the user.
+        raise DamagedError(
+            f".metadata can not be read ({type(fault).__name__}: {fault})", where=str(folder)
+        ) from None
+    return found
+
+
+def _metadata(found: Any, files: Mapping[str, Checksum]) -> Metadata:
+    """Every entry a tensor, wholly covered by chunks, in a file of this checkpoint."""
+    if not isinstance(found, _Record):
+        raise CheckpointError(".metadata does not describe a checkpoint")
+    held = found.values(Metadata)
+    entries: dict[str, STORAGE_TYPES] = {
+        str(name): _entry(str(name), one) for name, one in _items(held["state_dict_metadata"])
+    }
+    places = dict(_place(index, one, files) for index, one in _items(held["storage_data"]))
+    return Metadata(state_dict_metadata=entries, storage_data=places)
+
+
+def _items(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        raise CheckpointError(".metadata does not describe a checkpoint")
+    return value.items()
+
+
+def _entry(name: str, entry: Any) -> TensorStorageMetadata:
+    if not isinstance(entry, _Record) or entry.kind is not TensorStorageMetadata:
+        raise CheckpointError(f".metadata lists {name!r}, which is not a tensor")
+    held = entry.values(TensorStorageMetadata)
+    dtype, layout, *_ = held["properties"].state
+    if not isinstance(dtype, torch.dtype) or not isinstance(layout, torch.layout):
+        raise CheckpointError(f".metadata does not tell the dtype of {name!r}")
+    # The other properties tell how the tensor lay in the memory that was saved: nothing is read by them.
+    properties = TensorProperties(dtype=dtype, layout=layout)
+    chunks = [chunk.values(ChunkStorageMetadata) for chunk in held["chunks"]]
+    size = _size(held["size"])
+    places = [ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks]
+    if sum(math.prod(place.sizes) for place in places) != math.prod(size):
+        raise CheckpointError(f".metadata does not cover the whole of {name!r}")
+    return TensorStorageMetadata(properties=properties, size=size, chunks=places)
+
+
+def _place(index: Any, stored: Any, files: Mapping[str, Checksum]) -> tuple[MetadataIndex, _StorageInfo]:
+    named, held = index.values(MetadataIndex), stored.values(_StorageInfo)
+    if held["relative_path"] not in files or held.get("transform_descriptors"):
+        raise CheckpointError(".metadata points outside the files of this checkpoint")
+    start, length = held["offset"], held["length"]
+    if type(start) is not int or type(length) is not int:  # True is none, though it counts as one
+        raise CheckpointError(".metadata does not describe a checkpoint")
+    if start < 0 or length <= 0 or start + length > files[held["relative_path"]].size:
+        raise CheckpointError(f".metadata points beside the bytes of {held['relative_path']}")
+    offset = named.get("offset")
+    return (
+        MetadataIndex(str(named["fqn"]), None if offset is None else _size(offset), named.get("index")),
+        _StorageInfo(str(held["relative_path"]), start, length),
+    )
+
+
+def _size(value: Any) -> torch.Size:
+    if not isinstance(value, torch.Size) or any(number < 0 for number in value):
+        raise CheckpointError(".metadata does not describe a checkpoint")
+    return value

@@ -1,0 +1,102 @@
+"""Choosing the checkpoint that a run goes on from. What is wrong with it is found before its use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mm_core.checkpoint.external_rows import external_rows
+from mm_core.checkpoint.files import dcp
+from mm_core.checkpoint.files import layout as files
+from mm_core.checkpoint.files.metadata import read_metadata
+from mm_core.checkpoint.reading import open_files, read_facts, read_run_manifest, shares
+from mm_core.checkpoint.retention import complete_steps, torn_steps
+from mm_core.config.yaml_nodes import read_file
+from mm_core.errors import CheckpointError, ConfigError, MMError
+from mm_core.runtime.ranks import Ranks
+from mm_core.weights.adapters.record import structure_in
+
+_DOING = "reading the checkpoint"
+_SECTIONS = ("run", "task", "data", "train", "optimizer", "lr_schedule", "engine", "checkpoint", "log")
+
+
+def newest_whole(folder: Path) -> tuple[Path | None, list[CheckpointError]]:
+    """The newest checkpoint of a run that has no fault, and the faults of the newer ones, whose `where` is
+    the checkpoint. Called by all ranks. CheckpointError where all of them are damaged."""
+    ranks = Ranks.current()
+    steps, torn = ranks.first(
+        "reading the checkpoint folder", lambda: (complete_steps(folder), torn_steps(folder))
+    )
+    refused = [
+        CheckpointError("this checkpoint is incomplete: it has no checksums.json", where=str(path))
+        for path in torn
+    ]
+    for step in sorted(steps, reverse=True):
+        try:
+            verify(steps[step])
+            examine(steps[step])
+        except files.DamagedError as fault:
+            what = f"{fault.what}, instead of {fault.accepted}" if fault.accepted else fault.what
+            refused.append(CheckpointError(what, where=str(steps[step]), hint=fault.hint))
+            continue
+        return steps[step], refused
+    if refused:
+        raise CheckpointError(
+            f"every checkpoint of this run is damaged: {refused[0].what}",
+            where=str(folder),
+            hint="begin anew under another run.name, perhaps with another run's weights (init_from)",
+        )
+    return None, []
+
+
+def verify(path: Path) -> None:
+    """Checks every byte of a checkpoint against its checksums. Called by all ranks, which share the work.
+
+    Raises:
+        DamagedError: on all ranks, when any of them finds a fault.
+    """
+    ranks = Ranks.current()
+    sums = ranks.agree(_DOING, lambda: open_files(path))
+    ranks.agree(_DOING, lambda: files.check_contents(path, sums, shares(sums, ranks)))
+
+
+def examine(path: Path) -> None:
+    """Reads all that a run goes by but the tensors themselves, so that damage is found while another
+    checkpoint can still be taken. Called by all ranks, after `verify`.
+
+    Raises:
+        DamagedError: on all ranks, when any of them finds a value that cannot be true.
+    """
+    ranks = Ranks.current()
+    ranks.agree(_DOING, lambda: _examine(path, ranks))
+
+
+def _examine(path: Path, ranks: Ranks) -> None:
+    read_facts(path)
+    manifest = read_run_manifest(path)
+    try:
+        structure_in(manifest.get("adapters"), path)
+        external_rows(path)
+    except CheckpointError as fault:
+        raise files.DamagedError(f"manifest.json: {fault.what}", where=str(path), hint=fault.hint) from None
+    sums = files.read_manifest(path)
+    dcp.check_archives(path, read_metadata(path, sums), shares(sums, ranks))
+    _check_config(path)
+
+
+def _check_config(path: Path) -> None:
+    """That config.yaml is a mapping of sections. What stands in them is for the components to judge."""
+    faults: list[MMError] = []
+    try:
+        tree = read_file(path / files.CONFIG, faults)
+    except ConfigError as fault:
+        faults = [fault]
+    if not faults and not isinstance(tree.value, dict):
+        faults = [ConfigError("the file holds no mapping")]
+    if not faults:
+        faults = [
+            ConfigError(f"{name} is no mapping")
+            for name in _SECTIONS
+            if name in tree.value and not isinstance(tree.value[name].value, dict)
+        ]
+    if faults:
+        raise files.DamagedError(f"config.yaml: {faults[0].what}", where=str(path), hint=files.OTHER)

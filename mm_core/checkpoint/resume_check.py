@@ -1,0 +1,221 @@
+"""What has changed since a checkpoint was saved, and whether the run may go on all the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mm_core.errors import CheckpointError
+
+Verdict = Literal["safe", "allow", "refused"]
+
+_RATE = "changes what is learned"
+_ORDER = "changes which samples come when"
+_SPEED = "changes speed, memory or what is shown"
+_PRECISION = "changes the precision"
+_STATE = "the saved state is of another kind; init_from takes the weights alone"
+_RULES: Mapping[str, tuple[Verdict, str]] = {
+    "config": ("allow", _RATE),
+    "config.run.name": ("safe", _SPEED),
+    "config.run.dir": ("safe", _SPEED),
+    "config.run.stuck_after": ("safe", _SPEED),
+    "config.run.deterministic": ("safe", "changes results by rounding alone"),
+    "config.task.type": ("refused", _STATE),
+    "config.task.predictor.type": ("refused", _STATE),
+    "config.task.sample": ("safe", _SPEED),
+    "config.task.trust_remote_code": ("safe", "which code may run"),
+    "config.task.max_new_tokens": ("safe", "changes what evaluations say"),
+    "config.data.train": ("allow", _ORDER),
+    "config.data.train.trust_remote_code": ("safe", "which code may run"),
+    "config.data.train.annotations": ("safe", "its fingerprint is compared instead"),
+    "config.data.train.file": ("safe", "its fingerprint is compared instead"),
+    "config.data.train.tokenizer": ("allow", _RATE),
+    "config.data.train.folder": ("safe", "a place; the videos are taken to be the same"),
+    "config.data.train.reader": ("safe", "changes pixels by rounding alone"),
+    "config.data.validation": ("safe", "what is held out teaches nothing"),
+    "config.data.test": ("safe", "what is held out teaches nothing"),
+    "config.data.loader": ("safe", _SPEED),
+    "config.data.loader.sampler": ("allow", _ORDER),
+    "config.data.loader.drop_last": ("allow", _ORDER),
+    "config.data.loader.group_by_length": ("allow", _ORDER),
+    "config.train.steps": ("safe", "a schedule that decays is laid out over the new length"),
+    "config.train.epochs": ("safe", "a schedule that decays is laid out over the new length"),
+    "config.train.micro_batch_size": ("safe", "the global batch stays; dropout draws other masks"),
+    "config.train.global_batch_size": ("allow", _ORDER),
+    "config.train.freeze": ("refused", _STATE),
+    "config.train.also_train": ("refused", _STATE),
+    "config.train.adapters": ("allow", "adapters may count otherwise; other ranks or targets have no state"),
+    "config.train.non_finite": ("safe", "no update changes, only when the run gives up"),
+    "config.train.base_dtype": ("allow", _PRECISION),
+    "config.engine": ("safe", _SPEED),
+    "config.engine.type": ("allow", "the engines' states may differ"),
+    "config.engine.param_dtype": ("allow", _PRECISION),
+    "config.engine.reduce_dtype": ("allow", _PRECISION),
+    "config.engine.output_dtype": ("allow", _PRECISION),
+    "config.engine.cast_forward_inputs": ("allow", _PRECISION),
+    "config.optimizer.type": ("refused", _STATE),
+    "config.init_from": ("safe", "a resumed run has weights of its own"),
+    "config.ema.device": ("safe", _SPEED),
+    "config.validation": ("safe", _SPEED),
+    "config.checkpoint": ("safe", _SPEED),
+    "config.log": ("safe", _SPEED),
+    "config.profile": ("safe", _SPEED),
+    "config.callbacks": ("safe", "callbacks change nothing"),
+    "config.plugins": ("safe", "the components' versions are compared instead"),
+    "plugins": ("allow", "another version may compute otherwise"),
+    "plugins.mm-core": ("safe", "see its list of changes"),
+    "data": ("safe", "what is held out teaches nothing"),
+    "data.train": ("allow", "the samples are not the same"),
+    "devices": ("safe", "changes results by rounding alone"),
+    "versions": ("safe", "changes results by rounding alone"),
+    "libraries": ("safe", "may compute otherwise: see its list of changes"),
+    "world": ("safe", "the global batch stays"),
+}
+"""Start of a key -> verdict and why; the longest start that fits counts."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that has changed since the checkpoint."""
+
+    key: str
+    before: Any
+    after: Any
+    verdict: Verdict
+    why: str
+
+
+def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Difference]:
+    """The differences of two manifests (see `run_manifest`), those that matter most first.
+
+    A key that only one of them has is none, since versions add keys; a section that was switched on or
+    off is one.
+    """
+    resolved = all(manifest.get("adapters") for manifest in (before, after))
+    old, new = (dict(_flat(_by_name(manifest, resolved))) for manifest in (before, after))
+    keys = [key for key in old if key in new and not _same(old[key], new[key])]
+    for here, there in ((old, new), (new, old)):
+        keys += [
+            key for key, value in here.items()
+            if value is None and key not in there and any(other.startswith(f"{key}.") for other in there)
+        ]  # fmt: skip
+    differences = []
+    for key in keys:
+        verdict, why = rule(key)
+        shown = key.removeprefix("config.")
+        absent = "on" if key not in old or key not in new else None
+        differences.append(Difference(shown, old.get(key, absent), new.get(key, absent), verdict, why))
+    differences += [*_unknown_data(before, after), *_environment(before, after)]
+    order = ("refused", "allow", "safe")
+    return sorted(differences, key=lambda found: (order.index(found.verdict), found.key))
+
+
+def _unknown_data(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Difference]:
+    """Training data that no step before the checkpoint has seen: that of `mm import`."""
+    known, now = before.get("data"), after.get("data", {}).get("train")
+    if known is None or "train" in known or now is None:
+        return []
+    why = "the checkpoint was made without data"
+    return [Difference("data.train", "not known", f"{now.get('rows')} rows", "safe", why)]
+
+
+def _environment(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Difference]:
+    """Keys that are written as before, and to which the environment now gives another value."""
+    old, new = (manifest.get("environment", {}) for manifest in (before, after))
+    return [
+        Difference(key, "from the environment", "another value", *rule(f"config.{key}"))
+        for key in old
+        if key in new and old[key] != new[key]
+    ]
+
+
+def rule(key: str) -> tuple[Verdict, str]:
+    """Verdict and reason for a key."""
+    parts = key.split(".")
+    for count in range(len(parts), 0, -1):
+        if (found := _RULES.get(".".join(parts[:count]))) is not None:
+            return found
+    return "allow", "unknown here"
+
+
+def check_resume(
+    before: Mapping[str, Any], after: Mapping[str, Any], allow: Sequence[str] = (), *, say: bool = True
+) -> list[str]:
+    """Lines for a person about what has changed; [] where nothing has.
+
+    Args:
+        before, after: the manifest in the checkpoint and that of this run.
+        allow: keys, starts of keys, or `all`: changes that are meant.
+        say: whether to make the lines.
+
+    Raises:
+        CheckpointError: with the table, for a change that is refused, or needs to be allowed.
+    """
+    if not before:
+        return ["the checkpoint does not say what it was made of: nothing was compared"] if say else []
+    differences = compare(before, after)
+    refused = [found for found in differences if found.verdict == "refused"]
+    unmet = [found for found in differences if found.verdict == "allow" and not allowed(found.key, allow)]
+    table = render_table(differences)
+    if refused or unmet:
+        flags = " ".join(f"--allow {found.key}" for found in unmet)
+        hints = [
+            *(["choose another run.name, and init_from for the weights alone"] if refused else []),
+            *([f"where the change is meant: {flags}"] if unmet and not refused else []),
+        ]
+        keys = ", ".join(found.key for found in (*refused, *unmet))
+        raise CheckpointError(
+            f"the run has changed since the checkpoint: {keys}\n{table}", hint="; ".join(hints)
+        )
+    return ["changed since the checkpoint:", *table.splitlines()] if say and differences else []
+
+
+def allowed(key: str, allow: Sequence[str]) -> bool:
+    """Whether a flag names the key, something it lies in, or everything."""
+    return any(given == "all" or key == given or key.startswith(f"{given}.") for given in allow)
+
+
+def render_table(differences: Sequence[Difference]) -> str:
+    """A line a difference, in columns."""
+    verdicts = {"allow": "needs --allow", "refused": "refused", "safe": "safe"}
+    rows = [
+        (found.key, f"{_short(found.before)} -> {_short(found.after)}", verdicts[found.verdict], found.why)
+        for found in differences
+    ]
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
+    return "\n".join(
+        "  " + "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]])
+        for row in rows
+    )
+
+
+def _by_name(manifest: Mapping[str, Any], resolved: bool) -> dict[str, Any]:
+    """The manifest with its list of components as versions by distribution, whose order means nothing.
+    resolved: adapters are compared by the layers that they have, not by how the config names these."""
+    versions = {str(row.get("distribution")): row.get("version") for row in manifest.get("plugins", ())}
+    known = ("config", "data", "devices", "versions", "libraries", "world")
+    found = {**{key: manifest[key] for key in known if key in manifest}, "plugins": versions}
+    if resolved:
+        config = manifest.get("config", {})
+        train = {**config.get("train", {}), "adapters": manifest["adapters"]}
+        found["config"] = {**config, "train": train}
+    return found
+
+
+def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for name, item in value.items():
+            yield from _flat(item, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value
+
+
+def _same(one: Any, other: Any) -> bool:
+    return bool(one == other) or json.dumps(one) == json.dumps(other)
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,0 +1,124 @@
+"""`mm eval`: held-out loss, metrics and predictions of a trained run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from mm_core.cli.runs.stored_run import add_ranks, add_run, check_place, count, on_ranks, run_folder
+from mm_core.errors import MMError
+
+if TYPE_CHECKING:
+    from mm_core.inference.evaluate import EvaluationResult
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    add = parser.add_argument
+    add_run(parser, "other data")
+    add(
+        "--split",
+        choices=("validation", "test", "train"),
+        default="validation",
+        help="the dataset under data (default: validation)",
+    )
+    add(
+        "--metric",
+        type=_metric,
+        action="append",
+        default=[],
+        metavar="TYPE",
+        help="beside the run's own: accuracy, or '{type: f1, average: micro}'; may be repeated",
+    )
+    add("--clips", type=count, metavar="N", help="rows, evenly spaced (default: as the run)")
+    add_ranks(parser, ", and the rows")
+    add(
+        "--out",
+        metavar="FILE",
+        help="of the figures, as JSON (default: one in the run's evaluations/)",
+    )
+    add("--predictions", metavar="FILE", help="what was found of each row, a JSON object a line")
+    add("--json", action="store_true", help="print one JSON object instead of a table")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Evaluates, prints the figures and writes the files. Under a launcher (RANK is set) this process is a
+    rank, and does not return."""
+    return on_ranks(args, "eval", _evaluate, _check, before_launch=_choose)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """MMError for what is wrong at first sight."""
+    run_folder(args.run)
+    for path in (args.out, args.predictions):
+        if path is not None:
+            check_place(Path(path))
+
+
+def _choose(args: argparse.Namespace) -> None:
+    from mm_core.inference.evaluate import choose
+
+    choose(args.run, args.split, args.checkpoint, args.overrides, args.allow_code)
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    """Alone, or as one of several ranks, of which the first prints and writes."""
+    from mm_core.evaluation.predictions import write_predictions, write_text
+    from mm_core.inference.evaluate import evaluate
+
+    found = evaluate(
+        args.run,
+        split=args.split,
+        weights=args.weights,
+        checkpoint=args.checkpoint,
+        clips=args.clips,
+        metrics=args.metric,
+        predictions=args.predictions is not None,
+        overrides=args.overrides,
+        allow_code=args.allow_code,
+        note=lambda sentence: print(f"mm: {sentence}", file=sys.stderr),
+    )
+    if os.environ.get("RANK", "0") != "0":
+        return 0
+    document = found.to_mapping()
+    print(json.dumps(document) if args.json else _table(found), flush=True)
+    if args.predictions is not None:
+        write_predictions(found.predictions, Path(args.predictions))
+    out = Path(args.out) if args.out is not None else _place(found)
+    try:
+        write_text(out, json.dumps(document, indent=2) + "\n")
+    except MMError as fault:
+        if args.out is not None:
+            raise
+        print(f"mm: warning: {fault.render()}", file=sys.stderr)  # nobody asked for this file
+    return 0
+
+
+def _table(found: EvaluationResult) -> str:
+    width = max(map(len, found.figures))
+    head = f"{found.checkpoint}, {found.weights} weights, data.{found.split}"
+    return "\n".join([head, *(f"  {name:<{width}}  {value:.6g}" for name, value in found.figures.items())])
+
+
+def _place(found: EvaluationResult) -> Path:
+    """Where the figures are kept that nobody has named a file for."""
+    folder = found.checkpoint.parent
+    root = folder.parent if folder.name == "checkpoints" else folder
+    return root / "evaluations" / f"{found.split}_step_{found.step:08d}_{found.weights}.json"
+
+
+def _metric(text: str) -> str | Mapping[str, Any]:
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError:
+        found = None
+    if not isinstance(found, str | dict) or (isinstance(found, dict) and "type" not in found):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a type nor {{type: .., key: value}}")
+    return found

@@ -1,0 +1,62 @@
+"""`mm report`: runs as one page to look at."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+
+from mm_core.errors import MMError
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder; several are compared")
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        help="the page (default: report.html in the run's folder, or here for several runs)",
+    )
+    parser.add_argument(
+        "--max-mb",
+        type=_megabytes,
+        default=20.0,
+        metavar="MB",
+        help="what sampled clips may take of the page; beyond it contact sheets, then names (default 20)",
+    )
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Writes the page and prints its path."""
+    from mm_core.files import replace_text
+    from mm_core.report.page import render
+    from mm_core.report.reading import read_runs
+
+    runs = read_runs([Path(run) for run in args.runs])
+    out = Path(args.out) if args.out else (runs[0].folder if len(runs) == 1 else Path()) / "report.html"
+    if not out.name:
+        raise MMError(
+            "this is a folder, not a file to write the page to", where=str(out), accepted="--out FILE"
+        )
+    text = render(runs, int(args.max_mb * 1e6))
+    try:
+        replace_text(out, text)
+    except OSError as error:
+        raise MMError(
+            f"the page can not be written: {error.strerror}", where=str(out), accepted="--out FILE"
+        ) from None
+    for run in runs:
+        for remark in run.remarks:
+            print(f"{run.label}: {remark}")
+    print(f"{out} ({len(text.encode()) / 1e6:.1f} MB)")
+    return 0
+
+
+def _megabytes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 2000:
+        raise argparse.ArgumentTypeError(f"{text} is not a number between 0 and 2000")
+    return value

@@ -1,0 +1,143 @@
+"""`mm sample`: clips from a trained run, or answers in words."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mm_core.cli.runs.answers import add_batches, add_decoding, print_answers, refuse_words
+from mm_core.cli.runs.stored_run import add_ranks, add_run, count, on_ranks, open_stored, run_folder, unused
+from mm_core.errors import MMError
+
+if TYPE_CHECKING:
+    from mm_core.checkpoint.reading import StoredRun
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    add_run(parser)
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        default=[],
+        help="what to show, or what to answer; may be given several times",
+    )
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="for clips one prompt a line, or JSON/JSONL; for words rows as the run's dataset reads them",
+    )
+    parser.add_argument(
+        "--image",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="for words: shown before each prompt, in order; for image-to-video: the first frame, once for "
+        "all prompts or once for each",
+    )
+    words = parser.add_argument_group("of runs that answer in words")
+    add_decoding(words)
+    add_batches(words)
+    parser.add_argument("--seed", type=int, default=0, help="clip or answer i is drawn from (seed, i)")
+    add_ranks(parser, ", and the prompts")
+    parser.add_argument(
+        "--out",
+        metavar="PATH",
+        help="folder of the clips, or JSONL file of the answers (default: a new one in the run's samples/)",
+    )
+    _add_clips(parser.add_argument_group("of runs that make clips"))
+
+
+def _add_clips(parser: argparse._ArgumentGroup) -> None:
+    parser.add_argument(
+        "--last-image",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="last frame, where the model takes one",
+    )
+    parser.add_argument("--negative-prompt", default="", help="what guidance leads away from")
+    parser.add_argument("--steps", type=count, help="solver steps")
+    parser.add_argument(
+        "--guidance",
+        type=_number(0),
+        nargs="+",
+        help="classifier-free guidance scale; up to 1 it is off; several: one for each expert",
+    )
+    parser.add_argument("--num-frames", type=count, help="frames (default: as trained)")
+    parser.add_argument("--height", type=count, help="pixels (default: as trained)")
+    parser.add_argument("--width", type=count, help="pixels (default: as trained)")
+    parser.add_argument("--fps", type=_number(1 / 60), help="frames a second of the files")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Writes one mp4 a prompt and a contact sheet, or prints answers. Under a launcher (RANK is set) this
+    process is a rank, and does not return."""
+    return on_ranks(args, "sample", _sample, _check, together=("guidance",), before_launch=open_stored)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """MMError for what is wrong at first sight."""
+    run_folder(args.run)
+    if not args.prompt and not args.prompts:
+        raise MMError("there is no prompt", accepted="--prompt TEXT, or --prompts FILE")
+
+
+def _sample(args: argparse.Namespace) -> int:
+    """Alone, or as one of several ranks."""
+    _check(args)
+    from mm_core.inference.answer import makes_words
+
+    stored = open_stored(args)
+    source = stored.checkpoint
+    root = source.parent.parent if source.parent.name == "checkpoints" else source
+    if makes_words(stored.config):
+        return print_answers(args, stored, root / "samples")
+    refuse_words(args, stored.config.task.type)
+    return _sample_clips(args, stored, root)
+
+
+def _sample_clips(args: argparse.Namespace, stored: StoredRun, root: Path) -> int:
+    from mm_core.data.rows.prompts import read_prompts
+    from mm_core.inference.sample import among_ranks, sample
+    from mm_core.runtime.ranks import Ranks
+
+    prompts = list(args.prompt)
+    if args.prompts:
+        prompts += read_prompts(Path(args.prompts))
+    with among_ranks():
+        ranks, folder = Ranks.current(), root / "samples" / f"seed_{args.seed}"
+        out = Path(args.out) if args.out else ranks.first("choosing a folder", lambda: unused(folder))
+        sample(
+            stored,
+            prompts=prompts,
+            images=args.image,
+            last_images=args.last_image,
+            negative_prompt=args.negative_prompt,
+            seed=args.seed,
+            steps=args.steps,
+            guidance=args.guidance[0] if args.guidance and len(args.guidance) == 1 else args.guidance,
+            num_frames=args.num_frames,
+            height=args.height,
+            width=args.width,
+            fps=args.fps,
+            out=out,
+            weights=args.weights,
+            keep=False,
+        )
+    if ranks.rank == 0:
+        count = f"{len(prompts)} clip{'s' * (len(prompts) != 1)}"
+        print(f"{count} in {out}; all at a glance: {out / 'contact_sheet.png'}", flush=True)
+    return 0
+
+
+def _number(least: float) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        value = float(text)
+        if not least <= value < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} is not a number of {least:g} or more")
+        return value
+
+    return number

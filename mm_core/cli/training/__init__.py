@@ -1,0 +1,1 @@
+"""Commands on a config: `mm train` and `mm validate`."""

@@ -1,0 +1,266 @@
+"""`mm train` and `mm-train`: check a config, plan it, and train it on one or many ranks.
+
+Nothing here imports torch before the config has been checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from mm_core.errors import MMError
+
+if TYPE_CHECKING:
+    from mm_core.config.schema import RunConfig
+    from mm_core.runtime.launch.signals import StopFlag
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    add = parser.add_argument
+    add("--config", required=True, metavar="YAML", help="the run's config")
+    add("overrides", nargs="*", metavar="key=value", help="laid upon the config, as train.steps=10")
+    add(
+        "--nproc",
+        metavar="N|auto",
+        help="ranks on this host; auto (the default): one an accelerator, 1 on CPU",
+    )
+    add("--nnodes", metavar="N|MIN:MAX", help="hosts (default 1); the command is typed on each of them")
+    add("--rdzv-endpoint", metavar="HOST:PORT", help="where hosts meet; the same on all of them")
+    add("--rdzv-id", metavar="ID", help="name of the meeting; the same on all hosts")
+    add(
+        "--node-rank",
+        metavar="N",
+        help="0 on the host of --rdzv-endpoint, 1, 2, ... elsewhere; if that host can not tell",
+    )
+    add("--dry-run", action="store_true", help="print the plan and stop")
+    add("--json", action="store_true", help="with --dry-run: the plan as JSON")
+    add(
+        "--resume",
+        default="auto",
+        metavar="auto|PATH|never",
+        help="auto: the run's newest complete checkpoint, else from zero",
+    )
+    add(
+        "--allow",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="a change since the checkpoint that is meant: a key, the start of one, or all; may be repeated",
+    )
+    add(
+        "--allow-code",
+        action="store_true",
+        help="run the code that a stored run's config names (--config, if it is one, or that of init_from),"
+        " though you have not trained with it",
+    )
+    add("--stop-after", type=_steps, metavar="STEP", help="save and end after this step, with exit code 75")
+    add(
+        "--overfit-one-batch",
+        action="store_true",
+        help="every step sees the first batch: does the model learn at all?",
+    )
+    add(
+        "--verify-resume",
+        type=_steps,
+        metavar="K",
+        help="train 2K steps, and K + K with a restart, in a temporary folder, and compare every bit",
+    )
+    parser.epilog = (
+        "Exit codes: 0 trained; 1 an error; 2 a command line that does not parse; 75 saved and stopped on"
+        " request (SIGTERM, SIGINT, SIGUSR1) before the last step; 130 left by a second Ctrl-C; 128+n a rank"
+        " was ended by signal n."
+    )
+
+
+def execute(args: argparse.Namespace) -> int:
+    """The exit code. Under a launcher (RANK is set) this process is a rank, and does not return."""
+    _refuse_contradictions(args)
+    if args.overfit_one_batch:
+        args.overrides.append("train.overfit_one_batch=true")
+    if "RANK" in os.environ:
+        if args.dry_run:
+            return _dry_run_of_rank(args)
+        _be_rank(args)
+    least, most = _hosts(args)
+    nproc = _ranks_here(args.nproc)
+    config = _config(args)  # every typo is found before a rank is started
+    if nproc is None:
+        from mm_core.runtime.launch.launcher import quiet_torch
+
+        quiet_torch()
+        from mm_core.device import device_count
+
+        nproc = max(1, device_count())
+    world = nproc * most
+    if args.dry_run:
+        return _dry_run(config, world, args.json)
+    if args.verify_resume is not None:
+        return _verify_resume(args, config, nproc, most)
+    if world == 1:
+        from mm_core.runtime.launch.rank_process import run_as_rank
+        from mm_core.runtime.launch.signals import StopFlag
+
+        with StopFlag(announce=True) as stop:
+            return run_as_rank(lambda: _train(args, stop, config))
+    from mm_core.runtime.launch.launcher import COMMAND, Nodes, launch
+
+    is_meeting_host = None if args.node_rank is None else args.node_rank == "0"
+    nodes = Nodes(nproc, least, most, args.rdzv_endpoint, args.rdzv_id, is_meeting_host)
+    rank = ["train", "--config", args.config, *args.overrides, "--resume", args.resume]
+    rank += [part for key in args.allow for part in ("--allow", key)]
+    rank += ["--allow-code"] * args.allow_code
+    rank += ["--stop-after", str(args.stop_after)] if args.stop_after is not None else []
+    return launch([*COMMAND, *rank], nodes)
+
+
+def _config(args: argparse.Namespace) -> RunConfig:
+    from mm_core.config.load import load_config
+
+    return load_config(args.config, args.overrides, allow_code=args.allow_code)
+
+
+def _be_rank(args: argparse.Namespace) -> NoReturn:
+    from mm_core.runtime.launch.launch_folder import LAUNCH_DIR
+    from mm_core.runtime.launch.rank_process import leave, run_as_rank
+    from mm_core.runtime.launch.signals import StopFlag
+
+    _refuse_launch_options(args)
+    # mm-train says for its ranks that a signal was heard; under torchrun rank 0 does. The handlers
+    # stay to the end: torch's agent signals a rank whose peers have left.
+    announce = os.environ["RANK"] == "0" and LAUNCH_DIR not in os.environ
+    with StopFlag(announce=announce) as stop:
+        leave(run_as_rank(lambda: _train(args, stop)))
+
+
+def _train(args: argparse.Namespace, stop: StopFlag, config: RunConfig | None = None) -> int:
+    from mm_core.runtime.launch.signals import STOPPED
+    from mm_core.training.run import train
+
+    config = config or _config(args)
+    result = train(config, resume=args.resume, stop=stop, allow=args.allow, stop_after=args.stop_after)
+    if os.environ.get("RANK", "0") == "0":
+        state = f"stopped by {result.stopped} after" if result.stopped else "done:"
+        ended = f"{state} step {result.step} of {result.steps}"
+        if result.step is None:
+            ended = f"stopped by {result.stopped} before a step was taken"
+        print(f"{ended}; run folder {result.run_dir}", flush=True)
+    return STOPPED if result.stopped else 0
+
+
+def _verify_resume(args: argparse.Namespace, config: RunConfig, nproc: int, hosts: int) -> int:
+    """0 when the resumed run is the uninterrupted one, bit for bit; 1 when it is not."""
+    from mm_core.training.verify_resume import render, verify_resume
+
+    if hosts > 1:
+        raise MMError("--verify-resume compares runs of one host", where="--nnodes", accepted="1")
+    steps = args.verify_resume
+    results, remarks = verify_resume(
+        args.config, args.overrides, steps, nproc, config.run.name, args.allow_code
+    )
+    print(render(results, remarks))
+    same = not remarks and all(result.ok for result in results)
+    verdict = "the resumed run is the uninterrupted one" if same else "the resumed run is ANOTHER one"
+    print(f"{steps} + {steps} steps on {nproc} rank{'s' * (nproc != 1)}: {verdict}")
+    return 0 if same else 1
+
+
+def _dry_run(config: RunConfig, world: int, as_json: bool) -> int:
+    from mm_core.loading.run_adapters import adapters_begun
+    from mm_core.plan import build_task, make_plan
+
+    plan = make_plan(config, world, build_task(config, adapters_begun(config)))
+    print(json.dumps(plan.to_mapping(), indent=2) if as_json else plan.render())
+    return 0
+
+
+def _dry_run_of_rank(args: argparse.Namespace) -> int:
+    """The plan of the world that a launcher has made, printed by its first rank; nothing is trained."""
+    from mm_core.device import environment_world
+
+    world = environment_world()
+    config = _config(args)
+    return _dry_run(config, world.world_size, args.json) if world.rank == 0 else 0
+
+
+def _refuse_contradictions(args: argparse.Namespace) -> None:
+    """Options of which one would be passed over in silence are an error."""
+    options = {
+        "--dry-run": args.dry_run,
+        "--resume": args.resume != "auto",
+        "--allow": bool(args.allow),
+        "--stop-after": args.stop_after is not None,
+    }
+    given = [name for name, there in options.items() if there]
+    if args.verify_resume is not None and given:
+        raise MMError(
+            f"{', '.join(given)} can not go with --verify-resume, which trains from nothing in a folder of"
+            " its own and stops by itself",
+            where="command line",
+            hint="leave one or the other out",
+        )
+    if args.resume == "never" and args.allow:
+        raise MMError(
+            "--allow can not go with --resume never: there is no checkpoint that anything has changed since",
+            where="command line",
+            hint="leave one or the other out",
+        )
+    if args.json and not args.dry_run:
+        raise MMError("--json goes with --dry-run only: it is the plan's form", where="command line")
+
+
+def _refuse_launch_options(args: argparse.Namespace) -> None:
+    """Under a launcher the world is given; an option that would be passed over in silence is an error."""
+    options = ("nproc", "nnodes", "rdzv_endpoint", "rdzv_id", "node_rank", "verify_resume")
+    refuse_among_ranks([f"--{name.replace('_', '-')}" for name in options if getattr(args, name) is not None])
+
+
+def refuse_among_ranks(given: Sequence[str]) -> None:
+    """MMError where a process that a launcher has started is given options of a launcher."""
+    if given:
+        raise MMError(
+            f"{', '.join(given)} can not be met: this process is already rank {os.environ['RANK']} of"
+            f" {os.environ.get('WORLD_SIZE', '?')} (RANK is set in the environment)",
+            where="command line",
+            hint="leave the options to torchrun, or unset RANK and let the command start the ranks",
+        )
+
+
+def _hosts(args: argparse.Namespace) -> tuple[int, int]:
+    """Least and most hosts."""
+    text = args.nnodes or "1"
+    hosts = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", text)
+    if hosts is None or int(hosts[2] or hosts[1]) < int(hosts[1]):
+        raise MMError(f"{text!r} is not a number of hosts", where="--nnodes", accepted="N or MIN:MAX")
+    least, most = int(hosts[1]), int(hosts[2] or hosts[1])
+    if most > 1 and not args.rdzv_endpoint:
+        raise MMError(
+            f"{most} hosts need a place to meet",
+            where="--rdzv-endpoint",
+            accepted="HOST:PORT, the same on all hosts",
+        )
+    if args.rdzv_endpoint and not re.fullmatch(r"\S+:\d+", args.rdzv_endpoint):
+        raise MMError(f"{args.rdzv_endpoint!r} is no address", where="--rdzv-endpoint", accepted="HOST:PORT")
+    if args.node_rank is not None and not re.fullmatch(r"\d+", args.node_rank):
+        raise MMError(f"{args.node_rank!r} is no number", where="--node-rank", accepted="0, 1, 2, ...")
+    return least, most
+
+
+def _steps(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return value
+
+
+def _ranks_here(text: str | None) -> int | None:
+    """Ranks on this host; None for as many as it has accelerators."""
+    if text is None or text == "auto":
+        return None
+    if re.fullmatch(r"[1-9]\d*", text):
+        return int(text)
+    raise MMError(f"{text!r} is not a number of ranks", where="--nproc", accepted="1, 2, ... or auto")

@@ -1,0 +1,1 @@
+"""Commands on files of weights: `mm weights`, `mm import`, `mm export`."""

@@ -1,0 +1,121 @@
+"""`mm weights`: what lies in files, and how two of them differ."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mm_core.cli.allow_code import add_allow_code
+
+if TYPE_CHECKING:
+    import torch
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    show = actions.add_parser("show", help="names, shapes, dtypes, bytes, format", allow_abbrev=False)
+    show.add_argument("path", metavar="PATH", help="a file, a folder, a run (RUN, RUN@STEP) or a checkpoint")
+    show.add_argument("--config", metavar="YAML", help="a run whose components are held against it")
+    show.add_argument(
+        "--all", action="store_true", help="a line each, also of tensors alike but for a number"
+    )
+    show.add_argument("--json", action="store_true", help="for programs")
+    add_allow_code(show)
+    diff = actions.add_parser("diff", help="what differs, name by name", allow_abbrev=False)
+    diff.add_argument("first", metavar="A", help="a file, a folder, a run (RUN, RUN@STEP) or a checkpoint")
+    diff.add_argument("second", metavar="B", help="likewise")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Prints; `diff` ends with 1 where anything differs, as diff does."""
+    return _show(args) if args.action == "show" else _diff(args)
+
+
+def _show(args: argparse.Namespace) -> int:
+    from mm_core.interchange.inspect import contents, folded
+
+    found = contents(Path(args.path), Path(args.config) if args.config else None, args.allow_code)
+    rows = folded(found.tensors) if not args.all else [(t.name, t, 1) for t in found.tensors]
+    total, count = sum(t.nbytes for t in found.tensors), sum(_numbers(t.shape) for t in found.tensors)
+    if args.json:
+        tensors = {
+            t.name: {"shape": list(t.shape), "dtype": _dtype(t.dtype), "bytes": t.nbytes}
+            for t in found.tensors
+        }
+        document = {
+            "formats": found.formats,
+            "fits": found.fits,
+            "absent": found.absent,
+            "metadata": dict(found.texts),
+            "bytes": total,
+            "tensors": tensors,
+        }
+        print(json.dumps(document, indent=1))
+        return 0
+    rows = [(_printable(name), tensor, times) for name, tensor, times in rows]
+    width = max((len(name) for name, _, _ in rows), default=0)
+    for name, tensor, times in rows:
+        shape = "x".join(map(str, tensor.shape)) or "scalar"
+        often = f"  x {times}" if times > 1 else ""
+        print(f"{name:<{width}}  {shape:>16}  {_dtype(tensor.dtype):>5}  {_human(tensor.nbytes):>9}{often}")
+    print(f"{len(found.tensors)} tensors, {count:,} numbers, {_human(total)}")
+    print(f"format: {', '.join(found.formats) or 'none that is installed recognises it'}")
+    for line in found.fits:
+        print(f"fits {line}")
+    for line in found.absent:
+        print(f"not in it: {line}")
+    return 0
+
+
+def _diff(args: argparse.Namespace) -> int:
+    from mm_core.interchange.inspect import differences
+
+    found = differences(Path(args.first), Path(args.second))
+    for letter, names in zip("AB", found.only, strict=True):
+        for name in names:
+            print(f"only in {letter}: {_printable(name)}")
+    for name, *shapes in found.shaped:
+        print(f"{_printable(name)}: shapes differ, {' and '.join(str(list(shape)) for shape in shapes)}")
+    for change in found.changed:
+        place, ours, theirs = change.at
+        print(
+            f"{_printable(change.name)}: norms {change.norms[0]:.6g} and {change.norms[1]:.6g}, differs by"
+            f" up to {change.largest:.3g}; first at {list(place)}: {ours:.9g} and {theirs:.9g}"
+        )
+    if found.dtypes:
+        name, first, second = found.dtypes[0]
+        print(
+            f"{len(found.dtypes)} tensors of other dtypes: {_printable(name)} is {_dtype(first)}"
+            f" and {_dtype(second)}"
+        )
+    differing = len(found.only[0]) + len(found.only[1]) + len(found.shaped) + len(found.changed)
+    print(f"{len(found.same)} tensors the same, {differing} different")
+    return 0 if found.none else 1
+
+
+def _printable(name: str) -> str:
+    """A name of a file that nobody vouches for, which might command a terminal."""
+    return name if name.isprintable() else name.encode("unicode_escape").decode()
+
+
+def _numbers(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    return {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}.get(name, name)
+
+
+def _human(size: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.{0 if unit == 'B' else 1}f} {unit}"
+        size /= 1000
+    return f"{size:.2f} GB"

@@ -1,0 +1,1 @@
+"""The datasets that the core ships: text rows and videos with captions."""

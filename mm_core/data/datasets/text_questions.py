@@ -1,0 +1,82 @@
+"""Questions laid out as `text_rows` lays out its rows: a prompt, and the text that follows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mm_core.builtin.configs.data import TextRowsConfig
+from mm_core.contracts import Question, Turn
+from mm_core.data.rows.json_rows import kind_of
+from mm_core.data.rows.tables import Cells, read_table
+from mm_core.errors import ContractError, DataError
+
+
+@dataclass(frozen=True)
+class TextQuestions:
+    """Satisfies `Conversing`. Inputs are `input_ids` and `attention_mask` [1,L].
+
+    Raises:
+        ContractError: in the constructor for rows that have a label, which are classified.
+    """
+
+    wanted: TextRowsConfig
+    tokenizer: Any
+
+    def __post_init__(self) -> None:
+        if self.wanted.label is not None:
+            raise ContractError(
+                "the run's rows are classified, so there is nothing to answer in words",
+                where="data.train.label",
+                hint="mm eval --predictions FILE says the class of each row",
+            )
+
+    def prompt(self, turns: Sequence[Turn]) -> Mapping[str, Tensor]:
+        """DataError for more than one turn, and for images: rows hold neither."""
+        if any(turn.images for turn in turns):
+            raise DataError("rows of text show no images", where=str(turns[-1].images or turns[0].images))
+        if len(turns) > 1:
+            raise DataError(
+                "rows of text are a prompt and what follows it, and no conversations",
+                accepted="one prompt at a time",
+                hint="in mm chat, begin anew with /new",
+            )
+        return self._inputs(turns[0].text, "the prompt")
+
+    def questions(self, file: Path) -> Sequence[Callable[[], Question]]:
+        """Rows with the dataset's own columns; where `text` follows a prompt, it is right."""
+        columns = [self.wanted.text, *([] if self.wanted.prompt is None else [self.wanted.prompt])]
+        return [
+            partial(self._question, file, cells) for cells in read_table(file, columns, self.wanted.quotes)
+        ]
+
+    def _question(self, file: Path, cells: Cells) -> Question:
+        name = f"{file.name}, {cells.place}"
+        if cells.fault is not None:
+            raise DataError(cells.fault, where=name)
+        asked = cells.values[-1]
+        if not isinstance(asked, str) or not asked.strip():
+            raise DataError(f"the prompt is {'empty' if asked == '' else kind_of(asked)}", where=name)
+        text = cells.values[0] if self.wanted.prompt is not None else None
+        references = (text,) if isinstance(text, str) and text else ()
+        return Question(name, asked, self._inputs(asked, name), references)
+
+    def _inputs(self, asked: str, where: str) -> Mapping[str, Tensor]:
+        separator = self.wanted.separator if self.wanted.prompt is not None else ""
+        tokens = self.tokenizer(asked + separator, verbose=False)["input_ids"]
+        if tokens[-1:] == [self.tokenizer.eos_token_id]:
+            tokens = tokens[:-1]
+        if not 0 < len(tokens) < self.wanted.max_length:
+            raise DataError(
+                f"the prompt has {len(tokens)} tokens",
+                where=where,
+                accepted=f"1 to {self.wanted.max_length - 1}: less than max_length of the dataset",
+            )
+        ids = torch.tensor([tokens])
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

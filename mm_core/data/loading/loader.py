@@ -1,0 +1,281 @@
+"""Micro-batches in the plan's order, read ahead by worker processes."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import Dataset as TorchDataset
+
+from mm_core.contracts import (
+    Batch,
+    Dataset,
+    FailureRecord,
+    RandomisedDataset,
+    Randomness,
+    generators_kept,
+    seed_generators,
+)
+from mm_core.data.loading.sampler import BatchPlan, SlotSpec
+from mm_core.data.loading.skipped import UnreadableError
+from mm_core.data.loading.workers import (
+    StartWorker,
+    deaths_explained,
+    script_for,
+    start_server,
+    starting,
+    starts_explained,
+)
+from mm_core.errors import DataError, MMError, PartsError
+from mm_core.plugin.local import LocalFile, import_again, imported_files
+
+T = TypeVar("T")
+
+ATTEMPTS = 8
+"""Samples tried in place of an unreadable one before the run is stopped."""
+
+
+class WorkerTraceback(Exception):
+    """Where in a worker an error arose: the cause of the DataError that names the sample."""
+
+
+class CodeError(DataError):
+    """A dataset, collate or batch transform that raised what is no DataError: never skipped."""
+
+
+@dataclass(frozen=True)
+class _Fault:
+    """An error on its way from a worker: returned, because torch rewrites exceptions that are raised."""
+
+    error: MMError
+    trace: str
+
+
+class MicroBatchLoader:
+    """Iterates over the micro-batches of one data-parallel rank, steps [start_step, end_step).
+
+    Each step yields its micro-batches one after another, `per_step` of them. The content depends
+    on (dataset, plan, rng, rank, data_parallel, step) alone: not on workers, prefetch or the step
+    that the loader started at, so a resumed run needs no state.
+
+    A sample that raises DataError is replaced by another one, drawn from (seed, epoch, index,
+    attempt), under the key and weight of the first; the batch lists it in `failures`, or each of its parts
+    that a PartsError holds. So it lists the parts that a sample does without.
+
+    The process's own generators (random, NumPy's, torch's on CPU) begin anew before each sample is read, at
+    (seed, epoch, index), and before each batch is collated and transformed, at the keys of its rows.
+
+    Args:
+        dataset: map-style; one that satisfies RandomisedDataset gets rng.at("data", epoch, index).
+        plan: which samples, in which order.
+        batch_transform: applied to each collated batch in the worker (`Task.batch_transform()`).
+        rng: the run's root.
+        rank, data_parallel: this rank's place among those that see different samples.
+        start_step, end_step: steps already taken, steps in all.
+        workers: processes; 0 reads in this one.
+        prefetch: micro-batches each worker keeps ready.
+        pin_memory: page-locked batches, where `device_type` is not "cpu".
+
+    Raises (while iterating):
+        UnreadableError: when a sample and all its replacements are unreadable.
+        CodeError: when the dataset, its collate or the transform raises anything else.
+        DataError: when a worker dies.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        plan: BatchPlan,
+        *,
+        batch_transform: Callable[[Batch], Batch] | None,
+        rng: Randomness,
+        rank: int,
+        data_parallel: int,
+        start_step: int,
+        end_step: int,
+        workers: int,
+        prefetch: int,
+        pin_memory: bool,
+        device_type: str,
+    ) -> None:
+        self.per_step = len(plan.micro_batches(0, rank, data_parallel))
+        self._length = max(0, end_step - start_step) * self.per_step
+        self._sent = (dataset, batch_transform, rng)
+        # The server goes first: it may move the folder that workers note themselves in.
+        context = start_server(_modules(dataset, batch_transform)) if workers else None
+        self._loader: DataLoader[Any] = DataLoader(
+            _Reading(*self._sent),
+            batch_size=None,
+            sampler=_Slots(plan, rank, data_parallel, range(start_step, end_step)),
+            num_workers=workers,
+            prefetch_factor=prefetch if workers else None,
+            collate_fn=_unchanged,
+            pin_memory=pin_memory and device_type != "cpu",
+            worker_init_fn=StartWorker() if workers else None,
+            multiprocessing_context=context,
+            generator=torch.Generator().manual_seed(0),  # torch's own draw must not move the global one
+        )
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Starts the workers, then yields. Closing the iterator (or losing it) ends them."""
+        if not self._loader.num_workers:
+            return self._drain(iter(self._loader))
+        with starting(), script_for(self._sent), starts_explained():
+            return self._drain(iter(self._loader))
+
+    def _drain(self, reading: Iterator[Any]) -> Iterator[Batch]:
+        try:
+            with deaths_explained(reading):
+                for item in reading:
+                    if isinstance(item, _Fault):
+                        raise item.error from WorkerTraceback(item.trace)
+                    yield item
+        finally:
+            del reading  # a traceback may keep this frame; the workers end with the last reference
+
+
+class _Slots:
+    """The sampler that torch's DataLoader draws from: one list of rows a micro-batch."""
+
+    def __init__(self, plan: BatchPlan, rank: int, data_parallel: int, steps: range) -> None:
+        self.plan, self.rank, self.data_parallel, self.steps = plan, rank, data_parallel, steps
+
+    def __iter__(self) -> Iterator[list[SlotSpec]]:
+        for step in self.steps:
+            yield from self.plan.micro_batches(step, self.rank, self.data_parallel)
+
+
+class _Reading(TorchDataset[Any]):
+    """What runs in a worker: rows -> samples -> batch -> transformed batch."""
+
+    def __init__(self, dataset: Dataset, transform: Callable[[Batch], Batch] | None, rng: Randomness) -> None:
+        self.dataset, self.transform, self.rng = dataset, transform, rng
+        self.size = len(dataset)
+
+    def __getstate__(self) -> tuple[bytes, dict[str, LocalFile]]:
+        """For a worker: itself, and the one-file plugins that must be imported before it can be read."""
+        try:
+            return bytes(ForkingPickler.dumps(self.__dict__)), imported_files()
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise DataError(
+                f"the dataset or the task's batch transform can not be sent to a data worker: {error}",
+                where=type(self.dataset).__qualname__,
+                accepted="what pickles: classes and functions of modules, files that are opened on first use",
+                hint="data.loader.workers=0 reads in the training process",
+            ) from error
+
+    def __setstate__(self, state: tuple[bytes, dict[str, LocalFile]]) -> None:
+        pickled, files = state
+        import_again(files)
+        self.__dict__.update(pickle.loads(pickled))
+
+    def __getitem__(self, slots: list[SlotSpec]) -> Batch | _Fault:
+        # A worker's generators serve nothing else; those of the training process do.
+        with nullcontext() if get_worker_info() else generators_kept():
+            try:
+                return self._batch(slots)
+            except MMError as error:
+                cause = error.__cause__ or error
+                return _Fault(error, "\n" + "".join(traceback.format_exception(cause)))
+
+    def _batch(self, slots: list[SlotSpec]) -> Batch:
+        failures: list[FailureRecord] = []
+        samples = [self._sample(slot, failures) for slot in slots]
+        rows = [number for slot in slots for number in slot.key]
+        seed_generators(self.rng.at("collate", *rows))
+        batch = self._guard(lambda: self.dataset.collate(samples), "the dataset's collate")
+        if self.transform is not None:
+            transform = self.transform
+            collated = batch
+            seed_generators(self.rng.at("transform", *rows))
+            batch = self._guard(lambda: transform(collated), "the task's batch transform")
+        batch.failures = failures
+        return batch
+
+    def _sample(self, slot: SlotSpec, failures: list[FailureRecord]) -> dict[str, Any]:
+        """The slot's sample or, where it is unreadable, the first readable replacement."""
+        tried: list[FailureRecord] = []
+        for index in self._candidates(slot):
+            try:
+                sample = self._read(index, slot.key.epoch)
+            except CodeError:
+                raise
+            except DataError as error:
+                tried += _records(error, index, replaced=True)
+                continue
+            missing = sample.get("missing")
+            if isinstance(missing, PartsError):
+                tried += _records(missing, index, replaced=False)
+                sample = {name: value for name, value in sample.items() if name != "missing"}
+            failures.extend(failure for failure in tried if failure not in failures)
+            return {**sample, "key": slot.key, "weight": slot.weight}
+        shown = "; ".join(f"{failure.id}: {failure.reason}" for failure in tried[:3])
+        raise UnreadableError(
+            f"sample {slot.key.index} and {len({f.index for f in tried}) - 1} others in its place could not "
+            f"be read: {shown}",
+            failures + tried,
+            where="data.train",
+            hint="check the file that lists the samples, and what it names; skipped.jsonl in the run's folder"
+            " lists those that failed",
+        )
+
+    def _candidates(self, slot: SlotSpec) -> Iterator[int]:
+        """The slot's own sample, then up to ATTEMPTS others, a function of the slot alone."""
+        tried = {slot.key.index}
+        yield slot.key.index
+        for attempt in range(1, min(ATTEMPTS, self.size - 1) + 1):
+            index = self.rng.seed32("replacement", *slot.key, attempt) % self.size
+            while index in tried:
+                index = (index + 1) % self.size
+            tried.add(index)
+            yield index
+
+    def _read(self, index: int, epoch: int) -> dict[str, Any]:
+        dataset = self.dataset
+        seed_generators(self.rng.at("draws", epoch, index))
+        if isinstance(dataset, RandomisedDataset):
+            rng = self.rng.at("data", epoch, index)
+            return self._guard(lambda: dataset.sample_at(index, rng), f"sample {index}")
+        return self._guard(lambda: dataset[index], f"sample {index}")
+
+    def _guard(self, call: Callable[[], T], who: str) -> T:
+        """A fault of the dataset's code is no unreadable sample: it stops the run, and says where it is."""
+        try:
+            return call()
+        except MMError:
+            raise
+        except Exception as error:
+            raise CodeError(
+                f"{who} raised {type(error).__name__}: {error}",
+                where=type(self.dataset).__qualname__,
+                hint="this is a fault in code, not in the data; MM_DEBUG=1 shows the worker's traceback",
+            ) from error
+
+
+def _records(error: DataError, index: int, replaced: bool) -> list[FailureRecord]:
+    """What is noted of a sample that can not be read, or of each part of it that can not."""
+    if not isinstance(error, PartsError):
+        return [FailureRecord(error.where or f"sample {index}", index, error.what, replaced=replaced)]
+    return [
+        FailureRecord(fault.where or f"part {part}", index, fault.what, part, error.of, replaced)
+        for part, fault in error.faults.items()
+    ]
+
+
+def _unchanged(item: Any) -> Any:
+    return item
+
+
+def _modules(dataset: Dataset, transform: Callable[[Batch], Batch] | None) -> list[str]:
+    """What every worker will need to import."""
+    return [__name__, type(dataset).__module__, type(transform).__module__]

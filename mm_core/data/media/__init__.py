@@ -1,0 +1,1 @@
+"""Images and videos: decoding, resizing, cropping, writing."""

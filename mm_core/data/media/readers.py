@@ -1,0 +1,359 @@
+"""Video readers: frames shown at given times, from files that may be anything."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import torch
+from av.video.reformatter import Colorspace
+from PIL import UnidentifiedImageError
+from torch import Tensor
+
+from mm_core.builtin.configs.data import DecordConfig, PyAVConfig
+from mm_core.contracts import VideoInfo
+from mm_core.data.media.images import opened_image, read_image
+from mm_core.data.rows.paths import plain_file
+from mm_core.errors import DataError, MMError
+
+_SEEK_FROM = 1.0  # seconds; below, decoding from the start costs less than a second index look-up
+_EPSILON = 1e-3  # seconds; times and timestamps are compared within this (Matroska rounds to it)
+_BT709 = 1  # AVCOL_SPC_BT709, as frames carry it
+
+_OPTIONS = {
+    "protocol_whitelist": "file",  # a playlist in disguise must not make FFmpeg open addresses
+    "pattern_type": "none",  # `a%03d.jpg` is a file of that name, not a pattern of others'
+}
+
+_PICTURE_RATE = 25.0  # frames a second of a still picture, as FFmpeg has it
+
+_FAULTS = (av.FFmpegError, OSError, ValueError, ArithmeticError, RuntimeError)
+"""What PyAV raises for damaged files: FFmpeg's errors, and those of a header's odd numbers."""
+
+
+class PyAVReader:
+    """Decodes with FFmpeg, one thread, by timestamps.
+
+    Times count from the first frame; a still picture is one frame of 1/25 s. Variable frame rates are
+    honoured, display rotation is applied, and a frame that the decoder flags as damaged is refused (it would
+    conceal the damage).
+    """
+
+    def __init__(self, max_pixels: int = PyAVConfig.max_pixels) -> None:
+        self.max_pixels = max_pixels
+
+    def probe(self, path: Path) -> VideoInfo:
+        """What the header says, and one frame where the rotation is only known from it.
+
+        DataError for a file that is missing, empty, no video, or larger than `max_pixels` a frame.
+        """
+        return probe(path, self.max_pixels)
+
+    def read(self, path: Path, seconds: Sequence[float]) -> Tensor:
+        """Frames shown at the given times -> uint8 [F,Y,X,3] RGB, in the order asked for.
+
+        DataError for what `probe` refuses, and for damaged or truncated files.
+        """
+        times = _checked(seconds, path)
+        order = sorted(range(len(times)), key=times.__getitem__)
+        wanted = [times[place] for place in order]
+        with _opened(path, self.max_pixels) as (container, stream):
+            picture = _picture(container, path)
+            if picture is not None:
+                if wanted[-1] >= 1.0 / _PICTURE_RATE + _EPSILON:
+                    raise _too_short(path, wanted[-1], 1.0 / _PICTURE_RATE)
+                return picture.expand(len(times), -1, -1, -1).clone()
+            frames = None
+            if wanted[0] >= _SEEK_FROM:
+                frames = _from_keyframe(container, stream, wanted, path)
+            if frames is None:
+                frames = _pick(_decode(container, stream, path), stream, wanted, path, seeked=False)
+        assert frames is not None
+        result = torch.empty(len(times), *frames[0].shape, dtype=torch.uint8)
+        for place, frame in zip(order, frames, strict=True):
+            result[place] = torch.from_numpy(frame)
+        return result
+
+
+class DecordReader:
+    """Decodes with decord 0.6. It does not notice bit rot, knows no AV1, and has x86_64 Linux wheels only.
+
+    The header is read by FFmpeg through PyAV, so that both readers refuse the same files.
+    """
+
+    def __init__(self, max_pixels: int = DecordConfig.max_pixels) -> None:
+        self.max_pixels = max_pixels
+
+    def probe(self, path: Path) -> VideoInfo:
+        """As PyAVReader.probe."""
+        return probe(path, self.max_pixels)
+
+    def read(self, path: Path, seconds: Sequence[float]) -> Tensor:
+        """Frames shown at the given times -> uint8 [F,Y,X,3] RGB, in the order asked for."""
+        times = _checked(seconds, path)
+        decord = _import_decord()
+        info = probe(path, self.max_pixels)
+        if info.num_frames == 1:  # pictures, of which decord opens none
+            return PyAVReader(self.max_pixels).read(path, times)
+        try:
+            reader = decord.VideoReader(_name(path), ctx=decord.cpu(0), num_threads=1)
+            spans = np.asarray(reader.get_frame_timestamp(range(len(reader))), dtype=np.float64)
+            starts = (spans[:, 0] - spans[0, 0]).tolist()
+            end = starts[-1] + max(float(spans[-1, 1] - spans[-1, 0]), 1.0 / info.fps)
+            if times and max(times) >= end + _EPSILON:
+                raise _too_short(path, max(times), end)
+            indices = [bisect.bisect_right(starts, time + _EPSILON) - 1 for time in times]
+            frames = reader.get_batch(indices).asnumpy()
+        except MMError:
+            raise
+        except (decord.DECORDError, IndexError, *_FAULTS) as error:
+            reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+            raise DataError(f"decord can not read the video: {reason}", where=str(path)) from None
+        return torch.from_numpy(np.ascontiguousarray(frames))
+
+
+def probe(path: Path, max_pixels: int) -> VideoInfo:
+    """VideoInfo of a file; see PyAVReader.probe."""
+    with _opened(path, max_pixels) as (container, stream):
+        picture = _picture(container, path)
+        if picture is not None:
+            _, height, width, _ = picture.shape
+            return VideoInfo(width, height, _PICTURE_RATE, 1, 1.0 / _PICTURE_RATE)
+        if stream.frames and stream.duration:
+            first = next(_decode(container, stream, path), None)
+            frames, seconds = stream.frames, float(stream.duration * stream.time_base)
+        else:
+            first, frames, seconds = _counted(container, stream, path)
+        if first is None or frames < 1 or seconds <= 0:
+            raise DataError("the video stream holds no frames", where=str(path))
+        width, height = stream.width, stream.height
+        if _quarter_turns(first) % 2:
+            width, height = height, width
+        declared = float(stream.average_rate or 0)
+        # A rate that does not fit the count is a guess from the first packets (Matroska does that); that of a
+        # lone picture may be missing.
+        fits = declared > 0 and abs(declared * seconds - frames) <= 1
+        return VideoInfo(width, height, declared if fits else frames / seconds, frames, seconds)
+
+
+@contextmanager
+def _opened(path: Path, max_pixels: int) -> Iterator[tuple[Any, Any]]:
+    """(container, its first real video stream), refused by header before anything is decoded. DataError also
+    for what FFmpeg's own numbers of a damaged file lead to in the block."""
+    if plain_file(path, "video") == 0:
+        raise DataError("the video is an empty file (0 bytes)", where=str(path))
+    try:
+        container = av.open(_name(path), metadata_errors="replace", options=_OPTIONS)
+    except _FAULTS as error:
+        raise DataError(
+            f"this is no readable video: {_reason(error)}",
+            where=str(path),
+            hint="it may be truncated, damaged, or of a format that FFmpeg does not know",
+        ) from None
+    try:
+        with container:
+            yield container, _stream(container, path, max_pixels)
+    except MMError:
+        raise
+    except _FAULTS as error:
+        raise DataError(f"the video can not be decoded: {_reason(error)}", where=str(path)) from error
+
+
+def _name(path: Path) -> str:
+    """From the root: FFmpeg takes `12:30.mp4` for the file 30.mp4 of a protocol 12."""
+    return str(path.absolute())
+
+
+def _stream(container: Any, path: Path, max_pixels: int) -> Any:
+    """The container's first real video stream, ready to be decoded. DataError where none can be."""
+    covers = av.stream.Disposition.attached_pic  # an audio file's cover picture is no video
+    streams = [s for s in container.streams.video if not s.disposition & covers]
+    if not streams:
+        kinds = sorted({s.type for s in container.streams})
+        raise DataError(
+            f"the file has no video stream (it has: {', '.join(kinds) or 'nothing'})", where=str(path)
+        )
+    stream = streams[0]
+    if stream.codec_context is None:
+        raise DataError("the video is of a codec that FFmpeg does not know", where=str(path))
+    if stream.width * stream.height > max_pixels:
+        raise DataError(
+            f"frames of {stream.width}x{stream.height} are larger than the reader's max_pixels",
+            where=str(path),
+            accepted=f"up to {max_pixels} pixels a frame",
+            hint="raise `max_pixels` of the reader if the machine has the memory to decode it",
+        )
+    stream.codec_context.thread_count = 1  # workers are the parallelism
+    stream.codec_context.thread_type = "NONE"
+    return stream
+
+
+def _picture(container: Any, path: Path) -> Tensor | None:
+    """uint8 [1,Y,X,3] of a still picture, read as every other image is: FFmpeg ignores mirrored orientations
+    and fills what is cut off with grey. None for videos, and for pictures of kinds that Pillow does not
+    know."""
+    name = container.format.name
+    if name != "image2" and not name.endswith("_pipe"):
+        return None
+    try:
+        with opened_image(path) as image:
+            # Further pictures of a camera's JPEG or of a TIFF are previews and pages.
+            count = 1 if image.format in ("MPO", "TIFF") else getattr(image, "n_frames", 1)
+        if count > 1:
+            raise DataError(
+                f"the {image.format} file is animated ({count} frames), which FFmpeg takes for a picture",
+                where=str(path),
+                accepted="pictures of one frame; animations as GIF, APNG or videos",
+                hint="convert it, to mp4 say",
+            )
+        return read_image(path).permute(1, 2, 0)[None].contiguous()
+    except DataError as fault:
+        if isinstance(fault.__cause__, UnidentifiedImageError):
+            return None
+        raise
+
+
+def _counted(container: Any, stream: Any, path: Path) -> tuple[Any, int, float]:
+    """(first frame, frames, seconds) of a stream whose header does not say: counted over the packets, of
+    which no more are decoded than the first frame takes. One pass: not every container can go back."""
+    first: Any = None
+    spans: list[tuple[int, int]] = []
+    for packet in container.demux(stream):
+        if packet.size and packet.pts is not None:
+            spans.append((packet.pts, packet.duration or 0))
+        if first is None:
+            first = next(_sound(packet.decode(), stream, path), None)
+    if not spans:
+        return first, 0, 0.0
+    ticks = max(pts + duration for pts, duration in spans) - min(pts for pts, _ in spans)
+    if not max(spans)[1] and len(spans) > 1:
+        # No durations: the last frame lasts as long as the mean.
+        ticks = ticks * len(spans) // (len(spans) - 1)
+    return first, len(spans), float(ticks * stream.time_base)
+
+
+def _decode(container: Any, stream: Any, path: Path) -> Iterator[Any]:
+    """Decoded frames from the container's position on, as `_sound` has them."""
+    return _sound(container.decode(stream), stream, path)
+
+
+def _sound(frames: Iterable[Any], stream: Any, path: Path) -> Iterator[Any]:
+    """The same frames. DataError at one that the decoder flags as damaged, or of another size."""
+    for frame in frames:
+        if frame.is_corrupt:
+            raise DataError(f"the video is damaged at {frame.time or 0:.2f} s", where=str(path))
+        if (frame.width, frame.height) != (stream.codec_context.width, stream.codec_context.height):
+            raise DataError("the frame size changes within the video", where=str(path))
+        yield frame
+
+
+def _from_keyframe(
+    container: Any, stream: Any, wanted: list[float], path: Path
+) -> list[np.ndarray[Any, Any]] | None:
+    """The wanted frames after a seek; None (and back at the start) when the seek did not serve.
+
+    A seek may land too late (an index by decoding time) or on frames that refer to what was
+    skipped (open groups of pictures). Reading from the start then decides what the file is worth.
+    """
+    start = stream.start_time
+    if start is None or stream.time_base is None:
+        return None
+    try:
+        container.seek(start + int(Fraction(wanted[0]) / stream.time_base), stream=stream, backward=True)
+        frames = _pick(_decode(container, stream, path), stream, wanted, path, seeked=True)
+        if frames is not None:
+            return frames
+    except _FAULTS:  # DataError among them
+        pass  # the reading from the start raises it again, if it is the file's fault
+    container.seek(start, stream=stream, backward=True)
+    return None
+
+
+def _pick(
+    frames: Iterator[Any], stream: Any, wanted: list[float], path: Path, *, seeked: bool
+) -> list[np.ndarray[Any, Any]] | None:
+    """For every time (ascending) the last frame that begins at or before it.
+
+    None when decoding began after the first time that is wanted; DataError when it ends too early.
+    """
+    base = stream.time_base
+    first = stream.start_time if seeked else None
+    shown: Any = None
+    pixels: np.ndarray[Any, Any] | None = None
+    picked: list[np.ndarray[Any, Any]] = []
+    for frame in frames:
+        if frame.pts is None:
+            raise DataError("a frame carries no timestamp", where=str(path))
+        first = frame.pts if first is None else first
+        begins = float((frame.pts - first) * base)
+        while len(picked) < len(wanted) and wanted[len(picked)] + _EPSILON < begins:
+            if shown is None:
+                return None
+            pixels = _rgb(shown) if pixels is None else pixels
+            picked.append(pixels)
+        if len(picked) == len(wanted):
+            return picked
+        shown, pixels = frame, None
+    if shown is None:
+        raise DataError("no frame of the video can be decoded", where=str(path))
+    # The last frame is shown for its own duration; what is asked for later is not there.
+    lasts = max(float((shown.duration or 0) * base), 1.0 / float(stream.average_rate or 1))
+    end = float((shown.pts - first) * base) + lasts
+    if wanted[-1] >= end + _EPSILON:
+        raise _too_short(path, wanted[-1], end)
+    pixels = _rgb(shown) if pixels is None else pixels
+    return picked + [pixels] * (len(wanted) - len(picked))
+
+
+def _rgb(frame: Any) -> np.ndarray[Any, Any]:
+    """uint8 [Y,X,3], upright, by the colour matrix that the frame names."""
+    # The library's default matrix is BT.601 whatever the frame says in some of its versions.
+    matrix = Colorspace.ITU709 if frame.colorspace == _BT709 else None
+    array = frame.to_ndarray(format="rgb24", src_colorspace=matrix)
+    return np.ascontiguousarray(np.rot90(array, _quarter_turns(frame)))
+
+
+def _quarter_turns(frame: Any) -> int:
+    """Counter-clockwise quarter turns that make the frame upright."""
+    turns: int = round(frame.rotation / 90)
+    return turns % 4
+
+
+def _checked(seconds: Sequence[float], path: Path) -> list[float]:
+    times = [float(time) for time in seconds]
+    if not times or not all(0 <= time < float("inf") for time in times):
+        raise DataError(
+            f"can not read frames at {times[:4]} s", where=str(path), accepted="times from 0 on, at least one"
+        )
+    return times
+
+
+def _too_short(path: Path, time: float, end: float) -> DataError:
+    return DataError(
+        f"the frame at {time:.3f} s was asked for, but the video ends at {end:.3f} s",
+        where=str(path),
+        hint="the file may be truncated, or its header may promise more than it holds",
+    )
+
+
+def _reason(error: BaseException) -> str:
+    """FFmpeg's own words without the errno and the path around them."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+
+
+def _import_decord() -> Any:
+    try:
+        import decord
+    except ImportError:
+        raise DataError(
+            "the video reader `decord` was asked for, but the package decord is not installed",
+            accepted="`core/pyav`, which is always there",
+            hint="pip install decord (x86_64 Linux), or set `reader: {type: pyav}`",
+        ) from None
+    return decord

@@ -1,0 +1,146 @@
+"""Annotation files: a JSON list, or JSONL, of rows {path, cap, ...}."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+from mm_core.data.rows.json_rows import RowFile, kind_of
+from mm_core.data.rows.paths import refused
+from mm_core.errors import DataError
+
+ACCEPTED = (
+    'a JSON list or JSONL of rows {"path": "clips/a.mp4", "cap": "a caption" (or a list of captions)}, '
+    'optionally with "num_frames": 49, "fps": 24, "resolution": {"height": 480, "width": 832}; '
+    "other keys are ignored"
+)
+_SHOWN = 10  # faults spelled out in one error; the rest are counted
+
+
+@dataclass(frozen=True)
+class Annotation:
+    """One row. row counts from 1. The optional facts are the file's own claims about the video."""
+
+    row: int
+    path: str
+    captions: tuple[str, ...]
+    num_frames: int | None = None
+    fps: float | None = None
+    height: int | None = None
+    width: int | None = None
+
+
+def read_annotations(file: Path) -> list[Annotation]:
+    """Every row of `file`, checked. DataError reports all faults of the rows at once.
+
+    A path that leaves its folder by `..` or by being absolute is a fault here; one that leaves it
+    through a symbolic link is found by `inside` when the sample is read, because resolving a
+    million paths at start-up takes minutes on a network file system.
+    """
+    rows: list[Annotation] = []
+    faults: dict[str, list[str]] = {}
+    for place, value in RowFile(file, "annotation file", ACCEPTED, _hint).json_values():
+        if isinstance(value, DataError):
+            raise value
+        fault = _fault(value)
+        if fault:
+            faults.setdefault(fault, []).append(place)
+        else:
+            rows.append(_annotation(len(rows) + 1, value))
+    if faults:
+        raise DataError(_describe(faults), where=str(file), accepted=ACCEPTED)
+    if not rows:
+        raise DataError("the file lists no samples", where=str(file), accepted=ACCEPTED)
+    return rows
+
+
+def inside(folder: Path, relative: str) -> Path:
+    """`folder/relative`. DataError when symbolic links lead it out of the folder, and for what is no path."""
+    path = folder / relative
+    with refused("path", path):
+        relative.encode()  # a name that is no text could not be reported
+        within = path.resolve().is_relative_to(folder.resolve())
+    if not within:
+        raise DataError(
+            "the path leaves its folder through a symbolic link",
+            where=str(path),
+            accepted=f"files inside {folder}",
+            hint="set `folder` to the real place of the files",
+        )
+    return path
+
+
+def _hint(line: str) -> str | None:
+    named = 'a resolution is an object with names: {"height": 480, "width": 832}'
+    return named if "resolution" in line else None
+
+
+def _fault(row: Any) -> str | None:
+    """What is wrong with a row, worded without its number so that like faults can be gathered."""
+    if not isinstance(row, dict):
+        return f"{kind_of(row)} instead of a row"
+    missing = [key for key in ("path", "cap") if key not in row]
+    if missing:
+        found = ", ".join(sorted(map(str, row))) or "nothing"
+        return f"no {' and no '.join(repr(key) for key in missing)} (found: {found[:200]})"
+    path, captions = row["path"], row["cap"]
+    if not isinstance(path, str) or not path:
+        return f"path is {kind_of(path)}, not a file name"
+    if _escapes(path):
+        return f"path {path!r} leads outside the folder"
+    texts = captions if isinstance(captions, list) else [captions]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        return f"cap is {kind_of(captions)}, not a caption or a list of captions"
+    return _fact_fault(row)
+
+
+def _fact_fault(row: dict[str, Any]) -> str | None:
+    facts: list[tuple[str, Any, bool]] = [
+        ("num_frames", row.get("num_frames"), True),
+        ("fps", row.get("fps"), False),
+    ]
+    resolution = row.get("resolution")
+    if resolution is not None:
+        if not isinstance(resolution, dict) or not {"height", "width"} <= set(resolution):
+            return f'resolution is {kind_of(resolution)}, not {{"height": .., "width": ..}}'
+        facts += [(f"resolution.{side}", resolution[side], True) for side in ("height", "width")]
+    for name, value, whole in facts:
+        if value is None:
+            continue
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not 0 < value < float("inf") or (whole and value != int(value)):
+            return f"{name} is {value!r}, not a positive {'whole ' if whole else ''}number"
+    return None
+
+
+def _escapes(path: str) -> bool:
+    windows = PureWindowsPath(path)
+    return PurePosixPath(path).is_absolute() or bool(windows.drive) or ".." in PurePosixPath(path).parts
+
+
+def _annotation(row: int, value: dict[str, Any]) -> Annotation:
+    captions = value["cap"] if isinstance(value["cap"], list) else [value["cap"]]
+    resolution = value.get("resolution") or {}
+    frames, fps = value.get("num_frames"), value.get("fps")
+    height, width = resolution.get("height"), resolution.get("width")
+    return Annotation(
+        row=row,
+        path=value["path"],
+        captions=tuple(captions),
+        num_frames=None if frames is None else int(frames),
+        fps=None if fps is None else float(fps),
+        height=None if height is None else int(height),
+        width=None if width is None else int(width),
+    )
+
+
+def _describe(faults: dict[str, list[str]]) -> str:
+    count = sum(len(places) for places in faults.values())
+    lines = [f"{count} row{'s' if count != 1 else ''} can not be used"]
+    for fault, places in list(faults.items())[:_SHOWN]:
+        more = f" and {len(places) - _SHOWN} more" if len(places) > _SHOWN else ""
+        lines.append(f"  {', '.join(places[:_SHOWN])}{more}: {fault}")
+    if len(faults) > _SHOWN:
+        lines.append(f"  and {len(faults) - _SHOWN} further kinds of fault")
+    return "\n".join(lines)

@@ -1,0 +1,193 @@
+"""Files of rows in JSON: a list, or an object a line (JSONL)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from io import StringIO
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, TextIO
+
+from mm_core.data.rows.paths import plain_file, refusal, status
+from mm_core.errors import DataError, did_you_mean
+
+
+def _no_hint(line: str) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class RowFile:
+    """A file of rows. role: what it is, in sentences. accepted: what its rows look like. hint: a remedy
+    for a line that is not JSON."""
+
+    path: Path
+    role: str
+    accepted: str
+    hint: Callable[[str], str | None] = _no_hint
+
+    @contextmanager
+    def _opened(self) -> Iterator[TextIO]:
+        """DataError where the file is not there, or refused, also while it is read."""
+        try:
+            file = self.path.open(encoding="utf-8-sig")
+        except FileNotFoundError:
+            raise self.missing() from None
+        except (OSError, ValueError) as error:  # ValueError: what is no path
+            raise self.unreadable(error) from None
+        with file:
+            try:
+                yield file
+            except UnicodeDecodeError as error:
+                raise self.not_text(error) from None
+            except OSError as error:
+                raise self.unreadable(error) from None
+
+    def check_file(self) -> None:
+        """DataError where there is no plain file."""
+        if status(self.path, self.role) is None:
+            raise self.missing()
+        plain_file(self.path, self.role)
+
+    def missing(self) -> DataError:
+        """The file does not exist."""
+        folder = self.path.parent
+        hint: str | None = None
+        with suppress(OSError):  # a folder that must not be listed
+            if folder.is_dir():
+                hint = did_you_mean(self.path.name, [p.name for p in folder.iterdir()])
+            else:
+                hint = f"the folder {folder} does not exist either"
+        return DataError(f"the {self.role} does not exist", where=str(self.path), hint=hint)
+
+    def not_text(self, error: UnicodeDecodeError) -> DataError:
+        """The file is in another encoding than UTF-8, or no text."""
+        place = _torn(self.path)  # the error counts from what was read last
+        what = f"the {self.role} is not UTF-8 text (byte {error.start if place is None else place})"
+        return DataError(what, where=str(self.path), accepted=self.accepted)
+
+    def unreadable(self, error: OSError | ValueError) -> DataError:
+        """The system refuses the file."""
+        return DataError(f"the {self.role} can not be read: {refusal(error)}", where=str(self.path))
+
+    def empty(self) -> DataError:
+        """The file holds nothing."""
+        return DataError(f"the {self.role} is empty", where=str(self.path), accepted=self.accepted)
+
+    def json_values(self) -> Iterator[tuple[str, Any]]:
+        """(a name for the row's place, its parsed value) for every row; a DataError is the value of a line
+        that is not JSON, and of a row that is nested too deeply. DataError for a file that as a whole is
+        none. Of JSONL, one line at a time is in memory."""
+        with self._opened() as file:
+            head = _head(file)  # read once: it may be a pipe
+            if self._is_jsonl([line.strip() for line in head if line.strip()]):
+                for number, line in enumerate(chain(head, file), 1):
+                    if line.strip():
+                        yield f"line {number}", self._flat(self._parse(line.rstrip("\n"), number), number)
+                return
+            text = "".join(head) + file.read()
+            del head
+        rows = self._parse(text, None)
+        del text
+        if isinstance(rows, DataError):
+            raise rows
+        if not isinstance(rows, list):
+            what = f"the file holds {kind_of(rows)}, not a list of rows"
+            raise DataError(what, where=str(self.path), accepted=self.accepted)
+        rows.reverse()
+        for number in range(1, len(rows) + 1):
+            yield f"row {number}", self._flat(rows.pop(), None)  # what has been taken need not stay
+
+    def _is_jsonl(self, filled: Sequence[str]) -> bool:
+        """Whether each row stands on a line of its own, as the file's name says, or the first two lines that
+        hold something. DataError where there is none."""
+        if not filled:
+            raise self.empty()
+        if self.path.suffix.lower() in (".jsonl", ".ndjson"):
+            return True
+        # A list may be a row, or all rows; several lines of them are JSONL.
+        if not filled[0].startswith("{") and not (filled[0].startswith("[") and len(filled) > 1):
+            return False
+        try:
+            json.loads(filled[0])
+        except json.JSONDecodeError:
+            return False
+        except (ValueError, RecursionError):  # a row as far as it was read
+            return True
+        return True
+
+    def _parse(self, text: str, line: int | None) -> Any:
+        """line: its number; None for the text of a whole file."""
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError as error:
+            number = (line or 1) + error.lineno - 1
+            shown = next(islice(StringIO(text), error.lineno - 1, None), "").strip()
+            what = f"this is not JSON: {error.msg} at column {error.colno} of `{shown[:120]}`"
+            where, hint = f"{self.path}:{number}", self.hint(shown)
+            return DataError(what, where=where, accepted=self.accepted, hint=hint)
+        except ValueError:  # of Python's own: digits beyond sys.get_int_max_str_digits()
+            return self._unfit("a whole number has too many digits", line)
+        except RecursionError:
+            return self._unfit(_TOO_DEEP, line)
+
+    def _flat(self, value: Any, line: int | None) -> Any:
+        """The value, or the DataError of one that could be read and not be packed for data workers."""
+        level = [value]
+        for _ in range(_DEEPEST):
+            level = [inner for outer in level if isinstance(outer, (dict, list)) for inner in _inside(outer)]
+            if not level:
+                return value
+        return self._unfit(_TOO_DEEP, line)
+
+    def _unfit(self, what: str, line: int | None) -> DataError:
+        where = str(self.path) if line is None else f"{self.path}:{line}"
+        return DataError(what, where=where, accepted=self.accepted)
+
+
+_TOO_DEEP = "the JSON is nested too deeply"
+
+_DEEPEST = 100
+"""Levels of lists and objects in a row; Python's pickle follows less than 500."""
+
+
+def _inside(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
+
+
+def _head(file: Iterable[str]) -> list[str]:
+    """The first lines, up to the second that holds something."""
+    head, filled = [], 0
+    for line in file:
+        head.append(line)
+        filled += bool(line.strip())
+        if filled == 2:
+            break
+    return head
+
+
+def _torn(path: Path) -> int | None:
+    """The place of the first byte that is no UTF-8; None where the file can not be read again."""
+    if not path.is_file():
+        return None
+    place = 0
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                return place + error.start
+            place += len(line)
+    return None
+
+
+def kind_of(value: Any) -> str:
+    """What a value of JSON or another table is, for sentences."""
+    names = {dict: "an object", list: "a list", str: "text", bool: "true/false", type(None): "null"}
+    if isinstance(value, (list, str, dict)) and not value:
+        return f"empty {names[type(value)].split()[-1]}"
+    other = "a number" if isinstance(value, (int, float)) else f"of type {type(value).__name__}"
+    return names.get(type(value), other)

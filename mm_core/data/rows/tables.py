@@ -1,0 +1,187 @@
+"""Columns of tables: JSON, JSONL, CSV, TSV and Parquet."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mm_core.data.rows.json_rows import RowFile, kind_of
+from mm_core.errors import DataError, did_you_mean
+
+Column = str | int
+"""The name of a column, or its number from 0."""
+
+SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
+_ROLE = "table"
+_ACCEPTED = (
+    "JSON or JSONL of objects, whose keys are the columns, or of lists; CSV or TSV, whose first line names "
+    "the columns where they are asked for by name; Parquet"
+)
+
+
+@dataclass(frozen=True)
+class Cells:
+    """One row. place: line or row, from 1. values: one for each column that was asked for; () where the row
+    can not be used, and `fault` says why."""
+
+    place: str
+    values: tuple[Any, ...] = ()
+    fault: str | None = None
+
+
+def read_table(file: Path, columns: Sequence[Column], quotes: bool = True) -> Iterator[Cells]:
+    """Every row of `file` as cells of `columns`, broken rows among them.
+
+    quotes: in CSV and TSV, fields may stand in double quotes; False reads those as letters.
+
+    Raises:
+        DataError: no such file, another kind of file, a column that it does not have, no rows at all.
+        Of JSON each row has columns of its own: one that lacks some is a broken row.
+    """
+    suffix = file.suffix.lower()
+    if suffix not in SUFFIXES:
+        raise DataError(
+            f"the kind of the table is not known by its name, which ends in {suffix or 'nothing'}",
+            where=str(file),
+            accepted=", ".join(SUFFIXES),
+        )
+    rows = RowFile(file, _ROLE, _ACCEPTED)
+    rows.check_file()
+    if suffix == ".parquet":
+        found = _parquet(rows, columns)
+    elif suffix in (".csv", ".tsv"):
+        found = _separated(rows, columns, "," if suffix == ".csv" else "\t", quotes)
+    else:
+        found = (_json_cells(place, value, columns) for place, value in rows.json_values())
+    none = True
+    for cells in found:
+        none = False
+        yield cells
+    if none:
+        raise DataError("the table has no rows", where=str(file), accepted=_ACCEPTED)
+
+
+def _json_cells(place: str, value: Any, columns: Sequence[Column]) -> Cells:
+    if isinstance(value, DataError):
+        return Cells(place, fault=value.what)
+    if not isinstance(value, (dict, list)):
+        return Cells(place, fault=f"{kind_of(value)} instead of a row")
+    cells = []
+    for column in columns:
+        if isinstance(column, int):
+            if not isinstance(value, list):
+                return Cells(place, fault=f"column {column} is a number, and the row is an object with names")
+            if column >= len(value):
+                return Cells(place, fault=f"no column {column}: the row has {len(value)}")
+            cells.append(value[column])
+            continue
+        if isinstance(value, list):
+            return Cells(place, fault=f"column {column!r} is a name, and the row is a list: number it from 0")
+        if column not in value:
+            found = ", ".join(sorted(value)) or "nothing"
+            return Cells(place, fault=f"no column {column!r} (found: {found[:200]})")
+        cells.append(value[column])
+    return Cells(place, tuple(cells))
+
+
+def _separated(rows: RowFile, columns: Sequence[Column], separator: str, quotes: bool) -> Iterator[Cells]:
+    """CSV and TSV. Their first line is a head where a column is asked for by name."""
+    try:
+        with rows.path.open(encoding="utf-8-sig", newline="") as file:
+            quoting: Any = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
+            reader = csv.reader(file, delimiter=separator, quoting=quoting, strict=True)
+            with _long_fields():
+                yield from _lines(rows, reader, columns)
+    except UnicodeDecodeError as error:
+        raise rows.not_text(error) from None
+    except OSError as error:
+        raise rows.unreadable(error) from None
+
+
+@contextmanager
+def _long_fields() -> Iterator[None]:
+    """The csv module refuses fields from 128 KB on, and texts are longer."""
+    before = csv.field_size_limit(2**31 - 1)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
+
+
+def _lines(rows: RowFile, reader: Any, columns: Sequence[Column]) -> Iterator[Cells]:
+    head: list[str] | None = None
+    named = any(isinstance(column, str) for column in columns)
+    places: list[int] = []
+    last = 0
+    try:
+        for line in reader:
+            start, last = last + 1, reader.line_num
+            if not line:
+                continue
+            if head is None:
+                head = line if named else [str(number) for number in range(len(line))]
+                places = [_place(rows, column, head) for column in columns]
+                if named:
+                    continue
+            if len(line) != len(head):
+                columns_of = f"{len(line)} column{'s' if len(line) != 1 else ''}"
+                yield Cells(f"line {start}", fault=f"{columns_of}, where the first line has {len(head)}")
+                continue
+            yield Cells(f"line {start}", tuple(line[place] for place in places))
+    except csv.Error as error:
+        raise DataError(
+            f"the columns can not be told apart: {error}",
+            where=f"{rows.path}:{last + 1}",
+            accepted='fields that hold quotes, separators or line ends stand in quotes: "a ""b"" c"',
+            hint="quotes: false reads quotes as letters",
+        ) from None
+    if head is None:
+        raise rows.empty()
+
+
+def _place(rows: RowFile, column: Column, head: Sequence[str]) -> int:
+    """The number of a column. DataError for one that there is not."""
+    if isinstance(column, int) and column < len(head):
+        return column
+    if (count := list(head).count(str(column))) == 1:
+        return list(head).index(str(column))
+    if count:
+        raise DataError(
+            f"{count} columns of the table are called {column!r}",
+            where=str(rows.path),
+            hint="rename all but one",
+        )
+    raise DataError(
+        f"the table has no column {column!r}",
+        where=str(rows.path),
+        accepted=", ".join(head)[:400],
+        hint=did_you_mean(str(column), head),
+    )
+
+
+def _parquet(rows: RowFile, columns: Sequence[Column]) -> Iterator[Cells]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError:
+        raise DataError(
+            "Parquet is read by pyarrow, which is not installed",
+            where=str(rows.path),
+            hint="pip install 'mm-core[parquet]'",
+        ) from None
+    try:
+        with parquet.ParquetFile(rows.path) as file:
+            head = list(file.schema_arrow.names)
+            names = [head[_place(rows, column, head)] for column in columns]
+            number = 0
+            for batch in file.iter_batches(columns=sorted(set(names))):
+                table: Mapping[str, list[Any]] = batch.to_pydict()
+                for values in zip(*(table[name] for name in names), strict=True):
+                    number += 1
+                    yield Cells(f"row {number}", values)
+    except (ArrowException, OSError) as error:
+        what = f"the table can not be read as Parquet: {' '.join(str(error).split())[:200]}"
+        raise DataError(what, where=str(rows.path)) from None

@@ -1,0 +1,56 @@
+"""The device stack: the only room that names accelerators and their communication backends.
+
+`cuda` speaks nccl, Ascend `npu` (through torch_npu, found by import) speaks hccl, `cpu` speaks gloo.
+Every process group also carries gloo for CPU tensors: the loop's small collectives and checkpoints
+use it.
+"""
+
+from mm_core.device.kernels import (
+    attention_of_any_length,
+    set_deterministic,
+)
+from mm_core.device.kind import (
+    CPU_BACKEND,
+    World,
+    bind_device,
+    communication_backends,
+    current_device,
+    device_count,
+    device_stack,
+    device_type,
+    environment_world,
+    synchronize,
+)
+from mm_core.device.measuring import (
+    DeviceClock,
+    MemoryRecorder,
+    memory_recorder,
+    peak_memory_bytes,
+    reset_peak_memory,
+)
+from mm_core.device.peaks import (
+    peak_flops,
+    published_peak,
+)
+
+__all__ = [
+    "CPU_BACKEND",
+    "DeviceClock",
+    "MemoryRecorder",
+    "World",
+    "attention_of_any_length",
+    "bind_device",
+    "communication_backends",
+    "current_device",
+    "device_count",
+    "device_stack",
+    "device_type",
+    "environment_world",
+    "memory_recorder",
+    "peak_flops",
+    "peak_memory_bytes",
+    "published_peak",
+    "reset_peak_memory",
+    "set_deterministic",
+    "synchronize",
+]

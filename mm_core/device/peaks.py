@@ -1,0 +1,42 @@
+"""Published peak performance of accelerators."""
+
+from __future__ import annotations
+
+from mm_core.device.kind import device_type, module_of
+
+_PEAKS: tuple[tuple[str, float], ...] = (
+    ("GB300", 2500e12),  # nvidia.com/en-us/data-center/gb300-nvl72: 360 PF sparse over 72, halved
+    ("GB200", 2500e12),  # nvidia.com/en-us/data-center/gb200-nvl72: 360 PF sparse over 72, halved
+    ("B300", 2250e12),  # nvidia.com/en-us/data-center/hgx: 36 PF sparse over 8, halved
+    ("B200", 2250e12),  # nvidia.com/en-us/data-center/hgx: 36 PF sparse over 8, halved
+    ("H200 NVL", 835.5e12),  # nvidia.com/en-us/data-center/h200: 1,671 sparse, halved
+    ("H200", 989.4e12),  # nvidia.com/en-us/data-center/h200: 1,979 sparse, halved
+    ("H100 NVL", 835.5e12),  # nvidia.com/en-us/data-center/h100: 1,671 sparse, halved
+    ("H100 PCIe", 756.4e12),  # NVIDIA H100 Tensor Core GPU Architecture (whitepaper), table 2: PCIe
+    ("H100", 989.4e12),  # the same table: SXM5
+    ("H800 PCIe", 756.4e12),  # as the H100's: the H800 differs in its links and fp64
+    ("H800", 989.4e12),
+    ("H20", 148e12),  # NVIDIA H20 datasheet
+    ("A100", 312e12),  # nvidia.com/en-us/data-center/a100
+    ("A800", 312e12),  # as the A100's: the A800 differs in its links
+    ("L40S", 362.05e12),  # nvidia.com/en-us/data-center/l40s: 362.05, and 733 sparse
+    ("RTX 4090", 165.2e12),  # NVIDIA Ada GPU Architecture (whitepaper), appendix A: fp32 accumulation
+    ("RTX 3090", 71e12),  # NVIDIA Ampere GA102 GPU Architecture (whitepaper), appendix A: fp32 accumulation
+    ("V100-PCIE", 112e12),  # NVIDIA V100 datasheet; of fp16: it has no bf16
+    ("V100", 125e12),  # the same datasheet: SXM2
+    ("Ascend910B4", 280e12),  # Huawei Atlas 300T A2, product page; of fp16, as below
+    ("Ascend910B3", 313e12),  # Huawei Atlas 800T A2, product page
+    ("Ascend910B", 354e12),  # github.com/volcengine/verl, flops_counter.py: 24 cores x 8192 x 1.8 GHz
+)
+"""Dense bf16 operations a second, by what stands in the device's name; the first that fits counts."""
+
+
+def published_peak(name: str) -> float | None:
+    """Dense bf16 operations a second of the accelerator of that name; None where no figure is known."""
+    return next((peak for part, peak in _PEAKS if part in name), None)
+
+
+def peak_flops() -> float | None:
+    """Dense bf16 operations a second of this device, where they are published; None on CPU."""
+    kind = device_type()
+    return None if kind == "cpu" else published_peak(str(module_of(kind).get_device_name()))

@@ -1,0 +1,97 @@
+"""What an evaluation found, row by row: gathered from all ranks, in the dataset's order, as JSON lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mm_core.contracts import IGNORED_LABEL, Batch, Evaluation
+from mm_core.errors import MMError
+from mm_core.files import json_number, replace_text
+from mm_core.runtime.ranks import Ranks
+
+Row = dict[str, Any]
+
+
+class Predictions:
+    """Notes the rows of one pass of this rank's batches; rows that only fill up are left out."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, Row] = {}
+
+    def batch(self, batch: Batch, evaluation: Evaluation) -> None:
+        """Adds a batch. Rows that could not be read are there with the reason."""
+        mine = {key.index for key in batch.keys}  # and not those that were to stand in for one
+        lost = [failure for failure in batch.failures if failure.replaced and failure.index in mine]
+        self._rows |= {f.index: {"row": f.index, "id": f.id, "error": f.reason} for f in lost}
+        columns = _columns(evaluation)
+        sums = {name: values.tolist() for name, values in evaluation.sums.items()}
+        weights = evaluation.weights.tolist()
+        for place, (key, counts) in enumerate(zip(batch.keys, batch.weights.tolist(), strict=True)):
+            if counts <= 0:
+                continue
+            weight = weights[place]
+            means = (
+                {name: json_number(values[place] / weight) for name, values in sums.items()} if weight else {}
+            )
+            found = {name: values[place] for name, values in columns.items()}
+            self._rows[key.index] = {
+                "row": key.index,
+                "id": batch.ids[place],
+                "weight": weight,
+                **means,
+                **found,
+            }
+
+    def gather(self, ranks: Ranks) -> list[Row]:
+        """All ranks' rows in the dataset's order, on rank 0; [] elsewhere. Called by all of them."""
+        table: dict[int, Row] = {}
+        for rows in ranks.gather_first(self._rows):
+            table |= rows
+        return [table[index] for index in sorted(table)]
+
+
+def _columns(evaluation: Evaluation) -> dict[str, list[Any]]:
+    """`label` and `prediction`, of tokens those that count, and words, a value each row."""
+    outputs, columns = evaluation.outputs, dict[str, list[Any]]()
+    labels = outputs.get("labels")
+    if labels is not None:
+        counting = [row != IGNORED_LABEL for row in labels] if _is_tokens(labels) else None
+        found = outputs.get("predictions", outputs.get("logits"))
+        for name, values in (("label", labels), ("prediction", found)):
+            if values is not None and counting is not None:
+                columns[name] = [row[known].tolist() for row, known in zip(values, counting, strict=True)]
+            elif values is not None:
+                columns[name] = [_plain(row) for row in values.cpu()]
+    if evaluation.texts is not None and evaluation.references is not None:
+        columns |= {"text": evaluation.texts, "references": [[*each] for each in evaluation.references]}
+    return columns
+
+
+def _is_tokens(labels: Tensor) -> bool:
+    return labels.dim() == 2 and not labels.is_floating_point()
+
+
+def _plain(row: Tensor) -> Any:
+    values = row.flatten().tolist()
+    numbers = [json_number(value) if isinstance(value, float) else value for value in values]
+    return numbers[0] if len(numbers) == 1 else numbers
+
+
+def write_predictions(rows: Sequence[Row], path: Path) -> None:
+    """One JSON object a line, all of them or none. MMError where they can not be written."""
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def write_text(path: Path, text: str) -> None:
+    """A file that is there whole or not at all; a name that is no text is written as JSON's escapes. MMError
+    where it can not be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, text)
+    except OSError as fault:
+        raise MMError(f"the file can not be written: {fault.strerror or fault}", where=str(path)) from fault

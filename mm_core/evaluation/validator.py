@@ -1,0 +1,343 @@
+"""Held-out loss, metrics and sampled clips of a run: what `validation` in the YAML asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import replace
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from mm_core.config.schema import RunConfig, ValidationSection
+from mm_core.contracts import (
+    Batch,
+    ChecksRequests,
+    Clip,
+    Dataset,
+    Evaluation,
+    Metric,
+    Randomness,
+    SampleRequest,
+    Task,
+)
+from mm_core.data.rows.prompts import Prompt, read_images, with_images
+from mm_core.errors import ContractError, DataError, MMError, PeerError
+from mm_core.evaluation.batches import EvaluationData
+from mm_core.evaluation.sampled_clips import gather_previews, no_clips, share_of, with_trained_size, write_own
+from mm_core.plugin.registry import Registry
+from mm_core.runtime.ranks import Ranks, gather_rows, sum_rows
+
+
+class Evaluating(Protocol):
+    """What of an engine an evaluation needs."""
+
+    device: torch.device
+
+    def evaluating(self) -> AbstractContextManager[None]: ...
+
+
+class Average(Protocol):
+    """Averaged weights that can stand in for the trained ones."""
+
+    def applied(self) -> AbstractContextManager[None]: ...
+
+
+class Abandoned(Exception):
+    """A rank was asked to stop; raised on all ranks at the same batch or forward."""
+
+
+_Failure = tuple[str, int, str, bool]
+"""Of a `FailureRecord`: id, index, reason, and whether another row stands in for it."""
+
+
+def _shown(failures: Sequence[_Failure]) -> str:
+    named = "; ".join(f"{name}: {reason}" for name, _, reason, _ in failures[:5])
+    return named + (f"; and {len(failures) - 5} more" if len(failures) > 5 else "")
+
+
+def _ignore(*_: Any) -> None:
+    """Nobody listens."""
+
+
+class Validator:
+    """Evaluates and samples, with the same outcome on all ranks. All of them make it and call it alike.
+
+    Args:
+        config: the run. settings: None takes `config.validation`, and every row of a test set.
+        run_dir: the run's folder; clips go to `samples/step_N` in it.
+        split: `validation`, `test` or `train`: the dataset's name under `data`, the start of metrics' names.
+        dataset: what is held out; None where only clips are sampled.
+        metrics: beside the loss, by the name that errors call them.
+        ema: averaged weights, which are then evaluated as well, and sampled from.
+        stop: whether this rank was asked to stop; polled before every batch and forward.
+        enter: told `validation` as often: a sign of life.
+        note: a sentence for people (told on every rank; rank 0's is to be shown).
+        seen: shown every batch of this rank with what was found.
+        log: receives the metrics of sampled clips. show: receives previews of them, on rank 0.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        task: Task,
+        engine: Evaluating,
+        dataset: Dataset | None,
+        *,
+        run_dir: Path,
+        split: str = "validation",
+        settings: ValidationSection | None = None,
+        metrics: Sequence[tuple[str, Metric]] = (),
+        ema: Average | None = None,
+        stop: Callable[[], bool] = lambda: False,
+        enter: Callable[[str], None] = _ignore,
+        note: Callable[[str], None] = _ignore,
+        seen: Callable[[Batch, Evaluation], None] = _ignore,
+        log: Callable[[int, Mapping[str, float]], None] = _ignore,
+        show: Callable[[int, Sequence[Clip], Path], None] = _ignore,
+    ) -> None:
+        self.settings = settings if settings is not None else default_settings(config, split)
+        self.split, self.run_dir, self._config = split, run_dir, config
+        self._task, self._engine, self._ema, self._metrics = task, engine, ema, metrics
+        self._stop, self._enter, self._note, self._seen = stop, enter, note, seen
+        self._log, self._show = log, show
+        self._ranks = Ranks.current()
+        self._rng = Randomness(config.run.seed)
+        self._told: set[tuple[str, int]] = set()
+        self._data: EvaluationData | None = None
+        if dataset is not None:
+            self._data = EvaluationData(
+                dataset,
+                where=f"data.{split}",
+                clips=self.settings.clips,
+                micro_batch_size=config.train.micro_batch_size,
+                rank=self._ranks.rank,
+                world=self._ranks.count,
+                transform=task.batch_transform(),
+                seed=config.run.seed,
+                loader=config.data.loader,
+                device=engine.device,
+            )
+
+    # -- held-out loss -------------------------------------------------------------------------
+
+    def run(self, step: int) -> dict[str, float] | None:
+        """Evaluates every row, with the weights of `step` steps and with their average where there is one.
+
+        Returns `validation/loss`, `validation/loss_at/0.1`, the metrics' figures, `validation/rows` and,
+        where some could not be read, `validation/unreadable`; `validation_ema/...` for the average. None
+        when a rank was asked to stop. Rows, noise and timesteps are the same each time.
+        """
+        if self._data is None:
+            return {}
+        weights: list[tuple[str, Callable[[], AbstractContextManager[None]]]] = [(self.split, nullcontext)]
+        if self._ema is not None:
+            weights.append((f"{self.split}_ema", self._ema.applied))
+        figures: dict[str, float] = {}
+        try:
+            with closing(self._data.read(len(weights))) as batches:
+                for prefix, applied in weights:
+                    with applied(), self._engine.evaluating():
+                        found = self._one_pass(islice(batches, self._data.batches), self._data.rows)
+                    figures |= {f"{prefix}/{name}": value for name, value in found.items()}
+        except Abandoned:
+            self._note(f"the {self.split} after step {step} was left: a rank was asked to stop")
+            return None
+        return figures
+
+    def _one_pass(self, batches: Iterator[Batch], rows: int) -> dict[str, float]:
+        for _, metric in self._metrics:
+            metric.reset()
+        totals: dict[str, float] = {}
+        counted, weight = 0.0, 0.0
+        failures: list[_Failure] = []
+        parts = 0.0
+        while (batch := self._next(batches)) is not None:
+            failures += [(f.id, f.index, f.reason, f.replaced) for f in batch.failures]
+            parts += sum(not failure.replaced for failure in batch.failures)
+            on_device = batch.to(self._engine.device, non_blocking=True)
+            evaluation = self._task.evaluate(on_device, self._rng, self.settings.quantiles)
+            counts = batch.weights > 0
+            for name, value in _row_sums(evaluation, counts, totals).items():
+                totals[name] = totals.get(name, 0.0) + value
+            weight += float(evaluation.weights.cpu().double()[counts].sum())
+            counted += float(counts.sum())
+            for _, metric in self._metrics:
+                metric.batch(on_device, evaluation)
+            self._seen(batch, evaluation)
+        names = sorted(totals)
+        own = [counted, weight, parts, *(totals[name] for name in names)]
+        counted, weight, parts, *sums = sum_rows(own).tolist()
+        if counted < rows or parts:
+            self._tell(failures, rows - int(counted), rows)
+        if weight <= 0:
+            raise DataError("every row has weight 0", where=f"data.{self.split}")
+        figures = {name: value / weight for name, value in zip(names, sums, strict=True)}
+        lost = {"unreadable": rows - counted} if counted < rows else {}
+        return {**figures, **self._figures(set(figures)), "rows": counted, **lost}
+
+    def _next(self, batches: Iterator[Batch]) -> Batch | None:
+        """The next batch, once all ranks have theirs; None after the last, which is so on all ranks."""
+        fault: MMError | None = None
+        batch: Batch | None = None
+        try:
+            batch = next(batches, None)
+        except MMError as raised:
+            fault = raised
+        if batch is None and fault is None:
+            return None
+        self._go_on(fault)
+        return batch
+
+    def _go_on(self, fault: MMError | None = None) -> None:
+        """Agrees with the other ranks. Abandoned when one was asked to stop; a fault of one ends all."""
+        self._enter("validation")
+        flags = torch.tensor([float(self._stop()), float(fault is not None)], dtype=torch.float64)
+        stopping, failing = gather_rows(flags).unbind(1)
+        if failing.any():
+            culprit = int(failing.nonzero()[0])
+            raised = fault or PeerError(f"rank {culprit} failed to read its samples of data.{self.split}")
+            raised.on_all_ranks = True
+            raise raised
+        if stopping.any():
+            raise Abandoned
+
+    def _tell(self, failures: Sequence[_Failure], lost: int, rows: int) -> None:
+        """Names the rows, and parts of rows, that could not be read, once a process. Called by all ranks or
+        none."""
+        everyone = [row for rank in self._ranks.gather(list(failures)) for row in rank]
+        fresh = sorted({row for row in everyone if row[:2] not in self._told})
+        self._told |= {row[:2] for row in fresh}
+        whole, parts = ([row for row in fresh if row[3] is replaced] for replaced in (True, False))
+        if whole:
+            self._note(
+                f"warning: {lost} of {rows} rows of data.{self.split} could not be read and count for "
+                f"nothing: {_shown(whole)}"
+            )
+        if parts:
+            self._note(
+                f"warning: rows of data.{self.split} do without what could not be read of them: "
+                f"{_shown(parts)}"
+            )
+
+    def _figures(self, taken: set[str]) -> dict[str, float]:
+        """What the metrics make of the sums over all ranks. ContractError for a name that is taken."""
+        figures: dict[str, float] = {}
+        for name, metric in self._metrics:
+            found = metric.result(sum_rows(metric.sums().double()))
+            if twice := sorted(found.keys() & (taken | figures.keys())):
+                raise ContractError(
+                    f"the figure {twice[0]!r} is given twice",
+                    where=f"validation.metrics: {name}",
+                    hint="take one of the metrics out",
+                )
+            figures |= found
+        return figures
+
+    # -- sampled clips -------------------------------------------------------------------------
+
+    def sample(self, step: int) -> Path | None:
+        """Generates the clips of `validation.samples`, from the averaged weights where there are some, into
+        `samples/step_N`; its path, or None when a rank was asked to stop.
+
+        Each rank generates and writes its share of the prompts; clip i is the one that `mm sample` with
+        the same seed generates from a checkpoint of this step. Rank 0 adds the contact sheet.
+        """
+        request, real = share_of(self._request, self._ranks)
+        applied = nullcontext if self._ema is None else self._ema.applied
+        try:
+            with applied(), self._engine.evaluating(), self._agreeing_forwards():
+                clips = list(self._task.sample(request) or ())[:real]
+        except Abandoned:
+            self._note(f"the samples after step {step} were left: a rank was asked to stop")
+            return None
+        folder = self.run_dir / "samples" / f"step_{step:08d}"
+        fault = write_own(clips, request.first, folder)
+        if len(clips) < real:
+            fault = no_clips(type(self._task).__name__, len(clips), real).what
+        previews, faults = gather_previews(self._ranks, clips, fault, folder)
+        if faults:
+            self._note(f"warning: the clips after step {step} could not be written: {'; '.join(faults)}")
+        if self._ranks.rank == 0:
+            self._show(step, previews, folder)
+        self._log_samples(step, clips)
+        return folder
+
+    def check_samples(self) -> None:
+        """MMError for clips of `validation.samples` that could not be generated: before the first step."""
+        if self.settings.samples is None:
+            return
+        if not callable(getattr(self._task, "sample", None)):
+            raise no_clips(type(self._task).__name__)
+        if isinstance(self._task, ChecksRequests):
+            self._task.check_request(self._request)
+
+    @cached_property
+    def _request(self) -> SampleRequest:
+        """All clips of `validation.samples`, with their images read once."""
+        samples = self.settings.samples
+        assert samples is not None, "validation.samples names the prompts"
+        prompts = with_images([Prompt(text) for text in samples.prompts], samples.images, samples.last_images)
+        request = SampleRequest(
+            prompts=samples.prompts,
+            images=read_images(prompts),
+            negative_prompt=samples.negative_prompt,
+            seed=samples.seed,
+            steps=samples.steps,
+            guidance=samples.guidance,
+        )
+        return with_trained_size(request, self._config)
+
+    @contextmanager
+    def _agreeing_forwards(self) -> Iterator[None]:
+        """Before every forward of a trained module the ranks agree to go on. All run equally many."""
+        hooks = [
+            cast(nn.Module, self._task)
+            .get_submodule(name)
+            .register_forward_pre_hook(
+                lambda *_: self._go_on(),
+                prepend=True,  # before the engine gathers anything
+            )
+            for name in self._task.trainable
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _log_samples(self, step: int, clips: Sequence[Clip]) -> None:
+        for _, metric in self._metrics:
+            metric.reset()
+            metric.sampled(clips)
+        if figures := self._figures(set()):
+            prefix = self.split if self._ema is None else f"{self.split}_ema"
+            self._log(step, {f"{prefix}/{name}": value for name, value in figures.items()})
+
+
+def build_metrics(registry: Registry, settings: ValidationSection) -> list[tuple[str, Metric]]:
+    """The metrics that the section lists, by their type."""
+    return [(component.type, registry.build("metric", component)) for component in settings.metrics]
+
+
+def default_settings(config: RunConfig, split: str) -> ValidationSection:
+    """The run's own; of a test set every row is evaluated."""
+    settings = config.validation or ValidationSection()
+    return settings if split == "validation" else replace(settings, clips=None)
+
+
+def _row_sums(evaluation: Evaluation, counts: Tensor, before: Mapping[str, float]) -> dict[str, float]:
+    """The sums of the rows that count, in float64. ContractError for names that break the contract."""
+    names = list(evaluation.sums)
+    if "loss" not in names or (before and set(names) != set(before)):
+        raise ContractError(
+            f"an evaluation gave the sums {sorted(names)}",
+            where="Task.evaluate",
+            accepted="'loss' among them, and the same names for every batch",
+        )
+    table = torch.stack([evaluation.sums[name] for name in names]).cpu().double()
+    return dict(zip(names, table[:, counts].sum(1).tolist(), strict=True))

@@ -1,0 +1,253 @@
+"""A stored run evaluated, by one process or by several that share the model and the rows: `mm eval`."""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+import yaml
+from torch import nn
+
+from mm_core.checkpoint.reading import Weights, Which, checkpoint_at, read_facts
+from mm_core.config.dump import to_mapping, to_yaml
+from mm_core.config.load import load_config
+from mm_core.config.schema import RunConfig, ValidationSection
+from mm_core.contracts import EvaluatedDataset, Metric, Task, TaskModule
+from mm_core.data.class_names import check_class_names
+from mm_core.data.loading.seeding import build_dataset
+from mm_core.device import current_device
+from mm_core.errors import MMError
+from mm_core.evaluation.predictions import Predictions, Row
+from mm_core.evaluation.validator import Evaluating, Validator, build_metrics, default_settings
+from mm_core.files import json_numbers
+from mm_core.inference.sample import among_ranks, load_sharded, load_task, stored_weights
+from mm_core.loading.run_adapters import adapters_in
+from mm_core.plan import build_task
+from mm_core.plugin.registry import Registry
+from mm_core.plugin.schema.fields import ComponentConfig
+from mm_core.runtime.ranks import Ranks
+
+Split = Literal["train", "validation", "test"]
+
+_COUNTS = ("rows", "unreadable")
+_CUT = ("part", "split_seed")
+"""What datasets call the share of a file that they read."""
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """What was evaluated, and the figures by name, without the split's name before them.
+
+    predictions: by row in the dataset's order, on rank 0, where they were asked for.
+    """
+
+    checkpoint: Path
+    step: int
+    split: Split
+    weights: Literal["model", "ema"]
+    figures: dict[str, float]
+    config_sha256: str
+    overrides: tuple[str, ...] = ()
+    ranks: int = 1
+    predictions: list[Row] = field(default_factory=list)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """All but the predictions, for JSON."""
+        return {
+            "checkpoint": str(self.checkpoint),
+            "step": self.step,
+            "split": self.split,
+            "weights": self.weights,
+            **{name: int(self.figures.get(name, 0)) for name in _COUNTS},
+            "metrics": json_numbers({k: v for k, v in self.figures.items() if k not in _COUNTS}),
+            "config_sha256": self.config_sha256,
+            "overrides": [*self.overrides],
+            "ranks": self.ranks,
+        }
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A checkpoint and its split, found before anything heavy is read."""
+
+    source: Path
+    config: RunConfig
+    split: Split
+    dataset: ComponentConfig
+
+
+@dataclass
+class _Lone:
+    """What an evaluation needs of an engine, for a task that is not sharded."""
+
+    device: torch.device
+    task: TaskModule
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The task was loaded in evaluation mode, so only gradients are left to switch off."""
+        with torch.no_grad():
+            yield
+
+
+def evaluate(
+    run: str | Path,
+    *,
+    split: Split = "validation",
+    weights: Weights = "auto",
+    checkpoint: Which = "latest",
+    clips: int | None = None,
+    metrics: Sequence[str | Mapping[str, Any]] = (),
+    predictions: bool = False,
+    overrides: Sequence[str] = (),
+    note: Callable[[str], None] = lambda sentence: None,
+    allow_code: bool = False,
+) -> EvaluationResult:
+    """Evaluates a checkpoint of a run on its held-out rows, as validation does while training. Called as the
+    rank that the environment names; several share the model, as in training, and the rows.
+
+    Args:
+        run: a run's folder, `DIR@STEP`, or one of its checkpoints.
+        split: `validation`, `test` or `train`: the dataset under `data`.
+        weights: `ema`, `model`, or `auto`: the average where the checkpoint holds one.
+        checkpoint: `latest` or `best`, of the complete ones.
+        clips: rows, evenly spaced; None takes as many as the run's validation, and all of other sets.
+        metrics: beside the run's own, in the place of those of the same type: names, or `{type: f1, ...}`.
+        predictions: also keep what was found of each row.
+        overrides: `key=value` over the run's config, to evaluate on other data.
+        note: told, on rank 0, of rows that can not be read.
+        allow_code: code that the run names runs, also where this user has not trained with it.
+
+    Raises:
+        MMError: no checkpoint, no such dataset in the run's config, nothing readable, a metric that needs
+            what the task does not give.
+    """
+    chosen = choose(run, split, checkpoint, overrides, allow_code)
+    settings = default_settings(chosen.config, split)
+    if clips is not None:
+        settings = replace(settings, clips=clips)
+    measured = _metrics(chosen.config.registry, settings, metrics)
+    used = stored_weights(chosen.source, weights)
+    step = int(read_facts(chosen.source)["step"])
+    with among_ranks():
+        ranks = Ranks.current()
+        told = note if ranks.rank == 0 else lambda sentence: None
+        figures, rows = _pass(chosen, settings, measured, used, step, predictions, told)
+    return EvaluationResult(
+        checkpoint=chosen.source,
+        step=step,
+        split=split,
+        weights=used,
+        figures={name.removeprefix(f"{split}/"): value for name, value in figures.items()},
+        config_sha256=hashlib.sha256(to_yaml(chosen.config).encode()).hexdigest(),
+        overrides=tuple(overrides),
+        ranks=ranks.count,
+        predictions=rows,
+    )
+
+
+def _pass(
+    chosen: Chosen,
+    settings: ValidationSection,
+    metrics: Sequence[tuple[str, Metric]],
+    weights: Literal["model", "ema"],
+    step: int,
+    predictions: bool,
+    note: Callable[[str], None],
+) -> tuple[dict[str, float], list[Row]]:
+    """One pass of all ranks over the rows: the figures, and on rank 0 the predictions if they are wanted."""
+    ranks, found = Ranks.current(), Predictions()
+    dataset = build_dataset(chosen.config.registry, chosen.dataset, chosen.config.run.seed)
+    task, engine = _load(chosen.config, chosen.source, weights, ranks)
+    check_class_names(task, {chosen.split: dataset})
+    validator = Validator(
+        chosen.config,
+        cast(Task, task),
+        engine,
+        dataset,
+        run_dir=chosen.source.parent.parent,
+        split=chosen.split,
+        settings=settings,
+        metrics=metrics,
+        note=note,
+        seen=found.batch if predictions else lambda batch, evaluation: None,
+    )
+    figures = validator.run(step)
+    assert figures is not None, "nobody asks this evaluation to stop"
+    return figures, found.gather(ranks) if predictions else []
+
+
+def choose(
+    run: str | Path,
+    split: Split,
+    checkpoint: Which = "latest",
+    overrides: Sequence[str] = (),
+    allow_code: bool = False,
+) -> Chosen:
+    """The checkpoint, its config with the overrides, and the dataset. MMError where one is missing."""
+    source = checkpoint_at(run, checkpoint)
+    file = source / "config.yaml"
+    config = load_config(file, _with_section(file, overrides), stored=True, allow_code=allow_code)
+    dataset = config.data.splits.get(split)
+    if dataset is None:
+        raise _without_data(run, source, config, split)
+    return Chosen(source, config, split, dataset)
+
+
+def _load(
+    config: RunConfig, source: Path, weights: Literal["model", "ema"], ranks: Ranks
+) -> tuple[nn.Module, Evaluating]:
+    """The task with the checkpoint's weights: whole on a lone process, else spread by the run's engine."""
+    if ranks.count == 1:
+        task = load_task(config, source, weights)
+        return task, _Lone(current_device(), task)
+    task = build_task(config, adapters_in(source))
+    return task, load_sharded(task, config, source, weights)
+
+
+def _metrics(
+    registry: Registry, settings: ValidationSection, asked: Sequence[str | Mapping[str, Any]]
+) -> list[tuple[str, Metric]]:
+    """The section's metrics and those that were asked for, which replace others of their type."""
+    wanted = [{"type": each} if isinstance(each, str) else dict(each) for each in asked]
+    added = [(str(each.get("type")), registry.build("metric", each)) for each in wanted]
+    taken = {name.rpartition("/")[2] for name, _ in added}
+    own = tuple(each for each in settings.metrics if each.type.rpartition("/")[2] not in taken)
+    return [*build_metrics(registry, replace(settings, metrics=own)), *added]
+
+
+def _with_section(path: Path, overrides: Sequence[str]) -> list[str]:
+    """The overrides, with a `validation` section for a run that has none where one of them names held-out
+    data: a config is refused with one of the two alone."""
+    if not any(text.startswith(("data.validation=", "data.validation.")) for text in overrides):
+        return list(overrides)
+    stored = yaml.safe_load(path.read_text(encoding="utf-8"))
+    lacks = isinstance(stored, dict) and stored.get("validation") is None
+    return [*(["validation={}"] if lacks else []), *overrides]
+
+
+def _without_data(run: str | Path, source: Path, config: RunConfig, split: Split) -> MMError:
+    """The sentence for a run without the split, with a command that works once it names other files."""
+    held = [name for name in config.data.splits if name != "train"]
+    options = to_mapping(config)["data"]["train"]
+    dataset = config.data.train.type
+    class_: Any = config.registry.resolve("dataset", dataset).load_target()
+    if isinstance(class_, EvaluatedDataset):
+        options = class_.evaluated(options)
+    # What was cut off for training is nothing of another file.
+    train = {key: value for key, value in options.items() if value is not None and key not in _CUT}
+    flow = yaml.safe_dump(train, default_flow_style=True, sort_keys=False, width=10**6).strip()
+    words = ["mm", "eval", "--run", str(run), *(["--split", split] if split != "validation" else [])]
+    command = shlex.join([*words, f"data.{split}={flow}"])
+    return MMError(
+        f"the run's config has no data.{split}",
+        where=str(source / "config.yaml"),
+        accepted=f"--split {' or '.join([*held, 'train'])}",
+        hint=f"name the data, here all of the training's file: {command}",
+    )

@@ -1,0 +1,306 @@
+"""Clips from a trained run: weights from a checkpoint, mp4 files and a contact sheet. One process holds all
+of the model; several share it as they do in training, and the prompts among them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from mm_core.checkpoint.files.dcp import stored_parts
+from mm_core.checkpoint.reading import StoredRun, Weights, Which, stored_run
+from mm_core.checkpoint.run_manifest import check_plugins
+from mm_core.config.schema import RunConfig
+from mm_core.contracts import (
+    ChecksRequests,
+    Clip,
+    Engine,
+    Randomness,
+    SampleRequest,
+    SamplesInTurn,
+    TaskModule,
+    torch_dtype,
+)
+from mm_core.data.media.video_files import clip_name, make_folder, preview, write_video
+from mm_core.data.rows.prompts import Prompt, read_images, with_images
+from mm_core.device import current_device, environment_world
+from mm_core.errors import DataError, MMError
+from mm_core.evaluation.sampled_clips import (
+    check_made,
+    gather_previews,
+    no_clips,
+    share_of,
+    with_trained_size,
+)
+from mm_core.loading.frozen import load_frozen_alone, load_frozen_of
+from mm_core.loading.initial_weights import CheckpointWeights
+from mm_core.loading.run_adapters import adapters_in
+from mm_core.modules.casting import cast_inputs, hold_frozen, round_frozen
+from mm_core.modules.initialise import initialise
+from mm_core.modules.tying import tie, tied_names
+from mm_core.plan import build_frozen, build_task
+from mm_core.plugin.schema.fields import ComponentConfig
+from mm_core.runtime.process_group import process_group
+from mm_core.runtime.ranks import Ranks
+
+if TYPE_CHECKING:
+    pass
+
+
+def sample(
+    run: str | Path | StoredRun,
+    prompt: str | None = None,
+    *,
+    prompts: Sequence[str | Prompt] = (),
+    images: Sequence[str | Path] = (),
+    last_images: Sequence[str | Path] = (),
+    negative_prompt: str = "",
+    seed: int = 0,
+    steps: int | None = None,
+    guidance: float | Sequence[float] | None = None,
+    num_frames: int | None = None,
+    height: int | None = None,
+    width: int | None = None,
+    fps: float | None = None,
+    out: str | Path | None = None,
+    weights: Weights = "auto",
+    checkpoint: Which = "latest",
+    overrides: Sequence[str] = (),
+    keep: bool = True,
+    allow_code: bool = False,
+) -> list[Clip]:
+    """Generates one clip a prompt from a run's checkpoint. Among several ranks (`WORLD_SIZE` is set), all of
+    which call it, the model is sharded as in training, and each returns and writes its share of the clips.
+
+    Args:
+        run: a run's folder, `DIR@STEP`, or one of its checkpoints.
+        prompt, prompts: what to show; `prompt` comes first when both are given.
+        images, last_images: for image-to-video, files of the first (and last) frame: one for all prompts, or
+            one for each. They are brought to the clip's size; one of another shape is stretched.
+        negative_prompt: what guidance leads away from.
+        seed: clip i's noise comes from (seed, i).
+        steps: solver steps. guidance: scale of classifier-free guidance (off up to 1), or one an expert.
+        num_frames, height, width, fps: of a clip; None takes the task's `sample`, then the training's.
+        out: folder for mp4 files and a contact sheet; None writes nothing.
+        weights: `ema`, `model`, or `auto`: the average where the checkpoint holds one.
+        checkpoint: `latest` or `best`, of the complete ones.
+        overrides: `key.path=value` over the run's config: where folders are that have moved.
+        keep: false returns none of the clips: each is written to `out` when it is ready, and let go.
+        allow_code: code that the run names runs, also where this user has not trained with it.
+
+    Raises:
+        MMError: no prompt, no checkpoint, a size or images that the model does not take, missing images.
+    """
+    wanted = _prompts(prompt, prompts, images, last_images)
+    stored = stored_run(run, checkpoint, overrides, allow_code)
+    request = SampleRequest(
+        prompts=tuple(each.text for each in wanted),
+        images=read_images(wanted),
+        negative_prompt=negative_prompt,
+        seed=seed,
+        steps=steps,
+        guidance=guidance if isinstance(guidance, int | float | None) else tuple(guidance),
+        num_frames=num_frames,
+        height=height,
+        width=width,
+        fps=fps,
+    )
+    with among_ranks():
+        return _sample(stored, with_trained_size(request, stored.config), weights, out, keep)
+
+
+def _prompts(
+    first: str | None,
+    others: Sequence[str | Prompt],
+    images: Sequence[str | Path],
+    last_images: Sequence[str | Path],
+) -> list[Prompt]:
+    """All prompts with their images. MMError where there is none."""
+    given = [*([first] if first is not None else []), *others]
+    if not given:
+        raise MMError("there is no prompt", accepted="prompt='...' or prompts=[...]")
+    return with_images([p if isinstance(p, Prompt) else Prompt(p) for p in given], images, last_images)
+
+
+@contextmanager
+def among_ranks(patient: bool = False) -> Iterator[None]:
+    """The process group of all ranks for the length of the block, where the environment names several.
+    patient: they wait for each other without an end."""
+    group = process_group(None) if patient else process_group()
+    with group if environment_world().world_size > 1 else nullcontext():
+        yield
+
+
+def _sample(
+    stored: StoredRun,
+    request: SampleRequest,
+    weights: Weights,
+    folder: str | Path | None,
+    keep: bool,
+) -> list[Clip]:
+    """This rank's clips of a request, and all ranks' files."""
+    out = None if folder is None else Path(folder)
+    source, config = stored.checkpoint, stored.config
+    ranks, task = Ranks.current(), build_task(config, adapters_in(source))
+    if not isinstance(task, SamplesInTurn) and not callable(getattr(task, "sample", None)):
+        raise no_clips(config.task.type)
+    if isinstance(task, ChecksRequests):
+        task.check_request(request)  # before anything is read
+    evaluating = load_as_rank(task, config, source, weights)
+    if out is not None:
+        make_folder(out)  # before hours of work
+    share, real = share_of(request, ranks)
+    kept: list[Clip] = []
+    previews: list[Clip] = []
+    with evaluating:
+        clips = task.clips(share) if isinstance(task, SamplesInTurn) else task.sample(share)
+        made = 0
+        for number, clip in enumerate(clips or ()):
+            made = number + 1
+            if number >= real:
+                continue  # other ranks wait for it
+            if out is not None:
+                _write(clip, out / clip_name(share.first + number, clip.prompt))
+                previews.append(preview(clip))
+            if keep:
+                kept.append(clip)
+    check_made(ranks, config.task.type, made, real)
+    if out is not None:
+        _, faults = gather_previews(ranks, previews, None, out)
+        if faults:
+            raise DataError("; ".join(faults), where=str(out))
+    return kept
+
+
+def _write(clip: Clip, path: Path) -> None:
+    """DataError where the system or the codec refuses."""
+    try:
+        write_video(clip, path)
+    except Exception as fault:  # PyAV's own errors are no OSError
+        raise DataError(f"the clip can not be written: {fault}", where=str(path)) from fault
+
+
+# -- weights -------------------------------------------------------------------------------------
+
+
+def load_task(config: RunConfig, checkpoint: Path, weights: Weights = "auto") -> TaskModule:
+    """The run's task on this process's device, whole, in evaluation mode, with the checkpoint's weights. An
+    accelerator computes in the dtype that the engine trained in, and holds them in no other."""
+    task = build_task(config, adapters_in(checkpoint))
+    load_alone(task, config, checkpoint, weights)
+    return task
+
+
+def load_as_rank(
+    task: TaskModule, config: RunConfig, checkpoint: Path, weights: Weights
+) -> AbstractContextManager[None]:
+    """Brings the weights of a checkpoint into the task: all in a lone process, else spread over all ranks,
+    which all call this. Returns what it is evaluated within."""
+    if Ranks.current().count == 1:
+        load_alone(task, config, checkpoint, weights)
+        return torch.no_grad()
+    return load_sharded(task, config, checkpoint, weights).evaluating()
+
+
+def load_alone(task: TaskModule, config: RunConfig, checkpoint: Path, weights: Weights) -> None:
+    """The same with a task that `build_task` has made."""
+    device = current_device()
+    _hold_alike(task, config)
+    if _is_lowered(config, device):
+        compute_as_trained(task, config)  # while it has no memory
+    load_frozen_alone(task, device, config)
+    stored = CheckpointWeights(checkpoint, config, task, weights)
+    state: dict[str, torch.Tensor] = {}
+    for name in task.trainable:
+        module = task.get_submodule(name)
+        tied = tied_names(module)
+        module.to_empty(device=device)
+        tie(module, tied)
+        own = {f"{name}.{key}": t for key, t in module.state_dict().items() if key not in tied}
+        # Fills tables that no checkpoint holds.
+        initialise(module, name, Randomness(config.run.seed), spared=own)
+        state |= own
+    stored.covers(state)
+    stored.fill(state)
+    _round_base(task, config)
+    task.eval()
+
+
+def load_sharded(task: TaskModule, config: RunConfig, checkpoint: Path, weights: Weights) -> Engine:
+    """The same over all ranks, spread by the run's engine. Called by all of them."""
+    check_plugins(config)
+    _hold_alike(task, config)
+    world, lowered = Ranks.current().count, _is_lowered(config, current_device())
+    engine: Engine = config.registry.build("engine", _engine_of(config, world, lowered))
+    build_frozen(task)
+    plan = engine.plan(task, world, 0)
+    if lowered:
+        _lower(task, plan.ignored, torch_dtype(config.engine.options["param_dtype"]))
+    load_frozen_of(task, engine, plan, config)
+    stored = CheckpointWeights(checkpoint, config, task, weights)
+    engine.prepare(task, plan, None, Randomness(config.run.seed), stored)
+    _round_base(task, config)
+    return engine
+
+
+def _hold_alike(task: TaskModule, config: RunConfig) -> None:
+    """Unlike in training, weights below adapters have the dtype of the others. While they have no memory."""
+    if config.train.base_dtype is not None:
+        hold_frozen(task, torch.float32)
+
+
+def _round_base(task: TaskModule, config: RunConfig) -> None:
+    """Weights below adapters have the values that they were trained with."""
+    if config.train.base_dtype is not None:
+        round_frozen(task, torch_dtype(config.train.base_dtype))
+
+
+def _is_lowered(config: RunConfig, device: torch.device) -> bool:
+    """Whether it is sampled in a dtype of the engine's: a CPU computes in float32."""
+    return device.type != "cpu" and config.engine.options.get("param_dtype") not in (None, "fp32")
+
+
+def _engine_of(config: RunConfig, world: int, lowered: bool) -> ComponentConfig:
+    """The run's engine, for `world` ranks: they may be no multiple of the run's shards."""
+    options = dict(config.engine.options)
+    size = options.get("sharding_size")
+    if isinstance(size, int) and world % size:
+        options["sharding_size"] = "auto"
+    if "param_dtype" in options and not lowered:
+        options["param_dtype"] = "fp32"
+    return replace(config.engine, options=options)
+
+
+def _lower(task: TaskModule, ignored: Sequence[str], dtype: torch.dtype) -> None:
+    """Gives the parameters that the engine casts that dtype; what it leaves alone keeps its own, and so do
+    buffers."""
+    for root in task.trainable:
+        for path, parameter in task.get_submodule(root).named_parameters(prefix=root):
+            if not any(path.startswith(part + ".") for part in ignored):
+                parameter.data = parameter.data.to(dtype)
+
+
+def stored_weights(checkpoint: Path, weights: Weights) -> Literal["model", "ema"]:
+    """What `auto` stands for in a checkpoint: the average where it holds one, whatever its config says."""
+    if weights == "auto":
+        return "ema" if "ema" in stored_parts(checkpoint) else "model"
+    return weights
+
+
+def compute_as_trained(task: TaskModule, config: RunConfig) -> None:
+    """Parameters and inputs in the engine's `param_dtype`, as the sharded modules compute; tables and
+    timesteps keep their precision."""
+    options = config.engine.options
+    name = options.get("param_dtype")
+    if name in (None, "fp32"):
+        return
+    dtype = torch_dtype(name)
+    plan = config.registry.build("engine", _engine_of(config, 1, True)).plan(task, 1, 0)
+    _lower(task, plan.ignored, dtype)
+    if options.get("cast_forward_inputs", True):
+        for path in (*plan.wrapped, *task.trainable):
+            cast_inputs(task.get_submodule(path), dtype)

@@ -1,0 +1,278 @@
+"""What weights hold: `mm weights show` and `mm weights diff`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mm_core.checkpoint.external_rows import external_rows
+from mm_core.checkpoint.reading import checkpoint_at, find_checkpoint
+from mm_core.config.load import load_config
+from mm_core.errors import CheckpointError
+from mm_core.loading.checkpoint_source import CheckpointSource
+from mm_core.modules.adapter_layers import adapter_of, base_name
+from mm_core.modules.tying import tied_names
+from mm_core.plan import build_task
+from mm_core.plugin.registry import Registry, get_registry
+from mm_core.weights.adapters.files import DIFFUSERS_ADAPTER
+from mm_core.weights.adapters.inject import linear_layers
+from mm_core.weights.adapters.locate import locate
+from mm_core.weights.fitting import formats_of, untied, ways_to_read
+from mm_core.weights.formats.format import StoredTensors
+from mm_core.weights.formats.libraries import PEFT_ADAPTER
+from mm_core.weights.stored import SafetensorsFiles, open_stored
+
+_SLAB = 64 * 2**20
+"""Bytes of a tensor that are looked at together."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A stored tensor. shape: as stored. nbytes: on disk."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its numbers."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What lies at a path. formats: qualified names of the weight formats that recognise it; `checkpoint`
+    for one of ours. fits: how a component of a config reads it, best first, a sentence each. absent: what a
+    checkpoint leaves to other files, likewise."""
+
+    path: Path
+    formats: tuple[str, ...]
+    tensors: tuple[Listed, ...]
+    fits: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
+    texts: Mapping[str, str] = field(default_factory=dict)
+
+
+def contents(path: Path, config: Path | None = None, allow_code: bool = False) -> Contents:
+    """Lists a file, folder, run or checkpoint by its headers alone; nothing in it runs.
+
+    Args:
+        path: weights, an adapter, a run or one of its checkpoints.
+        config: of a run whose components are held against files.
+        allow_code: code that a stored run's config names runs, also where this user has not trained with it.
+
+    Raises:
+        CheckpointError: no weights, or damaged or hostile ones.
+    """
+    registry = get_registry()
+    opened = dict(open_weights(path, registry))
+    tensors = tuple(
+        Listed(f"{place}{name}", tuple(stored.shapes[name]), stored.dtypes[name])
+        for place, stored in opened.items()
+        for name in stored.shapes
+    )
+    if runs := [stored for stored in opened.values() if isinstance(stored, CheckpointSource)]:
+        return Contents(path, ("checkpoint",), tensors, absent=tuple(_absent(runs[0].folder)))
+    known = tuple(name for name, form in formats_of(registry).items() if form.recognises(path))
+    texts = {
+        key: text
+        for stored in opened.values()
+        if isinstance(stored, SafetensorsFiles)
+        for key, text in stored.metadata().items()
+    }
+    return Contents(
+        path, known, tensors, tuple(_fits(path, config, allow_code)) if config else (), texts=texts
+    )
+
+
+def _absent(checkpoint: Path) -> Iterator[str]:
+    for row in external_rows(checkpoint):
+        place = row.path or "a place that the environment named"
+        yield f"{row.tensors} frozen tensors of {row.key}, read from {place}"
+
+
+def _fits(path: Path, config: Path, allow_code: bool) -> Iterator[str]:
+    run = load_config(config, allow_code=allow_code)
+    registry = run.registry
+    task = build_task(run)
+    if any((path / name).is_file() or path.name == name for name in (PEFT_ADAPTER, DIFFUSERS_ADAPTER)):
+        linear = {root: linear_layers(task.get_submodule(root)) for root in task.trainable}
+        found = locate(task, str(path), linear, formats_of(registry))
+        yield f"{found.root}: an adapter of {len(found.modules)} of its modules"
+        return
+    for root in task.trainable:
+        component = task.get_submodule(root)
+        state = component.state_dict().items()
+        shapes = {base_name(name): tuple(t.shape) for name, t in state if adapter_of(name) is None}
+        tied = {base_name(other): base_name(first) for other, first in tied_names(component).items()}
+        ways = ways_to_read(path, root, component, shapes, formats_of(registry))
+        if not ways or not ways[0].found:
+            yield f"{root} ({type(component).__name__}): no"
+            continue
+        way = untied(ways[0], tied)
+        faults = (("missing", way.missing), ("unexpected", way.unexpected), ("misshapen", way.misshapen))
+        words = [f"{len(names)} {kind}" for kind, names in faults if names]
+        said = "yes, whole" if way.whole else f"{way.found} tensors; {', '.join(words)}"
+        yield f"{root} ({type(component).__name__}) by {way.format}: {said}"
+
+
+def open_weights(path: Path, registry: Registry) -> Iterator[tuple[str, StoredTensors | CheckpointSource]]:
+    """(what stands before the names, tensors): one pair for each model of a pipeline, else one with "".
+    path: of files, or `RUN@STEP`."""
+    if "@" in path.name and not path.exists():
+        path = checkpoint_at(path)
+    forms = [form for form in formats_of(registry).values() if path.is_dir() and form.recognises(path)]
+    for form in forms:
+        if folders := [name for name in form.folders(path) if name]:
+            yield from ((f"{folder}/", form.open(path, folder)) for folder in folders)
+            return
+    if forms:
+        yield "", forms[0].open(path)
+    elif path.is_dir() and not any(path.glob("*.safetensors")):
+        yield "", CheckpointSource(find_checkpoint(path), "model")
+    else:
+        yield "", open_stored(path)
+
+
+# -- differences ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of one tensor that both sides hold in the same shape.
+
+    norms: L2, of either side. largest: the greatest absolute difference (float64). at: the place of the
+    first number that differs, and what either side holds there.
+    """
+
+    name: str
+    norms: tuple[float, float]
+    largest: float
+    at: tuple[tuple[int, ...], float, float]
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Of two sides. same: names of equal tensors. only: names that one side has. shaped: name and either
+    shape. changed: tensors whose numbers differ. dtypes: of tensors whose dtypes differ."""
+
+    same: tuple[str, ...]
+    only: tuple[tuple[str, ...], tuple[str, ...]]
+    shaped: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+    changed: tuple[Difference, ...]
+    dtypes: tuple[tuple[str, torch.dtype, torch.dtype], ...]
+
+    @property
+    def none(self) -> bool:
+        """Whether both sides hold the same numbers under the same names."""
+        return not (any(self.only) or self.shaped or self.changed)
+
+
+def differences(first: Path, second: Path) -> Differences:
+    """Compares two sides tensor by tensor, by name; numbers as they are, whatever their dtype. A
+    checkpoint's names are compared without the component's where nothing else fits.
+
+    Raises CheckpointError for a side that can not be read.
+    """
+    registry = get_registry()
+    sides = [_Side(path, registry) for path in (first, second)]
+    if sides[0].shapes.keys().isdisjoint(sides[1].shapes):
+        for side in sides:
+            side.bare()
+    one, two = (side.shapes for side in sides)
+    both = [name for name in one if name in two]
+    only = (tuple(name for name in one if name not in two), tuple(name for name in two if name not in one))
+    shaped = [(name, one[name], two[name]) for name in both if one[name] != two[name]]
+    kinds = [(name, sides[0].dtypes[name], sides[1].dtypes[name]) for name in both]
+    dtypes = [kind for kind in kinds if kind[1] != kind[2]]
+    odd = {name for name, *_ in shaped}
+    changed, same = [], []
+    for name in both:
+        if name in odd:
+            continue
+        found = _compare(name, *sides)
+        if found is None:
+            same.append(name)
+        else:
+            changed.append(found)
+    return Differences(tuple(same), only, tuple(shaped), tuple(changed), tuple(dtypes))
+
+
+class _Side:
+    """Weights by name, whatever they lie in."""
+
+    def __init__(self, path: Path, registry: Registry) -> None:
+        self._places: dict[str, tuple[StoredTensors | CheckpointSource, str]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        for place, stored in open_weights(path, registry):
+            if isinstance(stored, CheckpointSource):
+                stored.verify()
+            for name in stored.shapes:
+                self._places[f"{place}{name}"] = stored, name
+                self.shapes[f"{place}{name}"] = tuple(stored.shapes[name])
+                self.dtypes[f"{place}{name}"] = stored.dtypes[name]
+        if not self.shapes:
+            raise CheckpointError("there is no tensor here", where=str(path))
+
+    def bare(self) -> None:
+        """A checkpoint's names without the component's and without adapters' layers, as files have them."""
+        for name in [
+            name for name, (stored, _) in self._places.items() if isinstance(stored, CheckpointSource)
+        ]:
+            short = base_name(name).partition(".")[2]
+            self._places[short] = self._places.pop(name)
+            self.shapes[short] = self.shapes.pop(name)
+            self.dtypes[short] = self.dtypes.pop(name)
+
+    def slabs(self, name: str) -> Iterator[Tensor]:
+        """A tensor, some rows at a time."""
+        stored, own = self._places[name]
+        shape = self.shapes[name]
+        if isinstance(stored, CheckpointSource):
+            whole = torch.empty(shape, dtype=self.dtypes[name])
+            stored.fill({own: whole})
+            yield from (whole[box] for box in _boxes(shape))
+        else:
+            yield from (stored.read(own, box) for box in _boxes(shape))
+
+
+def _boxes(shape: Sequence[int]) -> Iterator[tuple[slice, ...]]:
+    if not shape:
+        yield ()
+        return
+    rows = max(1, _SLAB // max(1, 8 * prod(shape[1:])))
+    for start in range(0, shape[0], rows):
+        yield (slice(start, min(start + rows, shape[0])), *(slice(0, size) for size in shape[1:]))
+
+
+def _compare(name: str, first: _Side, second: _Side) -> Difference | None:
+    squares, largest, at, row = [0.0, 0.0], 0.0, None, 0
+    for ours, theirs in zip(first.slabs(name), second.slabs(name), strict=True):
+        a, b = ours.to(torch.float64), theirs.to(torch.float64)
+        squares = [squares[0] + float((a * a).sum()), squares[1] + float((b * b).sum())]
+        other = ~((a == b) | (a.isnan() & b.isnan()))
+        if bool(other.any()):
+            gap = (a - b)[other].abs()
+            largest = max(largest, float(gap.nan_to_num(nan=float("inf")).max()))
+            if at is None:
+                place = tuple(int(i) for i in other.nonzero()[0].tolist())
+                at = ((place[0] + row, *place[1:]) if place else (), float(a[place]), float(b[place]))
+        row += ours.shape[0] if ours.dim() else 0
+    return None if at is None else Difference(name, (squares[0] ** 0.5, squares[1] ** 0.5), largest, at)
+
+
+def folded(tensors: Sequence[Listed]) -> list[tuple[str, Listed, int]]:
+    """(name with numbers as {*}, one of them, how many): tensors that differ in their numbers alone."""
+    groups: dict[tuple[str, tuple[int, ...], torch.dtype], list[Listed]] = {}
+    for tensor in tensors:
+        key = re.sub(r"(?<=\.)\d+(?=\.|\Z)|\A\d+(?=\.)", "{*}", tensor.name)
+        groups.setdefault((key, tensor.shape, tensor.dtype), []).append(tensor)
+    return [(key[0] if len(held) > 1 else held[0].name, held[0], len(held)) for key, held in groups.items()]

@@ -1,0 +1,1 @@
+"""A task's tensors before training: from files, from checkpoints, or drawn at random."""

@@ -1,0 +1,120 @@
+"""Weights of frozen components: who reads them, and where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mm_core.config.schema import InitFromSection, RunConfig
+from mm_core.contracts import Engine, EnginePlan, FrozenPlan, SelfLoading, Streamed, TaskModule
+from mm_core.device import current_device
+from mm_core.errors import ContractError
+from mm_core.loading.matching import WeightMatch
+from mm_core.parallel.frozen_placement import place, plan_frozen
+from mm_core.plugin.registry import Registry, get_registry
+from mm_core.weights.fitting import Formats, formats_of
+from mm_core.weights.formats.part_of import FormatOfPart
+
+
+class FrozenFiles:
+    """The files that frozen components name. Satisfies `InitialWeights`; asked for one component at a time.
+
+    Args:
+        components: `Streamed` ones by their name in the task, built empty.
+        registry: of the run's plugins.
+        above: key of the config that they are below.
+    """
+
+    def __init__(self, components: Mapping[str, nn.Module], registry: Registry, above: str = "task.") -> None:
+        holder: Any = nn.ModuleDict(components)
+        self._starts: dict[str, WeightMatch] = {}
+        for name, component in components.items():
+            assert isinstance(component, Streamed)
+            if (given := component.weights_from) is None:
+                continue
+            formats: Formats = formats_of(registry, given.format)
+            if given.part:
+                formats = {key: FormatOfPart(one, name, component) for key, one in formats.items()}
+            exclude = tuple(f"{name}.{path}" for path in given.unused)
+            wanted = InitFromSection(given.path, format=given.format, include=(name,), exclude=exclude)
+            key = f"{above}{name} (or its config.json)"  # for hints
+            self._starts[name] = WeightMatch(wanted, holder, formats, roots=(name,), key=key)
+
+    def covers(self, state: Mapping[str, Tensor]) -> Collection[str]:
+        """All but what no result depends on. CheckpointError that lists every name that does not fit."""
+        return [name for start in self._starts_of(state) for name in start.covers(state)]
+
+    def fill(self, state: Mapping[str, Tensor]) -> None:
+        """Each rank its part."""
+        for start in self._starts_of(state):
+            start.fill(state)
+
+    def _starts_of(self, state: Mapping[str, Tensor]) -> Sequence[WeightMatch]:
+        names = {path.partition(".")[0] for path in state}
+        return [start for name, start in self._starts.items() if name in names]
+
+
+def load_frozen_of(task: TaskModule, engine: Engine, plan: EnginePlan, config: RunConfig) -> None:
+    """Weights of a run's frozen components, as its engine places them. Called by all ranks."""
+    streamed = _prepared(task, engine.device)
+    files = FrozenFiles(streamed, config.registry)
+    engine.place_frozen(task, plan, files)
+
+
+def load_frozen_alone(task: TaskModule, device: torch.device, config: RunConfig) -> None:
+    """The same for a process that computes alone: nothing is sharded; what the run offloads is offloaded."""
+    streamed = _prepared(task, device)
+    files = FrozenFiles(streamed, config.registry)
+    placements: Mapping[str, str] = config.engine.options.get("frozen", {})
+    for plan in plan_frozen(task, placements, (), shards=1):
+        place(streamed[plan.name], plan, device, files)
+
+
+def load_frozen(component: nn.Module, device: torch.device | str | None = None) -> nn.Module:
+    """Reads the weights of a frozen component that `build` has made, whole, onto a device; returns it.
+
+    Args:
+        component: an autoencoder, text encoder or another frozen one. One that is loaded stays as it is.
+        device: None takes the one that this process computes on.
+
+    Raises:
+        CheckpointError: files that are missing, damaged, hostile or of another model.
+    """
+    where = current_device() if device is None else torch.device(device)
+    if isinstance(component, SelfLoading) and not isinstance(component, Streamed):
+        component.load(where)
+        return component
+    if not isinstance(component, Streamed):
+        raise ContractError(
+            f"{type(component).__name__} is no frozen component",
+            accepted="one with load, or with build_empty",
+        )
+    if _is_loaded(component):
+        return component
+    component.build_empty()
+    name = type(component).__name__
+    files = FrozenFiles({name: component}, get_registry(), above="")
+    place(component, FrozenPlan(name, "replicated", (), 0, 0, 0), where, files)
+    return component
+
+
+def _prepared(task: TaskModule, device: torch.device) -> dict[str, nn.Module]:
+    """The components that the core fills, built; the others have read their weights."""
+    streamed: dict[str, nn.Module] = {}
+    names = task.frozen
+    for name in names:
+        component = getattr(task, name)
+        if isinstance(component, Streamed):
+            component.build_empty()
+            streamed[name] = component  # type: ignore[assignment]
+        elif isinstance(component, SelfLoading):
+            component.load(device)
+    return streamed
+
+
+def _is_loaded(component: nn.Module) -> bool:
+    tensors = [*component.parameters(), *component.buffers()]
+    return bool(tensors) and not any(tensor.is_meta for tensor in tensors)

@@ -1,0 +1,72 @@
+"""What training makes known: the code of the run, which runs unasked when the run is sampled or exported."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from mm_core.config.schema import RunConfig
+from mm_core.config.stored import command_piece, setting_piece
+from mm_core.errors import MMError, TrustError
+from mm_core.plan import walk_components
+from mm_core.plugin.trust.beside import SourceBytes, imported_beside
+from mm_core.plugin.trust.known import ALLOW, KnownCode, Piece, digest_of
+from mm_core.plugin.trust.remote_code import code_pieces
+
+
+def check_commands(config: RunConfig) -> None:
+    """TrustError for programs that the config of a stored run has callbacks run, unless this user has trained
+    with them."""
+    if config.unknown_commands:
+        raise TrustError(
+            "programs of a stored run would run with your rights, and you have not trained with them: "
+            + ", ".join(config.unknown_commands),
+            where="callbacks",
+            accepted="callbacks=[] runs none of them",
+            hint=ALLOW,
+        )
+
+
+def remember(config: RunConfig) -> str | None:
+    """Records, on the first rank, the code of the run. Returns a note where that fails: no run does."""
+    try:
+        fault = KnownCode.of_user().add([*_pieces(config)])
+    except MMError as error:
+        fault = error.what
+    if fault is None:
+        return None
+    return f"this run's code is not recorded as known: {fault}; commands on the run will ask for --allow-code"
+
+
+def remember_imports(config: RunConfig) -> None:
+    """Records what the run's plugins have imported since: in a step, a metric or a validation. In silence,
+    since `remember` has told whether the list can be written."""
+    with suppress(MMError, OSError):
+        KnownCode.of_user().add([*_imports(config)])
+
+
+def _imports(config: RunConfig) -> Iterator[Piece]:
+    for plugin in config.registry.plugins:
+        module = sys.modules.get(plugin.module) if plugin.file is not None else None
+        if module is not None and isinstance(module.__loader__, SourceBytes):
+            yield Piece(str(plugin.file), digest_of(module.__loader__.source))  # of the bytes that have run
+            yield from imported_beside(Path(module.__loader__.path).parent)
+
+
+def _pieces(config: RunConfig) -> Iterator[Piece]:
+    yield from _imports(config)
+    for _, component in walk_components(config):
+        if component.options.get("trust_remote_code"):
+            folders = (Path(v) for v in component.options.values() if isinstance(v, str | Path))
+            for folder in filter(_is_model, folders):
+                yield from code_pieces(folder)
+        if component.type == "core/command":
+            yield command_piece([str(word) for word in component.options["run"]])
+    for path, text in config.literals.items():
+        yield setting_piece(path, text)
+
+
+def _is_model(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("config.json", "tokenizer_config.json"))

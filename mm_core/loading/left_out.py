@@ -1,0 +1,221 @@
+"""Frozen weights that the checkpoints of a run leave to the files that they came from.
+
+A run that trains adapters changes a hundredth of what it holds. Its checkpoints hold what it trains, and
+say of the rest where it was read and what it was: that is read again when the run goes on, is sampled or
+exported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from mm_core.checkpoint.external_rows import RECIPE, ExternalRow, external_rows
+from mm_core.checkpoint.files.dcp import stored_names
+from mm_core.checkpoint.reading import find_checkpoint
+from mm_core.config.load import load_config
+from mm_core.config.schema import InitFromSection, RunConfig
+from mm_core.contracts import Pretrained, TaskModule, WeightsFrom
+from mm_core.errors import CheckpointError, MMError, TrustError
+from mm_core.loading.checkpoint_source import CheckpointSource
+from mm_core.loading.matching import WeightMatch
+from mm_core.loading.run_adapters import adapters_in
+from mm_core.modules.adapter_layers import adapter_of
+from mm_core.plan import build_task
+from mm_core.plugin.registry import Registry
+from mm_core.runtime.ranks import Ranks
+from mm_core.weights.fitting import Formats, formats_of
+from mm_core.weights.formats.part_of import FormatOfPart
+
+
+@dataclass(frozen=True)
+class ExternalWeights:
+    """What a checkpoint leaves out: the names (paths in the task) that each of `starts` brings."""
+
+    starts: tuple[tuple[WeightMatch, frozenset[str]], ...] = ()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All that is left out."""
+        return frozenset(name for _, names in self.starts for name in names)
+
+    def rows(self, literals: Collection[str] = ()) -> list[dict[str, Any]]:
+        """What a manifest says of it, a row for each place. Called by all ranks.
+
+        literals: keys of the config that the environment sets; a place that it names is not written down.
+        """
+        rows: list[dict[str, Any]] = []
+        for start, names in self.starts:
+            secret = any(key.startswith(f"{start.key}.") for key in literals)
+            recipe = {key: value for key, value in asdict(start.init).items() if key in RECIPE}
+            place = {"path": None if secret else str(start.place), "tensors": len(names)}
+            rows.append({"key": start.key, **place, **recipe, "sha256": _contents(start, names)})
+        return rows
+
+    def fill(self, state: Mapping[str, Tensor]) -> None:
+        """Reads what of it `state` names into its tensors. Called by all ranks."""
+        for start, names in self.starts:
+            if wanted := names.intersection(state):
+                start.fill(state, wanted)
+
+
+def starts_of(config: RunConfig, task: TaskModule) -> list[WeightMatch]:
+    """Where a run's weights begin, in the order in which they are read: the folders that the components
+    name, and then `init_from`. task: on meta, since weight formats look at the components."""
+    registry = config.registry
+    rows = [(f"task.{root}", _own(task, root)) for root in task.trainable]
+    found = [(key, init) for key, init in (*rows, ("init_from", config.init_from)) if init is not None]
+    return [_start(key, init, task, registry, config.allow_code) for key, init in found]
+
+
+def left_out(starts: Sequence[WeightMatch], task: TaskModule, config: RunConfig) -> ExternalWeights:
+    """What the checkpoints of a run that begins leave out: all that stays as one of `starts` brings it.
+
+    starts: whose `covers` has been called.
+    """
+    held = config.checkpoint.frozen
+    if held or (held is None and not config.train.adapters):
+        return ExternalWeights()
+    frozen = frozen_names(task)
+    last = {name: start for start in starts for name in start.covered if name in frozen}
+    owned = ((start, frozenset(n for n, owner in last.items() if owner is start)) for start in starts)
+    return ExternalWeights(tuple((start, names) for start, names in owned if names))
+
+
+def frozen_names(task: TaskModule) -> set[str]:
+    """Parameters of the trained components that no step changes, but for those of adapters."""
+    roots = task.trainable
+    return {
+        name
+        for root in roots
+        for name, parameter in task.get_submodule(root).named_parameters(prefix=root)
+        if not parameter.requires_grad and adapter_of(name) is None
+    }
+
+
+def recorded(
+    checkpoint: Path, config: RunConfig, task: TaskModule, state: Mapping[str, Tensor]
+) -> ExternalWeights:
+    """What a checkpoint has left out, found again. Called by all ranks.
+
+    Args:
+        checkpoint: of the run.
+        config: of the run as it is now: places that have moved are found by it.
+        task: with its adapters in place. state: its parameters and buffers, by path.
+
+    Raises:
+        CheckpointError: files that are gone, or hold other weights than they did.
+    """
+    rows = external_rows(checkpoint)
+    absent = set(state).intersection(frozen_names(task)) - stored_names(checkpoint, "model")
+    if not rows or not absent:
+        return ExternalWeights()
+    registry = config.registry
+    return _found(rows, absent, checkpoint, config, task, registry, state)
+
+
+def open_run(path: Path, weights: Literal["model", "ema"], allow_code: bool = False) -> CheckpointSource:
+    """A checkpoint to begin with, together with what it has left out: its own task says where that goes.
+    TrustError for code of that run that this user has not trained with, unless `allow_code`."""
+    source = CheckpointSource(path, weights)
+    folder = find_checkpoint(path)
+    if external_rows(folder):
+        config = load_config(folder / "config.yaml", stored=True, allow_code=allow_code)
+        task = build_task(config, adapters_in(folder))
+        roots = task.trainable
+        state = {f"{root}.{n}": t for root in roots for n, t in task.get_submodule(root).state_dict().items()}
+        source.join(recorded(folder, config, task, state), state)
+    return source
+
+
+def _found(
+    rows: Sequence[ExternalRow],
+    absent: set[str],
+    checkpoint: Path,
+    config: RunConfig,
+    task: TaskModule,
+    registry: Registry,
+    state: Mapping[str, Tensor],
+) -> ExternalWeights:
+    starts: list[tuple[WeightMatch, frozenset[str]]] = []
+    # Later places have had the last word: what they bring is theirs.
+    for row in reversed(rows):
+        faults = []
+        for path in _places(row, config, task):
+            init = InitFromSection(path=path, **row.recipe)
+            start = _start(row.key, init, task, registry, config.allow_code)
+            try:
+                names = absent.intersection(start.covers(state))
+                if not _unchanged(start, names, row):
+                    raise CheckpointError("it holds other weights than it did", where=path)
+            except TrustError:
+                raise
+            except MMError as fault:
+                faults.append(fault)
+                continue
+            starts.insert(0, (start, frozenset(names)))
+            absent = absent - names
+            break
+        else:
+            raise _lost(row, checkpoint, faults)
+    return ExternalWeights(tuple(starts))
+
+
+def _places(row: ExternalRow, config: RunConfig, task: TaskModule) -> list[str]:
+    """Where the weights may be: as the checkpoint says, and as the config says now."""
+    root = row.key.removeprefix("task.")
+    own = config.init_from if row.key == "init_from" else _own(task, root)
+    return list(dict.fromkeys(path for path in (row.path, own.path if own is not None else None) if path))
+
+
+def _unchanged(start: WeightMatch, names: Collection[str], row: ExternalRow) -> bool:
+    return len(names) == row.tensors and _contents(start, names) == row.sha256
+
+
+def _contents(start: WeightMatch, names: Collection[str]) -> str:
+    doing = f"reading {start.init.path}"
+    return Ranks.current().first(doing, lambda: start.fingerprint(names))
+
+
+def _lost(row: ExternalRow, checkpoint: Path, faults: Sequence[MMError]) -> CheckpointError:
+    said = "; ".join(f"{fault.where}: {fault.what}" for fault in faults)
+    return CheckpointError(
+        f"this checkpoint leaves {row.tensors} frozen weights to {said or 'a place that no config names'}",
+        where=str(checkpoint),
+        accepted="the files that the run began with",
+        hint=f"put them back, or have {row.key} name the place where they are; runs whose files may go set"
+        " checkpoint.frozen: true",
+    )
+
+
+def _own(task: TaskModule, root: str) -> InitFromSection | None:
+    """The files that a component names itself."""
+    given = _given(task, root)
+    if given is None:
+        return None
+    new = tuple(f"{root}.{path}" for path in given.new)
+    return InitFromSection(path=given.path, format=given.format, include=(root,), exclude=new)
+
+
+def _given(task: TaskModule, root: str) -> WeightsFrom | None:
+    roots = task.trainable
+    component = task.get_submodule(root) if root in roots else None
+    return component.weights_from if isinstance(component, Pretrained) else None
+
+
+def _start(
+    key: str, init: InitFromSection, task: TaskModule, registry: Registry, allow_code: bool
+) -> WeightMatch:
+    formats: Formats = formats_of(registry, init.format)
+    roots = None if key == "init_from" else (key.removeprefix("task."),)
+    for root in roots or ():
+        if (given := _given(task, root)) is not None and given.part:
+            component = task.get_submodule(root)
+            formats = {name: FormatOfPart(one, root, component) for name, one in formats.items()}
+    opener = partial(open_run, allow_code=allow_code)
+    return WeightMatch(init, task, formats, roots=roots, key=key, open_run=opener)

@@ -1,0 +1,393 @@
+"""A run that begins with weights from elsewhere: names are compared before anything is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor, nn
+
+from mm_core.checkpoint.files.layout import listed
+from mm_core.config.schema import InitFromSection
+from mm_core.contracts import TaskModule
+from mm_core.errors import CheckpointError, PlanError
+from mm_core.loading.checkpoint_source import CheckpointSource
+from mm_core.loading.mismatch import absent_parts, misfit, size_text
+from mm_core.modules.adapter_layers import adapter_of, base_name
+from mm_core.modules.selection import covered
+from mm_core.modules.tying import tied_names
+from mm_core.runtime.ranks import Ranks
+from mm_core.weights.adapters.files import DIFFUSERS_ADAPTER
+from mm_core.weights.fingerprint import fingerprint
+from mm_core.weights.fitting import Fit, Formats, best_way, no_way, unlike, untied, ways_to_read
+from mm_core.weights.formats.format import StoredTensors
+from mm_core.weights.formats.key_map import Copy, whole
+from mm_core.weights.formats.libraries import PEFT_ADAPTER
+from mm_core.weights.progress import byte_bar
+from mm_core.weights.stored import TORCH_SUFFIXES, open_stored
+from mm_core.weights.streaming import overlap, shard_of, stream
+
+Pieces = list[tuple[Copy, StoredTensors]]
+
+
+@dataclass(frozen=True)
+class WarmStartReport:
+    """What `init_from` has done.
+
+    loaded, missing, skipped: paths in the task that were read, that kept their initialisation because the
+    source has no such name, and that the patterns leave out. unexpected: names of the source that nothing
+    asked for. formats: that the files were read by; none where stored names are paths in the task. unlike:
+    of a tensor that the model shares and files hold twice, with other numbers, the stored name that was
+    read and the other; known to the first rank.
+    """
+
+    loaded: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    skipped: tuple[str, ...]
+    formats: tuple[str, ...] = ()
+    unlike: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        kinds = (("missing", self.missing), ("unexpected", self.unexpected), ("left out", self.skipped))
+        parts = [f"{len(names)} {kind} ({listed(list(names), 5)})" for kind, names in kinds if names]
+        read_by = f" ({', '.join(self.formats)})" if self.formats else ""
+        parts += [
+            "the model shares one tensor where the files hold two that differ"
+            f" ({taken} is read, {left} is not)"
+            for taken, left in self.unlike
+        ]
+        return ", ".join([f"{len(self.loaded)} tensors loaded{read_by}", *parts])
+
+
+class WeightMatch:
+    """What `init_from` asks for. Two steps, both called by all ranks: `covers` finds and compares the
+    names, `fill` reads.
+
+    Args:
+        init: the config's section.
+        task: the task, on meta or not; its trainable components are asked for by weight formats. None
+            compares stored names with paths in the task alone.
+        formats: by qualified name; those to be tried.
+        roots: the task's components that are to be filled; None: all that are trained.
+        key: of the config, for errors.
+        open_run: opens a checkpoint of ours.
+    """
+
+    def __init__(
+        self,
+        init: InitFromSection,
+        task: TaskModule | None = None,
+        formats: Formats | None = None,
+        roots: Sequence[str] | None = None,
+        key: str = "init_from",
+        open_run: Callable[[Path, Literal["model", "ema"]], CheckpointSource] = CheckpointSource,
+    ) -> None:
+        self.init = init
+        self.key = key
+        self._open_run = open_run
+        self.report = WarmStartReport((), (), (), ())
+        self._formats = formats or {}
+        self._pieces: Pieces = []
+        self._run: tuple[CheckpointSource, Mapping[str, str]] | None = None
+        self._parts: dict[str, nn.Module] = {}
+        if task is not None:
+            names = task.trainable if roots is None else roots
+            self._parts = {name: task.get_submodule(name) for name in names}
+        self._tied = {
+            root: {base_name(other): base_name(first) for other, first in tied_names(part).items()}
+            for root, part in self._parts.items()
+        }
+        self._names: Mapping[str, str] = {}
+
+    def covers(self, state: Mapping[str, Tensor]) -> Sequence[str]:
+        """The names that `fill` will fill.
+
+        Args:
+            state: parameters and buffers by path in the task, on any device.
+
+        Raises:
+            PlanError: a pattern of `include` or `exclude` that matches nothing, or nothing left to read.
+            CheckpointError: on all ranks: weights that can not be read, and with `strict` a name that one
+                side lacks; other shapes always.
+        """
+        init = self.init
+        self._names = {base_name(name): name for name in state}  # adapted layers by the names of files
+        state = {name: state[own] for name, own in self._names.items()}
+        chosen = set(covered(init.include, state, "init_from.include") if init.include else state)
+        chosen -= set(covered(init.exclude, state, "init_from.exclude"))
+        if not chosen:
+            raise PlanError(
+                "every parameter is left out, so no weight would be read",
+                where="init_from",
+                hint="widen init_from.include, or narrow init_from.exclude",
+            )
+        Ranks.current().agree(f"reading {init.path}", lambda: self._find(state, chosen))
+        return self.covered
+
+    @property
+    def covered(self) -> list[str]:
+        """What `covers` has given."""
+        return [self._names[name] for name in self.report.loaded]
+
+    @property
+    def place(self) -> Path:
+        """Where the weights are: of a run, the checkpoint."""
+        return self._run[0].folder if self._run is not None else Path(self.init.path)
+
+    def fill(self, state: Mapping[str, Tensor], only: Collection[str] | None = None) -> None:
+        """Fills in place what `covers` has named, or what of it is in `only`: plain tensors, or DTensors of
+        which each rank reads its shard. Dtypes may differ: values are cast. CheckpointError, on all ranks,
+        where a read fails."""
+        ranks = Ranks.current()
+        doing = f"reading {self.init.path}"
+        wanted = {name for name in self.report.loaded if only is None or self._names[name] in only}
+        state = {base_name(name): tensor for name, tensor in state.items()}
+        if self._run is not None:
+            source, origins = self._run
+            targets = {stored: state[name] for name, stored in origins.items() if name in wanted}
+            ranks.agree(doing, source.verify)
+            ranks.agree(doing, lambda: source.fill(targets))
+            return
+        targets = {name: state[name] for name in wanted}
+        ranks.agree(doing, lambda: self._stream(targets, ranks.rank == 0 and len(targets) > 1))
+
+    def fingerprint(self, names: Collection[str]) -> str:
+        """Of the stored tensors that fill these names; of a checkpoint of ours, that of its checksums. Not
+        collective."""
+        if self._run is not None:
+            return self._run[0].fingerprint()
+        wanted = {base_name(name) for name in names}
+        found = {(copy.component, copy.stored): held for copy, held in self._pieces}
+        keys = sorted(key for key in found if key[0] in wanted)
+        return fingerprint((stored, found[name, stored]) for name, stored in keys)
+
+    def _stream(self, targets: Mapping[str, Tensor], shown: bool) -> None:
+        places = {name: shard_of(tensor)[1] for name, tensor in targets.items()}
+        total = 0
+        pieces = [(copy, stored) for copy, stored in self._pieces if copy.component in targets]
+        for copy, stored in pieces:
+            if (box := overlap(copy, places[copy.component])) is not None:
+                total += prod(part.stop - part.start for part in box) * stored.dtypes[copy.stored].itemsize
+        with byte_bar(f"reading {self.init.path}", total, shown) as advance:
+            stream(targets, pieces, advance)
+
+    # -- where everything is -------------------------------------------------------------------
+
+    def _find(self, state: Mapping[str, Tensor], chosen: Collection[str]) -> None:
+        init, path = self.init, Path(self.init.path)
+        if init.format is not None or not self._by_name_alone(path):
+            found = self._by_format(path, state, chosen)
+            if found is not None:
+                return
+            if path.is_dir() and not any(path.glob("*.safetensors")):  # known to a format: no checkpoint
+                raise self._of_another(path)
+        source = _open(path, init, self._open_run)
+        origins, self.report = _compare(init, source, state, chosen)
+        if isinstance(source, CheckpointSource):
+            self._run = source, origins
+        else:
+            self._pieces = [
+                (whole(name, stored, tuple(source.shapes[stored])), source)
+                for name, stored in origins.items()
+            ]
+
+    def _of_another(self, path: Path) -> CheckpointError:
+        """The error for a folder that formats know and read none of the components from."""
+        known = [name for name, form in self._formats.items() if form.recognises(path)] or ["none"]
+        names = " or ".join(map(repr, self._parts))
+        return CheckpointError(
+            f"nothing in this folder can be read into {names}: it holds another model",
+            where=str(path),
+            accepted="weights of the component that the config describes",
+            hint=f"formats that know the folder: {', '.join(known)}; `mm weights show` lists what is in it",
+        )
+
+    def _by_name_alone(self, path: Path) -> bool:
+        """Whether formats have no say: our own checkpoints, renamed files, a caller without a task."""
+        init = self.init
+        if not self._parts or init.prefixes or init.weights == "ema" or not path.exists():
+            return True
+        return path.is_dir() and not any(known.recognises(path) for known in self._formats.values())
+
+    def _by_format(self, path: Path, state: Mapping[str, Tensor], chosen: Collection[str]) -> bool | None:
+        """Finds the components' tensors by weight formats; None where stored names are simply paths in
+        the task."""
+        init = self.init
+        fits: dict[str, Fit] = {}
+        for root, part in self._parts.items():
+            own = [name for name in state if name.startswith(f"{root}.") and adapter_of(name) is None]
+            if not any(name in chosen for name in own):
+                continue
+            shapes = {name[len(root) + 1 :]: tuple(state[name].shape) for name in own}
+            shapes |= {other: shapes[first] for other, first in self._tied[root].items() if first in shapes}
+            ways = ways_to_read(path, root, part, shapes, self._formats)
+            if ways:
+                fits[root] = untied(best_way(ways, path, root), self._tied[root])
+        if init.format is not None and not fits:
+            raise no_way(path, ", ".join(self._parts), self._formats)
+        found = sum(way.found for way in fits.values())
+        if init.format is None:
+            named = {s for way in fits.values() for held in way.sources for s in held.shapes if s in state}
+            if not found or len(named) > found:
+                return None
+        _check_apart(path, fits)
+        self._settle(path, fits, state, chosen)
+        return True
+
+    def _settle(
+        self, path: Path, fits: Mapping[str, Fit], state: Mapping[str, Tensor], chosen: Collection[str]
+    ) -> None:
+        """Takes the copies of what is chosen, or raises for what does not fit."""
+        init = self.init
+        loaded: dict[str, None] = {}
+        unexpected: dict[str, None] = {}
+        misshapen: list[str] = []
+        wanted = {(held.where, copy.stored) for way in fits.values() for copy, held in way.pieces}
+        for root, way in fits.items():
+            for copy, held in way.pieces:
+                if (name := f"{root}.{copy.component}") in chosen:
+                    loaded[name] = None
+                    self._pieces.append((replace(copy, component=name), held))
+            left = ((held, name) for held, name in way.unexpected if (held.where, name) not in wanted)
+            unexpected |= dict.fromkeys(way.text(held, name) for held, name in left)
+            misshapen += [
+                f"{root}.{name} ({size_text(stored)} in the file, {size_text(own)} in the task)"
+                for name, own, stored in way.misshapen
+                if f"{root}.{name}" in chosen
+            ]
+        wrong = {text.partition(" ")[0] for text in misshapen}
+        missing = [
+            name
+            for name in state
+            if name in chosen and name not in loaded and name not in wrong and adapter_of(name) is None
+        ]
+        spared = {f"{root}.{name}" for root, way in fits.items() for name in way.spared}
+        lacking = [name for name in missing if name not in spared]
+        if misshapen or (init.strict and (lacking or unexpected)) or not loaded:
+            fault = misfit(init, lacking, list(unexpected), misshapen, {name: name for name in unexpected})
+            fault = absent_parts(fault, [folder for way in fits.values() for folder in way.absent])
+            if self.key != "init_from":
+                hint = f"{self.key} must have the options of the model that this folder holds"
+                fault = CheckpointError(fault.what, where=fault.where, hint=hint)
+            raise fault
+        self._pieces.sort(key=lambda piece: (str(piece[1].where), piece[0].stored))
+        skipped = tuple(name for name in state if name not in chosen)
+        names = tuple(name for name in state if name in loaded)
+        places = (" in ".join(filter(None, (way.format, _folders(way)))) for way in fits.values())
+        kinds = tuple(dict.fromkeys(places))
+        first = Ranks.current().rank == 0
+        pairs = tuple(pair for way in fits.values() for pair in (unlike(way) if first else ()))
+        self.report = WarmStartReport(names, tuple(missing), tuple(unexpected), skipped, kinds, pairs)
+
+
+def _check_apart(path: Path, fits: Mapping[str, Fit]) -> None:
+    """CheckpointError where two components would be read from the same tensors."""
+    owners: dict[tuple[Path, str], str] = {}
+    for root, way in fits.items():
+        for copy, held in way.pieces:
+            other = owners.setdefault((held.where, copy.stored), root)
+            if other != root:
+                raise CheckpointError(
+                    f"{other!r} and {root!r} would both be read from {_folders(way) or 'the same file'}",
+                    where=str(path),
+                    hint="begin one after another: init_from.include, and the other one's own folder",
+                )
+
+
+def _folders(way: Fit) -> str:
+    return " and ".join(filter(None, way.folders))
+
+
+def warm_start(init: InitFromSection, parameters: Mapping[str, Tensor]) -> WarmStartReport:
+    """Fills parameters in place from the weights at `init.path`, whose names are paths in the task."""
+    start = WeightMatch(init)
+    start.covers(parameters)
+    start.fill(parameters)
+    return start.report
+
+
+def _open(
+    path: Path,
+    init: InitFromSection,
+    open_run: Callable[[Path, Literal["model", "ema"]], CheckpointSource],
+) -> StoredTensors | CheckpointSource:
+    """Weights whose names are paths in the task, or are made so by `prefixes`."""
+    if any((path / name).is_file() or path.name == name for name in (PEFT_ADAPTER, DIFFUSERS_ADAPTER)):
+        raise CheckpointError(
+            "this is an adapter, not weights",
+            where=str(path),
+            hint="train.adapters: [{from: ...}] begins with it",
+        )
+    of_files = path.is_file() and (path.suffix in {".safetensors", *TORCH_SUFFIXES} or path.suffix == ".json")
+    if of_files or (path.is_dir() and any(path.glob("*.safetensors"))):
+        if init.weights == "ema":
+            raise CheckpointError(
+                "only checkpoints of mm_core tell an average from the weights",
+                where=str(path),
+                hint="leave out init_from.weights",
+            )
+        return open_stored(path)
+    if path.is_dir():
+        return open_run(path, init.weights)
+    raise CheckpointError(
+        "this is no file of weights" if path.exists() else "there is no such file or folder",
+        where=str(path),
+        accepted="a run or checkpoint folder, a .safetensors file or a folder of them, "
+        "or a .pt, .pth or .bin file of tensors",
+        hint="set init_from.path",
+    )
+
+
+def _compare(
+    init: InitFromSection,
+    source: StoredTensors | CheckpointSource,
+    parameters: Mapping[str, Tensor],
+    chosen: Collection[str],
+) -> tuple[dict[str, str], WarmStartReport]:
+    """(path in the task -> stored name) of what is to be read, and the report."""
+    stored = renamed([*source.shapes, *source.others], init)
+    origins = {
+        name: stored[name] for name in parameters if name in chosen and stored.get(name) in source.shapes
+    }
+    missing = tuple(
+        name for name in parameters if name in chosen and name not in origins and adapter_of(name) is None
+    )
+    unexpected = tuple(
+        found for name, found in stored.items() if name not in parameters or found in source.others
+    )
+    misshapen = [
+        f"{name} ({size_text(stored_shape)} in the file, {size_text(parameters[name].shape)} in the task)"
+        for name, found in origins.items()
+        if (stored_shape := tuple(source.shapes[found])) != tuple(parameters[name].shape)
+    ]
+    if misshapen or (init.strict and (missing or unexpected)) or not origins:
+        raise misfit(init, list(missing), list(unexpected), misshapen, stored)
+    skipped = tuple(name for name in parameters if name not in chosen)
+    return origins, WarmStartReport(tuple(origins), missing, unexpected, skipped)
+
+
+def renamed(stored: Collection[str], init: InitFromSection) -> dict[str, str]:
+    """Path in the task -> stored name, by `prefixes`: the longest start that fits a name is replaced."""
+    starts = sorted(init.prefixes, key=len, reverse=True)
+    found: dict[str, str] = {}
+    for name in stored:
+        path = name
+        for start in starts:
+            head = start.rstrip(".")
+            if not head or name == head or name.startswith(head + "."):
+                tail = name[len(head) :].lstrip(".")
+                path = ".".join(filter(None, (init.prefixes[start].rstrip("."), tail)))
+                break
+        path = base_name(path)
+        if path in found:
+            raise CheckpointError(
+                f"{found[path]} and {name} would both become {path}",
+                where=init.path,
+                hint="change init_from.prefixes",
+            )
+        found[path] = name
+    return found

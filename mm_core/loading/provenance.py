@@ -1,0 +1,77 @@
+"""The files and folders that a run's weights began with, back through the runs that it began with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from mm_core.checkpoint.reading import find_checkpoint, read_facts
+from mm_core.config.load import load_config
+from mm_core.config.schema import RunConfig
+from mm_core.contracts import Pretrained, TaskModule
+from mm_core.errors import MMError, TrustError
+from mm_core.loading.run_adapters import adapters_in
+from mm_core.plan import build_task
+
+_RUNS = 8
+"""Most runs that are followed back."""
+
+
+def given_weights(config: RunConfig, facts: Mapping[str, Any]) -> str | None:
+    """What `mm import` or `init_from` gave to the whole task."""
+    imported = facts.get("imported")
+    if isinstance(imported, Mapping):
+        return str(imported.get("path"))
+    return config.init_from.path if config.init_from is not None else None
+
+
+def own_weights(component: nn.Module) -> str | None:
+    """What a component names itself."""
+    named = component.weights_from if isinstance(component, Pretrained) else None
+    return named.path if named is not None else None
+
+
+def origins_of(
+    config: RunConfig,
+    facts: Mapping[str, Any],
+    task: TaskModule,
+    note: Callable[[str], None] = lambda sentence: None,
+    runs: int = _RUNS,
+) -> dict[str, tuple[Path, ...]]:
+    """Trained component -> where its weights began, what counted last first. The places may be gone.
+
+    Args:
+        config, facts: of a checkpoint. task: built from that config.
+        note: told of runs whose code is not known, so that they are not followed.
+        runs: how many runs are followed back.
+    """
+    given = given_weights(config, facts)
+    before: Mapping[str, tuple[Path, ...]] = {}
+    if given is not None and runs > 0:
+        before = _before(Path(given), config.allow_code, note, runs - 1)
+    found: dict[str, tuple[Path, ...]] = {}
+    for root in task.trainable:
+        named = (given, own_weights(task.get_submodule(root)))
+        found[root] = tuple(Path(path) for path in named if path is not None) + before.get(root, ())
+    return found
+
+
+def _before(
+    path: Path, allow_code: bool, note: Callable[[str], None], runs: int
+) -> dict[str, tuple[Path, ...]]:
+    """Of the run at `path`, where it is one that can still be read."""
+    if not any((path / name).exists() for name in ("checkpoints", "config.yaml")):
+        return {}
+    try:
+        folder = find_checkpoint(path)
+        config = load_config(folder / "config.yaml", stored=True, allow_code=allow_code)
+        task = build_task(config, adapters_in(folder))
+        return origins_of(config, read_facts(folder), task, note, runs)
+    except TrustError as fault:
+        note(f"where the run at {path} began is not known: {fault.render()}")
+        return {}
+    except MMError:
+        return {}

@@ -1,0 +1,118 @@
+"""Dtypes of inputs and of frozen weights.
+
+Inputs under mixed precision are cast here, timesteps excepted: fully_shard's own `cast_forward_inputs` turns
+timestep 998.7 into 1000 in bf16.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from mm_core.contracts import TaskModule
+from mm_core.errors import ContractError, PlanError, first_line
+from mm_core.modules.adapter_layers import adapter_of
+from mm_core.modules.shards import local
+
+KEEP = frozenset({"timestep", "timesteps", "t", "sigma", "sigmas"})
+"""Names of inputs whose precision is never lowered."""
+
+_TWO_DTYPES = re.compile(
+    r"same dtype|dtypes must be the same|(?:bias|weight) type .* should be the same|expected scalar type"
+    r"|expected m1 and m2"
+)
+"""What torch's products and convolutions answer to operands of two dtypes."""
+_FLOATING = re.compile(r"\b(?:b?float|half|double)\w*", re.IGNORECASE)
+
+
+def hold_frozen(task: TaskModule, dtype: torch.dtype) -> None:
+    """Gives the parameters that are not trained another dtype; what adapters hold keeps its own, and so do
+    buffers. To be called on the meta device, before the engine plans."""
+    for parameter in _frozen_of(task):
+        parameter.data = parameter.data.to(dtype)
+
+
+def round_frozen(task: TaskModule, dtype: torch.dtype) -> None:
+    """Gives them the values that they would have in a lower dtype, without changing their own."""
+    for parameter in _frozen_of(task):
+        share = local(parameter)
+        share.copy_(share.to(dtype))
+
+
+def _frozen_of(task: TaskModule) -> Iterator[nn.Parameter]:
+    for root in task.trainable:
+        for name, parameter in task.get_submodule(root).named_parameters():
+            if not parameter.requires_grad and parameter.is_floating_point() and adapter_of(name) is None:
+                yield parameter
+
+
+def check_dtypes(task: TaskModule, roots: Iterable[str]) -> None:
+    """PlanError where trained parameters have another dtype than frozen ones, and this torch can not shard
+    both together."""
+    for root in roots:
+        kinds = {parameter.dtype for parameter in task.get_submodule(root).parameters()}
+        if len(kinds) > 1 and not shards_mixed():
+            names = " and ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
+            raise PlanError(
+                f"{root} holds parameters of {names}, which torch {torch.__version__} can not shard together",
+                where="train.base_dtype",
+                hint="leave it out, or use a newer torch",
+            )
+
+
+def shards_mixed() -> bool:
+    """Whether a group of fully_shard may hold frozen parameters of another dtype: 2.7 asserts that all are
+    alike, later versions look at the trained ones. Nothing public tells it before the first forward."""
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+        return "requires_grad" in inspect.getsource(FSDPParamGroup._init_mp_dtypes)
+    except (ImportError, AttributeError, OSError):
+        return True
+
+
+def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
+    """Casts floating tensors given to `module.forward` to `dtype`, all but those named in KEEP.
+
+    Tensors within containers (rotary tables) and double-precision ones keep their dtype.
+    """
+    names = list(inspect.signature(module.forward).parameters)
+
+    def convert(name: str | None, value: Any) -> Any:
+        lower = isinstance(value, torch.Tensor) and value.dtype in (
+            torch.float32,
+            torch.float16,
+            torch.bfloat16,
+        )
+        return value.to(dtype) if lower and name not in KEEP else value
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        positions = [*names[: len(args)], *[None] * (len(args) - len(names))]
+        cast_args = tuple(convert(name, value) for name, value in zip(positions, args, strict=False))
+        return cast_args, {name: convert(name, value) for name, value in kwargs.items()}
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+@contextmanager
+def uncast_inputs(dtype: str) -> Iterator[None]:
+    """For forwards whose inputs nobody casts: ContractError in the place of torch's, where weights of `dtype`
+    meet another."""
+    try:
+        yield
+    except RuntimeError as fault:
+        line = first_line(fault)
+        if not _TWO_DTYPES.search(line) or len(_FLOATING.findall(line)) < 2:
+            raise
+        raise ContractError(
+            "false leaves the casting of inputs to the model, and this model's weights, in"
+            f" {dtype}, met inputs of another dtype: {line}",
+            where="engine.cast_forward_inputs",
+            hint="engine.cast_forward_inputs: true, or a model that casts what it gets to its weights' dtype",
+        ) from fault

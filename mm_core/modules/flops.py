@@ -1,0 +1,76 @@
+"""Operations of a training step, from the products of a forward and from what is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from mm_core.contracts.operations import Product, StepOperations
+from mm_core.modules.adapter_layers import adapted_layers
+
+
+def step_operations(
+    module: nn.Module, products: Sequence[Product], recomputed: Collection[str] = ()
+) -> StepOperations:
+    """What a forward of `products` and its backward cost.
+
+    A product with a weight costs as much again in backward for the weight's gradient, if it is trained, and
+    for its input's, if anything trained lies before it; one of two activations likewise for each of them.
+    Adapters (https://arxiv.org/abs/2106.09685) are counted with the layers that they are in; DoRA's lengths
+    are not.
+
+    Args:
+        module: whose products they are, built (on meta too): its parameters say what is trained.
+        products: in the order of the forward.
+        recomputed: paths in `module` of the modules whose forward runs again in backward; "" is itself.
+    """
+    adapted = adapted_layers(module)
+    trained = {above for name, p in module.named_parameters() if p.requires_grad for above in _paths(name)}
+    forward = backward = again = 0.0
+    differentiable: set[str] = set()  # paths whose outputs have a gradient
+
+    def fed(paths: Collection[str] | None) -> bool:
+        if paths is None:
+            return bool(differentiable)
+        return any(path in trained or path in differentiable for path in paths)
+
+    for product in products:
+        place, first = product.module, fed(product.after)
+        layer: Any = module.get_submodule(place)
+        extra = extra_back = 0.0
+        if place in adapted:
+            extra, extra_back = _of_adapters(layer, first)
+            layer = layer.base_layer
+        if product.second is None:
+            other = any(p.requires_grad and p.dim() > 1 for p in layer.parameters(recurse=False))
+            moved = place in trained
+        else:
+            moved = other = fed(product.second)
+        forward += product.flops * (1 + extra)
+        backward += product.flops * (first + other + extra_back)
+        if first or moved:
+            differentiable.update(_paths(place))
+        if "" in recomputed or any(path in recomputed for path in _paths(place)):
+            again += product.flops * (1 + extra)
+    return StepOperations(forward, backward, again)
+
+
+def _paths(name: str) -> Iterator[str]:
+    """`blocks.0.ffn` -> `blocks`, `blocks.0`, `blocks.0.ffn`."""
+    pieces = name.split(".")
+    return (".".join(pieces[: count + 1]) for count in range(len(pieces)))
+
+
+def _of_adapters(layer: Any, fed: bool) -> tuple[float, float]:
+    """Forward and backward of a layer's adapters, as shares of the layer's own forward."""
+    forward = backward = 0.0
+    whole = layer.base_layer.weight.numel()
+    for name in layer.active_adapters:
+        first, second = layer.lora_A[name].weight, layer.lora_B[name].weight
+        into, out = first.numel() / whole, second.numel() / whole
+        forward += into + out
+        backward += into * (first.requires_grad + fed)
+        backward += out * (second.requires_grad + (first.requires_grad or fed))
+    return forward, backward

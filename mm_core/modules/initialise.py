@@ -1,0 +1,300 @@
+"""Initial weights that do not depend on how many ranks hold them.
+
+torch's in-place random functions draw into the *local* shard of a DTensor on CPU: every rank gets
+the same numbers, and other numbers at another world size. Under `seeded_init` the full tensor is
+drawn by a generator of (seed, parameter name), and each rank keeps its part.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
+from torch.utils._pytree import tree_leaves
+
+from mm_core.contracts import Randomness, seeded
+from mm_core.errors import ContractError
+from mm_core.modules.adapter_layers import base_name, init_adapters, without_adapters
+from mm_core.modules.shards import local
+from mm_core.runtime.ranks import on_any_rank
+
+_RANDOM_METHODS = frozenset(
+    getattr(Tensor, name)
+    for name in (
+        [
+            "normal_",
+            "uniform_",
+            "exponential_",
+            "cauchy_",
+            "log_normal_",
+            "geometric_",
+            "bernoulli_",
+            "random_",
+        ]
+    )
+)
+_DRAWING = _RANDOM_METHODS | frozenset(
+    function
+    for name, function in inspect.getmembers(nn.init, inspect.isfunction)
+    if name.endswith("_") and not name.startswith("_")
+)
+
+
+# Functions of nn.init that torch does not let a mode replace, and that draw into tensors of their own.
+_OWN_DRAWING = ("_no_grad_trunc_normal_", "orthogonal_", "sparse_", "eye_", "dirac_")
+_FILLING = frozenset({Tensor.copy_, Tensor.fill_, Tensor.zero_, nn.init.constant_})
+"""What leaves nothing of a tensor as it was, unless it is given something that was computed of that."""
+_LOOKING = frozenset({Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point}) | {
+    getattr(Tensor, name).__get__ for name in ("shape", "device", "dtype", "ndim", "requires_grad")
+}
+"""What tells nothing of a tensor's values."""
+_MIXED = "mixed torch.Tensor and DTensor"
+_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MARK = 0x5EEDA110C8ED0B57
+# Two marks of which all bits differ.
+_MARKS: dict[torch.dtype, tuple[int, int]] = {torch.bool: (1, 0)} | {
+    kind: (mark, ~mark)
+    for size, kind in _SIGNED.items()
+    for mark in [int.from_bytes((_MARK % 256**size).to_bytes(size, "big"), "big", signed=True)]
+}
+
+
+def fill_whole(target: Tensor, make: Callable[[], Tensor | None]) -> None:
+    """Fills a parameter from the whole tensor that `make` computes; each rank keeps its part. Within
+    `initialise`, which leaves out what other means will fill: `make` is not called for that.
+
+    Args:
+        make: returns None where nothing sets the tensor.
+    """
+    if has_torch_function_unary(target):
+        handle_torch_function(fill_whole, (target,), target, make)
+    elif (full := make()) is not None:
+        keep_local_part(target, full)
+
+
+class _SeededInit(TorchFunctionMode):
+    def __init__(self, names: Mapping[int, str], rng: Randomness, spared: Collection[str]) -> None:
+        super().__init__()
+        self.names = names
+        self.rng = rng
+        self.spared = spared
+        self.calls: dict[str, int] = {}
+        self.filled: set[str] = set()
+        self.read = False  # integers that nobody had filled: what is copied then may depend on them
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        target = args[0] if args else kwargs.get("tensor")
+        name = self.names.get(id(target)) if isinstance(target, Tensor) else None
+        if func is fill_whole:
+            if name not in self.spared and (full := args[1]()) is not None:
+                keep_local_part(args[0], full)
+                self.filled |= {name} if name is not None else set()
+            return None
+        self.note(
+            func, name, tree_leaves((args[1:], kwargs)) if func in _FILLING else tree_leaves((args, kwargs))
+        )
+        if func not in _DRAWING:
+            return self.call(func, name, args, kwargs)
+        rest = {key: value for key, value in kwargs.items() if key != "tensor"}
+        return self.draw(func, target, args[1:], rest)
+
+    def call(
+        self, func: Callable[..., Any], name: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Calls what draws nothing. A whole tensor that is copied into a sharded parameter is cut to it."""
+        if func is Tensor.copy_ and name is not None and isinstance(args[0], DTensor):
+            source = args[1] if len(args) > 1 else kwargs.get("src", kwargs.get("other"))
+            if isinstance(source, Tensor) and not isinstance(source, DTensor):
+                if name not in self.spared:
+                    keep_local_part(args[0], source.expand(args[0].shape))
+                return args[0]
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as fault:
+            if _MIXED not in str(fault):
+                raise
+            shards = [a for a in tree_leaves((args, kwargs)) if isinstance(a, DTensor)]
+            named = [self.names[id(a)] for a in shards if id(a) in self.names]
+            raise ContractError(
+                f"init_weights computes with a plain tensor and {', '.join(named) or 'a sharded tensor'}, of"
+                f" which each rank holds a part, by {func.__name__}",
+                accepted="methods of the parameter with numbers, and copy_ of a whole plain tensor into it",
+                hint="compute the whole tensor first, then self.weight.copy_(whole)",
+            ) from fault
+
+    def note(self, func: Callable[..., Any], name: str | None, given: Iterable[Any]) -> None:
+        """Keeps what is surely filled whole, by a call with the target `name` that reads `given`."""
+        if func in _DRAWING:
+            self.filled |= {name} if name is not None else set()
+        elif func not in _LOOKING:
+            unset = [a for a in given if isinstance(a, Tensor) and not _is_float(a)]
+            self.read = self.read or any(self.names.get(id(a), "") not in {"", *self.filled} for a in unset)
+            if name is not None and func in _FILLING and not self.read:
+                self.filled.add(name)
+
+    def draw(
+        self, func: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Calls a drawing function for the whole tensor, by (seed, name), and keeps this rank's part."""
+        name = self.names.get(id(target))
+        if name is None:
+            if isinstance(target, DTensor):
+                raise ContractError(
+                    "init_weights draws into a view of a parameter, or into a tensor made of it, by"
+                    f" {func.__name__.strip('_')}_",
+                    accepted="whole parameters: nn.init functions and methods on the parameter itself",
+                    hint="draw the whole parameter first, then overwrite a part of it; call"
+                    " nn.init.orthogonal_ and its like through their module, not by a name imported from it",
+                )
+            return func(target, *args, **kwargs)
+        if name in self.spared:
+            return target
+        self.calls[name] = self.calls.get(name, 0) + 1
+        full = torch.empty(target.shape, dtype=torch.float32)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(self.rng.seed32(name, self.calls[name]))
+            func(full, *args, **kwargs)
+            keep_local_part(target, full)
+        return target
+
+
+def keep_local_part(target: Tensor, full: Tensor) -> None:
+    """Copies this rank's part of `full` into `target` (all of it into a plain tensor)."""
+    if isinstance(target, DTensor):
+        part = distribute_tensor(
+            full.to(target.device), target.device_mesh, target.placements, src_data_rank=None
+        )
+        target.to_local().copy_(part.to_local())
+    else:
+        target.copy_(full)
+
+
+@contextmanager
+def seeded_init(
+    module: nn.Module, prefix: str, rng: Randomness, spared: Collection[str] = ()
+) -> Iterator[_SeededInit]:
+    """Within it, random initialisation of the parameters of `module` draws by (seed, name); that of the
+    names in `spared` does nothing."""
+    named = [*module.named_parameters(prefix=prefix), *module.named_buffers(prefix=prefix)]
+    # An adapted layer draws as it would without its adapter.
+    names = {id(tensor): base_name(name) for name, tensor in named}
+    mode = _SeededInit(names, rng.at("init"), {base_name(name) for name in spared})
+    inits: Any = nn.init
+    thread = threading.get_ident()
+    before = {name: getattr(inits, name) for name in _OWN_DRAWING}
+
+    def whole(func: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(func)
+        def draw(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            foreign = threading.get_ident() != thread  # builds a model of its own meanwhile
+            if foreign or (id(tensor) not in names and not isinstance(tensor, DTensor)):
+                return func(tensor, *args, **kwargs)
+            mode.filled.add(names.get(id(tensor), ""))
+            return mode.draw(func, tensor, args, kwargs)
+
+        return draw
+
+    for name, func in before.items():
+        setattr(inits, name, whole(func))
+    try:
+        with mode:
+            yield mode
+    finally:
+        for name, func in before.items():
+            setattr(inits, name, func)
+
+
+def initialise(module: nn.Module, prefix: str, rng: Randomness, spared: Collection[str] = ()) -> None:
+    """Calls the module's `init_weights`, and finds what it leaves unset. Nothing is drawn for the names in
+    `spared`, which are filled by other means.
+
+    Memory is marked before: floats by NaN, which no weight may be. An author may mean any integer, so where
+    some are not surely filled, all is done again over other marks: what then differs was not written, or
+    computed of memory that was not.
+
+    Raises:
+        ContractError: with the names of all that is unset.
+    """
+    filled = _over_marks(module, prefix, rng, spared, 0)
+    found = dict(_tensors(module, prefix, spared))
+    unset = {
+        name for name, tensor in found.items() if _is_float(tensor) and bool(_bits(tensor).isnan().any())
+    }
+    integers = [n for n, tensor in found.items() if not _is_float(tensor) and base_name(n) not in filled]
+    once = {name: _bits(found[name]).clone() for name in integers}
+    if _on_any_rank(bool(once), found.values()):
+        _over_marks(module, prefix, rng, spared, 1)
+        found = dict(_tensors(module, prefix, spared))
+        unset |= {name for name, bits in once.items() if not torch.equal(bits, _bits(found[name]))}
+    if unset:
+        raise _unset(module, prefix, [name for name in found if name in unset])
+
+
+def _over_marks(
+    module: nn.Module, prefix: str, rng: Randomness, spared: Collection[str], mark: int
+) -> set[str]:
+    """Names of what was surely written, all of it. What is drawn into no parameter (a table that is computed
+    of random numbers) comes from generators that begin anew: the same on all ranks, and each time."""
+    with torch.no_grad(), seeded(rng.at("init", "unnamed", prefix)):
+        for _, tensor in _tensors(module, prefix, spared):
+            bits = _bits(tensor)
+            bits.fill_(float("nan") if _is_float(tensor) else _MARKS[bits.dtype][mark])
+        with seeded_init(module, prefix, rng, spared) as mode:
+            with without_adapters(module):
+                module.init_weights()  # type: ignore[operator]
+            init_adapters(module)
+    return mode.filled
+
+
+def _tensors(module: nn.Module, prefix: str, spared: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    named = [*module.named_parameters(prefix=prefix), *module.named_buffers(prefix=prefix)]
+    yield from ((name, tensor) for name, tensor in named if name not in spared)
+
+
+def _is_float(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """This rank's part; integers as signed ones."""
+    share = local(tensor)
+    if _is_float(share) or share.dtype == torch.bool:
+        return share
+    return share.view(_SIGNED[share.element_size()])
+
+
+def _on_any_rank(doubt: bool, tensors: Iterable[Tensor]) -> bool:
+    """Ranks hold other rows of a sharded tensor. All begin again, or none: authors may gather."""
+    if not any(isinstance(tensor, DTensor) and not _is_float(tensor) for tensor in tensors):
+        return doubt
+    return on_any_rank(doubt)
+
+
+def _unset(module: nn.Module, prefix: str, names: Sequence[str]) -> ContractError:
+    listed = ", ".join(names[:8]) + (f" and {len(names) - 8} others" if len(names) > 8 else "")
+    kind = type(module).__name__
+    if isinstance(module, FSDPModule):
+        kind = kind.removeprefix("FSDP")
+    return ContractError(
+        f"init_weights of {kind} left {len(names)} tensors unset: {listed}",
+        where=prefix,
+        accepted="every parameter and buffer filled in place, non-persistent tables included",
+        hint="fill them in init_weights, whole: self.position_ids.copy_(torch.arange(n)); what a constructor "
+        "computes is lost on the meta device",
+    )

@@ -1,0 +1,147 @@
+"""Muon for matrices and AdamW for everything else, as one optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from mm_core.errors import PlanError, PluginError
+from mm_core.modules.selection import covered
+from mm_core.modules.shards import like
+from mm_core.optim.adamw import adamw
+from mm_core.weights.streaming import shard_of
+
+
+def muon(
+    groups: Sequence[Mapping[str, Any]],
+    lr: float,
+    momentum: float,
+    nesterov: bool,
+    ns_steps: int,
+    adjust_lr: str,
+    weight_decay: float,
+    adamw_for: Sequence[str],
+    adamw_lr: float | None,
+    betas: tuple[float, float],
+    eps: float,
+) -> MuonWithAdamW:
+    """Muon over the parameters of two and more dimensions, AdamW over the rest.
+
+    Raises:
+        PluginError: this torch has no Muon.
+        PlanError: a pattern of `adamw_for` that matches nothing, or no matrix to train.
+    """
+    if not hasattr(torch.optim, "Muon"):
+        raise PluginError(
+            f"muon needs torch.optim.Muon, which torch {torch.__version__} does not have",
+            where="optimizer",
+            accepted="torch >= 2.9",
+            hint="install a newer torch, or set optimizer.type to adamw",
+        )
+    names = [name for group in groups for name in group["names"]]
+    spared = set(covered(adamw_for, names, "optimizer.adamw_for"))
+    matrices = [_part(group, lambda name, p: p.dim() >= 2 and name not in spared) for group in groups]
+    others = [_part(group, lambda name, p: p.dim() < 2 or name in spared) for group in groups]
+    if not any(group["params"] for group in matrices):
+        raise PlanError(
+            "muon has no matrix to train",
+            where="optimizer",
+            accepted="parameters of two or more dimensions that optimizer.adamw_for does not match",
+        )
+    settings = {
+        "lr": lr,
+        "weight_decay": weight_decay,
+        "momentum": momentum,
+        "nesterov": nesterov,
+        "ns_steps": ns_steps,
+        "adjust_lr": adjust_lr,
+    }
+    rest = [group for group in others if group["params"]]
+    second = adamw(rest, lr if adamw_lr is None else adamw_lr, betas, eps, weight_decay) if rest else None
+    return MuonWithAdamW([group for group in matrices if group["params"]], settings, second)
+
+
+def _part(group: Mapping[str, Any], wanted: Callable[[str, Tensor], bool]) -> dict[str, Any]:
+    """The group with only those of its parameters that are wanted."""
+    pairs = [(n, p) for n, p in zip(group["names"], group["params"], strict=True) if wanted(n, p)]
+    return {**group, "names": [name for name, _ in pairs], "params": [p for _, p in pairs]}
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """One optimizer of two: its first parameter groups are Muon's, the others AdamW's.
+
+    Muon's update is `torch.optim.Muon`'s. Momentum is kept sharded as the parameter is; the matrix that is
+    orthogonalised is gathered whole on every rank. torch's own takes DTensors too, but its bfloat16 products
+    are then cut by rank, and two ranks differed from one by 4 % of a step (torch 2.13, gloo).
+
+    References: https://kellerjordan.github.io/posts/muon/ and https://arxiv.org/abs/2502.16982 (the factor
+    `match_rms_adamw`). Tensors of more than two dimensions count as (first, all others).
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[dict[str, Any]],
+        settings: dict[str, Any],
+        rest: torch.optim.Optimizer | None,
+    ) -> None:
+        super().__init__(list(matrices), settings)
+        self._matrix_groups = len(self.param_groups)
+        self._rest = rest
+        if rest is not None:
+            self.param_groups.extend(rest.param_groups)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of both parts; `closure` computes the loss anew, as in torch's optimizers."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups[: self._matrix_groups]:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+        if self._rest is not None:
+            # Bound anew each time: torch's load_state_dict replaces both.
+            self._rest.param_groups = self.param_groups[self._matrix_groups :]
+            self._rest.state = self.state
+            self._rest.step()
+        return loss
+
+    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: Mapping[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        momentum: Tensor = state["momentum_buffer"]
+        momentum.lerp_(gradient, 1 - group["momentum"])
+        direction = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(_orthogonal_step(direction, group))
+
+
+def _orthogonal_step(direction: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """The change of a parameter along `direction`, sharded as that is. Collective for DTensors."""
+    whole = direction.full_tensor() if isinstance(direction, DTensor) else direction
+    # Without momentum, decay and a start, torch's Muon leaves just its step in the parameter.
+    scratch = nn.Parameter(torch.zeros_like(whole).flatten(1))
+    scratch.grad = whole.flatten(1)
+    once: torch.optim.Optimizer = torch.optim.Muon(
+        [scratch],
+        lr=group["lr"],
+        weight_decay=0.0,
+        momentum=0.0,
+        nesterov=False,
+        ns_steps=group["ns_steps"],
+        adjust_lr_fn=group["adjust_lr"],
+    )
+    once.step()
+    step = scratch.detach().view(whole.shape)
+    if not isinstance(direction, DTensor):
+        return step
+    _, place = shard_of(direction)
+    share: Tensor = like(direction, step[place].contiguous())
+    return share

@@ -1,0 +1,1 @@
+"""Config dataclasses of components: declared fields, checking of values, and their description."""

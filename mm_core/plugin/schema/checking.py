@@ -1,0 +1,392 @@
+"""Checks plain values against annotated dataclasses and collects every fault.
+
+The values come as a tree of `Node`s, which remember where each of them was written, so that the
+same check serves YAML files, overrides and Python mappings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from mm_core.errors import ConfigError, MMError, PluginError, did_you_mean
+from mm_core.plugin.schema.fields import ComponentConfig, Kind, Range, dtype_hint, yaml_key
+from mm_core.plugin.schema.nodes import (
+    FAILED,
+    SCALARS,
+    Node,
+    describe,
+    from_python,
+    is_component,
+    is_list,
+    is_mapping,
+    is_plain,
+    read_loose,
+    read_number,
+    show,
+    to_python,
+    unwrap,
+)
+from mm_core.plugin.trust.foreign import ForeignExit, foreign_code
+
+if TYPE_CHECKING:
+    from mm_core.plugin.registry import Registry
+
+MAX_FAULTS = 100
+"""Faults of one config that are listed: each costs a search for what was meant."""
+
+__all__ = ["FAILED", "MAX_FAULTS", "Checker", "Node", "check_component", "from_python", "to_python"]
+
+
+def check_component(kind: str, mapping: Mapping[str, Any], registry: Registry, where: str) -> ComponentConfig:
+    """A plain mapping with `type` as a checked reference. ConfigError with every fault."""
+    checker = Checker(registry)
+    result = checker.checked(lambda: checker.component(kind, from_python(mapping, "", where)))
+    if checker.faults:
+        raise ConfigError(checker.faults)
+    assert isinstance(result, ComponentConfig)
+    return result
+
+
+_NOT_FINITE = ", which is not finite"
+_INFINITE_HINT = "a number that is too large for a float counts as infinite too"
+
+
+class _TooManyFaults(Exception):
+    """There are more than `MAX_FAULTS`; the rest of the tree is not looked at."""
+
+
+class Checker:
+    """One pass over a tree. `faults` holds what was found, in the order of the tree."""
+
+    def __init__(self, registry: Registry, infinite: bool = False) -> None:
+        self.registry = registry
+        self.faults: list[MMError] = []
+        self._infinite = infinite  # whether the field that is read may hold what is not finite
+
+    def checked(self, check: Callable[[], Any]) -> Any:
+        """What `check` returns, or FAILED when it finds more faults than are listed."""
+        try:
+            return check()
+        except _TooManyFaults:
+            return FAILED
+
+    def fault(
+        self,
+        node: Node,
+        what: str,
+        *,
+        key: bool = False,
+        accepted: str | None = None,
+        hint: str | None = None,
+    ) -> Any:
+        """Notes a fault at a node; FAILED, which the value then is."""
+        self.faults.append(ConfigError(what, where=node.place(key), accepted=accepted, hint=hint))
+        if len(self.faults) > MAX_FAULTS:
+            raise _TooManyFaults
+        return FAILED
+
+    # -- structures ------------------------------------------------------------------------------
+
+    def dataclass(
+        self,
+        cls: type[Any],
+        node: Node,
+        *,
+        skip: Sequence[str] = (),
+        further: Sequence[str] = (),
+        owner: str = "",
+    ) -> Any:
+        """An instance of `cls` from a mapping.
+
+        Args:
+            cls: an annotated dataclass; fields with metadata `yaml: False` are no keys.
+            node: the mapping.
+            skip: keys that are there and are not fields.
+            further: names that an unknown key may have been meant as, beside the fields.
+            owner: what faults call the mapping.
+        """
+        if not isinstance(node.value, dict):
+            return self._wrong(node, cls)
+        try:
+            with foreign_code():
+                hints = get_type_hints(cls, include_extras=True)
+        except Exception as error:  # an annotation is code of the plugin's: it may raise anything
+            what = f"the annotations of {cls.__module__}.{cls.__qualname__} can not be resolved: {error}"
+            return self.fault(node, what, hint="annotate with names that exist when the module is imported")
+        own = [f for f in dataclasses.fields(cls) if f.init and f.metadata.get("yaml", True)]
+        fields = {yaml_key(f.name): f for f in own}
+        before = len(self.faults)
+        self._unknown_keys(node, [*fields], (*skip, *further), owner, skip)
+        values: dict[str, Any] = {}
+        for name, field in fields.items():
+            if name in node.value:
+                values[field.name] = self._field(field, hints[field.name], node.value[name])
+            elif field.default is not dataclasses.MISSING:
+                values[field.name] = self._default(field.default, node, name)
+            elif field.default_factory is not dataclasses.MISSING:
+                values[field.name] = self._default(field.default_factory(), node, name)
+            else:
+                accepted = f"{name}: {describe(hints[field.name])}"
+                self.fault(node, f"the key {name!r} is missing", key=True, accepted=accepted)
+        if len(self.faults) > before or any(value is FAILED for value in values.values()):
+            return FAILED
+        return self._construct(cls, values, node)
+
+    def _field(self, field: dataclasses.Field[Any], annotation: Any, node: Node) -> Any:
+        before, self._infinite = self._infinite, not _finite(field.default)
+        try:
+            return self.value(annotation, _with_default(node, field.default))
+        finally:
+            self._infinite = before
+
+    def _unknown_keys(
+        self, node: Node, fields: list[str], others: Sequence[str], owner: str, skip: Sequence[str]
+    ) -> None:
+        for name, child in node.value.items():
+            if name not in fields and name not in skip:
+                self.fault(
+                    child,
+                    f"{owner} has no key {name!r}" if owner else f"unknown key {name!r}",
+                    key=True,
+                    accepted=", ".join(fields) or "no keys",
+                    hint=did_you_mean(name, [*fields, *others]),
+                )
+
+    def _construct(self, cls: type[Any], values: dict[str, Any], node: Node) -> Any:
+        """The instance, or the fault that the class's own `__post_init__` finds. One whose message
+        starts with the name of a key is placed there."""
+        try:
+            with foreign_code():
+                return cls(**values)
+        except MMError as error:
+            for fault in getattr(error, "faults", ()) or (error,):
+                subject = _subject(fault.what, node)
+                self.fault(subject, fault.what, key=True, accepted=fault.accepted, hint=fault.hint)
+        except (ValueError, TypeError) as error:
+            what = str(error) or f"{cls.__name__} refuses it"
+            self.fault(_subject(what, node), what, key=True)
+        except Exception as error:
+            said = str(error) if isinstance(error, ForeignExit) else f"{type(error).__name__}: {error}"
+            what = f"{cls.__module__}.{cls.__qualname__} can not be made: {said}"
+            hint = "this is a bug in the plugin: its config should raise ValueError"
+            self.fault(node, what, key=True, hint=hint)
+        return FAILED
+
+    def _default(self, value: Any, node: Node, name: str) -> Any:
+        """A default, with the options of the components in it filled."""
+        path = node.child_path(name)
+        if isinstance(value, ComponentConfig):
+            return self.component(value.kind, from_python(value, node.where, path))
+        inner = Node(None, node.where, path)
+        if type(value) in (tuple, list):
+            items = [self._default(item, inner, str(i)) for i, item in enumerate(value)]
+            return FAILED if any(item is FAILED for item in items) else type(value)(items)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            filled = {
+                f.name: self._default(getattr(value, f.name), inner, f.name)
+                for f in dataclasses.fields(value)
+                if f.init
+            }
+            failed = any(item is FAILED for item in filled.values())
+            return FAILED if failed else dataclasses.replace(value, **filled)
+        return value
+
+    def component(self, kind: str, node: Node) -> Any:
+        """A ComponentConfig from a mapping with `type`, or from a bare name."""
+        if node.value is FAILED:
+            return FAILED
+        if isinstance(node.value, str):
+            node = dataclasses.replace(node, value={"type": dataclasses.replace(node, loose=False)})
+        if not isinstance(node.value, dict):
+            return self._wrong(node, Annotated[Any, Kind(kind)])
+        named = node.value.get("type")
+        if named is None or not isinstance(named.value, str):
+            return self._no_type(kind, node, named)
+        try:
+            found = self.registry.resolve(kind, named.value)
+            cls = found.config_class()
+        except PluginError as error:
+            what = f"{error.where}: {error.what}" if error.where else error.what
+            return self.fault(named, what, accepted=error.accepted, hint=error.hint)
+        options = self.dataclass(cls, node, skip=("type",), owner=f"{kind} {found.qualified!r}")
+        if options is FAILED:
+            return FAILED
+        values = {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if f.init}
+        # A target's signature may have defaults that no YAML can hold (a module, a dtype). They are
+        # left to the target, which has them anyway.
+        kept = {name: value for name, value in values.items() if name in node.value or is_plain(value)}
+        return ComponentConfig(kind, found.qualified, kept)
+
+    def _no_type(self, kind: str, node: Node, named: Node | None) -> Any:
+        if named is not None and named.value is FAILED:
+            return FAILED
+        names = ", ".join(sorted(c.qualified for c in self.registry.components(kind)))
+        accepted = f"type: {names}" if names else f"nothing: no plugin offers a {kind}"
+        if named is not None:
+            return self.fault(named, f"found {show(named)} as the type", accepted=accepted)
+        meant = did_you_mean("type", node.value)
+        hint = f"{meant[:-1]} meant as 'type'?".replace("did you mean", "is") if meant else None
+        return self.fault(node, "the key 'type' is missing", key=True, accepted=accepted, hint=hint)
+
+    # -- values ----------------------------------------------------------------------------------
+
+    def value(self, annotation: Any, node: Node) -> Any:
+        """`node` as a value of `annotation`, or FAILED with the fault noted."""
+        if node.value is FAILED:
+            return FAILED
+        annotation = unwrap(annotation)
+        origin, args = get_origin(annotation), get_args(annotation)
+        if annotation is Any:
+            return to_python(node)
+        if origin is Annotated:
+            return self._annotated(args[0], args[1:], node)
+        if origin in (Union, types.UnionType):
+            return self._union(args, node, annotation)
+        if origin is Literal:
+            return self._literal(args, node, annotation)
+        if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
+            return self.dataclass(annotation, node)
+        if is_list(annotation):
+            return self._list(origin or annotation, args, node, annotation)
+        if is_mapping(annotation):
+            return self._mapping(args, node)
+        if annotation is None or annotation is types.NoneType:
+            return None if node.value is None else self._wrong(node, annotation)
+        return self._scalar(annotation, node)
+
+    def _annotated(self, base: Any, marks: tuple[Any, ...], node: Node) -> Any:
+        for mark in marks:
+            if isinstance(mark, Kind):
+                return self.component(mark.name, node)
+        ranges = [mark for mark in marks if isinstance(mark, Range)]
+        if not ranges or base not in SCALARS:
+            return self.value(base, node)
+        words = " ".join([describe(base), *map(str, ranges)])
+        value = self._scalar(base, node, words, any(mark.infinite for mark in ranges))
+        inside = all(mark.admits(value) for mark in ranges if isinstance(value, (int, float)))
+        return value if inside else self.fault(node, f"found {show(node)}", accepted=words)
+
+    def _union(self, options: tuple[Any, ...], node: Node, annotation: Any) -> Any:
+        trials: list[tuple[Any, list[MMError]]] = []
+        for option in options:
+            trial = Checker(self.registry, self._infinite)
+            value = trial.checked(partial(trial.value, option, node))
+            if not trial.faults:
+                return value
+            trials.append((unwrap(option), trial.faults))
+        # Where one option has the shape of what was found, its faults say more than a refusal.
+        meant = [faults for option, faults in trials if _shaped(option, node)]
+        if len(meant) == 1:
+            self.faults += meant[0]
+            return FAILED
+        hints = [fault.hint for _, faults in trials for fault in faults if fault.hint]
+        infinite = [
+            faults for _, faults in trials if len(faults) == 1 and faults[0].what.endswith(_NOT_FINITE)
+        ]
+        if infinite:
+            return self.fault(
+                node, infinite[0][0].what, accepted=describe(annotation), hint=infinite[0][0].hint
+            )
+        return self.fault(
+            node, f"found {show(node)}", accepted=describe(annotation), hint=hints[0] if hints else None
+        )
+
+    def _literal(self, choices: tuple[Any, ...], node: Node, annotation: Any) -> Any:
+        for choice in choices:
+            value = read_loose(type(choice), node.value) if _is_loose(node) else node.value
+            if type(choice) is type(value) and choice == value:
+                return choice
+        words = [choice for choice in choices if isinstance(choice, str)]
+        hint = None
+        if isinstance(node.value, str):
+            hint = dtype_hint(node.value, words) or did_you_mean(node.value, words)
+        return self.fault(node, f"found {show(node)}", accepted=describe(annotation), hint=hint)
+
+    def _list(self, origin: Any, args: tuple[Any, ...], node: Node, annotation: Any) -> Any:
+        if not isinstance(node.value, list):
+            return self._wrong(node, annotation)
+        fixed = origin is tuple and args and args[-1] is not Ellipsis
+        if fixed and len(node.value) != len(args):
+            return self.fault(
+                node, f"found {len(node.value)} values: {show(node)}", accepted=describe(annotation)
+            )
+        kinds = args if fixed else [args[0] if args else Any] * len(node.value)
+        items = [self.value(kind, child) for kind, child in zip(kinds, node.value, strict=True)]
+        if any(item is FAILED for item in items):
+            return FAILED
+        return items if origin is list else tuple(items)
+
+    def _mapping(self, args: tuple[Any, ...], node: Node) -> Any:
+        if not isinstance(node.value, dict):
+            return self.fault(node, f"found {show(node)}", accepted="a mapping of keys to values")
+        of_key, of_value = args or (Any, Any)
+        items: dict[Any, Any] = {}
+        for key, child in node.value.items():
+            # Keys are texts in the tree: they are read by their type, as texts of the environment are.
+            name = self.value(of_key, dataclasses.replace(child, value=key, loose=True))
+            items[name] = self.value(of_value, child)
+        return FAILED if any(item is FAILED for pair in items.items() for item in pair) else items
+
+    def _scalar(self, annotation: Any, node: Node, words: str | None = None, infinite: bool = False) -> Any:
+        """`words` describe what is accepted, where the annotation alone does not."""
+        value, words = node.value, words or describe(annotation)
+        if annotation is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
+            number = value if isinstance(value, float) else read_number(value)
+            if number is None:
+                return self.fault(node, f"found {show(node)}", accepted=words)
+            if math.isfinite(number) or infinite or self._infinite:
+                return number
+            return self.fault(node, f"found {show(node)}{_NOT_FINITE}", accepted=words, hint=_INFINITE_HINT)
+        if _is_loose(node):
+            value = read_loose(annotation, value)
+        if annotation is Path and isinstance(value, str):
+            return Path(value)
+        if annotation in SCALARS and type(value) is not annotation and not isinstance(value, Path):
+            quotable = annotation is str and isinstance(value, (int, float))
+            hint = "put it in quotes" if quotable else None
+            return self.fault(node, f"found {show(node)}", accepted=words, hint=hint)
+        if isinstance(annotation, type) and not isinstance(value, annotation):
+            return self.fault(node, f"found {show(node)}", accepted=words)
+        return value if not isinstance(value, (dict, list)) else to_python(node)
+
+    def _wrong(self, node: Node, annotation: Any) -> Any:
+        return self.fault(node, f"found {show(node)}", accepted=describe(annotation))
+
+
+def _finite(default: Any) -> bool:
+    """Whether a field's default is: one that is not may be set to infinity too."""
+    if isinstance(default, (tuple, list)):
+        return all(map(_finite, default))
+    return not isinstance(default, float) or math.isfinite(default)
+
+
+def _with_default(node: Node, default: Any) -> Node:
+    """A mapping that leaves out `type` means its field's default component, with its options."""
+    if isinstance(default, ComponentConfig) and isinstance(node.value, dict) and "type" not in node.value:
+        given = from_python(default, node.where, node.path)
+        return dataclasses.replace(node, value={**given.value, **node.value})
+    return node
+
+
+def _is_loose(node: Node) -> bool:
+    return node.loose and isinstance(node.value, str)
+
+
+def _subject(what: str, node: Node) -> Node:
+    """The key of `node` that a message starts with the name of, or `node`."""
+    child = node.value.get((what.split() or [""])[0].strip("'\":,"))
+    return child if isinstance(child, Node) else node
+
+
+def _shaped(option: Any, node: Node) -> bool:
+    if is_component(option):
+        return isinstance(node.value, (dict, str))
+    return (isinstance(node.value, dict) and is_mapping(option)) or (
+        isinstance(node.value, list) and is_list(option)
+    )

@@ -1,0 +1,112 @@
+"""What a component's config fields are, in words, for `mm plugins show` and the documentation."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import io
+import tokenize
+import typing
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from mm_core.plugin.schema.fields import ComponentConfig, Kind, Range
+
+
+@dataclass(frozen=True)
+class FieldInfo:
+    """One config field: its name, its type in words, its default in words (None: required), its comment."""
+
+    name: str
+    type: str
+    default: str | None
+    comment: str
+
+
+def describe_fields(cls: type[Any]) -> tuple[FieldInfo, ...]:
+    """The fields of a config dataclass, in order, with the comment that stands beside each."""
+    hints = get_type_hints(cls, include_extras=True)
+    comments: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(base):
+            comments |= _comments(base)
+    return tuple(
+        FieldInfo(f.name, type_text(hints[f.name]), _default_text(f), comments.get(f.name, ""))
+        for f in dataclasses.fields(cls)
+        if f.init
+    )
+
+
+def type_text(hint: Any) -> str:
+    """A type as a person reads it: `int >= 1`, `'a' or 'b'`, `predictor`, `list of str`, `none`."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        kinds = [extra.name for extra in arguments[1:] if isinstance(extra, Kind)]
+        ranges = [str(extra) for extra in arguments[1:] if isinstance(extra, Range)]
+        return " ".join([kinds[0] if kinds else type_text(arguments[0]), *ranges])
+    if origin is Literal:
+        return " or ".join(map(repr, arguments))
+    if origin in (Union, UnionType):
+        return " or ".join(type_text(argument) for argument in arguments)
+    if origin is tuple and not (len(arguments) == 2 and arguments[1] is Ellipsis):
+        return f"[{', '.join(map(type_text, arguments))}]"
+    if origin in (tuple, list):
+        return f"list of {type_text(arguments[0])}"
+    if hint is NoneType:
+        return "none"
+    if hint is Any:
+        return "any"
+    if isinstance(hint, type) and origin is None:
+        return hint.__name__
+    return str(hint).replace("typing.", "").replace("collections.abc.", "")
+
+
+def _default_text(f: dataclasses.Field[Any]) -> str | None:
+    if f.default is not dataclasses.MISSING:
+        return _value_text(f.default)
+    if f.default_factory is not dataclasses.MISSING:
+        return _value_text(f.default_factory())
+    return None
+
+
+def _value_text(value: Any) -> str:
+    """A default as a YAML would write it."""
+    if isinstance(value, ComponentConfig):
+        return f"{{type: {value.type}}}"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        pairs = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
+        return f"{{{', '.join(f'{name}: {_value_text(item)}' for name, item in pairs)}}}"
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(map(_value_text, value))}]"
+    words = {None: "none", True: "true", False: "false"}
+    if value is None or isinstance(value, bool):
+        return words[value]
+    return value if isinstance(value, str) and value else repr(value)
+
+
+def _comments(cls: type[Any]) -> dict[str, str]:
+    """Field -> the comment on its line, or the string below it. {} when there is no source."""
+    try:
+        source = inspect.getsource(cls)
+    except (OSError, TypeError):  # made at run time
+        return {}
+    source = inspect.cleandoc("\n" + source) if source[:1].isspace() else source
+    by_line = {
+        token.start[0]: token.string.lstrip("# ").strip()
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT and not token.string.startswith(("# noqa", "# type:"))
+    }
+    found: dict[str, str] = {}
+    definition = ast.parse(source).body[0]
+    body = typing.cast(ast.ClassDef, definition).body
+    for statement, following in zip(body, [*body[1:], None], strict=True):
+        if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
+            continue
+        lines = range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
+        text = " ".join(by_line[line] for line in lines if line in by_line)
+        if not text and isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+            text = " ".join(str(following.value.value).split())
+        found[statement.target.id] = text
+    return found

@@ -1,0 +1,143 @@
+"""Work that all ranks do and whose outcome all ranks must agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from mm_core.errors import CheckpointError
+from mm_core.runtime.groups import cpu_group
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those of the default process group; alone when there is none."""
+
+    rank: int
+    count: int
+    alone: bool
+    group: Any = None
+    """The process group that they speak in; None for the default one."""
+
+    @classmethod
+    def current(cls) -> Ranks:
+        """Who this process is now."""
+        if dist.is_available() and dist.is_initialized():
+            return cls(dist.get_rank(), dist.get_world_size(), alone=False)
+        return cls(0, 1, alone=True)
+
+    @classmethod
+    def apart(cls) -> Ranks:
+        """The same ranks in a group of their own, for a thread: the loop speaks in the default group
+        meanwhile. Called by all ranks."""
+        ranks = cls.current()
+        return ranks if ranks.alone else cls(ranks.rank, ranks.count, False, cpu_group())
+
+    def gather(self, item: T) -> list[T]:
+        """`item` of every rank, in rank order, on every rank."""
+        if self.alone:
+            return [item]
+        items: list[Any] = [None] * self.count
+        dist.all_gather_object(items, item, group=self.group)
+        return items
+
+    def gather_first(self, item: T) -> list[T]:
+        """`item` of every rank on rank 0, [] elsewhere: for what is too large to be sent to everybody."""
+        if self.alone:
+            return [item]
+        items: list[Any] = [None] * self.count if self.rank == 0 else []
+        dist.gather_object(item, items or None, dst=0, group=self.group)
+        return items
+
+    def from_first(self, item: T) -> T:
+        """Rank 0's `item`, on every rank."""
+        if self.alone:
+            return item
+        items = [item]
+        dist.broadcast_object_list(items, src=0, group=self.group)
+        return items[0]
+
+    def agree(self, doing: str, work: Callable[[], T]) -> T:
+        """Runs `work` on every rank and returns what it gave here, once it has succeeded everywhere.
+
+        A fault on any rank raises one CheckpointError, with the same text on all of them: no rank goes on
+        alone, and none waits for one that has given up.
+        """
+        given: T | None = None
+        culprit, fault, cause = self.rank, None, None
+        try:
+            given = work()
+        except (Exception, CheckpointException) as raised:
+            culprit, cause = blame(raised, self.rank)
+            fault = cause if isinstance(cause, CheckpointError) else explain(doing, cause)
+        failed = [(rank, error) for rank, error in self.gather((culprit, fault)) if error is not None]
+        if failed:
+            rank, error = min(failed, key=lambda pair: pair[0])
+            raise (error if self.count == 1 else at_rank(rank, error)) from cause
+        return cast(T, given)
+
+    def first(self, doing: str, work: Callable[[], T]) -> T:
+        """Runs `work` on rank 0 alone and returns what it gave, on every rank; faults as in `agree`."""
+        given = self.agree(doing, work if self.rank == 0 else lambda: None)
+        return cast(T, self.gather(given)[0])
+
+
+def gather_rows(row: Sequence[float] | Tensor) -> Tensor:
+    """[ranks, n] on CPU: the n numbers of every rank, in rank order, on every rank; [1, n] where this process
+    is alone. One small collective.
+
+    Args:
+        row: numbers, which become float64, or a tensor [n] on CPU.
+    """
+    mine = row if isinstance(row, Tensor) else torch.tensor(row, dtype=torch.float64, device="cpu")
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return mine[None]
+    table = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(table, mine)
+    return torch.stack(table)
+
+
+def sum_rows(row: Sequence[float] | Tensor) -> Tensor:
+    """[n]: the sum over ranks, added in rank order, so that all ranks have the same bits."""
+    return gather_rows(row).sum(0)
+
+
+def on_any_rank(flag: bool) -> bool:
+    """Whether the flag is set on any rank. Called by all of them."""
+    return bool(gather_rows([float(flag)]).any())
+
+
+def blame(raised: BaseException, rank: int) -> tuple[int, BaseException]:
+    """The rank that a fault happened on, and the fault. torch.distributed.checkpoint raises one rank's
+    fault on all ranks, in an exception of its own."""
+    if not isinstance(raised, CheckpointException) or not raised.failures:
+        return rank, raised
+    culprit, (cause, _) = min(raised.failures.items(), key=lambda pair: pair[0])
+    if isinstance(cause, KeyboardInterrupt | SystemExit):
+        raise cause
+    return culprit, cause
+
+
+def explain(doing: str, fault: BaseException) -> CheckpointError:
+    """A sentence for a fault of the system or of torch."""
+    text = " ".join(str(fault).split())
+    if isinstance(fault, OSError):
+        remedy = "check free space, quota and permissions of the run folder, on every node"
+        return CheckpointError(f"{doing} failed: {text}", hint=remedy)
+    return CheckpointError(f"{doing} failed: {type(fault).__name__}: {text}"[:2000])
+
+
+def at_rank(rank: int, fault: CheckpointError) -> CheckpointError:
+    """The fault, with the rank that it happened on, unless it names one already."""
+    if fault.where and str(fault.where).startswith("rank "):
+        return fault
+    place = f"rank {rank}, {fault.where}" if fault.where else f"rank {rank}"
+    return type(fault)(fault.what, where=place, accepted=fault.accepted, hint=fault.hint)

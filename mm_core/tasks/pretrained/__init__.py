@@ -1,0 +1,1 @@
+"""The task `pretrained`: training any model of Transformers."""

@@ -1,0 +1,67 @@
+"""Whether a model's loss can be computed by chunks: tried on the meta device, before there are weights."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mm_core.errors import ContractError, first_line
+from mm_core.tasks.pretrained.chunked_loss import hold_back
+from mm_core.tasks.pretrained.loss import RowLosses, follow
+from mm_core.tasks.pretrained.model import forward_names
+
+
+class _Reached(Exception):
+    """The logits came to a loss of the labels as they were held back."""
+
+
+@dataclass
+class _Reaching(RowLosses):
+    def of_model(self, function: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Tensor:
+        raise _Reached
+
+
+def obstacle(model: Any, options: dict[str, Any]) -> str | None:
+    """What a model does to its logits that a chunked loss cannot follow; None where none is known.
+
+    A copy of the model is run on four tokens. What cannot be run so (memory that is not meta, inputs other
+    than tokens, control flow by values) is left to the first step, but for decoders of a text encoder:
+    many add a bias to their logits.
+    """
+    if any(tensor.device.type != "meta" for tensor in model.parameters()):
+        return None
+    trial = copy.deepcopy(model).eval()  # layers that are left out by chance ask for a number
+    head = trial.get_output_embeddings()
+    assert isinstance(head, nn.Linear)
+    ids = torch.ones(1, 4, dtype=torch.int64, device="meta")
+    labels = follow(ids.clone(), _Reaching(torch.ones(1, device="meta")))
+    try:
+        _attend_plainly(trial)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), hold_back(head, 4)():
+            trial(input_ids=ids, labels=labels, **options)
+    except ContractError as fault:
+        return fault.what if fault.where == "task.loss" else None
+    except Exception as fault:
+        suspect = (
+            getattr(model.config, "is_encoder_decoder", False) and "input_ids" in forward_names(model)[0]
+        )
+        if suspect or hasattr(model, "final_logits_bias"):
+            kind = type(fault).__name__
+            return f"{type(model).__name__} can not be tried without memory ({kind}: {first_line(fault)})"
+        return None
+    return None
+
+
+def _attend_plainly(model: Any) -> None:
+    """Other attentions look into masks, which have no values on the meta device."""
+    if hasattr(model, "set_attn_implementation"):
+        model.set_attn_implementation("eager")
+        return
+    for module in model.modules():  # Transformers before 4.54
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "_attn_implementation"):
+            config._attn_implementation = "eager"

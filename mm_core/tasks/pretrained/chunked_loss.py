@@ -1,0 +1,306 @@
+"""Cross entropy of a large vocabulary without its logits.
+
+Within a model's own forward its output embedding hands on logits that are held back: their hidden states, and
+what the model does with them (a scale, a cap). The loss is computed by chunks of tokens, and so are, at once,
+the gradients of hidden states and embedding (Wijmans et al. 2024, https://arxiv.org/abs/2411.09009, and the
+chunked losses of https://arxiv.org/abs/2410.10989, go the same way in kernels of their own).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
+
+from mm_core.contracts import IGNORED_LABEL
+from mm_core.errors import ContractError
+
+Step = Callable[[Tensor], Tensor]
+
+
+class HeldBackLogits(Tensor):
+    """The logits [..., V] of a linear layer that was not run. They have a shape, a dtype and a device, and no
+    memory. Reshaping goes to the hidden states; scales, tanh and casts wait for the chunks."""
+
+    hidden: Tensor
+    head: nn.Linear
+    steps: tuple[Step, ...]
+    chunk_tokens: int
+
+    @staticmethod
+    def of(hidden: Tensor, head: nn.Linear, chunk: int, steps: tuple[Step, ...] = ()) -> HeldBackLogits:
+        """Those of `head` for hidden[..., D]."""
+        dtype = head.weight.dtype
+        for step in steps:
+            dtype = step(torch.empty(0, dtype=dtype)).dtype
+        made = Tensor._make_wrapper_subclass(
+            HeldBackLogits, (*hidden.shape[:-1], head.out_features), dtype=dtype, device=hidden.device
+        )
+        made.hidden, made.head, made.steps, made.chunk_tokens = hidden, head, steps, chunk
+        assert isinstance(made, HeldBackLogits)
+        return made
+
+    def later(self, step: Step) -> HeldBackLogits:
+        """The same after an elementwise step."""
+        return HeldBackLogits.of(self.hidden, self.head, self.chunk_tokens, (*self.steps, step))
+
+    def shaped(self, hidden: Tensor) -> HeldBackLogits:
+        """The same of these hidden states."""
+        return HeldBackLogits.of(hidden, self.head, self.chunk_tokens, self.steps)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if func is functional.cross_entropy:
+            target = args[1] if len(args) > 1 else given["target"]
+            handler = type(target).__torch_function__
+            if handler is not Tensor.__torch_function__:
+                return handler(func, types, args, given)
+        own = args[0] if args else None
+        if isinstance(own, HeldBackLogits):
+            made = _reshaped(own, func, args[1:], given)
+            made = _computed(own, func, args[1:], given) if made is None else made
+            if made is not None:
+                return made
+        if _tells(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **given)
+        raise ContractError(
+            f"the model does `{getattr(func, '__name__', func)}` to its logits before their loss, which "
+            "a chunked loss can not do without them",
+            where="task.loss",
+            accepted="scales, caps (tanh), casts and reshaping",
+            hint="set task.loss: plain",
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise ContractError(
+            f"the logits of a chunked loss were never computed, and {func} asks for them",
+            where="task.loss",
+            hint="set task.loss: plain",
+        )
+
+
+def _tells(func: Any) -> bool:
+    """Whether a function asks only what is known: shape, dtype, device."""
+    if getattr(func, "__name__", "") == "__get__":
+        return True
+    asked = (Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_contiguous)
+    return func in {*asked, Tensor.is_floating_point}
+
+
+def _reshaped(
+    logits: HeldBackLogits, func: Any, args: Sequence[Any], given: dict[str, Any]
+) -> HeldBackLogits | None:
+    """The logits in another shape that has the vocabulary last, as it was."""
+    if func is Tensor.contiguous:
+        return logits
+    if func in (Tensor.view, Tensor.reshape) and not given:
+        sizes = list(args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
+        if sizes and all(isinstance(size, int) for size in sizes) and sizes[-1] in (logits.shape[-1], -1):
+            if sizes[-1] == -1 and prod(sizes[:-1]) != logits.numel() // logits.shape[-1]:
+                return None
+            return logits.shaped(logits.hidden.reshape(*sizes[:-1], logits.hidden.shape[-1]))
+    if func is Tensor.__getitem__:
+        index = args[0] if isinstance(args[0], tuple) else (args[0],)
+        simple = all(part is Ellipsis or isinstance(part, (slice, int)) for part in index)
+        whole_last = index[-1] == slice(None) if Ellipsis in index else len(index) < logits.dim()
+        if simple and (whole_last or (len(index) == logits.dim() and index[-1] == slice(None))):
+            return logits.shaped(logits.hidden[args[0]])
+    return None
+
+
+_ELEMENTWISE = {
+    *(getattr(Tensor, name) for name in ("mul", "__mul__", "__rmul__", "div", "__truediv__", "true_divide")),
+    *(torch.mul, torch.div, torch.true_divide, torch.tanh, Tensor.tanh),
+}
+
+
+def _computed(
+    logits: HeldBackLogits, func: Any, args: Sequence[Any], given: dict[str, Any]
+) -> HeldBackLogits | None:
+    """The logits after an elementwise step with constants."""
+    if func is Tensor.to:
+        places = [value for value in (*args, *given.values()) if not isinstance(value, torch.dtype)]
+        if any(torch.device(place) != logits.device for place in places if not isinstance(place, bool)):
+            return None
+        dtypes = [value for value in (*args, *given.values()) if isinstance(value, torch.dtype)]
+        if dtypes == [torch.float32]:
+            return logits.later(Tensor.float)
+        return logits.later(lambda found: found.to(dtypes[0])) if dtypes else logits
+    if func is Tensor.float:
+        return logits.later(Tensor.float)
+    constant = all(
+        isinstance(value, (int, float))
+        or (isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad)
+        for value in (*args, *given.values())
+    )
+    if func in _ELEMENTWISE and constant:
+        return logits.later(lambda found: func(found, *args, **given))
+    return None
+
+
+def hold_back(head: nn.Linear, chunk: int) -> Callable[[], Any]:
+    """Changes a model's output embedding: within the context that is returned, it holds its logits back.
+
+    chunk: tokens whose logits are in memory at a time.
+    """
+    forward, active = head.forward, [False]
+
+    def held(hidden: Tensor) -> Tensor:
+        if not active[0]:
+            return forward(hidden)
+        return HeldBackLogits.of(hidden, head, chunk)
+
+    @contextmanager
+    def within() -> Iterator[None]:
+        active[0] = True
+        try:
+            yield
+        finally:
+            active[0] = False
+
+    replacement: Callable[..., Any] = held
+    head.forward = replacement  # type: ignore[method-assign]
+    return within
+
+
+def chunked_cross_entropy(
+    logits: HeldBackLogits, target: Tensor, weights: Tensor, predict: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(weighted sum, loss of each label [N] without gradients, most likely labels [N] if `predict`).
+
+    Args:
+        logits: [N,V]. target: [N], -100 for what counts for nothing. weights: [N] float32.
+    """
+    head, hidden = logits.head, logits.hidden
+    if isinstance(head.weight, DTensor):
+        raise ContractError(
+            "the output embedding is gathered for itself alone, and given back before the loss",
+            where="engine.sub_modules_to_wrap",
+            accepted="modules other than the output embedding",
+            hint="leave it out of the list, or set task.loss: plain",
+        )
+    flat = hidden.reshape(-1, hidden.shape[-1]).to(head.weight.dtype)
+    total, losses, best = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        flat, head.weight, head.bias, target, weights, logits.steps, logits.chunk_tokens, predict
+    )
+    return total, losses, best if predict else None
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        weights: Tensor,
+        steps: Sequence[Step],
+        chunk: int,
+        predict: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        head = _Head(hidden, weight, bias, steps, ctx.needs_input_grad[:3])
+        losses = torch.empty(len(target), dtype=torch.float32, device=hidden.device)
+        best = torch.empty(len(target) if predict else 0, dtype=torch.int64, device=hidden.device)
+        for first in range(0, len(target), chunk):
+            part = slice(first, first + chunk)
+            losses[part] = head.losses(part, target[part], weights[part], best[part] if predict else None)
+        ctx.head = head
+        ctx.mark_non_differentiable(losses, best)
+        return (losses * weights).sum(), losses, best
+
+    @staticmethod
+    def backward(ctx: Any, of_total: Tensor, *_: Any) -> Any:
+        head, ctx.head = ctx.head, None
+        assert head is not None, "the gradients of a chunked loss are there for one backward"
+        return (*head.gradients(of_total), None, None, None, None, None)
+
+
+class _Head:
+    """An output embedding on hidden states [N,D], and the gradients of both, each where it is wanted."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        steps: Sequence[Step],
+        wanted: Sequence[bool],
+    ) -> None:
+        self.hidden, self.weight, self.bias, self.steps = hidden, weight, bias, steps
+        self.differentiable = any(wanted)
+        self._of_hidden = torch.empty_like(hidden) if wanted[0] else None
+        # Those of the embedding add up over chunks: in float32, whatever its own dtype.
+        self._of_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
+        self._of_bias = (
+            torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
+        )
+
+    def losses(self, part: slice, target: Tensor, weights: Tensor, best: Tensor | None) -> Tensor:
+        """[n] of a chunk, whose gradients are added, times `weights`. best: is given the likeliest labels."""
+        raw = functional.linear(self.hidden[part], self.weight, self.bias)
+        logits, back = _after(raw, self.steps, self.differentiable)
+        del raw  # what follows happens in one chunk of memory: logits, exponentials, softmax less one-hot
+        if best is not None:
+            best.copy_(logits.argmax(1))
+        known = target != IGNORED_LABEL
+        labels = target.where(known, 0)[:, None]
+        of_label, most = logits.gather(1, labels), logits.amax(1, keepdim=True)
+        exponentials = logits.sub_(most).exp_()
+        sums = exponentials.sum(1, keepdim=True)
+        if self.differentiable:
+            slope = exponentials.div_(sums)
+            slope.scatter_add_(1, labels, slope.new_full(labels.shape, -1.0))
+            slope.mul_(weights.where(known, 0)[:, None])
+            with _disable_current_modes():  # who counts operations takes these for a backward already
+                self._add(part, back(slope).to(self.weight.dtype))
+        return (sums.log() + most - of_label)[:, 0].where(known, 0)
+
+    def _add(self, part: slice, slope: Tensor) -> None:
+        """What the gradient of a chunk's linear layer [n,V] makes of those of its inputs."""
+        if self._of_hidden is not None:
+            torch.mm(slope, self.weight, out=self._of_hidden[part])
+        if self._of_weight is not None and slope.dtype == torch.float32:
+            self._of_weight.addmm_(slope.t(), self.hidden[part])
+        elif self._of_weight is not None:
+            self._of_weight += slope.t() @ self.hidden[part]
+        if self._of_bias is not None:
+            self._of_bias += slope.sum(0, dtype=torch.float32)
+
+    def gradients(self, factor: Tensor) -> list[Tensor | None]:
+        """All of them times a factor, in the dtypes of what they are gradients of; in place."""
+        found = [(self._of_hidden, self.hidden.dtype)]
+        found += [(gradient, self.weight.dtype) for gradient in (self._of_weight, self._of_bias)]
+        return [g.mul_(factor).to(dtype) if g is not None else None for g, dtype in found]
+
+
+def _after(raw: Tensor, steps: Sequence[Step], differentiable: bool) -> tuple[Tensor, Step]:
+    """(logits in float32 that may be overwritten, from their gradient to that of `raw`)."""
+    while steps and steps[-1] is Tensor.float:  # as is done at the end in any case
+        steps = steps[:-1]
+    if not steps or not differentiable:
+        for step in steps:
+            raw = step(raw)
+        return raw.float(), lambda slope: slope
+    with torch.enable_grad():
+        leaf = raw.detach().requires_grad_()
+        found = leaf
+        for step in steps:
+            found = step(found)
+        found = found.float()
+    logits = found.detach().clone()
+    return logits, lambda slope: torch.autograd.grad(found, leaf, slope)[0]

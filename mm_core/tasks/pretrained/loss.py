@@ -1,0 +1,177 @@
+"""A model's own loss, taken as a sum.
+
+Transformers' models compute a mean over a micro-batch, each at a place of its own. The labels that they are
+given here follow them to that place: a tensor that keeps its kind as it is cut, joined and reshaped, and that
+answers when a loss of it is asked for. There the loss of each label is known, and so are sums by row.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mm_core.contracts import IGNORED_LABEL
+from mm_core.errors import ContractError
+from mm_core.tasks.pretrained.chunked_loss import HeldBackLogits, chunked_cross_entropy
+
+_LOSSES: dict[Callable[..., Any], str] = {
+    functional.cross_entropy: "cross_entropy",
+    functional.mse_loss: "mse_loss",
+    functional.l1_loss: "l1_loss",
+    functional.binary_cross_entropy_with_logits: "binary_cross_entropy_with_logits",
+}
+_RESHAPING = {
+    functional.pad,
+    *(getattr(Tensor, name) for name in ("view", "reshape", "flatten", "contiguous", "squeeze", "unsqueeze")),
+    *(getattr(Tensor, name) for name in ("to", "long", "float", "clone", "detach", "__getitem__")),
+}
+
+
+@dataclass
+class RowLosses:
+    """What one forward makes of the labels of B rows.
+
+    weights: [B] float32, factors of the rows' losses in `total`. keep_predictions: for evaluations.
+    rows: [B] float32, the summed loss of each row. counted: [B], over how many labels. total: what the model
+    takes for its mean. sums: how often it asked. version: of `total`, before the model adds to it in place.
+    """
+
+    weights: Tensor
+    keep_predictions: bool = False
+    rows: Tensor | None = None
+    counted: Tensor | None = None
+    total: Tensor | None = None
+    predictions: Tensor | None = None
+    labels: Tensor | None = None
+    sums: int = 0
+    version: int = 0
+
+    def of_model(self, function: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any]) -> Tensor:
+        """The loss that a model asks for: the weighted sum in the place of its mean."""
+        call = inspect.signature(function).bind(*args, **given)
+        call.apply_defaults()
+        options = call.arguments
+        name = _LOSSES[function]
+        if options["reduction"] == "none":
+            raise _unsummable(f"it weighs the {name} of each label itself")
+        if options.get("weight") is not None or options.get("pos_weight") is not None:
+            raise _unsummable(f"its {name} weighs the classes")
+        found, target = options["input"], plain(options["target"])
+        total: Tensor | None = None
+        if function is functional.cross_entropy:
+            losses, total = self._cross_entropy(found, target, options)
+            counted = target != IGNORED_LABEL
+        else:
+            if isinstance(found, HeldBackLogits):
+                raise _unsummable(f"its {name} is of the output embedding", "set task.loss: plain")
+            losses = function(found.float(), target.float(), reduction="none")
+            # A row with several values counts once, as in the mean.
+            losses = self._by_row(losses).mean(1)
+            counted = torch.ones_like(losses)
+        self.rows, self.counted = self._by_row(losses).sum(1), self._by_row(counted).sum(1)
+        self.sums += 1
+        self.total = (self.rows * self.weights).sum() if total is None else total
+        self.version = self.total._version
+        return self.total
+
+    def _cross_entropy(
+        self, found: Tensor, target: Tensor, options: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The loss of each label; where gradients do not go through that, also the weighted sum."""
+        if options["ignore_index"] != IGNORED_LABEL:
+            raise _unsummable(f"it ignores the label {options['ignore_index']}, and -100 is what counts here")
+        total: Tensor | None = None
+        if isinstance(found, HeldBackLogits):
+            if options["label_smoothing"]:
+                raise _unsummable("it smooths its labels", "set task.loss: plain")
+            weights = self._of_labels(target)
+            total, losses, best = chunked_cross_entropy(found, target, weights, self.keep_predictions)
+        else:
+            smoothing = options["label_smoothing"]
+            losses = functional.cross_entropy(
+                found.float(), target, ignore_index=IGNORED_LABEL, reduction="none", label_smoothing=smoothing
+            )
+            best = found.argmax(1) if self.keep_predictions else None
+        if best is not None:
+            self.predictions, self.labels = self._by_row(best), self._by_row(target)
+        return losses, total
+
+    def _of_labels(self, target: Tensor) -> Tensor:
+        """The weight of each label: that of its row."""
+        return self.weights[:, None].expand(-1, target.numel() // len(self.weights)).reshape(-1)
+
+    def _by_row(self, values: Tensor) -> Tensor:
+        if values.numel() % len(self.weights):
+            raise _unsummable("it leaves labels out before the loss, so that rows can not be told apart")
+        return values.reshape(len(self.weights), -1)
+
+
+class FollowedLabels(Tensor):
+    """Labels that are still known as such where a loss is computed; see `follow`."""
+
+    record: RowLosses
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        followed = next((a for a in (*args, *given.values()) if isinstance(a, FollowedLabels)), None)
+        if func in _LOSSES and followed is not None:
+            return followed.record.of_model(func, args, given)
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is Tensor.to and followed is not None and followed.is_floating_point():
+                # The engine lowers the precision of what a forward is given; 998.7 would become 1000.
+                args = (followed, *(a for a in args[1:] if not isinstance(a, torch.dtype)))
+                given = {name: value for name, value in given.items() if name != "dtype"}
+                if len(args) + len(given) == 1:
+                    return followed
+            found = func(*args, **given)
+        # What is computed with labels in another way (inputs of a decoder) is an ordinary tensor.
+        if func in _RESHAPING and isinstance(found, Tensor) and followed is not None:
+            return follow(plain(found), followed.record)
+        return plain(found) if isinstance(found, FollowedLabels) else found
+
+
+def follow(labels: Tensor, record: RowLosses) -> Tensor:
+    """The labels, such that `record` notes the loss that is computed of them."""
+    followed = labels.as_subclass(FollowedLabels)
+    followed.record = record
+    return followed
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """A tensor that is not followed any more."""
+    return tensor.as_subclass(Tensor) if isinstance(tensor, FollowedLabels) else tensor
+
+
+def check_returned(record: RowLosses, returned: Any) -> None:
+    """ContractError where a model's loss is another thing than the sum that `record` has noted."""
+    if record.total is None:
+        raise _unsummable(
+            "it computes no loss from `labels`"
+            if returned is None
+            else "it computes a loss that is none of cross entropy, squared or absolute error"
+        )
+    if record.sums > 1:
+        raise _unsummable("it adds several losses of the labels")
+    if returned is not record.total or record.total._version != record.version:
+        raise _unsummable(
+            "it adds to the loss of its labels, or scales it (a router's term, say)",
+            "switch the term off by a key of config.json (task.overrides: {output_router_logits: false})",
+        )
+
+
+def _unsummable(why: str, hint: str | None = None) -> ContractError:
+    return ContractError(
+        f"the model's loss can not be made a sum over the global batch: {why}",
+        where="task.auto_class",
+        accepted="a mean of cross entropy (over labels that are not -100), or of squared or absolute errors",
+        hint=hint,
+    )

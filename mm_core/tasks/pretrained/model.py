@@ -1,0 +1,227 @@
+"""A model of Transformers from its folder: the class, and the modules without memory."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mm_core.builtin.configs.pretrained import PretrainedConfig
+from mm_core.contracts import WeightsFrom, empty_parameters
+from mm_core.diffusion.encoders.hf_folder import ModelFolder, dtype_key
+from mm_core.errors import CheckpointError, ContractError, MMError, RunWarning, first_line, nearest
+from mm_core.modules.selection import covered
+from mm_core.plugin.trust.foreign import foreign_code
+from mm_core.plugin.trust.remote_code import check_overrides, code_folder
+from mm_core.tasks.pretrained import packed_attention
+from mm_core.tasks.pretrained.initial import prepare_initialisation
+from mm_core.weights.formats.libraries import read_mapping
+
+
+def build_model(wanted: PretrainedConfig, name: str) -> Any:
+    """The model of a folder, called `name` in its task: parameters on the meta device, tables computed.
+
+    It has what the core asks of a component: `init_weights`, and `weights_from` where files hold weights.
+
+    Raises:
+        CheckpointError: no such folder, or one that no model can be made of.
+        ContractError: a class that there is not, or that makes no such model.
+    """
+    folder = Path(wanted.from_pretrained)
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(
+            "this folder holds no config.json" if folder.is_dir() else "there is no such folder",
+            where=str(folder),
+            accepted="a folder as Transformers' save_pretrained writes it",
+            hint="set task.from_pretrained; models are downloaded first: hf download NAME --local-dir DIR",
+        )
+    if wanted.trust_remote_code:
+        what = f"task.trust_remote_code is on: Python files of {folder} are run"
+        warnings.warn(what, RunWarning, stacklevel=2)
+    with torch.device("cpu"):  # modules that are imported now may hold tensors of their own
+        kind = _class_of(wanted.auto_class)  # its module may make further types of config.json known
+
+        def make() -> tuple[Any, Any]:
+            with code_folder(folder, wanted.trust_remote_code) as place:
+                config = _config_of(place, wanted)
+                model = _made(kind, config, wanted, place)
+                if place != folder:
+                    model.name_or_path = model.config.name_or_path = str(folder)
+            return config, model
+
+        # Buffers that are drawn by chance are the same on every rank.
+        with torch.random.fork_rng(devices=[]), empty_parameters():
+            torch.default_generator.manual_seed(0)
+            config, model = make()
+        _read_generation(model, folder)
+        prepare_initialisation(model, lambda: make()[1])
+    new = _new_parameters(model, wanted, name)
+    model.weights_from = None
+    if wanted.weights == "files":
+        # A config.json that was read as another type than it states is of another layout.
+        stated = read_mapping(folder / "config.json").get("model_type", config.model_type)
+        layout = "core/transformers" if stated == config.model_type else None
+        model.weights_from = WeightsFrom(str(folder), layout, part=True, new=new)
+    return model
+
+
+def _config_of(folder: Path, wanted: PretrainedConfig) -> Any:
+    try:
+        config = ModelFolder(folder, "model", trust_remote_code=wanted.trust_remote_code).config()
+    except CheckpointError as fault:
+        raise _untrusted(folder, wanted, fault) from fault
+    check_overrides(wanted.overrides, wanted.trust_remote_code)
+    _override(config, wanted.overrides, "task.overrides")
+    if wanted.labels:
+        config.id2label = dict(enumerate(wanted.labels))
+        config.label2id = {label: index for index, label in enumerate(wanted.labels)}
+    return config
+
+
+def _override(config: Any, changes: Mapping[str, Any], where: str) -> None:
+    """Changes keys of a config, and of those in it. ContractError for one that there is not."""
+    known = config.to_dict()
+    for key, value in changes.items():
+        if key not in known and not hasattr(config, key):
+            raise ContractError(
+                f"the model's config.json has no key {key!r}",
+                where=where,
+                accepted=", ".join(nearest(key, known, 5)) or f"a key of {type(config).__name__}",
+            )
+        if isinstance(value, Mapping) and key in config.sub_configs:
+            _override(getattr(config, key), value, f"{where}.{key}")
+        else:
+            setattr(config, key, value)
+
+
+def _class_of(auto_class: str) -> Any:
+    """A class of models, or an auto class that chooses one by a config."""
+    import transformers
+
+    if ":" not in auto_class:
+        kind = getattr(transformers, auto_class, None)
+        if inspect.isclass(kind) and hasattr(kind, "from_config") and hasattr(kind, "_model_mapping"):
+            return kind
+        known = [name for name in dir(transformers) if name.startswith("AutoModel")]
+        raise ContractError(
+            f"Transformers has no auto class {auto_class!r}",
+            where="task.auto_class",
+            accepted=", ".join(nearest(auto_class, known, 3) or known[:8]) + "; or module:Class",
+        )
+    module, _, name = auto_class.partition(":")
+    try:
+        with foreign_code():
+            kind = getattr(importlib.import_module(module), name)
+    except MMError:
+        raise
+    except Exception as fault:  # it is code of others: it may raise anything
+        raise ContractError(
+            f"{auto_class!r} can not be imported: {first_line(fault)}", where="task.auto_class"
+        ) from fault
+    if not (inspect.isclass(kind) and issubclass(kind, transformers.PreTrainedModel)):
+        raise ContractError(
+            f"{auto_class!r} is no model of Transformers",
+            where="task.auto_class",
+            accepted="a child of transformers.PreTrainedModel",
+        )
+    return kind
+
+
+def _made(kind: Any, config: Any, wanted: PretrainedConfig, folder: Path) -> Any:
+    options: dict[str, Any] = {dtype_key(): torch.float32}
+    if wanted.attn_implementation is not None:
+        packed_attention.register()
+        options["attn_implementation"] = wanted.attn_implementation
+    automatic = hasattr(kind, "_model_mapping")
+    make = kind.from_config if automatic else kind._from_config
+    if automatic:
+        options["trust_remote_code"] = bool(wanted.trust_remote_code)
+    elif not isinstance(config, kind.config_class):
+        raise _other_kind(kind, config, folder)
+    try:
+        model = make(config, **options)
+        packed_attention.check(model)
+        return model
+    except MMError:
+        raise
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, ImportError, RuntimeError) as fault:
+        if isinstance(fault, KeyError) and fault.args == (wanted.attn_implementation,):
+            raise ContractError(
+                f"the model of this folder knows no attention {wanted.attn_implementation!r}",
+                where="task.attn_implementation",
+                accepted="eager, sdpa: it does not let one choose any other function",
+                hint="leave attn_implementation out",
+            ) from fault
+        if automatic and kind.__name__ in _code_of(folder):
+            raise _untrusted(folder, wanted, _no_model(kind, folder, fault)) from fault
+        if automatic and type(config) not in kind._model_mapping:
+            raise _other_kind(kind, config, folder) from fault
+        raise _no_model(kind, folder, fault) from fault
+
+
+def _read_generation(model: Any, folder: Path) -> None:
+    """What the folder says of the model's generation. CheckpointError where that can not be read."""
+    file = folder / "generation_config.json"
+    # One that the library made of config.json says no more than that, and often less.
+    derived = read_mapping(file).get("_from_model_config")
+    if model.can_generate() and file.is_file() and not derived:
+        settings = type(model.generation_config)
+        try:
+            model.generation_config = settings.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError, TypeError) as fault:
+            raise CheckpointError(
+                f"what it says of generation can not be read: {first_line(fault)}", where=str(file)
+            ) from fault
+
+
+def _no_model(kind: Any, folder: Path, fault: Exception) -> ContractError:
+    return ContractError(
+        f"{kind.__name__} makes no model of this folder: {first_line(fault)}", where=str(folder)
+    )
+
+
+def _code_of(folder: Path) -> Mapping[str, Any]:
+    """What config.json says of Python files in the folder: auto class -> class."""
+    found = read_mapping(folder / "config.json").get("auto_map")
+    return found if isinstance(found, dict) else {}
+
+
+def _untrusted(folder: Path, wanted: PretrainedConfig, otherwise: MMError) -> MMError:
+    """The error of a folder whose code was not run; `otherwise` where there is none, or it was."""
+    if wanted.trust_remote_code or not _code_of(folder):
+        return otherwise
+    return ContractError(
+        "config.json names Python files of the folder, which are not run",
+        where=str(folder),
+        hint="read them, and set task.trust_remote_code: true",
+    )
+
+
+def _other_kind(kind: Any, config: Any, folder: Path) -> ContractError:
+    listed = ", ".join(config.architectures or ())
+    return ContractError(
+        f"{kind.__name__} makes no model of this folder, whose config.json is of {config.model_type!r}",
+        where=str(folder),
+        accepted=f"an auto class for it, or its own class: {listed}" if listed else "an auto class for it",
+        hint="set task.auto_class, or task.from_pretrained",
+    )
+
+
+def _new_parameters(model: nn.Module, wanted: PretrainedConfig, name: str) -> tuple[str, ...]:
+    """What `new_modules` covers, by path in the model."""
+    paths = [path for path, _ in model.named_parameters(prefix=name)]
+    found = covered(wanted.new_modules, paths, "task.new_modules")
+    return tuple(path.removeprefix(f"{name}.") for path in found)
+
+
+def forward_names(model: nn.Module) -> tuple[Sequence[str], bool]:
+    """(names of what the model's forward takes, whether it takes others as well)."""
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY or p.kind is p.POSITIONAL_OR_KEYWORD]
+    return names[1:], any(p.kind is p.VAR_KEYWORD for p in parameters)

@@ -1,0 +1,394 @@
+"""The task `text_to_video`: diffusion training of captioned clips, and sampling with guidance."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from mm_core.builtin.configs.text_to_video import SampleConfig, TextToVideoConfig
+from mm_core.contracts import (
+    Autoencoder,
+    Batch,
+    Bins,
+    Clip,
+    Evaluation,
+    FrameNames,
+    GivenFrames,
+    ImageEncoder,
+    Loss,
+    NoiseScheduler,
+    Predictor,
+    PredictorInputs,
+    Randomness,
+    SampleKey,
+    SampleRequest,
+    StepOperations,
+    TextEncoder,
+    VideoTextBatch,
+)
+from mm_core.diffusion.mixture import clean_estimate, noise_share
+from mm_core.errors import ContractError
+from mm_core.tasks.text_to_video.bins import declared_bins, sum_by_bin
+from mm_core.tasks.text_to_video.captions import Captions, TokenizeCaptions
+from mm_core.tasks.text_to_video.checks import collect_faults, latents_of
+from mm_core.tasks.text_to_video.experts import Experts
+from mm_core.tasks.text_to_video.frames import (
+    check_images,
+    choices,
+    frames_of_clips,
+    frames_of_images,
+    inputs_of,
+)
+from mm_core.tasks.text_to_video.operations import TrainedOperations, sample_operations
+from mm_core.tasks.text_to_video.returned_shapes import encoded, expect
+
+Images = Sequence[Sequence[Tensor]]
+"""Of each clip the images that it is given, uint8 [3,Y,X]."""
+
+
+@dataclass
+class TextToVideoInputs:
+    """What a forward needs, on the device, in float32.
+
+    given: noisy latents [B,C,T,H,W], their timesteps, and what the predictor takes of given frames.
+    target: [B,C,T,H,W]. text: [B,L,D]. text_mask: [B,L].
+    factors: [B], loss weight of the timestep times weight of the sample. weight: of the batch.
+    weights: [B], of the samples. sigma: [B], noise level from 0 to 1. expert: of the predictor, for all
+    rows.
+    """
+
+    given: PredictorInputs
+    text: Tensor
+    text_mask: Tensor
+    target: Tensor
+    factors: Tensor
+    weight: float
+    weights: Tensor
+    sigma: Tensor
+    expert: str | None = None
+
+
+class TextToVideo(nn.Module):
+    """Trains a predictor on latents of clips, conditioned on their captions. Satisfies `Task`.
+
+    The loss is the mean squared error over (C,T,H,W) of each sample, times its weights, summed over
+    the batch. A predictor that is `FrameConditioned` is shown frames of the clip itself (`frames`), and what
+    it is shown in the place of noisy latents counts for nothing. Noise, timesteps and dropped captions derive
+    from (seed, purpose, epoch, sample).
+    Classifier-free guidance: Ho and Salimans 2022, https://arxiv.org/abs/2207.12598.
+    Fields are those of `TextToVideoConfig`, with components built.
+    """
+
+    trainable = ("predictor",)
+    frozen: tuple[str, ...] = ("autoencoder", "text_encoder")
+
+    def __init__(
+        self,
+        predictor: Predictor,
+        autoencoder: Autoencoder,
+        text_encoder: TextEncoder,
+        scheduler: NoiseScheduler,
+        caption_dropout: float = TextToVideoConfig.caption_dropout,
+        latents: str | None = TextToVideoConfig.latents,
+        sample: SampleConfig | None = None,
+        image_encoder: ImageEncoder | None = None,
+        frames: FrameNames | None = TextToVideoConfig.frames,
+    ) -> None:
+        super().__init__()
+        self.predictor = predictor
+        self.autoencoder = autoencoder
+        self.text_encoder = text_encoder
+        self.experts = Experts(predictor, scheduler)
+        self.operations = TrainedOperations(predictor)
+        self.scheduler = self.experts.scheduler
+        self._step = 0
+        self.image_encoder = image_encoder
+        if image_encoder is not None:
+            self.frozen = (*self.frozen, "image_encoder")
+        self.frames: FrameNames = choices(predictor)[0] if frames is None else tuple(frames)
+        self.caption_dropout = caption_dropout
+        self.latents = latents_of(autoencoder, latents)
+        self.sample_defaults = SampleConfig() if sample is None else sample
+        self._captions = Captions(text_encoder, predictor.text_padding)
+
+    # -- training ------------------------------------------------------------------------------
+
+    @cached_property
+    def bins(self) -> Bins:
+        """Noise level, in ten bins."""
+        return declared_bins(self.scheduler)
+
+    def weight(self, batch: Batch) -> float:
+        """The sum of the samples' weights."""
+        return float(batch.weights.sum())
+
+    def batch_transform(self) -> TokenizeCaptions:
+        """Tokenizing, for data workers."""
+        return TokenizeCaptions(self.text_encoder.tokenizer())
+
+    def begin_step(self, step: int) -> None:
+        """What follows is of `step` (from 0): it decides which expert is trained."""
+        self._step = step
+
+    @torch.no_grad()
+    def prepare(self, batch: Batch, rng: Randomness) -> TextToVideoInputs:
+        """Encodes pixels and captions, draws noise and timesteps. `rng` is the run's root."""
+        assert isinstance(batch, VideoTextBatch)
+        device = batch.pixels.device
+        drawn = self.latents == "sample"
+        draw = [rng.generator("posterior", *key) for key in batch.keys] if drawn else None
+        latents = encoded(self.autoencoder, batch.pixels, draw)
+        shape = tuple(latents.shape[1:])
+        noise = torch.stack([rng.normal(shape, "noise", *key) for key in batch.keys]).to(device)
+        expert, scheduler = self.experts.of_step(rng, self._step)
+        timestep = scheduler.sample_timesteps([rng.generator("timestep", *key) for key in batch.keys])
+        timestep = timestep.to(device)
+        dropped = [self._drops_caption(rng, key) for key in batch.keys]
+        text, mask = self._captions.encoded(batch, dropped)
+        weights = batch.weights.to(device)
+        return TextToVideoInputs(
+            given=inputs_of(
+                self.predictor,
+                self.scheduler.add_noise(latents, noise, timestep),
+                self.scheduler.model_timestep(timestep),
+                frames_of_clips(self, batch.pixels, self.frames),
+            ),
+            text=text,
+            text_mask=mask,
+            target=self.scheduler.target(latents, noise, timestep),
+            factors=self.scheduler.loss_weight(timestep) * weights,
+            weight=self.weight(batch),
+            weights=weights,
+            sigma=noise_share(self.scheduler, timestep),
+            expert=expert,
+        )
+
+    def loss(self, inputs: TextToVideoInputs) -> Loss:
+        """Squared error of the prediction, in float32, as a weighted sum over samples."""
+        predicted = self._predict(inputs.given, inputs.text, inputs.text_mask, inputs.expert)
+        losses = _squared_error(predicted, inputs.target, inputs.given.counts) * inputs.factors
+        bins = sum_by_bin(inputs.sigma, losses, inputs.weights)
+        tokens = self._tokens_of(inputs.given.latents)
+        flops = self.operations.of(inputs.given, inputs.text, inputs.expert)
+        return Loss(losses.sum(), inputs.weight, bins=bins, tokens=tokens, flops=flops)
+
+    def _tokens_of(self, latents: Tensor) -> int:
+        """Tokens of the predictor: patches of latents[B,C,T,H,W]."""
+        return len(latents) * prod(latents.shape[2:]) // prod(self.predictor.patch_size)
+
+    def _drops_caption(self, rng: Randomness, key: SampleKey) -> bool:
+        return self.caption_dropout > 0 and rng.uniform("caption_dropout", *key) < self.caption_dropout
+
+    def _predict(self, given: PredictorInputs, text: Tensor, mask: Tensor, expert: str | None) -> Tensor:
+        # Sharded parameters are float32 here and the engine casts; a lone bf16 predictor needs it done.
+        dtype = _main_dtype(cast(nn.Module, self.predictor))
+        routed: dict[str, Any] = {} if expert is None else {"expert": expert}
+        return self.predictor(
+            latents=given.latents.to(dtype),
+            timestep=given.timestep.float(),
+            text=text.to(dtype),
+            text_mask=mask,
+            **routed,
+            **{name: tensor.to(dtype) for name, tensor in given.conditions.items()},
+        )
+
+    # -- evaluation ----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch, rng: Randomness, quantiles: Sequence[float]) -> Evaluation:
+        """Each row's loss, as `loss` weighs it, at every quantile of the training timesteps and their mean.
+
+        The noise is of (seed, row), the same at all quantiles and evaluations; captions are kept and
+        latents are the posterior's mode. outputs: `clean` latents and their one-step `estimate` from
+        the middle quantile, [B,C,T,H,W].
+        """
+        assert isinstance(batch, VideoTextBatch)
+        device = batch.pixels.device
+        clean = encoded(self.autoencoder, batch.pixels)
+        shape = tuple(clean.shape[1:])
+        noise = torch.stack([rng.normal(shape, "validation noise", key.index) for key in batch.keys])
+        noise = noise.to(device)
+        text, mask = self._captions.encoded(batch)
+        frames = frames_of_clips(self, batch.pixels, self.frames)
+        middle = sorted(quantiles)[len(quantiles) // 2]
+        losses, estimate = {}, clean
+        for quantile in quantiles:
+            timestep = self.scheduler.timestep_quantile(torch.full((len(batch),), quantile))
+            expert = self.experts.of(timestep)
+            timestep = timestep.to(device)
+            noisy = self.scheduler.add_noise(clean, noise, timestep)
+            given = inputs_of(self.predictor, noisy, self.scheduler.model_timestep(timestep), frames)
+            predicted = self._predict(given, text, mask, expert)
+            error = _squared_error(predicted, self.scheduler.target(clean, noise, timestep), given.counts)
+            losses[f"loss_at/{quantile:g}"] = error * self.scheduler.loss_weight(timestep)
+            if quantile == middle:
+                estimate = clean_estimate(self.scheduler, noisy, predicted.float(), timestep)
+                if given.counts is not None:
+                    estimate = torch.where(given.counts, estimate, clean)
+        mean = torch.stack(list(losses.values())).mean(0)
+        outputs = {"clean": clean, "estimate": estimate}
+        return Evaluation({"loss": mean, **losses}, torch.ones(len(batch), device=device), outputs)
+
+    # -- sampling ------------------------------------------------------------------------------
+
+    def sample(self, request: SampleRequest) -> list[Clip]:
+        """One clip a prompt. Clip i starts from the noise of (seed, first + i), whatever is generated
+        with it."""
+        return list(self.clips(request))
+
+    @torch.no_grad()
+    def clips(self, request: SampleRequest) -> Iterator[Clip]:
+        """The same, one after another as they are ready."""
+        wanted = self._complete(request)
+        self.check_request(wanted)
+        shape = self._sample_shape(wanted)
+        with self.experts.complete(self._device()):
+            for first, prompts in _chunks(wanted.prompts, self.sample_defaults.batch_size):
+                numbers = range(wanted.first + first, wanted.first + first + len(prompts))
+                noise = torch.stack([Randomness(wanted.seed).normal(shape, "sample", i) for i in numbers])
+                images = wanted.images[first : first + len(prompts)]
+                pixels = self._generate(prompts, images, noise, wanted).float().clamp(-1, 1).cpu()
+                assert wanted.fps is not None
+                yield from (Clip(p, wanted.fps, prompt) for p, prompt in zip(pixels, prompts, strict=True))
+
+    def check_request(self, request: SampleRequest) -> None:
+        """MMError for what `sample` would refuse: sizes, images, guidance, an expert that is nowhere."""
+        wanted = self._complete(request)
+        self._sample_shape(wanted)
+        check_images(self.predictor, wanted.images, len(wanted.prompts))
+        assert wanted.guidance is not None
+        self.experts.scales(wanted.guidance)
+        with self.experts.complete(self._device()):
+            pass  # its files are looked at
+
+    def _complete(self, request: SampleRequest) -> SampleRequest:
+        """The request with the task's own defaults. ContractError when one is set nowhere."""
+        names = ("steps", "guidance", "num_frames", "height", "width", "fps")
+        values = {name: getattr(request, name) for name in names}
+        values |= {name: getattr(self.sample_defaults, name) for name in names if values[name] is None}
+        if unset := [name for name, value in values.items() if value is None]:
+            raise ContractError(
+                f"what to sample is not fully said, unset: {', '.join(unset)}",
+                where="task.sample",
+                hint="set them in the request or under task.sample in the config",
+            )
+        if values["steps"] < 1:
+            raise ContractError(f"sampling takes at least one step, not {values['steps']}", where="steps")
+        return replace(request, **values)
+
+    def _sample_shape(self, request: SampleRequest) -> tuple[int, int, int, int]:
+        sizes = {name: getattr(request, name) for name in ("num_frames", "height", "width")}
+        if faults := collect_faults(self, {"clip to sample": sizes}, sizes_only=True):
+            raise faults[0]
+        return self.autoencoder.latent_shape(**sizes)
+
+    def _generate(
+        self, prompts: Sequence[str], images: Images, noise: Tensor, request: SampleRequest
+    ) -> Tensor:
+        """pixels[B,3,F,Y,X] from noise[B,C,T,H,W]."""
+        device = self._device()
+        guidance, steps = request.guidance, request.steps
+        assert guidance is not None and steps is not None
+        scales = self.experts.scales(guidance)
+        guided = any(scale > 1 for scale in scales.values())
+        captions = [*prompts, *[request.negative_prompt] * (len(prompts) if guided else 0)]
+        text, mask = self._captions.encoded_texts(captions, device)
+        frames = self._given_frames(images, request)
+
+        def velocity(latents: Tensor, timestep: Tensor) -> Tensor:
+            expert = self.experts.of(timestep)
+            scale = scales[expert]
+            timestep = self.scheduler.model_timestep(timestep.to(device))
+            given = inputs_of(self.predictor, latents, timestep, frames)
+            rows = len(latents)
+            if scale <= 1:
+                found = self._predict(given, text[:rows], mask[:rows], expert)
+                return expect(found, latents.shape, "predictor", "forward").float()
+            both = self._predict(given.repeat(2), text, mask, expert)
+            expect(both, (2 * rows, *latents.shape[1:]), "predictor", "forward")
+            conditional, unconditional = both.float().chunk(2)
+            return unconditional + scale * (conditional - unconditional)
+
+        clean = self.scheduler.integrate(velocity, noise.to(device), steps)
+        expect(clean, noise.shape, "scheduler", "integrate")
+        # What was given in the place of noisy latents is in the clip as it was given.
+        clean = inputs_of(self.predictor, clean, clean.new_zeros(len(clean)), frames).latents
+        size = (request.num_frames, request.height, request.width)
+        return expect(self.autoencoder.decode(clean), (len(clean), 3, *size), "autoencoder", "decode")  # type: ignore[arg-type]
+
+    def _given_frames(self, images: Images, request: SampleRequest) -> GivenFrames | None:
+        frames, height, width = request.num_frames, request.height, request.width
+        assert frames is not None and height is not None and width is not None
+        return frames_of_images(self, images, (frames, height, width), self._device())
+
+    def _device(self) -> torch.device:
+        """Where it is computed: the frozen parts lie there, a predictor's parameters may be offloaded."""
+        for part in (self.text_encoder, self.autoencoder, self.predictor):
+            if isinstance(part, nn.Module):
+                for tensor in chain(part.parameters(), part.buffers()):
+                    return tensor.device
+        return torch.device("cpu")
+
+    # -- checks --------------------------------------------------------------------------------
+
+    def sample_operations(
+        self, batch_spec: Mapping[str, Any], recomputed: Collection[str]
+    ) -> StepOperations | None:
+        """Operations of a training sample, for the plan."""
+        return sample_operations(self, batch_spec, recomputed)
+
+    def check(self, batch_spec: Mapping[str, Any]) -> None:
+        """ContractError with every misfit of the components, the data's sizes and the sizes to sample."""
+        names = ("num_frames", "height", "width")
+        sizes = {"data.train": {name: batch_spec.get(name) for name in names}}
+        own = {name: getattr(self.sample_defaults, name) or batch_spec.get(name) for name in names}
+        if own != sizes["data.train"]:
+            sizes["task.sample"] = own
+        faults = collect_faults(self, sizes)
+        try:
+            self.experts.scales(self.sample_defaults.guidance, "task.sample.guidance")
+        except ContractError as fault:
+            faults.append(fault)
+        if len(faults) == 1:
+            raise faults[0]
+        if faults:
+            raise ContractError(
+                "\n".join([f"{len(faults)} components do not fit:", *(fault.render() for fault in faults)])
+            )
+
+
+def _squared_error(predicted: Tensor, target: Tensor, counts: Tensor | None) -> Tensor:
+    """[B] float32: the mean over (C,T,H,W), where counts[1,1,T,H,W] is true (None: everywhere).
+    ContractError when the shapes differ."""
+    if predicted.shape != target.shape:
+        raise ContractError(
+            f"the predictor returned {tuple(predicted.shape)} for targets {tuple(target.shape)}",
+            where="task.predictor",
+        )
+    squares = (predicted.float() - target).square()
+    if counts is None:
+        return squares.flatten(1).mean(1)
+    # Selected, not multiplied: what does not count may hold anything.
+    return torch.where(counts, squares, 0.0).flatten(1).sum(1) / (counts.sum() * squares.shape[1])
+
+
+def _main_dtype(module: nn.Module) -> torch.dtype:
+    """That of most floating parameters by size: tables and norms may be kept more precise."""
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            sizes[parameter.dtype] += parameter.numel()
+    return sizes.most_common(1)[0][0]
+
+
+def _chunks(prompts: Sequence[str], size: int) -> Iterator[tuple[int, Sequence[str]]]:
+    for first in range(0, len(prompts), size):
+        yield first, prompts[first : first + size]

@@ -1,0 +1,1 @@
+"""What a run tells while it trains: windows of figures, times, FLOPs, progress, profiles."""

@@ -1,0 +1,80 @@
+"""The training loss and gradient norm along a scale, such as the noise level."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from mm_core.contracts import Bins
+
+_STEPS = 64
+"""Steps that are summed up at once."""
+
+
+class BinnedLoss:
+    """Sums `Loss.bins` over micro-batches and steps; nothing is fetched from the device until `flush`.
+
+    The gradient norm is one number a step: it is credited to each bin in proportion to the share of the
+    step's samples (of this rank) that fell into it, so that a bin's figure is the mean norm of the steps
+    that it took part in, weighted by its part. At one sample a step it is exact.
+
+    Args:
+        bins: the scale.
+        gather: the collective that `flush` runs.
+    """
+
+    def __init__(self, bins: Bins, gather: Callable[[Tensor], Iterable[Tensor]]) -> None:
+        self._bins, self._gather = bins, gather
+        self._labels = [f"{low:g}-{high:g}" for low, high in zip(bins.edges, bins.edges[1:], strict=False)]
+        self._step: Tensor | None = None
+        self._taken: list[tuple[Tensor, float]] = []
+        self._losses: Tensor | None = None
+        self._norms: Tensor | None = None
+
+    def micro(self, bins: Tensor) -> None:
+        """Adds a micro-batch: [2, n] sums of the loss and of the weights."""
+        self._step = bins.clone() if self._step is None else self._step + bins
+
+    def step(self, grad_norm: float) -> None:
+        """Ends a step. One whose gradient is not finite is left out: it would hide all others of its bins."""
+        if self._step is None or not math.isfinite(grad_norm):
+            self._step = None
+            return
+        self._taken.append((self._step, grad_norm))
+        self._step = None
+        if len(self._taken) == _STEPS:
+            self._fold()
+
+    def _fold(self) -> None:
+        """Sums up the steps taken: many at once, since each operation on so few numbers costs the same."""
+        if not self._taken:
+            return
+        steps = torch.stack([step for step, _ in self._taken])
+        grad_norms = torch.tensor([norm for _, norm in self._taken], device=steps.device)
+        shares = steps[:, 1] / steps[:, 1].sum(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+        norms = torch.stack([(shares * grad_norms[:, None]).sum(0), shares.sum(0)])
+        losses = steps.sum(0)
+        self._losses = losses if self._losses is None else self._losses + losses
+        self._norms = norms if self._norms is None else self._norms + norms
+        self._taken = []
+
+    def flush(self) -> dict[str, float]:
+        """`loss_by_sigma/0-0.1`, `grad_norm_by_sigma/...`, and `timesteps_by_sigma/...`, the share of the
+        weight that fell into each bin; bins without samples are left out. Called by all ranks."""
+        self._fold()
+        size = len(self._labels)
+        table = torch.zeros(4, size, dtype=torch.float64)
+        if self._losses is not None and self._norms is not None:
+            table = torch.cat([self._losses, self._norms]).cpu().double()
+        losses, weights, norms, shares = torch.stack(list(self._gather(table.flatten()))).sum(0).view(4, size)
+        self._losses = self._norms = None
+        total, name, found = float(weights.sum()), self._bins.name, {}
+        for index, label in enumerate(self._labels):
+            if weights[index] > 0:
+                found[f"loss_by_{name}/{label}"] = float(losses[index] / weights[index])
+                found[f"grad_norm_by_{name}/{label}"] = float(norms[index] / shares[index])
+                found[f"timesteps_by_{name}/{label}"] = float(weights[index]) / total
+        return found

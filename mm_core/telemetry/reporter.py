@@ -1,0 +1,154 @@
+"""What a run says while it trains: metrics.jsonl, trackers and the progress display, on log cadence."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+
+from mm_core.config.schema import RunConfig
+from mm_core.contracts import Bins, Clip, Ending, Loss
+from mm_core.device import peak_flops, peak_memory_bytes
+from mm_core.errors import ConfigError
+from mm_core.plan import RunPlan
+from mm_core.runtime.ranks import Ranks
+from mm_core.telemetry.flop_counter import ForwardFlops
+from mm_core.telemetry.loss_curve import write_loss_curve
+from mm_core.telemetry.phase_clock import PhaseClock
+from mm_core.telemetry.progress import Progress, make_progress
+from mm_core.telemetry.trackers.local import TrackerSet, open_trackers
+from mm_core.telemetry.window import MetricsWindow
+
+_logger = logging.getLogger(__name__)
+
+
+class RunReporter:
+    """The loop's Reporter. Rank 0 writes; the others take part in the means.
+
+    Args:
+        run_dir: the run's folder.
+        config, plan: the run.
+        start: steps already taken; later lines of a run that went further are dropped.
+        samples_seen: samples trained on in those steps.
+        bins: the scale that the task's loss is also shown along.
+        watch: told of every phase (the watchdog).
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: RunConfig,
+        plan: RunPlan,
+        start: int,
+        samples_seen: float = 0.0,
+        *,
+        bins: Bins | None = None,
+        watch: Callable[[str], None] | None = None,
+    ) -> None:
+        self.run_dir, self.last_step = run_dir, plan.steps
+        self.every, self.detail_every = config.log.every, config.log.detail_every
+        self.phases = PhaseClock(watch=watch)
+        self.window = MetricsWindow(
+            peak_memory_bytes, samples_seen=samples_seen, bins=bins, phases=self.phases, peak=peak_flops()
+        )
+        self._flops, self._accumulation = ForwardFlops(), plan.accumulation
+        self._steps = 0
+        ranks = Ranks.current()
+        self.leads = ranks.rank == 0
+        self.progress: Progress = make_progress(plan.steps, ranks.rank, start)
+        types = [component.type for component in config.log.trackers]
+        if twice := sorted({name for name in types if types.count(name) > 1}):
+            raise ConfigError(
+                f"{twice[0]} is listed twice", where="log.trackers", accepted="each tracker once"
+            )
+        self.trackers = TrackerSet({})
+
+        def open_files() -> None:
+            write_telemetry(run_dir, bins)
+            self.trackers = open_trackers(run_dir, config.log.trackers, start, self.note, config.registry)
+
+        Ranks.current().first("opening metrics.jsonl", open_files)
+
+    def enter(self, phase: str) -> None:
+        """A phase of the step begins."""
+        self.phases.enter(phase)
+        self._flops.enter(phase)
+
+    def counting(self) -> AbstractContextManager[None]:
+        """Around a micro-batch's encoding and forward: the first one's operations are counted."""
+        return self._flops.counting()
+
+    def micro(self, loss: Loss) -> None:
+        """Adds a micro-batch; nothing is fetched from the device."""
+        self.window.micro(loss)
+
+    def step(
+        self, step: int, *, lr: float, grad_norm: float, data_wait: float, samples: float
+    ) -> Mapping[str, float] | None:
+        """Ends a step; on log cadence all ranks take the means, rank 0 writes them, and they are returned."""
+        self.window.step(grad_norm=grad_norm, data_wait=data_wait, samples=samples)
+        if not self._steps:
+            counted = self._flops.of_step(self._accumulation)
+            self.window.step_flops = counted.trained if counted is not None else 0.0
+        self._steps += 1
+        detailed = step % self.detail_every == 0 or step == self.last_step
+        if step % self.every and not detailed:
+            return None
+        metrics = {**self.window.flush(), "lr": lr, **(self.window.detail() if detailed else {})}
+        if self.leads:
+            self.trackers.log(step, metrics)
+            self.progress.update(step, metrics)
+        return metrics
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Figures that are not of the steps (a validation's), the same on every rank."""
+        if self.leads:
+            self.trackers.log(step, metrics)
+            shown = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items() if "_at/" not in name)
+            self.note(f"step {step}: {shown}")
+
+    def clips(self, step: int, clips: Sequence[Clip], folder: Path) -> None:
+        """Clips that were sampled; on rank 0."""
+        if self.leads:
+            self.trackers.clips(step, clips, folder)
+            self.note(f"step {step}: {len(clips)} clips in {folder}")
+
+    def pause(self) -> None:
+        """Starts the clock of the next step anew, after what is no part of a step."""
+        self.window.restart_clock()
+
+    def note(self, text: str) -> None:
+        """A sentence beside the progress display (rank 0)."""
+        self.progress.note(text)
+
+    def close(self, ending: Ending) -> None:
+        """Ends the display and the trackers, which are told how the run ended, and draws the loss curve.
+
+        What fails of it is a warning: a run is as good without its picture, and an error that is under way
+        is the one to be heard.
+        """
+        for name, close in (
+            ("the progress display", self.progress.close),
+            ("the trackers", partial(self.trackers.close, ending)),
+            ("loss.png", self._draw),
+        ):
+            try:
+                close()
+            except Exception as fault:
+                _logger.warning("%s could not be completed: %s: %s", name, type(fault).__name__, fault)
+
+    def _draw(self) -> None:
+        if self.leads and (self.run_dir / "metrics.jsonl").exists():
+            write_loss_curve(self.run_dir)
+
+
+def write_telemetry(run_dir: Path, bins: Bins | None) -> None:
+    """telemetry.json: what the figures by bin are to be compared with."""
+    if bins is None:
+        return
+    run_dir.mkdir(parents=True, exist_ok=True)
+    document = {"bins": {"name": bins.name, "edges": list(bins.edges), "declared": list(bins.declared)}}
+    (run_dir / "telemetry.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

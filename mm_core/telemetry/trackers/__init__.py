@@ -1,0 +1,1 @@
+"""Where figures and clips go: files, TensorBoard, W&B, MLflow."""

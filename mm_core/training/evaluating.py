@@ -1,0 +1,123 @@
+"""Validations, samples and the test of a run: when each is due, and what it finds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mm_core.config.schema import RunConfig
+from mm_core.errors import ConfigError, did_you_mean
+from mm_core.evaluation.validator import Validator
+from mm_core.runtime.ranks import Ranks
+from mm_core.telemetry.reporter import RunReporter
+from mm_core.telemetry.trackers.local import read_metrics
+from mm_core.training.callback_list import CallbackList
+from mm_core.training.saving import best_metric
+
+
+@dataclass
+class Evaluating:
+    """Evaluates a run between its steps.
+
+    Attributes:
+        validator: None where nothing is held out and nothing is sampled.
+        test: evaluates `data.test` after the last step, if there is one.
+    """
+
+    config: RunConfig
+    run_dir: Path
+    reporter: RunReporter
+    callbacks: CallbackList
+    validator: Validator | None = None
+    test: Validator | None = None
+
+    def start(self) -> None:
+        """A misspelt checkpoint.best is found before the first step, where no metric plugin may bring it."""
+        settings = self.config.validation
+        if settings is None or settings.metrics or self.config.checkpoint.best is None:
+            return
+        prefix = "validation" if self.config.ema is None else "validation_ema"
+        names = ["loss", *(f"loss_at/{quantile:g}" for quantile in settings.quantiles)]
+        self._check_best({f"{prefix}/{name}": 0.0 for name in names})
+
+    @property
+    def nothing(self) -> bool:
+        """Whether nothing is ever evaluated."""
+        return self.validator is None and self.test is None
+
+    def due(self, step: int, *, always: bool) -> bool:
+        """Whether a validation or samples follow after `step` steps. always: they do, if there are any."""
+        return self._validation_due(step, always) or self._samples_due(step, always)
+
+    def run(self, step: int, *, always: bool, again: bool = False) -> tuple[Mapping[str, float], bool]:
+        """Validates and samples where that is due; the metrics, and whether a signal cut it short.
+
+        again: a process before this one may have validated this step, and have ended before it sampled.
+        """
+        validator = self.validator
+        if validator is None:
+            return {}, False
+        metrics: Mapping[str, float] = {}
+        if self._validation_due(step, always):
+            found = (again and self._logged(step, "validation")) or self._evaluate(validator, step)
+            if found is None:
+                return {}, True
+            self._check_best(found)
+            metrics = found
+        if self._samples_due(step, always):
+            self.reporter.enter("validation")
+            folder = validator.sample(step)
+            if folder is None:
+                return metrics, True
+            self.callbacks.sampled(step, folder)
+        return metrics, False
+
+    def run_test(self, step: int, *, unless_logged: bool = False) -> bool:
+        """Evaluates `data.test`, if there is one; False where a signal has cut it short.
+
+        unless_logged: a process before this one may have done so.
+        """
+        if self.test is None or (unless_logged and self._logged(step, "test")):
+            return True
+        return self._evaluate(self.test, step) is not None
+
+    def _validation_due(self, step: int, always: bool) -> bool:
+        settings = self.config.validation
+        if settings is None or self.validator is None or self.config.data.validation is None:
+            return False
+        return always or step % settings.every == 0
+
+    def _samples_due(self, step: int, always: bool) -> bool:
+        settings = self.config.validation
+        if settings is None or self.validator is None or settings.samples is None:
+            return False
+        return always or step % (settings.samples.every or settings.every) == 0
+
+    def _evaluate(self, validator: Validator, step: int) -> Mapping[str, float] | None:
+        self.reporter.enter("validation")
+        metrics = validator.run(step)
+        if metrics is not None:
+            self.reporter.log(step, metrics)
+            self.callbacks.validated(step, metrics)
+        return metrics
+
+    def _logged(self, step: int, split: str) -> dict[str, float]:
+        """The figures of an evaluation that a process before this one has logged; {} where none has."""
+
+        def read() -> dict[str, float]:
+            rows = [row for row in read_metrics(self.run_dir) if row["step"] == step]
+            found = next((row for row in rows if f"{split}/loss" in row), {})
+            return {name: float(value) for name, value in found.items() if name != "step"}
+
+        return Ranks.current().first("reading metrics.jsonl", read)
+
+    def _check_best(self, metrics: Mapping[str, float]) -> None:
+        best = best_metric(self.config)
+        if best is not None and best not in metrics:
+            raise ConfigError(
+                f"the validation has no metric {self.config.checkpoint.best!r}",
+                where="checkpoint.best",
+                accepted=", ".join(metrics),
+                hint=did_you_mean(best, metrics),
+            )

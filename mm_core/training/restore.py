@@ -1,0 +1,88 @@
+"""How a run begins: from a checkpoint, from the weights of another run, or from nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mm_core.checkpoint.files.dcp import stepped_parameters, stored_parts
+from mm_core.checkpoint.reading import read_run_manifest
+from mm_core.checkpoint.resume_check import check_resume
+from mm_core.checkpoint.store import CheckpointStore
+from mm_core.contracts import Engine
+from mm_core.errors import CheckpointError
+from mm_core.optim.ema import EMA
+from mm_core.runtime.ranks import Ranks
+
+
+@dataclass
+class Restored:
+    """Steps already taken, the facts of the checkpoint, and what a person should know of it."""
+
+    step: int = 0
+    facts: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def restore(
+    store: CheckpointStore,
+    source: Path | None,
+    refused: Sequence[CheckpointError],
+    engine: Engine,
+    ema: EMA | None,
+    manifest: Mapping[str, Any],
+    allow: Sequence[str],
+    steps: int,
+    absent: Collection[str] = (),
+) -> Restored:
+    """Restores the engine and the average for a run of `steps` from the checkpoint `source`, as
+    `store.open` found it; None begins anew. Called by all ranks.
+
+    `refused`: damaged checkpoints that were passed over, loudly, for an older one. `absent`: weights that the
+    checkpoint leaves to other files, which the engine has read.
+
+    Raises:
+        CheckpointError: a change since then that `allow` does not name.
+    """
+    restored = Restored()
+    for fault in refused:
+        restored.notes.append(f"warning: {fault.where} is passed over: {fault.what}")
+    if source is not None:
+        _fill(store, source, engine, ema, manifest, allow, restored, absent)
+        restored.notes.insert(len(refused), f"resumed {source} at step {restored.step} of {steps}")
+    store.begin(restored.step, [Path(str(fault.where)) for fault in refused])
+    return restored
+
+
+def _fill(
+    store: CheckpointStore,
+    source: Path,
+    engine: Engine,
+    ema: EMA | None,
+    manifest: Mapping[str, Any],
+    allow: Sequence[str],
+    restored: Restored,
+    absent: Collection[str],
+) -> None:
+    """Fills model, optimizer and average in place."""
+    ranks = Ranks.current()
+    restored.facts = ranks.agree("reading the checkpoint", lambda: store.read_facts(source))
+    restored.step = int(restored.facts["step"])
+    saved = ranks.agree("reading the checkpoint", lambda: read_run_manifest(source))
+    restored.notes += check_resume(saved, manifest, allow, say=ranks.rank == 0)
+    stepped, parts = ranks.agree(
+        "reading the checkpoint", lambda: (stepped_parameters(source), stored_parts(source))
+    )
+    state = engine.state_template(stepped)
+    state["model"] = {name: tensor for name, tensor in state["model"].items() if name not in absent}
+    averaged = "ema" in parts
+    if ema is not None and averaged:
+        state["ema"] = ema.state_dict()
+    store.load(source, state, verified=True)
+    if ema is not None and averaged:
+        ema.updates = int(restored.facts.get("ema_updates", 0))
+    elif ema is not None:
+        ema.reset()
+        restored.notes.append("the checkpoint holds no average of the weights: it begins with the weights")

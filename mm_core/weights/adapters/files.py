@@ -1,0 +1,297 @@
+"""Adapters in files, as PEFT and Diffusers write and read them, and adapters put into the weights."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mm_core.errors import CheckpointError, ContractError
+from mm_core.modules.adapter_layers import row_lengths
+from mm_core.weights.formats.format import AdapterLayout, StoredTensors
+from mm_core.weights.formats.libraries import PEFT_ADAPTER, read_mapping
+from mm_core.weights.stored import open_stored
+
+DIFFUSERS_ADAPTER = "pytorch_lora_weights.safetensors"
+_FLAT = ("lora_unet_", "lora_transformer_")  # kohya's scripts: behind these, dots are underscores
+_PREFIXES = ("base_model.model.", "transformer.", "diffusion_model.", "model.diffusion_model.", *_FLAT, "")
+_PARTS = {
+    "lora_down": "lora_A", "lora_up": "lora_B", "lora.down": "lora_A", "lora.up": "lora_B",
+}  # fmt: skip
+"""Other programs' names of the factors."""
+_KEY = re.compile(
+    r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_magnitude_vector|lora[._](?:down|up))"
+    r"(\.(?!(bias|weight)\Z)[\w-]+)?(\.weight)?\Z"
+)
+_ALPHA = re.compile(r"(?P<module>.+)\.alpha\Z")
+_BESIDE = (".diff", ".diff_b")  # ComfyUI's changes of whole weights and biases
+_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # others change the weights below as well
+_LOOPS = 3  # most repetitions in a pattern of a file that nobody vouches for: more can take for ever
+
+
+@dataclass(frozen=True)
+class AdapterScale:
+    """How an adapter counts: of PEFT's LoraConfig."""
+
+    rank: int
+    alpha: float
+    dora: bool = False
+    rslora: bool = False
+
+    @property
+    def factor(self) -> float:
+        """What the product of the two factors is multiplied by."""
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """An adapter on disk. keys: (module's stored path, part) -> stored name. scales: by stored module. flat:
+    whether the dots of paths are underscores in it."""
+
+    stored: StoredTensors
+    keys: Mapping[tuple[str, str], str]
+    scales: Mapping[str, AdapterScale]
+    flat: bool = False
+
+    @property
+    def modules(self) -> list[str]:
+        """The adapted modules by their paths in the file, in its order."""
+        return list(self.scales)
+
+
+def open_adapter(path: Path) -> AdapterFile:
+    """An adapter folder or file of PEFT (adapter_model.safetensors with adapter_config.json), of Diffusers
+    (pytorch_lora_weights.safetensors, its settings in the header), or another safetensors file with such
+    keys, or with those of ComfyUI and kohya's scripts: `lora_down`, `lora_up`, and beside them `alpha`, which
+    goes before all settings. Without any, an adapter counts by 1.
+
+    Raises:
+        CheckpointError: no such file, a pickle, another kind of adapter, keys that are none of a LoRA.
+    """
+    file, settings = _find(path)
+    stored = open_stored(file)
+    texts = stored.metadata()  # type: ignore[attr-defined]  # safetensors files have texts
+    if not settings and "lora_adapter_metadata" in texts:
+        settings = _unprefixed(texts["lora_adapter_metadata"], file)
+    if (kind := settings.get("peft_type", "LORA")) != "LORA":
+        raise CheckpointError(
+            f"this adapter is a {kind}", where=str(path), accepted="LORA, with or without DoRA"
+        )
+    if (begun := settings.get("init_lora_weights")) not in _STARTS:
+        raise CheckpointError(
+            f"this adapter was begun by {begun!r}, which changed the weights below it too",
+            where=str(path),
+            accepted="adapters of unchanged weights",
+            hint="save it with PEFT's path_initial_model_for_weight_conversion",
+        )
+    start = next(p for p in _PREFIXES if all(name.startswith(p) for name in stored.shapes))
+    keys, alphas = _keys(stored, start, file)
+    modules = dict.fromkeys(module for module, _ in keys)
+    scales = {module: _scale(module, settings, stored, keys, alphas.get(module)) for module in modules}
+    return AdapterFile(stored, keys, scales, flat=start in _FLAT)
+
+
+def _keys(stored: Any, start: str, file: Path) -> tuple[dict[tuple[str, str], str], dict[str, float]]:
+    """(module, part) -> stored name, and the alphas that the file holds. start: of all its names."""
+    if beside := [name for name in stored.shapes if name.endswith(_BESIDE)]:
+        raise CheckpointError(
+            f"this file changes whole weights ({len(beside)}) beside its LoRA: {', '.join(beside[:3])}",
+            where=str(file),
+            accepted="factors of linear layers alone",
+            hint="put it into the weights with the program that it is for, and begin with those",
+        )
+    keys: dict[tuple[str, str], str] = {}
+    alphas: dict[str, float] = {}
+    strange = []
+    for name, shape in stored.shapes.items():
+        bare = name.removeprefix(start)
+        found, scaled = _KEY.match(bare), _ALPHA.match(bare)
+        if scaled is not None and prod(shape) == 1:
+            alphas[scaled["module"]] = float(stored.read(name, tuple(slice(0, 1) for _ in shape)))
+            continue
+        place = (found["module"], _PARTS.get(found["part"], found["part"])) if found else None
+        factor = place is not None and place[1] != "lora_magnitude_vector"
+        if place is None or place in keys or (factor and (len(shape) != 2 or 0 in shape)):
+            strange.append(name)
+        else:
+            keys[place] = name
+    strange += [f"{start}{module}.alpha" for module in alphas if (module, "lora_A") not in keys]
+    modules = dict.fromkeys(module for module, _ in keys)
+    lone = [m for m in modules if (m, "lora_A") not in keys or (m, "lora_B") not in keys]
+    if strange or lone or not modules:
+        odd = strange or [f"{module} (one factor alone)" for module in lone] or ["nothing"]
+        raise CheckpointError(
+            f"this is no LoRA of linear layers: it holds {', '.join(odd[:3])}",
+            where=str(file),
+            accepted="lora_A, lora_B and lora_magnitude_vector of each module",
+        )
+    return keys, alphas
+
+
+def _find(path: Path) -> tuple[Path, Mapping[str, Any]]:
+    if path.is_file() and path.suffix == ".safetensors":
+        return path, read_mapping(path.with_name("adapter_config.json")) if path.name == PEFT_ADAPTER else {}
+    if (path / PEFT_ADAPTER).is_file():
+        return path / PEFT_ADAPTER, read_mapping(path / "adapter_config.json")
+    if (path / DIFFUSERS_ADAPTER).is_file():
+        return path / DIFFUSERS_ADAPTER, {}
+    pickled = [f for f in ("adapter_model.bin", "pytorch_lora_weights.bin") if (path / f).is_file()]
+    what = "there is no such adapter"
+    if pickled:
+        what = f"this adapter is a pickle, which can run code: {pickled[0]}"
+    elif path.exists():
+        what = "there is no adapter here"
+    raise CheckpointError(
+        what, where=str(path), accepted=f"{PEFT_ADAPTER} or {DIFFUSERS_ADAPTER} in a folder, or such a file"
+    )
+
+
+def _unprefixed(text: str, file: Path) -> Mapping[str, Any]:
+    """Diffusers' settings, whose keys begin with the component's name."""
+    try:
+        found = json.loads(text)
+        return {key.rpartition(".")[2]: value for key, value in found.items()}
+    except (ValueError, AttributeError, RecursionError):
+        raise CheckpointError("its lora_adapter_metadata is no JSON object", where=str(file)) from None
+
+
+def _scale(
+    module: str,
+    settings: Mapping[str, Any],
+    stored: StoredTensors,
+    keys: Mapping[tuple[str, str], str],
+    alpha: Any,
+) -> AdapterScale:
+    """alpha: as the file holds it for the module; None where it does not."""
+    rank = stored.shapes[keys[module, "lora_A"]][0]
+    if alpha is None:
+        alpha = _pattern(settings.get("alpha_pattern"), module, settings.get("lora_alpha", rank), stored)
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha < float("inf"):
+        raise CheckpointError(
+            f"lora_alpha is {alpha!r}", where=str(stored.where), accepted="a number above 0"
+        )
+    dora = (module, "lora_magnitude_vector") in keys
+    return AdapterScale(rank, float(alpha), dora, settings.get("use_rslora") is True)
+
+
+def _pattern(table: Any, module: str, otherwise: Any, stored: StoredTensors) -> Any:
+    """PEFT's patterns: a regular expression of a module's path or of its end -> its own value."""
+    for key, value in table.items() if isinstance(table, dict) else ():
+        loops = len(re.findall(r"[*+{]", key))
+        try:
+            found = None if loops > _LOOPS or re.search(r"\)[*+{]", key) else re.compile(rf"(.*\.)?({key})$")
+        except (re.error, OverflowError, RecursionError):
+            found = None
+        if found is None:
+            raise CheckpointError(
+                f"the pattern {key!r} in its alpha_pattern is not understood",
+                where=str(stored.where),
+                accepted=f"regular expressions with at most {_LOOPS} repetitions, none of them of a group",
+            )
+        if found.match(module):
+            return value
+    return otherwise
+
+
+# -- out -----------------------------------------------------------------------------------------
+
+
+def stored_module(layout: AdapterLayout, module: str) -> str:
+    """The path of a module in the model's own library. ContractError for one whose weight is stored in
+    another form, which no adapter can follow."""
+    stored = layout.keys.renamed(f"{module}.weight")
+    if stored is None or not stored.endswith(".weight"):
+        raise ContractError(
+            f"an adapter of {module} can not be written: its weight is stored in another form there",
+            hint="export merged weights (--merge-lora), or leave the module out of the adapter's targets",
+        )
+    return stored.removesuffix(".weight")
+
+
+def stored_key(layout: AdapterLayout, module: str, part: str) -> str:
+    """The name of an adapter's tensor in a file."""
+    ending = part if part == "lora_magnitude_vector" else f"{part}.weight"
+    return f"{layout.module_prefix}{stored_module(layout, module)}.{ending}"
+
+
+def beside_key(layout: AdapterLayout, module: str, name: str) -> str:
+    """The name in a file of adapters of a tensor of a module that it holds whole."""
+    stored = layout.keys.renamed(name)
+    if stored != f"{stored_module(layout, module)}{name.removeprefix(module)}":
+        raise ContractError(
+            f"{name} can not be written beside an adapter: it is stored in another form there",
+            hint="export merged weights (--merge-lora)",
+        )
+    return f"{layout.module_prefix}{stored}"
+
+
+def peft_settings(
+    layout: AdapterLayout, scales: Mapping[str, AdapterScale], beside: Sequence[str] = ()
+) -> dict[str, Any]:
+    """adapter_config.json: PEFT's LoraConfig for modules by their paths in the component. beside: those
+    that the file holds whole."""
+    names = {stored_module(layout, module): scale for module, scale in scales.items()}
+    first = next(iter(names.values()))
+    return {
+        "peft_type": "LORA",
+        "base_model_name_or_path": None,
+        "task_type": None,
+        "inference_mode": True,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "lora_dropout": 0.0,
+        "modules_to_save": [stored_module(layout, module) for module in beside] or None,
+        "r": first.rank,
+        "lora_alpha": _plain(first.alpha),
+        "rank_pattern": {whole_pattern(name): s.rank for name, s in names.items() if s.rank != first.rank},
+        "alpha_pattern": {
+            whole_pattern(name): _plain(s.alpha) for name, s in names.items() if s.alpha != first.alpha
+        },
+        "use_dora": first.dora,
+        "use_rslora": first.rslora,
+        "target_modules": sorted(names),
+    }
+
+
+def header_text(layout: AdapterLayout, scales: Mapping[str, AdapterScale]) -> str:
+    """The settings as Diffusers keeps them in a file's header."""
+    wanted = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules", "use_dora", "use_rslora")
+    settings = peft_settings(layout, scales)
+    prefix = layout.module_prefix
+    return json.dumps({f"{prefix}{key}": settings[key] for key in wanted}, indent=2, sort_keys=True)
+
+
+def whole_pattern(name: str) -> str:
+    """A pattern of PEFT for this module alone: without the mark it would fit the end of other paths."""
+    return f"^{re.escape(name)}"
+
+
+def _plain(number: float) -> float:
+    return int(number) if number == int(number) else number
+
+
+def merge(
+    weight: Tensor, first: Tensor, second: Tensor, scale: AdapterScale, length: Tensor | None = None
+) -> Tensor:
+    """A linear layer's weight with an adapter in it.
+
+    Args:
+        weight: [out, in]. first: lora_A [rank, in]. second: lora_B [out, rank].
+        length: DoRA's lengths [out].
+
+    Returns:
+        [out, in] float32. LoRA: W + f B A. DoRA (https://arxiv.org/abs/2402.09353, eq. 5): its rows at
+        those lengths.
+    """
+    merged = weight.float() + scale.factor * (second.float() @ first.float())
+    if length is not None:
+        merged = merged * (length.float() / row_lengths(merged))[:, None]
+    return merged

@@ -1,0 +1,393 @@
+"""LoRA and DoRA in a component, by PEFT: put in on the meta device, begun from files, given to exports.
+
+LoRA: Hu et al. 2021, https://arxiv.org/abs/2106.09685. DoRA: Liu et al. 2024,
+https://arxiv.org/abs/2402.09353. The layers are PEFT's own.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from mm_core.builtin.configs.adapters import AdapterConfig
+from mm_core.contracts import TaskModule
+from mm_core.errors import CheckpointError, ContractError, PlanError, nearest
+from mm_core.modules.adapter_layers import adapted_layers, adapter_of, base_name, row_lengths
+from mm_core.modules.patterns import match
+from mm_core.modules.selection import covered
+from mm_core.modules.tying import tied_names
+from mm_core.weights.adapters.files import AdapterScale, whole_pattern
+from mm_core.weights.adapters.locate import locate
+from mm_core.weights.fitting import Formats
+from mm_core.weights.formats.format import StoredTensors
+from mm_core.weights.formats.key_map import Copy, whole
+from mm_core.weights.streaming import shard_of, stream
+
+KEY = "train.adapters"
+BESIDE = "train.also_train"
+
+Structure = Mapping[str, Mapping[str, AdapterScale]]
+"""Adapter -> path of a module in the task -> how it counts there."""
+
+
+def add_adapters(
+    task: TaskModule,
+    adapters: Sequence[AdapterConfig],
+    formats: Formats,
+    beside: Sequence[str] = (),
+    known: Structure | None = None,
+) -> None:
+    """Puts adapters into the trained components of a task on the meta device, and takes everything else
+    out of training. The components stay the objects that they are.
+
+    Args:
+        task: built, not yet planned.
+        adapters: in the order in which they count; with none, nothing happens.
+        formats: that tell how a file calls the components' modules.
+        beside: patterns of modules or parameters that are trained in full.
+        known: of adapters that a run has begun already: the files that they began with are not asked.
+
+    Raises:
+        PlanError: PEFT is not installed, targets that match no linear layer, or `beside` that matches
+            nothing or what is adapted.
+        CheckpointError: an adapter to begin with that can not be read or does not fit.
+    """
+    if not adapters:
+        return
+    for adapter in adapters:
+        if hasattr(nn.ModuleDict, adapter.name):
+            raise PlanError(
+                f"an adapter can not be called {adapter.name!r}, which torch's modules keep for themselves",
+                where=KEY,
+                hint="give it another name",
+            )
+    roots = task.trainable
+    wanted: dict[str, list[tuple[AdapterConfig, dict[str, AdapterScale]]]] = {root: [] for root in roots}
+    linear = {root: linear_layers(task.get_submodule(root)) for root in roots}
+    for adapter in adapters:
+        if adapter.from_ is None:
+            scale = AdapterScale(adapter.rank, adapter.alpha or adapter.rank, adapter.dora, adapter.rslora)
+            for root, names in _targets(task, adapter, linear).items():
+                wanted[root].append((adapter, dict.fromkeys(names, scale)))
+        elif adapter.name in (known or {}):
+            for root, scales in _placed(adapter.name, known[adapter.name], linear).items():  # type: ignore[index]
+                wanted[root].append((adapter, scales))
+        else:
+            found = locate(task, adapter.from_, linear, formats)
+            scales = {name: file.scales[stored] for name, (file, stored) in found.modules.items()}
+            wanted[found.root].append((adapter, scales))
+    for root, given in wanted.items():
+        _check_tied(root, task.get_submodule(root), {name: a.name for a, held in given for name in held})
+        for adapter, scales in given:
+            _inject(task.get_submodule(root), adapter, scales)
+    trained = {adapter.name for adapter in adapters if adapter.train}
+    for root in roots:
+        for layer in adapted_layers(task.get_submodule(root)).values():
+            layer.set_adapter(list(layer.adapter_scales))
+        for name, parameter in task.get_submodule(root).named_parameters():
+            place = adapter_of(name)
+            parameter.requires_grad_(place is not None and place[2] in trained)
+    _train_beside(task, roots, beside)
+
+
+def linear_layers(component: nn.Module) -> list[str]:
+    """The linear layers of a component by path; one that is adapted already counts by its own path."""
+    adapted = adapted_layers(component)
+    inside = tuple(f"{path}." for path in adapted)
+    return [
+        path
+        for path, module in component.named_modules()
+        if path in adapted or (_callable(module) and not path.startswith(inside))
+    ]
+
+
+def _callable(module: nn.Module) -> bool:
+    """Whether it is a linear layer whose weight counts by a call: nn.MultiheadAttention reads that of its
+    `out_proj`, so that an adapter there would do nothing."""
+    return isinstance(module, nn.Linear) and not isinstance(module, NonDynamicallyQuantizableLinear)
+
+
+def scales_of(component: nn.Module) -> dict[str, dict[str, AdapterScale]]:
+    """Adapter -> adapted module -> how it counts."""
+    found: dict[str, dict[str, AdapterScale]] = {}
+    for path, layer in adapted_layers(component).items():
+        for name, scale in layer.adapter_scales.items():
+            found.setdefault(name, {})[path] = scale
+    return found
+
+
+def trained_beside(component: nn.Module) -> dict[str, list[str]]:
+    """Module -> its tensors (by their names in the component), of those that are trained in full beside
+    adapters. ContractError for one that no file of adapters can hold: part of a module, or shared."""
+    parameters = dict(component.named_parameters())
+    trained = [n for n, p in parameters.items() if p.requires_grad and adapter_of(n) is None]
+    tied = tied_names(component)
+    found: dict[str, list[str]] = {}
+    for path in sorted({name.rpartition(".")[0] for name in trained}, key=lambda path: path.count(".")):
+        if any(path.startswith(f"{above}.") for above in found):
+            continue
+        start = f"{path}." if path else ""
+        names = [name for name in component.state_dict() if name.startswith(start)]
+        if still := [name for name in names if name in parameters and name not in trained]:
+            raise ContractError(
+                f"{path or 'the top'} is trained beside the adapter without its {base_name(still[0])}:"
+                " files of adapters hold whole modules",
+                hint=f"export merged weights (--merge-lora), or name the whole module in {BESIDE}",
+            )
+        if shared := [name for name in names if name in tied or name in tied.values()]:
+            raise ContractError(
+                f"{shared[0]} is trained beside the adapter and shared with another module, which a file of"
+                " adapters can not say",
+                hint="export merged weights (--merge-lora)",
+            )
+        found[path] = names
+    return found
+
+
+# -- where they go -------------------------------------------------------------------------------
+
+
+def _targets(
+    task: TaskModule, adapter: AdapterConfig, linear: Mapping[str, Sequence[str]]
+) -> dict[str, list[str]]:
+    """Component -> its linear layers that an adapter's targets name."""
+    layers = {f"{root}.{name}": (root, name) for root, names in linear.items() for name in names}
+    modules = [f"{root}.{name}".rstrip(".") for root in linear for name, _ in _modules(task, root)]
+    paths = [path for path in modules if not _inside_adapted(path)]
+    chosen: dict[str, None] = {}
+    for target in adapter.targets:
+        above = _named_by(target, paths, adapter.name)
+        hit = [path for path in layers if any(path == a or path.startswith(f"{a}.") for a in above)]
+        if not hit:
+            kinds = {kind for path in above for kind in _other_layers(task, path).values()}
+            raise _no_target(adapter, target, layers, sorted(kinds), _read_only(task, above))
+        chosen |= dict.fromkeys(hit)
+    found: dict[str, list[str]] = {}
+    for path in layers:
+        if path in chosen:
+            root, name = layers[path]
+            found.setdefault(root, []).append(name)
+    return found
+
+
+def _named_by(target: str, paths: Sequence[str], adapter: str) -> list[str]:
+    """The modules that a pattern, or the end of a path, names."""
+    if "{" in target:
+        return match([target], paths, f"{KEY} ({adapter}): targets")
+    return [path for path in paths if path == target or path.endswith(f".{target}")]
+
+
+def passed_over(task: TaskModule, adapter: AdapterConfig) -> dict[str, str]:
+    """Layers that the targets of an adapter stand for and that it can not change, by path in the task, with
+    their kinds: adapters are of linear layers alone. task: with its adapters in place."""
+    roots = task.trainable
+    modules = [f"{root}.{name}".rstrip(".") for root in roots for name, _ in _modules(task, root)]
+    paths = [path for path in modules if not _inside_adapted(path)]
+    above = [path for target in adapter.targets for path in _named_by(target, paths, adapter.name)]
+    return {name: kind for path in above for name, kind in _other_layers(task, path).items()}
+
+
+def _other_layers(task: TaskModule, path: str) -> dict[str, str]:
+    """Convolutions and embeddings at or below a path."""
+    return {
+        f"{path}.{name}".rstrip("."): type(module).__name__
+        for name, module in _modules(task, path)
+        if isinstance(module, _ConvNd | nn.Embedding | nn.EmbeddingBag)
+    }
+
+
+def _modules(task: TaskModule, path: str) -> Iterator[tuple[str, nn.Module]]:
+    yield from task.get_submodule(path).named_modules()
+
+
+def _placed(
+    name: str, held: Mapping[str, AdapterScale], linear: Mapping[str, Sequence[str]]
+) -> dict[str, dict[str, AdapterScale]]:
+    """Component -> module -> how an adapter counts there that a run has begun with."""
+    layers = {f"{root}.{module}": (root, module) for root, modules in linear.items() for module in modules}
+    if absent := [path for path in held if path not in layers]:
+        raise CheckpointError(
+            f"{len(absent)} of the {len(held)} modules that the adapter {name!r} has in the checkpoint are no"
+            f" linear layers of this task: {', '.join(absent[:3])}",
+            where=KEY,
+            hint="the model must have the options that the run began with",
+        )
+    found: dict[str, dict[str, AdapterScale]] = {}
+    for path, scale in held.items():
+        root, module = layers[path]
+        found.setdefault(root, {})[module] = scale
+    return found
+
+
+def _inside_adapted(path: str) -> bool:
+    return "base_layer" in path.split(".") or adapter_of(f"{path}.x.weight") is not None
+
+
+def _train_beside(task: TaskModule, roots: Iterable[str], patterns: Sequence[str]) -> None:
+    own = {
+        base_name(path): (path, parameter)
+        for root in roots
+        for path, parameter in task.get_submodule(root).named_parameters(prefix=root)
+        if adapter_of(path) is None
+    }
+    for name in covered(patterns, own, BESIDE):
+        path, parameter = own[name]
+        if path != name:
+            raise PlanError(
+                f"{name} has an adapter, and would be trained in full as well",
+                where=BESIDE,
+                hint=f"leave it out of {BESIDE}, or out of the adapter's targets",
+            )
+        parameter.requires_grad_(True)
+
+
+def _read_only(task: TaskModule, above: Sequence[str]) -> bool:
+    """Whether all that a target names are layers whose weights are read and that are never called."""
+    return bool(above) and all(
+        isinstance(task.get_submodule(path), NonDynamicallyQuantizableLinear) for path in above
+    )
+
+
+def _no_target(
+    adapter: AdapterConfig,
+    target: str,
+    layers: Iterable[str],
+    kinds: Sequence[str] = (),
+    read_only: bool = False,
+) -> PlanError:
+    ends = list(dict.fromkeys(re.search(r"[^.]+(\.\d+)*\Z", path)[0] for path in layers))  # type: ignore[index]
+    near = nearest(target.rpartition(".")[2], ends, 3) or ends[:5]
+    if read_only:
+        return PlanError(
+            f"the target {target!r} of the adapter {adapter.name!r} is a layer that nn.MultiheadAttention"
+            " reads and never calls: an adapter there would do nothing",
+            where=KEY,
+            hint="leave it out",
+        )
+    return PlanError(
+        f"the target {target!r} of the adapter {adapter.name!r} is no linear layer, and holds none"
+        + (f", but {' and '.join(kinds)}: adapters are of linear layers alone" if kinds else ""),
+        where=KEY,
+        accepted=f"patterns of modules, or ends of paths such as {', '.join(map(repr, near))}"
+        if near
+        else "nothing: the component has no linear layer",
+    )
+
+
+def _check_tied(root: str, component: nn.Module, adapters: Mapping[str, str]) -> None:
+    """PlanError for a layer to be adapted whose weight is another's too (adapters: module -> adapter)."""
+    for name, first in tied_names(component).items():
+        for one, other in ((name, first), (first, name)):
+            if (module := one.removesuffix(".weight")) in adapters:
+                raise PlanError(
+                    f"{root}.{module} shares its weight with {root}.{other}, which the adapter"
+                    f" {adapters[module]!r} of it alone would part",
+                    where=KEY,
+                    hint="leave it out of the adapter's targets, or build the model with weights of its own",
+                )
+
+
+def _inject(component: nn.Module, adapter: AdapterConfig, scales: Mapping[str, AdapterScale]) -> None:
+    """PEFT's layers in the place of the modules that `scales` names."""
+    peft = _peft()
+    first = next(iter(scales.values()))
+    config = peft.LoraConfig(
+        r=first.rank,
+        lora_alpha=first.alpha,
+        lora_dropout=adapter.dropout,
+        use_dora=first.dora,
+        use_rslora=first.rslora,
+        target_modules="|".join(map(re.escape, scales)),  # a text is matched as a whole, a list by ends
+        rank_pattern={whole_pattern(n): s.rank for n, s in scales.items() if s.rank != first.rank},
+        alpha_pattern={whole_pattern(n): s.alpha for n, s in scales.items() if s.alpha != first.alpha},
+    )
+    with warnings.catch_warnings():
+        # Several adapters are what was asked for.
+        warnings.filterwarnings("ignore", "Already found a `peft_config` attribute")
+        peft.inject_adapter_in_model(config, component, adapter.name, low_cpu_mem_usage=True)
+    layers = adapted_layers(component)
+    for name, scale in scales.items():
+        layer: Any = layers[name]
+        if layer.scaling[adapter.name] != scale.factor or layer.r[adapter.name] != scale.rank:
+            raise ContractError(f"PEFT has given {name} another scale than {scale}")
+        known = dict(layer.__dict__)
+        layer.adapter_scales = {**known.get("adapter_scales", {}), adapter.name: scale}
+        layer.adapter_inits = {**known.get("adapter_inits", {}), adapter.name: adapter.init}
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as fault:
+        raise PlanError(
+            f"adapters need PEFT, which can not be imported ({fault})",
+            where=KEY,
+            hint='pip install "mm-core[lora]"',
+        ) from None
+    return peft
+
+
+# -- from files ----------------------------------------------------------------------------------
+
+
+class AdapterWeights:
+    """Where adapters begin: those of files are read, lengths of new DoRAs are those of the weights.
+
+    Args:
+        task: with its adapters in place. adapters, formats: as for `add_adapters`.
+    """
+
+    def __init__(self, task: TaskModule, adapters: Sequence[AdapterConfig], formats: Formats) -> None:
+        self.adapters = [adapter for adapter in adapters if adapter.from_ is not None]
+        self._pieces: list[tuple[Copy, StoredTensors]] = []
+        roots = task.trainable
+        linear = {root: linear_layers(task.get_submodule(root)) for root in roots} if self.adapters else {}
+        for adapter in self.adapters:
+            assert adapter.from_ is not None
+            found = locate(task, adapter.from_, linear, formats)
+            for module, (file, stored) in found.modules.items():
+                for part in ("lora_A", "lora_B", "lora_magnitude_vector"):
+                    if (key := file.keys.get((stored, part))) is not None:
+                        name = f"{found.root}.{module}.{part}.{adapter.name}.weight"
+                        shape = tuple(file.stored.shapes[key])
+                        self._pieces.append((whole(name, key, shape), file.stored))
+
+    def covers(self, state: Mapping[str, Tensor]) -> Collection[str]:
+        """The adapters' tensors that files hold. CheckpointError where one has another shape."""
+        for copy, stored in self._pieces:
+            if tuple(state[copy.component].shape) != copy.stored_shape:
+                raise CheckpointError(
+                    f"{copy.stored} is of shape {list(copy.stored_shape)}, and {copy.component} of"
+                    f" {list(state[copy.component].shape)}",
+                    where=str(stored.where),
+                    hint="it was made for another model",
+                )
+        return {copy.component for copy, _ in self._pieces}
+
+    def fill(self, state: Mapping[str, Tensor], known: Collection[str] = ()) -> None:
+        """After the weights below them: lengths of new DoRAs, then what files hold.
+
+        known: names that were filled before by other means; a length among them stays.
+        """
+        read = {copy.component for copy, _ in self._pieces}
+        begun = read.union(known)
+        with torch.no_grad():
+            for name, tensor in state.items():
+                place = adapter_of(name)
+                if place is not None and place[1] == "lora_magnitude_vector" and name not in begun:
+                    length, weight = shard_of(tensor)[0], shard_of(state[f"{place[0]}.base_layer.weight"])[0]
+                    length.copy_(row_lengths(weight))
+                    if bool((length == 0).any()):
+                        raise CheckpointError(
+                            f"rows of {place[0]} are zero: they have no direction, which DoRA needs",
+                            where=KEY,
+                            hint="leave the module out of the adapter's targets, or set dora: false",
+                        )
+            stream({name: state[name] for name in read}, self._pieces)

@@ -1,0 +1,119 @@
+"""Which component of a task an adapter on disk is of, and which file holds each of its modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mm_core.contracts import TaskModule
+from mm_core.errors import CheckpointError, ContractError
+from mm_core.weights.adapters.files import DIFFUSERS_ADAPTER, AdapterFile, open_adapter, stored_module
+from mm_core.weights.fitting import Formats
+from mm_core.weights.formats.format import AdapterLayout, of_component
+from mm_core.weights.formats.libraries import PEFT_ADAPTER
+
+Placed = tuple[AdapterLayout, Path]
+"""How an adapter of a component, or of its part, lies in a format, and the file or folder where it does."""
+
+
+@dataclass(frozen=True)
+class Located:
+    """The component that an adapter on disk fits. modules: path in the component -> the file that holds
+    it, and its path there."""
+
+    root: str
+    modules: Mapping[str, tuple[AdapterFile, str]]
+
+
+def locate(task: TaskModule, path: str, linear: Mapping[str, Sequence[str]], formats: Formats) -> Located:
+    """The component whose modules an adapter names, by the names that any format gives them: one file, or
+    a folder with a file for each part of the component.
+
+    Raises:
+        CheckpointError: no adapter, modules that no component has, or a file that fits several parts alike.
+    """
+    best = Located("", {})
+    alike: dict[str, None] = {}
+    opened: dict[Path, AdapterFile] = {}
+    for root, chosen in _candidates(task, Path(path), linear, formats):
+        found: dict[str, tuple[AdapterFile, str]] = {}
+        for layout, place in chosen:
+            if place not in opened:
+                opened[place] = open_adapter(place)
+            found |= _named(layout, linear[root], opened[place])
+        parts = " and ".join(f"{root}.{layout.part}".rstrip(".") for layout, _ in chosen)
+        if len(found) > len(best.modules):
+            best, alike = Located(root, found), {}
+        if found and len(found) == len(best.modules):
+            alike[parts] = None
+    files = list({id(file): file for file, _ in best.modules.values()}.values())
+    files = files or [*opened.values()] or [open_adapter(Path(path))]
+    held = {(id(file), stored) for file, stored in best.modules.values()}
+    modules = [(id(file), name) for file in files for name in file.modules]
+    if absent := [name for file, name in modules if (file, name) not in held]:
+        raise CheckpointError(
+            f"{len(absent)} of the {len(modules)} modules of this adapter are no linear layers of"
+            f" {best.root or ' or '.join(linear)}: {', '.join(absent[:3])}",
+            where=path,
+            hint="it was made for another model",
+        )
+    if len(alike) > 1:
+        raise CheckpointError(
+            f"this adapter could be of any of these: {', '.join(alike)}",
+            where=path,
+            accepted="a file that fits one of them alone, or a folder of files as an export calls them",
+        )
+    return best
+
+
+def _candidates(
+    task: TaskModule, path: Path, linear: Iterable[str], formats: Formats
+) -> list[tuple[str, list[Placed]]]:
+    """(component, what of it could be read together): the files of its parts, or one file as any of them."""
+    together, alone = [], []
+    for root in linear:
+        component = task.get_submodule(root)
+        for form in formats.values():
+            layouts = of_component(form.adapter(root, component))
+            held = [(layout, path / layout.file) for layout in layouts if (path / layout.file).is_file()]
+            if held and len(layouts) > 1:
+                together.append((root, held))
+                continue
+            tail = path.absolute().as_posix()
+            named = [layout for layout in layouts if path.is_file() and tail.endswith(f"/{layout.file}")]
+            alone += [(root, [(layout, path)]) for layout in (named if len(named) == 1 else layouts)]
+    own = path.is_file() or any((path / name).is_file() for name in (PEFT_ADAPTER, DIFFUSERS_ADAPTER))
+    return together + alone if own or not together else together
+
+
+def _named(
+    layout: AdapterLayout, names: Iterable[str], file: AdapterFile
+) -> dict[str, tuple[AdapterFile, str]]:
+    """The modules of a component, or of its part, that a file names, by the map that finds most of them."""
+    own = [name for name in names if not layout.part or f"{name}.".startswith(f"{layout.part}.")]
+    maps = [replace(layout, keys=keys) for keys in (layout.keys, *layout.others)]
+    return max((_by_map(one, own, file) for one in maps), key=len)
+
+
+def _by_map(
+    layout: AdapterLayout, names: Iterable[str], file: AdapterFile
+) -> dict[str, tuple[AdapterFile, str]]:
+    table: dict[str, tuple[AdapterFile, str]] = {}
+    holders: dict[str, str] = {}
+    for name in names:
+        try:
+            stored = stored_module(layout, name)
+        except ContractError:
+            continue
+        stored = stored.replace(".", "_") if file.flat else stored
+        if stored not in file.scales:
+            continue
+        if (other := holders.setdefault(stored, name)) != name:
+            raise CheckpointError(
+                f"{stored} could be {other} or {name}: dots are underscores in this file's names",
+                where=str(file.stored.where),
+                accepted="an adapter whose names have their dots",
+            )
+        table[name] = (file, stored)
+    return table

@@ -1,0 +1,85 @@
+"""Where the adapters of a run are and how they count, as plain values that its checkpoints hold: a run that
+goes on does not need the files that its adapters began with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mm_core.builtin.configs.adapters import AdapterConfig
+from mm_core.contracts import TaskModule
+from mm_core.errors import CheckpointError
+from mm_core.weights.adapters.files import AdapterScale
+from mm_core.weights.adapters.inject import Structure, scales_of
+
+
+def record_of(task: TaskModule, adapters: Sequence[AdapterConfig]) -> list[dict[str, Any]]:
+    """A row an adapter, in the order in which they count.
+
+    Args:
+        task: with its adapters in place. adapters: of its config.
+
+    Returns:
+        name, train, dropout, and `layers`: rank, alpha, dora, rslora and the `modules` (paths in the task)
+        that have them.
+    """
+    roots = task.trainable
+    found = {root: scales_of(task.get_submodule(root)) for root in roots}
+    rows: list[dict[str, Any]] = []
+    for adapter in adapters:
+        layers: dict[AdapterScale, list[str]] = {}
+        for root in roots:
+            for module, scale in found[root].get(adapter.name, {}).items():
+                layers.setdefault(scale, []).append(f"{root}.{module}")
+        rows.append(
+            {
+                "name": adapter.name,
+                "train": adapter.train,
+                "dropout": adapter.dropout,
+                "layers": [
+                    {
+                        "rank": scale.rank,
+                        "alpha": scale.alpha,
+                        "dora": scale.dora,
+                        "rslora": scale.rslora,
+                        "modules": modules,
+                    }
+                    for scale, modules in layers.items()
+                ],
+            }
+        )
+    return rows
+
+
+def structure_in(rows: Any, where: Path) -> Structure:
+    """What `record_of` has written, as `add_adapters` takes it; {} where it has written nothing.
+
+    Raises CheckpointError for values that are none of its own.
+    """
+    found: dict[str, Mapping[str, AdapterScale]] = {}
+    try:
+        for row in rows or ():
+            held: dict[str, AdapterScale] = {}
+            for layer in row["layers"]:
+                scale = AdapterScale(
+                    _whole(layer["rank"]),
+                    float(layer["alpha"]),
+                    layer["dora"] is True,
+                    layer["rslora"] is True,
+                )
+                held |= dict.fromkeys(map(str, layer["modules"]), scale)
+            found[str(row["name"])] = held
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        raise CheckpointError(
+            "what this checkpoint says of its adapters is not understood",
+            where=str(where),
+            hint="load it with the version of mm-core that wrote it, or a newer one",
+        ) from None
+    return found
+
+
+def _whole(value: Any) -> int:
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{value!r} is no rank")
+    return value

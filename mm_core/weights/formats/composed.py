@@ -1,0 +1,126 @@
+"""A key map after another: a format that builds on one says what differs from it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+from mm_core.errors import ContractError
+from mm_core.weights.formats.key_map import Copy, KeyMap, Rename, Template
+
+
+def composed(first: KeyMap, second: KeyMap) -> KeyMap:
+    """The map of a component that `first` brings under names which `second` brings under those of a file.
+
+    Both ways, as each of them. What the file holds and `first` ignores is ignored where `second` renames
+    it or leaves it as it is. ContractError, when copies are asked for, where `first` reshapes what `second`
+    turns or cuts along another dimension than the first: no box of that is a box in the file.
+    """
+    given = {one.name: getattr(first, one.name) for one in fields(KeyMap)}
+    if isinstance(first, ComposedKeyMap):
+        return ComposedKeyMap(**given, after=composed(first.after, second))
+    return ComposedKeyMap(**given, after=second)
+
+
+@dataclass(frozen=True)
+class ComposedKeyMap(KeyMap):
+    """A key map whose stored names another one takes for those of a component: see `composed`."""
+
+    after: KeyMap = field(default_factory=KeyMap)
+
+    def ignores(self, stored: str) -> bool:
+        """Whether either map has no use for a stored name."""
+        return self.after.ignores(stored) or any(
+            KeyMap.ignores(self, name) for name in _names_before(self.after, stored)
+        )
+
+    def renamed(self, name: str) -> str | None:
+        """The stored name of a tensor that both maps leave whole and as it is."""
+        between = super().renamed(name)
+        return None if between is None else self.after.renamed(between)
+
+    def copies(self, shapes: Mapping[str, Sequence[int]]) -> list[Copy]:
+        """What is where in the file."""
+        first = super().copies(shapes)
+        second: dict[str, list[Copy]] = {}
+        for copy in self.after.copies({copy.stored: copy.stored_shape for copy in first}):
+            second.setdefault(copy.component, []).append(copy)
+        joined = (_joined(one, other) for one in first for other in second[one.stored])
+        return [copy for copy in joined if copy is not None]
+
+
+def _names_before(keys: KeyMap, stored: str) -> list[str]:
+    """The names that a map leaves whole and brings under `stored`."""
+    found = [keys.prefix + stored]
+    for rule in keys.rules:
+        if isinstance(rule, Rename) and (values := Template(rule.stored).match(stored)) is not None:
+            found.append(keys.prefix + Template(rule.component).fill(values))
+    return [name for name in found if keys.renamed(name) == stored]
+
+
+def _joined(first: Copy, second: Copy) -> Copy | None:
+    """Where the numbers of `first` lie that `second` copies; None where it copies others.
+
+    first: of the component and a tensor between. second: of that and the file.
+    """
+    other = _turned(_seen(second, first), first.dims)
+    low = [max(a, b) for a, b in zip(first.stored_start, other.start, strict=True)]
+    ends = zip(first.stored_start, first.size, other.start, other.size, strict=True)
+    high = [min(a + n, b + m) for a, n, b, m in ends]
+    if any(a >= b for a, b in zip(low, high, strict=True)):
+        return None
+    rest = zip(low, first.start, first.stored_start, strict=True)
+    theirs = zip(low, other.stored_start, other.start, strict=True)
+    return replace(
+        other,
+        component=first.component,
+        start=tuple(at + begin - offset for at, begin, offset in rest),
+        size=tuple(b - a for a, b in zip(low, high, strict=True)),
+        stored_start=tuple(at + begin - offset for at, begin, offset in theirs),
+    )
+
+
+def _seen(second: Copy, first: Copy) -> Copy:
+    """`second` with the tensor between as `first.view` sees it."""
+    view, shape = first.view, first.stored_shape
+    if view is None:
+        return second
+    seen = second.view or second.stored_shape
+    if (added := len(view) - len(shape)) > 0 and view == (1,) * added + shape:
+        zeros, dims = (0,) * added, second.dims
+        return replace(
+            second,
+            start=zeros + second.start,
+            size=(1,) * added + second.size,
+            stored_start=zeros + second.stored_start,
+            view=(1,) * added + seen,
+            dims=None if dims is None else (*range(added), *(dim + added for dim in dims)),
+        )
+    rows = second.dims is None and second.size[1:] == seen[1:] == shape[1:]
+    if not rows or (second.view is not None and second.view[0] != second.stored_shape[0]):
+        raise ContractError(
+            f"two key maps can not be composed: the first reshapes {first.component!r}, and the second turns"
+            f" {first.stored!r}, or cuts it along another dimension than the first"
+        )
+    zeros = (0,) * (len(view) - 1)
+    return replace(
+        second,
+        start=(second.start[0], *zeros),
+        size=(second.size[0], *view[1:]),
+        stored_start=(second.stored_start[0], *zeros),
+        view=(seen[0], *view[1:]),
+    )
+
+
+def _turned(second: Copy, dims: Sequence[int] | None) -> Copy:
+    """`second` with the dimensions of the tensor between in another order."""
+    if dims is None:
+        return second
+    before = second.dims or tuple(range(len(dims)))
+    return replace(
+        second,
+        start=tuple(second.start[dim] for dim in dims),
+        size=tuple(second.size[dim] for dim in dims),
+        stored_start=tuple(second.stored_start[dim] for dim in dims),
+        dims=tuple(before[dim] for dim in dims),
+    )

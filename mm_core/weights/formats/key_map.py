@@ -1,0 +1,335 @@
+"""How a component's tensors are called, cut and turned in a file, both ways.
+
+A `KeyMap` is a list of rules over name templates. `{i}` in a template stands for one part of a dotted
+name, `{rest...}` for one or more; what stands in one side's braces is put into the other's. The first
+rule that matches a name counts; a name that no rule matches keeps its name. From the component's shapes
+alone a map derives which box of which stored tensor is which box of which tensor of the component, so
+that a shard can be read without its whole, and a file written without a model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+
+from mm_core.errors import ContractError
+
+Shape = tuple[int, ...]
+
+_BRACE = re.compile(r"\{(\w+)(\.\.\.)?\}")
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A box of a component's tensor, and the box of a stored tensor that holds the same numbers.
+
+    The stored tensor is first seen as `view` (where one is given: with ones before its dimensions, or with
+    the same first dimension and others after it), then its dimensions are put in the order `dims`; what
+    then lies at `stored_start` is what lies at `start` of the component's tensor.
+
+    component, stored: names. start, size: the box in the component's tensor. stored_shape: of the whole
+    stored tensor, as in the file.
+    """
+
+    component: str
+    start: Shape
+    size: Shape
+    stored: str
+    stored_shape: Shape
+    stored_start: Shape
+    dims: Shape | None = None
+    view: Shape | None = None
+
+
+@dataclass(frozen=True)
+class Rename:
+    """One tensor under another name."""
+
+    component: str
+    stored: str
+
+
+@dataclass(frozen=True)
+class Transpose:
+    """One tensor with its dimensions in another order: stored.permute(dims) is the component's."""
+
+    component: str
+    stored: str
+    dims: tuple[int, ...] = (1, 0)
+
+
+@dataclass(frozen=True)
+class Reshape:
+    """One tensor that is stored in another shape with the same first dimension: a convolution that is
+    computed as a matrix. `shape` is the stored one, without the first dimension."""
+
+    component: str
+    stored: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Fuse:
+    """Several tensors of the component that are stored as one, side by side along `dim`."""
+
+    components: tuple[str, ...]
+    stored: str
+    dim: int = 0
+
+
+@dataclass(frozen=True)
+class Split:
+    """One tensor of the component that is stored as several, side by side along `dim`; in equal parts, or
+    of `sizes`."""
+
+    component: str
+    stored: tuple[str, ...]
+    dim: int = 0
+    sizes: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One tensor of the component whose slices of the first dimension are stored one by one, as a mixture
+    of experts is: `{index}` in the stored names counts them from 0. Where several names are given, each
+    slice is stored as several, side by side along `dim` of the slice; in equal parts, or of `sizes`."""
+
+    component: str
+    stored: tuple[str, ...]
+    dim: int = 0
+    sizes: tuple[int, ...] | None = None
+    index: str = "e"
+
+
+Rule = Rename | Transpose | Reshape | Fuse | Split | Stack
+
+
+class Template:
+    """A name with `{i}` for one part of it and `{rest...}` for one or more."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.names = [found[1] for found in _BRACE.finditer(text)]
+        pieces, end = [], 0
+        for found in _BRACE.finditer(text):
+            pieces += [
+                re.escape(text[end : found.start()]),
+                f"(?P<{found[1]}>{'.+' if found[2] else '[^.]+'})",
+            ]
+            end = found.end()
+        self._expression = re.compile("".join(pieces) + re.escape(text[end:]) + r"\Z")
+
+    def match(self, name: str) -> dict[str, str] | None:
+        """What stands in the braces where `name` fits."""
+        found = self._expression.match(name)
+        return found.groupdict() if found else None
+
+    def fill(self, values: Mapping[str, str]) -> str:
+        """The name with `values` in the braces."""
+        return _BRACE.sub(lambda found: values[found[1]], self.text)
+
+
+@dataclass(frozen=True)
+class KeyMap:
+    """The rules between a component's names and those of a file.
+
+    Args:
+        rules: the first that matches a name counts.
+        prefix: what every name of the component begins with and no stored name does ("transformer." for
+            a component that wraps a model under that name).
+        ignored: templates of stored names that the component has no use for (tables that it computes).
+        placed: name of the component, without the prefix -> where it lies, for names whose place was found
+            otherwise (`mm_core.weights.formats.traced`); these go before the rules.
+
+    Raises:
+        ContractError: a rule whose sides do not have the same braces.
+    """
+
+    rules: tuple[Rule, ...] = ()
+    prefix: str = ""
+    ignored: tuple[str, ...] = ()
+    placed: Mapping[str, tuple[Copy, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for rule in self.rules:
+            sides = [*_component_sides(rule), *_stored_sides(rule)]
+            counted = {rule.index} if isinstance(rule, Stack) else set()
+            names = {frozenset(Template(side).names) | counted for side in _component_sides(rule)}
+            names |= {frozenset(Template(side).names) for side in _stored_sides(rule)}
+            if len(names) > 1 or len(sides) != len(set(_component_sides(rule))) + len(
+                set(_stored_sides(rule))
+            ):
+                raise ContractError(
+                    f"the sides of {rule} do not have the same braces, or name one thing twice",
+                    accepted="the same {names} in the templates of all sides; a Stack's index in the stored",
+                )
+
+    @cached_property
+    def _by_component(self) -> list[tuple[Rule, int, Template]]:
+        return [(rule, i, Template(t)) for rule in self.rules for i, t in enumerate(_component_sides(rule))]
+
+    @cached_property
+    def _ignored(self) -> list[Template]:
+        return [Template(text) for text in self.ignored]
+
+    def ignores(self, stored: str) -> bool:
+        """Whether the component has no use for a stored name."""
+        return any(template.match(stored) is not None for template in self._ignored)
+
+    def renamed(self, name: str) -> str | None:
+        """The stored name of a tensor that is stored whole and as it is; None where it is not."""
+        bare = name.removeprefix(self.prefix)
+        if bare in self.placed:
+            found = self.placed[bare]
+            return found[0].stored if found == (whole(bare, found[0].stored, found[0].size),) else None
+        for rule, _, template in self._by_component:
+            values = template.match(bare)
+            if values is not None:
+                return Template(rule.stored).fill(values) if isinstance(rule, Rename) else None
+        return bare
+
+    def copies(self, shapes: Mapping[str, Sequence[int]]) -> list[Copy]:
+        """What is where, in the order of `shapes`: every number of the component once, every number of a
+        stored tensor once.
+
+        Args:
+            shapes: of all the component's tensors, by name.
+
+        Raises:
+            ContractError: parts of a fused tensor that are missing or do not fit, a name without the
+                prefix, or two tensors that would get one stored name.
+        """
+        found: list[Copy] = []
+        done: set[str] = set()
+        for name in shapes:
+            if name in done:
+                continue
+            copies = self._of(name, shapes)
+            done |= {copy.component for copy in copies}
+            found += copies
+        owners: dict[str, set[int]] = {}
+        volumes: dict[str, int] = {}
+        for copy in found:
+            volumes[copy.stored] = volumes.get(copy.stored, 0) + prod(copy.size)
+            owners.setdefault(copy.stored, set()).add(prod(copy.stored_shape))
+        for stored, sizes in owners.items():
+            if sizes != {volumes[stored]}:
+                raise ContractError(f"two tensors of the component would be stored as {stored!r}")
+        return found
+
+    def stored_shapes(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, Shape]:
+        """The shape of every stored tensor, from those of the component's."""
+        return {copy.stored: copy.stored_shape for copy in self.copies(shapes)}
+
+    def _of(self, name: str, shapes: Mapping[str, Sequence[int]]) -> list[Copy]:
+        if not name.startswith(self.prefix):
+            raise ContractError(f"{name!r} does not begin with {self.prefix!r}, as this map wants")
+        if (bare := name[len(self.prefix) :]) in self.placed:
+            return self._placed(bare, name, tuple(shapes[name]))
+        for rule, index, template in self._by_component:
+            values = template.match(bare)
+            if values is not None:
+                return self._copies_of(rule, index, values, name, shapes)
+        shape = tuple(shapes[name])
+        return [whole(name, bare, shape)]
+
+    def _placed(self, bare: str, name: str, shape: Shape) -> list[Copy]:
+        copies = self.placed[bare]
+        ends = [tuple(s + n for s, n in zip(copy.start, copy.size, strict=True)) for copy in copies]
+        if shape != tuple(max(sizes) for sizes in zip(*ends, strict=True)):
+            raise ContractError(f"this map is of another {name!r} than one of shape {list(shape)}")
+        return [replace(copy, component=name) for copy in copies]
+
+    def _copies_of(
+        self,
+        rule: Rule,
+        index: int,
+        values: Mapping[str, str],
+        name: str,
+        shapes: Mapping[str, Sequence[int]],
+    ) -> list[Copy]:
+        shape = tuple(shapes[name])
+        if isinstance(rule, Rename):
+            return [whole(name, Template(rule.stored).fill(values), shape)]
+        if isinstance(rule, Transpose):
+            if sorted(rule.dims) != list(range(len(shape))):
+                raise ContractError(f"{rule} does not fit {name!r} of {len(shape)} dimensions")
+            stored = [0] * len(shape)
+            for ours, theirs in enumerate(rule.dims):
+                stored[theirs] = shape[ours]
+            entire = whole(name, Template(rule.stored).fill(values), shape)
+            return [replace(entire, stored_shape=tuple(stored), dims=rule.dims)]
+        if isinstance(rule, Reshape):
+            if prod(shape[1:]) != prod(rule.shape):
+                raise ContractError(f"{rule} does not fit {name!r} of shape {list(shape)}")
+            entire = whole(name, Template(rule.stored).fill(values), shape)
+            return [replace(entire, stored_shape=(shape[0], *rule.shape), view=shape)]
+        if isinstance(rule, Split):
+            return _split(rule, values, name, shape)
+        if isinstance(rule, Stack):
+            return _stack(rule, values, name, shape)
+        return self._fuse(rule, values, shapes)
+
+    def _fuse(self, rule: Fuse, values: Mapping[str, str], shapes: Mapping[str, Sequence[int]]) -> list[Copy]:
+        names = [self.prefix + Template(text).fill(values) for text in rule.components]
+        if absent := [name for name in names if name not in shapes]:
+            raise ContractError(f"{absent[0]!r} is missing: it is stored together with {names[0]!r}")
+        parts = [tuple(shapes[name]) for name in names]
+        rests = {part[: rule.dim] + part[rule.dim + 1 :] for part in parts}
+        if len(rests) > 1 or not 0 <= rule.dim < len(parts[0]):
+            raise ContractError(f"{', '.join(names)} do not fit side by side along dimension {rule.dim}")
+        entire = list(parts[0])
+        entire[rule.dim] = sum(part[rule.dim] for part in parts)
+        stored, begin, copies = Template(rule.stored).fill(values), 0, []
+        for name, part in zip(names, parts, strict=True):
+            start = tuple(begin if d == rule.dim else 0 for d in range(len(part)))
+            copies.append(Copy(name, (0,) * len(part), part, stored, tuple(entire), start))
+            begin += part[rule.dim]
+        return copies
+
+
+def _split(rule: Split | Stack, values: Mapping[str, str], name: str, shape: Shape) -> list[Copy]:
+    count, length = len(rule.stored), shape[rule.dim] if 0 <= rule.dim < len(shape) else -1
+    sizes = rule.sizes or (length // count,) * count
+    if len(sizes) != count or sum(sizes) != length or min(sizes) < 1:
+        raise ContractError(f"{rule} does not fit {name!r} of shape {list(shape)}")
+    begin, copies = 0, []
+    for text, size in zip(rule.stored, sizes, strict=True):
+        start = tuple(begin if d == rule.dim else 0 for d in range(len(shape)))
+        part = tuple(size if d == rule.dim else n for d, n in enumerate(shape))
+        copies.append(Copy(name, start, part, Template(text).fill(values), part, (0,) * len(shape)))
+        begin += size
+    return copies
+
+
+def _stack(rule: Stack, values: Mapping[str, str], name: str, shape: Shape) -> list[Copy]:
+    if len(shape) < 2:
+        raise ContractError(f"{rule} does not fit {name!r} of shape {list(shape)}")
+    return [
+        replace(
+            copy,
+            start=(number, *copy.start),
+            size=(1, *copy.size),
+            stored_start=(0, *copy.stored_start),
+            view=(1, *copy.stored_shape),
+        )
+        for number in range(shape[0])
+        for copy in _split(rule, {**values, rule.index: str(number)}, name, shape[1:])
+    ]
+
+
+def whole(component: str, stored: str, shape: Shape) -> Copy:
+    """One tensor that is stored as it is."""
+    zeros = (0,) * len(shape)
+    return Copy(component, zeros, shape, stored, shape, zeros)
+
+
+def _component_sides(rule: Rule) -> tuple[str, ...]:
+    return rule.components if isinstance(rule, Fuse) else (rule.component,)
+
+
+def _stored_sides(rule: Rule) -> tuple[str, ...]:
+    return rule.stored if isinstance(rule, Split | Stack) else (rule.stored,)

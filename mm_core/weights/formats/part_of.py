@@ -1,0 +1,107 @@
+"""One model out of the files of a larger one: the encoder of an encoder-decoder, a body without its heads."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from itertools import takewhile
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from mm_core.contracts import TaskModule
+from mm_core.errors import ContractError
+from mm_core.weights.formats.format import (
+    AdapterLayout,
+    Companions,
+    Layout,
+    StoredTensors,
+    WeightFormat,
+    Written,
+    of_component,
+)
+from mm_core.weights.formats.key_map import Shape
+
+
+class PartOf:
+    """The stored tensors of a model among those of a larger one.
+
+    Args:
+        stored: of the larger model.
+        wanted: stored names that the model asks for.
+        computed: ends of stored names of tables that the model computes, and older files hold.
+        prefix: what is before these names in the files.
+
+    What lies outside of the model's own top-level modules is the larger model's, and not there.
+    """
+
+    def __init__(
+        self, stored: StoredTensors, wanted: Collection[str], computed: Collection[str], prefix: str = ""
+    ) -> None:
+        self.where = stored.where
+        self._stored, self._prefix = stored, prefix
+        columns = zip(*(name.split(".") for name in wanted), strict=False)
+        depth = 1 + sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
+        tops = {tuple(name.split(".")[:depth]) for name in wanted}
+        names = (name[len(prefix) :] for name in stored.shapes if name.startswith(prefix))
+        ends = tuple(f".{name}" for name in computed)
+        kept = [n for n in names if tuple(n.split(".")[:depth]) in tops and not f".{n}".endswith(ends)]
+        self.shapes: Mapping[str, Shape] = {name: stored.shapes[prefix + name] for name in kept}
+        self.dtypes: Mapping[str, torch.dtype] = {name: stored.dtypes[prefix + name] for name in kept}
+        self.others: Sequence[str] = ()
+
+    def read(self, name: str, box: tuple[slice, ...]) -> Tensor:
+        """A box of a stored tensor."""
+        return self._stored.read(self._prefix + name, box)
+
+
+class FormatOfPart:
+    """A weight format whose files may hold more than the component that is read. Satisfies `WeightFormat`."""
+
+    def __init__(self, whole: WeightFormat, name: str, component: nn.Module) -> None:
+        self._whole = whole
+        self._layouts = of_component(whole.layout(name, component))
+        shapes = {key: tuple(tensor.shape) for key, tensor in component.state_dict().items()}
+        tables = {key: tuple(t.shape) for key, t in component.named_buffers() if key not in shapes}
+        self._wanted = {stored for one in self._layouts for stored in one.keys.stored_shapes(shapes)}
+        self._computed = {stored for one in self._layouts for stored in one.keys.stored_shapes(tables)}
+
+    def open(self, path: Path, folder: str = "") -> StoredTensors:
+        """The component's tensors alone. Where they are is by its own names, by those of the format for
+        other files, or by its own below a name of the larger model (`bert.`): what finds most."""
+        stored = self._whole.open(path, folder)
+        ways = [(self._wanted, ""), (self._wanted_of_others(stored), "")]
+        starts = dict.fromkeys(name.partition(".")[0] for name in stored.shapes)
+        ways += [(self._wanted, f"{start}.") for start in starts]
+        wanted, prefix = max(ways, key=lambda way: sum(way[1] + name in stored.shapes for name in way[0]))
+        return PartOf(stored, wanted, self._computed, prefix)
+
+    def _wanted_of_others(self, stored: StoredTensors) -> set[str]:
+        found: set[str] = set()
+        for layout in self._layouts:
+            if layout.reading is not None:
+                with suppress(ContractError):  # the reader says why, where it comes to that
+                    placed = layout.reading(stored).placed.values()
+                    found |= {copy.stored for copies in placed for copy in copies}
+        return found
+
+    def recognises(self, path: Path) -> bool:
+        """As the format does."""
+        return self._whole.recognises(path)
+
+    def folders(self, path: Path) -> Sequence[str]:
+        """As the format has them."""
+        return self._whole.folders(path)
+
+    def layout(self, name: str, component: nn.Module) -> Layout | Sequence[Layout] | None:
+        """As the format has it."""
+        return self._whole.layout(name, component)
+
+    def adapter(self, name: str, component: nn.Module) -> AdapterLayout | Sequence[AdapterLayout] | None:
+        """As the format has it."""
+        return self._whole.adapter(name, component)
+
+    def companions(self, task: TaskModule, written: Sequence[Written]) -> Companions:
+        """As the format has them."""
+        return self._whole.companions(task, written)

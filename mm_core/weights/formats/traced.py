@@ -1,0 +1,270 @@
+"""Where each number of a tensor comes from, found by handing a library's own conversion tensors without
+numbers.
+
+A `Probe` has a shape and takes the calls that cut, join and turn tensors. After the conversion it tells
+which box of which tensor it is made of: a key map then follows, whatever the library calls its rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mm_core.weights.formats.key_map import Copy, Shape
+
+
+class Untraceable(AttributeError):
+    """A conversion that does more than cut, join and turn. Its text is the call."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor that was handed in, and where it lies in what was made.
+
+    source: name of that tensor. start, size: the box in it. axes: for each dimension of what was made,
+    that of the source; None for one that was added, along which the piece is one long. at: where the piece
+    begins in what was made.
+    """
+
+    source: str
+    start: Shape
+    size: Shape
+    axes: tuple[int | None, ...]
+    at: Shape
+
+    def extent(self, dim: int) -> int:
+        """How long the piece is along a dimension of what was made."""
+        axis = self.axes[dim]
+        return 1 if axis is None else self.size[axis]
+
+    def cut(self, dim: int, start: int, stop: int) -> Piece | None:
+        """What of it lies between two places along a dimension, which is then counted from the first."""
+        low = max(start, self.at[dim])
+        high = min(stop, self.at[dim] + self.extent(dim))
+        if low >= high:
+            return None
+        at = (*self.at[:dim], low - start, *self.at[dim + 1 :])
+        axis = self.axes[dim]
+        if axis is None:
+            return replace(self, at=at)
+        first = self.start[axis] + low - self.at[dim]
+        return replace(
+            self,
+            start=(*self.start[:axis], first, *self.start[axis + 1 :]),
+            size=(*self.size[:axis], high - low, *self.size[axis + 1 :]),
+            at=at,
+        )
+
+
+class Probe:
+    """A tensor without numbers. It has those methods of `torch.Tensor` by which conversions cut, join and
+    turn, and functions of torch take it; anything else raises `Untraceable`."""
+
+    def __init__(self, shape: Sequence[int], pieces: Sequence[Piece]) -> None:
+        self.shape = tuple(shape)
+        self.pieces = tuple(pieces)
+
+    @classmethod
+    def of(cls, name: str, shape: Sequence[int]) -> Probe:
+        """A whole tensor."""
+        zeros = (0,) * len(shape)
+        return cls(shape, [Piece(name, zeros, tuple(shape), tuple(range(len(shape))), zeros)])
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        known = _FUNCTIONS.get(func.__name__)
+        if known is None:
+            raise Untraceable(func.__name__)
+        return known(*args, **(kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        raise Untraceable(name)
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    def dim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        """The shape, or its length along one dimension."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def contiguous(self) -> Probe:
+        """Itself: where its numbers lie in memory does not matter here."""
+        return self
+
+    def narrow(self, dim: int, start: int, length: int) -> Probe:
+        """A part along one dimension."""
+        dim = self._dim(dim)
+        if not 0 <= start <= start + length <= self.shape[dim]:
+            raise Untraceable(f"narrow of {length} from {start} of {self.shape[dim]}")
+        cut = [piece.cut(dim, start, start + length) for piece in self.pieces]
+        shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
+        return Probe(shape, [piece for piece in cut if piece is not None])
+
+    def split(self, sizes: int | Sequence[int], dim: int = 0) -> tuple[Probe, ...]:
+        """Parts of given lengths along a dimension."""
+        length = self.shape[self._dim(dim)]
+        if isinstance(sizes, int):
+            sizes = [min(sizes, length - start) for start in range(0, length, sizes)]
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        return tuple(self.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True))
+
+    def chunk(self, chunks: int, dim: int = 0) -> tuple[Probe, ...]:
+        """Parts of one length; the last may be shorter."""
+        return self.split(max(1, -(-self.shape[self._dim(dim)] // chunks)), dim)
+
+    def unbind(self, dim: int = 0) -> tuple[Probe, ...]:
+        """Its slices along a dimension."""
+        return tuple(part.squeeze(dim) for part in self.split(1, dim))
+
+    def squeeze(self, dim: int | None = None) -> Probe:
+        """Without a dimension, or all dimensions, where they are of length 1."""
+        gone = range(self.ndim) if dim is None else (self._dim(dim),)
+        return self._along([d for d in range(self.ndim) if d not in gone or self.shape[d] != 1])
+
+    def unsqueeze(self, dim: int) -> Probe:
+        """With a further dimension of length 1."""
+        dim %= self.ndim + 1
+        pieces = [
+            replace(p, axes=(*p.axes[:dim], None, *p.axes[dim:]), at=(*p.at[:dim], 0, *p.at[dim:]))
+            for p in self.pieces
+        ]
+        return Probe((*self.shape[:dim], 1, *self.shape[dim:]), pieces)
+
+    def transpose(self, dim0: int, dim1: int) -> Probe:
+        """With two dimensions in each other's place."""
+        order = list(range(self.ndim))
+        dim0, dim1 = self._dim(dim0), self._dim(dim1)
+        order[dim0], order[dim1] = dim1, dim0
+        return self._along(order)
+
+    def permute(self, *dims: int) -> Probe:
+        """With its dimensions in another order."""
+        order = [self._dim(dim) for dim in dims]
+        if sorted(order) != list(range(self.ndim)):
+            raise Untraceable(f"permute of {list(self.shape)} by {dims}")
+        return self._along(order)
+
+    def __getitem__(self, key: Any) -> Probe:
+        """A box; whole numbers, slices without steps, and `...`."""
+        keys = list(key) if isinstance(key, tuple) else [key]
+        if Ellipsis in keys:
+            place = keys.index(Ellipsis)
+            keys[place : place + 1] = [slice(None)] * (self.ndim - len(keys) + 1)
+        found, dim = self, 0
+        for one in keys:
+            if isinstance(one, int):
+                place = one + found.shape[found._dim(dim)] * (one < 0)
+                found = found.narrow(dim, place, 1).squeeze(dim)
+            elif isinstance(one, slice) and one.step in (None, 1):
+                start, stop, _ = one.indices(found.shape[found._dim(dim)])
+                found, dim = found.narrow(dim, start, max(0, stop - start)), dim + 1
+            else:
+                raise Untraceable(f"indexing by {one!r}")
+        return found
+
+    def _dim(self, dim: int) -> int:
+        if not -self.ndim <= dim < self.ndim:
+            raise Untraceable(f"dimension {dim} of {list(self.shape)}")
+        return dim % self.ndim
+
+    def _along(self, order: Sequence[int]) -> Probe:
+        pieces = [
+            replace(p, axes=tuple(p.axes[d] for d in order), at=tuple(p.at[d] for d in order))
+            for p in self.pieces
+        ]
+        return Probe([self.shape[d] for d in order], pieces)
+
+
+def _cat(probes: Sequence[Probe], dim: int = 0) -> Probe:
+    dim = probes[0]._dim(dim)
+    rests = {(*p.shape[:dim], *p.shape[dim + 1 :]) for p in probes}
+    if len(rests) > 1:
+        raise Untraceable(f"cat of {', '.join(str(list(p.shape)) for p in probes)} along {dim}")
+    pieces, length = [], 0
+    for probe in probes:
+        pieces += [replace(p, at=(*p.at[:dim], p.at[dim] + length, *p.at[dim + 1 :])) for p in probe.pieces]
+        length += probe.shape[dim]
+    return Probe((*probes[0].shape[:dim], length, *probes[0].shape[dim + 1 :]), pieces)
+
+
+def _stack(tensors: Sequence[Probe], dim: int = 0) -> Probe:
+    return _cat([probe.unsqueeze(dim) for probe in tensors], dim % (tensors[0].ndim + 1))
+
+
+_METHODS = ("narrow", "split", "chunk", "unbind", "squeeze", "unsqueeze", "transpose", "permute")
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {name: getattr(Probe, name) for name in _METHODS} | {
+    "cat": _cat,
+    "concat": _cat,
+    "stack": _stack,
+}
+
+
+def stored_from(name: str, probe: Probe) -> list[Copy]:
+    """The copies of one stored tensor that was made of a component's."""
+    copies = []
+    for piece in probe.pieces:
+        if None in piece.axes:
+            raise Untraceable("stack")
+        dropped = [axis for axis in range(len(piece.size)) if axis not in piece.axes]
+        places: list[tuple[int, int]] = []  # for each dimension of the component: in the view, and the start
+        for axis in range(len(piece.size)):
+            if axis in dropped:
+                places.append((dropped.index(axis), 0))
+            else:
+                dim = piece.axes.index(axis)
+                places.append((len(dropped) + dim, piece.at[dim]))
+        copies.append(_copy(piece.source, piece.start, piece.size, name, probe.shape, places, len(dropped)))
+    return copies
+
+
+def component_from(name: str, probe: Probe, shapes: Mapping[str, Shape]) -> list[Copy]:
+    """The copies of a component's tensor that was made of stored ones.
+
+    shapes: of the stored tensors.
+    """
+    copies = []
+    for piece in probe.pieces:
+        if len([axis for axis in piece.axes if axis is not None]) < len(piece.size):
+            raise Untraceable("unbind")
+        added = [dim for dim, axis in enumerate(piece.axes) if axis is None]
+        places = [
+            (added.index(dim), 0) if axis is None else (len(added) + axis, piece.start[axis])
+            for dim, axis in enumerate(piece.axes)
+        ]
+        size = tuple(piece.extent(dim) for dim in range(len(piece.axes)))
+        stored = shapes[piece.source]
+        copies.append(_copy(name, piece.at, size, piece.source, stored, places, len(added)))
+    return copies
+
+
+def _copy(
+    component: str,
+    start: Shape,
+    size: Shape,
+    stored: str,
+    stored_shape: Shape,
+    places: Sequence[tuple[int, int]],
+    ones: int,
+) -> Copy:
+    """places: for each dimension of the component, that of the stored tensor seen with `ones` before its
+    own, and where the box begins along it."""
+    dims = tuple(dim for dim, _ in places)
+    return Copy(
+        component,
+        start,
+        size,
+        stored,
+        stored_shape,
+        tuple(begin for _, begin in places),
+        dims=None if dims == tuple(range(len(dims))) else dims,
+        view=(1,) * ones + stored_shape if ones else None,
+    )

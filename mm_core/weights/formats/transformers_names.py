@@ -1,0 +1,210 @@
+"""What Transformers calls a model's tensors in files, where that is not as in memory.
+
+From 5.0 on the library renames, fuses and turns tensors as it loads them (the experts of a mixture become
+one tensor, a vision-language model's parts get other names), by a table for each family, and undoes it as
+it saves. Before that, some classes have a table of names (`_checkpoint_conversion_mapping`). Neither is
+written down here: the library's own conversion is run on probes (`traced`), to write what
+`save_pretrained` would write, and to read what `from_pretrained` would read. Differences between versions
+of the library are known in this module alone.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+from torch.distributed.fsdp import FSDPModule
+
+from mm_core.errors import ContractError
+from mm_core.weights.formats.format import StoredTensors
+from mm_core.weights.formats.key_map import Copy, KeyMap, whole
+from mm_core.weights.formats.traced import Probe, Untraceable, component_from, stored_from
+
+# Of a conversion that reckons with a probe, that has no way back, or that the library itself refuses.
+_FAULTS = (Untraceable, TypeError, ValueError, NotImplementedError)
+
+
+def keys_as_saved(model: Any, prefix: str = "") -> KeyMap:
+    """The names under which `save_pretrained` stores a model.
+
+    Args:
+        model: of Transformers; it may be on the meta device. prefix: of its names in the component.
+
+    Raises:
+        ContractError: the library changes a tensor as it saves by more than cutting, joining and turning.
+    """
+    with _own_classes(model):
+        return _as_saved(model, prefix)
+
+
+def _as_saved(model: Any, prefix: str) -> KeyMap:
+    own = {name: Probe.of(name, tensor.shape) for name, tensor in model.state_dict().items()}
+    if not (loading := _loading_room()):
+        names = {name: _older_name(model, name) for name in own}
+        return KeyMap(prefix=prefix, placed=_renamed(own, names))
+    try:
+        found = loading.revert_weight_conversion(model, dict(own))
+    except _FAULTS as fault:
+        raise _beyond(model, _culprit(loading, model, own), fault) from None
+    if all(found.get(name) is probe for name, probe in own.items()):
+        return KeyMap(prefix=prefix)
+    placed: dict[str, list[Copy]] = {name: [] for name in own}
+    for stored, probe in found.items():
+        try:
+            copies = stored_from(stored, probe)
+        except Untraceable as fault:
+            raise _beyond(model, probe.pieces[0].source, fault) from None
+        for copy in copies:
+            placed[copy.component].append(copy)
+    return KeyMap(prefix=prefix, placed={name: tuple(copies) for name, copies in placed.items()})
+
+
+def keys_as_loaded(model: Any, stored: StoredTensors) -> KeyMap:
+    """The map by which `from_pretrained` would read these tensors: files of other versions of the library,
+    and of models that share a body with this one, have other names than it saves.
+
+    What the library has no use for has no place in the map. ContractError as of `keys_as_saved`.
+    """
+    with _own_classes(model):
+        return _as_loaded(model, stored)
+
+
+def _as_loaded(model: Any, stored: StoredTensors) -> KeyMap:
+    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    probes = {name: Probe.of(name, shape) for name, shape in stored.shapes.items()}
+    if not (loading := _loading_room()):
+        table = getattr(type(model), "_checkpoint_conversion_mapping", {})
+        names = {name: _replaced(table.items(), name) for name in probes}
+        found = {names[name]: probe for name, probe in reversed(probes.items())}
+    else:
+        found = _converted(loading, model, own, probes)
+    placed = {}
+    for name in own:
+        if name in found:
+            try:
+                placed[name] = tuple(component_from(name, found[name], stored.shapes))
+            except Untraceable as fault:
+                raise _beyond(model, name, fault) from None
+    return KeyMap(placed=placed)
+
+
+def _converted(
+    loading: Any, model: Any, own: Mapping[str, Any], probes: Mapping[str, Probe]
+) -> dict[str, Probe]:
+    """The model's tensors by name, made of stored ones by the library's rules."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    found: dict[str, Probe] = {}
+    groups: dict[str, Any] = {}
+    for name in sorted(probes, key=loading.dot_natural_key):
+        given = (renamings, converters, model.base_model_prefix, own)
+        renamed, pattern = loading.rename_source_key(name, *given)
+        if renamed not in own and name in own:
+            renamed, pattern = name, None
+        if renamed in own and pattern is None:
+            found.setdefault(renamed, probes[name])
+        elif renamed in own:
+            group = groups.setdefault(renamed, deepcopy(by_pattern[pattern]))
+            group.add_tensor(renamed, name, pattern, [probes[name]].pop)
+    for name, group in groups.items():
+        try:
+            made = group.convert(name, model=model, config=model.config)
+        except _FAULTS as fault:
+            raise _beyond(model, name, fault) from None
+        made = made[0] if isinstance(made, tuple) else made  # 5.0 to 5.2 tell errors beside it
+        for target, probe in made.items():
+            found.setdefault(target, probe[0] if isinstance(probe, list) else probe)
+    return found
+
+
+@contextmanager
+def _own_classes(model: Any) -> Iterator[None]:
+    """The library finds its rules by class, and takes those that FSDP2 makes for code of the user's."""
+    sharded: dict[Any, type] = {m: type(m) for m in model.modules() if isinstance(m, FSDPModule)}
+    try:
+        for module, kind in sharded.items():
+            module.__class__ = next(own for own in kind.__mro__ if not issubclass(own, FSDPModule))
+        yield
+    finally:
+        for module, kind in sharded.items():
+            module.__class__ = kind
+
+
+def _loading_room() -> Any:
+    """The library's module of conversions; None before 5.0."""
+    try:
+        from transformers import core_model_loading
+    except ImportError:
+        return None
+    return core_model_loading
+
+
+def _older_name(model: Any, name: str) -> str:
+    """The stored name before 5.0: the table of the model's class backwards, for those classes that the
+    library itself saves so."""
+    listed = getattr(sys.modules["transformers.modeling_utils"], "VLMS", [])
+    kinds = [kind.__name__.lower() for kind in type(model).__mro__[:-1]]
+    if not any(part in kind for part in listed for kind in kinds):
+        return name
+    table = getattr(type(model), "_checkpoint_conversion_mapping", {})
+    # What was a pattern becomes a name: its anchors and what it looks ahead for go.
+    return _replaced(((now, re.sub(r"\(.*\)", "", was.lstrip("^"))) for was, now in table.items()), name)
+
+
+def _replaced(table: Iterable[tuple[str, str]], name: str) -> str:
+    """A name by the first pattern that it has."""
+    for pattern, replacement in table:
+        renamed, count = re.subn(pattern, replacement, name)
+        if count:
+            return renamed
+    return name
+
+
+def _renamed(own: Mapping[str, Probe], names: Mapping[str, str]) -> dict[str, tuple[Copy, ...]]:
+    if all(name == stored for name, stored in names.items()):
+        return {}
+    return {name: (whole(name, stored, own[name].shape),) for name, stored in names.items()}
+
+
+def _culprit(loading: Any, model: Any, own: Mapping[str, Probe]) -> str:
+    """The first tensor that the library can not save alone."""
+    for name, probe in own.items():
+        try:
+            loading.revert_weight_conversion(model, {name: probe})
+        except _FAULTS:
+            return name
+    return next(iter(own))
+
+
+def _operations(model: Any, name: str) -> str:
+    """What the library does to a tensor, by its own words."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    for rule in get_model_conversion_mapping(model):
+        if operations := getattr(rule, "operations", None):
+            try:
+                there = rule.reverse_transform().rename_source_key(name)[1] is not None
+            except NotImplementedError:  # of the rule that has no way back
+                there = True
+            if there:
+                return ", ".join(type(one).__name__ for one in operations)
+    return "a rule of its own"
+
+
+def _beyond(model: Any, name: str, fault: Exception) -> ContractError:
+    """The error for a conversion that has no place in a map."""
+    one_way = isinstance(fault, NotImplementedError)
+    return ContractError(
+        f"{type(model).__name__} changes {'tensors' if one_way else name} between memory and file by"
+        f" {_operations(model, name)} ({'which has no way back' if one_way else fault})",
+        accepted="conversions that rename, cut, join, stack or turn tensors",
+        hint="the format safetensors holds it under its names in memory",
+    )

@@ -1,0 +1,1 @@
+"""Conversations of images and videos as InternVL reads them."""

@@ -1,0 +1,253 @@
+"""Conversations as tokens, by the tokenizer's own chat template, with a label for each that is learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mm_core.contracts import IGNORED_LABEL
+from mm_core.errors import DataError
+from mm_internvl.data.rows import PLACEHOLDER, Conversation, Medium, Turn
+from mm_internvl.vocabulary import NEEDED, Fault, Vocabulary, message_of
+
+
+@dataclass(frozen=True)
+class Shown:
+    """An image or video of a conversation: tiles of each of its pictures (one for an image, else frames)."""
+
+    kind: Medium
+    tiles: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """ids, labels: [L] int64. shown: how many of the conversation's images and videos are within. whole: none
+    of it was cut off."""
+
+    ids: Tensor
+    labels: Tensor
+    shown: int
+    whole: bool
+
+
+@dataclass
+class Chat:
+    """The tokenizer and template of a model's folder, opened where they are first used.
+
+    Args:
+        folder: the model's.
+        max_length: tokens of a conversation; longer ones are cut.
+        system: prompt of conversations that have none.
+
+    Raises (on first use):
+        CheckpointError: a folder without a tokenizer, a chat template, or the tokens of images.
+    """
+
+    folder: str
+    max_length: int
+    system: str | None = None
+    _known: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"folder": self.folder, "max_length": self.max_length, "system": self.system, "_known": {}}
+
+    def check(self) -> None:
+        """Opens the folder. CheckpointError for one that will not do."""
+        _ = self._vocabulary
+
+    @property
+    def tokenizer(self) -> Any:
+        """Transformers' tokenizer."""
+        return self._vocabulary.tokenizer
+
+    @property
+    def tokens_of_blank(self) -> list[int]:
+        """Ids of an image of one tile."""
+        known = self._vocabulary
+        return [known.start, *[known.context] * known.tile, known.end]
+
+    @property
+    def _vocabulary(self) -> Vocabulary:
+        if "vocabulary" not in self._known:
+            self._known["vocabulary"] = Vocabulary(self.folder)
+        found: Vocabulary = self._known["vocabulary"]
+        return found
+
+    def tokens(self, conversation: Conversation, shown: Sequence[Shown], where: str) -> Tokens:
+        """The conversation's tokens, up to `max_length`, and what is to be learnt of them.
+
+        shown: its images and videos. where: for errors.
+
+        Raises:
+            DataError: words that are the template's own tokens, a turn that the template rewrites, an image
+                at the cut, nothing to learn before it.
+        """
+        known = self._vocabulary
+        try:
+            text, spans = self._laid_out(known, conversation.turns, [medium.kind for medium in shown])
+            text, spans = _with_pictures(known, text, spans, shown)
+            ids, labels, blocks = _expanded(known, text, spans, shown)
+            kept = self._kept(len(ids), blocks, shown)
+        except Fault as fault:
+            raise DataError(str(fault), where=where, hint=fault.hint) from None
+        length = min(len(ids), self.max_length)
+        labels[0] = IGNORED_LABEL  # nothing comes before it, in a packed row as little as alone
+        if not bool((labels[:length] != IGNORED_LABEL).any()):
+            raise DataError(
+                f"of {len(ids)} tokens, the first {length} hold nothing that the assistant says",
+                where=where,
+                hint="raise max_length of the dataset, or split the conversation",
+            )
+        return Tokens(ids[:length].clone(), labels[:length].clone(), kept, whole=length == len(ids))
+
+    def prompt(self, turns: Sequence[Turn], shown: Sequence[Shown], where: str) -> Tensor:
+        """[L] int64: the tokens of turns, up to where the assistant goes on. DataError as of `tokens`, and
+        for more of them than `max_length`."""
+        known = self._vocabulary
+        try:
+            text = self._rendered(known, turns, [medium.kind for medium in shown])
+            text, _ = _with_pictures(known, text, (), shown)
+            ids, _, _ = _expanded(known, text, (), shown)
+        except Fault as fault:
+            raise DataError(str(fault), where=where, hint=fault.hint) from None
+        if len(ids) >= self.max_length:
+            raise DataError(
+                f"the conversation has {len(ids)} tokens, and max_length {self.max_length} leaves no room "
+                "for an answer",
+                where=where,
+                hint="raise max_length of the dataset, lower max_tiles or frames, or begin anew",
+            )
+        return ids
+
+    def _begun(self, turns: Sequence[Turn]) -> dict[str, Turn]:
+        """The turns by what sentences call them, the system prompt of the row or the dataset among them."""
+        begun = {}
+        if turns[0].apart:
+            begun["`system` of the row"], turns = turns[0], turns[1:]
+        elif self.system is not None and turns[0].role != "system":
+            begun["`system` of the dataset"] = Turn("system", self.system)
+        return {**begun, **{f"turn {number}": turn for number, turn in enumerate(turns, 1)}}
+
+    def _rendered(self, known: Vocabulary, turns: Sequence[Turn], kinds: Sequence[Medium]) -> str:
+        """The template's text of turns that are to be answered."""
+        begun = self._begun(turns)
+        self._check_words(known, begun)
+        messages = {name: message_of(turn, known) for name, turn in begun.items()}
+        text = known.rendered([*messages.values()], prompt=True)
+        self._check_pictures(known, text, kinds)
+        _check_said(messages, text)
+        return text
+
+    def _kept(self, length: int, blocks: Sequence[tuple[int, int]], shown: Sequence[Shown]) -> int:
+        """How many images and videos lie before the cut."""
+        if length <= self.max_length:
+            return len(blocks)
+        for number, (start, end) in enumerate(blocks):
+            if start < self.max_length < end:
+                raise Fault(
+                    f"the row has {length} tokens, and cutting it at {self.max_length} would go through "
+                    f"{shown[number].kind} {number + 1}",
+                    "raise max_length of the dataset, set share_tiles, lower max_tiles or frames, or "
+                    "split the conversation",
+                )
+        return sum(end <= self.max_length for _, end in blocks)
+
+    def _laid_out(
+        self, known: Vocabulary, turns: Sequence[Turn], kinds: Sequence[Medium]
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The template's text, each image and video one placeholder in it, and the spans to learn."""
+        begun = self._begun(turns)
+        self._check_words(known, begun)
+        messages = {name: message_of(turn, known) for name, turn in begun.items()}
+        spans, text = known.spans([*messages.values()])
+        self._check_pictures(known, text, kinds)
+        _check_said(messages, text)
+        return text, spans
+
+    def _check_words(self, known: Vocabulary, turns: Mapping[str, Turn]) -> None:
+        for name, turn in turns.items():
+            words = "".join(PLACEHOLDER.sub("", text) for text in turn.texts)
+            if own := next((token for token in known.structure if token in words), None):
+                pictures = own in known.names.values()
+                raise Fault(
+                    f"{name} says {own!r}, which is a token of "
+                    + ("images" if pictures else "the chat template's own"),
+                    "write <image> where an image is shown, and the token's name in another way"
+                    if pictures
+                    else "write it in another way",
+                )
+
+    def _check_pictures(self, known: Vocabulary, text: str, kinds: Sequence[Medium]) -> None:
+        found = [known.kind_of(match[0]) for match in known.pictures.finditer(text)]
+        if found != list(kinds):
+            raise Fault(
+                f"the chat template shows {len(found)} images and videos of the conversation's {len(kinds)}",
+                "a template of InternVL's Transformers folders shows each of them once, in order",
+            )
+
+
+def _check_said(messages: Mapping[str, Mapping[str, Any]], text: str) -> None:
+    """Fault where the template leaves out or rewrites what somebody else than the assistant says."""
+    for name, message in messages.items():
+        content = message["content"]
+        parts = [{"text": content}] if isinstance(content, str) else content
+        role = message["role"]
+        if role != "assistant" and any(part.get("text", "").strip() not in text for part in parts):
+            raise Fault(
+                f"the chat template does not show {name}, which is the {role}'s, as it is",
+                "use another template, or leave the turn out",
+            )
+
+
+def _with_pictures(
+    known: Vocabulary, text: str, spans: Sequence[tuple[int, int]], shown: Sequence[Shown]
+) -> tuple[str, list[tuple[int, int]]]:
+    """The text with each picture as `<img><IMG_CONTEXT></img>`, frames of a video numbered as Transformers'
+    processor numbers them; and the spans where they are then."""
+    start, end, context = (known.names[name] for name in NEEDED)
+    picture = f"{start}{context}{end}"
+    parts, place, moved, shifts = [], 0, 0, []
+    for match, medium in zip(known.pictures.finditer(text), shown, strict=True):
+        frames = [f"Frame{number}: {picture}" for number in range(1, len(medium.tiles) + 1)]
+        put = picture if medium.kind == "image" else "\n".join(frames)
+        parts += [text[place : match.start()], put]
+        place = match.end()
+        moved += len(put) - len(match[0])
+        shifts.append((place, moved))
+    parts.append(text[place:])
+
+    def shifted(at: int) -> int:
+        return at + next((by for behind, by in reversed(shifts) if behind <= at), 0)
+
+    return "".join(parts), [(shifted(a), shifted(b)) for a, b in spans]
+
+
+def _expanded(
+    known: Vocabulary, text: str, spans: Sequence[tuple[int, int]], shown: Sequence[Shown]
+) -> tuple[Tensor, Tensor, list[tuple[int, int]]]:
+    """(ids, labels, [start, end) of each image and video in tokens), every tile at its full length."""
+    # Not verbose: what is beyond the tokenizer's own length is cut by max_length, and needs no warning here.
+    found = known.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ids = torch.tensor(found["input_ids"], dtype=torch.int64)
+    begins = torch.tensor([start for start, _ in found["offset_mapping"]], dtype=torch.int64)
+    learnt = torch.zeros(len(ids), dtype=torch.bool)
+    for start, end in spans:
+        learnt |= (begins >= start) & (begins < end)
+    labels = torch.where(learnt, ids, IGNORED_LABEL)
+    repeats = torch.ones_like(ids)
+    places = (ids == known.context).nonzero().flatten()
+    tiles = torch.tensor([count for medium in shown for count in medium.tiles], dtype=torch.int64)
+    assert len(places) == len(tiles), "a picture is one token before its tiles are counted"
+    repeats[places] = tiles * known.tile
+    ends = repeats.cumsum(0)
+    blocks, first = [], 0
+    for medium in shown:
+        last = first + len(medium.tiles) - 1
+        # `<img>` stands before the first tile, `</img>` behind the last.
+        blocks.append((int(ends[places[first] - 1]) - 1, int(ends[places[last] + 1])))
+        first = last + 1
+    return ids.repeat_interleave(repeats), labels.repeat_interleave(repeats), blocks

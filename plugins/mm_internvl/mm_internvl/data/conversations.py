@@ -1,0 +1,319 @@
+"""The dataset `internvl/conversations`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from mm_core.contracts import IGNORED_LABEL, Randomness, TextBatch, VideoReader
+from mm_core.data import PackedRows, PyAVReader, check_folder, inside
+from mm_core.errors import ContractError, DataError, PartsError, RunWarning
+from mm_internvl.data.chat import Chat, Shown, Tokens
+from mm_internvl.data.config import ConversationsConfig, Source
+from mm_internvl.data.lengths import Lengths
+from mm_internvl.data.pictures import Pictures
+from mm_internvl.data.questions import Asking
+from mm_internvl.data.rows import ACCEPTED, Conversation, Medium, RawRow, conversation, read_rows
+from mm_internvl.data.tiling import read_object, read_tiling
+from mm_internvl.packing import Packs, check_support, positions
+
+
+class Conversations:
+    """Conversations about images and videos, as `InternVLForConditionalGeneration` takes them.
+
+    A sample is {"pieces": [{"input_ids", "labels": int64 [L]}, ...], "pixel_values": float32 [N,3,Y,X] of its
+    tiles, "id"}: one piece, or with `packing` those that share a row, without the ones that can not be read
+    ("missing": their PartsError). Labels are -100 but where the assistant
+    speaks. A batch's inputs are `input_ids`, `labels`, `pixel_values` (at least one tile: see `collate`), and
+    `attention_mask`, or for packed rows `position_ids`.
+
+    Args: fields of `ConversationsConfig`.
+
+    Raises:
+        DataError: in the constructor for files that are no JSON or hold no rows; per sample for a row that
+            is no conversation, for images and videos that are missing, damaged, too large or outside their
+            folder, and for placeholders that do not fit them.
+        CheckpointError: a folder without a tokenizer, a chat template, or the tokens of images.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        processor: str,
+        max_length: int = ConversationsConfig.max_length,
+        min_tiles: int | None = ConversationsConfig.min_tiles,
+        max_tiles: int | None = ConversationsConfig.max_tiles,
+        share_tiles: bool = ConversationsConfig.share_tiles,
+        frames: int = ConversationsConfig.frames,
+        system: str | None = ConversationsConfig.system,
+        packing: bool = ConversationsConfig.packing,
+        lengths: str | None = ConversationsConfig.lengths,
+        max_pixels: int = ConversationsConfig.max_pixels,
+        reader: VideoReader | None = None,
+    ) -> None:
+        self.sources = tuple(sources)
+        self.chat = Chat(processor, max_length, system)
+        self.chat.check()
+        self.tiling = read_tiling(Path(processor), min_tiles, max_tiles)
+        reader = PyAVReader() if reader is None else reader
+        self.pictures = Pictures(self.tiling, frames, max_pixels, reader, share_tiles)
+        self.rows, self.order = _read(self.sources)
+        facts = [processor, max_length, asdict(self.tiling), frames, system, max_pixels, share_tiles]
+        self._kept = Lengths(None if lengths is None else Path(lengths), self.sources, processor, facts)
+        self.packs: Packs | None = None
+        if packing:
+            check_support()
+            tokens, bad = self._tokens()
+            self.packs = Packs(tokens, max_length, apart=bad)
+        self._check_reach(processor)
+
+    def __len__(self) -> int:
+        return len(self.order) if self.packs is None else len(self.packs)
+
+    def lengths(self) -> Tensor:
+        """[N] int64: tokens of each sample. Every row is measured the first time, from headers alone."""
+        return self._tokens()[0] if self.packs is None else self.packs.sizes
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """A sample; of packed rows, one of epoch 0 and seed 0."""
+        return self._sample(index, 0, 0)
+
+    def sample_at(self, index: int, rng: Randomness) -> dict[str, Any]:
+        """A sample; which conversations share a row depends on the run's seed and the epoch."""
+        return self._sample(index, rng.seed, int(rng.path[-2]))  # rng is at ("data", epoch, index)
+
+    def collate(self, samples: Sequence[dict[str, Any]]) -> TextBatch:
+        """Samples, to which the loader has added `key` and `weight`, as a batch.
+
+        Without any image, a blank tile and its tokens follow behind the shortest row: nothing looks at them
+        and nothing is learnt from them, but every rank runs the same modules.
+        """
+        self.check_micro_batch(len(samples), {"packing": self.packs is not None})
+        pieces = [list(sample["pieces"]) for sample in samples]
+        pixels = torch.cat([sample["pixel_values"] for sample in samples])
+        lengths = [sum(len(piece["input_ids"]) for piece in row) for row in pieces]
+        seen = [torch.ones(length, dtype=torch.int64) for length in lengths]
+        if not len(pixels):
+            pixels = self.tiling.blank()
+            blank = torch.tensor(self.chat.tokens_of_blank)
+            row = lengths.index(min(lengths))
+            pieces[row].append({"input_ids": blank, "labels": torch.full_like(blank, IGNORED_LABEL)})
+            seen[row] = torch.cat([seen[row], torch.zeros_like(blank)])
+
+        def padded(name: str, value: int) -> Tensor:
+            rows = [torch.cat([piece[name] for piece in row]) for row in pieces]
+            return pad_sequence(rows, batch_first=True, padding_value=value)
+
+        inputs = {
+            "input_ids": padded("input_ids", int(self.chat.tokenizer.pad_token_id)),
+            "labels": padded("labels", IGNORED_LABEL),
+            "pixel_values": pixels,
+        }
+        if self.packs is None:
+            inputs["attention_mask"] = pad_sequence(seen, batch_first=True)
+        else:
+            inputs["position_ids"] = positions([len(piece["input_ids"]) for piece in pieces[0]])[None]
+        weights = torch.tensor([sample["weight"] for sample in samples], dtype=torch.float32)
+        keys, ids = [sample["key"] for sample in samples], [sample["id"] for sample in samples]
+        references = None if self.packs is not None else [sample["answers"] for sample in samples]
+        return TextBatch(keys, weights, ids, inputs=inputs, references=references)
+
+    @classmethod
+    def evaluated(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Rows that are answered one by one are not packed."""
+        return {**options, "packing": False}
+
+    @classmethod
+    def check_micro_batch(cls, size: int, options: Mapping[str, Any]) -> None:
+        """ContractError for several packed rows."""
+        if options["packing"] and size > 1:
+            raise ContractError(
+                f"a micro-batch of {size} packed rows",
+                where="train.micro_batch_size",
+                accepted="1: a packed row is long, and FlashAttention takes one at a time",
+                hint="set train.micro_batch_size: 1, and raise max_length of the dataset for larger batches",
+            )
+
+    @classmethod
+    def conversing(
+        cls,
+        processor: str,
+        max_length: int,
+        min_tiles: int | None,
+        max_tiles: int | None,
+        share_tiles: bool,
+        frames: int,
+        system: str | None,
+        max_pixels: int,
+        reader: VideoReader,
+        **others: Any,
+    ) -> Asking:
+        """What lays out questions as the rows are, without any of them. others: fields that no question
+        needs."""
+        tiling = read_tiling(Path(processor), min_tiles, max_tiles)
+        pictures = Pictures(tiling, frames, max_pixels, reader, share_tiles)
+        asking = Asking(Chat(processor, max_length, system), pictures)
+        asking.chat.check()
+        return asking
+
+    def _check_reach(self, folder: str) -> None:
+        """Warns of conversations beyond the positions that the model was made for."""
+        reach = _positions_of(read_object(Path(folder) / "config.json"))
+        packed = self.packs is not None
+        longest = self.chat.max_length if self.packs is None else int(self.packs.lengths.max())
+        if reach is not None and longest > reach:
+            what = f"conversations of {longest} tokens" if packed else f"max_length {longest} of the dataset"
+            sentence = f"{what}: the model of {folder} was made for {reach} positions"
+            warnings.warn(sentence, RunWarning, stacklevel=3)
+
+    # -- samples ---------------------------------------------------------------------------------
+
+    def _sample(self, index: int, seed: int, epoch: int) -> dict[str, Any]:
+        if self.packs is None:
+            tokens, pixels, name, answers = self._conversation(int(self.order[index]))
+            return {"pieces": [_piece(tokens)], "pixel_values": pixels, "id": name, "answers": answers}
+        members = self.packs.members(index, seed, epoch)
+        read, faults = self._together(members)
+        if not read:
+            raise PartsError(faults, len(members))
+        total = sum(len(tokens.ids) for tokens, *_ in read)
+        if total > self.packs.capacity:
+            raise DataError(
+                f"conversations that share a row have {total} tokens, more than their {self.packs.capacity}: "
+                "images or videos have changed since their lengths were measured",
+                where=", ".join(name for _, _, name, _ in read),
+                hint="delete the file `lengths` of the dataset",
+            )
+        return {
+            "pieces": [_piece(tokens) for tokens, *_ in read],
+            "pixel_values": torch.cat([pixels for _, pixels, *_ in read]),
+            "id": ", ".join(name for _, _, name, _ in read),
+            **({"missing": PartsError(faults, len(members))} if faults else {}),
+        }
+
+    def _together(self, members: Sequence[int]) -> tuple[list[_Read], dict[int, DataError]]:
+        """The conversations that can be read, and what is wrong with each of the others."""
+        read, faults = [], {}
+        for member in members:
+            try:
+                read.append(self._conversation(int(self.order[member])))
+            except DataError as fault:
+                faults[member] = fault
+        return read, faults
+
+    def _conversation(self, number: int) -> _Read:
+        """(tokens, pixels of the images and videos among them, name, answers to what is asked last) of a row.
+        Without answers of its own, those of its labels are right."""
+        row = self.rows[number]
+        said, shown, tokens = self._measured(row)
+        pixels = self.pictures.pixels(self._files(row, said), shown, tokens.shown)
+        answered = tokens.whole and said.turns[-1].role == "assistant"
+        return tokens, pixels, self._name(row), said.answers if answered else ()
+
+    def _measured(self, row: RawRow) -> tuple[Conversation, list[Shown], Tokens]:
+        """What a row says and shows, and its tokens; of images and videos, only the headers are read."""
+        name = self._name(row)
+        said = conversation(row.value, name)
+        shown = self.pictures.shown(self._files(row, said))
+        return said, shown, self.chat.tokens(said, shown, name)
+
+    def _tokens(self) -> tuple[Tensor, Tensor]:
+        """([N] tokens of each conversation of an epoch, [N] which can not be read).
+
+        The unreadable count as long as the others on average, and are packed with one another: their share
+        of the packed rows is that of the conversations, and reading those rows says what is wrong."""
+        found = self._kept.of(self.rows, self._length)[self.order]
+        bad = found == 0
+        usual = self.chat.max_length if bad.all() else round(float(found[~bad].double().mean()))
+        return found.masked_fill(bad, usual), bad
+
+    def _length(self, row: RawRow) -> int:
+        return len(self._measured(row)[2].ids)
+
+    def _files(self, row: RawRow, said: Conversation) -> list[tuple[Medium, Path]]:
+        source = self.sources[row.source]
+        folder = Path(source.annotations).parent if source.folder is None else Path(source.folder)
+        return [(kind, inside(folder, path)) for kind, path in said.media]
+
+    def _name(self, row: RawRow) -> str:
+        return f"{self.sources[row.source].annotations}, {row.place}"
+
+
+_Read = tuple[Tokens, Tensor, str, tuple[str, ...]]
+"""Of a row: see `Conversations._conversation`."""
+
+
+def _positions_of(config: Mapping[str, Any]) -> int | None:
+    """How many a model was made for, where its config says so: stretched ones where its rotations are."""
+    part = config.get("text_config") or config.get("llm_config") or config
+    if not isinstance(part, Mapping) or not isinstance(reach := part.get("max_position_embeddings"), int):
+        return None
+    scaling = part.get("rope_scaling") or part.get("rope_parameters")
+    if not isinstance(scaling, Mapping) or not isinstance(factor := scaling.get("factor"), int | float):
+        return reach
+    original = scaling.get("original_max_position_embeddings")
+    return max(reach, round(factor * (original if isinstance(original, int) else reach)))
+
+
+def _piece(tokens: Tokens) -> dict[str, Tensor]:
+    return {"input_ids": tokens.ids, "labels": tokens.labels}
+
+
+def _read(sources: Sequence[Source]) -> tuple[PackedRows[RawRow], Tensor]:
+    """(rows of all sources, [N] the row of each sample of an epoch)."""
+    counts: list[int] = []
+    rows = PackedRows(_rows(sources, counts), RawRow)
+    order: list[Tensor] = []
+    first = 0
+    for number, (source, count) in enumerate(zip(sources, counts, strict=True)):
+        own = torch.arange(first, first + count)
+        whole = int(source.weight)
+        part = round((source.weight - whole) * count)
+        # The same part in every epoch, so that as many samples and packed rows make one.
+        drawn = torch.randperm(count, generator=Randomness(0).generator("source", number))[:part]
+        order += [own.repeat(whole), own[drawn.sort().values]]
+        first += count
+    samples = torch.cat(order)
+    if not len(samples):
+        raise DataError("the weights of all sources leave no conversation", where="sources")
+    return rows, samples
+
+
+def _rows(sources: Sequence[Source], counts: list[int]) -> Iterator[RawRow]:
+    """The rows of all sources, one at a time. counts: gains how many each has."""
+    for number, source in enumerate(sources):
+        counts.append(0)
+        for row in _some_usable(Path(source.annotations), number):
+            counts[-1] += 1
+            yield row
+        if source.folder is not None:
+            check_folder(Path(source.folder), "the folder of the images")
+
+
+def _some_usable(file: Path, source: int) -> Iterator[RawRow]:
+    """A file's rows. DataError behind them, where none is a conversation that can be read."""
+    first, bad, usable = None, 0, False
+    for row in read_rows(file, source):
+        if not usable:
+            try:
+                conversation(row.value, f"{file}, {row.place}")
+                usable = True
+            except DataError as fault:
+                first, bad = first or fault, bad + 1
+        yield row
+    if usable:
+        return
+    if first is None:
+        raise DataError("the file lists no conversations", where=str(file), accepted=ACCEPTED)
+    raise DataError(
+        f"none of {bad} conversations can be used; the first: {first.what}",
+        where=first.where,
+        accepted=first.accepted,
+    )

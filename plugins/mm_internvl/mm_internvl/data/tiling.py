@@ -1,0 +1,260 @@
+"""Dynamic high resolution: an image is cut into tiles of the size that the vision tower takes.
+
+InternVL 1.5 (https://arxiv.org/abs/2404.16821, section 3.2): of all grids of min_tiles to max_tiles tiles,
+the one whose aspect ratio is nearest to the image's. The image is resized to it and cut; where there is more
+than one tile, a thumbnail of the whole image follows. Numbers are those of Transformers'
+`GotOcr2ImageProcessor` with `crop_to_patches`, which published InternVL folders name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, TiffImagePlugin
+from torch import Tensor
+
+from mm_core.data import opened_image
+from mm_core.errors import CheckpointError, DataError
+from mm_core.weights import read_mapping
+
+_ORIENTATION = 0x0112  # the EXIF tag
+_WIDTH, _HEIGHT = 256, 257  # tags of a TIFF
+_QUARTERS = (5, 6, 7, 8)  # its values that turn an image by a quarter; Pillow turns by no other ones
+
+_FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How images become tiles.
+
+    height, width: of a tile, in pixels. min_tiles, max_tiles: of a grid. mean, std: of RGB in [0, 1].
+    resample: Pillow's number of the filter (3: bicubic). thumbnail: whether one follows several tiles.
+    """
+
+    height: int = 448
+    width: int = 448
+    min_tiles: int = 1
+    max_tiles: int = 12
+    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
+    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
+    resample: int = 3
+    thumbnail: bool = True
+
+    def shared(self, images: int) -> Tiling:
+        """For each of so many images of a row: its part of the tiles, one at least, as OpenGVLab's training
+        has it (internvl_chat/internvl/train/internvl_chat_finetune.py)."""
+        most = max(1, self.max_tiles // max(1, images))
+        return replace(self, min_tiles=min(self.min_tiles, most), max_tiles=most)
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """(columns, rows) of tiles for an image of these pixels."""
+        if self.max_tiles == 1:
+            return 1, 1
+        best, least = (1, 1), float("inf")
+        for columns, rows in _grids(self.min_tiles, self.max_tiles):
+            difference = abs(width / height - columns / rows)
+            # Of grids of one shape the larger, as long as the image would fill half of it.
+            fills = height * width > 0.5 * self.height * self.width * columns * rows
+            if difference < least or (difference == least and fills):
+                best, least = (columns, rows), difference
+        return best
+
+    def count(self, height: int, width: int) -> int:
+        """Tiles of an image of these pixels, its thumbnail included."""
+        columns, rows = self.grid(height, width)
+        return columns * rows + self._followed(columns * rows)
+
+    def cut(self, image: Tensor) -> Tensor:
+        """uint8 [3,Y,X] -> float32 [N,3,height,width], normalised: tiles row by row, then the thumbnail."""
+        columns, rows = self.grid(*image.shape[-2:])
+        whole = self._resized(image, rows * self.height, columns * self.width)
+        tiles = whole.view(3, rows, self.height, columns, self.width)
+        tiles = tiles.permute(1, 3, 0, 2, 4).flatten(0, 1)  # [rows*columns,3,Y,X]
+        if self._followed(len(tiles)):
+            tiles = torch.cat([tiles, self._resized(image, self.height, self.width)[None]])
+        return self._normalised(tiles)
+
+    def frame(self, image: Tensor) -> Tensor:
+        """uint8 [3,Y,X] -> float32 [1,3,height,width]: the whole image as one tile."""
+        return self._normalised(self._resized(image, self.height, self.width)[None])
+
+    def blank(self) -> Tensor:
+        """float32 [1,3,height,width]: a tile of the mean colour, for batches without an image."""
+        return torch.zeros(1, 3, self.height, self.width)
+
+    def _followed(self, tiles: int) -> bool:
+        """Whether a thumbnail follows so many tiles."""
+        return self.thumbnail and tiles > 1
+
+    def _resized(self, image: Tensor, height: int, width: int) -> Tensor:
+        picture = Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
+        picture = picture.resize((width, height), Image.Resampling(self.resample))
+        return torch.from_numpy(np.array(picture)).permute(2, 0, 1).contiguous()
+
+    def _normalised(self, tiles: Tensor) -> Tensor:
+        mean, std = torch.tensor(self.mean)[:, None, None], torch.tensor(self.std)[:, None, None]
+        return (tiles / 255.0 - mean) / std
+
+
+@lru_cache
+def _grids(least: int, most: int) -> tuple[tuple[int, int], ...]:
+    """Every (columns, rows) of so many tiles, smaller ones first."""
+    sides = range(1, most + 1)
+    grids = [(columns, rows) for columns in sides for rows in sides if least <= columns * rows <= most]
+    return tuple(sorted(grids, key=lambda grid: grid[0] * grid[1]))
+
+
+def read_tiling(folder: Path, min_tiles: int | None = None, max_tiles: int | None = None) -> Tiling:
+    """The tiling of a model's folder; what is given here goes before what its files say.
+
+    `dynamic_image_size` and `use_thumbnail` of config.json are OpenGVLab's: false is one tile an image, and
+    no thumbnail. `crop_to_patches` of an image processor says nothing: it is false in every published
+    folder, and `InternVLProcessor` cuts all the same.
+
+    Raises:
+        CheckpointError: files that can not be read, or that describe another way of cutting.
+    """
+    found, model = _image_processor(folder), read_object(folder / "config.json")
+    known = Tiling()
+    size = found.get("size", {})
+    if isinstance(size, int):  # in OpenGVLab's own layout
+        size = {"height": size, "width": size}
+    if not isinstance(size, Mapping) or not set(size) <= {"height", "width"}:
+        raise CheckpointError(
+            f"the image processor's size {size!r} is not that of tiles",
+            where=str(folder),
+            accepted='{"height": 448, "width": 448}',
+        )
+    if model.get("pad2square"):
+        raise CheckpointError(
+            "images are made square by a border before they are cut: pad2square",
+            where=str(folder / "config.json"),
+            accepted="false, as InternVL 1.5 to 3.5 have it",
+        )
+    whole = model.get("dynamic_image_size") is False and max_tiles is None
+    least, most = (1, 1) if whole else (_least(found, model), _most(found, model))
+    tiling = replace(
+        known,
+        height=int(size.get("height", known.height)),
+        width=int(size.get("width", known.width)),
+        min_tiles=min_tiles or least,
+        max_tiles=max_tiles or most,
+        mean=tuple(found.get("image_mean", known.mean)),
+        std=tuple(found.get("image_std", known.std)),
+        resample=int(found.get("resample", known.resample)),
+        thumbnail=model.get("use_thumbnail") is not False,
+    )
+    if not 1 <= tiling.min_tiles <= tiling.max_tiles:
+        raise CheckpointError(
+            f"an image can not be cut into {tiling.min_tiles} to {tiling.max_tiles} tiles",
+            where=str(folder),
+            hint="set both min_tiles and max_tiles of the dataset",
+        )
+    return tiling
+
+
+def tiles_of(folder: Path) -> dict[str, int]:
+    """What a folder's image processor says of tiles, in the words of OpenGVLab's config.json."""
+    found = _image_processor(folder)
+    words = {"min_patches": "min_dynamic_patch", "max_patches": "max_dynamic_patch"}
+    return {theirs: int(found[ours]) for ours, theirs in words.items() if ours in found}
+
+
+def _least(processor: Mapping[str, Any], model: Mapping[str, Any]) -> int:
+    return int(processor.get("min_patches", model.get("min_dynamic_patch", Tiling.min_tiles)))
+
+
+def _most(processor: Mapping[str, Any], model: Mapping[str, Any]) -> int:
+    return int(processor.get("max_patches", model.get("max_dynamic_patch", Tiling.max_tiles)))
+
+
+def _image_processor(folder: Path) -> Mapping[str, Any]:
+    """What the folder says of its image processor: a file of its own, or a part of the processor's."""
+    for name in _FILES:
+        found = read_object(folder / name)
+        part = found.get("image_processor", found if name == _FILES[0] else None)
+        if isinstance(part, Mapping):
+            return part
+    return {}
+
+
+def read_object(file: Path) -> Mapping[str, Any]:
+    """A JSON object; {} where there is no such file. CheckpointError for one that holds something else."""
+    found = read_mapping(file)
+    if not found and file.exists():
+        raise CheckpointError("the file holds no JSON object, or an empty one", where=str(file))
+    return found
+
+
+def image_size(path: Path, max_pixels: int) -> tuple[int, int]:
+    """(height, width) of an upright image, from its header alone.
+
+    Raises:
+        DataError: for what is no image, and for one of more than `max_pixels` pixels.
+    """
+    try:
+        with opened_image(path) as image:
+            width, height = _sides(image)
+            if height * width > max_pixels:
+                raise DataError(
+                    f"an image of {width}x{height} is larger than max_pixels",
+                    where=str(path),
+                    accepted=f"up to {max_pixels} pixels",
+                    hint="raise max_pixels of the dataset if the machine has the memory to decode it",
+                )
+            # Of a PNG whose header has no EXIF, Pillow would decode all to look for it at the end.
+            if (image.format != "PNG" or "exif" in image.info) and _turned(image):
+                width, height = height, width
+            return height, width
+    except DataError as fault:
+        if not isinstance(fault.__cause__, Image.DecompressionBombError):
+            raise
+        most = 2 * (Image.MAX_IMAGE_PIXELS or 0)  # from here on, Pillow refuses
+        raise DataError(
+            f"the image has more than the {most} pixels that Pillow opens",
+            where=str(path),
+            accepted=f"up to {min(max_pixels, most)} pixels",
+            hint="make it smaller: max_pixels of the dataset can not admit it",
+        ) from None
+
+
+def _sides(image: Image.Image) -> tuple[int, int]:
+    """(width, height) as the file stores them. Of a TIFF, newer Pillows open it with upright ones."""
+    if isinstance(image, TiffImagePlugin.TiffImageFile):
+        return int(image.tag_v2[_WIDTH]), int(image.tag_v2[_HEIGHT])
+    return image.size
+
+
+def _turned(image: Image.Image) -> bool:
+    """Whether an upright image has its sides the other way round. EXIF may hold anything, texts too."""
+    return image.getexif().get(_ORIENTATION) in _QUARTERS
+
+
+def tokens_of_tile(folder: Path) -> int:
+    """How many tokens a tile is: as the processor says, or the model, or what the model's sizes make."""
+    model = read_object(folder / "config.json")
+    for said in (read_object(folder / "processor_config.json"), model):
+        found = said.get("image_seq_length")
+        if isinstance(found, int) and found > 0:
+            return found
+    vision = model.get("vision_config", {})
+    try:
+        side = model.get("force_image_size") or _side(vision["image_size"])
+        return int((side // _side(vision["patch_size"]) * model["downsample_ratio"]) ** 2)
+    except (KeyError, TypeError, ValueError) as fault:
+        raise CheckpointError(
+            f"config.json does not say how many tokens a tile is: {fault!r}",
+            where=str(folder / "config.json"),
+            accepted="image_seq_length; or image_size and patch_size of vision_config, and downsample_ratio",
+        ) from None
+
+
+def _side(size: int | Sequence[int]) -> int:
+    return size if isinstance(size, int) else size[0]

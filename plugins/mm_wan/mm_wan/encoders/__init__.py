@@ -1,0 +1,1 @@
+"""Wan's VAE, text encoder and image encoder."""

@@ -1,0 +1,138 @@
+"""The image encoder `wan/clip_vision`: Transformers' CLIPVisionModel, fed as Wan's pipelines feed it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mm_core.contracts import WeightsFrom, torch_dtype
+from mm_core.diffusion import ModelFolder
+from mm_core.errors import CheckpointError, first_line
+from mm_core.plugin import DType
+from mm_core.weights import read_mapping
+from mm_wan.encoders.config import WanCLIPVisionConfig
+from mm_wan.encoders.vae_files import pipeline_part
+
+SETTINGS = "preprocessor_config.json"
+PUBLISHED_TOKENS = 257
+"""ViT-H/14 on 224 pixels (Wan 2.1, wan/modules/clip.py): 16 x 16 patches, and one for the whole."""
+_KINDS = ("clip_vision_model", "clip")
+
+
+class WanCLIPVision(nn.Module):
+    """Hidden states of images by CLIP (https://arxiv.org/abs/2103.00020), frozen. Satisfies `ImageEncoder`
+    and `Streamed`.
+
+    Equal to `WanImageToVideoPipeline.encode_image`: the states before the last layer, of the class token and
+    the patches. Fields are those of `WanCLIPVisionConfig`. The constructor opens no file.
+    """
+
+    entry_points = ("encode",)
+    block_patterns = "auto"
+    model: nn.Module | None
+
+    def __init__(
+        self,
+        from_pretrained: str,
+        processor: str | None = WanCLIPVisionConfig.processor,
+        dtype: DType = WanCLIPVisionConfig.dtype,
+    ) -> None:
+        super().__init__()
+        self.folder = pipeline_part(Path(from_pretrained), "image_encoder")
+        self.processor_folder = _processor_folder(self.folder) if processor is None else Path(processor)
+        self.dtype = torch_dtype(dtype)
+        self._files = ModelFolder(self.folder, "image encoder")
+        self.weights_from: WeightsFrom | None = self._files.weights
+        self._processor: Any = None
+        self.register_module("model", None)
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of a hidden state, as config.json says. CheckpointError when it is no CLIP's."""
+        return int(self._config().hidden_size)
+
+    @property
+    def tokens(self) -> int:
+        """Of one image: its patches and their class, as config.json says; where it is not there yet, those of
+        the encoder that all of Wan's models were published with."""
+        if not self._files.has("config.json"):
+            return PUBLISHED_TOKENS
+        config = self._config()
+        return 1 + (int(config.image_size) // int(config.patch_size)) ** 2
+
+    def missing_files(self) -> list[str]:
+        """Of config.json, the weights and the processor's settings, those that do not exist."""
+        settings = self.processor_folder / SETTINGS
+        return self._files.missing_files() + ([] if settings.is_file() else [str(settings)])
+
+    def build_empty(self) -> None:
+        """Makes the encoder. CheckpointError for a folder of another model, without a processor's settings,
+        or of pickles alone; nothing in a file runs."""
+        if self.model is not None:
+            return
+        from transformers import AutoModel
+
+        config = self._config()
+        self._files.check()
+        self._processor = _open_processor(self.processor_folder)
+        self.model = self._files.empty(AutoModel, config, self.dtype)
+
+    @torch.no_grad()
+    def encode(self, images: Sequence[Tensor]) -> Tensor:
+        """B images, each uint8 [3,Y,X] of any size -> hidden[B,K,D] in the encoder's dtype; K is 1 + the
+        patches."""
+        assert self.model is not None, "its weights come first"
+        from PIL import Image
+
+        pictures = [Image.fromarray(image.permute(1, 2, 0).cpu().contiguous().numpy()) for image in images]
+        pixels = self._processor(images=pictures, return_tensors="pt")["pixel_values"]
+        place = next(self.model.parameters()).device
+        found: Tensor = self.model(
+            pixel_values=pixels.to(place, self.dtype), output_hidden_states=True
+        ).hidden_states[-2]
+        return found
+
+    def train(self, mode: bool = True) -> WanCLIPVision:
+        """Stays in evaluation mode: it is frozen."""
+        return super().train(False)
+
+    def _config(self) -> Any:
+        """Of the vision part. CheckpointError for another model's."""
+        config = self._files.config()
+        if config.model_type not in _KINDS:
+            raise CheckpointError(
+                "this folder holds no CLIP image encoder: its config.json is of model_type "
+                f"{config.model_type!r}",
+                where=str(self.folder),
+                accepted="the folder `image_encoder` of a Wan image-to-video pipeline",
+            )
+        return config if config.model_type == _KINDS[0] else config.vision_config
+
+
+def _processor_folder(weights: Path) -> Path:
+    """Where the settings are looked for: with the weights if they are there, else beside them."""
+    return weights if (weights / SETTINGS).is_file() else weights.parent / "image_processor"
+
+
+def _open_processor(folder: Path) -> Any:
+    """CLIP's processor: by Pillow, as Wan's pipelines were published, whatever else is installed."""
+    import transformers
+
+    # Transformers 5 gave the name without a suffix to a processor that computes by torchvision.
+    name = "CLIPImageProcessorPil" if hasattr(transformers, "CLIPImageProcessorPil") else "CLIPImageProcessor"
+    try:
+        settings = read_mapping(folder / SETTINGS)
+        if not settings:
+            raise ValueError(f"{SETTINGS} is missing or no mapping")
+        return getattr(transformers, name).from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, TypeError) as fault:
+        raise CheckpointError(
+            f"there are no settings of an image processor here: {first_line(fault)}",
+            where=str(folder),
+            accepted="the folder `image_processor` of a Wan pipeline",
+            hint=f"set processor: to the folder that holds {SETTINGS}",
+        ) from fault

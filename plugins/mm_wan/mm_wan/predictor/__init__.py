@@ -1,0 +1,1 @@
+"""Wan's transformers, one or two of them, and their operation counts."""

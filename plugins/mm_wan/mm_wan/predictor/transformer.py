@@ -1,0 +1,262 @@
+"""Predictor `wan/transformer`: Diffusers' `WanTransformer3DModel` under the core's contract.
+
+Architecture: Wan (https://arxiv.org/abs/2503.20314). The class is a subclass, so that parameters, blocks
+(`blocks.{*}`) and state dicts have Diffusers' names, and the forward is Diffusers' own, bit for bit.
+
+Letters: B batch; C,T,H,W latents; L,D text; N tokens; K image tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import diffusers
+import torch
+from diffusers import WanTransformer3DModel
+from diffusers.models.transformers.transformer_wan import (
+    WanImageEmbedding,
+    WanRotaryPosEmbed,
+    WanTransformerBlock,
+)
+from torch import Tensor, nn
+
+from mm_core.contracts import FrameNames, GivenFrames, PredictorInputs, Product, WeightsFrom
+from mm_core.errors import ContractError, did_you_mean
+from mm_wan.predictor.architecture import CLASS, resolve
+from mm_wan.predictor.flops import forward_flops, forward_products
+from mm_wan.predictor.frames import beside, frame_choices, in_place, padded_clip
+
+TEXT_LENGTH = 512
+"""Tokens that every Wan model was trained with; its image-to-video models find the image by counting them."""
+
+
+class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers has no types
+    """Predicts the velocity of noisy latents. Satisfies `mm_core.contracts.Predictor`, `Pretrained` and
+    `FrameConditioned`.
+
+    Fields are those of `WanTransformerConfig`, where each is described. Text is padded with zeros to 512
+    tokens; the mask is ignored, as in Diffusers' pipelines.
+
+    Raises:
+        CheckpointError: a folder that is no Wan transformer's, or another one's than the preset's.
+        ConfigError: fields that contradict the folder or the preset.
+        ContractError: a head that can not hold rotary positions of three axes.
+    """
+
+    text_padding = ("fixed", TEXT_LENGTH)
+
+    def __init__(self, from_pretrained: str | None = None, preset: str | None = None, **fields: Any) -> None:
+        given = {name: value for name, value in fields.items() if value is not None}
+        if "patch_size" in given:
+            given["patch_size"] = tuple(given["patch_size"])
+        architecture, weights = resolve(from_pretrained, preset, given)
+        head: Any = architecture["attention_head_dim"]
+        if head % 2 or head < 6:
+            raise ContractError(
+                f"attention_head_dim {head} can not hold rotary positions of three axes",
+                accepted="an even number, 6 or more",
+            )
+        super().__init__(**architecture)
+        known: dict[str, Any] = dict(architecture)
+        self.fields: Mapping[str, Any] = known
+        self.weights_from: WeightsFrom | None = weights
+        self.patch_size: tuple[int, int, int] = known["patch_size"]
+        self.out_channels: int = known["out_channels"]
+        # Image-to-video models take the noisy latents and the given frames in one tensor.
+        self.image_channels: int = max(0, known["in_channels"] - self.out_channels)
+        self.in_channels: int = known["in_channels"] - self.image_channels
+        self.text_dim: int = known["text_dim"]
+        self.image_dim: int | None = known["image_dim"]
+        self.frame_choices: tuple[FrameNames, ...] = frame_choices(known)
+        if self.patch_embedding.weight.device.type != "meta":
+            with torch.no_grad():
+                self.init_weights()
+
+    def forward(
+        self, latents: Tensor, timestep: Tensor, text: Tensor, text_mask: Tensor, **conditions: Tensor
+    ) -> Tensor:
+        """Velocity[B,C,T,H,W] in the dtype of the latents.
+
+        Args:
+            latents: [B,C,T,H,W], T, H and W multiples of patch_size.
+            timestep: [B], or [B,N] one a token, float32 in 0 .. 1000.
+            text: hidden states [B,512,D], zeros behind the caption.
+            text_mask: bool [B,512]; ignored.
+            conditions: exactly those of `needed_conditions`.
+
+        Raises:
+            ContractError: latents that do not divide into patches or reach beyond the rotary tables, text of
+                another length, or a condition that is missing or not known.
+        """
+        self._check(latents, timestep, text, conditions)
+        # Diffusers' model takes inputs in the dtype of its weights; under mixed precision they have that
+        # for a call alone, so that no caller can know it.
+        given, dtype = latents.dtype, self.patch_embedding.weight.dtype
+        latents, text = latents.to(dtype), text.to(dtype)
+        conditions = {name: tensor.to(dtype) for name, tensor in conditions.items()}
+        if (image_latents := conditions.get("image_latents")) is not None:
+            latents = torch.cat([latents, image_latents], dim=1)
+        image_embeds = conditions.get("image_embeds")
+        if image_embeds is not None and self.fields["pos_embed_seq_len"] is not None:
+            # Diffusers takes first and last frame as rows of their own, and puts them together again.
+            batch, tokens, width = image_embeds.shape
+            image_embeds = image_embeds.reshape(2 * batch, tokens // 2, width)
+        (predicted,) = super().forward(
+            hidden_states=latents,
+            timestep=timestep,
+            encoder_hidden_states=text,
+            encoder_hidden_states_image=image_embeds,
+            return_dict=False,
+        )
+        # A fresh tensor: FSDP2 may drop its backward hook when its root returns a view.
+        fresh: Tensor = predicted.to(given).clone(memory_format=torch.contiguous_format)
+        return fresh
+
+    @property
+    def needed_conditions(self) -> dict[str, str]:
+        """Conditions that this variant takes, each with its shape. None for text-to-video.
+
+        image_latents: latents of the given frames, below the mask that says which are given. image_embeds:
+        hidden states of CLIP's image encoder.
+        """
+        needed = {"image_latents": f"[B,{self.image_channels},T,H,W]"} if self.image_channels else {}
+        if self.fields["image_dim"] is not None:
+            tokens = self.fields["pos_embed_seq_len"] or "K"
+            needed["image_embeds"] = f"[B,{tokens},{self.fields['image_dim']}]"
+        return needed
+
+    def forward_flops(
+        self,
+        latents: Sequence[int],
+        text_length: int = TEXT_LENGTH,
+        image_tokens: int = 0,
+        timesteps_per_token: bool = False,
+    ) -> int:
+        """Operations of a forward of latents of shape (B,C,T,H,W) or (C,T,H,W): see `flops`."""
+        return forward_flops(self.fields, latents, text_length, image_tokens, timesteps_per_token)
+
+    def products(
+        self,
+        latents: Sequence[int],
+        timestep: Sequence[int],
+        text: Sequence[int],
+        **conditions: Sequence[int],
+    ) -> Sequence[Product]:
+        """What a forward of arguments of these shapes multiplies: see `flops`."""
+        images = conditions.get("image_embeds")
+        return forward_products(
+            self.fields, latents, text[1], 0 if images is None else images[1], len(timestep) == 2
+        )
+
+    # -- given frames ------------------------------------------------------------------------------
+
+    def frames_clip(self, frames: Sequence[Tensor], num_frames: int) -> Tensor:
+        """What the autoencoder encodes of the given frames[B,3,Y,X]: see `mm_wan.predictor.frames`."""
+        return padded_clip(frames, num_frames) if self.image_channels else frames[0][:, :, None]
+
+    def with_frames(self, latents: Tensor, timestep: Tensor, given: GivenFrames) -> PredictorInputs:
+        """What the forward takes of latents[B,C,T,H,W] at timestep[B] and given frames: see
+        `mm_wan.predictor.frames`."""
+        if self.image_channels:
+            return beside(latents, timestep, given, self.image_channels - self.out_channels)
+        return in_place(latents, timestep, given, self.patch_size)
+
+    # -- weights -----------------------------------------------------------------------------------
+
+    def init_weights(self) -> None:
+        """Fills every parameter and buffer as Wan's own `WanModel.init_weights` does
+        (https://github.com/Wan-Video/Wan2.1, wan/modules/model.py): Xavier matrices, embedders of text and
+        time with 0.02, a head of zeros."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.LayerNorm | nn.RMSNorm) and module.elementwise_affine:
+                nn.init.ones_(module.weight)
+                if isinstance(module, nn.LayerNorm):
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, WanImageEmbedding) and module.pos_embed is not None:
+                nn.init.zeros_(module.pos_embed)
+            elif isinstance(module, WanTransformer | WanTransformerBlock):
+                nn.init.normal_(module.scale_shift_table, std=module.scale_shift_table.shape[-1] ** -0.5)
+        embedder = self.condition_embedder
+        for pair in (embedder.text_embedder, embedder.time_embedder):
+            for layer in (pair.linear_1, pair.linear_2):
+                nn.init.normal_(layer.weight, std=0.02)
+        # Xavier of the matrix [M, C*t*h*w] that this convolution is.
+        weight = self.patch_embedding.weight
+        bound = math.sqrt(6 / (weight.shape[0] + math.prod(weight.shape[1:])))
+        nn.init.uniform_(weight, -bound, bound)
+        nn.init.zeros_(self.patch_embedding.bias)
+        nn.init.zeros_(self.proj_out.weight)
+        self.init_tables()
+
+    def init_tables(self) -> None:
+        """Fills the rotary tables, which no file holds."""
+        with torch.device("cpu"):
+            tables = WanRotaryPosEmbed(
+                self.fields["attention_head_dim"], self.patch_size, self.fields["rope_max_seq_len"]
+            )
+        for name, table in tables.named_buffers():
+            self.rope.get_buffer(name).copy_(table)
+
+    def to_json_string(self) -> str:
+        """config.json of Diffusers' class: the weights are that class's, whatever this one is called
+        (sharding renames it too)."""
+        fields = {**self.fields, "_class_name": CLASS, "_diffusers_version": diffusers.__version__}
+        return json.dumps(fields, indent=2, sort_keys=True) + "\n"
+
+    # -- checks ------------------------------------------------------------------------------------
+
+    def _check(
+        self, latents: Tensor, timestep: Tensor, text: Tensor, conditions: Mapping[str, Tensor]
+    ) -> None:
+        sizes = tuple(latents.shape[2:])
+        if any(size % patch for size, patch in zip(sizes, self.patch_size, strict=True)):
+            raise ContractError(
+                f"latents of (T, H, W) = {sizes} do not divide into patches of {self.patch_size}",
+                where="wan/transformer",
+                accepted=f"multiples of {self.patch_size}",
+            )
+        grid = [size // patch for size, patch in zip(sizes, self.patch_size, strict=True)]
+        reach: int = self.fields["rope_max_seq_len"]
+        if max(grid) > reach:
+            raise ContractError(
+                f"a clip of {' x '.join(map(str, grid))} tokens reaches beyond the rotary tables of {reach}"
+                " positions",
+                where="wan/transformer",
+                accepted=f"at most {reach} tokens along an axis",
+            )
+        if timestep.dim() == 2 and timestep.shape[1] != math.prod(grid):
+            raise ContractError(
+                f"{timestep.shape[1]} timesteps a sample are given for {math.prod(grid)} tokens",
+                where="wan/transformer",
+                accepted=f"one a sample, or one a token: [B] or [B,{math.prod(grid)}]",
+            )
+        if text.shape[1] != TEXT_LENGTH:
+            raise ContractError(
+                f"the text has {text.shape[1]} tokens",
+                where="wan/transformer",
+                accepted=f"{TEXT_LENGTH}, padded with zeros",
+            )
+        self._check_conditions(conditions)
+
+    def _check_conditions(self, conditions: Mapping[str, Tensor]) -> None:
+        needed = self.needed_conditions
+        described = ", ".join(f"{name} {shape}" for name, shape in needed.items()) or "none"
+        if strange := [name for name in conditions if name not in needed]:
+            raise ContractError(
+                f"this model takes no condition {strange[0]!r}",
+                where="wan/transformer",
+                accepted=described,
+                hint=did_you_mean(strange[0], needed),
+            )
+        if missing := [name for name in needed if name not in conditions]:
+            raise ContractError(
+                f"this model needs the condition {missing[0]!r}, which is not given",
+                where="wan/transformer",
+                accepted=described,
+            )

@@ -1,0 +1,1 @@
+"""Wan's noise schedule and the solvers that sample by it."""

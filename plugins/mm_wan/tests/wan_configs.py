@@ -1,0 +1,45 @@
+"""The YAMLs of the plugin: loaded, and run for few steps."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import mm_core
+from mm_core.config.load import load_config
+from mm_core.modules.casting import shards_mixed
+from support.scripts import script
+
+ROOT = Path(__file__).parents[3]
+
+
+def config_at(name: str, *overrides: str):
+    if not shards_mixed():
+        overrides = ("train.base_dtype=null", *overrides)
+    return load_config(ROOT / f"configs/wan/{name}.yaml", list(overrides))
+
+
+def checkpoint_of(name: str) -> str:
+    return config_at(name).task.options["predictor"].options["from_pretrained"]
+
+
+def render_clips(folder: Path) -> None:
+    script("examples/real_clips/prepare.py").prepare(folder)
+
+
+def train(name: str, *overrides: str, code: int = 0) -> str:
+    """mm-train, for fewer steps; what it prints."""
+    fewer = ["train.steps=3", "checkpoint.every=3", "validation.every=3", "data.loader.workers=0"]
+    command = [sys.executable, "-m", "mm_core.cli.main", "train", "--config"]
+    command += [f"{ROOT}/configs/wan/{name}.yaml", *fewer, *overrides]
+    found = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    assert found.returncode == code, found.stdout + found.stderr
+    return found.stdout + found.stderr
+
+
+def environment() -> dict[str, str]:
+    """For a child in another folder, which runs the core of this process, wherever it lies."""
+    paths = [str(Path(mm_core.__file__).parents[1]), os.environ.get("PYTHONPATH")]
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}

@@ -1,0 +1,28 @@
+"""Run by each rank: compares its libraries with the others', rank 1 with a folder of its own before them.
+
+usage: library_ranks.py FOLDER
+"""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import torch.distributed as dist
+
+from mm_core.checkpoint.run_manifest import check_plugins
+from mm_core.errors import PluginError
+from mm_core.plugin.registry import get_registry
+from mm_core.runtime.groups import start_process_group
+from mm_core.runtime.launch.rank_process import leave
+
+start_process_group()
+if dist.get_rank() == 1:
+    sys.path.insert(0, sys.argv[1])
+try:
+    check_plugins(SimpleNamespace(registry=get_registry()))
+except PluginError as error:
+    print(error)
+dist.barrier()
+dist.destroy_process_group()
+leave(0)

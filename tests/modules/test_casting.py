@@ -1,0 +1,83 @@
+"""Inputs are lowered, timesteps are not, recomputed or not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from mm_core.errors import ContractError
+from mm_core.modules.casting import cast_inputs, round_frozen, uncast_inputs
+from mm_core.parallel.activation_checkpointing import recompute
+
+
+class Block(nn.Module):
+    def forward(self, x, timestep, rotary=None):
+        self.seen = (x, timestep, rotary)
+        return x * 1.0
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_timestep_keeps_its_precision_in_a_block(recomputed, by_name):
+    block = Block()
+    if recomputed:
+        recompute(block, use_reentrant=False)
+    cast_inputs(block, torch.bfloat16)
+    x, timestep, rotary = torch.ones(2, 3), torch.tensor([998.7]), (torch.ones(3),)
+    block(x, timestep=timestep, rotary=rotary) if by_name else block(x, timestep, rotary)
+    seen = block.seen
+    assert seen[0].dtype == torch.bfloat16
+    assert torch.equal(seen[1], timestep) and seen[1].dtype == torch.float32
+    assert seen[2][0].dtype == torch.float32
+
+
+def test_frozen_weights_are_rounded_where_they_lie_and_trained_ones_are_left():
+    class Task(nn.Module):
+        trainable = ("predictor",)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.predictor = nn.Linear(4, 4)
+            self.predictor.weight.requires_grad_(False)
+
+    task = Task()
+    before = {name: tensor.clone() for name, tensor in task.predictor.state_dict().items()}
+    round_frozen(task, torch.bfloat16)
+    assert torch.equal(task.predictor.weight, before["weight"].bfloat16().float())
+    assert not torch.equal(task.predictor.weight, before["weight"])
+    assert torch.equal(task.predictor.bias, before["bias"])
+
+
+ONES = torch.ones(1, 2, 2)
+LOW = ONES.bfloat16()
+
+
+@pytest.mark.parametrize(
+    "product",
+    (
+        lambda: ONES @ LOW,
+        lambda: nn.functional.linear(ONES, LOW[0]),
+        lambda: nn.functional.conv1d(ONES, LOW.view(1, 2, 2)),
+        lambda: nn.functional.scaled_dot_product_attention(ONES, LOW, LOW),
+        lambda: torch.baddbmm(ONES, LOW, ONES),
+    ),
+)
+def test_two_floating_dtypes_are_a_matter_of_casting(product):
+    with pytest.raises(ContractError, match="met inputs of another dtype"), uncast_inputs("bf16"):
+        product()
+
+
+@pytest.mark.parametrize(
+    "product",
+    (
+        lambda: ONES @ ONES.long(),
+        lambda: nn.functional.linear(ONES.int(), LOW[0]),
+        lambda: nn.functional.cross_entropy(ONES[0], torch.zeros(2, dtype=torch.int32)),
+        lambda: torch.zeros(2).scatter_(0, torch.zeros(2), 1.0),
+        lambda: nn.functional.conv1d(ONES.long(), LOW.view(1, 2, 2)),
+    ),
+)
+def test_integers_are_none(product):
+    with pytest.raises(RuntimeError), uncast_inputs("bf16"):
+        product()

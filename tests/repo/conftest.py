@@ -1,0 +1,75 @@
+"""Copies of the repository: to run the commands of its pages in, and to build its wheels from, once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECTS = (ROOT, *sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml")))
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the repository's files, with a small dataset; what commands write does not reach the real
+    ones."""
+    folder = tmp_path_factory.mktemp("workspace") / "repository"
+    passing = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build")
+
+    def ignore(directory: str, names: list[str]) -> set[str]:
+        # What commands made at the top; mm_core/data, mm_core/cli/runs and tests/runs are sources.
+        own = {"data", "runs", "site"} if Path(directory) == ROOT else set()
+        return passing(directory, names) | own
+
+    shutil.copytree(ROOT, folder, symlinks=True, ignore=ignore)
+    render = [sys.executable, "examples/shapes/render.py", "--clips", "64"]
+    subprocess.run(render, cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def run(workspace: Path) -> Run:
+    """Runs a shell line in the workspace, with this environment's commands first on the path."""
+
+    def call(line: str, code: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        result = subprocess.run(
+            ["bash", "-c", line],
+            cwd=workspace,
+            env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", **environment},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert result.returncode == code, f"{line}\n{result.stdout}\n{result.stderr}"
+        return result
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Distribution name -> its wheel, built from a copy: building writes into the source folder."""
+    folder = tmp_path_factory.mktemp("wheels")
+    source = folder / "source"
+    keep_out = shutil.ignore_patterns(".*", "__pycache__", "build", "*.egg-info")
+    source.mkdir()
+    for name in ("mm_core", "plugins"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=keep_out)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    projects = [source / path.relative_to(ROOT) for path in PROJECTS]
+    command = [sys.executable, "-m", "pip", "wheel", "-qq", "--no-deps", "--no-build-isolation", "--no-index"]
+    command += ["--wheel-dir", str(folder / "wheels"), *map(str, projects)]
+    subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
+    return {
+        file.name.split("-")[0].replace("_", "-"): file for file in sorted((folder / "wheels").glob("*.whl"))
+    }

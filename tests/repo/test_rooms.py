@@ -1,0 +1,201 @@
+"""Rules about the source that import-linter can not state."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections.abc import Collection
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "mm_core"
+DEVICE_NAMES = {"cuda", "npu", "nccl", "hccl", "gloo"}
+
+
+def device_names_in(source: str) -> set[str]:
+    """Device and backend names that stand as string constants, f-strings included, docstrings not."""
+    tree = ast.parse(source)
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            words = set(node.value.replace(":", " ").replace(",", " ").split())
+            found |= words & DEVICE_NAMES
+    return found
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ('x = "cuda"', {"cuda"}),
+        ('x = f"cpu:gloo,{device}:nccl"', {"gloo", "nccl"}),
+        ('"""Runs on cuda and npu."""\nx = "cpu"', set()),
+        ('def f():\n    """cuda"""\n    return "hccl"', {"hccl"}),
+    ],
+)
+def test_device_names_are_found_in_code_and_not_in_docstrings(source: str, found: set[str]) -> None:
+    assert device_names_in(source) == found
+
+
+def test_only_one_room_names_devices_and_backends() -> None:
+    offenders = {
+        str(file.relative_to(ROOT)): sorted(names)
+        for file in PACKAGE.rglob("*.py")
+        if file.parent != PACKAGE / "device" and (names := device_names_in(file.read_text()))
+    }
+    assert offenders == {}
+    own = [device_names_in(file.read_text()) for file in (PACKAGE / "device").glob("*.py")]
+    assert set().union(*own) >= {"cuda", "npu", "gloo"}
+
+
+def test_no_docstring_that_ships_is_unwritten() -> None:
+    files = [*PACKAGE.rglob("*.py"), *(ROOT / "plugins").glob("mm_*/mm_*/**/*.py")]
+    nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    unwritten = [
+        f"{file.relative_to(ROOT)}: {text}"
+        for file in files
+        for node in ast.walk(ast.parse(file.read_bytes()))
+        if isinstance(node, nodes)
+        and (text := ast.get_docstring(node)) is not None
+        and {"TODO", "FIXME", "XXX", "TBD"} & set(text.replace(":", " ").split())
+    ]
+    assert len(files) > 100 and unwritten == []
+
+
+def test_every_room_has_its_place_in_the_layers() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
+    placed = {name.strip(" ()").split(".")[1] for layer in layers for name in layer.split("|")}
+    rooms = {
+        path.stem
+        for path in PACKAGE.iterdir()
+        if path.stem != "__init__" and (path.suffix == ".py" or (path / "__init__.py").is_file())
+    }
+    assert rooms - {"testing"} == placed - {"testing"}
+
+
+def test_import_contracts_hold() -> None:
+    linter = Path(sys.executable).with_name("lint-imports")
+    result = subprocess.run([linter, "--no-cache"], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_no_module_is_longer_than_a_person_reads() -> None:
+    long = {
+        str(file.relative_to(ROOT)): lines
+        for folder in (PACKAGE, ROOT / "plugins")
+        for file in folder.rglob("*.py")
+        if "tests" not in file.parts and (lines := len(file.read_text().splitlines())) > 400
+    }
+    assert long == {}
+
+
+def _sources() -> dict[str, Path]:
+    """Module name -> file, of the core and the plugins of this repository."""
+    found = {}
+    for package in (PACKAGE, *(ROOT / "plugins").glob("mm_*/mm_*/")):
+        for file in package.rglob("*.py"):
+            parts = file.relative_to(package.parent).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return found
+
+
+def _imports(file: Path, modules: Collection[str]) -> set[str]:
+    """The modules that a file imports, in functions too; not those that only annotations name."""
+    tree = ast.parse(file.read_bytes())
+    only_typing = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if id(node) in only_typing:
+            continue
+        if isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found & set(modules)
+
+
+def _offered(name: str) -> set[str]:
+    """What a room, or a module beside the rooms, lets plugins import; nothing where it does not say."""
+    return set(getattr(import_module(name), "__all__", ())) if name.count(".") < 2 else set()
+
+
+def test_plugins_and_examples_import_only_what_a_room_offers() -> None:
+    """The public surface of the core: what it keeps for itself may change with any commit."""
+    files = [*(ROOT / "plugins").glob("mm_*/mm_*/**/*.py"), *(ROOT / "examples").rglob("*.py")]
+    names = set()
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("mm_core."):
+                names |= {(str(file.relative_to(ROOT)), str(node.module), a.name) for a in node.names}
+            elif isinstance(node, ast.Import):
+                names |= {(str(file.relative_to(ROOT)), a.name, "") for a in node.names}
+    whole = {(file, name) for file, name, of in names if not of and name.startswith("mm_core.")}
+    kept = {(file, f"{room}.{of}") for file, room, of in names if of and of not in _offered(room)}
+    assert whole | kept == set()
+    assert len(files) > 50 and len({room for _, room, of in names if of}) >= 8
+
+
+def test_what_a_room_offers_is_there() -> None:
+    rooms = [
+        path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()
+    ]
+    modules = [import_module(f"mm_core.{room}" if room != "__init__" else "mm_core") for room in rooms]
+    missing = {
+        f"{module.__name__}.{name}"
+        for module in modules
+        for name in getattr(module, "__all__", ())
+        if not hasattr(module, name)
+    }
+    assert missing == set()
+
+
+def test_tests_stand_in_the_room_of_what_they_test() -> None:
+    """Beside the rooms: whole runs, this repository, trust in code (of many rooms), and what tests share."""
+    rooms = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
+    folders = {path.name for path in (ROOT / "tests").iterdir() if [*path.glob("*.py")]}
+    assert folders - rooms == {"runs", "repo", "trust", "support"}
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    modules = _sources()
+    graph = {name: _imports(file, modules) - {name} for name, file in modules.items()}
+    # A module that imports a package by name imports no other part of it, and packages import their parts.
+    graph = {
+        name: {other for other in others if not name.startswith(f"{other}.")}
+        for name, others in graph.items()
+    }
+    left = dict(graph)
+    while leaves := [name for name, others in left.items() if not others & left.keys()]:
+        for name in leaves:
+            del left[name]
+    assert left == {}, "these lie on circles, or import what does"
+    assert len(graph) > 250
+
+
+def test_no_room_is_crowded() -> None:
+    files = {file.parent for file in _sources().values()}
+    crowded = {str(f.relative_to(ROOT)): n for f in files if (n := len(list(f.glob("*.py")))) > 14}
+    assert crowded == {}
+    assert len([folder for folder in PACKAGE.iterdir() if (folder / "__init__.py").is_file()]) <= 26
+
+
+def test_no_function_is_longer_than_a_screen() -> None:
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    long = {
+        f"{module}.{node.name}": lines
+        for module, file in _sources().items()
+        for node in ast.walk(ast.parse(file.read_bytes()))
+        if isinstance(node, kinds) and (lines := (node.end_lineno or 0) - node.lineno + 1) > 60
+    }
+    assert long == {}

@@ -1,0 +1,84 @@
+"""The pages say what the code does, and their links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from mm_core.plugin.component import KINDS
+from mm_core.runtime.launch.signals import SIGNALS, STOPPED
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = [
+    *DOCS.rglob("*.md"),
+    *(ROOT / name for name in ("README.md", "README.zh-CN.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *ROOT.glob("plugins/*/README.md"),
+]
+
+
+def test_the_page_of_hooks_is_what_its_generator_writes() -> None:
+    check = [sys.executable, str(DOCS / "generate_hooks.py"), "--check"]
+    result = subprocess.run(check, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    headings = re.findall(r"^## `(\w+)`$", (DOCS / "hooks.md").read_text(), re.M)
+    assert headings == list(KINDS.values())
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    def files(entry: object) -> list[str]:
+        if isinstance(entry, str):
+            return [entry]
+        children = entry.values() if isinstance(entry, dict) else entry
+        return [name for child in children for name in files(child)]
+
+    nav = files(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    assert sorted(nav) == sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_relative_links_lead_to_files(page: Path) -> None:
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    targets = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", prose)
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_the_environment_variables_that_the_core_reads_are_documented() -> None:
+    read = {
+        name
+        for file in (ROOT / "mm_core").rglob("*.py")
+        for name in re.findall(r"\bMM_(?:PLUGINS\w*|DEVICE|DEBUG)\b", file.read_text())
+    }
+    written = set(re.findall(r"\bMM_[A-Z_]+\b", "".join(p.read_text() for p in DOCS.glob("*.md"))))
+    assert read and read <= written
+
+
+def test_the_page_on_launching_knows_the_signals_and_the_exit_code_of_a_stop() -> None:
+    text = (DOCS / "launching.md").read_text()
+    assert f"| {STOPPED} | saved and stopped on request" in text
+    assert {signal.name for signal in SIGNALS} <= set(re.findall(r"SIG[A-Z]+\d?", text))
+
+
+def test_the_matrix_of_versions_covers_every_torch_that_is_admitted() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (torch,) = [r for r in map(Requirement, project["dependencies"]) if r.name == "torch"]
+    rows = re.findall(r"^\| (2\.[\d., ]+) \|", (DOCS / "install.md").read_text(), re.M)
+    named = {Version(v.strip()).minor for row in rows for v in row.split(",")}
+    assert named == {minor for minor in range(5, 20) if torch.specifier.contains(f"2.{minor}.0")}
+    pythons = [c.rpartition(" ")[2] for c in project["classifiers"] if re.search(r":: 3\.\d+$", c)]
+    header = next(
+        line for line in (DOCS / "install.md").read_text().splitlines() if line.startswith("| torch")
+    )
+    assert re.findall(r"3\.\d+", header) == pythons
+
+
+def test_contributing_is_one_page() -> None:
+    assert len((ROOT / "CONTRIBUTING.md").read_text().splitlines()) <= 60

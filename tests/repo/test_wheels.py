@@ -1,0 +1,148 @@
+"""What users install: wheels that carry everything they need and nothing else, and leave torch alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.markers import Marker
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+import mm_core
+from support.scripts import script
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECTS = [
+    tomllib.loads(file.read_text())["project"]
+    for file in (ROOT / "pyproject.toml", *sorted(ROOT.glob("plugins/*/pyproject.toml")))
+]
+CORE, *PLUGINS = PROJECTS
+
+
+wheels_check = script("tests/repo/wheels.py")
+
+
+@pytest.mark.parametrize("name", [project["name"] for project in PROJECTS])
+def test_a_wheel_carries_its_package_and_nothing_else(wheels: dict[str, Path], name: str) -> None:
+    assert wheels_check.faults_of(wheels[name]) == []
+
+
+def test_the_core_wheel_is_typed_and_the_plugin_wheel_brings_its_yamls(wheels: dict[str, Path]) -> None:
+    with zipfile.ZipFile(wheels["mm-core"]) as archive:
+        assert "mm_core/py.typed" in archive.namelist()
+    with zipfile.ZipFile(wheels["mm-custom-dit"]) as archive:
+        yamls = {Path(name).name for name in archive.namelist() if name.endswith(".yaml")}
+    assert {"quickstart.yaml", "real_clips.yaml", "t2v_1_3b.yaml"} <= yamls
+
+
+def test_the_check_of_wheels_notices_what_is_missing_and_what_is_too_much(
+    wheels: dict[str, Path], tmp_path: Path
+) -> None:
+    spoilt = tmp_path / wheels["mm-core"].name
+    with zipfile.ZipFile(wheels["mm-core"]) as good, zipfile.ZipFile(spoilt, "w") as bad:
+        for name in good.namelist():
+            if name != "mm_core/py.typed" and "LICENSE" not in name:
+                bad.writestr(name, good.read(name))
+        bad.writestr("tests/test_x.py", "")
+    assert wheels_check.faults_of(spoilt) == [
+        "mm_core/py.typed is missing",
+        "tests/test_x.py does not belong into a wheel",
+        "LICENSE is missing",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [project["name"] for project in PROJECTS])
+def test_installing_replaces_no_package_of_torch(wheels: dict[str, Path], tmp_path: Path, name: str) -> None:
+    report = tmp_path / "report.json"
+    others = [str(wheel) for other, wheel in wheels.items() if other != name]
+    command = [sys.executable, "-m", "pip", "install", "-qq", "--dry-run", "--report", str(report)]
+    subprocess.run([*command, str(wheels[name]), *others], check=True, stdin=subprocess.DEVNULL)
+    chosen = {item["metadata"]["name"] for item in json.loads(report.read_text())["install"]}
+    assert chosen <= set(wheels)
+
+
+def test_requirements_admit_every_torch_of_the_matrix() -> None:
+    for project in PROJECTS:
+        (torch,) = [r for r in map(Requirement, project["dependencies"]) if r.name == "torch"]
+        admitted = [
+            f"2.{minor}.{patch}"
+            for minor in range(5, 16)
+            for patch in (0, 1)
+            if torch.specifier.contains(f"2.{minor}.{patch}")
+        ]
+        assert (admitted[0], admitted[-1]) == ("2.7.0", "2.13.1"), project["name"]
+        assert torch.specifier.contains("2.13.0+cpu") and torch.specifier.contains("2.7.1+cu128")
+
+
+def test_the_npu_extra_admits_the_torch_npu_of_each_torch() -> None:
+    (npu,) = map(Requirement, CORE["optional-dependencies"]["npu"])
+    for version in ("2.7.1", "2.7.1.post11", "2.9.0.post9", "2.13.0"):
+        assert npu.specifier.contains(version)
+    assert not npu.specifier.contains("2.6.0.post5")
+
+
+def test_decord_is_asked_for_only_where_it_has_a_wheel() -> None:
+    (decord,) = [r for r in map(Requirement, CORE["dependencies"]) if r.name == "decord"]
+    assert isinstance(decord.marker, Marker)
+    linux = {"sys_platform": "linux", "platform_machine": "x86_64"}
+    assert decord.marker.evaluate(linux)
+    assert not decord.marker.evaluate({**linux, "platform_machine": "aarch64"})
+    assert not decord.marker.evaluate({"sys_platform": "darwin", "platform_machine": "arm64"})
+    assert "av" in {r.name for r in map(Requirement, CORE["dependencies"]) if r.marker is None}
+
+
+def test_the_version_has_one_value() -> None:
+    assert CORE["version"] == mm_core.__version__
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert re.search(rf"^## {re.escape(mm_core.__version__)}\b", changes, re.M)
+
+
+def test_every_plugin_admits_this_core() -> None:
+    for project in PLUGINS:
+        (core,) = [r for r in map(Requirement, project["dependencies"]) if r.name == "mm-core"]
+        assert core.specifier.contains(mm_core.__version__) and not core.specifier.contains("0.2.0")
+
+
+def test_every_project_is_apache_licensed() -> None:
+    text = (ROOT / "LICENSE").read_text()
+    assert "Apache License" in text and "Version 2.0, January 2004" in text and "END OF TERMS" in text
+    for project in PROJECTS:
+        assert project["license"] == "Apache-2.0"
+    for folder in ROOT.glob("plugins/*/pyproject.toml"):
+        assert (folder.parent / "LICENSE").read_text() == text
+
+
+def test_configs_of_plugins_are_links_into_their_packages() -> None:
+    links = sorted((ROOT / "configs").iterdir())
+    assert [link.name for link in links] == ["custom_dit", "internvl", "wan"]
+    for link in links:
+        assert link.is_symlink() and not link.readlink().is_absolute()
+        assert link.resolve() == ROOT / f"plugins/mm_{link.name}/mm_{link.name}/configs"
+        assert list(link.glob("*.yaml"))
+
+
+def test_constraints_fix_every_direct_dependency_to_one_version_it_admits() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    fixed = {
+        r.name.lower().replace("_", "-"): r
+        for r in map(Requirement, (x for x in lines if not x.startswith("#")))
+    }
+    wanted = [r for p in PROJECTS for r in map(Requirement, p["dependencies"])]
+    wanted += [Requirement(r) for extra in ("dev", "docs") for r in CORE["optional-dependencies"][extra]]
+    for requirement in wanted:
+        name = requirement.name.lower().replace("_", "-")
+        if name == "mm-core":
+            continue
+        (pin,) = fixed[name].specifier
+        assert pin.operator == "==" and not Version(pin.version).local
+        assert requirement.specifier.contains(pin.version), requirement
+    assert not [name for name in fixed if name.startswith(("nvidia", "cuda", "triton"))]
+    assert not [line for line in lines if "://" in line or line.startswith("-")]

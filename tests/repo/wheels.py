@@ -1,0 +1,84 @@
+"""Checks what wheels of this repository carry. Run by .ci/run on wheels of what git tracks, and by tests.
+
+python tests/repo/wheels.py dist/*.whl
+"""
+
+from __future__ import annotations
+
+import configparser
+import sys
+import tomllib
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def project_of(distribution: str) -> Path:
+    """The folder whose pyproject.toml names the distribution."""
+    for file in (ROOT / "pyproject.toml", *sorted(ROOT.glob("plugins/*/pyproject.toml"))):
+        if tomllib.loads(file.read_text())["project"]["name"] == distribution:
+            return file.parent
+    raise ValueError(f"no project here is named {distribution!r}")
+
+
+def expected_files(project: Path) -> set[str]:
+    """Paths within the wheel of all sources, YAMLs and py.typed of the project's package."""
+    packages = [p.parent for p in project.glob("mm_*/__init__.py")]
+    return {
+        str(file.relative_to(project))
+        for package in packages
+        for pattern in ("*.py", "*.yaml", "*.css", "*.js", "py.typed")
+        for file in package.rglob(pattern)
+        if file.is_file()
+    }
+
+
+def faults_of(wheel: Path) -> list[str]:
+    """Everything that is wrong with a wheel, in sentences; empty when it is right."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        info = next(name.split("/")[0] for name in names if name.endswith(".dist-info/METADATA"))
+        metadata = Parser().parsestr(archive.read(f"{info}/METADATA").decode())
+        entry_points = configparser.ConfigParser(delimiters=("=",))
+        entry_points.read_string(archive.read(f"{info}/entry_points.txt").decode())
+    project = project_of(metadata["Name"])
+    declared = tomllib.loads((project / "pyproject.toml").read_text())["project"]
+    faults = [f"{name} is missing" for name in sorted(expected_files(project) - names)]
+    faults += [
+        f"{name} does not belong into a wheel"
+        for name in sorted(names)
+        if not name.startswith((f"{info}/", "mm_")) or "/tests/" in name or name.endswith(".pyc")
+    ]
+    if f"{info}/licenses/LICENSE" not in names:
+        faults.append("LICENSE is missing")
+    if metadata["License-Expression"] != "Apache-2.0":
+        faults.append(f"License-Expression is {metadata['License-Expression']!r}, not Apache-2.0")
+    if metadata["Version"] != declared["version"]:
+        faults.append(f"Version is {metadata['Version']}, pyproject.toml says {declared['version']}")
+    groups = {"mm_core.plugins": declared["entry-points"]["mm_core.plugins"]}
+    if "scripts" in declared:
+        groups["console_scripts"] = declared["scripts"]
+    for group, wanted in groups.items():
+        found = dict(entry_points[group]) if entry_points.has_section(group) else {}
+        if found != wanted:
+            faults.append(f"entry points [{group}] are {found}, not {wanted}")
+    return faults
+
+
+def main(wheels: list[str]) -> int:
+    """0 when every wheel is right."""
+    if not wheels:
+        print("usage: python tests/repo/wheels.py WHEEL ...", file=sys.stderr)
+        return 2
+    wrong = 0
+    for wheel in map(Path, wheels):
+        faults = faults_of(wheel)
+        wrong += bool(faults)
+        print(f"{wheel.name}: {'ok' if not faults else '; '.join(faults)}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

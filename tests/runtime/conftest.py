@@ -1,0 +1,99 @@
+"""Launchers as real processes, and what is left of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from support import ranks
+
+SCRIPT = Path(__file__).with_name("ranks_that.py")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended. seconds: from its start to the end of its last process."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+    @property
+    def pids(self) -> list[int]:
+        """The ranks that said who they are."""
+        return [int(pid) for pid in re.findall(r"pid (\d+)", self.out)]
+
+
+class Running:
+    """A command under way, in a session of its own, with signals as a terminal leaves them."""
+
+    def __init__(self, command: list[object], cwd: Path, environment: dict[str, str]) -> None:
+        self.began = time.monotonic()
+        self.process = subprocess.Popen(
+            list(map(str, command)),
+            cwd=cwd,
+            env=os.environ | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            # A test run in a shell's background ignores SIGINT, and children would inherit that.
+            preexec_fn=lambda: [signal.signal(n, signal.SIG_DFL) for n in (signal.SIGINT, signal.SIGHUP)],
+        )
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def end(self, timeout: float = 120) -> Ended:
+        """Waits for the last process that holds the output: ranks included."""
+        out, err = self.process.communicate(timeout=timeout)
+        return Ended(self.process.returncode, out, err, time.monotonic() - self.began)
+
+
+@pytest.fixture
+def start(tmp_path) -> Iterator[Callable[..., Running]]:
+    """Starts a command in the test's folder; what still runs afterwards is killed."""
+    started: list[Running] = []
+
+    def begin(*command: object, **environment: str) -> Running:
+        started.append(Running([sys.executable, *command], tmp_path, environment))
+        return started[-1]
+
+    yield begin
+    for running in started:
+        if running.process.poll() is None:
+            running.process.kill()
+
+
+@pytest.fixture
+def launch(start) -> Callable[..., Ended]:
+    """Two ranks of ranks_that.py in a scenario, to their end."""
+    return lambda scenario, **environment: start(SCRIPT, "launch", scenario, **environment).end()
+
+
+@pytest.fixture
+def free_port() -> int:
+    return ranks.free_port()
+
+
+@pytest.fixture
+def wait_until() -> Callable[..., None]:
+    """Waits for a condition, and fails when it takes too long."""
+
+    def wait(condition: Callable[[], bool], seconds: float = 60) -> None:
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, "waited in vain"
+            time.sleep(0.05)
+
+    return wait

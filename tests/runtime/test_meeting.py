@@ -1,0 +1,75 @@
+"""Ranks that do not find each other: a sentence on the address, and an end when they are asked to."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+
+import pytest
+
+from mm_core.errors import MMError
+from mm_core.runtime.groups import start_process_group
+
+
+@pytest.fixture
+def rank_of_two(monkeypatch):
+    """The variables that torchrun sets."""
+
+    def be(rank: int, port: object) -> None:
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
+        for name, value in {**names, "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, str(value))
+
+    return be
+
+
+def test_a_port_in_use_is_named(rank_of_two):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        rank_of_two(0, taken.getsockname()[1])
+        with pytest.raises(MMError) as caught:
+            start_process_group()
+    port = os.environ["MASTER_PORT"]
+    assert caught.value.what == f"port {port} is in use on this host, and the ranks cannot meet there"
+    assert caught.value.where == "MASTER_PORT" and "ss -ltnp" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("port", ["99999", "abc", "-1"])
+def test_a_port_that_is_none_is_refused(rank_of_two, port):
+    rank_of_two(0, port)
+    with pytest.raises(MMError, match=f"'{port}' is no port") as caught:
+        start_process_group()
+    assert caught.value.accepted == "1 to 65535"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_do_not_come_are_a_sentence(rank_of_two, free_port, monkeypatch, rank):
+    """Rank 0 waits for the other one, rank 1 for an answer."""
+    from datetime import timedelta
+
+    monkeypatch.setattr("mm_core.runtime.groups._patience", [timedelta(seconds=0.3)])
+    rank_of_two(rank, free_port)
+    with pytest.raises(MMError) as caught:
+        start_process_group()
+    assert f"the ranks did not all meet at 127.0.0.1:{free_port} in time" in caught.value.what
+    assert "are MASTER_ADDR, MASTER_PORT and WORLD_SIZE the same for all ranks" in str(caught.value.hint)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "number"), [(0, signal.SIGTERM), (1, signal.SIGUSR1)])
+def test_a_rank_that_waits_for_the_others_obeys_signals(start, tiny, free_port, tmp_path, rank, number):
+    variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
+    arguments = ("-m", "mm_core.cli.main", "train", "--config", tiny, f"run.dir={tmp_path}")
+    running = start(*arguments, **variables)
+    time.sleep(15)  # until it waits: nothing tells from outside
+    running.send(number)
+    sent = time.monotonic()
+    ended = running.end(timeout=60)
+    assert time.monotonic() - sent < 3
+    assert ended.code == 75, ended.err
+    said = f"mm: {number.name}: stopped while it waited for the other ranks to come; nothing was lost"
+    assert said in ended.err and "Traceback" not in ended.err

@@ -1,0 +1,151 @@
+"""Signals: ranks save and end, a second Ctrl-C leaves at once, nobody outlives the launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from mm_core.runtime.launch.signals import STOPPED, StopFlag, leaving_at_signals
+
+HERE = Path(__file__).parent
+SCRIPT = HERE / "ranks_that.py"
+
+
+@pytest.fixture
+def stoppable(start, tmp_path, wait_until):
+    """Two ranks that go on until they are asked to stop."""
+    running = start(SCRIPT, "launch", "stop")
+    wait_until(lambda: (tmp_path / "ready_0").exists() and (tmp_path / "ready_1").exists())
+    return running
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_every_rank_saves_and_the_code_says_so(stoppable, number):
+    stoppable.send(number)
+    ended = stoppable.end()
+    assert ended.code == STOPPED
+    for rank in (0, 1):
+        assert f"rank {rank} saved after {number.name}\n" in ended.out
+    assert ended.err.count("saves after this step and ends") == 1 and "error" not in ended.err
+
+
+@pytest.mark.slow
+def test_the_echo_of_ctrl_c_is_not_a_second_one(stoppable):
+    stoppable.send(signal.SIGINT)
+    time.sleep(0.2)
+    stoppable.send(signal.SIGINT)
+    ended = stoppable.end()
+    assert ended.code == STOPPED and ended.out.count("saved after SIGINT") == 2
+    assert "Ctrl-C once more leaves at once" in ended.err
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_leaves_at_once(stoppable):
+    stoppable.send(signal.SIGINT)
+    time.sleep(1.1)
+    stoppable.send(signal.SIGINT)
+    ended = stoppable.end()
+    assert ended.code == 130 and "saved" not in ended.out
+
+
+@pytest.mark.slow
+def test_ranks_do_not_outlive_a_launcher_that_was_killed(stoppable):
+    stoppable.send(signal.SIGKILL)
+    ended = stoppable.end()  # the ranks hold its output open until they end
+    assert ended.code == -signal.SIGKILL
+    assert ended.out.count("saved after SIGTERM") == 2
+
+
+@pytest.mark.slow
+def test_a_launcher_that_waits_for_other_hosts_can_be_stopped(start, free_port):
+    waiting = start(SCRIPT, "launch", "fine", f"127.0.0.1:{free_port}")
+    assert waiting.process.stderr.readline() == (
+        f"mm: waits at 127.0.0.1:{free_port} until all of 2 hosts have come, 15 minutes at most\n"
+    )
+    waiting.send(signal.SIGTERM)
+    ended = waiting.end()
+    assert ended.code == 128 + signal.SIGTERM and not ended.pids
+    assert ended.err.endswith("mm: no rank had started\n")
+
+
+@pytest.mark.slow
+def test_ranks_share_the_cores(launch):
+    cores = len(os.sched_getaffinity(0))
+    assert launch("fine", OMP_NUM_THREADS="7").out.count("threads 7\n") == 2
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    command = [sys.executable, SCRIPT, "launch", "fine"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout.count(f"threads {max(1, cores // 2)}\n") == 2
+
+
+def test_the_flag_notes_the_first_signal_and_handlers_return():
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    with StopFlag() as stop:
+        assert stop.requested is None
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested == "SIGUSR1"
+    assert {number: signal.getsignal(number) for number in before} == before
+
+
+def test_a_second_signal_while_a_rank_waits_is_quiet(capfd, monkeypatch):
+    """Nobody read the pipe any more that it was told to: a traceback of BrokenPipeError on stderr."""
+    raised = []
+    monkeypatch.setattr(sys, "unraisablehook", raised.append)
+    with StopFlag() as stop:
+        with leaving_at_signals("waits", patience=10.0):
+            for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1):
+                os.kill(os.getpid(), number)
+                time.sleep(0.05)
+        assert stop.requested == "SIGTERM"
+    assert raised == [] and capfd.readouterr().err == ""
+
+
+def test_outside_of_the_main_thread_nothing_is_touched():
+    before, seen = signal.getsignal(signal.SIGTERM), []
+
+    def enter() -> None:
+        with StopFlag() as stop:
+            seen.extend([signal.getsignal(signal.SIGTERM), stop.requested])
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert seen == [before, None]
+
+
+def test_what_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopFlag() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.requested is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_second_interrupt_ends_a_lone_process(start, tmp_path, wait_until):
+    script = tmp_path / "alone.py"
+    script.write_text(
+        "import time\nfrom pathlib import Path\nfrom mm_core.runtime.launch.signals import StopFlag\n"
+        "with StopFlag(announce=True) as stop:\n    Path('ready').touch()\n    time.sleep(60)\n"
+    )
+    running = start(script)
+    wait_until((tmp_path / "ready").exists)
+    running.send(signal.SIGINT)
+    time.sleep(1.1)
+    running.send(signal.SIGINT)
+    ended = running.end()
+    assert ended.code == 130
+    assert ended.err == (
+        "mm: SIGINT: saves after this step and ends; Ctrl-C once more leaves at once, without saving\n"
+    )

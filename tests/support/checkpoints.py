@@ -1,0 +1,43 @@
+"""Checkpoints small enough to read, of odd shapes: empty shards, scalars, two dtypes; and what one holds."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from mm_core.checkpoint.files import dcp
+from mm_core.checkpoint.files import layout as files
+
+
+def make_state(seed: int = 0) -> dict[str, dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    return {
+        "model": {
+            "blocks.0.weight": draw(7, 5),
+            "blocks.0.bias": draw(1),
+            "head": draw(4, 3, dtype=torch.bfloat16),
+        },
+        "optimizer": {"blocks.0.weight.exp_avg": draw(7, 5), "blocks.0.weight.step": torch.tensor(12.0)},
+    }
+
+
+def staged(path: Path) -> Path:
+    """Where this process writes what is to replace a file (mm_core.files.replacing)."""
+    return path.with_name(f".{path.stem}.tmp-{os.getpid()}{path.suffix}")
+
+
+def tensors(step: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole."""
+    metadata = dcp.read_metadata(step, files.read_manifest(step))
+    state: dict[str, dict[str, torch.Tensor]] = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        part, _, name = key.partition(".")
+        state.setdefault(part, {})[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    dcp.read_tensors(step, metadata, state, alone=True)
+    return {f"{part}.{name}": tensor for part, named in state.items() for name, tensor in named.items()}

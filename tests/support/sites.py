@@ -1,0 +1,97 @@
+"""Real distributions in a folder on sys.path: a dist-info with METADATA and entry points, and modules."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mm_core.plugin.registry import Registry, clear_cache, get_registry
+
+HEAD = "from mm_core import Component, hookimpl\n\n"
+PREDICTOR = HEAD + (
+    "@hookimpl\ndef mm_predictors():\n"
+    "    return [Component(name='dit', target='{package}.model:DiT', config='{package}.config:DiTConfig',\n"
+    "                      summary='a transformer', aliases=('old_dit',), capabilities={{'video': True}},\n"
+    "                      licence='Apache-2.0', paper='https://arxiv.org/abs/2212.09748')]\n"
+)
+
+
+class Site:
+    """A site-packages of the test's own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def add(
+        self,
+        distribution: str,
+        points: Mapping[str, str],
+        modules: Mapping[str, str] | None = None,
+        version: str = "1.0",
+        requires: Sequence[str] = ("mm-core>=0.1,<0.2",),
+    ) -> None:
+        """Lays out a distribution as pip would."""
+        info = self.folder / f"{distribution.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        lines = ["Metadata-Version: 2.4", f"Name: {distribution}", f"Version: {version}"]
+        lines += [f"Requires-Dist: {requirement}" for requirement in requires]
+        (info / "METADATA").write_text(
+            "\n".join(lines) + "\n\nRequires-Dist: mm-core>=9 (words, no header)\n"
+        )
+        body = "".join(f"{name} = {value}\n" for name, value in points.items())
+        (info / "entry_points.txt").write_text(f"[mm_core.plugins]\n{body}")
+        for name, source in (modules or {}).items():
+            self.module(name, source)
+
+    def module(self, name: str, source: str) -> None:
+        """Writes module `a.b`, its packages included."""
+        *packages, last = name.split(".")
+        folder = self.folder
+        for package in packages:
+            folder = folder / package
+            folder.mkdir(exist_ok=True)
+            (folder / "__init__.py").touch()
+        (folder / f"{last}.py").write_text(source)
+
+    def plugin(self, name: str, source: str, **details: object) -> None:
+        """A distribution `mm-<name>` whose plugin module is `mm_<name>.plugin`."""
+        package = f"mm_{name}"
+        modules = {f"{package}.plugin": source}
+        self.add(f"mm-{name}", {name: f"{package}.plugin"}, modules, **details)  # type: ignore[arg-type]
+
+    def good(self, name: str, **details: object) -> None:
+        """A plugin with the predictor `dit`, whose model and config exist."""
+        self.plugin(name, PREDICTOR.format(package=f"mm_{name}"), **details)
+        self.module(
+            f"mm_{name}.model", "class DiT:\n    def __init__(self, depth):\n        self.depth = depth\n"
+        )
+        self.module(
+            f"mm_{name}.config",
+            "from dataclasses import dataclass\n\n@dataclass(frozen=True)\nclass DiTConfig:\n"
+            "    depth: int = 12  # how many blocks\n",
+        )
+
+    def registry(self, *local: str) -> Registry:
+        """What a fresh process would find."""
+        importlib.invalidate_caches()
+        clear_cache()
+        return get_registry(local)
+
+    def run(self, *command: str, **environ: str) -> subprocess.CompletedProcess[str]:
+        """`python ...` in a process of its own that sees this site."""
+        path = os.pathsep.join(filter(None, [str(self.folder), os.environ.get("PYTHONPATH")]))
+        return subprocess.run(
+            [sys.executable, *command],
+            env={**os.environ, "PYTHONPATH": path, **environ},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    def mm(self, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+        """`mm ...` in a process of its own."""
+        return self.run("-m", "mm_core.cli.main", *arguments, **environ)

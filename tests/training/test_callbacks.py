@@ -1,0 +1,126 @@
+"""Callbacks are called in order, end the run by name when they fail, and may run a program."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mm_core.contracts import Callback
+from mm_core.errors import MMError
+from mm_core.plugin.registry import build
+from mm_core.training.callback_list import CallbackList
+
+
+class Noting(Callback):
+    def __init__(self, name: str, heard: list) -> None:
+        self.name, self.heard = name, heard
+
+    def step_ended(self, step, metrics):
+        self.heard.append((self.name, step, metrics))
+
+    def saved(self, step, path):
+        raise KeyError("gone")
+
+
+def test_callbacks_hear_in_the_order_of_the_list():
+    heard: list = []
+    callbacks = CallbackList([("b", Noting("b", heard)), ("a", Noting("a", heard))])
+    callbacks.step_ended(3, {"loss": 1.0})
+    callbacks.run_started(Path("x"), 0, 9)
+    assert heard == [("b", 3, {"loss": 1.0}), ("a", 3, {"loss": 1.0})]
+
+
+def test_a_callback_that_raises_is_named():
+    with pytest.raises(MMError) as caught:
+        CallbackList([("my/noting", Noting("x", []))]).saved(4, Path("p"))
+    assert str(caught.value) == (
+        "callbacks: callback my/noting raised KeyError at saved: 'gone'\n"
+        "  hint: fix the callback or remove it from `callbacks`; MM_DEBUG=1 shows where"
+    )
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def command(tmp_path: Path, script: str, *events: str, **options) -> Callback:
+    mapping = {"type": "command", "run": [sys.executable, "-c", script, str(tmp_path / "out")], **options}
+    return build("callback", {**mapping, **({"events": list(events)} if events else {})})
+
+
+WRITE = """
+import json, os, sys
+row = {k: v for k, v in os.environ.items() if k.startswith("MM_")}
+open(sys.argv[1], "a").write(json.dumps(row) + "\\n")
+"""
+
+
+def test_a_command_is_told_of_the_event(tmp_path):
+    callback = command(tmp_path, WRITE, "saved", "run_ended")
+    callback.run_started(tmp_path / "run", 0, 9)
+    callback.step_ended(1, {"loss": 0.25})
+    callback.validated(2, {"validation/loss": 0.5})
+    callback.saved(2, tmp_path / "run/checkpoints/step_00000002")
+    callback.run_ended(2, MMError("it broke"))
+    saved, ended = map(json.loads, (tmp_path / "out").read_text().splitlines())
+    assert (saved["MM_EVENT"], saved["MM_STEP"], saved["MM_METRIC_LOSS"]) == ("saved", "2", "0.25")
+    assert saved["MM_PATH"].endswith("step_00000002") and saved["MM_METRIC_VALIDATION_LOSS"] == "0.5"
+    assert (ended["MM_EVENT"], ended["MM_ERROR"]) == ("run_ended", "it broke")
+    assert ended["MM_RUN_DIR"] == str(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "words"),
+    [
+        ("import sys; sys.exit('no route')", {}, "command at run_ended ended with exit code 1: no route"),
+        ("import time; time.sleep(9)", {"timeout": 0.3}, "timed out after 0.3 seconds"),
+    ],
+)
+def test_a_command_that_fails_is_a_warning(script, options, words, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        command(tmp_path, script, **options).run_ended(1, None)
+    assert words in caplog.text
+
+
+def test_what_a_command_has_started_ends_with_its_time(tmp_path, caplog):
+    """A shell's child holds the output open: it would be waited for."""
+    shell = ["sh", "-c", f"sleep 60 & echo $! > {tmp_path}/pid; wait"]
+    build("callback", {"type": "command", "run": shell, "timeout": 1.0}).run_ended(1, None)
+    assert "timed out after 1.0 seconds" in caplog.text
+    child = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
+    until = time.monotonic() + 10
+    while child.exists() and child.read_text().split()[2] != "Z" and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not child.exists() or child.read_text().split()[2] == "Z"
+
+
+def test_a_command_is_no_rank_of_the_run_and_hears_none_of_its_signals(tmp_path, monkeypatch):
+    """`mm eval` at every checkpoint would else wait for the other ranks of the run."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "MM_LAUNCH_DIR"):
+        monkeypatch.setenv(name, "7")
+    monkeypatch.setenv("MM_PLUGINS", "custom_dit")
+    script = (
+        "import json, os, sys\n"
+        "seen = {'environment': sorted(os.environ), 'group': os.getpgid(0), 'input': sys.stdin.read()}\n"
+        "open(sys.argv[1], 'w').write(json.dumps(seen))"
+    )
+    command(tmp_path, script).run_ended(1, None)
+    seen = json.loads((tmp_path / "out").read_text())
+    assert "MM_PLUGINS" in seen["environment"] and "MM_EVENT" in seen["environment"]
+    assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "MM_LAUNCH_DIR"} & set(
+        seen["environment"]
+    )
+    assert seen["group"] != os.getpgid(0) and seen["input"] == ""
+
+
+def test_a_program_that_is_not_there_is_a_warning(caplog):
+    build("callback", {"type": "command", "run": ["no-such-program-here"]}).run_ended(1, None)
+    assert "no-such-program-here" in caplog.text
+
+
+def test_an_empty_command_is_a_fault_of_the_config():
+    with pytest.raises(MMError, match="run is empty: a program, and its arguments"):
+        build("callback", {"type": "command", "run": []})

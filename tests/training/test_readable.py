@@ -1,0 +1,108 @@
+"""The way from `train` to the optimizer's step is short enough to read."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from types import CodeType, FrameType
+
+import pytest
+import torch
+
+from mm_core.config.load import load_config
+from mm_core.engines.fsdp2 import FSDP2Engine
+from mm_core.training import loop, run
+
+pytestmark = pytest.mark.slow
+
+
+class Reading:
+    """What a real run has entered of mm_core from `train` to the first update of its weights.
+
+    stack: the functions that the update was called from, innermost first. step: all functions that were
+    entered between the beginning of `run_steps` and the update, in the main thread.
+    """
+
+    def __init__(self) -> None:
+        self.stack: list[CodeType] = []
+        self.step: set[CodeType] = set()
+
+    def watch(self, frame: FrameType, event: str, argument: object) -> None:
+        if event != "call" or "/mm_core/" not in frame.f_code.co_filename:
+            return
+        if frame.f_code is loop.run_steps.__code__ or self.step:
+            self.step.add(frame.f_code)
+
+    def updated(self, frame: FrameType | None) -> None:
+        sys.setprofile(None)
+        while frame is not None:
+            if "/mm_core/" in frame.f_code.co_filename:
+                self.stack.append(frame.f_code)
+            frame = frame.f_back
+
+
+@pytest.fixture(scope="module")
+def reading(tiny, tmp_path_factory) -> Reading:
+    found, step = Reading(), torch.optim.AdamW.step
+
+    def watched(self, *args, **kwargs):
+        # Not the probe for the fused kernel, which steps while the run is assembled.
+        if not found.stack and found.step:
+            found.updated(sys._getframe(1))
+        return step(self, *args, **kwargs)
+
+    overrides = [
+        "train.steps=1",
+        "lr_schedule={type: constant}",
+        f"run.dir={tmp_path_factory.mktemp('read')}",
+        "data.loader.workers=0",
+    ]
+    config = load_config(tiny, overrides)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", watched)
+        sys.setprofile(found.watch)
+        try:
+            run.train(config)
+        finally:
+            sys.setprofile(None)
+    return found
+
+
+def lines(codes) -> int:
+    """Whole functions: signature, docstring and comments."""
+    return sum(len(inspect.getsourcelines(code)[0]) for code in codes)
+
+
+def test_from_train_to_the_update_in_three_files_and_200_lines(reading):
+    """Whole functions, from `train` (what `mm-train` calls on every rank) to `optimizer.step()`: two counts.
+
+    The stack: `train`, `run_steps` and `FSDP2Engine.step`, one in each of three files. And the stack with
+    everything else of these three files that the first step enters before the update (reading the
+    batches, the agreement of ranks, the forward, the norm).
+
+    What is not counted: the command line and the care for processes before `train`; how the parts of a run
+    are built (`assemble`); and what the other parts do: see the next test.
+    """
+    assert [code.co_qualname for code in reading.stack] == ["FSDP2Engine.step", "run_steps", "train"]
+    files = {code.co_filename for code in reading.stack}
+    assert files == {inspect.getfile(where) for where in (FSDP2Engine, loop, run)}
+    within = {code for code in reading.step if code.co_filename in files and "<" not in code.co_name}
+    entered = {code.co_qualname for code in within}
+    assert {"run_steps", "read_step", "agree", "compute", "FSDP2Engine.micro_step"} <= entered
+    assert lines(reading.stack) <= 200
+    assert lines(within | set(reading.stack)) <= 200, sorted(entered)
+
+
+def test_all_that_a_step_runs_is_read_in_an_afternoon(reading):
+    """Every function of mm_core that the first step enters before the update, in the main thread: task,
+    data, guard, reporter and what lies between steps included."""
+    found = [code for code in reading.step if "<" not in code.co_name]
+    rooms = {code.co_filename.rpartition("/mm_core/")[2].partition("/")[0] for code in found}
+    assert {"training", "tasks", "data", "engines", "telemetry"} <= rooms
+    assert lines(found) <= 1400, sorted(
+        (c.co_filename.rpartition("/mm_core/")[2], c.co_qualname) for c in found
+    )
+
+
+def test_the_whole_loop_is_read_at_a_sitting():
+    assert len(inspect.getsource(loop).splitlines()) <= 200
