@@ -27,8 +27,7 @@ from mm_core.contracts import (
 from mm_core.device import current_device
 from mm_core.errors import ContractError, DataError, MMError, PeerError
 from mm_core.inference.sample import among_ranks, load_as_rank
-from mm_core.loading.run_adapters import adapters_in
-from mm_core.plan import build_task
+from mm_core.loading.run_adapters import task_of
 from mm_core.runtime.launch.rank_process import out_of_memory
 from mm_core.runtime.ranks import Ranks
 
@@ -229,7 +228,7 @@ def speaker(
     check_words(config)
     conversing = conversing_of(config)
     with among_ranks(patient):
-        task, ranks = build_task(config, adapters_in(source)), Ranks.current()
+        task, ranks = task_of(config, source), Ranks.current()
         assert isinstance(task, AnswersInWords)
         task.check_answers()
         with load_as_rank(task, config, source, weights):

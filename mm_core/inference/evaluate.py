@@ -27,8 +27,7 @@ from mm_core.evaluation.predictions import Predictions, Row
 from mm_core.evaluation.validator import Evaluating, Validator, build_metrics, default_settings
 from mm_core.files import json_numbers
 from mm_core.inference.sample import among_ranks, load_sharded, load_task, stored_weights
-from mm_core.loading.run_adapters import adapters_in
-from mm_core.plan import build_task
+from mm_core.loading.run_adapters import task_of
 from mm_core.plugin.registry import Registry
 from mm_core.plugin.schema.fields import ComponentConfig
 from mm_core.runtime.ranks import Ranks
@@ -207,7 +206,7 @@ def _load(
     if ranks.count == 1:
         task = load_task(config, source, weights)
         return task, _Lone(current_device(), task)
-    task = build_task(config, adapters_in(source))
+    task = task_of(config, source)
     return task, load_sharded(task, config, source, weights)
 
 

@@ -38,11 +38,11 @@ from mm_core.evaluation.sampled_clips import (
 )
 from mm_core.loading.frozen import load_frozen_alone, load_frozen_of
 from mm_core.loading.initial_weights import CheckpointWeights
-from mm_core.loading.run_adapters import adapters_in
+from mm_core.loading.run_adapters import task_of
 from mm_core.modules.casting import cast_inputs, hold_frozen, round_frozen
 from mm_core.modules.initialise import initialise
 from mm_core.modules.tying import tie, tied_names
-from mm_core.plan import build_frozen, build_task
+from mm_core.plan import build_frozen
 from mm_core.plugin.schema.fields import ComponentConfig
 from mm_core.runtime.process_group import process_group
 from mm_core.runtime.ranks import Ranks
@@ -145,7 +145,7 @@ def _sample(
     """This rank's clips of a request, and all ranks' files."""
     out = None if folder is None else Path(folder)
     source, config = stored.checkpoint, stored.config
-    ranks, task = Ranks.current(), build_task(config, adapters_in(source))
+    ranks, task = Ranks.current(), task_of(config, source)
     if not isinstance(task, SamplesInTurn) and not callable(getattr(task, "sample", None)):
         raise no_clips(config.task.type)
     if isinstance(task, ChecksRequests):
@@ -190,7 +190,7 @@ def _write(clip: Clip, path: Path) -> None:
 def load_task(config: RunConfig, checkpoint: Path, weights: Weights = "auto") -> TaskModule:
     """The run's task on this process's device, whole, in evaluation mode, with the checkpoint's weights. An
     accelerator computes in the dtype that the engine trained in, and holds them in no other."""
-    task = build_task(config, adapters_in(checkpoint))
+    task = task_of(config, checkpoint)
     load_alone(task, config, checkpoint, weights)
     return task
 
@@ -207,7 +207,7 @@ def load_as_rank(
 
 
 def load_alone(task: TaskModule, config: RunConfig, checkpoint: Path, weights: Weights) -> None:
-    """The same with a task that `build_task` has made."""
+    """The same with a task that `task_of` has made."""
     device = current_device()
     _hold_alike(task, config)
     if _is_lowered(config, device):

@@ -23,9 +23,8 @@ from mm_core.interchange.export_plan import Part, Planner, own_state
 from mm_core.loading.checkpoint_source import CheckpointSource
 from mm_core.loading.left_out import frozen_names, recorded
 from mm_core.loading.provenance import origins_of
-from mm_core.loading.run_adapters import adapters_in
+from mm_core.loading.run_adapters import task_of
 from mm_core.modules.adapter_layers import adapted_layers
-from mm_core.plan import build_task
 from mm_core.runtime.ranks import Ranks
 from mm_core.weights.fitting import formats_of
 from mm_core.weights.formats.format import Companions, WeightFormat, Written
@@ -126,7 +125,7 @@ def _planned(
 ) -> _Export:
     """The parts and their files; nothing is read but names and shapes."""
     (label, form), *_ = formats_of(config.registry, format).items()
-    task = build_task(config, adapters_in(source))
+    task = task_of(config, source)
     which: Literal["model", "ema"] = "ema" if averaged else "model"
     saved = Ranks.current().agree(
         f"reading {source}", lambda: CheckpointSource(source, which, otherwise="leave out --ema")

@@ -24,9 +24,8 @@ from mm_core.contracts import Pretrained, TaskModule, WeightsFrom
 from mm_core.errors import CheckpointError, MMError, TrustError
 from mm_core.loading.checkpoint_source import CheckpointSource
 from mm_core.loading.matching import WeightMatch
-from mm_core.loading.run_adapters import adapters_in
+from mm_core.loading.run_adapters import task_of
 from mm_core.modules.adapter_layers import adapter_of
-from mm_core.plan import build_task
 from mm_core.plugin.registry import Registry
 from mm_core.runtime.ranks import Ranks
 from mm_core.weights.fitting import Formats, formats_of
@@ -126,7 +125,7 @@ def open_run(path: Path, weights: Literal["model", "ema"], allow_code: bool = Fa
     folder = find_checkpoint(path)
     if external_rows(folder):
         config = load_config(folder / "config.yaml", stored=True, allow_code=allow_code)
-        task = build_task(config, adapters_in(folder))
+        task = task_of(config, folder)
         roots = task.trainable
         state = {f"{root}.{n}": t for root in roots for n, t in task.get_submodule(root).state_dict().items()}
         source.join(recorded(folder, config, task, state), state)

@@ -13,8 +13,7 @@ from mm_core.config.load import load_config
 from mm_core.config.schema import RunConfig
 from mm_core.contracts import Pretrained, TaskModule
 from mm_core.errors import MMError, TrustError
-from mm_core.loading.run_adapters import adapters_in
-from mm_core.plan import build_task
+from mm_core.loading.run_adapters import task_of
 
 _RUNS = 8
 """Most runs that are followed back."""
@@ -68,7 +67,7 @@ def _before(
     try:
         folder = find_checkpoint(path)
         config = load_config(folder / "config.yaml", stored=True, allow_code=allow_code)
-        task = build_task(config, adapters_in(folder))
+        task = task_of(config, folder)
         return origins_of(config, read_facts(folder), task, note, runs)
     except TrustError as fault:
         note(f"where the run at {path} began is not known: {fault.render()}")

@@ -1,4 +1,4 @@
-"""Where the adapters of a run are, as its checkpoints say."""
+"""The adapters of a run, as its checkpoints say, and its task with them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 from mm_core.checkpoint.reading import read_run_manifest
 from mm_core.checkpoint.retention import complete_steps
 from mm_core.config.schema import RunConfig
+from mm_core.contracts import TaskModule
+from mm_core.plan import build_task
 from mm_core.weights.adapters.inject import Structure
 from mm_core.weights.adapters.record import structure_in
 
@@ -16,6 +18,12 @@ def adapters_in(checkpoint: Path | None) -> Structure:
     if checkpoint is None:
         return {}
     return structure_in(read_run_manifest(checkpoint).get("adapters"), checkpoint)
+
+
+def task_of(config: RunConfig, checkpoint: Path | None) -> TaskModule:
+    """The run's task as `build_task` makes it, with the adapters that a checkpoint of it holds; None without
+    one."""
+    return build_task(config, adapters_in(checkpoint))
 
 
 def adapters_begun(config: RunConfig) -> Structure:

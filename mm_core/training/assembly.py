@@ -30,10 +30,10 @@ from mm_core.loading.frozen import load_frozen_of
 from mm_core.loading.initial_weights import FileWeights, ResumedWeights
 from mm_core.loading.known_code import check_commands, remember
 from mm_core.loading.left_out import ExternalWeights
-from mm_core.loading.run_adapters import adapters_in
+from mm_core.loading.run_adapters import task_of
 from mm_core.optim.ema import EMA
 from mm_core.optim.parameter_groups import groups_of
-from mm_core.plan import RunPlan, build_task, check_data, make_plan, sample_order
+from mm_core.plan import RunPlan, check_data, make_plan, sample_order
 from mm_core.runtime.launch.rank_logs import current_log
 from mm_core.runtime.launch.signals import StopFlag
 from mm_core.runtime.launch.watchdog import Watchdog
@@ -133,7 +133,7 @@ def build_parts(run: OpenedRun) -> RunParts:
     """Task, engine, data and plan. Weights are loaded from files or drawn; what a checkpoint holds follows in
     `restore_parts`."""
     config, registry = run.config, run.config.registry
-    task = build_task(config, adapters_in(run.source))
+    task = task_of(config, run.source)
     engine: Engine = registry.build("engine", config.engine)
     check_data(config, task)  # before any is measured
     datasets: dict[str, Dataset] = {

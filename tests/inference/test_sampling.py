@@ -23,6 +23,7 @@ from mm_core.errors import CheckpointError, DataError, MMError
 from mm_core.inference import sample as sampling
 from mm_core.inference.sample import compute_as_trained, load_task, sample
 from mm_core.loading import initial_weights
+from mm_core.loading.run_adapters import task_of
 from mm_core.modules.initialise import initialise
 from mm_core.plan import build_task
 from mm_core.runtime.process_group import process_group
@@ -369,11 +370,11 @@ def without(monkeypatch, *names: str, **methods) -> None:
     kind = type("Quiet", (torch.nn.Module,), body | methods)
 
     def building(*given) -> torch.nn.Module:
-        task = build_task(*given)
+        task = task_of(*given)
         task.__class__ = kind
         return task
 
-    monkeypatch.setattr(sampling, "build_task", building)
+    monkeypatch.setattr(sampling, "task_of", building)
 
 
 @pytest.mark.parametrize("answer", [[], None])
