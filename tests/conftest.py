@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from mm_core.plugin.registry import clear_cache
+from support import warm
 from support.sites import Site
 
 ROOT = Path(__file__).parents[1]
@@ -105,14 +106,10 @@ def same_clips() -> Callable[[Path, Path], bool]:
 def mm() -> Callable[..., Outcome]:
     """Runs `mm ARGUMENTS` as a person does."""
 
-    def run(*arguments: object, timeout: float = 180, **environment: str) -> Outcome:
-        done = subprocess.run(
-            [sys.executable, "-m", "mm_core.cli.main", *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-        )
+    def run(*arguments: object, timeout: float = 180, anew: bool = False, **environment: str) -> Outcome:
+        command = ["-m", "mm_core.cli.main", *arguments]
+        env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+        done = warm.run(command, env=env, timeout=timeout, anew=anew)
         return Outcome(done.returncode, done.stdout, done.stderr)
 
     return run

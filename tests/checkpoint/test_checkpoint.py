@@ -109,6 +109,7 @@ def test_leftovers_of_dead_runs_never_count_and_go_at_the_next_start(store, stat
     assert names(store) == {"step_00000005", "LATEST"}
 
 
+@pytest.mark.slow
 def test_killed_while_it_saves(tmp_path, state, empty, same):
     """A process that saves without end is killed again and again: what stands is always whole."""
     script = textwrap.dedent(

@@ -22,6 +22,7 @@ from mm_core.checkpoint.retention import complete_steps
 from mm_core.checkpoint.run_lock import RunLock
 from mm_core.checkpoint.store import CheckpointStore
 from mm_core.errors import CheckpointError
+from support import warm
 
 CONFIG = "run: {name: test}\n"
 
@@ -284,11 +285,11 @@ def test_two_jobs_do_not_write_one_run(make):
         "import sys; from pathlib import Path; from mm_core.checkpoint.store import CheckpointStore\n"
         "CheckpointStore(Path(sys.argv[1]), 1).begin(0)"
     )
-    command = [sys.executable, "-c", script, store.folder.parent]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = ["-c", script, store.folder.parent]
+    done = warm.run(command)
     assert "this run is being trained by process" in done.stderr and done.returncode
     store.close()
-    assert subprocess.run(command, capture_output=True).returncode == 0
+    assert warm.run(command).returncode == 0
 
 
 def test_a_data_worker_that_outlives_its_run_does_not_keep_the_folder_locked(tmp_path):

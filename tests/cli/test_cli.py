@@ -253,7 +253,7 @@ def test_show_of_nothing_is_an_error_with_the_nearest(site: Any, capsys: pytest.
 
 
 def check(site: Any, *arguments: str) -> tuple[int, list[dict[str, str]]]:
-    done = site.mm("plugins", "check", "--json", *arguments)
+    done = site.mm("plugins", "check", "--json", *arguments, anew="--import" not in arguments)
     findings = json.loads(done.stdout)["findings"]
     mine = [finding for finding in findings if finding["plugin"] not in ("core", "custom_dit")]
     return done.returncode, mine

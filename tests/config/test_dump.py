@@ -87,6 +87,7 @@ _VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(
     max_examples=100,
     deadline=None,

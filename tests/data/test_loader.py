@@ -23,6 +23,7 @@ from mm_core.data.loading.sampler import BatchPlan
 from mm_core.data.loading.skipped import SkipLedger, UnreadableError
 from mm_core.errors import ContractError, DataError, PartsError
 from mm_core.plugin.local import import_file, module_name, read_local
+from support import ranks, warm
 
 
 class Numbers:
@@ -111,6 +112,7 @@ def test_the_loader_yields_the_plans_micro_batches_in_order() -> None:
     assert all(batch.ids == [f"n/{key.index}" for key in batch.keys] for batch in batches)
 
 
+@pytest.mark.slow
 def test_content_does_not_depend_on_who_reads() -> None:
     dataset = Numbers(11, bad=(4, 7))
     plan = BatchPlan(11, 2, 4, 0, "random", False)
@@ -237,9 +239,10 @@ def run_script(tmp_path: Path, *lines: str) -> subprocess.CompletedProcess[str]:
     script = tmp_path / "script.py"
     here = ["import sys", f"sys.path.insert(0, {str(Path(__file__).parent)!r})", "import test_loader as t"]
     script.write_text("\n".join([*here, *lines]) + "\n")
-    return subprocess.run([sys.executable, str(script)], timeout=60, capture_output=True, text=True)
+    return warm.run([script], env=ranks.environment(), timeout=60)
 
 
+@pytest.mark.slow
 def test_a_process_that_leaves_with_its_workers_alive_does_not_hang(tmp_path: Path) -> None:
     done = run_script(
         tmp_path,
@@ -261,6 +264,7 @@ def test_the_name_of_the_script_is_left_as_it_was() -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_plain_script_may_train(tmp_path: Path) -> None:
     """Workers import it only where they must, and then it is told what it lacks."""
     done = run_script(tmp_path, "print('began', len(list(t.loader(t.Numbers(8), workers=2))))")

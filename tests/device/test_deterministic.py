@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+
+from support import warm
 
 SCRIPT = """
 import os, torch
@@ -18,7 +17,7 @@ torch.zeros(4).put_(torch.tensor([0, 0]), torch.tensor([1.0, 2.0]))  # which one
 
 
 def test_a_kernel_that_varies_is_an_error():
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
+    done = warm.run(["-c", SCRIPT])
     assert "put_ does not have a deterministic implementation" in done.stderr and done.returncode == 1
 
 

@@ -30,7 +30,7 @@ def test_mock_torch_npu_that_does_not_load_is_one_sentence_and_nothing_on_cpu(
     path = os.pathsep.join([str(mock_torch_npu_without_cann), os.environ.get("PYTHONPATH", "")])
     arguments = ["train", "--config", tiny, f"run.dir={mock_torch_npu_without_cann}", "train.steps=2"]
     more = ["data.loader.workers=1", "--nproc", "2"] if wanted else []
-    done = mm(*arguments, *more, PYTHONPATH=path, MM_DEVICE=wanted)
+    done = mm(*arguments, *more, anew=True, PYTHONPATH=path, MM_DEVICE=wanted)
     if wanted:
         assert done.code == 0, done.err
         assert "done: step 2 of 2" in done.out and "libascendcl" not in done.err

@@ -76,6 +76,7 @@ def test_a_subset_is_spread_over_the_dataset_under_its_own_indices():
     assert second.weights.tolist() == [1, 0, 0, 0] and found.rows == 5 and found.batches == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_rows_that_can_not_be_read_weigh_nothing_in_every_pass(workers):
     found = data(validation.Clips(10, broken=(2, 5)), loader=LoaderSection(workers=workers))

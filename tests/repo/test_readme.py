@@ -209,6 +209,7 @@ def test_the_example_plugin_is_listed_and_its_config_checks(run: Any, small_dit:
     assert "depth" in misspelt
 
 
+@pytest.mark.slow
 def test_the_example_plugin_keeps_the_contract_by_the_kit_that_authors_run(
     run: Any, small_dit: dict[str, str], workspace: Path
 ) -> None:

@@ -65,6 +65,7 @@ def test_text_that_utf8_can_not_hold_is_replaced():
     assert json.loads(to_json({"prompt": "a\ud800b"})) == {"prompt": "a?b"}
 
 
+@pytest.mark.slow
 def test_a_million_steps_make_less_than_three_megabytes():
     draw = random.Random(0)
     values = array("d", (draw.random() for _ in range(10**6)))

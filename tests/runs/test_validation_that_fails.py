@@ -42,6 +42,7 @@ def checkpoints(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "checkpoints").glob("step_*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("best", [None, "loss"])
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_the_step_is_saved_and_validated_when_the_run_goes_on(asynchronous, best, tiny, tmp_path, capsys):
@@ -65,6 +66,7 @@ def test_the_step_is_saved_and_validated_when_the_run_goes_on(asynchronous, best
         assert find_checkpoint(run, "best").name == f"step_{min(losses, key=lambda s: losses[s]):08d}"
 
 
+@pytest.mark.slow
 def test_what_was_validated_before_the_samples_failed_is_not_validated_twice(tiny, tmp_path, capsys):
     samples = {"samples": {"prompts": ["up"], "steps": 1}}
     config = config_of(tiny, tmp_path, {**samples, "metrics": [faulty(in_samples=True)]})
@@ -80,6 +82,7 @@ def test_what_was_validated_before_the_samples_failed_is_not_validated_twice(tin
     assert facts["looked"] is True and facts["metrics"]["validation/loss"] == row["validation/loss"]
 
 
+@pytest.mark.slow
 def test_saves_between_validations_are_never_the_best(tiny, tmp_path):
     config = config_of(tiny, tmp_path, {}, every=1, keep=1, best="loss", mode="max")
     assert main(["train", "--config", str(config)]) == 0

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
+import tempfile
+from contextlib import ExitStack
 from pathlib import Path
+
+from support import warm
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -25,26 +28,22 @@ def free_port() -> int:
 
 def run_ranks(script: str | Path, world: int, *args: object, timeout: float = 240) -> list[str]:
     """Standard output of each rank; AssertionError with the output of a rank that fails."""
-    port = free_port()
+    meeting = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = []
-    for rank in range(world):
-        own = environment(
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(world),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-            OMP_NUM_THREADS="1",
-        )
-        command = [sys.executable, str(script), *map(str, args)]
-        ranks.append(
-            subprocess.Popen(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        )
-    try:
-        outputs = [process.communicate(timeout=timeout)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()  # one that hangs does not outlive the test
-    for rank, (process, output) in enumerate(zip(ranks, outputs, strict=True)):
-        assert process.returncode == 0, f"rank {rank} exited with {process.returncode}:\n{output}"
+    with ExitStack() as files:
+        said = [files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(world)]
+        try:
+            for rank, out in enumerate(said):
+                own = environment(RANK=str(rank), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1", **meeting)
+                words = [sys.executable, str(script), *map(str, args)]
+                ranks.append(warm.Process(words, own, stdout=out, stderr=out))
+            codes = [process.wait(timeout) for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()  # one that hangs does not outlive the test
+        outputs = []
+        for rank, (code, out) in enumerate(zip(codes, said, strict=True)):
+            out.seek(0)
+            outputs.append(out.read())
+            assert code == 0, f"rank {rank} exited with {code}:\n{outputs[-1]}"
     return outputs

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 import os
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mm_core.plugin.registry import Registry, clear_cache, get_registry
+from support import warm
 
 HEAD = "from mm_core import Component, hookimpl\n\n"
 PREDICTOR = HEAD + (
@@ -81,17 +81,11 @@ class Site:
         clear_cache()
         return get_registry(local)
 
-    def run(self, *command: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str, anew: bool = True, **environ: str) -> subprocess.CompletedProcess[str]:
         """`python ...` in a process of its own that sees this site."""
         path = os.pathsep.join(filter(None, [str(self.folder), os.environ.get("PYTHONPATH")]))
-        return subprocess.run(
-            [sys.executable, *command],
-            env={**os.environ, "PYTHONPATH": path, **environ},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        return warm.run(command, env={**os.environ, "PYTHONPATH": path, **environ}, timeout=60, anew=anew)
 
-    def mm(self, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    def mm(self, *arguments: str, anew: bool = False, **environ: str) -> subprocess.CompletedProcess[str]:
         """`mm ...` in a process of its own."""
-        return self.run("-m", "mm_core.cli.main", *arguments, **environ)
+        return self.run("-m", "mm_core.cli.main", *arguments, anew=anew, **environ)

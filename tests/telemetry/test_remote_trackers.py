@@ -95,6 +95,7 @@ def open_wandb(run: Path) -> WandbTracker:
     return WandbTracker(run, **vars(WandbConfig(project="tests", mode="offline", tags=("a", "b"))))
 
 
+@pytest.mark.slow
 def test_wandb_holds_metrics_clips_and_config_and_a_resume_is_the_same_run(run, clips, wandb_at_home):
     tracker = open_wandb(run)
     tracker.log(1, {"loss": 0.5, "validation/loss": 0.25})

@@ -190,6 +190,7 @@ def overrides(tmp_path) -> Callable[..., list[str]]:
     return make
 
 
+@pytest.mark.slow
 def test_a_run_writes_details_where_they_are_due_and_the_rest_on_every_logged_step(tiny, tmp_path, overrides):
     train(load_config(tiny, overrides("train.steps=7", "log.every=2", "log.detail_every=3")))
     rows = {row.pop("step"): row for row in read_metrics(tmp_path / "tiny")}
@@ -231,6 +232,7 @@ def test_the_page_names_every_figure_of_a_line(tiny, tmp_path, overrides):
     assert {phase for phase in PHASES if f"`{phase}`" not in table} == set()
 
 
+@pytest.mark.slow
 def test_operations_and_bins_change_no_loss(tiny, tmp_path, overrides):
     plain = overrides("train.steps=3", "run.name=plain", "log.detail_every=100")
     train(load_config(tiny, plain))

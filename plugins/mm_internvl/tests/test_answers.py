@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import internvl_answers as answers
@@ -18,6 +16,7 @@ import mm_core
 from mm_core.contracts import Decoding, Turn
 from mm_core.inference.answer import speaker
 from mm_core.tasks.pretrained.answers import _Listener
+from support import warm
 
 Processor = getattr(transformers, "GotOcr2ImageProcessorPil", None) or transformers.GotOcr2ImageProcessor
 
@@ -181,8 +180,7 @@ def test_two_ranks_say_what_one_says(place, run, tmp_path):
     for nproc in ("1", "2"):
         out = tmp_path / f"{nproc}.jsonl"
         options = ["--nproc", nproc, "--batch-size", nproc, "--out", str(out)]
-        command = [sys.executable, "-m", "mm_core.cli.main", *words, *options]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=200)
+        ended = warm.run(["-m", "mm_core.cli.main", *words, *options])
         assert ended.returncode == 0, ended.stderr
     assert lines(tmp_path / "2.jsonl") == lines(tmp_path / "1.jsonl")
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from mm_internvl.testing import make_tiny_checkpoint, make_tiny_conversations
 
 import mm_core
+from support import warm
 
 CONFIGS = Path(__file__).parents[1] / "mm_internvl" / "configs"
 FEWER = ["train.steps=3", "checkpoint.every=3", "data.loader.workers=0"]
@@ -35,14 +34,8 @@ def test_two_ranks_compute_what_one_computes_under_the_dense_mask(config):
     dense = mm_core.load_config(config, [*FEWER, "run.name=dense", "task.attn_implementation=sdpa"])
     with pytest.warns(mm_core.errors.RunWarning, match="rows are packed, and sdpa computes"):
         mm_core.train(dense)
-    command = [sys.executable, "-m", "mm_core.cli.main", "train", "--config", str(config), "--nproc", "2"]
-    done = subprocess.run(
-        [*command, *FEWER, "run.name=pieces"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    command = ["-m", "mm_core.cli.main", "train", "--config", config, "--nproc", 2, *FEWER, "run.name=pieces"]
+    done = warm.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     assert "rows are packed" not in done.stderr
     one, two = logged("dense"), logged("pieces")

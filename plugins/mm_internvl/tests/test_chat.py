@@ -23,6 +23,7 @@ from mm_core.contracts import Decoding, Turn
 from mm_core.errors import DataError
 from mm_core.inference.answer import speaker
 from mm_core.tasks.pretrained.answers import _Listener
+from support import warm
 
 mm, place, run = answers.mm, answers.place, answers.run
 
@@ -135,13 +136,7 @@ def test_two_ranks_converse_as_one_does(place, run):
     found = []
     for nproc in ("1", "2"):
         command = ["chat", "--run", str(run), "--max-new-tokens", "20", "--nproc", nproc]
-        ended = subprocess.run(
-            [sys.executable, "-m", "mm_core.cli.main", *command],
-            input=text,
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
+        ended = warm.run(["-m", "mm_core.cli.main", *command], text=text)
         found.append((ended.returncode, ended.stdout, ended.stderr))
     assert found[0] == found[1]
     code, said, faults = found[0]

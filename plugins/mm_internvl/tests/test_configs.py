@@ -125,6 +125,7 @@ and -1.7B (their head is stored beside the embedding) and the indexes of -8B and
 is in bytes of bf16."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_a_full_size_config_plans_the_published_tensors(size, tmp_path):
     preset = SIZES[size]
@@ -173,6 +174,7 @@ def test_a_full_size_config_plans_the_published_tensors(size, tmp_path):
             assert len(adapted) == 2 * layers * (4 if "a3b" in size else 7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_the_stored_tensors_are_those_of_the_published_indexes(size, tmp_path):
     folder = write_config(tmp_path / "model", SIZES[size])

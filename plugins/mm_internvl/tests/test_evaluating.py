@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import internvl_answers as answers
 import pytest
 import yaml
+
+from support import warm
 
 data, lines, mm, place, run = answers.data, answers.lines, answers.mm, answers.place, answers.run
 
@@ -39,9 +39,7 @@ def test_two_ranks_find_what_one_finds(place, run, tmp_path, capsys):
     command = ["eval", "--run", str(run), *options, "--json", "--predictions"]
     one = json.loads(mm(capsys, *command, tmp_path / "one.jsonl"))["metrics"]
     words = [*command, str(tmp_path / "two.jsonl"), "--nproc", "2"]
-    ended = subprocess.run(
-        [sys.executable, "-m", "mm_core.cli.main", *words], capture_output=True, text=True, timeout=200
-    )
+    ended = warm.run(["-m", "mm_core.cli.main", *words])
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout)["metrics"] == pytest.approx(one, rel=1e-5)
     said = [[row["text"] for row in lines(tmp_path / name)] for name in ("one.jsonl", "two.jsonl")]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from transformers import InternVLForConditionalGeneration
 import mm_core
 from mm_core.config.load import load_config
 from mm_core.interchange.export import export
+from support import warm
 from support.logs import losses
 
 ROOT = Path(__file__).parents[3]
@@ -38,9 +37,8 @@ def test_two_ranks_train_a_lora_that_peft_loads_and_that_merges_into_either_layo
     monkeypatch.chdir(tmp_path)
     make_tiny_conversations("data/digits")
     origin = make_tiny_checkpoint("ckpt/internvl_tiny")
-    command = [sys.executable, "-m", "mm_core.cli.main", "train", "--config", str(CONFIG), "--nproc", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, *FEWER], env=environment, capture_output=True, text=True, timeout=240)
+    command = ["-m", "mm_core.cli.main", "train", "--config", CONFIG, "--nproc", 2, *FEWER]
+    done = warm.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
     mm_core.train(load_config(CONFIG, [*FEWER, "run.name=alone"]))
     assert losses(Path("runs/internvl_tiny_lora")) == pytest.approx(losses(Path("runs/alone")), rel=1e-5)

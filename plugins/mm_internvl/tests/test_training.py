@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import internvl_data as data
@@ -16,6 +14,7 @@ from mm_internvl.testing import make_tiny_checkpoint
 
 import mm_core
 from mm_core.errors import ConfigError
+from support import warm
 
 
 @pytest.fixture
@@ -70,11 +69,8 @@ def test_two_ranks_of_which_one_has_no_image_compute_what_one_computes(config):
     options = ["data.train.packing=false", "data.loader.sampler=sequential", "data.loader.workers=0"]
     options += ["data.loader.drop_last=true", "train.steps=3", "optimizer.lr=1e-3"]
     mm_core.train(mm_core.load_config(config, [*options, "run.name=alone"]))
-    command = [sys.executable, "-m", "mm_core.cli.main", "train", "--config", str(config), "--nproc", "2"]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *options, "run.name=two"], capture_output=True, text=True, timeout=240, env=env
-    )
+    command = ["-m", "mm_core.cli.main", "train", "--config", config, "--nproc", 2, *options, "run.name=two"]
+    done = warm.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     alone, two = (_logged(config.parent / "runs" / name) for name in ("alone", "two"))
     assert len(alone) == len(two) == 3

@@ -6,8 +6,6 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from mm_core.config.load import load_config
 from mm_core.modules.casting import shards_mixed
 from mm_core.plan import make_plan
 from support import pages as page
+from support import warm
 from support.scripts import script
 
 ROOT = Path(__file__).parents[3]
@@ -60,6 +59,7 @@ def test_every_full_size_config_is_in_the_table():
     assert listed == {name for name in configs if "tiny" not in name}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "row"), [(n, row) for row in ROWS for n in re.findall(r"`(\w+)\.yaml`", row[0])]
 )
@@ -125,8 +125,8 @@ def download(line: str, place: Path) -> None:
 
 def run(line: str, place: Path) -> None:
     words = shlex.split(line)
-    words[:1] = {"mm": [sys.executable, "-m", "mm_core.cli.main"], "python": [sys.executable]}[words[0]]
-    done = subprocess.run(words, cwd=place, env=environment(), capture_output=True, text=True)
+    words[:1] = {"mm": ["-m", "mm_core.cli.main"], "python": []}[words[0]]
+    done = warm.run(words, cwd=place, env=environment())
     assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
 
 

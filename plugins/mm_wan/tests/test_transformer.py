@@ -307,6 +307,7 @@ def shapes(model: WanTransformer, latents, text: int, image: int, each: bool) ->
     return {**given, **({"image_embeds": (latents[0], image, model.image_dim)} if image else {})}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "latents", "text", "image", "each"),
     [

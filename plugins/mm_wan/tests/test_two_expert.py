@@ -128,6 +128,7 @@ def test_the_idle_expert_is_not_built(pair, train):
     assert not model._visiting
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("preset", "image"), [("wan2.2-t2v-a14b", False), ("wan2.2-i2v-a14b", True)])
 def test_operations_are_within_a_hundredth_of_torchs_count(preset, image):
     shape, reference = (1, 16, 5, 60, 104), WanTransformer3DModel

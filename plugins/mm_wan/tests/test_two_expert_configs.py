@@ -35,6 +35,7 @@ FULL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "train"), FULL.items())
 def test_a_full_size_config_plans_the_published_tensors_of_what_it_trains(name, train):
     config = configs.config_at(name)

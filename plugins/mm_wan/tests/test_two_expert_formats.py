@@ -141,6 +141,7 @@ def clip_of(pipeline: WanPipeline) -> torch.Tensor:
     return frames.transpose(0, 1) * 2 - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", ["both", "high", "low"])
 def test_an_adapter_for_each_expert_is_loaded_by_the_pipeline(pair, tmp_path, train):
     task = tuned(tmp_path, pair, train)

@@ -207,6 +207,7 @@ def test_the_pipelines_folder_and_shards_load_too(checkpoints, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), parts.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_clip(checkpoints):
     """Bytes that torch allocates above input and moments, 81 against 17 frames. Tiny layers are the worst
     case: whatever grows with the clip is a larger share of theirs."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import mm_core
 from mm_core.config.load import load_config
 from mm_core.modules.casting import shards_mixed
+from support import warm
 from support.scripts import script
 
 ROOT = Path(__file__).parents[3]
@@ -32,9 +31,9 @@ def render_clips(folder: Path) -> None:
 def train(name: str, *overrides: str, code: int = 0) -> str:
     """mm-train, for fewer steps; what it prints."""
     fewer = ["train.steps=3", "checkpoint.every=3", "validation.every=3", "data.loader.workers=0"]
-    command = [sys.executable, "-m", "mm_core.cli.main", "train", "--config"]
+    command = ["-m", "mm_core.cli.main", "train", "--config"]
     command += [f"{ROOT}/configs/wan/{name}.yaml", *fewer, *overrides]
-    found = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    found = warm.run(command, env=environment())
     assert found.returncode == code, found.stdout + found.stderr
     return found.stdout + found.stderr
 
