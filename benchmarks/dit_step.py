@@ -244,7 +244,7 @@ def make_batch(size: Size, rows: int, first: int) -> VideoTextBatch:
     length = size.text[0]
     return VideoTextBatch(
         keys=[SampleKey(0, number) for number in numbers],
-        weights=torch.ones(rows),
+        sample_weights=torch.ones(rows),
         ids=[str(number) for number in numbers],
         pixels=torch.zeros(rows, 3, 1, 1, 1),
         captions=[""] * rows,

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mm_core.checkpoint.reading import read_run_manifest
 from mm_core.errors import CheckpointError
 
 RECIPE = ("format", "weights", "strict", "include", "exclude", "prefixes")
@@ -26,9 +25,9 @@ class ExternalRow:
     recipe: Mapping[str, Any] = field(default_factory=dict)
 
 
-def external_rows(checkpoint: Path) -> list[ExternalRow]:
-    """What a checkpoint leaves to other files, unchecked; [] for one that holds everything."""
-    return [_row(row, checkpoint) for row in read_run_manifest(checkpoint).get("base") or ()]
+def rows_in(manifest: Mapping[str, Any], checkpoint: Path) -> list[ExternalRow]:
+    """What a checkpoint with this manifest leaves to other files, unchecked; [] for one that holds all."""
+    return [_row(row, checkpoint) for row in manifest.get("base") or ()]
 
 
 def _row(row: Any, checkpoint: Path) -> ExternalRow:

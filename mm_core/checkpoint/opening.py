@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mm_core.checkpoint.external_rows import external_rows
 from mm_core.checkpoint.files import dcp
 from mm_core.checkpoint.files import layout as files
-from mm_core.checkpoint.files.metadata import read_metadata
-from mm_core.checkpoint.reading import open_files, read_facts, read_run_manifest, shares
+from mm_core.checkpoint.opened import OpenedCheckpoint
+from mm_core.checkpoint.reading import open_checkpoint
 from mm_core.checkpoint.retention import complete_steps, torn_steps
 from mm_core.config.yaml_nodes import read_file
 from mm_core.errors import CheckpointError, ConfigError, MMError
 from mm_core.runtime.ranks import Ranks
-from mm_core.weights.adapters.record import structure_in
 
 _DOING = "reading the checkpoint"
 _SECTIONS = ("run", "task", "data", "train", "optimizer", "lr_schedule", "engine", "checkpoint", "log")
 
 
-def newest_whole(folder: Path) -> tuple[Path | None, list[CheckpointError]]:
+def newest_whole(folder: Path) -> tuple[OpenedCheckpoint | None, list[CheckpointError]]:
     """The newest checkpoint of a run that has no fault, and the faults of the newer ones, whose `where` is
     the checkpoint. Called by all ranks. CheckpointError where all of them are damaged."""
     ranks = Ranks.current()
@@ -32,13 +30,13 @@ def newest_whole(folder: Path) -> tuple[Path | None, list[CheckpointError]]:
     ]
     for step in sorted(steps, reverse=True):
         try:
-            verify(steps[step])
-            examine(steps[step])
+            checkpoint = verify(steps[step])
+            examine(checkpoint)
         except files.DamagedError as fault:
             what = f"{fault.what}, instead of {fault.accepted}" if fault.accepted else fault.what
             refused.append(CheckpointError(what, where=str(steps[step]), hint=fault.hint))
             continue
-        return steps[step], refused
+        return checkpoint, refused
     if refused:
         raise CheckpointError(
             f"every checkpoint of this run is damaged: {refused[0].what}",
@@ -48,18 +46,20 @@ def newest_whole(folder: Path) -> tuple[Path | None, list[CheckpointError]]:
     return None, []
 
 
-def verify(path: Path) -> None:
-    """Checks every byte of a checkpoint against its checksums. Called by all ranks, which share the work.
+def verify(path: Path | OpenedCheckpoint) -> OpenedCheckpoint:
+    """The checkpoint, every byte of which was checked against its checksums. Called by all ranks, which share
+    the work.
 
     Raises:
         DamagedError: on all ranks, when any of them finds a fault.
     """
     ranks = Ranks.current()
-    sums = ranks.agree(_DOING, lambda: open_files(path))
-    ranks.agree(_DOING, lambda: files.check_contents(path, sums, shares(sums, ranks)))
+    checkpoint = ranks.agree(_DOING, lambda: open_checkpoint(path))
+    ranks.agree(_DOING, lambda: checkpoint.check(ranks))
+    return checkpoint
 
 
-def examine(path: Path) -> None:
+def examine(checkpoint: OpenedCheckpoint) -> None:
     """Reads all that a run goes by but the tensors themselves, so that damage is found while another
     checkpoint can still be taken. Called by all ranks, after `verify`.
 
@@ -67,20 +67,18 @@ def examine(path: Path) -> None:
         DamagedError: on all ranks, when any of them finds a value that cannot be true.
     """
     ranks = Ranks.current()
-    ranks.agree(_DOING, lambda: _examine(path, ranks))
+    ranks.agree(_DOING, lambda: _examine(checkpoint, ranks))
 
 
-def _examine(path: Path, ranks: Ranks) -> None:
-    read_facts(path)
-    manifest = read_run_manifest(path)
+def _examine(checkpoint: OpenedCheckpoint, ranks: Ranks) -> None:
+    folder = checkpoint.folder
+    _ = checkpoint.facts, checkpoint.manifest
     try:
-        structure_in(manifest.get("adapters"), path)
-        external_rows(path)
+        _ = checkpoint.adapters, checkpoint.external
     except CheckpointError as fault:
-        raise files.DamagedError(f"manifest.json: {fault.what}", where=str(path), hint=fault.hint) from None
-    sums = files.read_manifest(path)
-    dcp.check_archives(path, read_metadata(path, sums), shares(sums, ranks))
-    _check_config(path)
+        raise files.DamagedError(f"manifest.json: {fault.what}", where=str(folder), hint=fault.hint) from None
+    dcp.check_archives(folder, checkpoint.metadata, checkpoint.share(ranks))
+    _check_config(folder)
 
 
 def _check_config(path: Path) -> None:

@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
 
 from mm_core.checkpoint.files import dcp
-from mm_core.checkpoint.files import facts as checkpoint_facts
 from mm_core.checkpoint.files import layout as files
-from mm_core.checkpoint.files.metadata import read_metadata
+from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.checkpoint.retention import complete_steps
 from mm_core.config.load import load_config
 from mm_core.config.schema import RunConfig
@@ -28,7 +26,9 @@ Weights = Literal["auto", "model", "ema"]
 
 
 def load_model_only(
-    path: Path, model_state: dict[str, Tensor], weights: Literal["auto", "model", "ema"] = "model"
+    path: Path | OpenedCheckpoint,
+    model_state: dict[str, Tensor],
+    weights: Literal["auto", "model", "ema"] = "model",
 ) -> dict[str, Any]:
     """Fills a model's tensors, by name, from a checkpoint or from a run's newest; returns the facts.
 
@@ -44,15 +44,16 @@ def load_model_only(
     Raises:
         CheckpointError: no complete checkpoint, a damaged one, one of another model, or no average in it.
     """
-    folder, ranks = find_checkpoint(path), Ranks.current()
-    doing = "reading the checkpoint"
-    sums = ranks.agree(doing, lambda: open_files(folder))
-    ranks.agree(doing, lambda: files.check_contents(folder, sums, shares(sums, ranks)))
-    facts, metadata = ranks.agree(doing, lambda: open_checkpoint(folder, {"model": model_state}, exact=False))
-    averaged = {name.removeprefix("ema.") for name in metadata.state_dict_metadata if name.startswith("ema.")}
+    ranks, doing = Ranks.current(), "reading the checkpoint"
+    checkpoint = ranks.agree(doing, lambda: open_checkpoint(path))
+    ranks.agree(doing, lambda: checkpoint.check(ranks))
+    facts = ranks.agree(doing, lambda: checked_facts(checkpoint, {"model": model_state}, exact=False))
+    averaged = checkpoint.names("ema")
     if weights == "ema" and not averaged:
         raise CheckpointError(
-            "this checkpoint holds no average of the weights", where=str(folder), hint="take --weights model"
+            "this checkpoint holds no average of the weights",
+            where=str(checkpoint.folder),
+            hint="take --weights model",
         )
     if weights == "model":
         averaged = set()
@@ -60,31 +61,16 @@ def load_model_only(
         "model": {name: tensor for name, tensor in model_state.items() if name not in averaged},
         "ema": {name: tensor for name, tensor in model_state.items() if name in averaged},
     }
+    folder, metadata = checkpoint.folder, checkpoint.metadata
     if averaged:
         dcp.compare(metadata, {"ema": tensors["ema"]}, folder, exact=False)
     ranks.agree(doing, lambda: dcp.read_tensors(folder, metadata, tensors, alone=ranks.alone))
     return facts
 
 
-def shares(manifest: Mapping[str, files.Checksum], ranks: Ranks) -> list[str]:
-    """The files whose bytes this rank checks: largest first, dealt in turn."""
-    return sorted(manifest, key=lambda name: (-manifest[name].size, name))[ranks.rank :: ranks.count]
-
-
-def read_facts(path: Path) -> dict[str, Any]:
-    """The facts that a checkpoint was saved with, `step` among them, and what a validation added later."""
-    manifest = open_files(path)
-    files.check_contents(path, manifest, [files.FACTS])
-    return {**checkpoint_facts.read_facts(path), **checkpoint_facts.read_later(path)}
-
-
-def read_run_manifest(path: Path) -> dict[str, Any]:
-    """What the run that saved a checkpoint was made of; {} for one that does not say."""
-    sums = files.read_manifest(path)
-    if files.MANIFEST not in sums:
-        return {}
-    files.check_contents(path, sums, [files.MANIFEST])
-    return checkpoint_facts.read_manifest(path)
+def open_checkpoint(path: Path | OpenedCheckpoint) -> OpenedCheckpoint:
+    """A checkpoint, or a run's newest; one that was opened before stays as it is."""
+    return path if isinstance(path, OpenedCheckpoint) else OpenedCheckpoint(find_checkpoint(path))
 
 
 def find_checkpoint(path: Path, which: Which = "latest", words: str = "") -> Path:
@@ -140,11 +126,11 @@ class StoredRun:
     """A run that is at work again.
 
     Attributes:
-        checkpoint: its folder.
+        checkpoint: that it is taken from.
         config: under the overrides, checked once.
     """
 
-    checkpoint: Path
+    checkpoint: OpenedCheckpoint
     config: RunConfig
 
 
@@ -159,10 +145,10 @@ def stored_run(
     `allow_code`."""
     if isinstance(run, StoredRun):
         return run
-    source = checkpoint_at(run, which)
-    file = source / "config.yaml"
+    checkpoint = OpenedCheckpoint(checkpoint_at(run, which))
+    file = checkpoint.folder / files.CONFIG
     config = load_config(file, overrides, spare_environment=True, stored=True, allow_code=allow_code)
-    return StoredRun(source, config)
+    return StoredRun(checkpoint, config)
 
 
 def _best(folder: Path, steps: Mapping[int, Path]) -> Path:
@@ -179,20 +165,9 @@ def _best(folder: Path, steps: Mapping[int, Path]) -> Path:
     )
 
 
-def open_files(path: Path) -> dict[str, files.Checksum]:
-    """The checksums of a checkpoint whose files are all there, at their sizes."""
-    if not path.is_dir():
-        find_checkpoint(path)
-    manifest = files.read_manifest(path)
-    files.check_present(path, manifest)
-    return manifest
-
-
-def open_checkpoint(
-    path: Path, tensors: Mapping[str, Any], *, exact: bool
-) -> tuple[dict[str, Any], Metadata]:
-    """Checks everything about a checkpoint but the bytes of its tensors."""
-    facts = read_facts(path)
-    metadata = read_metadata(path, files.read_manifest(path))
-    dcp.compare(metadata, tensors, path, exact=exact)
-    return facts, metadata
+def checked_facts(checkpoint: OpenedCheckpoint, tensors: Mapping[str, Any], *, exact: bool) -> dict[str, Any]:
+    """The facts of a checkpoint, of which everything was checked but the bytes of its tensors: it holds what
+    `tensors` asks for."""
+    facts = checkpoint.facts
+    dcp.compare(checkpoint.metadata, tensors, checkpoint.folder, exact=exact)
+    return facts

@@ -25,8 +25,9 @@ from mm_core.checkpoint.files import layout as files
 from mm_core.checkpoint.files.facts import step_name
 from mm_core.checkpoint.files.fingerprints import Fingerprint, fingerprints
 from mm_core.checkpoint.files.host_copies import HostCopies, State, check_tensors
+from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.checkpoint.opening import examine, newest_whole, verify
-from mm_core.checkpoint.reading import find_checkpoint, open_checkpoint, read_facts
+from mm_core.checkpoint.reading import checked_facts, find_checkpoint, open_checkpoint
 from mm_core.checkpoint.retention import Retention, complete_steps, put_aside, torn_steps
 from mm_core.checkpoint.run_lock import RunLock
 from mm_core.errors import CheckpointError
@@ -215,7 +216,7 @@ class CheckpointStore:
             return self.latest()
         return find_checkpoint(Path(request), words="'auto', 'never', ")
 
-    def open(self, request: str) -> tuple[Path | None, list[CheckpointError]]:
+    def open(self, request: str) -> tuple[OpenedCheckpoint | None, list[CheckpointError]]:
         """The checkpoint that `--resume` asks for, with every byte and value checked. Called by all ranks,
         which find the same.
 
@@ -226,24 +227,15 @@ class CheckpointStore:
         if request == "auto":
             return newest_whole(self.folder)
         path = self.resolve(request)
-        if path is not None:
-            verify(path)
-            examine(path)
-        return path, []
+        if path is None:
+            return None, []
+        checkpoint = verify(path)
+        examine(checkpoint)
+        return checkpoint, []
 
-    def verify(self, path: Path) -> None:
-        """Checks every byte of a checkpoint against its checksums, the ranks sharing the work.
-
-        Raises:
-            DamagedError: on all ranks, when any of them finds a fault.
-        """
-        verify(path)
-
-    def read_facts(self, path: Path) -> dict[str, Any]:
-        """The facts that a checkpoint was saved with, `step` among them. Not collective."""
-        return read_facts(path)
-
-    def load(self, path: Path, tensors: dict[str, Any], *, verified: bool = False) -> dict[str, Any]:
+    def load(
+        self, source: Path | OpenedCheckpoint, tensors: dict[str, Any], *, verified: bool = False
+    ) -> dict[str, Any]:
         """Fills `tensors`, of the form that `save` takes, in place; returns the facts. Called by all ranks.
 
         Any number of ranks loads what any number has saved. Everything is checked before the first
@@ -253,14 +245,15 @@ class CheckpointStore:
             CheckpointError: on all ranks, when any of them finds a fault.
         """
         ranks = Ranks.current()
-        paths = set(map(str, ranks.gather(path)))
+        folder = source.folder if isinstance(source, OpenedCheckpoint) else source
+        paths = set(map(str, ranks.gather(folder)))
         if len(paths) > 1:
             raise CheckpointError(f"the ranks would load different checkpoints: {', '.join(sorted(paths))}")
-        if not verified:
-            self.verify(path)
         doing = "reading the checkpoint"
-        facts, metadata = ranks.agree(doing, lambda: open_checkpoint(path, tensors, exact=True))
-        ranks.agree(doing, lambda: dcp.read_tensors(path, metadata, tensors, alone=ranks.alone))
+        checkpoint = ranks.agree(doing, lambda: open_checkpoint(source)) if verified else verify(source)
+        facts = ranks.agree(doing, lambda: checked_facts(checkpoint, tensors, exact=True))
+        metadata = checkpoint.metadata
+        ranks.agree(doing, lambda: dcp.read_tensors(checkpoint.folder, metadata, tensors, alone=ranks.alone))
         return facts
 
     # -- parts ---------------------------------------------------------------------------------
@@ -374,7 +367,7 @@ def _complete(stage: Path, manifest: Mapping[str, files.Checksum]) -> None:
             where=str(stage),
             hint="run.dir must lie on a file system that all nodes share",
         )
-    files.write_manifest(stage, manifest)
+    files.write_checksums(stage, manifest)
     sync_folder(stage)
 
 

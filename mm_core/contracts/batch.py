@@ -43,7 +43,7 @@ class Batch:
     """A micro-batch. Subclasses add the tensors of their modality.
 
     keys: one SampleKey a sample; with the run's seed it determines all of the sample's randomness.
-    weights: [B] float32; 0 for samples that only fill up a ragged batch (they cost a forward, so
+    sample_weights: [B] float32; 0 for samples that only fill up a ragged batch (they cost a forward, so
         that all ranks run the same modules, and count for nothing).
     ids: what a person would call each sample (a path, a row), for reports.
     failures: samples, and parts of them, that could not be read while this batch was put together (set by
@@ -51,7 +51,7 @@ class Batch:
     """
 
     keys: list[SampleKey]
-    weights: Tensor
+    sample_weights: Tensor
     ids: list[str]
     failures: list[FailureRecord] = field(default_factory=list, kw_only=True)
 
@@ -59,11 +59,11 @@ class Batch:
         return len(self.keys)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
-        """The same batch with every tensor on `device`, except `weights`, which stays on CPU."""
+        """The same batch with every tensor on `device`, except `sample_weights`, which stays on CPU."""
         moved = {
             f.name: getattr(self, f.name).to(device, non_blocking=non_blocking)
             for f in dataclasses.fields(self)
-            if f.name != "weights" and isinstance(getattr(self, f.name), Tensor)
+            if f.name != "sample_weights" and isinstance(getattr(self, f.name), Tensor)
         }
         return dataclasses.replace(self, **moved)
 
@@ -117,7 +117,7 @@ class TextBatch(Batch):
     def pin_memory(self) -> Self:
         """The same batch with its tensors in page-locked memory."""
         pinned = {name: tensor.pin_memory() for name, tensor in self.inputs.items()}
-        return dataclasses.replace(self, inputs=pinned, weights=self.weights.pin_memory())
+        return dataclasses.replace(self, inputs=pinned, sample_weights=self.sample_weights.pin_memory())
 
 
 @dataclass
@@ -161,7 +161,7 @@ class Evaluation:
     sums: name -> [B] float32, each row's summed value; "loss" is one of them. The names are the same
         for every batch.
     weights: [B] float32, what a mean divides the sums by: 1 a row, or its number of tokens.
-        Rows whose `Batch.weights` is 0 count for nothing, whatever stands here.
+        Rows whose `Batch.sample_weights` is 0 count for nothing, whatever stands here.
     outputs: name -> [B,...] tensors that metric plugins may look at. `predictions` and `labels` are [B], or
         [B,L] with the label -100 where nothing counts; `logits` are [B,K].
     texts: what the task says of each row in words, where it does. references: of each row, what would have

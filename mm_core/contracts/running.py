@@ -140,7 +140,7 @@ class Metric(Protocol):
     def reset(self) -> None: ...
 
     def batch(self, batch: Batch, evaluation: Evaluation) -> None:
-        """Looks at one evaluated batch; rows whose `batch.weights` is 0 are to be left out."""
+        """Looks at one evaluated batch; rows whose `batch.sample_weights` is 0 are to be left out."""
         ...
 
     def sampled(self, clips: Sequence[Clip]) -> None:

@@ -108,5 +108,5 @@ def without_failures(batch: Batch) -> Batch:
     lost = {failure.index for failure in batch.failures if failure.replaced}
     if not lost:
         return batch
-    kept = torch.tensor([key.index not in lost for key in batch.keys], dtype=batch.weights.dtype)
-    return replace(batch, weights=batch.weights * kept)
+    kept = torch.tensor([key.index not in lost for key in batch.keys], dtype=batch.sample_weights.dtype)
+    return replace(batch, sample_weights=batch.sample_weights * kept)

@@ -31,7 +31,7 @@ class Predictions:
         columns = _columns(evaluation)
         sums = {name: values.tolist() for name, values in evaluation.sums.items()}
         weights = evaluation.weights.tolist()
-        for place, (key, counts) in enumerate(zip(batch.keys, batch.weights.tolist(), strict=True)):
+        for place, (key, counts) in enumerate(zip(batch.keys, batch.sample_weights.tolist(), strict=True)):
             if counts <= 0:
                 continue
             weight = weights[place]

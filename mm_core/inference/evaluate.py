@@ -14,7 +14,8 @@ import torch
 import yaml
 from torch import nn
 
-from mm_core.checkpoint.reading import Weights, Which, checkpoint_at, read_facts
+from mm_core.checkpoint.opened import OpenedCheckpoint
+from mm_core.checkpoint.reading import Weights, Which, checkpoint_at
 from mm_core.config.dump import to_mapping, to_yaml
 from mm_core.config.load import load_config
 from mm_core.config.schema import RunConfig, ValidationSection
@@ -75,7 +76,7 @@ class EvaluationResult:
 class Chosen:
     """A checkpoint and its split, found before anything heavy is read."""
 
-    source: Path
+    checkpoint: OpenedCheckpoint
     config: RunConfig
     split: Split
     dataset: ComponentConfig
@@ -132,14 +133,14 @@ def evaluate(
     if clips is not None:
         settings = replace(settings, clips=clips)
     measured = _metrics(chosen.config.registry, settings, metrics)
-    used = stored_weights(chosen.source, weights)
-    step = int(read_facts(chosen.source)["step"])
+    used = stored_weights(chosen.checkpoint, weights)
+    step = int(chosen.checkpoint.facts["step"])
     with among_ranks():
         ranks = Ranks.current()
         told = note if ranks.rank == 0 else lambda sentence: None
         figures, rows = _pass(chosen, settings, measured, used, step, predictions, told)
     return EvaluationResult(
-        checkpoint=chosen.source,
+        checkpoint=chosen.checkpoint.folder,
         step=step,
         split=split,
         weights=used,
@@ -163,14 +164,14 @@ def _pass(
     """One pass of all ranks over the rows: the figures, and on rank 0 the predictions if they are wanted."""
     ranks, found = Ranks.current(), Predictions()
     dataset = build_dataset(chosen.config.registry, chosen.dataset, chosen.config.run.seed)
-    task, engine = _load(chosen.config, chosen.source, weights, ranks)
+    task, engine = _load(chosen.config, chosen.checkpoint, weights, ranks)
     check_class_names(task, {chosen.split: dataset})
     validator = Validator(
         chosen.config,
         cast(Task, task),
         engine,
         dataset,
-        run_dir=chosen.source.parent.parent,
+        run_dir=chosen.checkpoint.folder.parent.parent,
         split=chosen.split,
         settings=settings,
         metrics=metrics,
@@ -190,17 +191,17 @@ def choose(
     allow_code: bool = False,
 ) -> Chosen:
     """The checkpoint, its config with the overrides, and the dataset. MMError where one is missing."""
-    source = checkpoint_at(run, checkpoint)
-    file = source / "config.yaml"
+    source = OpenedCheckpoint(checkpoint_at(run, checkpoint))
+    file = source.folder / "config.yaml"
     config = load_config(file, _with_section(file, overrides), stored=True, allow_code=allow_code)
     dataset = config.data.splits.get(split)
     if dataset is None:
-        raise _without_data(run, source, config, split)
+        raise _without_data(run, file, config, split)
     return Chosen(source, config, split, dataset)
 
 
 def _load(
-    config: RunConfig, source: Path, weights: Literal["model", "ema"], ranks: Ranks
+    config: RunConfig, source: OpenedCheckpoint, weights: Literal["model", "ema"], ranks: Ranks
 ) -> tuple[nn.Module, Evaluating]:
     """The task with the checkpoint's weights: whole on a lone process, else spread by the run's engine."""
     if ranks.count == 1:
@@ -231,7 +232,7 @@ def _with_section(path: Path, overrides: Sequence[str]) -> list[str]:
     return [*(["validation={}"] if lacks else []), *overrides]
 
 
-def _without_data(run: str | Path, source: Path, config: RunConfig, split: Split) -> MMError:
+def _without_data(run: str | Path, file: Path, config: RunConfig, split: Split) -> MMError:
     """The sentence for a run without the split, with a command that works once it names other files."""
     held = [name for name in config.data.splits if name != "train"]
     options = to_mapping(config)["data"]["train"]
@@ -246,7 +247,7 @@ def _without_data(run: str | Path, source: Path, config: RunConfig, split: Split
     command = shlex.join([*words, f"data.{split}={flow}"])
     return MMError(
         f"the run's config has no data.{split}",
-        where=str(source / "config.yaml"),
+        where=str(file),
         accepted=f"--split {' or '.join([*held, 'train'])}",
         hint=f"name the data, here all of the training's file: {command}",
     )

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from mm_core.checkpoint.files.dcp import stored_parts
-from mm_core.checkpoint.reading import StoredRun, Weights, Which, stored_run
+from mm_core.checkpoint.opened import OpenedCheckpoint
+from mm_core.checkpoint.reading import StoredRun, Weights, Which, open_checkpoint, stored_run
 from mm_core.checkpoint.run_manifest import check_plugins
 from mm_core.config.schema import RunConfig
 from mm_core.contracts import (
@@ -187,16 +187,19 @@ def _write(clip: Clip, path: Path) -> None:
 # -- weights -------------------------------------------------------------------------------------
 
 
-def load_task(config: RunConfig, checkpoint: Path, weights: Weights = "auto") -> TaskModule:
+def load_task(
+    config: RunConfig, checkpoint: Path | OpenedCheckpoint, weights: Weights = "auto"
+) -> TaskModule:
     """The run's task on this process's device, whole, in evaluation mode, with the checkpoint's weights. An
     accelerator computes in the dtype that the engine trained in, and holds them in no other."""
-    task = task_of(config, checkpoint)
-    load_alone(task, config, checkpoint, weights)
+    opened = open_checkpoint(checkpoint)
+    task = task_of(config, opened)
+    load_alone(task, config, opened, weights)
     return task
 
 
 def load_as_rank(
-    task: TaskModule, config: RunConfig, checkpoint: Path, weights: Weights
+    task: TaskModule, config: RunConfig, checkpoint: OpenedCheckpoint, weights: Weights
 ) -> AbstractContextManager[None]:
     """Brings the weights of a checkpoint into the task: all in a lone process, else spread over all ranks,
     which all call this. Returns what it is evaluated within."""
@@ -206,7 +209,7 @@ def load_as_rank(
     return load_sharded(task, config, checkpoint, weights).evaluating()
 
 
-def load_alone(task: TaskModule, config: RunConfig, checkpoint: Path, weights: Weights) -> None:
+def load_alone(task: TaskModule, config: RunConfig, checkpoint: OpenedCheckpoint, weights: Weights) -> None:
     """The same with a task that `task_of` has made."""
     device = current_device()
     _hold_alike(task, config)
@@ -230,7 +233,9 @@ def load_alone(task: TaskModule, config: RunConfig, checkpoint: Path, weights: W
     task.eval()
 
 
-def load_sharded(task: TaskModule, config: RunConfig, checkpoint: Path, weights: Weights) -> Engine:
+def load_sharded(
+    task: TaskModule, config: RunConfig, checkpoint: OpenedCheckpoint, weights: Weights
+) -> Engine:
     """The same over all ranks, spread by the run's engine. Called by all of them."""
     check_plugins(config)
     _hold_alike(task, config)
@@ -284,10 +289,10 @@ def _lower(task: TaskModule, ignored: Sequence[str], dtype: torch.dtype) -> None
                 parameter.data = parameter.data.to(dtype)
 
 
-def stored_weights(checkpoint: Path, weights: Weights) -> Literal["model", "ema"]:
+def stored_weights(checkpoint: OpenedCheckpoint, weights: Weights) -> Literal["model", "ema"]:
     """What `auto` stands for in a checkpoint: the average where it holds one, whatever its config says."""
     if weights == "auto":
-        return "ema" if "ema" in stored_parts(checkpoint) else "model"
+        return "ema" if "ema" in checkpoint.parts else "model"
     return weights
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from mm_core.checkpoint.files.dcp import stored_parts
-from mm_core.checkpoint.reading import Weights, checkpoint_at, read_facts, stored_run
+from mm_core.checkpoint.opened import OpenedCheckpoint
+from mm_core.checkpoint.reading import Weights, stored_run
 from mm_core.config.schema import RunConfig
 from mm_core.contracts import TaskModule, torch_dtype
 from mm_core.errors import ContractError, MMError, did_you_mean
@@ -74,17 +74,18 @@ def export(
         MMError: no such checkpoint, or a damaged one; a format that can not hold a component; something at
             `out` already; a full disk.
     """
-    out, source = Path(out), checkpoint_at(run)
+    out = Path(out)
     check_unused(out)
     limit = parse_size(max_shard)
-    config = stored_run(source, overrides=overrides, allow_code=allow_code).config
-    averaged = weights == "ema" or (weights == "auto" and "ema" in stored_parts(source))
+    stored = stored_run(run, overrides=overrides, allow_code=allow_code)
+    source, config = stored.checkpoint, stored.config
+    averaged = weights == "ema" or (weights == "auto" and "ema" in source.parts)
     plan = _planned(source, config, format, averaged, merge_adapters, dtype, limit, component)
     plan = _placed(plan, pipeline, note)
     _check_apart(plan.parts)
     for taken in plan.companions.copies.values():
         check_taken(taken)
-    Ranks.current().agree(f"reading {source}", plan.saved.verify)
+    Ranks.current().agree(f"reading {source.folder}", plan.saved.verify)
     _write_all(out, plan)
     return out
 
@@ -100,7 +101,7 @@ class _Export:
         companions: what lies beside the parts.
     """
 
-    source: Path
+    source: OpenedCheckpoint
     config: RunConfig
     label: str
     form: WeightFormat
@@ -114,7 +115,7 @@ class _Export:
 
 
 def _planned(
-    source: Path,
+    source: OpenedCheckpoint,
     config: RunConfig,
     format: str,
     averaged: bool,
@@ -128,7 +129,7 @@ def _planned(
     task = task_of(config, source)
     which: Literal["model", "ema"] = "ema" if averaged else "model"
     saved = Ranks.current().agree(
-        f"reading {source}", lambda: CheckpointSource(source, which, otherwise="leave out --ema")
+        f"reading {source.folder}", lambda: CheckpointSource(source, which, otherwise="leave out --ema")
     )
     _complete(saved, config, task, alone=not merge_adapters and _adapted(task, component))
     tables = {name for name, _ in task.named_buffers()}
@@ -145,7 +146,7 @@ def _placed(plan: _Export, pipeline: str | Path | None, note: Callable[[str], No
     """The same with each part where a whole pipeline has it, for formats that write one."""
     companions, parts = Companions(), plan.parts
     if plan.whole:
-        origins = origins_of(plan.config, read_facts(plan.source), plan.task, note)
+        origins = origins_of(plan.config, plan.source.facts, plan.task, note)
         companions = plan.form.companions(plan.task, _written(parts, origins, pipeline))
         gone = {path for paths in origins.values() for path in paths if not path.exists()}
         if gone and not companions.copies and parts[0].library:  # what no library loads is no pipeline
@@ -189,7 +190,7 @@ def _complete(saved: CheckpointSource, config: RunConfig, task: TaskModule, *, a
         missing = frozen_names(task) - saved.shapes.keys()
         state = {name: tensor for name, tensor in state.items() if name not in missing}
     else:
-        saved.join(recorded(saved.folder, config, task, state), state)
+        saved.join(recorded(saved.checkpoint, config, task, state), state)
     Ranks.current().agree(f"reading {saved.folder}", lambda: saved.compare(state))
 
 

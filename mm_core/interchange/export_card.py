@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any
 
 import torch
 from torch import nn
 
 from mm_core import __version__
-from mm_core.checkpoint.reading import read_facts, read_run_manifest
+from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.config.dump import to_mapping
 from mm_core.config.schema import RunConfig
 from mm_core.contracts import TaskModule
@@ -26,7 +26,7 @@ _HUB = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 
 
 def card_of(
-    source: Path,
+    source: OpenedCheckpoint,
     config: RunConfig,
     form: str,
     task: TaskModule,
@@ -44,7 +44,7 @@ def card_of(
         adapters_alone: without the weights below them. folder: the export's name. loading: Python that
             loads the whole of it, where its parts are not loaded one by one.
     """
-    facts, manifest = read_facts(source), read_run_manifest(source)
+    facts, manifest = source.facts, source.manifest
     step = facts["step"]
     roots = list(dict.fromkeys(part.root for part in parts))
     origins = list(_origins(config, facts, [task.get_submodule(root) for root in roots]))

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mm_core.checkpoint.external_rows import external_rows
+from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.checkpoint.reading import checkpoint_at, find_checkpoint
 from mm_core.config.load import load_config
 from mm_core.errors import CheckpointError
@@ -79,7 +79,7 @@ def contents(path: Path, config: Path | None = None, allow_code: bool = False) -
         for name in stored.shapes
     )
     if runs := [stored for stored in opened.values() if isinstance(stored, CheckpointSource)]:
-        return Contents(path, ("checkpoint",), tensors, absent=tuple(_absent(runs[0].folder)))
+        return Contents(path, ("checkpoint",), tensors, absent=tuple(_absent(runs[0].checkpoint)))
     known = tuple(name for name, form in formats_of(registry).items() if form.recognises(path))
     texts = {
         key: text
@@ -92,8 +92,8 @@ def contents(path: Path, config: Path | None = None, allow_code: bool = False) -
     )
 
 
-def _absent(checkpoint: Path) -> Iterator[str]:
-    for row in external_rows(checkpoint):
+def _absent(checkpoint: OpenedCheckpoint) -> Iterator[str]:
+    for row in checkpoint.external:
         place = row.path or "a place that the environment named"
         yield f"{row.tensors} frozen tensors of {row.key}, read from {place}"
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from mm_core.checkpoint.files import dcp
 from mm_core.checkpoint.files import layout as files
-from mm_core.checkpoint.files.metadata import read_metadata
-from mm_core.checkpoint.reading import find_checkpoint, shares
+from mm_core.checkpoint.opened import OpenedCheckpoint
+from mm_core.checkpoint.reading import open_checkpoint
 from mm_core.errors import CheckpointError
 from mm_core.runtime.ranks import Ranks
 
@@ -38,19 +38,15 @@ class CheckpointSource:
 
     def __init__(
         self,
-        path: Path,
+        path: Path | OpenedCheckpoint,
         weights: Literal["model", "ema"],
         otherwise: str = "set init_from.weights to model",
     ) -> None:
-        folder = find_checkpoint(path)
-        self.folder = folder
+        self.checkpoint = open_checkpoint(path)
+        self.folder = self.checkpoint.folder
         self._base: Elsewhere | None = None
         self._verified = False
-        self._manifest = files.read_manifest(folder)
-        files.check_present(folder, self._manifest)
-        files.check_contents(folder, self._manifest, [files.METADATA])
-        self._metadata = read_metadata(folder, self._manifest)
-        stored = self._metadata.state_dict_metadata
+        stored = self.checkpoint.metadata.state_dict_metadata
         self._parts = {
             name: part
             for part in ("model", weights)
@@ -60,7 +56,7 @@ class CheckpointSource:
         if weights not in self._parts.values():
             raise CheckpointError(
                 f"this checkpoint holds no {'average of the weights' if weights == 'ema' else 'weights'}",
-                where=str(folder),
+                where=str(self.folder),
                 hint=f"{otherwise}, or choose a checkpoint of a run with `ema`",
             )
         self.shapes = {
@@ -80,7 +76,7 @@ class CheckpointSource:
 
     def fingerprint(self) -> str:
         """Of its tensors' files, by their checksums."""
-        rows = sorted((name, entry.size, entry.crc32) for name, entry in self._manifest.items())
+        rows = sorted((name, entry.size, entry.crc32) for name, entry in self.checkpoint.checksums.items())
         held = [row for row in rows if row[0] not in (files.FACTS, files.CONFIG)]
         return hashlib.sha256(repr(held).encode()).hexdigest()
 
@@ -89,14 +85,14 @@ class CheckpointSource:
         DamagedError for one that is wrong."""
         if self._verified:
             return
-        files.check_contents(self.folder, self._manifest, shares(self._manifest, Ranks.current()))
+        self.checkpoint.check(Ranks.current())
         self._verified = True
 
     def compare(self, state: Mapping[str, Tensor]) -> None:
         """CheckpointError that lists every name or shape of a model that differs from the checkpoint's."""
         base = self._base.names if self._base is not None else ()
         own = {name: tensor for name, tensor in state.items() if name not in base}
-        dcp.compare(self._metadata, {"model": own}, self.folder, exact=False)
+        dcp.compare(self.checkpoint.metadata, {"model": own}, self.folder, exact=False)
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
         """Copies stored tensors, by their names, into tensors of their shape (plain, or DTensors of which
@@ -110,4 +106,4 @@ class CheckpointSource:
                 continue
             parts.setdefault(self._parts[name], {})[name] = target.detach()
         if parts:
-            dcp.read_tensors(self.folder, self._metadata, parts, alone=Ranks.current().alone)
+            dcp.read_tensors(self.folder, self.checkpoint.metadata, parts, alone=Ranks.current().alone)

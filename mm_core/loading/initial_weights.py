@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Literal
 
 from torch import Tensor
 
 from mm_core.builtin.configs.adapters import AdapterConfig
-from mm_core.checkpoint.files.dcp import stored_names
 from mm_core.checkpoint.files.layout import listed
+from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.checkpoint.reading import load_model_only
 from mm_core.config.schema import RunConfig
 from mm_core.contracts import TaskModule
@@ -29,8 +28,8 @@ class ResumedWeights:
         checkpoint: of the run. config: of the run as it is now. task: with its adapters in place.
     """
 
-    def __init__(self, checkpoint: Path, config: RunConfig, task: TaskModule) -> None:
-        self._names = stored_names(checkpoint, "model")
+    def __init__(self, checkpoint: OpenedCheckpoint, config: RunConfig, task: TaskModule) -> None:
+        self._names = checkpoint.names("model")
         self._checkpoint, self._config, self._task = checkpoint, config, task
         self.absent = ExternalWeights()
         """What the checkpoint leaves to other files, once `covers` was called."""
@@ -64,7 +63,7 @@ class CheckpointWeights:
 
     def __init__(
         self,
-        checkpoint: Path,
+        checkpoint: OpenedCheckpoint,
         config: RunConfig,
         task: TaskModule,
         weights: Literal["auto", "model", "ema"] = "auto",

@@ -15,9 +15,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from mm_core.checkpoint.external_rows import RECIPE, ExternalRow, external_rows
-from mm_core.checkpoint.files.dcp import stored_names
-from mm_core.checkpoint.reading import find_checkpoint
+from mm_core.checkpoint.external_rows import RECIPE, ExternalRow
+from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.config.load import load_config
 from mm_core.config.schema import InitFromSection, RunConfig
 from mm_core.contracts import Pretrained, TaskModule, WeightsFrom
@@ -98,7 +97,7 @@ def frozen_names(task: TaskModule) -> set[str]:
 
 
 def recorded(
-    checkpoint: Path, config: RunConfig, task: TaskModule, state: Mapping[str, Tensor]
+    checkpoint: OpenedCheckpoint, config: RunConfig, task: TaskModule, state: Mapping[str, Tensor]
 ) -> ExternalWeights:
     """What a checkpoint has left out, found again. Called by all ranks.
 
@@ -110,25 +109,25 @@ def recorded(
     Raises:
         CheckpointError: files that are gone, or hold other weights than they did.
     """
-    rows = external_rows(checkpoint)
-    absent = set(state).intersection(frozen_names(task)) - stored_names(checkpoint, "model")
+    rows = checkpoint.external
+    absent = set(state).intersection(frozen_names(task)) - checkpoint.names("model")
     if not rows or not absent:
         return ExternalWeights()
     registry = config.registry
-    return _found(rows, absent, checkpoint, config, task, registry, state)
+    return _found(rows, absent, checkpoint.folder, config, task, registry, state)
 
 
 def open_run(path: Path, weights: Literal["model", "ema"], allow_code: bool = False) -> CheckpointSource:
     """A checkpoint to begin with, together with what it has left out: its own task says where that goes.
     TrustError for code of that run that this user has not trained with, unless `allow_code`."""
     source = CheckpointSource(path, weights)
-    folder = find_checkpoint(path)
-    if external_rows(folder):
-        config = load_config(folder / "config.yaml", stored=True, allow_code=allow_code)
-        task = task_of(config, folder)
+    checkpoint = source.checkpoint
+    if checkpoint.external:
+        config = load_config(checkpoint.folder / "config.yaml", stored=True, allow_code=allow_code)
+        task = task_of(config, checkpoint)
         roots = task.trainable
         state = {f"{root}.{n}": t for root in roots for n, t in task.get_submodule(root).state_dict().items()}
-        source.join(recorded(folder, config, task, state), state)
+        source.join(recorded(checkpoint, config, task, state), state)
     return source
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from mm_core.checkpoint.reading import find_checkpoint, read_facts
+from mm_core.checkpoint.reading import open_checkpoint
 from mm_core.config.load import load_config
 from mm_core.config.schema import RunConfig
 from mm_core.contracts import Pretrained, TaskModule
@@ -65,10 +65,9 @@ def _before(
     if not any((path / name).exists() for name in ("checkpoints", "config.yaml")):
         return {}
     try:
-        folder = find_checkpoint(path)
-        config = load_config(folder / "config.yaml", stored=True, allow_code=allow_code)
-        task = task_of(config, folder)
-        return origins_of(config, read_facts(folder), task, note, runs)
+        checkpoint = open_checkpoint(path)
+        config = load_config(checkpoint.folder / "config.yaml", stored=True, allow_code=allow_code)
+        return origins_of(config, checkpoint.facts, task_of(config, checkpoint), note, runs)
     except TrustError as fault:
         note(f"where the run at {path} began is not known: {fault.render()}")
         return {}

@@ -145,7 +145,7 @@ def f1_score(right: Tensor, predicted: Tensor, labelled: Tensor, average: Averag
 
 def counting(batch: Batch, rows: Tensor) -> Tensor:
     """[B]: which rows count, where the rows are."""
-    return (batch.weights > 0).to(rows.device)
+    return (batch.sample_weights > 0).to(rows.device)
 
 
 def _one_hot(labels: Tensor, classes: int) -> Tensor:

@@ -31,7 +31,7 @@ class TextMetric:
     def batch(self, batch: Batch, evaluation: Evaluation) -> None:
         """Adds the rows of a batch. ContractError when the task gives no words."""
         rows = needed_texts(evaluation, self.name)
-        for (text, references), weight in zip(rows, batch.weights.tolist(), strict=True):
+        for (text, references), weight in zip(rows, batch.sample_weights.tolist(), strict=True):
             if weight > 0:
                 right = [without_thought(each) for each in references]
                 score = self.score(without_thought(text), right)

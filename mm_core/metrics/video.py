@@ -34,7 +34,7 @@ class LatentPSNR:
         clean, estimate = (latents.float() for latents in found)
         rows = (clean, clean.square(), (estimate - clean).square())
         means = torch.stack([row.flatten(1).mean(1) for row in rows]).cpu().double()
-        counted = means[:, batch.weights > 0]
+        counted = means[:, batch.sample_weights > 0]
         self._sums[0] += counted.shape[1]
         self._sums[1:] += counted.sum(1)
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.checkpoint.run_manifest import check_plugins, run_manifest
 from mm_core.checkpoint.store import CheckpointStore
 from mm_core.config.dump import to_yaml
@@ -66,7 +67,7 @@ class OpenedRun:
     folder: Path
     ranks: Ranks
     store: CheckpointStore
-    source: Path | None
+    source: OpenedCheckpoint | None
     refused: list[CheckpointError]
 
 

@@ -143,7 +143,7 @@ def agree(
 ) -> StepAgreement:
     """The one small CPU collective of a step (gloo). A fault on any rank ends all of them, once they have
     saved (see `BetweenSteps.close`)."""
-    samples = sum(float((batch.weights > 0).sum()) for batch in batches)
+    samples = sum(float((batch.sample_weights > 0).sum()) for batch in batches)
     stop, save = training.between.stop, training.between.save_due
     bad = 0.0 if fault is None else 2.0 if isinstance(fault, CheckpointError) else 1.0
     rows = gather_rows([sum(weights), samples, float(stop), float(save), bad])

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mm_core.checkpoint.files.dcp import stepped_parameters, stored_parts
-from mm_core.checkpoint.reading import read_run_manifest
+from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.checkpoint.resume_check import check_resume
 from mm_core.checkpoint.store import CheckpointStore
 from mm_core.contracts import Engine
@@ -28,7 +27,7 @@ class Restored:
 
 def restore(
     store: CheckpointStore,
-    source: Path | None,
+    source: OpenedCheckpoint | None,
     refused: Sequence[CheckpointError],
     engine: Engine,
     ema: EMA | None,
@@ -51,14 +50,14 @@ def restore(
         restored.notes.append(f"warning: {fault.where} is passed over: {fault.what}")
     if source is not None:
         _fill(store, source, engine, ema, manifest, allow, restored, absent)
-        restored.notes.insert(len(refused), f"resumed {source} at step {restored.step} of {steps}")
+        restored.notes.insert(len(refused), f"resumed {source.folder} at step {restored.step} of {steps}")
     store.begin(restored.step, [Path(str(fault.where)) for fault in refused])
     return restored
 
 
 def _fill(
     store: CheckpointStore,
-    source: Path,
+    source: OpenedCheckpoint,
     engine: Engine,
     ema: EMA | None,
     manifest: Mapping[str, Any],
@@ -68,16 +67,12 @@ def _fill(
 ) -> None:
     """Fills model, optimizer and average in place."""
     ranks = Ranks.current()
-    restored.facts = ranks.agree("reading the checkpoint", lambda: store.read_facts(source))
+    restored.facts = source.facts
     restored.step = int(restored.facts["step"])
-    saved = ranks.agree("reading the checkpoint", lambda: read_run_manifest(source))
-    restored.notes += check_resume(saved, manifest, allow, say=ranks.rank == 0)
-    stepped, parts = ranks.agree(
-        "reading the checkpoint", lambda: (stepped_parameters(source), stored_parts(source))
-    )
-    state = engine.state_template(stepped)
+    restored.notes += check_resume(source.manifest, manifest, allow, say=ranks.rank == 0)
+    state = engine.state_template({name.rpartition(".")[0] for name in source.names("optimizer")})
     state["model"] = {name: tensor for name, tensor in state["model"].items() if name not in absent}
-    averaged = "ema" in parts
+    averaged = "ema" in source.parts
     if ema is not None and averaged:
         state["ema"] = ema.state_dict()
     store.load(source, state, verified=True)

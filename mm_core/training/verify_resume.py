@@ -14,8 +14,8 @@ from torch import Tensor
 
 from mm_core.checkpoint.files import dcp
 from mm_core.checkpoint.files import layout as files
-from mm_core.checkpoint.files.metadata import read_metadata
-from mm_core.checkpoint.reading import find_checkpoint, read_facts
+from mm_core.checkpoint.opened import OpenedCheckpoint
+from mm_core.checkpoint.reading import find_checkpoint, open_checkpoint
 from mm_core.config.load import load_config
 from mm_core.errors import MMError
 from mm_core.runtime.launch.launcher import COMMAND
@@ -76,7 +76,7 @@ def verify_resume(
         base += ["--allow-code"] * allow_code
         whole, halves = (Path(folder) / name for name in ("whole", "halves"))
         _train(config, [*base, f"run.dir={whole}"], nproc, 2 * steps, "the uninterrupted run")
-        reached = int(read_facts(find_checkpoint(whole / run))["step"])
+        reached = int(open_checkpoint(whole / run).facts["step"])
         if reached < 2 * steps:
             raise MMError(
                 f"{steps} + {steps} steps are more than the run's {reached}",
@@ -109,7 +109,7 @@ def _train(config: str, overrides: Sequence[str], nproc: int, last: int, name: s
 def compare_runs(one: Path, other: Path) -> tuple[list[PartResult], list[str]]:
     """The newest checkpoints and the logged figures of two runs."""
     a, b = find_checkpoint(one), find_checkpoint(other)
-    facts_a, facts_b = read_facts(a), read_facts(b)
+    facts_a, facts_b = OpenedCheckpoint(a).facts, OpenedCheckpoint(b).facts
     remarks = [
         f"the fact {key!r} is {facts_a.get(key)} without and {facts_b.get(key)} with the restart"
         for key in sorted(facts_a.keys() | facts_b.keys())
@@ -151,12 +151,12 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _names(checkpoint: Path) -> list[str]:
-    return sorted(read_metadata(checkpoint, files.read_manifest(checkpoint)).state_dict_metadata)
+    return sorted(OpenedCheckpoint(checkpoint).metadata.state_dict_metadata)
 
 
 def _tensors(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
     """Every tensor, whole, in the order of their names; about a gigabyte of them in memory at a time."""
-    metadata = read_metadata(checkpoint, files.read_manifest(checkpoint))
+    metadata = OpenedCheckpoint(checkpoint).metadata
     held: dict[str, Tensor] = {}
     size = 0
     for name in sorted(metadata.state_dict_metadata):

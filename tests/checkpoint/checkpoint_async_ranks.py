@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from mm_core.checkpoint import opening as checkpoint_opening
 from mm_core.checkpoint.files import dcp, host_copies
+from mm_core.checkpoint.files import facts as checkpoint_facts
 from mm_core.checkpoint.files import layout as files
 from mm_core.checkpoint.retention import complete_steps
 from mm_core.checkpoint.store import CheckpointStore
 from mm_core.modules.shards import like
 from mm_core.runtime.launch.rank_process import leave
-from support.checkpoints import make_state
+from support.checkpoints import chosen, make_state
 
 
 def talk() -> None:
@@ -93,7 +93,7 @@ def main() -> dict[str, object]:
     if rank == 0:
         sync.flip(last / "__1_0.distcp")
     dist.barrier()
-    path, refused = store.open("auto")
+    path, refused = chosen(store, "auto")
     said["chosen"] = [path.name if path else None, [fault.what for fault in refused]]
     store.begin(1, [last])
     said["left"] = sorted(complete_steps(store.folder))
@@ -102,8 +102,8 @@ def main() -> dict[str, object]:
     five = store.save(5, state, {}, "x: 1\n")
     store.wait()
     if rank == 1:
-        checkpoint_opening.read_facts = lambda path: unreadable(path) if path == five else {"step": 1}
-    path, refused = store.open("auto")
+        checkpoint_facts.read_facts = lambda path: unreadable(path) if path == five else {"step": 1}
+    path, refused = chosen(store, "auto")
     said["chosen by what one rank saw"] = [path.name if path else None, [fault.what for fault in refused]]
     store.begin(1, [five])
 

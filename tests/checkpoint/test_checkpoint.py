@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.checkpoint.reading import load_model_only
 from mm_core.checkpoint.store import CheckpointStore, complete_steps
 from mm_core.errors import CheckpointError
@@ -37,7 +38,7 @@ def test_what_is_saved_is_what_is_loaded(store, state, empty, same):
     facts = store.load(path, empty)
     same(empty, state)
     assert facts == {"seed": 1234, "plugins": {"core": "0.1.0"}, "step": 12, "torch": str(torch.__version__)}
-    assert store.read_facts(path) == facts
+    assert OpenedCheckpoint(path).facts == facts
     assert path.name == "step_00000012"
     assert (path / "config.yaml").read_text() == CONFIG
     assert (store.folder / "LATEST").read_text() == "step_00000012\n"

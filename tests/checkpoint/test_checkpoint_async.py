@@ -17,12 +17,13 @@ import pytest
 import torch
 
 from mm_core.checkpoint.files.host_copies import HostCopies
-from mm_core.checkpoint.reading import find_checkpoint, load_model_only, read_run_manifest
+from mm_core.checkpoint.reading import find_checkpoint, load_model_only, open_checkpoint
 from mm_core.checkpoint.retention import complete_steps
 from mm_core.checkpoint.run_lock import RunLock
 from mm_core.checkpoint.store import CheckpointStore
 from mm_core.errors import CheckpointError
 from support import warm
+from support.checkpoints import chosen
 
 CONFIG = "run: {name: test}\n"
 
@@ -69,7 +70,7 @@ def test_a_save_holds_the_state_of_its_moment(make, state, empty, same):
     assert store.poll() == [path] and store.poll() == []
     assert store.load(path, empty)["seed"] == 7
     same(empty, wanted)
-    assert read_run_manifest(path) == {"world": 1}
+    assert open_checkpoint(path).manifest == {"world": 1}
 
 
 def test_reserving_after_a_copy_leaves_the_copy_alone(state, same):
@@ -220,7 +221,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_by_name(kind, make, state, e
     harm(newest)
     with pytest.raises(CheckpointError, match=re.escape(words)):
         store.load(newest, empty)
-    path, refused = store.open("auto")
+    path, refused = chosen(store, "auto")
     assert path == store.folder / "step_00000001"
     assert [fault.where for fault in refused] == [str(newest)] and words in refused[0].what
     store.load(path, empty)

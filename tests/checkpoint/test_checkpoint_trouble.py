@@ -16,11 +16,12 @@ import torch
 from mm_core.checkpoint.background import WriterThread
 from mm_core.checkpoint.files import dcp
 from mm_core.checkpoint.files import layout as files
-from mm_core.checkpoint.reading import read_facts
+from mm_core.checkpoint.opening import verify
+from mm_core.checkpoint.reading import open_checkpoint
 from mm_core.checkpoint.retention import complete_steps
 from mm_core.checkpoint.store import CheckpointStore
 from mm_core.errors import CheckpointError
-from support.checkpoints import staged
+from support.checkpoints import chosen, staged
 
 CONFIG = "run: {name: test}\n"
 
@@ -124,7 +125,7 @@ def test_a_file_that_can_not_be_read_now_is_no_damage(name, number, path, store,
         f"{newer}: {name} can not be read now ({os.strerror(number)})\n"
         "  hint: try again when the file system answers; if it never does, resume from another: --resume PATH"
     )
-    assert store.open("auto") == (newer, [])
+    assert chosen(store, "auto") == (newer, [])
     assert complete_steps(store.folder).keys() == {1, 2}
 
 
@@ -132,7 +133,7 @@ def test_a_file_that_can_not_be_read_now_is_no_damage(name, number, path, store,
 def test_nor_is_one_that_is_read_again_later(name, path, store, empty, monkeypatch):
     failing(monkeypatch, name, errno.ESTALE)
     with pytest.raises(CheckpointError, match=rf"{name} can not be read now") as caught:
-        read_facts(path) if name == "facts.json" else store.load(path, empty, verified=True)
+        open_checkpoint(path).facts if name == "facts.json" else store.load(path, empty, verified=True)
     assert not isinstance(caught.value, files.DamagedError)
 
 
@@ -167,17 +168,20 @@ def test_figures_join_the_checkpoint_that_they_judge(early, tmp_path, state, mon
         assert final.exists() is not early
         go.set()
         store.wait()
-        assert read_facts(final)["metrics"] == {"loss": loss} and read_facts(final)["looked"] is True
+        assert (
+            open_checkpoint(final).facts["metrics"] == {"loss": loss}
+            and open_checkpoint(final).facts["looked"] is True
+        )
         assert (store.folder / "BEST").read_text() == "step_00000001\n"
     assert complete_steps(store.folder).keys() == {1, 3}
-    store.verify(final)
+    verify(final)
     store.close()
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"metrics": 1, "looked": true}', '{"metrics": {}}', "\udcff"])
 def test_figures_that_are_something_else_are_none(text, path):
     (path / "validation.json").write_bytes(text.encode("utf-8", "surrogateescape"))
-    facts = read_facts(path)
+    facts = open_checkpoint(path).facts
     assert "metrics" not in facts and "looked" not in facts
 
 
@@ -186,7 +190,7 @@ def test_figures_that_find_no_room_are_a_warning(path, store, caplog):
     store.add(1, {"loss": 0.5}, looked=True)
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert said == f"validation.json of {path} could not be written: [Errno 28] No space left on device"
-    assert "metrics" not in read_facts(path)
+    assert "metrics" not in open_checkpoint(path).facts
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 
 from mm_core.checkpoint.files.facts import read_later
-from mm_core.checkpoint.reading import read_facts, read_run_manifest, stored_run
+from mm_core.checkpoint.reading import open_checkpoint, stored_run
 from mm_core.checkpoint.resume_check import check_resume
 from mm_core.checkpoint.retention import complete_steps
 from mm_core.checkpoint.run_lock import RunLock
 from mm_core.checkpoint.store import CheckpointStore
 from mm_core.errors import CheckpointError
+from support.checkpoints import chosen
 
 CONFIG = "run: {name: test}\n"
 
@@ -51,8 +52,8 @@ def refused(store: CheckpointStore, newest: Path, words: str) -> None:
     with pytest.raises(CheckpointError, match=re.escape(words)) as caught:
         store.open(str(newest))
     assert str(newest) in str(caught.value) and caught.value.hint
-    chosen, faults = store.open("auto")
-    assert chosen == store.folder / "step_00000006"
+    older, faults = chosen(store, "auto")
+    assert older == store.folder / "step_00000006"
     assert [fault.where for fault in faults] == [str(newest)] and words in faults[0].what
 
 
@@ -99,7 +100,7 @@ def test_facts_that_cannot_be_true(store, newest, text, words):
     forge(newest, "facts.json", text.encode())
     refused(store, newest, words)
     with pytest.raises(CheckpointError, match=r"facts\.json"):
-        read_facts(newest)
+        _ = open_checkpoint(newest).facts
 
 
 MANIFESTS = {
@@ -205,7 +206,7 @@ def test_folders_that_are_named_like_another_checkpoint(name, store, newest, sta
 
 def test_a_checkpoint_may_be_given_a_name_of_its_own(store, newest, tmp_path):
     shutil.copytree(newest, tmp_path / "the good one")
-    assert read_facts(tmp_path / "the good one")["step"] == 12
+    assert open_checkpoint(tmp_path / "the good one").facts["step"] == 12
 
 
 # -- what comes later, and the lock ----------------------------------------------------------------
@@ -226,8 +227,8 @@ def test_a_checkpoint_may_be_given_a_name_of_its_own(store, newest, tmp_path):
 def test_figures_of_a_validation_that_are_none_are_left_aside(store, newest, text):
     (newest / "validation.json").write_bytes(text.encode("latin-1"))
     assert read_later(newest) == {}
-    assert "metrics" not in read_facts(newest)
-    assert store.open("auto") == (newest, [])
+    assert "metrics" not in open_checkpoint(newest).facts
+    assert chosen(store, "auto") == (newest, [])
 
 
 def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
@@ -277,7 +278,7 @@ def test_a_folder_that_is_another_runs_now_is_not_written_to(tmp_path, state, en
 
 def test_manifests_of_older_versions_are_read(store, newest):
     forge(newest, "manifest.json", b"{}")
-    assert read_run_manifest(newest) == {} and store.open("auto") == (newest, [])
+    assert open_checkpoint(newest).manifest == {} and chosen(store, "auto") == (newest, [])
 
 
 @pytest.mark.parametrize("text", ["{}", '{"facts.json": "0"}', "[" * 100_000])
@@ -287,7 +288,7 @@ def test_checkpoints_of_older_versions_with_a_sha256_beside_their_files_are_like
     """No longer written or checked. They open, resume, stay and go."""
     for path in complete_steps(store.folder).values():
         (path / "sha256.json").write_text(text)
-    assert store.open("auto") == (newest, []) and store.open(str(newest)) == (newest, [])
+    assert chosen(store, "auto") == (newest, []) and chosen(store, str(newest)) == (newest, [])
     assert store.load(newest, empty)["step"] == 12
     same(empty, state)
     later = CheckpointStore(store.folder.parent, keep=2)
@@ -324,6 +325,6 @@ def test_checkpoints_whose_config_names_a_way_to_save_that_was_removed_are_read_
     forge(newest, "manifest.json", json.dumps({"config": {"checkpoint": {"async": value}}}).encode())
     stored = stored_run(store.folder.parent)
     assert stored.checkpoint == newest and stored.config.checkpoint.async_ is True
-    assert store.open("auto") == (newest, [])
-    (_, said) = check_resume(read_run_manifest(newest), {"config": {"checkpoint": {"async": True}}})
+    assert chosen(store, "auto") == (newest, [])
+    (_, said) = check_resume(open_checkpoint(newest).manifest, {"config": {"checkpoint": {"async": True}}})
     assert said.split()[:5] == ["checkpoint.async", value, "->", "true", "safe"]

@@ -48,7 +48,7 @@ class Numbers:
     def collate(self, samples: list[dict[str, Any]]) -> Batch:
         batch = Batch(
             keys=[sample["key"] for sample in samples],
-            weights=torch.tensor([sample["weight"] for sample in samples]),
+            sample_weights=torch.tensor([sample["weight"] for sample in samples]),
             ids=[sample["id"] for sample in samples],
         )
         batch.values = torch.tensor([sample["value"] for sample in samples], dtype=torch.float64)
@@ -96,7 +96,9 @@ def loader(dataset: Any, plan: BatchPlan | None = None, **changes: Any) -> Micro
 
 
 def content(batches: Any) -> list[tuple[Any, ...]]:
-    return [(b.keys, b.ids, b.weights.tolist(), b.values.tolist(), b.drawn, b.failures) for b in batches]
+    return [
+        (b.keys, b.ids, b.sample_weights.tolist(), b.values.tolist(), b.drawn, b.failures) for b in batches
+    ]
 
 
 def test_the_loader_yields_the_plans_micro_batches_in_order() -> None:
@@ -106,7 +108,7 @@ def test_the_loader_yields_the_plans_micro_batches_in_order() -> None:
     assert len(got) == len(batches) == 12 and got.per_step == 2
     wanted = [micro for step in range(6) for micro in plan.micro_batches(step, 0, 1)]
     assert [batch.keys for batch in batches] == [[row.key for row in micro] for micro in wanted]
-    assert [batch.weights.tolist() for batch in batches] == [
+    assert [batch.sample_weights.tolist() for batch in batches] == [
         [row.weight for row in micro] for micro in wanted
     ]
     assert all(batch.ids == [f"n/{key.index}" for key in batch.keys] for batch in batches)
@@ -150,7 +152,9 @@ def test_an_unreadable_sample_is_replaced_and_reported() -> None:
     assert [(failure.id, failure.index, failure.reason) for failure in failed] == [("n/3", 3, "it is broken")]
     (batch,) = [batch for batch in batches if batch.failures]
     place = [key.index for key in batch.keys].index(3)
-    assert batch.ids[place] != "n/3" and batch.weights[place] == 1, "the key stays, the sample is another"
+    assert batch.ids[place] != "n/3" and batch.sample_weights[place] == 1, (
+        "the key stays, the sample is another"
+    )
 
 
 def test_replacements_are_found_while_any_sample_of_a_small_set_is_readable() -> None:

@@ -48,7 +48,7 @@ class Drawing:
     def collate(self, samples: list[dict[str, Any]]) -> Batch:
         batch = Batch(
             keys=[sample["key"] for sample in samples],
-            weights=torch.tensor([sample["weight"] for sample in samples]),
+            sample_weights=torch.tensor([sample["weight"] for sample in samples]),
             ids=[str(sample["own"]) for sample in samples],
         )
         batch.found = [sample["found"] for sample in samples]

@@ -16,7 +16,7 @@ from mm_core.errors import DataError
 def batch(indices: list[int], failed: tuple[int, ...] = ()) -> Batch:
     return Batch(
         keys=[SampleKey(0, index) for index in indices],
-        weights=torch.ones(len(indices)),
+        sample_weights=torch.ones(len(indices)),
         ids=[str(index) for index in indices],
         failures=[FailureRecord(f"v/{index}.mp4", index, "broken") for index in failed],
     )

@@ -109,7 +109,7 @@ def test_collate_makes_a_batch(build) -> None:
     dataset: Dataset = build()
     rows = [{**dataset[0], "key": SampleKey(2, 0), "weight": weight} for weight in (1.0, 0.0)]
     batch = dataset.collate(rows)
-    assert batch.keys == [(2, 0), (2, 0)] and batch.weights.tolist() == [1.0, 0.0]
+    assert batch.keys == [(2, 0), (2, 0)] and batch.sample_weights.tolist() == [1.0, 0.0]
     assert batch.pixels.shape == (2, 3, 8, 24, 32) and batch.captions == ["one", "one"]
     assert batch.ids == ["a.mp4", "a.mp4"] and batch.failures == []
 

@@ -73,7 +73,7 @@ def test_a_subset_is_spread_over_the_dataset_under_its_own_indices():
     (first, second) = found.read()
     assert [*first.keys, *second.keys][:5] == [SampleKey(0, row) for row in (0, 20, 40, 60, 80)]
     assert first.ids == ["clip 0", "clip 20", "clip 40", "clip 60"]
-    assert second.weights.tolist() == [1, 0, 0, 0] and found.rows == 5 and found.batches == 2
+    assert second.sample_weights.tolist() == [1, 0, 0, 0] and found.rows == 5 and found.batches == 2
 
 
 @pytest.mark.slow
@@ -82,7 +82,7 @@ def test_rows_that_can_not_be_read_weigh_nothing_in_every_pass(workers):
     found = data(validation.Clips(10, broken=(2, 5)), loader=LoaderSection(workers=workers))
     batches = list(found.read(passes=2))
     assert len(batches) == 6
-    weights = torch.cat([batch.weights for batch in batches]).tolist()
+    weights = torch.cat([batch.sample_weights for batch in batches]).tolist()
     assert weights == [1, 1, 0, 1, 1, 0, 1, 1, 1, 1, 0, 0] * 2
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mm_core.checkpoint.reading import find_checkpoint, read_facts
+from mm_core.checkpoint.reading import open_checkpoint
 from mm_core.config.load import load_config
 from mm_core.plan import build_task
 from mm_core.training.verify_resume import _tensors
@@ -45,7 +45,7 @@ def test_a_run_trains_on_from_what_was_imported(source, tiny, tmp_path, mm):
     done = mm("train", "--config", *common, "train.steps=2")
     assert done.code == 0, done.err
     assert f"resumed {saved} at step 0 of 2" in done.err
-    assert read_facts(find_checkpoint(tmp_path / "tiny"))["imported"] == read_facts(saved)["imported"]
+    assert open_checkpoint(tmp_path / "tiny").facts["imported"] == open_checkpoint(saved).facts["imported"]
     line = next(line for line in done.err.splitlines() if " data.train " in line)
     assert line.split("  ")[-1] == "the checkpoint was made without data" and " safe " in line
     done = mm(

@@ -11,7 +11,7 @@ import yaml
 from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
-from mm_core.checkpoint.reading import load_model_only, read_facts
+from mm_core.checkpoint.reading import load_model_only, open_checkpoint
 from mm_core.checkpoint.store import CheckpointStore
 from mm_core.errors import CheckpointError, MMError
 from mm_core.interchange.export import export
@@ -119,7 +119,7 @@ def test_the_card(tmp_path, monkeypatch):
 
 def test_an_import_says_what_it_was_made_of(tmp_path):
     saved, _ = import_weights(language(tmp_path), published(tmp_path, "bert"))
-    facts = read_facts(saved)
+    facts = open_checkpoint(saved).facts
     assert facts["step"] == 0 and facts["imported"]["path"].endswith("published-bert")
     manifest = json.loads((saved / "manifest.json").read_text())
     assert manifest["data"] == {}

@@ -19,7 +19,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
-from mm_core.checkpoint.reading import load_model_only, read_facts
+from mm_core.checkpoint.reading import load_model_only, open_checkpoint
 from mm_core.cli.main import main
 from mm_core.errors import CheckpointError, ContractError, MMError
 from mm_core.interchange.export import export
@@ -100,7 +100,7 @@ LTX, EXPERTS = {"type": "local/ltx"}, {"type": "local/experts"}
 
 def after_training(config, saved: Path, part: str) -> torch.nn.Module:
     """With the fact that training carries on."""
-    return runs.moved(config, saved, part, imported=read_facts(saved)["imported"])
+    return runs.moved(config, saved, part, imported=open_checkpoint(saved).facts["imported"])
 
 
 def contents_of(folder: Path) -> dict[str, bytes]:

@@ -12,7 +12,7 @@ from mm_custom_dit.model import CustomDiT
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from mm_core.checkpoint.files.dcp import stored_names
+from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.loading.checkpoint_source import CheckpointSource
 from mm_core.modules.adapter_layers import adapter_of
 from mm_core.modules.casting import shards_mixed
@@ -90,7 +90,7 @@ def test_a_checkpoint_is_what_is_trained_and_is_resumed_sampled_and_exported(
         done = mm(*command, "--stop-after", 2)
         assert done.code == 75, done.err
     assert size(checkpoint(tmp_path / "lean", 2)) < 0.1 * size(checkpoint(tmp_path / "full", 2))
-    held, everything = (stored_names(checkpoint(tmp_path / name, 2), "model") for name in runs)
+    held, everything = (OpenedCheckpoint(checkpoint(tmp_path / name, 2)).names("model") for name in runs)
     assert held == {name for name in everything if adapter_of(name)}
     (row,) = json.loads((checkpoint(tmp_path / "lean", 2) / "manifest.json").read_text())["base"]
     assert row["key"] == "init_from" and row["path"] == str(base) and row["tensors"] == len(load_file(base))
@@ -188,7 +188,7 @@ def test_what_is_held_from_then_on_and_what_an_older_checkpoint_holds(tiny, base
     base.unlink()
     done = mm(*command, "init_from=null")
     assert done.code == 0, done.err
-    names = [stored_names(checkpoint(tmp_path / "tuned", step), "model") for step in (1, 2, 4)]
+    names = [OpenedCheckpoint(checkpoint(tmp_path / "tuned", step)).names("model") for step in (1, 2, 4)]
     assert len(names[0]) == 8 and len(names[1]) == 77 and names[1] == names[2]
 
 
@@ -212,9 +212,9 @@ def test_an_import_holds_what_it_copies_unless_it_is_told_not_to(tiny, base, tmp
         command = arguments(tiny, tmp_path, name, Path("unused"), LORA, f"checkpoint.frozen={frozen}")
         done = mm("import", "--from", base, *command[1:])
         assert done.code == 0, done.err
-        assert len(stored_names(checkpoint(tmp_path / name, 0), "model")) == count
+        assert len(OpenedCheckpoint(checkpoint(tmp_path / name, 0)).names("model")) == count
         assert mm(*command, "train.steps=1", "--allow", "data").code == 0
-        assert len(stored_names(checkpoint(tmp_path / name, 1), "model")) == count
+        assert len(OpenedCheckpoint(checkpoint(tmp_path / name, 1)).names("model")) == count
 
 
 @pytest.mark.skipif(not shards_mixed(), reason="this torch shards no module of mixed dtypes")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mm_core.checkpoint.reading import find_checkpoint, read_facts
+from mm_core.checkpoint.reading import open_checkpoint
 from mm_core.cli.main import main
 from mm_core.training.verify_resume import compare_runs
 from support.logs import log_of
@@ -93,7 +93,7 @@ def test_in_training(group, tiny, tmp_path, untouched):
     send(process, group)
     code, text = end(process)
     assert code == 75, text
-    step = read_facts(find_checkpoint(tmp_path / "run"))["step"]
+    step = open_checkpoint(tmp_path / "run").facts["step"]
     assert 2 <= step < 20 and f"stopped by SIGTERM after step {step} of 20" in text
     resumed_is_untouched(config, tmp_path / "run", untouched)
 
@@ -109,7 +109,7 @@ def test_in_validation(group, tiny, tmp_path, untouched):
     assert time.monotonic() - sent < 20, "the rest of the validation was waited for"
     assert code == 75, text
     assert "the validation after step 6 was left: a rank was asked to stop" in text
-    assert read_facts(find_checkpoint(tmp_path / "run"))["step"] == 6
+    assert open_checkpoint(tmp_path / "run").facts["step"] == 6
     resumed_is_untouched(config_at(tiny, tmp_path, "run"), tmp_path / "run", untouched)
 
 

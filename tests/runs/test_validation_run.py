@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mm_core.checkpoint.reading import find_checkpoint, read_facts
+from mm_core.checkpoint.reading import find_checkpoint, open_checkpoint
 from mm_core.cli.main import main
 from support.logs import log_of
 
@@ -107,6 +107,6 @@ def test_figures_that_are_not_finite_are_kept_in_words_and_are_never_the_best(ti
     assert main(["train", "--config", str(path)]) == 0, capsys.readouterr().err
     run = tmp_path / "tiny"
     steps = sorted((run / "checkpoints").glob("step_*"))
-    kept = [read_facts(step)["metrics"]["validation/figure"] for step in steps]
+    kept = [open_checkpoint(step).facts["metrics"]["validation/figure"] for step in steps]
     assert kept == ["nan", 0.5, "-inf", "inf"]
     assert find_checkpoint(run, "best") == steps[1]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mm_core.checkpoint.reading import find_checkpoint, read_facts
+from mm_core.checkpoint.reading import find_checkpoint, open_checkpoint
 from mm_core.cli.main import main
 from mm_core.telemetry.trackers.local import read_metrics
 
@@ -52,7 +52,7 @@ def test_the_step_is_saved_and_validated_when_the_run_goes_on(asynchronous, best
     assert "RuntimeError: this metric is broken" in capsys.readouterr().err
     run = tmp_path / "run"
     assert checkpoints(run) == ["step_00000002"] and validated(run) == []
-    facts = read_facts(find_checkpoint(run))
+    facts = open_checkpoint(run).facts
     assert facts["looked"] is False and facts["metrics"] == {}
 
     mended = config_of(tiny, tmp_path, {}, **checkpoint)
@@ -60,7 +60,7 @@ def test_the_step_is_saved_and_validated_when_the_run_goes_on(asynchronous, best
     assert checkpoints(run) == ["step_00000002", "step_00000004"] and validated(run) == [2, 4]
     losses = {row["step"]: row["validation/loss"] for row in read_metrics(run) if "validation/loss" in row}
     for step, loss in losses.items():
-        facts = read_facts(run / f"checkpoints/step_{step:08d}")
+        facts = open_checkpoint(run / f"checkpoints/step_{step:08d}").facts
         assert facts["looked"] is True and facts["metrics"]["validation/loss"] == loss
     if best is not None:
         assert find_checkpoint(run, "best").name == f"step_{min(losses, key=lambda s: losses[s]):08d}"
@@ -78,7 +78,7 @@ def test_what_was_validated_before_the_samples_failed_is_not_validated_twice(tin
     assert validated(run) == [2, 4]
     assert {path.name for path in (run / "samples").iterdir()} == {"step_00000002", "step_00000004"}
     (row,) = [row for row in read_metrics(run) if row["step"] == 2 and "validation/loss" in row]
-    facts = read_facts(run / "checkpoints/step_00000002")
+    facts = open_checkpoint(run / "checkpoints/step_00000002").facts
     assert facts["looked"] is True and facts["metrics"]["validation/loss"] == row["validation/loss"]
 
 

@@ -9,6 +9,8 @@ import torch
 
 from mm_core.checkpoint.files import dcp
 from mm_core.checkpoint.files import layout as files
+from mm_core.checkpoint.store import CheckpointStore
+from mm_core.errors import CheckpointError
 
 
 def make_state(seed: int = 0) -> dict[str, dict[str, torch.Tensor]]:
@@ -34,10 +36,16 @@ def staged(path: Path) -> Path:
 
 def tensors(step: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, whole."""
-    metadata = dcp.read_metadata(step, files.read_manifest(step))
+    metadata = dcp.read_metadata(step, files.read_checksums(step))
     state: dict[str, dict[str, torch.Tensor]] = {}
     for key, entry in metadata.state_dict_metadata.items():
         part, _, name = key.partition(".")
         state.setdefault(part, {})[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
     dcp.read_tensors(step, metadata, state, alone=True)
     return {f"{part}.{name}": tensor for part, named in state.items() for name, tensor in named.items()}
+
+
+def chosen(store: CheckpointStore, request: str) -> tuple[Path | None, list[CheckpointError]]:
+    """The folder of the checkpoint that `store.open` finds, and the faults of those that it passed over."""
+    checkpoint, faults = store.open(request)
+    return None if checkpoint is None else checkpoint.folder, faults

@@ -56,7 +56,7 @@ def make_batch(task=None, captions=CAPTIONS, weights=(1.0, 1.0, 1.0), epoch=0, f
     indices = range(first, first + len(captions))
     batch = VideoTextBatch(
         keys=[SampleKey(epoch, index) for index in indices],
-        weights=torch.tensor(weights[: len(captions)]),
+        sample_weights=torch.tensor(weights[: len(captions)]),
         ids=[str(index) for index in indices],
         pixels=torch.stack([RNG.normal((3, 2, 8, 8), "pixels", index).clamp(-1, 1) for index in indices]),
         captions=list(captions),
@@ -68,7 +68,7 @@ def row(batch: VideoTextBatch, i: int) -> VideoTextBatch:
     return replace(
         batch,
         keys=batch.keys[i : i + 1],
-        weights=batch.weights[i : i + 1],
+        weights=batch.sample_weights[i : i + 1],
         ids=batch.ids[i : i + 1],
         pixels=batch.pixels[i : i + 1],
         captions=batch.captions[i : i + 1],

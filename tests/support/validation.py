@@ -70,7 +70,7 @@ class Clips:
     def collate(self, samples: list[dict]) -> VideoTextBatch:
         return VideoTextBatch(
             keys=[sample["key"] for sample in samples],
-            weights=torch.tensor([sample["weight"] for sample in samples]),
+            sample_weights=torch.tensor([sample["weight"] for sample in samples]),
             ids=[sample["caption"] for sample in samples],
             pixels=torch.stack([sample["pixels"] for sample in samples]),
             captions=[sample["caption"] for sample in samples],

@@ -165,7 +165,7 @@ def test_rows_of_a_batch_are_answered_as_alone_where_positions_are_few(tmp_path)
         batch["input_ids"][number, : length + 2] = torch.arange(5, 7 + length)
         batch["attention_mask"][number, : length + 2] = 1
         batch["labels"][number, length : length + 2] = batch["input_ids"][number, length : length + 2]
-    found, wanted = answers.of(TextBatch(keys=[], weights=torch.ones(2), ids=["a", "b"], inputs=batch))
+    found, wanted = answers.of(TextBatch(keys=[], sample_weights=torch.ones(2), ids=["a", "b"], inputs=batch))
     assert found == [answers.to([row(length)], Decoding(), [0])[0] for length in (4, 14)]
     assert [len(each.split()) for each in found] == [12, 2]
     assert wanted == [

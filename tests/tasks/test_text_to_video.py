@@ -32,7 +32,9 @@ def test_the_loss_is_the_weighted_sum_of_each_samples_mean_squared_error():
         hidden, mask = task.text_encoder.encode(batch.text_ids[i : i + 1], batch.text_mask[i : i + 1])
         given = (noisy[None], timestep[None], hidden.double(), mask)
         predicted = SmallPredictor().double()(*given)
-        expected += float(batch.weights[i]) * (predicted[0] - (noise - clean[i])).square().mean().item()
+        expected += (
+            float(batch.sample_weights[i]) * (predicted[0] - (noise - clean[i])).square().mean().item()
+        )
     assert loss.total.item() == pytest.approx(expected, rel=1e-6)
     assert loss.weight == task.weight(batch) == 1.5
 
@@ -153,7 +155,7 @@ def test_the_loss_is_also_told_by_noise_level():
     for i, key in enumerate(batch.keys):
         sigma = task.scheduler.sample_timesteps([rng_of(key)]).item() / 1000
         alone = task.loss(task.prepare(row(batch, i), RNG)).total.item()
-        expected[:, int(sigma * 10)] += torch.tensor([alone, batch.weights[i]])
+        expected[:, int(sigma * 10)] += torch.tensor([alone, batch.sample_weights[i]])
     torch.testing.assert_close(loss.bins, expected)
     assert loss.bins[0].sum().item() == pytest.approx(loss.total.item(), rel=1e-6)
     assert (loss.bins[1] > 0).sum() == 2  # the samples lie in different bins

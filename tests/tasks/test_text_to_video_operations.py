@@ -21,7 +21,7 @@ LORA = 'train.adapters=[{"targets":["to_q","to_v","ffn.net.2"],"rank":4}]'
 def batch(rows: int, frames: int) -> VideoTextBatch:
     return VideoTextBatch(
         keys=[SampleKey(0, index) for index in range(rows)],
-        weights=torch.ones(rows),
+        sample_weights=torch.ones(rows),
         ids=[str(index) for index in range(rows)],
         pixels=torch.zeros(rows, 3, frames, 16, 16),
         captions=["a red circle moves left"] * rows,

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 import mm_core
+from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.cli.main import main
 from mm_core.config.load import load_config
 from mm_core.errors import ConfigError, TrustError
@@ -352,7 +353,7 @@ def test_weights_to_begin_with_bring_no_code(stranger, monkeypatch):
         "weights": "model",
     }
     row |= {"strict": True, "include": [], "exclude": [], "prefixes": {}}
-    monkeypatch.setattr("mm_core.checkpoint.external_rows.read_run_manifest", lambda path: {"base": [row]})
+    monkeypatch.setattr(OpenedCheckpoint, "manifest", {"base": [row]})
     with pytest.raises(TrustError, match=r"theirs\.py"):
         open_run(run, "model")
     assert not stranger.ran

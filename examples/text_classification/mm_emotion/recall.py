@@ -26,7 +26,7 @@ class RecallByClass:
 
     def batch(self, batch: Batch, evaluation: Evaluation) -> None:
         """Rows of weight 0 stand in for others, and count for nothing."""
-        counts = batch.weights.cpu() > 0
+        counts = batch.sample_weights.cpu() > 0
         labels = evaluation.outputs["labels"].cpu()[counts]
         right = evaluation.outputs["predictions"].cpu()[counts] == labels
         self._found[0] += labels[right].bincount(minlength=len(self.classes))

@@ -26,8 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from mm_core.checkpoint.files.fingerprints import Fingerprint
-from mm_core.checkpoint.files.layout import Checksum, DamagedError, listed, read_manifest
-from mm_core.checkpoint.files.metadata import read_metadata
+from mm_core.checkpoint.files.layout import Checksum, DamagedError, listed
 from mm_core.checkpoint.files.tensor_files import check_finite, write_file
 from mm_core.errors import CheckpointError
 from mm_core.runtime.ranks import Ranks
@@ -132,23 +131,6 @@ def read_tensors(
         load(
             _sections(tensors), storage_reader=_Reader(folder, checked), planner=_LoadPlanner(), no_dist=alone
         )
-
-
-def stored_parts(folder: Path) -> set[str]:
-    """The parts that a checkpoint holds: model, optimizer, ema."""
-    names = read_metadata(folder, read_manifest(folder)).state_dict_metadata
-    return {name.partition(".")[0] for name in names}
-
-
-def stored_names(folder: Path, part: str) -> set[str]:
-    """The names of the tensors of one part of a checkpoint."""
-    names = read_metadata(folder, read_manifest(folder)).state_dict_metadata
-    return {name.removeprefix(f"{part}.") for name in names if name.startswith(f"{part}.")}
-
-
-def stepped_parameters(folder: Path) -> set[str]:
-    """The parameters that the optimizer of a checkpoint holds state of, by their path in the task."""
-    return {name.rpartition(".")[0] for name in stored_names(folder, "optimizer")}
 
 
 def compare(

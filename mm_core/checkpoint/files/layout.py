@@ -68,7 +68,7 @@ def write_texts(stage: Path, texts: Mapping[str, str]) -> dict[str, Checksum]:
     return {name: checksum(stage / name) for name in (*texts, METADATA)}
 
 
-def write_manifest(folder: Path, files: Mapping[str, Checksum]) -> None:
+def write_checksums(folder: Path, files: Mapping[str, Checksum]) -> None:
     """Writes the checksums of all files of a checkpoint; a checkpoint without them is incomplete."""
     rows = {
         name: {"size": entry.size, "crc32": f"{entry.crc32:08x}"} for name, entry in sorted(files.items())
@@ -76,7 +76,7 @@ def write_manifest(folder: Path, files: Mapping[str, Checksum]) -> None:
     write_durably(folder / CHECKSUMS, json.dumps({"format": FORMAT, "files": rows}, indent=1) + "\n")
 
 
-def read_manifest(folder: Path) -> dict[str, Checksum]:
+def read_checksums(folder: Path) -> dict[str, Checksum]:
     """The checksums that a checkpoint was completed with."""
     path = folder / CHECKSUMS
     try:

@@ -91,7 +91,7 @@ def _sample(args: argparse.Namespace) -> int:
     from mm_core.inference.answer import makes_words
 
     stored = open_stored(args)
-    source = stored.checkpoint
+    source = stored.checkpoint.folder
     root = source.parent.parent if source.parent.name == "checkpoints" else source
     if makes_words(stored.config):
         return print_answers(args, stored, root / "samples")

@@ -102,7 +102,7 @@ class TextRowsDataset:
             inputs["labels"] = torch.tensor(labels, dtype=kind)
         return TextBatch(
             keys=[sample["key"] for sample in samples],
-            weights=torch.tensor([sample["weight"] for sample in samples], dtype=torch.float32),
+            sample_weights=torch.tensor([sample["weight"] for sample in samples], dtype=torch.float32),
             ids=[sample["id"] for sample in samples],
             inputs=inputs,
         )

@@ -69,7 +69,7 @@ class VideoTextDataset:
         """Samples, to which the loader has added `key` and `weight`, as a batch."""
         return VideoTextBatch(
             keys=[sample["key"] for sample in samples],
-            weights=torch.tensor([sample["weight"] for sample in samples], dtype=torch.float32),
+            sample_weights=torch.tensor([sample["weight"] for sample in samples], dtype=torch.float32),
             ids=[sample["id"] for sample in samples],
             pixels=torch.stack([sample["pixels"] for sample in samples]),
             captions=[sample["caption"] for sample in samples],

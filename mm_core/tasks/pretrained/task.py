@@ -131,7 +131,7 @@ class PretrainedTask(nn.Module):
         assert isinstance(batch, TextBatch)
         self._names[True].check(batch.inputs)
         counts = batch.counts if batch.counts is not None else self._labels.counts(batch.inputs["labels"])
-        return float(sum(w * n for w, n in zip(batch.weights.tolist(), counts, strict=True)))
+        return float(sum(w * n for w, n in zip(batch.sample_weights.tolist(), counts, strict=True)))
 
     def batch_transform(self) -> Callable[[Batch], Batch]:
         """Counting labels, for data workers."""
@@ -145,8 +145,8 @@ class PretrainedTask(nn.Module):
         if self.model.training and True not in self._checked:
             warn_of_dense(self.model, batch.inputs)
         counts = batch.counts if batch.counts is not None else self._labels.counts(batch.inputs["labels"])
-        weight = float(sum(w * n for w, n in zip(batch.weights.tolist(), counts, strict=True)))
-        weights = batch.weights.to(next(iter(batch.inputs.values())).device, non_blocking=True)
+        weight = float(sum(w * n for w, n in zip(batch.sample_weights.tolist(), counts, strict=True)))
+        weights = batch.sample_weights.to(next(iter(batch.inputs.values())).device, non_blocking=True)
         return PretrainedInputs(batch.inputs, weights, counts, weight, batch.tokens)
 
     def loss(self, inputs: PretrainedInputs) -> Loss:

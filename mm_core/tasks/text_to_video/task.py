@@ -128,7 +128,7 @@ class TextToVideo(nn.Module):
 
     def weight(self, batch: Batch) -> float:
         """The sum of the samples' weights."""
-        return float(batch.weights.sum())
+        return float(batch.sample_weights.sum())
 
     def batch_transform(self) -> TokenizeCaptions:
         """Tokenizing, for data workers."""
@@ -153,7 +153,7 @@ class TextToVideo(nn.Module):
         timestep = timestep.to(device)
         dropped = [self._drops_caption(rng, key) for key in batch.keys]
         text, mask = self._captions.encoded(batch, dropped)
-        weights = batch.weights.to(device)
+        weights = batch.sample_weights.to(device)
         return TextToVideoInputs(
             given=inputs_of(
                 self.predictor,

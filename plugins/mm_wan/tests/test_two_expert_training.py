@@ -68,7 +68,7 @@ def test_an_expert_trains_the_truncated_density_of_its_timesteps(folder, train, 
         batch = training.row_of(task, 0, 0, 4)
         batch.keys = [SampleKey(step, number) for number in range(500)]
         batch.pixels = batch.pixels[:1, :, :1, :2, :2].expand(500, -1, -1, -1, -1)
-        batch.weights = torch.ones(500)
+        batch.sample_weights = torch.ones(500)
         batch.text_ids, batch.text_mask = (t[:1].expand(500, -1) for t in (batch.text_ids, batch.text_mask))
         inputs = task.prepare(batch, RNG)
         assert inputs.expert == train
