@@ -68,7 +68,7 @@ def row(batch: VideoTextBatch, i: int) -> VideoTextBatch:
     return replace(
         batch,
         keys=batch.keys[i : i + 1],
-        weights=batch.sample_weights[i : i + 1],
+        sample_weights=batch.sample_weights[i : i + 1],
         ids=batch.ids[i : i + 1],
         pixels=batch.pixels[i : i + 1],
         captions=batch.captions[i : i + 1],
