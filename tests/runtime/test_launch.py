@@ -55,7 +55,7 @@ def test_launch_options_are_checked(tiny, mm, arguments, sentence):
 @pytest.mark.slow
 def test_bad_input_on_one_rank_is_said_once_and_all_ranks_are_gone(faulty, mm):
     began = time.monotonic()
-    done = mm(*faulty, "--nproc", 2, FAULT="data")
+    done = mm(*faulty, "--nproc", 2, anew=True, FAULT="data")
     assert done.code == 1
     assert time.monotonic() - began < 60, "start-up included; ranks themselves go within 35 s"
     assert done.err.count("mm: error:") == 1 and "Traceback" not in done.err
@@ -65,7 +65,7 @@ def test_bad_input_on_one_rank_is_said_once_and_all_ranks_are_gone(faulty, mm):
 
 @pytest.mark.slow
 def test_a_killed_rank_is_explained(faulty, mm):
-    done = mm(*faulty, "--nproc", 2, FAULT="killed")
+    done = mm(*faulty, "--nproc", 2, anew=True, FAULT="killed")
     assert done.code == 128 + signal.SIGKILL
     assert done.err.count("mm: error:") == 1 and "Traceback" not in done.err
     assert "rank 1 was killed (SIGKILL); the usual reason is that the host ran out of memory" in done.err
@@ -182,7 +182,7 @@ def test_half_an_environment_is_named(tiny, mm):
 
 
 def _processes(marker: str) -> list[Path]:
-    """Folders of processes whose command line still names `marker`."""
+    """Folders of processes whose command line still names `marker`: of interpreters begun anew."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
