@@ -324,7 +324,7 @@ def test_checkpoints_whose_config_names_a_way_to_save_that_was_removed_are_read_
     forge(newest, "config.yaml", json.dumps(document).encode())
     forge(newest, "manifest.json", json.dumps({"config": {"checkpoint": {"async": value}}}).encode())
     stored = stored_run(store.folder.parent)
-    assert stored.checkpoint == newest and stored.config.checkpoint.async_ is True
+    assert stored.checkpoint.folder == newest and stored.config.checkpoint.async_ is True
     assert chosen(store, "auto") == (newest, [])
     (_, said) = check_resume(open_checkpoint(newest).manifest, {"config": {"checkpoint": {"async": True}}})
     assert said.split()[:5] == ["checkpoint.async", value, "->", "true", "safe"]

@@ -22,6 +22,7 @@ import pytest
 from mm_core.data.loading import loader, workers
 from mm_core.errors import DataError
 from mm_core.runtime import leftovers as aftermath
+from support import ranks
 
 MARK = "MM_TEST_MARK"
 
@@ -51,7 +52,7 @@ class Script:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | {"TMPDIR": str(temporary), MARK: self.mark},
+            env=ranks.environment(TMPDIR=str(temporary), **{MARK: self.mark}),
         ) as process:
             try:
                 out, err = process.communicate(timeout=40)

@@ -11,7 +11,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from mm_core.checkpoint.files.dcp import stored_names
+from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.config.load import load_config
 from mm_core.errors import CheckpointError, ConfigError
 from mm_core.files import staged_folder
@@ -79,7 +79,7 @@ def test_what_freezing_keeps_is_left_out_where_the_config_says_so(tmp_path, monk
     """And is in an export all the same."""
     monkeypatch.setenv("CLIPS", str(tmp_path))
     saved = run(tmp_path, train={"steps": 1, "freeze": ["net.weight"]}, checkpoint={"frozen": False})
-    assert stored_names(saved, "model") == {"net.bias", "net.table"}
+    assert OpenedCheckpoint(saved).names("model") == {"net.bias", "net.table"}
     (file,) = export(saved, tmp_path / "out", "safetensors").glob("*.safetensors")
     found, given = load_file(file), load_file(tmp_path / "given.safetensors")
     assert {f"net.{name.removeprefix('net.')}" for name in found} == given.keys()

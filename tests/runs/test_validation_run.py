@@ -108,5 +108,5 @@ def test_figures_that_are_not_finite_are_kept_in_words_and_are_never_the_best(ti
     run = tmp_path / "tiny"
     steps = sorted((run / "checkpoints").glob("step_*"))
     kept = [open_checkpoint(step).facts["metrics"]["validation/figure"] for step in steps]
-    assert kept == ["nan", 0.5, "-inf", "inf"]
+    assert kept == ["NaN", 0.5, "-Infinity", "Infinity"]
     assert find_checkpoint(run, "best") == steps[1]

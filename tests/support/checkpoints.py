@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from mm_core.checkpoint.files import dcp
-from mm_core.checkpoint.files import layout as files
+from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.checkpoint.store import CheckpointStore
 from mm_core.errors import CheckpointError
 
@@ -36,7 +36,7 @@ def staged(path: Path) -> Path:
 
 def tensors(step: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, whole."""
-    metadata = dcp.read_metadata(step, files.read_checksums(step))
+    metadata = OpenedCheckpoint(step).metadata
     state: dict[str, dict[str, torch.Tensor]] = {}
     for key, entry in metadata.state_dict_metadata.items():
         part, _, name = key.partition(".")
