@@ -18,21 +18,25 @@ from mm_core.weights.adapters.record import structure_in
 
 
 class OpenedCheckpoint:
-    """A checkpoint whose files are all there, at their sizes. What is asked of it is read from its files and
-    checked, by checksum and by value, the first time.
+    """A complete checkpoint. What is asked of it is read from its files and checked, by checksum and by
+    value, the first time; DamagedError where it is not whole.
 
     Attributes:
         folder: its folder.
-        checksums: of its files, by name.
-
-    Raises:
-        DamagedError: here and by what is asked, for a checkpoint that is not whole.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.checksums = files.read_checksums(folder)
-        files.check_present(folder, self.checksums)
+
+    @cached_property
+    def _listed(self) -> dict[str, files.Checksum]:
+        return files.read_checksums(self.folder)
+
+    @cached_property
+    def checksums(self) -> dict[str, files.Checksum]:
+        """Of its files, by name, which are all there, at their sizes."""
+        files.check_present(self.folder, self._listed)
+        return self._listed
 
     @cached_property
     def facts(self) -> dict[str, Any]:
@@ -42,10 +46,10 @@ class OpenedCheckpoint:
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
-        """What the run that saved it was made of; {} for one that does not say."""
-        if files.MANIFEST not in self.checksums:
+        """What the run that saved it was made of; {} for one that does not say. Tensors may be missing."""
+        if files.MANIFEST not in self._listed:
             return {}
-        files.check_contents(self.folder, self.checksums, [files.MANIFEST])
+        files.check_contents(self.folder, self._listed, [files.MANIFEST])
         return checkpoint_facts.read_manifest(self.folder)
 
     @cached_property
