@@ -30,7 +30,7 @@ def newest_whole(folder: Path) -> tuple[OpenedCheckpoint | None, list[Checkpoint
     ]
     for step in sorted(steps, reverse=True):
         try:
-            checkpoint = verify(steps[step])
+            checkpoint = verify(OpenedCheckpoint(steps[step]))
             examine(checkpoint)
         except files.DamagedError as fault:
             what = f"{fault.what}, instead of {fault.accepted}" if fault.accepted else fault.what

@@ -98,7 +98,15 @@ def device_mesh(shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
     return DeviceMesh.from_group(groups, device_type(), mesh, mesh_dim_names=tuple(names))
 
 
-def wait_for_ranks() -> None:
+def wait_for_ranks() -> torch.Tensor:
     """Waits until all ranks have come here. Unlike torch's barrier it does so on CPU: an accelerator's group
-    connects at its first use, through a launcher that may be gone by then."""
-    dist.all_reduce(torch.zeros(1))
+    connects at its first use, through a launcher that may be gone by then.
+
+    Returns:
+        What was reduced, to be held by who destroys the group next. torch 2.7's gloo lets go of it in a
+        thread, within a lock that the destruction waits for; were that the last reference, the thread would
+        wait for Python's lock, and neither would ever go on.
+    """
+    met = torch.zeros(1)
+    dist.all_reduce(met)
+    return met

@@ -29,9 +29,12 @@ def process_group(stuck_after: float | None = RunSection.stuck_after) -> Iterato
     try:
         yield Ranks.current()
         with leaving_at_signals("waited for the other ranks to end", patience=5.0):
-            wait_for_ranks()
+            held = wait_for_ranks()
     except BaseException:
         if dist.get_world_size() == 1:  # among several, the others may wait in a collective for ever
+            held = wait_for_ranks()
             dist.destroy_process_group()
+            del held
         raise
     dist.destroy_process_group()
+    del held
