@@ -107,9 +107,8 @@ def mm() -> Callable[..., Outcome]:
     """Runs `mm ARGUMENTS` as a person does."""
 
     def run(*arguments: object, timeout: float = 180, anew: bool = False, **environment: str) -> Outcome:
-        command = ["-m", "mm_core.cli.main", *arguments]
         env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
-        done = warm.run(command, env=env, timeout=timeout, anew=anew)
+        done = warm.mm(*arguments, env=env, timeout=timeout, anew=anew)
         return Outcome(done.returncode, done.stdout, done.stderr)
 
     return run

@@ -18,6 +18,7 @@ from mm_core.checkpoint.store import CheckpointStore
 from mm_core.errors import CheckpointError
 from mm_core.modules.shards import like
 from mm_core.optim.muon import _orthogonal_step
+from support.marks import needs_muon
 
 CONFIG = "run: {name: test}\n"
 
@@ -108,7 +109,7 @@ def test_a_copy_on_the_host_is_of_the_mesh_it_came_from(mesh):
             assert torch.equal(own(taken[part][name]), own(tensor)), name
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon is from 2.9")
+@needs_muon
 def test_a_step_of_muon_stays_where_the_gradient_is(mesh):
     """With `offload_to_cpu` that is the host, and the mesh is an accelerator's."""
     direction = DTensor.from_local(torch.randn(6, 4), mesh, [Shard(0)])

@@ -168,10 +168,8 @@ def test_figures_join_the_checkpoint_that_they_judge(early, tmp_path, state, mon
         assert final.exists() is not early
         go.set()
         store.wait()
-        assert (
-            open_checkpoint(final).facts["metrics"] == {"loss": loss}
-            and open_checkpoint(final).facts["looked"] is True
-        )
+        facts = open_checkpoint(final).facts
+        assert facts["metrics"] == {"loss": loss} and facts["looked"] is True
         assert (store.folder / "BEST").read_text() == "step_00000001\n"
     assert complete_steps(store.folder).keys() == {1, 3}
     verify(final)

@@ -20,9 +20,12 @@ def counted(monkeypatch) -> Counter[str]:
 
     def count(module: object, name: str) -> None:
         work = getattr(module, name)
-        monkeypatch.setattr(
-            module, name, lambda *given, **named: found.update([name]) or work(*given, **named)
-        )
+
+        def counting(*given: object, **named: object) -> object:
+            found[name] += 1
+            return work(*given, **named)
+
+        monkeypatch.setattr(module, name, counting)
 
     count(layout, "read_checksums")
     count(opened, "read_metadata")

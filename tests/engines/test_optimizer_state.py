@@ -21,6 +21,7 @@ from mm_core.optim.muon import muon
 from mm_core.optim.parameter_groups import groups_of
 from mm_core.runtime.process_group import process_group
 from support import tensors
+from support.marks import needs_muon
 from support.tiny_models import Task
 
 
@@ -97,9 +98,6 @@ def take_step(task: Task, engine: FSDP2Engine, late: bool) -> None:
 def whole(engine: FSDP2Engine) -> dict[str, torch.Tensor]:
     state = engine.state_dict()
     return {f"{part}.{name}": tensors.whole(t) for part, named in state.items() for name, t in named.items()}
-
-
-needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon is from 2.9")
 
 
 @pytest.mark.parametrize("make", [use_adamw, pytest.param(use_muon, marks=needs_muon)])

@@ -17,10 +17,10 @@ from mm_core.optim.adamw import adamw, has_fused_adamw
 from mm_core.optim.adamw_8bit import adamw_8bit
 from mm_core.optim.muon import muon
 from support import parts_ranks
+from support.marks import needs_muon
 from support.ranks import run_ranks
 
 SETTINGS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
-needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon is from 2.9")
 
 
 def one_group(parameters, **settings):

@@ -146,6 +146,11 @@ def run(
         return subprocess.CompletedProcess(words, code, out.read(), err.read())
 
 
+def mm(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """`mm ARGUMENTS`, as `run` runs it under these options."""
+    return run(["-m", "mm_core.cli.main", *arguments], **options)
+
+
 def _is_warm(environment: Mapping[str, str]) -> bool:
     """Whether libraries imported in this environment are those that the server has imported in its own."""
     return _decisive(environment) == json.loads(Path(_address()).with_name("decisive").read_text())
@@ -250,7 +255,7 @@ def _become(request: dict[str, Any], streams: Sequence[int]) -> None:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
-    with suppress(BaseException):
+    with suppress(BaseException):  # a signal that comes now must not lead back into the server
         threading._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -180,7 +180,7 @@ def test_two_ranks_say_what_one_says(place, run, tmp_path):
     for nproc in ("1", "2"):
         out = tmp_path / f"{nproc}.jsonl"
         options = ["--nproc", nproc, "--batch-size", nproc, "--out", str(out)]
-        ended = warm.run(["-m", "mm_core.cli.main", *words, *options])
+        ended = warm.mm(*words, *options)
         assert ended.returncode == 0, ended.stderr
     assert lines(tmp_path / "2.jsonl") == lines(tmp_path / "1.jsonl")
 

@@ -34,8 +34,8 @@ def test_two_ranks_compute_what_one_computes_under_the_dense_mask(config):
     dense = mm_core.load_config(config, [*FEWER, "run.name=dense", "task.attn_implementation=sdpa"])
     with pytest.warns(mm_core.errors.RunWarning, match="rows are packed, and sdpa computes"):
         mm_core.train(dense)
-    command = ["-m", "mm_core.cli.main", "train", "--config", config, "--nproc", 2, *FEWER, "run.name=pieces"]
-    done = warm.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    command = ["train", "--config", config, "--nproc", 2, *FEWER, "run.name=pieces"]
+    done = warm.mm(*command, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     assert "rows are packed" not in done.stderr
     one, two = logged("dense"), logged("pieces")

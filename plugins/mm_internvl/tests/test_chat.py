@@ -136,7 +136,7 @@ def test_two_ranks_converse_as_one_does(place, run):
     found = []
     for nproc in ("1", "2"):
         command = ["chat", "--run", str(run), "--max-new-tokens", "20", "--nproc", nproc]
-        ended = warm.run(["-m", "mm_core.cli.main", *command], text=text)
+        ended = warm.mm(*command, text=text)
         found.append((ended.returncode, ended.stdout, ended.stderr))
     assert found[0] == found[1]
     code, said, faults = found[0]

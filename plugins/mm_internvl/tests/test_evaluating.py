@@ -39,7 +39,7 @@ def test_two_ranks_find_what_one_finds(place, run, tmp_path, capsys):
     command = ["eval", "--run", str(run), *options, "--json", "--predictions"]
     one = json.loads(mm(capsys, *command, tmp_path / "one.jsonl"))["metrics"]
     words = [*command, str(tmp_path / "two.jsonl"), "--nproc", "2"]
-    ended = warm.run(["-m", "mm_core.cli.main", *words])
+    ended = warm.mm(*words)
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout)["metrics"] == pytest.approx(one, rel=1e-5)
     said = [[row["text"] for row in lines(tmp_path / name)] for name in ("one.jsonl", "two.jsonl")]

@@ -37,8 +37,8 @@ def test_two_ranks_train_a_lora_that_peft_loads_and_that_merges_into_either_layo
     monkeypatch.chdir(tmp_path)
     make_tiny_conversations("data/digits")
     origin = make_tiny_checkpoint("ckpt/internvl_tiny")
-    command = ["-m", "mm_core.cli.main", "train", "--config", CONFIG, "--nproc", 2, *FEWER]
-    done = warm.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    command = ["train", "--config", CONFIG, "--nproc", 2, *FEWER]
+    done = warm.mm(*command, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
     mm_core.train(load_config(CONFIG, [*FEWER, "run.name=alone"]))
     assert losses(Path("runs/internvl_tiny_lora")) == pytest.approx(losses(Path("runs/alone")), rel=1e-5)

@@ -69,8 +69,8 @@ def test_two_ranks_of_which_one_has_no_image_compute_what_one_computes(config):
     options = ["data.train.packing=false", "data.loader.sampler=sequential", "data.loader.workers=0"]
     options += ["data.loader.drop_last=true", "train.steps=3", "optimizer.lr=1e-3"]
     mm_core.train(mm_core.load_config(config, [*options, "run.name=alone"]))
-    command = ["-m", "mm_core.cli.main", "train", "--config", config, "--nproc", 2, *options, "run.name=two"]
-    done = warm.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    command = ["train", "--config", config, "--nproc", 2, *options, "run.name=two"]
+    done = warm.mm(*command, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     alone, two = (_logged(config.parent / "runs" / name) for name in ("alone", "two"))
     assert len(alone) == len(two) == 3

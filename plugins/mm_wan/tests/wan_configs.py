@@ -31,9 +31,8 @@ def render_clips(folder: Path) -> None:
 def train(name: str, *overrides: str, code: int = 0) -> str:
     """mm-train, for fewer steps; what it prints."""
     fewer = ["train.steps=3", "checkpoint.every=3", "validation.every=3", "data.loader.workers=0"]
-    command = ["-m", "mm_core.cli.main", "train", "--config"]
-    command += [f"{ROOT}/configs/wan/{name}.yaml", *fewer, *overrides]
-    found = warm.run(command, env=environment())
+    command = ["train", "--config", f"{ROOT}/configs/wan/{name}.yaml", *fewer, *overrides]
+    found = warm.mm(*command, env=environment())
     assert found.returncode == code, found.stdout + found.stderr
     return found.stdout + found.stderr
 
