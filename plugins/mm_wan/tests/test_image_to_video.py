@@ -342,7 +342,7 @@ def test_two_ranks_train_the_weights_of_one(tmp_path, variant):
     for part in ("gradients", "trained"):
         for name, one in seen[1][part].items():
             gap = (seen[2][part][name] - one).abs().max() / one.abs().max().clamp_min(1e-8)
-            assert gap < 1e-5, (part, name)
+            assert gap < 1e-6, (part, name, float(gap))
     moved = [n for n, t in seen[2]["trained"].items() if not torch.equal(t, seen[2]["begun"][n])]
     experts = {"predictor" + (f".{name}." if name else "") for name in seen[2]["experts"]}
     assert moved == [name for name in seen[2]["begun"] if name.startswith(tuple(experts))]
