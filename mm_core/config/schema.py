@@ -203,7 +203,8 @@ class ValidationSection:
     """Held-out loss and sampled clips while training."""
 
     every: Annotated[int, Range(ge=1)] = 500  # steps
-    clips: Annotated[int, Range(ge=1)] | None = None  # samples of data.validation, evenly spaced; none: all
+    rows: Annotated[int, Range(ge=1)] | None = field(default=None, metadata={"aliases": ("clips",)})
+    """how many of data.validation, evenly spaced; none: all"""
     timesteps: Literal["quantiles"] | tuple[Annotated[float, Range(gt=0, lt=1)], ...] = (
         "quantiles"  # of the training density, the same for every sample: 0.1, 0.3, 0.5, 0.7, 0.9
     )

@@ -38,7 +38,7 @@ class EvaluationData:
 
     Args:
         dataset: what is held out. where: its place in the config, for errors.
-        clips: rows to take, evenly spaced; None or more than there are takes all.
+        rows: how many to take, evenly spaced; None or more than there are takes all.
         micro_batch_size: rows a batch. rank, world: this rank among those that see different rows.
         transform: `Task.batch_transform()`. seed: the run's. loader: as training reads.
     """
@@ -48,7 +48,7 @@ class EvaluationData:
         dataset: Dataset,
         *,
         where: str,
-        clips: int | None,
+        rows: int | None,
         micro_batch_size: int,
         rank: int,
         world: int,
@@ -59,7 +59,7 @@ class EvaluationData:
     ) -> None:
         if not len(dataset):
             raise DataError("the dataset has no rows to evaluate", where=where)
-        self.rows = len(dataset) if clips is None else min(clips, len(dataset))
+        self.rows = len(dataset) if rows is None else min(rows, len(dataset))
         self._dataset, self._where, self._transform = dataset, where, transform
         self._rank, self._world = rank, world
         self._seed, self._loader, self._device = seed, loader, device

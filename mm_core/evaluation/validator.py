@@ -113,7 +113,7 @@ class Validator:
             self._data = EvaluationData(
                 dataset,
                 where=f"data.{split}",
-                clips=self.settings.clips,
+                rows=self.settings.rows,
                 micro_batch_size=config.train.micro_batch_size,
                 rank=self._ranks.rank,
                 world=self._ranks.count,
@@ -327,7 +327,7 @@ def build_metrics(registry: Registry, settings: ValidationSection) -> list[tuple
 def default_settings(config: RunConfig, split: str) -> ValidationSection:
     """The run's own; of a test set every row is evaluated."""
     settings = config.validation or ValidationSection()
-    return settings if split == "validation" else replace(settings, clips=None)
+    return settings if split == "validation" else replace(settings, rows=None)
 
 
 def _row_sums(evaluation: Evaluation, counts: Tensor, before: Mapping[str, float]) -> dict[str, float]:

@@ -102,7 +102,7 @@ def evaluate(
     split: Split = "validation",
     weights: Weights = "auto",
     checkpoint: Which = "latest",
-    clips: int | None = None,
+    rows: int | None = None,
     metrics: Sequence[str | Mapping[str, Any]] = (),
     predictions: bool = False,
     overrides: Sequence[str] = (),
@@ -117,7 +117,7 @@ def evaluate(
         split: `validation`, `test` or `train`: the dataset under `data`.
         weights: `ema`, `model`, or `auto`: the average where the checkpoint holds one.
         checkpoint: `latest` or `best`, of the complete ones.
-        clips: rows, evenly spaced; None takes as many as the run's validation, and all of other sets.
+        rows: how many, evenly spaced; None takes as many as the run's validation, and all of other sets.
         metrics: beside the run's own, in the place of those of the same type: names, or `{type: f1, ...}`.
         predictions: also keep what was found of each row.
         overrides: `key=value` over the run's config, to evaluate on other data.
@@ -130,15 +130,15 @@ def evaluate(
     """
     chosen = choose(run, split, checkpoint, overrides, allow_code)
     settings = default_settings(chosen.config, split)
-    if clips is not None:
-        settings = replace(settings, clips=clips)
+    if rows is not None:
+        settings = replace(settings, rows=rows)
     measured = _metrics(chosen.config.registry, settings, metrics)
     used = stored_weights(chosen.checkpoint, weights)
     step = int(chosen.checkpoint.facts["step"])
     with among_ranks():
         ranks = Ranks.current()
         told = note if ranks.rank == 0 else lambda sentence: None
-        figures, rows = _pass(chosen, settings, measured, used, step, predictions, told)
+        figures, found = _pass(chosen, settings, measured, used, step, predictions, told)
     return EvaluationResult(
         checkpoint=chosen.checkpoint.folder,
         step=step,
@@ -148,7 +148,7 @@ def evaluate(
         config_sha256=hashlib.sha256(to_yaml(chosen.config).encode()).hexdigest(),
         overrides=tuple(overrides),
         ranks=ranks.count,
-        predictions=rows,
+        predictions=found,
     )
 
 

@@ -44,7 +44,7 @@ def test_a_resume_and_each_command_read_once(tiny, tmp_path, counted, capsys):
     for command in (
         [*words, "lr_schedule.warmup_steps=0", "train.steps=4"],
         ["sample", "--run", run, "--prompt", "a red circle", "--steps", "1"],
-        ["eval", "--run", run, "--split", "train", "--clips", "2"],
+        ["eval", "--run", run, "--split", "train", "--rows", "2"],
         ["export", "--run", run, "--to", "safetensors", "--out", str(tmp_path / "out")],
     ):
         counted.clear()

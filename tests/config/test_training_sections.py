@@ -107,3 +107,17 @@ def test_a_stored_config_of_an_earlier_version_is_read(value, read, allow_code, 
 def test_what_a_person_lays_upon_a_stored_config_is_of_this_version(path):
     with pytest.raises(ConfigError, match=r"checkpoint\.async: found 'process': the process mode was"):
         load_config(path, ["checkpoint.async=process"], stored=True)
+
+
+@pytest.mark.parametrize("name", ["rows", "clips"])
+def test_the_rows_of_a_validation_are_read_by_their_older_name_too(name, path):
+    assert load_config(path, [HELD_OUT, f"validation={{{name}: 3}}"]).validation.rows == 3
+    with pytest.raises(ConfigError, match=rf"validation\.{name}: found 0, an integer"):
+        load_config(path, [HELD_OUT, f"validation={{{name}: 0}}"])
+
+
+def test_a_key_under_both_of_its_names(path):
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, [HELD_OUT, "validation={clips: 3, rows: 4}"])
+    assert "validation.clips: 'clips' is an older name of 'rows', and both are set" in str(caught.value)
+    assert "hint: set one of them; an override uses the name that the file has" in str(caught.value)

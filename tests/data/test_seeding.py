@@ -183,7 +183,7 @@ def test_an_evaluation_draws_the_same_in_every_pass_and_at_any_world_size() -> N
         data = EvaluationData(
             Drawing(),
             where="data.validation",
-            clips=8,
+            rows=8,
             micro_batch_size=2,
             rank=rank,
             world=world,

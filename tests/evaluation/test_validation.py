@@ -56,7 +56,7 @@ def test_every_row_is_read_once_over_all_ranks_in_equally_many_batches(total, sh
 def data(dataset, **fields) -> EvaluationData:
     settings = {
         "where": "data.validation",
-        "clips": None,
+        "rows": None,
         "micro_batch_size": 4,
         "rank": 0,
         "world": 1,
@@ -69,7 +69,7 @@ def data(dataset, **fields) -> EvaluationData:
 
 
 def test_a_subset_is_spread_over_the_dataset_under_its_own_indices():
-    found = data(validation.Clips(100), clips=5)
+    found = data(validation.Clips(100), rows=5)
     (first, second) = found.read()
     assert [*first.keys, *second.keys][:5] == [SampleKey(0, row) for row in (0, 20, 40, 60, 80)]
     assert first.ids == ["clip 0", "clip 20", "clip 40", "clip 60"]
@@ -132,13 +132,13 @@ def test_it_is_the_same_each_time_and_leaves_no_trace(parts):
 
 
 def test_a_part_of_the_rows_meets_the_same_noise_as_all_of_them(parts):
-    settings = type(parts.config.validation)(clips=3, timesteps=(0.2, 0.5, 0.8))
+    settings = type(parts.config.validation)(rows=3, timesteps=(0.2, 0.5, 0.8))
     figures = parts.validator(validation.Clips(12), settings=settings).run(1)
     assert figures["validation/loss"] == pytest.approx(expected_loss(parts, (0, 4, 8)), rel=1e-6)
 
 
 def test_every_row_of_a_test_set_is_evaluated_under_its_name(parts):
-    parts.config = replace(parts.config, validation=replace(parts.config.validation, clips=2))
+    parts.config = replace(parts.config, validation=replace(parts.config.validation, rows=2))
     assert parts.validator(validation.Clips(7), split="test").run(1)["test/rows"] == 7
     assert parts.validator(validation.Clips(7)).run(1)["validation/rows"] == 2
 

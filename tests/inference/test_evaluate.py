@@ -91,7 +91,7 @@ def test_the_figures_are_those_of_the_rows_that_can_be_read(run, weights, factor
 
 
 def test_the_command_prints_a_table_or_json(run, capsys):
-    arguments = ["eval", "--run", str(run), "--weights", "model", "--clips", "2"]
+    arguments = ["eval", "--run", str(run), "--weights", "model", "--rows", "2"]
     assert main(arguments) == 0
     table = capsys.readouterr().out
     assert "step_00000009, model weights, data.validation" in table and "loss_at/0.5" in table

@@ -82,7 +82,7 @@ COMMANDS: dict[str, tuple[str, int, str]] = {
         0,
         "the resumed run is the uninterrupted one",
     ),
-    "mm eval --run DIR": ("mm eval --run runs/short --clips 2 " + HELD_OUT, 0, "loss"),
+    "mm eval --run DIR": ("mm eval --run runs/short --rows 2 " + HELD_OUT, 0, "loss"),
     "mm import --from DIR --config FILE": (
         f"mm import --from runs/short --config {QUICKSTART} run.name=imported",
         0,

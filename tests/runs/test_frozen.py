@@ -45,7 +45,7 @@ def config(tiny, shapes, umt5, tmp_path_factory) -> Path:
     document["data"]["validation"] = document["data"]["train"]
     document["validation"] = {
         "every": 2,
-        "clips": 3,
+        "rows": 3,
         "samples": {
             "prompts": ["a red circle", "a blue square moves left", "up"],
             "steps": 2,

@@ -139,7 +139,7 @@ def train_here(tiny: Path, folder: Path, at: Sequence[int] = ()) -> int:
     config["train"] = {"steps": 4, "micro_batch_size": 2, "global_batch_size": 8}
     config["checkpoint"] = {"every": 1000}
     metric = {"type": "local/signalled", "folder": str(folder), "at": list(at)}
-    config["validation"] = {"every": 2, "clips": 8, "metrics": [metric]}
+    config["validation"] = {"every": 2, "rows": 8, "metrics": [metric]}
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(config))
     return main(["train", "--config", str(path)])

@@ -28,7 +28,7 @@ def config_at(tiny: Path, folder: Path, sampling_steps: int, workers: int = 1) -
     config["ema"] = {"decay": 0.9}
     config["validation"] = {
         "every": 6,
-        "clips": 11,
+        "rows": 11,
         "metrics": [{"type": "latent_psnr"}, {"type": "frame_change"}],
         "samples": {"prompts": PROMPTS, "steps": sampling_steps, "seed": 3},
     }
@@ -101,7 +101,7 @@ def test_figures_that_are_not_finite_are_kept_in_words_and_are_never_the_best(ti
     config["checkpoint"] = {"every": 1, "keep": 9, "best": "figure"}
     figures = ["nan", "0.5", "-inf", "inf"]
     metric = {"type": "local/figures", "figures": figures}
-    config["validation"] = {"every": 1, "clips": 2, "metrics": [metric]}
+    config["validation"] = {"every": 1, "rows": 2, "metrics": [metric]}
     path = tmp_path / "odd.yaml"
     path.write_text(yaml.safe_dump(config))
     assert main(["train", "--config", str(path)]) == 0, capsys.readouterr().err

@@ -24,7 +24,7 @@ def config_of(tiny: Path, folder: Path, validation: dict, **checkpoint: object) 
     config["plugins"] = {"path": [str(PLUGIN)]}
     config["train"] = {"steps": 4, "micro_batch_size": 2, "global_batch_size": 8}
     config["checkpoint"] = {"every": 2, "keep": 9, **checkpoint}
-    config["validation"] = {"every": 2, "clips": 2, **validation}
+    config["validation"] = {"every": 2, "rows": 2, **validation}
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
@@ -95,7 +95,7 @@ def test_saves_between_validations_are_never_the_best(tiny, tmp_path):
 
 @pytest.mark.slow
 def test_a_fault_of_one_rank_alone_costs_no_step_either(tiny, tmp_path, mm):
-    config = config_of(tiny, tmp_path, {"clips": 4, "metrics": [faulty(rank=1)]}, best="loss")
+    config = config_of(tiny, tmp_path, {"rows": 4, "metrics": [faulty(rank=1)]}, best="loss")
     done = mm("train", "--config", config, "--nproc", 2)
     assert done.code == 1 and "rank 1: RuntimeError: this metric is broken" in done.err
     assert checkpoints(tmp_path / "run") == ["step_00000002"]

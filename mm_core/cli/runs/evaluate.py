@@ -37,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="TYPE",
         help="beside the run's own: accuracy, or '{type: f1, average: micro}'; may be repeated",
     )
-    add("--clips", type=count, metavar="N", help="rows, evenly spaced (default: as the run)")
+    add("--rows", "--clips", type=count, metavar="N", help="rows, evenly spaced (default: as the run)")
     add_ranks(parser, ", and the rows")
     add(
         "--out",
@@ -78,7 +78,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         split=args.split,
         weights=args.weights,
         checkpoint=args.checkpoint,
-        clips=args.clips,
+        rows=args.rows,
         metrics=args.metric,
         predictions=args.predictions is not None,
         overrides=args.overrides,

@@ -7,6 +7,7 @@ same check serves YAML files, overrides and Python mappings.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -105,7 +106,8 @@ class Checker:
         """An instance of `cls` from a mapping.
 
         Args:
-            cls: an annotated dataclass; fields with metadata `yaml: False` are no keys.
+            cls: an annotated dataclass. A field's metadata may say `yaml: False` (it is no key) and `aliases`
+                (older names of the key, still read).
             node: the mapping.
             skip: keys that are there and are not fields.
             further: names that an unknown key may have been meant as, beside the fields.
@@ -122,11 +124,18 @@ class Checker:
         own = [f for f in dataclasses.fields(cls) if f.init and f.metadata.get("yaml", True)]
         fields = {yaml_key(f.name): f for f in own}
         before = len(self.faults)
-        self._unknown_keys(node, [*fields], (*skip, *further), owner, skip)
+        aliases = {name: field.metadata.get("aliases", ()) for name, field in fields.items()}
+        known = (*skip, *itertools.chain.from_iterable(aliases.values()))
+        self._unknown_keys(node, [*fields], (*skip, *further), owner, known)
         values: dict[str, Any] = {}
         for name, field in fields.items():
-            if name in node.value:
-                values[field.name] = self._field(field, hints[field.name], node.value[name])
+            given = [key for key in (name, *aliases[name]) if key in node.value]
+            for other in given[1:]:
+                what = f"{other!r} is an older name of {given[0]!r}, and both are set"
+                hint = "set one of them; an override uses the name that the file has"
+                self.fault(node.value[other], what, key=True, hint=hint)
+            if given:
+                values[field.name] = self._field(field, hints[field.name], node.value[given[0]])
             elif field.default is not dataclasses.MISSING:
                 values[field.name] = self._default(field.default, node, name)
             elif field.default_factory is not dataclasses.MISSING:
