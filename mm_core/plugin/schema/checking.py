@@ -7,10 +7,9 @@ same check serves YAML files, overrides and Python mappings.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -125,7 +124,7 @@ class Checker:
         fields = {yaml_key(f.name): f for f in own}
         before = len(self.faults)
         aliases = {name: field.metadata.get("aliases", ()) for name, field in fields.items()}
-        known = (*skip, *itertools.chain.from_iterable(aliases.values()))
+        known = {*skip, *(old for names in aliases.values() for old in names)}
         self._unknown_keys(node, [*fields], (*skip, *further), owner, known)
         values: dict[str, Any] = {}
         for name, field in fields.items():
@@ -155,10 +154,10 @@ class Checker:
             self._infinite = before
 
     def _unknown_keys(
-        self, node: Node, fields: list[str], others: Sequence[str], owner: str, skip: Sequence[str]
+        self, node: Node, fields: list[str], others: Sequence[str], owner: str, known: Collection[str]
     ) -> None:
         for name, child in node.value.items():
-            if name not in fields and name not in skip:
+            if name not in fields and name not in known:
                 self.fault(
                     child,
                     f"{owner} has no key {name!r}" if owner else f"unknown key {name!r}",
