@@ -53,7 +53,7 @@ def results(judged: Score, prompts: Sequence[str]) -> list[Result]:
 def chance(prompts: Sequence[str], part: str) -> float:
     """How often two different prompts of the list agree in a part: what right clips score by luck."""
     asked = [getattr(judge_prompt(prompt), part) for prompt in prompts]
-    same = sum(a == b for a in asked for b in asked) - len(asked)
+    same: int = sum(a == b for a in asked for b in asked) - len(asked)
     return same / max(1, len(asked) * (len(asked) - 1))
 
 

@@ -34,9 +34,10 @@ def test_a_wheel_carries_its_package_and_nothing_else(wheels: dict[str, Path], n
     assert wheels_check.faults_of(wheels[name]) == []
 
 
-def test_the_core_wheel_is_typed_and_the_plugin_wheel_brings_its_yamls(wheels: dict[str, Path]) -> None:
-    with zipfile.ZipFile(wheels["mm-core"]) as archive:
-        assert "mm_core/py.typed" in archive.namelist()
+def test_every_wheel_is_typed_and_the_plugin_wheel_brings_its_yamls(wheels: dict[str, Path]) -> None:
+    for name, wheel in wheels.items():
+        with zipfile.ZipFile(wheel) as archive:
+            assert f"{name.replace('-', '_')}/py.typed" in archive.namelist()
     with zipfile.ZipFile(wheels["mm-custom-dit"]) as archive:
         yamls = {Path(name).name for name in archive.namelist() if name.endswith(".yaml")}
     assert {"quickstart.yaml", "real_clips.yaml", "t2v_1_3b.yaml"} <= yamls

@@ -24,15 +24,16 @@ def project_of(distribution: str) -> Path:
 
 
 def expected_files(project: Path) -> set[str]:
-    """Paths within the wheel of all sources, YAMLs and py.typed of the project's package."""
+    """Paths within the wheel of all sources and YAMLs of the project's package, and of its py.typed."""
     packages = [p.parent for p in project.glob("mm_*/__init__.py")]
-    return {
+    found = {
         str(file.relative_to(project))
         for package in packages
-        for pattern in ("*.py", "*.yaml", "*.css", "*.js", "py.typed")
+        for pattern in ("*.py", "*.yaml", "*.css", "*.js")
         for file in package.rglob(pattern)
         if file.is_file()
     }
+    return found | {f"{package.name}/py.typed" for package in packages}
 
 
 def faults_of(wheel: Path) -> list[str]:

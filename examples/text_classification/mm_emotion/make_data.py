@@ -48,13 +48,14 @@ def make_rows(count: int, seed: int, test: bool) -> list[tuple[str, str]]:
 
 def save_bert(folder: Path, corpus: Sequence[str]) -> None:
     """A WordPiece tokenizer of these texts, and the config of a model small enough for a laptop."""
-    from tokenizers.implementations import BertWordPieceTokenizer
+    from tokenizers.implementations.bert_wordpiece import BertWordPieceTokenizer
     from tokenizers.processors import BertProcessing
     from transformers import BertConfig, PreTrainedTokenizerFast
 
     pieces = BertWordPieceTokenizer(lowercase=True)
-    pieces.train_from_iterator(corpus, vocab_size=1200, min_frequency=2, show_progress=False)
-    first, last = ((name, pieces.token_to_id(name)) for name in ("[CLS]", "[SEP]"))
+    pieces.train_from_iterator(iter(corpus), vocab_size=1200, min_frequency=2, show_progress=False)
+    ids = pieces.get_vocab()
+    first, last = ((name, ids[name]) for name in ("[CLS]", "[SEP]"))
     pieces.post_processor = BertProcessing(last, first)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=pieces._tokenizer,

@@ -58,7 +58,8 @@ class CustomDiTBlock(nn.Module):
         normed = self.norm2(x.float()).type_as(x)
         x = x + self.attn2(normed, encoder_hidden_states=text, attention_mask=text_mask)
         normed = (self.norm3(x.float()) * (1 + scale2) + shift2).type_as(x)
-        return (x.float() + self.ffn(normed).float() * gate2).type_as(x)
+        x = (x.float() + self.ffn(normed).float() * gate2).type_as(x)
+        return x
 
 
 class CustomDiT(nn.Module):

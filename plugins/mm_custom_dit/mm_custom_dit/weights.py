@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
+from mm_core.contracts import TaskModule
 from mm_core.weights import (
     AdapterLayout,
     Companions,
@@ -70,7 +71,7 @@ class WanTransformer:
             loading='pipeline.load_lora_weights("{folder}", weight_name="pytorch_lora_weights.safetensors")',
         )
 
-    def companions(self, task: nn.Module, written: Sequence[Written]) -> Companions:
+    def companions(self, task: TaskModule, written: Sequence[Written]) -> Companions:
         """As in Diffusers' folders."""
         return self._folder.companions(task, written)
 

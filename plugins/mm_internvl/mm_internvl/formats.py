@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import nn
 
-from mm_core.contracts import Pretrained
+from mm_core.contracts import Pretrained, TaskModule
 from mm_core.weights import (
     AdapterLayout,
     Companions,
@@ -107,7 +107,7 @@ class InternVLOriginal:
         """None: PEFT's files are for the Transformers layout, whose attention has three matrices, not one."""
         return None
 
-    def companions(self, task: nn.Module, written: Sequence[Written]) -> Companions:
+    def companions(self, task: TaskModule, written: Sequence[Written]) -> Companions:
         """Tokenizer and processor files, and the Python files that lay beside the weights, unread."""
         found = self._folder.companions(task, written)
         began = [origin for one in written for origin in one.origins if is_original(origin)]

@@ -18,7 +18,7 @@ from mm_internvl.original import MODEL_TYPE, from_original
 __all__ = ["InternVLForConditionalGeneration", "OriginalConfig"]
 
 
-class OriginalConfig(_Config):
+class OriginalConfig(_Config):  # type: ignore[misc]  # mypy reads no types of Transformers
     """Reads config.json of `InternVLChatModel`. There are no objects of it: it makes an `InternVLConfig`."""
 
     model_type = MODEL_TYPE

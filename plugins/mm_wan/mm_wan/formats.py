@@ -10,6 +10,7 @@ from pathlib import Path
 import diffusers
 from torch import nn
 
+from mm_core.contracts import TaskModule
 from mm_core.weights import (
     AdapterLayout,
     Companions,
@@ -133,7 +134,7 @@ class WanDiffusers:
         pipeline = pipeline_of(component.weights_from)
         return _adapter(_LORA["high"], pipeline[1] if pipeline else "")
 
-    def companions(self, task: nn.Module, written: Sequence[Written]) -> Companions:
+    def companions(self, task: TaskModule, written: Sequence[Written]) -> Companions:
         """The pipeline that the run began with, around what is written."""
         return self._folder.companions(task, written)
 
@@ -179,7 +180,7 @@ class WanOriginal:
         """None: Wan-AI's own code reads no adapters."""
         return None
 
-    def companions(self, task: nn.Module, written: Sequence[Written]) -> Companions:
+    def companions(self, task: TaskModule, written: Sequence[Written]) -> Companions:
         """The expert that was not trained, where the run began with both. Its other parts are torch files of
         other names, which no run of ours begins with."""
         copies = {

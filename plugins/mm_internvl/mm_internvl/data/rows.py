@@ -134,7 +134,7 @@ def _conversation(value: Any, learnt: bool) -> Conversation:
     return Conversation(turns, _media(value, turns, own), answers)
 
 
-_NOTHING = (None, "", "[]", "{}", [], {})
+_NOTHING: tuple[object, ...] = (None, "", "[]", "{}", [], {})
 """What columns hold in rows that do not use them."""
 
 _OF_TOOLS_ROW, _OF_TOOLS_TURN = ("tools", "functions"), ("tool_calls", "function_call")
