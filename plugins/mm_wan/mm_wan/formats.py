@@ -212,8 +212,8 @@ def _adapter(file: str, part: str) -> AdapterLayout:
 
 def original_config(component: WanTransformer) -> dict[str, object]:
     """config.json of `WanModel` for the same architecture."""
-    fields = component.fields
-    if fields["pos_embed_seq_len"] is not None:
+    built = component.architecture
+    if built.pos_embed_seq_len is not None:
         kind = "flf2v"
     elif component.image_channels:
         kind = "i2v"
@@ -222,14 +222,14 @@ def original_config(component: WanTransformer) -> dict[str, object]:
     return {
         "_class_name": ORIGINAL_CLASS,
         "_diffusers_version": diffusers.__version__,
-        "dim": fields["num_attention_heads"] * fields["attention_head_dim"],
-        "eps": fields["eps"],
-        "ffn_dim": fields["ffn_dim"],
-        "freq_dim": fields["freq_dim"],
-        "in_dim": fields["in_channels"],
+        "dim": built.width,
+        "eps": built.eps,
+        "ffn_dim": built.ffn_dim,
+        "freq_dim": built.freq_dim,
+        "in_dim": built.in_channels,
         "model_type": kind,
-        "num_heads": fields["num_attention_heads"],
-        "num_layers": fields["num_layers"],
-        "out_dim": fields["out_channels"],
+        "num_heads": built.num_attention_heads,
+        "num_layers": built.num_layers,
+        "out_dim": built.out_channels,
         "text_len": TEXT_LENGTH,
     }

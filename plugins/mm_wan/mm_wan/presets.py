@@ -9,33 +9,44 @@ each tensor with them, and with the sizes of the published files.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 
-Fields = Mapping[str, object]
-"""Architecture: field of `WanTransformer3DModel` -> value; patch_size is a tuple."""
 
-DEFAULTS: Fields = MappingProxyType(
-    {
-        "patch_size": (1, 2, 2),
-        "num_attention_heads": 40,
-        "attention_head_dim": 128,
-        "in_channels": 16,
-        "out_channels": 16,
-        "text_dim": 4096,
-        "freq_dim": 256,
-        "ffn_dim": 13824,
-        "num_layers": 40,
-        "cross_attn_norm": True,
-        "qk_norm": "rms_norm_across_heads",
-        "eps": 1e-6,
-        "image_dim": None,
-        "added_kv_proj_dim": None,
-        "rope_max_seq_len": 1024,
-        "pos_embed_seq_len": None,
-    }
-)
-"""Those of Diffusers' class, which are the 14B text-to-video model's."""
+@dataclass(frozen=True)
+class Architecture:
+    """Fields of `WanTransformer3DModel`. The defaults are those of Diffusers' class, which are the 14B
+    text-to-video model's."""
+
+    patch_size: tuple[int, int, int] = (1, 2, 2)
+    num_attention_heads: int = 40
+    attention_head_dim: int = 128
+    in_channels: int = 16
+    out_channels: int = 16
+    text_dim: int = 4096
+    freq_dim: int = 256
+    ffn_dim: int = 13824
+    num_layers: int = 40
+    cross_attn_norm: bool = True
+    qk_norm: str = "rms_norm_across_heads"
+    eps: float = 1e-6
+    image_dim: int | None = None
+    added_kv_proj_dim: int | None = None
+    rope_max_seq_len: int = 1024
+    pos_embed_seq_len: int | None = None
+
+    @property
+    def width(self) -> int:
+        """Channels of a token."""
+        return self.num_attention_heads * self.attention_head_dim
+
+    @property
+    def fields(self) -> dict[str, object]:
+        """Name -> value: what `WanTransformer3DModel` is called with."""
+        return asdict(self)
+
+
+DEFAULTS: Mapping[str, object] = MappingProxyType(Architecture().fields)
 
 LARGEST = 100_000
 """Of any size. What is beyond it, or beyond these, nobody could build: it would only take for ever to try."""
@@ -54,52 +65,41 @@ def largest(field: str) -> int:
 
 @dataclass(frozen=True)
 class Preset:
-    """A published transformer. source: the repository whose config.json it is. changed: its fields that are
-    not `DEFAULTS`. boundary: where the model has two of them, the share of the timesteps at which the one
-    for less noise takes over (`boundary_ratio` of the repository's model_index.json)."""
+    """A published transformer. source: the repository whose config.json it is. boundary: where the model has
+    two of them, the share of the timesteps at which the one for less noise takes over (`boundary_ratio` of
+    the repository's model_index.json)."""
 
     source: str
-    changed: Fields
+    architecture: Architecture
     boundary: float | None = None
-
-    @property
-    def fields(self) -> dict[str, object]:
-        """The whole architecture."""
-        return {**DEFAULTS, **self.changed}
 
 
 T2V_BOUNDARY, I2V_BOUNDARY = 0.875, 0.9
 """Of Wan 2.2's two published pairs of experts."""
 
-_SMALL: Fields = {"num_attention_heads": 12, "num_layers": 30, "ffn_dim": 8960}
+_LARGE = Architecture()
+_SMALL = Architecture(num_attention_heads=12, num_layers=30, ffn_dim=8960)
 # 16 noisy channels, 16 of the given frames and 4 of their mask; CLIP's image features beside the text.
-_I2V: Fields = {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
-_TI2V: Fields = {
-    "num_attention_heads": 24,
-    "num_layers": 30,
-    "ffn_dim": 14336,
-    "in_channels": 48,
-    "out_channels": 48,
-}
+_I2V = Architecture(in_channels=36, image_dim=1280, added_kv_proj_dim=5120)
+_A14B_I2V = Architecture(in_channels=36)
+_FLF2V = replace(_I2V, pos_embed_seq_len=514)  # 257 CLIP tokens of each of the two frames
+_TI2V = Architecture(num_attention_heads=24, num_layers=30, ffn_dim=14336, in_channels=48, out_channels=48)
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
         "wan2.1-t2v-1.3b": Preset("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", _SMALL),
-        "wan2.1-t2v-14b": Preset("Wan-AI/Wan2.1-T2V-14B-Diffusers", {}),
+        "wan2.1-t2v-14b": Preset("Wan-AI/Wan2.1-T2V-14B-Diffusers", _LARGE),
         "wan2.1-i2v-14b-480p": Preset("Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", _I2V),
         "wan2.1-i2v-14b-720p": Preset("Wan-AI/Wan2.1-I2V-14B-720P-Diffusers", _I2V),
-        "wan2.1-flf2v-14b-720p": Preset(
-            "Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers",
-            {**_I2V, "pos_embed_seq_len": 514},  # 257 CLIP tokens of each of the two frames
-        ),
+        "wan2.1-flf2v-14b-720p": Preset("Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers", _FLF2V),
         # Either of the two experts.
-        "wan2.2-t2v-a14b": Preset("Wan-AI/Wan2.2-T2V-A14B-Diffusers", {}, T2V_BOUNDARY),
-        "wan2.2-i2v-a14b": Preset("Wan-AI/Wan2.2-I2V-A14B-Diffusers", {"in_channels": 36}, I2V_BOUNDARY),
+        "wan2.2-t2v-a14b": Preset("Wan-AI/Wan2.2-T2V-A14B-Diffusers", _LARGE, T2V_BOUNDARY),
+        "wan2.2-i2v-a14b": Preset("Wan-AI/Wan2.2-I2V-A14B-Diffusers", _A14B_I2V, I2V_BOUNDARY),
         "wan2.2-ti2v-5b": Preset("Wan-AI/Wan2.2-TI2V-5B-Diffusers", _TI2V),
     }
 )
 
 
-def presets_of(fields: Fields) -> list[str]:
+def presets_of(architecture: Architecture) -> list[str]:
     """The presets of that architecture: several models may share one."""
-    return [name for name, preset in PRESETS.items() if preset.fields == dict(fields)]
+    return [name for name, preset in PRESETS.items() if preset.architecture == architecture]

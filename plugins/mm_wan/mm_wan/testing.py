@@ -9,11 +9,15 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from mm_core.errors import ContractError
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKLWan, WanTransformer3DModel
+    from transformers import CLIPImageProcessor, CLIPVisionModel, T5TokenizerFast, UMT5EncoderModel
 
 Variant = Literal["t2v", "t2v_high_low", "i2v", "i2v_high_low", "flf2v", "ti2v"]
 
@@ -122,7 +126,7 @@ def make_tiny_checkpoint(
     return folder
 
 
-def _tokenizer() -> Any:
+def _tokenizer() -> T5TokenizerFast:
     """A T5 tokenizer: a unigram model over the words of `SENTENCES`, scored by how often they occur, and
     over single printable letters.
 
@@ -162,7 +166,7 @@ def _tokenizer() -> Any:
         return T5TokenizerFast.from_pretrained(place, local_files_only=True)
 
 
-def _text_encoder(vocabulary: int) -> Any:
+def _text_encoder(vocabulary: int) -> UMT5EncoderModel:
     from transformers import UMT5Config, UMT5EncoderModel
 
     return UMT5EncoderModel(
@@ -173,11 +177,11 @@ def _text_encoder(vocabulary: int) -> Any:
     ).eval()  # fmt: skip
 
 
-def _autoencoder(channels: int) -> Any:
+def _autoencoder(channels: int) -> AutoencoderKLWan:
     """Four levels as the published ones have, for their strides."""
     from diffusers import AutoencoderKLWan
 
-    sizes: dict[str, Any] = {
+    sizes: dict[str, object] = {
         "base_dim": 4, "z_dim": channels, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1,
         "temperal_downsample": [False, True, True],
         "latents_mean": [0.0] * channels, "latents_std": [1.0] * channels,
@@ -206,7 +210,7 @@ def _smooth_clips() -> torch.Tensor:
     return clips.tanh()
 
 
-def _transformer(facts: _Facts, image_encoder: bool) -> Any:
+def _transformer(facts: _Facts, image_encoder: bool) -> WanTransformer3DModel:
     from diffusers import WanTransformer3DModel
 
     heads, head_width = 2, 12
@@ -224,7 +228,7 @@ def _transformer(facts: _Facts, image_encoder: bool) -> Any:
     return model.eval()
 
 
-def _image_encoder() -> tuple[Any, Any]:
+def _image_encoder() -> tuple[CLIPVisionModel, CLIPImageProcessor]:
     from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
 
     config = CLIPVisionConfig(

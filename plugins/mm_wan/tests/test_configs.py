@@ -69,7 +69,7 @@ def test_a_full_size_config_plans_the_published_tensors(name):
     task = build_task(config)
     preset = config.task.options["predictor"].options["preset"]
     with torch.device("meta"):
-        model = WanTransformer3DModel(**PRESETS[preset].fields)
+        model = WanTransformer3DModel(**PRESETS[preset].architecture.fields)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     found = {
         name.replace(".base_layer.", "."): tuple(tensor.shape)
@@ -110,7 +110,7 @@ def test_operations_of_image_to_video_are_known_before_its_files_are_there(name,
     preset = PRESETS[config.task.options["predictor"].options["preset"]]
     plan = make_plan(config, 8)
     assert plan.operations.forward == plan.global_batch_size * forward_flops(
-        preset.fields, latents, image_tokens=tokens
+        preset.architecture, latents, image_tokens=tokens
     )
 
 

@@ -120,10 +120,10 @@ def test_original_names_are_those_of_wan_ai_one_to_one(preset):
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     copies = ORIGINAL_KEYS.copies(shapes)
     assert len({copy.stored for copy in copies}) == len(copies) == len(shapes)
-    image = model.fields["image_dim"] is not None
-    positions = {"img_emb.emb_pos"} if model.fields["pos_embed_seq_len"] else set()
+    image = model.architecture.image_dim is not None
+    positions = {"img_emb.emb_pos"} if model.architecture.pos_embed_seq_len else set()
     in_block = BLOCK | (IMAGE_BLOCK if image else set())
-    blocks = {f"blocks.{n}.{name}" for n in range(model.fields["num_layers"]) for name in in_block}
+    blocks = {f"blocks.{n}.{name}" for n in range(model.architecture.num_layers) for name in in_block}
     expected = blocks | TOP | (IMAGE_TOP if image else set()) | positions
     assert {copy.stored for copy in copies} == expected
     assert all(copy.stored_shape == shapes[copy.component] for copy in copies)
@@ -191,7 +191,7 @@ def test_an_original_folder_says_its_architecture(variant, tmp_path):
     with torch.device("meta"):
         ours = WanTransformer(from_pretrained=str(folder))
     expected = {**architecture(variant), "rope_max_seq_len": 1024}
-    assert {name: ours.fields[name] for name in expected} == expected
+    assert {name: ours.architecture.fields[name] for name in expected} == expected
     assert (ours.weights_from.path, ours.weights_from.format) == (str(folder), "wan/original")
     assert WanOriginal().recognises(folder) and not WanDiffusers().recognises(folder)
     config = json.loads(WanOriginal().layout("predictor", ours).texts["config.json"])

@@ -64,7 +64,7 @@ ALIKE = {
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_fields_are_those_of_the_conversion_that_wrote_the_published_folders(preset):
-    assert PRESETS[preset].fields == {**ALIKE, **CONVERTED[preset]}
+    assert PRESETS[preset].architecture.fields == {**ALIKE, **CONVERTED[preset]}
 
 
 def test_boundaries_are_those_that_the_conversion_gives_the_pipelines():

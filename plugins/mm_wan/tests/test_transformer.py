@@ -197,13 +197,13 @@ def test_a_folder_says_the_architecture_and_holds_the_weights(tmp_path):
     with torch.device("meta"):
         ours = WanTransformer(from_pretrained=str(folder), num_layers=2)
     assert ours.weights_from == WeightsFrom(str(folder), "wan/diffusers")
-    assert ours.fields["eps"] == 1e-5 and ours.patch_size == (1, 2, 4) and ours.in_channels == 12
+    assert ours.architecture.eps == 1e-5 and ours.patch_size == (1, 2, 4) and ours.in_channels == 12
     (tmp_path / "model_index.json").write_text(
         json.dumps({"_class_name": "WanPipeline", "transformer": ["diffusers", "WanTransformer3DModel"]})
     )
     with torch.device("meta"):
         whole = WanTransformer(from_pretrained=str(tmp_path))
-    assert whole.fields == ours.fields and whole.weights_from.path == str(tmp_path)
+    assert whole.architecture == ours.architecture and whole.weights_from.path == str(tmp_path)
 
 
 def test_options_that_contradict_the_folder_are_a_sentence(tmp_path):
@@ -219,7 +219,7 @@ def test_options_that_contradict_the_folder_are_a_sentence(tmp_path):
 
 
 def test_a_folder_of_another_variant_than_the_presets_is_a_sentence(tmp_path):
-    config = {"_class_name": "WanTransformer3DModel", **PRESETS["wan2.1-i2v-14b-480p"].fields}
+    config = {"_class_name": "WanTransformer3DModel", **PRESETS["wan2.1-i2v-14b-480p"].architecture.fields}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(
         CheckpointError,
@@ -325,7 +325,7 @@ def test_operations_are_those_that_torch_counts(preset, latents, text, image, ea
     """The bar is a hundredth; they are equal."""
     with torch.device("meta"):
         model = WanTransformer(preset=preset)
-        reference = WanTransformer3DModel(**PRESETS[preset].fields)
+        reference = WanTransformer3DModel(**PRESETS[preset].architecture.fields)
     forward, backward = counted(reference, latents, text, image, each)
     assert isinstance(model, CountsProducts)
     step = step_operations(model, model.products(**shapes(model, latents, text, image, each)))

@@ -133,7 +133,7 @@ def test_the_idle_expert_is_not_built(pair, train):
 def test_operations_are_within_a_hundredth_of_torchs_count(preset, image):
     shape, reference = (1, 16, 5, 60, 104), WanTransformer3DModel
     with torch.device("meta"):
-        model, theirs = TwoExpert(preset=preset), reference(**PRESETS[preset].fields)
+        model, theirs = TwoExpert(preset=preset), reference(**PRESETS[preset].architecture.fields)
         given = {
             "hidden_states": torch.empty(1, 36 if image else 16, *shape[2:]),
             "timestep": torch.empty(1),
@@ -349,7 +349,7 @@ def test_a_lone_transformer_is_not_picked_out_of_two(pair):
     assert caught.value.accepted == f"one of them: {pair}/transformer or {pair}/transformer_2"
     assert "wan/two_expert" in caught.value.hint
     with torch.device("meta"):
-        assert WanTransformer(str(pair / "transformer_2")).fields["num_layers"] == 2
+        assert WanTransformer(str(pair / "transformer_2")).architecture.num_layers == 2
 
 
 def test_a_preset_of_one_transformer_is_a_sentence(tmp_path):

@@ -43,7 +43,7 @@ def test_a_full_size_config_plans_the_published_tensors_of_what_it_trains(name, 
     preset = PRESETS[config.task.options["predictor"].options["preset"]]
     assert task.predictor.boundary == preset.boundary
     with torch.device("meta"):
-        model = WanTransformer3DModel(**preset.fields)
+        model = WanTransformer3DModel(**preset.architecture.fields)
     trained = ["high", "low"] if train == "both" else [train]
     expected = {f"{e}.{n}": tuple(t.shape) for e in trained for n, t in model.state_dict().items()}
     found = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from mm_core.plugin import DType
 from mm_core.weights import read_mapping
 from mm_wan.encoders.config import WanCLIPVisionConfig
 from mm_wan.encoders.vae_files import pipeline_part
+
+if TYPE_CHECKING:
+    from transformers import CLIPImageProcessor, CLIPVisionConfig
 
 SETTINGS = "preprocessor_config.json"
 PUBLISHED_TOKENS = 257
@@ -47,7 +50,7 @@ class WanCLIPVision(nn.Module):
         self.dtype = torch_dtype(dtype)
         self._files = ModelFolder(self.folder, "image encoder")
         self.weights_from: WeightsFrom | None = self._files.weights
-        self._processor: Any = None
+        self._processor: CLIPImageProcessor | None = None
         self.register_module("model", None)
 
     @property
@@ -85,7 +88,7 @@ class WanCLIPVision(nn.Module):
     def encode(self, images: Sequence[Tensor]) -> Tensor:
         """B images, each uint8 [3,Y,X] of any size -> hidden[B,K,D] in the encoder's dtype; K is 1 + the
         patches."""
-        assert self.model is not None, "its weights come first"
+        assert self.model is not None and self._processor is not None, "its weights come first"
         from PIL import Image
 
         pictures = [Image.fromarray(image.permute(1, 2, 0).cpu().contiguous().numpy()) for image in images]
@@ -100,7 +103,7 @@ class WanCLIPVision(nn.Module):
         """Stays in evaluation mode: it is frozen."""
         return super().train(False)
 
-    def _config(self) -> Any:
+    def _config(self) -> CLIPVisionConfig:
         """Of the vision part. CheckpointError for another model's."""
         config = self._files.config()
         if config.model_type not in _KINDS:
@@ -118,7 +121,7 @@ def _processor_folder(weights: Path) -> Path:
     return weights if (weights / SETTINGS).is_file() else weights.parent / "image_processor"
 
 
-def _open_processor(folder: Path) -> Any:
+def _open_processor(folder: Path) -> CLIPImageProcessor:
     """CLIP's processor: by Pillow, as Wan's pipelines were published, whatever else is installed."""
     import transformers
 

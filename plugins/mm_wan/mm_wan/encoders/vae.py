@@ -8,7 +8,7 @@ from dataclasses import asdict
 from functools import cached_property
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,10 @@ from mm_wan.encoders.vae_files import (
     layers_of,
     pipeline_part,
 )
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKLWan
+    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -72,7 +76,7 @@ class WanPosterior:
         """latents[B,C,T,H,W] float32, the most likely ones."""
         return self._unit(self._distribution().mode())
 
-    def _distribution(self) -> Any:
+    def _distribution(self) -> DiagonalGaussianDistribution:
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
         return DiagonalGaussianDistribution(self.moments.float())
@@ -97,7 +101,7 @@ class WanVAE(nn.Module):
 
     entry_points = ("encode", "decode")
     block_patterns = ()  # a call runs its layers once for each piece of a clip: moved or gathered whole
-    model: Any
+    model: AutoencoderKLWan | None
 
     def __init__(
         self,
@@ -197,11 +201,12 @@ class WanVAE(nn.Module):
     def encode(self, pixels: Tensor) -> WanPosterior:
         """pixels[B,3,F,Y,X] in [-1,1] -> posterior over latents[B,C,T,H,W]. ContractError for sizes that
         `latent_shape` refuses."""
-        assert self.model is not None, "its weights come first"
+        model = self.model
+        assert model is not None, "its weights come first"
         self.latent_shape(*pixels.shape[2:])
         if self.slicing and len(pixels) > 1:
-            return self.posterior(torch.cat([self._moments(row[None]) for row in pixels]))
-        return self.posterior(self._moments(pixels))
+            return self.posterior(torch.cat([self._moments(model, row[None]) for row in pixels]))
+        return self.posterior(self._moments(model, pixels))
 
     def posterior(self, moments: Tensor) -> WanPosterior:
         """The posterior whose moments[B,2C,T,H,W] were kept from an earlier `encode`. Needs no weights."""
@@ -222,12 +227,11 @@ class WanVAE(nn.Module):
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _moments(self, pixels: Tensor) -> Tensor:
+    def _moments(self, model: AutoencoderKLWan, pixels: Tensor) -> Tensor:
         """[B,2C,T,H,W] of pixels[B,3,F,Y,X]: what AutoencoderKLWan.encode gives. It casts and patchifies a
         whole clip at once; here each piece is, so that only the moments grow with the clip."""
         from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, patchify
 
-        model = self.model
         found: Tensor
         if self.tiling is not None:
             found = model.encode(pixels.to(self.dtype)).latent_dist.parameters

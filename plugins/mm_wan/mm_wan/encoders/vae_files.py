@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mm_core.contracts import empty_parameters
 from mm_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKLWan
 
 CLASS = "AutoencoderKLWan"
 STEM = "diffusion_pytorch_model"
@@ -57,7 +60,7 @@ def _no_model(fault: Exception, folder: Path) -> CheckpointError:
     )
 
 
-def empty_model(config: Mapping[str, Any], folder: Path, dtype: torch.dtype) -> Any:
+def empty_model(config: Mapping[str, object], folder: Path, dtype: torch.dtype) -> AutoencoderKLWan:
     """An AutoencoderKLWan without memory for its parameters, which are of `dtype`."""
     from diffusers import AutoencoderKLWan
 

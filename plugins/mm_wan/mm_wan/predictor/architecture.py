@@ -14,7 +14,7 @@ from typing import Any
 from mm_core.contracts import WeightsFrom
 from mm_core.errors import CheckpointError, ConfigError, did_you_mean
 from mm_core.weights import open_stored, pipeline_parts, read_mapping
-from mm_wan.presets import DEFAULTS, PRESETS, Fields, largest, presets_of
+from mm_wan.presets import DEFAULTS, PRESETS, Architecture, largest, presets_of
 
 CLASS = "WanTransformer3DModel"
 ORIGINAL_CLASS = "WanModel"
@@ -32,15 +32,15 @@ _ORIGINAL_KEYS = ("dim", "ffn_dim", "freq_dim", "in_dim", "num_heads", "num_laye
 
 
 def resolve(
-    from_pretrained: str | None, preset: str | None, given: Fields
-) -> tuple[dict[str, object], WeightsFrom | None]:
+    from_pretrained: str | None, preset: str | None, fields: Mapping[str, Any]
+) -> tuple[Architecture, WeightsFrom | None]:
     """The architecture, and the weights that it begins with.
 
     Args:
         from_pretrained: a folder. Where it does not exist yet and `preset` names what it will hold, the
             preset serves: a run can be planned before its weights are fetched.
         preset: a name of PRESETS.
-        given: fields of the architecture that were set.
+        fields: of the architecture; those that are None were not set.
 
     Raises:
         CheckpointError: a folder that is no Wan transformer's, or another one's than the preset's.
@@ -50,6 +50,9 @@ def resolve(
         raise ConfigError(
             f"no preset is named {preset!r}", accepted=", ".join(PRESETS), hint=did_you_mean(preset, PRESETS)
         )
+    given = {name: value for name, value in fields.items() if value is not None}
+    if "patch_size" in given:
+        given["patch_size"] = tuple(given["patch_size"])
     weights = None
     if from_pretrained is not None:
         folder = Path(from_pretrained)
@@ -60,13 +63,13 @@ def resolve(
                 _check_preset(folder, published, preset)
             return _uncontradicted(published, given, from_pretrained), weights
     if preset is not None:
-        return _uncontradicted(PRESETS[preset].fields, given, f"preset {preset}"), weights
-    return {**DEFAULTS, **given}, weights
+        return _uncontradicted(PRESETS[preset].architecture, given, f"preset {preset}"), weights
+    return Architecture(**given), weights
 
 
-def _check_preset(folder: Path, published: Fields, preset: str) -> None:
-    expected = PRESETS[preset].fields
-    if different := _differences(published, expected):
+def _check_preset(folder: Path, published: Architecture, preset: str) -> None:
+    expected = PRESETS[preset].architecture
+    if different := _differences(published.fields, expected):
         held = " or ".join(presets_of(published)) or "no published model"
         raise CheckpointError(
             f"the preset is {preset}, and this folder holds {held}: {different}",
@@ -75,25 +78,24 @@ def _check_preset(folder: Path, published: Fields, preset: str) -> None:
         )
 
 
-def _uncontradicted(published: Fields, given: Fields, origin: str) -> dict[str, object]:
-    expected = {name: published[name] for name in given}
-    if different := _differences(given, expected):
+def _uncontradicted(published: Architecture, given: Mapping[str, object], origin: str) -> Architecture:
+    if different := _differences(given, published):
         raise ConfigError(
             f"these options contradict {origin}: {different}",
             hint="leave them out: the published config counts",
         )
-    return dict(published)
+    return published
 
 
-def _differences(found: Fields, expected: Fields) -> str:
-    pairs = ((name, found[name], expected[name]) for name in found)
+def _differences(found: Mapping[str, object], expected: Architecture) -> str:
+    pairs = ((name, value, getattr(expected, name)) for name, value in found.items())
     return ", ".join(f"{name} {one} instead of {other}" for name, one, other in pairs if one != other)
 
 
 # -- folders -------------------------------------------------------------------------------------
 
 
-def read_fields(folder: Path) -> dict[str, object]:
+def read_fields(folder: Path) -> Architecture:
     """The architecture of the transformer in a folder. CheckpointError where there is none."""
     if not folder.is_dir():
         raise CheckpointError(
@@ -165,7 +167,7 @@ def pipeline_of(weights: WeightsFrom | None) -> tuple[Path, str] | None:
     return (parent, path.absolute().name) if path.absolute().name in wan_parts(parent) else None
 
 
-def _diffusers_fields(config: Mapping[str, Any], where: Path) -> dict[str, object]:
+def _diffusers_fields(config: Mapping[str, object], where: Path) -> Architecture:
     settings = {name: value for name, value in config.items() if not name.startswith("_")}
     if strange := [name for name in settings if name not in DEFAULTS]:
         raise CheckpointError(
@@ -181,8 +183,9 @@ def _diffusers_fields(config: Mapping[str, Any], where: Path) -> dict[str, objec
     return _checked(fields, where)
 
 
-def _checked(fields: dict[str, object], where: Path) -> dict[str, object]:
-    """The same. CheckpointError for a value that is none of its field: nobody vouches for the folder."""
+def _checked(fields: Mapping[str, Any], where: Path) -> Architecture:
+    """The architecture of these fields. CheckpointError for a value that is none of its field: nobody vouches
+    for the folder."""
     for name, value in fields.items():
         accepted = f"a value such as {DEFAULTS[name]!r}"
         if name == "patch_size":
@@ -200,14 +203,14 @@ def _checked(fields: dict[str, object], where: Path) -> dict[str, object]:
                 accepted = f"null, or a whole number from 1 to {largest(name)}"
         if not good:
             raise CheckpointError(f"{name} is {repr(value)[:60]}", where=str(where), accepted=accepted)
-    return fields
+    return Architecture(**fields)
 
 
 def _is_size(value: object, name: str) -> bool:
     return type(value) is int and 1 <= value <= largest(name)
 
 
-def _original_fields(folder: Path) -> dict[str, object]:
+def _original_fields(folder: Path) -> Architecture:
     """What config.json does not say (WanModel keeps it out) is seen from the tensors' shapes."""
     config = read_mapping(folder / "config.json")
     if strange := [name for name in _ORIGINAL_KEYS if not _is_size(config[name], name)]:

@@ -7,11 +7,11 @@ appendix B).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
 
 from mm_core.contracts import Product, attention, linear
-from mm_wan.presets import Fields
+from mm_wan.presets import Architecture
 
 _EMBEDDER = "condition_embedder"
 _QKV = (("to_q", "norm_q"), ("to_k", "norm_k"), ("to_v",))
@@ -19,7 +19,7 @@ _IMAGE_QKV = (("to_q", "norm_q"), ("add_k_proj", "norm_added_k"), ("add_v_proj",
 
 
 def forward_products(
-    fields: Fields,
+    architecture: Architecture,
     latents: Sequence[int],
     text_length: int = 512,
     image_tokens: int = 0,
@@ -28,23 +28,22 @@ def forward_products(
     """The products of a forward, by modules of Diffusers' class (models/transformers/transformer_wan.py).
 
     Args:
-        fields: the architecture, by the names of `WanTransformer3DModel`.
+        architecture: of the transformer.
         latents: (B, C, T, H, W), or (C, T, H, W) for one clip.
         text_length: tokens of the text.
         image_tokens: of CLIP's image features (257 a frame); 0 without.
         timesteps_per_token: whether each token has its own timestep.
     """
-    size: dict[str, int] = {k: v for k, v in fields.items() if isinstance(v, int)}
-    patch: Sequence[int] = fields["patch_size"]  # type: ignore[assignment]
+    patch = architecture.patch_size
     batch = latents[0] if len(latents) == 5 else 1
     tokens = prod(length // p for length, p in zip(latents[-3:], patch, strict=True))
     B, N, L, K = batch, batch * tokens, batch * text_length, batch * image_tokens
-    M = size["num_attention_heads"] * size["attention_head_dim"]  # width
+    M = architecture.width
     times = N if timesteps_per_token else B
     time, text, image = (f"{_EMBEDDER}.{name}_embedder" for name in ("time", "text", "image"))
-    found = _embedders(size, prod(patch), (N, L, K), times)
+    found = _embedders(architecture, (N, L, K), times)
     given: tuple[str, ...] = ("patch_embedding", f"{_EMBEDDER}.time_proj")  # what the first block is given
-    for index in range(size["num_layers"]):
+    for index in range(architecture.num_layers):
         block = f"blocks.{index}"
         given += (f"{block}.scale_shift_table",)
         itself, across, inner = f"{block}.attn1", f"{block}.attn2", f"{block}.ffn.net"
@@ -56,41 +55,41 @@ def forward_products(
         found += [linear(f"{across}.{name}", L, M, M, (text,)) for name in ("to_k", "to_v")]
         found += attention(across, (B, tokens, text_length, M), *_QKV)
         if K:
+            assert architecture.added_kv_proj_dim is not None, "of a model that takes images"
             added = [f"{across}.{name}" for name in ("add_k_proj", "add_v_proj")]
-            found += [linear(name, K, size["added_kv_proj_dim"], M, (image,)) for name in added]
+            found += [linear(name, K, architecture.added_kv_proj_dim, M, (image,)) for name in added]
             found += attention(across, (B, tokens, image_tokens, M), *_IMAGE_QKV)
         found += [linear(f"{across}.to_out.0", N, M, M, _below(across, *_QKV, *(_IMAGE_QKV if K else ())))]
         given += (across,)
-        found += [linear(f"{inner}.0.proj", N, M, size["ffn_dim"], given)]
-        found += [linear(f"{inner}.2", N, size["ffn_dim"], M, (*given, f"{inner}.0"))]
+        found += [linear(f"{inner}.0.proj", N, M, architecture.ffn_dim, given)]
+        found += [linear(f"{inner}.2", N, architecture.ffn_dim, M, (*given, f"{inner}.0"))]
         given = (block,)
     given += (time, "scale_shift_table")
-    return [*found, linear("proj_out", N, M, size["out_channels"] * prod(patch), given)]
+    return [*found, linear("proj_out", N, M, architecture.out_channels * prod(patch), given)]
 
 
-def _embedders(
-    size: Mapping[str, int], patch: int, tokens: tuple[int, int, int], times: int
-) -> list[Product]:
+def _embedders(architecture: Architecture, tokens: tuple[int, int, int], times: int) -> list[Product]:
     """The products before the blocks.
 
     Args:
-        size: the architecture's numbers. patch: latents of a token.
+        architecture: of the transformer.
         tokens: of the clips, the texts and the images.
         times: timesteps that are embedded.
     """
     N, L, K = tokens
-    M = size["num_attention_heads"] * size["attention_head_dim"]
+    M = architecture.width
     time, text, image = (f"{_EMBEDDER}.{name}_embedder" for name in ("time", "text", "image"))
     found = [
-        linear("patch_embedding", N, size["in_channels"] * patch, M, after=()),
-        linear(f"{time}.linear_1", times, size["freq_dim"], M, after=()),
+        linear("patch_embedding", N, architecture.in_channels * prod(architecture.patch_size), M, after=()),
+        linear(f"{time}.linear_1", times, architecture.freq_dim, M, after=()),
         linear(f"{time}.linear_2", times, M, M, after=(f"{time}.linear_1",)),
         linear(f"{_EMBEDDER}.time_proj", times, M, 6 * M, after=(time,)),
-        linear(f"{text}.linear_1", L, size["text_dim"], M, after=()),
+        linear(f"{text}.linear_1", L, architecture.text_dim, M, after=()),
         linear(f"{text}.linear_2", L, M, M, after=(f"{text}.linear_1",)),
     ]
     if K:
-        wide, inner = size["image_dim"], f"{image}.ff.net"
+        assert architecture.image_dim is not None, "of a model that takes images"
+        wide, inner = architecture.image_dim, f"{image}.ff.net"
         found += [
             linear(f"{inner}.0.proj", K, wide, wide, after=(f"{image}.norm1",)),
             linear(f"{inner}.2", K, wide, M, after=(f"{image}.norm1", f"{inner}.0")),
@@ -103,12 +102,12 @@ def _below(module: str, *names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def forward_flops(
-    fields: Fields,
+    architecture: Architecture,
     latents: Sequence[int],
     text_length: int = 512,
     image_tokens: int = 0,
     timesteps_per_token: bool = False,
 ) -> int:
     """Operations of a forward: arguments as of `forward_products`."""
-    found = forward_products(fields, latents, text_length, image_tokens, timesteps_per_token)
+    found = forward_products(architecture, latents, text_length, image_tokens, timesteps_per_token)
     return sum(product.flops for product in found)

@@ -9,28 +9,28 @@ Letters: B batch; C,T,H,W latents; F,Y,X pixels; N tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from mm_core.contracts import FrameNames, GivenFrames, PredictorInputs
 from mm_core.errors import ContractError
+from mm_wan.presets import Architecture
 
 TI2V_CHANNELS = 48
 """Of the latents of Wan 2.2's TI2V, whose architecture has no other mark."""
 
 
-def frame_choices(fields: Mapping[str, Any]) -> tuple[FrameNames, ...]:
+def frame_choices(architecture: Architecture) -> tuple[FrameNames, ...]:
     """The sets of frames that a transformer of this architecture can be given."""
-    if fields["in_channels"] > fields["out_channels"]:
-        if fields["pos_embed_seq_len"] is not None:
+    if architecture.in_channels > architecture.out_channels:
+        if architecture.pos_embed_seq_len is not None:
             return (("first", "last"),)  # a position for CLIP's tokens of both
-        if fields["image_dim"] is not None:
+        if architecture.image_dim is not None:
             return (("first",),)
         return (("first",), ("first", "last"))
-    if fields["out_channels"] == TI2V_CHANNELS:
+    if architecture.out_channels == TI2V_CHANNELS:
         return (("first",), ())
     return ((),)
 

@@ -28,6 +28,7 @@ from mm_core.errors import ContractError, did_you_mean
 from mm_wan.predictor.architecture import CLASS, resolve
 from mm_wan.predictor.flops import forward_flops, forward_products
 from mm_wan.predictor.frames import beside, frame_choices, in_place, padded_clip
+from mm_wan.presets import Architecture
 
 TEXT_LENGTH = 512
 """Tokens that every Wan model was trained with; its image-to-video models find the image by counting them."""
@@ -49,28 +50,24 @@ class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers 
     text_padding = ("fixed", TEXT_LENGTH)
 
     def __init__(self, from_pretrained: str | None = None, preset: str | None = None, **fields: Any) -> None:
-        given = {name: value for name, value in fields.items() if value is not None}
-        if "patch_size" in given:
-            given["patch_size"] = tuple(given["patch_size"])
-        architecture, weights = resolve(from_pretrained, preset, given)
-        head: Any = architecture["attention_head_dim"]
+        built, weights = resolve(from_pretrained, preset, fields)
+        head = built.attention_head_dim
         if head % 2 or head < 6:
             raise ContractError(
                 f"attention_head_dim {head} can not hold rotary positions of three axes",
                 accepted="an even number, 6 or more",
             )
-        super().__init__(**architecture)
-        known: dict[str, Any] = dict(architecture)
-        self.fields: Mapping[str, Any] = known
+        super().__init__(**built.fields)
+        self.architecture: Architecture = built
         self.weights_from: WeightsFrom | None = weights
-        self.patch_size: tuple[int, int, int] = known["patch_size"]
-        self.out_channels: int = known["out_channels"]
+        self.patch_size: tuple[int, int, int] = built.patch_size
+        self.out_channels: int = built.out_channels
         # Image-to-video models take the noisy latents and the given frames in one tensor.
-        self.image_channels: int = max(0, known["in_channels"] - self.out_channels)
-        self.in_channels: int = known["in_channels"] - self.image_channels
-        self.text_dim: int = known["text_dim"]
-        self.image_dim: int | None = known["image_dim"]
-        self.frame_choices: tuple[FrameNames, ...] = frame_choices(known)
+        self.image_channels: int = max(0, built.in_channels - self.out_channels)
+        self.in_channels: int = built.in_channels - self.image_channels
+        self.text_dim: int = built.text_dim
+        self.image_dim: int | None = built.image_dim
+        self.frame_choices: tuple[FrameNames, ...] = frame_choices(built)
         if self.patch_embedding.weight.device.type != "meta":
             with torch.no_grad():
                 self.init_weights()
@@ -100,7 +97,7 @@ class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers 
         if (image_latents := conditions.get("image_latents")) is not None:
             latents = torch.cat([latents, image_latents], dim=1)
         image_embeds = conditions.get("image_embeds")
-        if image_embeds is not None and self.fields["pos_embed_seq_len"] is not None:
+        if image_embeds is not None and self.architecture.pos_embed_seq_len is not None:
             # Diffusers takes first and last frame as rows of their own, and puts them together again.
             batch, tokens, width = image_embeds.shape
             image_embeds = image_embeds.reshape(2 * batch, tokens // 2, width)
@@ -123,9 +120,9 @@ class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers 
         hidden states of CLIP's image encoder.
         """
         needed = {"image_latents": f"[B,{self.image_channels},T,H,W]"} if self.image_channels else {}
-        if self.fields["image_dim"] is not None:
-            tokens = self.fields["pos_embed_seq_len"] or "K"
-            needed["image_embeds"] = f"[B,{tokens},{self.fields['image_dim']}]"
+        if self.image_dim is not None:
+            tokens = self.architecture.pos_embed_seq_len or "K"
+            needed["image_embeds"] = f"[B,{tokens},{self.image_dim}]"
         return needed
 
     def forward_flops(
@@ -136,7 +133,7 @@ class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers 
         timesteps_per_token: bool = False,
     ) -> int:
         """Operations of a forward of latents of shape (B,C,T,H,W) or (C,T,H,W): see `flops`."""
-        return forward_flops(self.fields, latents, text_length, image_tokens, timesteps_per_token)
+        return forward_flops(self.architecture, latents, text_length, image_tokens, timesteps_per_token)
 
     def products(
         self,
@@ -148,7 +145,7 @@ class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers 
         """What a forward of arguments of these shapes multiplies: see `flops`."""
         images = conditions.get("image_embeds")
         return forward_products(
-            self.fields, latents, text[1], 0 if images is None else images[1], len(timestep) == 2
+            self.architecture, latents, text[1], 0 if images is None else images[1], len(timestep) == 2
         )
 
     # -- given frames ------------------------------------------------------------------------------
@@ -198,7 +195,7 @@ class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers 
         """Fills the rotary tables, which no file holds."""
         with torch.device("cpu"):
             tables = WanRotaryPosEmbed(
-                self.fields["attention_head_dim"], self.patch_size, self.fields["rope_max_seq_len"]
+                self.architecture.attention_head_dim, self.patch_size, self.architecture.rope_max_seq_len
             )
         for name, table in tables.named_buffers():
             self.rope.get_buffer(name).copy_(table)
@@ -206,7 +203,8 @@ class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers 
     def to_json_string(self) -> str:
         """config.json of Diffusers' class: the weights are that class's, whatever this one is called
         (sharding renames it too)."""
-        fields = {**self.fields, "_class_name": CLASS, "_diffusers_version": diffusers.__version__}
+        named = {"_class_name": CLASS, "_diffusers_version": diffusers.__version__}
+        fields = {**self.architecture.fields, **named}
         return json.dumps(fields, indent=2, sort_keys=True) + "\n"
 
     # -- checks ------------------------------------------------------------------------------------
@@ -222,7 +220,7 @@ class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers 
                 accepted=f"multiples of {self.patch_size}",
             )
         grid = [size // patch for size, patch in zip(sizes, self.patch_size, strict=True)]
-        reach: int = self.fields["rope_max_seq_len"]
+        reach = self.architecture.rope_max_seq_len
         if max(grid) > reach:
             raise ContractError(
                 f"a clip of {' x '.join(map(str, grid))} tokens reaches beyond the rotary tables of {reach}"

@@ -61,7 +61,7 @@ class TwoExpert(nn.Module):
             )
         self._top = None if from_pretrained is None else Path(from_pretrained)
         self._folders = {} if self._top is None else expert_folders(self._top)
-        architecture = self._architecture(preset, fields)
+        self._check_pair(preset, fields)
         self.weights_from: WeightsFrom | None = None
         for name in ("high", "low"):
             if train in ("both", name):
@@ -69,7 +69,6 @@ class TwoExpert(nn.Module):
         first = self._any()
         if self._top is not None and first.weights_from is not None:
             self.weights_from = replace(first.weights_from, path=str(self._top))
-        self.fields: Mapping[str, Any] = architecture
         self.patch_size: tuple[int, int, int] = first.patch_size
         self.in_channels: int = first.in_channels
         self.out_channels: int = first.out_channels
@@ -123,13 +122,13 @@ class TwoExpert(nn.Module):
     def _model(self, name: str, latents: Tensor) -> WanTransformer:
         """An expert; one that is not trained is read when it is first asked for."""
         if name not in self._visiting:
-            if name not in self._modules:
+            if name not in self.built:
                 raise ContractError(
                     f"the expert {name!r} is not trained by this run, and not read",
                     where="wan/two_expert",
                     accepted="the trained expert's timesteps; or any within `complete`",
                 )
-            return self.get_submodule(name)  # type: ignore[return-value]
+            return self.built[name]
         visitor = self._visiting[name]
         if isinstance(visitor, ExpertFiles):
             visitor = self._visiting[name] = visitor.read(latents.dtype, latents.device)
@@ -149,7 +148,7 @@ class TwoExpert(nn.Module):
     @property
     def built(self) -> dict[str, WanTransformer]:
         """The experts that are trained, by their names."""
-        return {name: self.get_submodule(name) for name in self._modules}  # type: ignore[misc]
+        return {name: model for name, model in self.named_children() if isinstance(model, WanTransformer)}
 
     # -- what the core asks ------------------------------------------------------------------------
 
@@ -191,31 +190,27 @@ class TwoExpert(nn.Module):
 
     def init_weights(self) -> None:
         """Fills every parameter and buffer of what is trained: see `WanTransformer.init_weights`."""
-        for model in self.children():
-            assert isinstance(model, WanTransformer)
+        for model in self.built.values():
             model.init_weights()
 
     # -- which two ---------------------------------------------------------------------------------
 
     def _any(self) -> WanTransformer:
         """A trained expert, to ask for what both have."""
-        return next(self.children())  # type: ignore[return-value]
+        return next(iter(self.built.values()))
 
     def _place(self, name: str) -> str | None:
         return None if self._top is None else str(self._top / self._folders[name])
 
-    def _architecture(self, preset: str | None, fields: Mapping[str, Any]) -> dict[str, object]:
-        """That of both. CheckpointError where the folder's two differ."""
-        given = {name: value for name, value in fields.items() if value is not None}
-        if "patch_size" in given:
-            given["patch_size"] = tuple(given["patch_size"])
-        high, low = (resolve(self._place(name), preset, given)[0] for name in ("high", "low"))
+    def _check_pair(self, preset: str | None, fields: Mapping[str, object]) -> None:
+        """CheckpointError where the architectures of the folder's two differ."""
+        both = (resolve(self._place(name), preset, fields)[0] for name in ("high", "low"))
+        high, low = (architecture.fields for architecture in both)
         if high != low:
             apart = ", ".join(f"{key} {high[key]} and {low[key]}" for key in high if high[key] != low[key])
             raise CheckpointError(
                 f"the two experts are no pair: {apart}", where=str(self._top), accepted="one architecture"
             )
-        return high
 
     def _boundary(self, given: float | None, preset: str | None, model: WanTransformer) -> float:
         """As set, stored, of the preset, or as published for such a model. ConfigError where two differ."""

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from diffusers import (
@@ -25,7 +25,9 @@ from mm_wan.schedulers.config import SolverName
 
 FILE = "scheduler_config.json"
 
-_CLASSES: Mapping[SolverName, type[Any]] = {
+Scheduler: TypeAlias = UniPCMultistepScheduler | FlowMatchEulerDiscreteScheduler | DPMSolverMultistepScheduler
+
+_CLASSES: Mapping[SolverName, type[Scheduler]] = {
     "unipc": UniPCMultistepScheduler,
     "euler": FlowMatchEulerDiscreteScheduler,
     "dpm++": DPMSolverMultistepScheduler,
@@ -40,7 +42,7 @@ class Solver:
     """A solver's class in Diffusers and its settings. It holds no state: each use makes the class anew."""
 
     name: SolverName
-    settings: Mapping[str, Any]
+    settings: Mapping[str, object]
 
     def sigmas(self, steps: int) -> Tensor:
         """sigmas[steps+1] float32 on CPU, falling to 0, that `integrate` visits."""
@@ -66,7 +68,7 @@ class Solver:
             (latents,) = scheduler.step(predicted, timestep, latents, return_dict=False)
         return latents
 
-    def _begin(self, steps: int, device: torch.device) -> Any:
+    def _begin(self, steps: int, device: torch.device) -> Scheduler:
         if steps < 1:
             raise ContractError(f"sampling takes at least one step, not {steps}", where="steps")
         with torch.device("cpu"):  # the tables stay there, also while models are built on meta
@@ -79,7 +81,7 @@ def published(name: SolverName, order: int | None, shift: float, num_train_times
     """The settings that Wan's pipelines are published with: UniPC of order 2 in flow mode, all else as
     Diffusers has it. Its shift is 3 for 480p and 5 for 720p (the example in Diffusers 0.42's
     pipelines/wan/pipeline_wan.py; https://huggingface.co/docs/diffusers/api/pipelines/wan)."""
-    settings: dict[str, Any] = {"num_train_timesteps": num_train_timesteps}
+    settings: dict[str, object] = {"num_train_timesteps": num_train_timesteps}
     if name == "euler":
         settings["shift"] = shift
     else:
@@ -103,14 +105,13 @@ def from_folder(
     """
     settings = _read(folder)
     class_name = settings.get("_class_name")
-    known = {cls.__name__: solver for solver, cls in _CLASSES.items()}
-    if class_name not in known:
+    found = next((solver for solver, cls in _CLASSES.items() if cls.__name__ == class_name), None)
+    if found is None:
         raise CheckpointError(
             f"the scheduler is of class {class_name!r}, which can not sample Wan",
             where=str(folder / FILE),
-            accepted=", ".join(known),
+            accepted=", ".join(cls.__name__ for cls in _CLASSES.values()),
         )
-    found = known[class_name]
     if name is not None and name != found:
         raise ConfigError(
             f"solver is {name}, but the folder's scheduler is a {class_name} ({found})",
@@ -131,10 +132,10 @@ def from_folder(
     return Solver(found, settings)
 
 
-def _check(folder: Path, name: SolverName, settings: Mapping[str, Any], num_train_timesteps: int) -> None:
+def _check(folder: Path, name: SolverName, settings: Mapping[str, object], num_train_timesteps: int) -> None:
     """CheckpointError or ConfigError for the first setting that integrates something else, or at random."""
     where = str(folder / FILE)
-    needed: dict[str, Any] = {"use_dynamic_shifting": False}
+    needed: dict[str, object] = {"use_dynamic_shifting": False}
     if name == "euler":
         needed |= {"stochastic_sampling": False, "invert_sigmas": False}
     else:
@@ -160,7 +161,7 @@ def _check(folder: Path, name: SolverName, settings: Mapping[str, Any], num_trai
         )
 
 
-def _read(folder: Path) -> dict[str, Any]:
+def _read(folder: Path) -> dict[str, object]:
     """The settings in the folder's scheduler_config.json."""
     path = folder / FILE
     if not path.is_file():
