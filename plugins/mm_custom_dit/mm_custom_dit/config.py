@@ -27,3 +27,8 @@ class CustomDiTConfig:
     eps: Annotated[float, Range(gt=0)] = 1e-6  # of all norms
     rope_max_seq_len: _Size = 1024  # tokens along any axis that the rotary tables reach
     absolute_positions: bool = False  # adds sinusoids of (t, h, w) to the tokens; Wan has rotary ones alone
+
+    @property
+    def width(self) -> int:
+        """Channels of a token."""
+        return self.num_heads * self.head_dim

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import torch
 from diffusers.models.attention import FeedForward
@@ -34,18 +35,20 @@ Rotary = tuple[Tensor, Tensor]
 class CustomDiTBlock(nn.Module):
     """Self-attention, cross-attention and feed-forward; the timestep scales, shifts and gates (AdaLN)."""
 
-    def __init__(
-        self, num_heads: int, head_dim: int, ffn_dim: int, cross_attn_norm: bool, eps: float
-    ) -> None:
+    def __init__(self, sizes: CustomDiTConfig) -> None:
         super().__init__()
-        dim = num_heads * head_dim
-        heads = {"dim": dim, "heads": num_heads, "dim_head": head_dim, "eps": eps}
+        dim, eps = sizes.width, sizes.eps
+        heads = {"dim": dim, "heads": sizes.num_heads, "dim_head": sizes.head_dim, "eps": eps}
         self.norm1 = FP32LayerNorm(dim, eps, elementwise_affine=False)
         self.attn1 = WanAttention(**heads, processor=WanAttnProcessor())
-        self.norm2 = FP32LayerNorm(dim, eps, elementwise_affine=True) if cross_attn_norm else nn.Identity()
-        self.attn2 = WanAttention(**heads, cross_attention_dim_head=head_dim, processor=WanAttnProcessor())
+        self.norm2 = (
+            FP32LayerNorm(dim, eps, elementwise_affine=True) if sizes.cross_attn_norm else nn.Identity()
+        )
+        self.attn2 = WanAttention(
+            **heads, cross_attention_dim_head=sizes.head_dim, processor=WanAttnProcessor()
+        )
         self.norm3 = FP32LayerNorm(dim, eps, elementwise_affine=False)
-        self.ffn = FeedForward(dim, inner_dim=ffn_dim, activation_fn="gelu-approximate")
+        self.ffn = FeedForward(dim, inner_dim=sizes.ffn_dim, activation_fn="gelu-approximate")
         self.scale_shift_table = nn.Parameter(torch.empty(1, 6, dim))
 
     def forward(
@@ -72,45 +75,26 @@ class CustomDiT(nn.Module):
     _no_split_modules = ("CustomDiTBlock",)
     text_padding = "masked"
 
-    def __init__(
-        self,
-        num_layers: int = CustomDiTConfig.num_layers,
-        num_heads: int = CustomDiTConfig.num_heads,
-        head_dim: int = CustomDiTConfig.head_dim,
-        patch_size: tuple[int, int, int] = CustomDiTConfig.patch_size,
-        in_channels: int = CustomDiTConfig.in_channels,
-        out_channels: int = CustomDiTConfig.out_channels,
-        text_dim: int = CustomDiTConfig.text_dim,
-        freq_dim: int = CustomDiTConfig.freq_dim,
-        ffn_dim: int = CustomDiTConfig.ffn_dim,
-        cross_attn_norm: bool = CustomDiTConfig.cross_attn_norm,
-        eps: float = CustomDiTConfig.eps,
-        rope_max_seq_len: int = CustomDiTConfig.rope_max_seq_len,
-        absolute_positions: bool = CustomDiTConfig.absolute_positions,
-    ) -> None:
+    def __init__(self, **fields: Any) -> None:
         super().__init__()
-        if head_dim % 2 or head_dim < 6:
+        self.sizes = sizes = CustomDiTConfig(**fields)
+        if sizes.head_dim % 2 or sizes.head_dim < 6:
             raise ContractError(
-                f"head_dim {head_dim} can not hold rotary positions of three axes",
+                f"head_dim {sizes.head_dim} can not hold rotary positions of three axes",
                 accepted="an even number, 6 or more",
             )
-        dim = num_heads * head_dim
-        self.patch_size = (patch_size[0], patch_size[1], patch_size[2])
-        self.in_channels, self.out_channels, self.text_dim = in_channels, out_channels, text_dim
-        self.num_heads, self.head_dim, self.ffn_dim, self.freq_dim = num_heads, head_dim, ffn_dim, freq_dim
-        self.cross_attn_norm, self.eps, self.rope_max_seq_len = cross_attn_norm, eps, rope_max_seq_len
-        self.absolute_positions = absolute_positions
+        dim, patch = sizes.width, prod(sizes.patch_size)
+        self.patch_size, self.text_dim = sizes.patch_size, sizes.text_dim
+        self.in_channels, self.out_channels = sizes.in_channels, sizes.out_channels
         self.rope = self._rotary_tables()
-        self.patch_embedding = nn.Linear(in_channels * prod(patch_size), dim)
+        self.patch_embedding = nn.Linear(sizes.in_channels * patch, dim)
         self.condition_embedder = WanTimeTextImageEmbedding(
-            dim=dim, time_freq_dim=freq_dim, time_proj_dim=6 * dim, text_embed_dim=text_dim
+            dim=dim, time_freq_dim=sizes.freq_dim, time_proj_dim=6 * dim, text_embed_dim=sizes.text_dim
         )
-        self.blocks = nn.ModuleList(
-            CustomDiTBlock(num_heads, head_dim, ffn_dim, cross_attn_norm, eps) for _ in range(num_layers)
-        )
-        self.norm_out = FP32LayerNorm(dim, eps, elementwise_affine=False)
+        self.blocks = nn.ModuleList(CustomDiTBlock(sizes) for _ in range(sizes.num_layers))
+        self.norm_out = FP32LayerNorm(dim, sizes.eps, elementwise_affine=False)
         self.scale_shift_table = nn.Parameter(torch.empty(1, 2, dim))
-        self.proj_out = nn.Linear(dim, out_channels * prod(patch_size))
+        self.proj_out = nn.Linear(dim, sizes.out_channels * patch)
         if self.patch_embedding.weight.device.type != "meta":
             with torch.no_grad():
                 self.init_weights()
@@ -131,7 +115,7 @@ class CustomDiT(nn.Module):
         # Under mixed precision the weights have their dtype for a call alone: no caller can know it.
         latents, text = (tensor.to(self.patch_embedding.weight.dtype) for tensor in (latents, text))
         x = self.patch_embedding(self._patchify(latents))
-        if self.absolute_positions:
+        if self.sizes.absolute_positions:
             # Attention with rotary positions alone can not tell one place in pure noise from another.
             x = x + sinusoids_3d(grid, x.shape[2], x.device).to(x.dtype)
         text = text.masked_fill(~text_mask[..., None], 0)  # also keeps NaN in the padding out
@@ -173,7 +157,7 @@ class CustomDiT(nn.Module):
         self, latents: Sequence[int], timestep: Sequence[int], text: Sequence[int]
     ) -> Sequence[Product]:
         """What a forward of arguments of these shapes multiplies. Satisfies `CountsProducts`."""
-        batch, width, patch = latents[0], self.num_heads * self.head_dim, prod(self.patch_size)
+        batch, width, patch = latents[0], self.sizes.width, prod(self.patch_size)
         tokens = prod(latents[2:]) // patch
         rows, length, times = batch * tokens, prod(text[:2]), prod(timestep)
         qkv = (("to_q", "norm_q"), ("to_k", "norm_k"), ("to_v",))
@@ -184,7 +168,7 @@ class CustomDiT(nn.Module):
         time, words = "condition_embedder.time_embedder", "condition_embedder.text_embedder"
         found = [
             linear("patch_embedding", rows, self.in_channels * patch, width, after=()),
-            linear(f"{time}.linear_1", times, self.freq_dim, width, after=()),
+            linear(f"{time}.linear_1", times, self.sizes.freq_dim, width, after=()),
             linear(f"{time}.linear_2", times, width, width, after=(f"{time}.linear_1",)),
             linear("condition_embedder.time_proj", times, width, 6 * width, after=(time,)),
             linear(f"{words}.linear_1", length, self.text_dim, width, after=()),
@@ -206,14 +190,14 @@ class CustomDiT(nn.Module):
             found += attention(across, (batch, tokens, text[1], width), *qkv)
             found += [linear(f"{across}.to_out.0", rows, width, width, below(across))]
             given += (across,)
-            found += [linear(f"{inner}.0.proj", rows, width, self.ffn_dim, given)]
-            found += [linear(f"{inner}.2", rows, self.ffn_dim, width, (*given, f"{inner}.0"))]
+            found += [linear(f"{inner}.0.proj", rows, width, self.sizes.ffn_dim, given)]
+            found += [linear(f"{inner}.2", rows, self.sizes.ffn_dim, width, (*given, f"{inner}.0"))]
             given = (block,)
         given += (time, "scale_shift_table")
         return [*found, linear("proj_out", rows, width, self.out_channels * patch, given)]
 
     def _rotary_tables(self) -> WanRotaryPosEmbed:
-        return WanRotaryPosEmbed(self.head_dim, self.patch_size, self.rope_max_seq_len)
+        return WanRotaryPosEmbed(self.sizes.head_dim, self.patch_size, self.sizes.rope_max_seq_len)
 
     def _grid(self, latents: Tensor) -> tuple[int, int, int]:
         """Tokens along (t, h, w)."""
@@ -225,12 +209,12 @@ class CustomDiT(nn.Module):
                 accepted=f"multiples of {self.patch_size}",
             )
         t, h, w = (size // patch for size, patch in zip(sizes, self.patch_size, strict=True))
-        if max(t, h, w) > self.rope_max_seq_len:
+        reach = self.sizes.rope_max_seq_len
+        if max(t, h, w) > reach:
             raise ContractError(
-                f"a clip of {t} x {h} x {w} tokens reaches beyond the rotary tables of "
-                f"{self.rope_max_seq_len} positions",
+                f"a clip of {t} x {h} x {w} tokens reaches beyond the rotary tables of {reach} positions",
                 where="custom_dit",
-                accepted=f"at most {self.rope_max_seq_len} tokens along an axis",
+                accepted=f"at most {reach} tokens along an axis",
                 hint=f"set rope_max_seq_len to {max(t, h, w)} or more, or make the clip smaller",
             )
         return t, h, w

@@ -45,7 +45,7 @@ class WanTransformer:
 
     def layout(self, name: str, component: nn.Module) -> Layout | None:
         """A CustomDiT without absolute positions, which Wan does not have."""
-        if not isinstance(component, CustomDiT) or component.absolute_positions:
+        if not isinstance(component, CustomDiT) or component.sizes.absolute_positions:
             return None
         text = json.dumps(wan_config(component), indent=2) + "\n"
         return Layout(
@@ -84,19 +84,20 @@ def keys_of(model: CustomDiT) -> KeyMap:
 
 def wan_config(model: CustomDiT) -> dict[str, object]:
     """config.json of `diffusers.WanTransformer3DModel` (0.35 and later) for the same architecture."""
+    sizes = model.sizes
     return {
         "_class_name": "WanTransformer3DModel",
-        "patch_size": list(model.patch_size),
-        "num_attention_heads": model.num_heads,
-        "attention_head_dim": model.head_dim,
-        "in_channels": model.in_channels,
-        "out_channels": model.out_channels,
-        "text_dim": model.text_dim,
-        "freq_dim": model.freq_dim,
-        "ffn_dim": model.ffn_dim,
+        "patch_size": list(sizes.patch_size),
+        "num_attention_heads": sizes.num_heads,
+        "attention_head_dim": sizes.head_dim,
+        "in_channels": sizes.in_channels,
+        "out_channels": sizes.out_channels,
+        "text_dim": sizes.text_dim,
+        "freq_dim": sizes.freq_dim,
+        "ffn_dim": sizes.ffn_dim,
         "num_layers": len(model.blocks),
-        "cross_attn_norm": model.cross_attn_norm,
+        "cross_attn_norm": sizes.cross_attn_norm,
         "qk_norm": "rms_norm_across_heads",
-        "eps": model.eps,
-        "rope_max_seq_len": model.rope_max_seq_len,
+        "eps": sizes.eps,
+        "rope_max_seq_len": sizes.rope_max_seq_len,
     }
