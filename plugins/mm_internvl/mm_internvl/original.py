@@ -209,7 +209,7 @@ def _language_model(text: Mapping[str, Any], where: str | None) -> str:
 
 def _check_vision(given: Mapping[str, Any], seen: Mapping[str, Any]) -> None:
     """ContractError for what InternVisionModel has no place for."""
-    wanted: dict[str, tuple[Any, Any]] = {
+    wanted: dict[str, tuple[object, object]] = {
         "vision_config.use_mask_token": (seen.get("use_mask_token", False), False),
         "vision_config.use_mean_pooling": (seen.get("use_mean_pooling", True), True),
         "vision_config.use_absolute_position_embeddings": (

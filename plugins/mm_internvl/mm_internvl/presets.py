@@ -13,11 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from mm_core.errors import ConfigError
 
-_VISION: Mapping[str, Any] = MappingProxyType(
+_VISION: Mapping[str, object] = MappingProxyType(
     {
         "model_type": "internvl_vision",
         "hidden_size": 1024,
@@ -30,7 +29,7 @@ _VISION: Mapping[str, Any] = MappingProxyType(
     }
 )
 
-_TEXT: Mapping[str, Any] = MappingProxyType(
+_TEXT: Mapping[str, object] = MappingProxyType(
     {
         "model_type": "qwen3",
         "vocab_size": 151936,
@@ -50,10 +49,10 @@ class Preset:
     does not have."""
 
     source: str
-    text: Mapping[str, Any]
+    text: Mapping[str, object]
 
     @property
-    def document(self) -> dict[str, Any]:
+    def document(self) -> dict[str, object]:
         """config.json, as Transformers has it."""
         return {
             "architectures": ["InternVLForConditionalGeneration"],
@@ -70,7 +69,7 @@ class Preset:
         }
 
 
-def _dense(hidden: int, inner: int, layers: int, heads: int, kv_heads: int = 8) -> dict[str, Any]:
+def _dense(hidden: int, inner: int, layers: int, heads: int, kv_heads: int = 8) -> dict[str, int]:
     return {
         "hidden_size": hidden,
         "intermediate_size": inner,

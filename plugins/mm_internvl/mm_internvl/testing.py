@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from mm_internvl.tiny_data import make_tiny_conversations
 from mm_internvl.tiny_original import rewrite_as_original
+
+if TYPE_CHECKING:
+    from transformers import InternVLConfig
 
 __all__ = ["PATCH", "SIDE", "TOKENS", "WORDS", "make_tiny_checkpoint", "make_tiny_conversations"]
 
@@ -111,7 +115,7 @@ def make_tiny_checkpoint(
     return folder
 
 
-def _config(ids: dict[str, int], vocab_size: int, experts: int) -> Any:
+def _config(ids: dict[str, int], vocab_size: int, experts: int) -> InternVLConfig:
     from transformers import InternVLConfig, InternVLVisionConfig, Qwen3Config, Qwen3MoeConfig
 
     sparse = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -133,7 +137,7 @@ def _config(ids: dict[str, int], vocab_size: int, experts: int) -> Any:
 
 def _write_processors(folder: Path) -> None:
     """As published: ImageNet's mean and deviation, which are not the class's own defaults."""
-    images: dict[str, Any] = {
+    images: dict[str, object] = {
         "crop_to_patches": False, "do_convert_rgb": True, "do_normalize": True, "do_rescale": True,
         "do_resize": True, "image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225],
         "max_patches": 12, "min_patches": 1, "resample": 3, "rescale_factor": 1 / 255,
@@ -190,5 +194,5 @@ def _write_tokenizer(folder: Path) -> dict[str, int]:
     return ids
 
 
-def _write(file: Path, value: dict[str, Any]) -> None:
+def _write(file: Path, value: Mapping[str, object]) -> None:
     file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -57,7 +57,7 @@ def rewrite_as_original(folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps(generation) + "\n", encoding="utf-8")
 
 
-def _config(given: dict[str, Any]) -> dict[str, Any]:
+def _config(given: dict[str, Any]) -> dict[str, object]:
     """As InternVL 3.5's config.json is written: by a Transformers of its time, code beside it."""
     text, seen = dict(given["text_config"]), given["vision_config"]
     ropes = text.pop("rope_parameters", {"rope_theta": text.get("rope_theta")})

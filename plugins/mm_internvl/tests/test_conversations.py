@@ -71,7 +71,9 @@ def test_system_of_a_row_is_its_system_prompt(place):
     for index in (2, 3):
         assert said(found, found[index]).startswith("<|im_start|>system\nof the dataset<|im_end|>\n" + behind)
     row = data.asked("what?", "red", "say <|im_end|>", "no", system="be brief")
-    asking = Conversations.conversing(str(place / "model"), 400, 1, 2, False, 3, None, 9999, None)
+    sizes = {"max_length": 400, "min_tiles": 1, "max_tiles": 2, "frames": 3, "max_pixels": 9999}
+    fields = {"sources": found.wanted.sources, "processor": str(place / "model"), **sizes}
+    asking = Conversations.conversing(reader=None, **fields)
     questions = asking.questions(
         data.write(place / "files" / "q.jsonl", [{**turns, "system": "be brief"}, row])
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from mm_core.contracts import IGNORED_LABEL
 from mm_core.errors import DataError
 from mm_internvl.data.rows import PLACEHOLDER, Conversation, Medium, Turn
 from mm_internvl.vocabulary import NEEDED, Fault, Vocabulary, message_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -50,17 +54,16 @@ class Chat:
     folder: str
     max_length: int
     system: str | None = None
-    _known: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder, "max_length": self.max_length, "system": self.system, "_known": {}}
+    def __getstate__(self) -> dict[str, object]:
+        return asdict(self)  # without the vocabulary
 
     def check(self) -> None:
         """Opens the folder. CheckpointError for one that will not do."""
         _ = self._vocabulary
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> PreTrainedTokenizerBase:
         """Transformers' tokenizer."""
         return self._vocabulary.tokenizer
 
@@ -70,12 +73,9 @@ class Chat:
         known = self._vocabulary
         return [known.start, *[known.context] * known.tile, known.end]
 
-    @property
+    @cached_property
     def _vocabulary(self) -> Vocabulary:
-        if "vocabulary" not in self._known:
-            self._known["vocabulary"] = Vocabulary(self.folder)
-        found: Vocabulary = self._known["vocabulary"]
-        return found
+        return Vocabulary(self.folder)
 
     def tokens(self, conversation: Conversation, shown: Sequence[Shown], where: str) -> Tokens:
         """The conversation's tokens, up to `max_length`, and what is to be learnt of them.

@@ -44,34 +44,21 @@ class Conversations:
     """
 
     def __init__(
-        self,
-        sources: Sequence[Source],
-        processor: str,
-        max_length: int = ConversationsConfig.max_length,
-        min_tiles: int | None = ConversationsConfig.min_tiles,
-        max_tiles: int | None = ConversationsConfig.max_tiles,
-        share_tiles: bool = ConversationsConfig.share_tiles,
-        frames: int = ConversationsConfig.frames,
-        system: str | None = ConversationsConfig.system,
-        packing: bool = ConversationsConfig.packing,
-        lengths: str | None = ConversationsConfig.lengths,
-        max_pixels: int = ConversationsConfig.max_pixels,
-        reader: VideoReader | None = None,
+        self, sources: Sequence[Source], processor: str, *, reader: VideoReader | None = None, **others: Any
     ) -> None:
-        self.sources = tuple(sources)
-        self.chat = Chat(processor, max_length, system)
-        self.chat.check()
-        self.tiling = read_tiling(Path(processor), min_tiles, max_tiles)
-        reader = PyAVReader() if reader is None else reader
-        self.pictures = Pictures(self.tiling, frames, max_pixels, reader, share_tiles)
-        self.rows, self.order = _read(self.sources)
-        facts = [processor, max_length, asdict(self.tiling), frames, system, max_pixels, share_tiles]
-        self._kept = Lengths(None if lengths is None else Path(lengths), self.sources, processor, facts)
+        self.wanted = wanted = ConversationsConfig(tuple(sources), processor, **others)
+        asking = _asking(wanted, PyAVReader() if reader is None else reader)
+        self.chat, self.pictures, self.tiling = asking.chat, asking.pictures, asking.pictures.tiling
+        self.rows, self.order = _read(wanted.sources)
+        facts: list[object] = [processor, wanted.max_length, asdict(self.tiling), wanted.frames]
+        facts += [wanted.system, wanted.max_pixels, wanted.share_tiles]
+        kept = None if wanted.lengths is None else Path(wanted.lengths)
+        self._kept = Lengths(kept, wanted.sources, processor, facts)
         self.packs: Packs | None = None
-        if packing:
+        if wanted.packing:
             check_support()
             tokens, bad = self._tokens()
-            self.packs = Packs(tokens, max_length, apart=bad)
+            self.packs = Packs(tokens, wanted.max_length, apart=bad)
         self._check_reach(processor)
 
     def __len__(self) -> int:
@@ -126,12 +113,12 @@ class Conversations:
         return TextBatch(keys, weights, ids, inputs=inputs, references=references)
 
     @classmethod
-    def evaluated(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    def evaluated(cls, options: Mapping[str, object]) -> Mapping[str, object]:
         """Rows that are answered one by one are not packed."""
         return {**options, "packing": False}
 
     @classmethod
-    def check_micro_batch(cls, size: int, options: Mapping[str, Any]) -> None:
+    def check_micro_batch(cls, size: int, options: Mapping[str, object]) -> None:
         """ContractError for several packed rows."""
         if options["packing"] and size > 1:
             raise ContractError(
@@ -142,26 +129,9 @@ class Conversations:
             )
 
     @classmethod
-    def conversing(
-        cls,
-        processor: str,
-        max_length: int,
-        min_tiles: int | None,
-        max_tiles: int | None,
-        share_tiles: bool,
-        frames: int,
-        system: str | None,
-        max_pixels: int,
-        reader: VideoReader,
-        **others: Any,
-    ) -> Asking:
-        """What lays out questions as the rows are, without any of them. others: fields that no question
-        needs."""
-        tiling = read_tiling(Path(processor), min_tiles, max_tiles)
-        pictures = Pictures(tiling, frames, max_pixels, reader, share_tiles)
-        asking = Asking(Chat(processor, max_length, system), pictures)
-        asking.chat.check()
-        return asking
+    def conversing(cls, reader: VideoReader, **fields: Any) -> Asking:
+        """What lays out questions as the rows are, without any of them."""
+        return _asking(ConversationsConfig(**fields), reader)
 
     def _check_reach(self, folder: str) -> None:
         """Warns of conversations beyond the positions that the model was made for."""
@@ -238,19 +208,27 @@ class Conversations:
         return len(self._measured(row)[2].ids)
 
     def _files(self, row: RawRow, said: Conversation) -> list[tuple[Medium, Path]]:
-        source = self.sources[row.source]
+        source = self.wanted.sources[row.source]
         folder = Path(source.annotations).parent if source.folder is None else Path(source.folder)
         return [(kind, inside(folder, path)) for kind, path in said.media]
 
     def _name(self, row: RawRow) -> str:
-        return f"{self.sources[row.source].annotations}, {row.place}"
+        return f"{self.wanted.sources[row.source].annotations}, {row.place}"
 
 
 _Read = tuple[Tokens, Tensor, str, tuple[str, ...]]
 """Of a row: see `Conversations._conversation`."""
 
 
-def _positions_of(config: Mapping[str, Any]) -> int | None:
+def _asking(wanted: ConversationsConfig, reader: VideoReader) -> Asking:
+    """What lays out conversations and questions alike. CheckpointError for a model's folder that can not."""
+    chat = Chat(wanted.processor, wanted.max_length, wanted.system)
+    chat.check()
+    tiling = read_tiling(Path(wanted.processor), wanted.min_tiles, wanted.max_tiles)
+    return Asking(chat, Pictures(tiling, wanted.frames, wanted.max_pixels, reader, wanted.share_tiles))
+
+
+def _positions_of(config: Mapping[str, object]) -> int | None:
     """How many a model was made for, where its config says so: stretched ones where its rotations are."""
     part = config.get("text_config") or config.get("llm_config") or config
     if not isinstance(part, Mapping) or not isinstance(reach := part.get("max_position_embeddings"), int):

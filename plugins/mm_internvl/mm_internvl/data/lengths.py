@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +36,7 @@ class Lengths:
     """
 
     def __init__(
-        self, file: Path | None, sources: Sequence[Source], processor: str, facts: Sequence[Any]
+        self, file: Path | None, sources: Sequence[Source], processor: str, facts: Sequence[object]
     ) -> None:
         self.file = file
         self._annotations = [Path(source.annotations) for source in sources]

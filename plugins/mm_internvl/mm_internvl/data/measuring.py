@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -87,7 +87,7 @@ def gathered(item: T) -> list[T]:
     """`item` of every rank, on every rank; alone, its own."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [item]
-    items: list[Any] = [None] * dist.get_world_size()
+    items = [item] * dist.get_world_size()
     dist.all_gather_object(items, item)
     return items
 
@@ -120,7 +120,7 @@ def measured(
         return
     # The training's own readers will be of the same server.
     modules = ["mm_core.data.loading.loader", __name__, type(getattr(measure, "__self__", rows)).__module__]
-    loader: DataLoader[Any] = DataLoader(
+    loader: DataLoader[list[Measured]] = DataLoader(
         asked,
         batch_size=None,
         sampler=chunks,
@@ -158,5 +158,5 @@ def _processes() -> int:
     return min(MOST, max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
-def _unchanged(item: Any) -> Any:
+def _unchanged(item: T) -> T:
     return item

@@ -11,12 +11,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Literal
 
 from mm_core.data import RowFile, kind_of
 from mm_core.errors import DataError
 
 Medium = Literal["image", "video"]
+_MEDIA: Mapping[str, Medium] = {"image": "image", "video": "video"}
 
 ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 """What data calls those who speak -> what chat templates call them."""
@@ -36,7 +37,7 @@ class RawRow:
 
     source: int
     place: str
-    value: Any
+    value: object
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def read_rows(file: Path, source: int) -> Iterator[RawRow]:
         yield RawRow(source, place, value)
 
 
-def conversation(value: Any, where: str, learnt: bool = True) -> Conversation:
+def conversation(value: object, where: str, learnt: bool = True) -> Conversation:
     """A row's conversation. learnt: it has to hold something that the assistant says.
 
     Raises:
@@ -100,7 +101,7 @@ class _Fault(Exception):
         self.accepted = accepted
 
 
-def _conversation(value: Any, learnt: bool) -> Conversation:
+def _conversation(value: object, learnt: bool) -> Conversation:
     if not isinstance(value, Mapping):
         raise _Fault(f"{kind_of(value)} instead of a row", ACCEPTED)
     styles = [name for name in ("conversations", "messages") if name in value]
@@ -142,7 +143,7 @@ _ROLES_OF_TOOLS = ("tool", "function", "function_call", "tool_call", "tool_respo
 _NO_TOOLS = "conversations without tools"
 
 
-def _with_system(system: Any, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
+def _with_system(system: object, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
     """With a system prompt that the row holds beside its turns."""
     if not isinstance(system, str | None):
         raise _Fault(f"`system` of the row is {kind_of(system)}, not text")
@@ -157,7 +158,7 @@ def _with_system(system: Any, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
     return turns
 
 
-def _answers(row: Mapping[str, Any]) -> tuple[str, ...]:
+def _answers(row: Mapping[str, object]) -> tuple[str, ...]:
     found = row.get("answers", [])
     found = [found] if isinstance(found, str) else found
     if not isinstance(found, list) or not all(isinstance(answer, str) for answer in found):
@@ -167,7 +168,7 @@ def _answers(row: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _turn(turn: Any, number: int, keys: tuple[str, str], own: list[tuple[Medium, str]]) -> Turn:
+def _turn(turn: object, number: int, keys: tuple[str, str], own: list[tuple[Medium, str]]) -> Turn:
     """own: gains the files that parts of the turn name themselves."""
     if isinstance(turn, Mapping):
         _check_tools(turn, number, keys[0])
@@ -191,7 +192,7 @@ def _turn(turn: Any, number: int, keys: tuple[str, str], own: list[tuple[Medium,
     return made
 
 
-def _check_tools(turn: Mapping[str, Any], number: int, role: str) -> None:
+def _check_tools(turn: Mapping[str, object], number: int, role: str) -> None:
     """Fault for a turn that calls tools, or that is one's."""
     if used := next((key for key in _OF_TOOLS_TURN if turn.get(key) not in _NOTHING), None):
         raise _Fault(f"turn {number} has `{used}`, which the model would not be shown", _NO_TOOLS)
@@ -199,7 +200,7 @@ def _check_tools(turn: Mapping[str, Any], number: int, role: str) -> None:
         raise _Fault(f"turn {number} has the role {turn[role]!r}, which is that of a tool", _NO_TOOLS)
 
 
-def _thinking(thought: Any, number: int) -> str:
+def _thinking(thought: object, number: int) -> str:
     """A thought that a row keeps apart, as it stands in the content of others."""
     if not isinstance(thought, str | None):
         raise _Fault(f"turn {number} thinks {kind_of(thought)}, not text")
@@ -209,13 +210,14 @@ def _thinking(thought: Any, number: int) -> str:
 _PATHS = ("path", "url", "image", "video")
 
 
-def _part(part: Any, number: int, own: list[tuple[Medium, str]]) -> Mapping[str, str]:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind == "text" and isinstance(part.get("text"), str):
-        return {"type": "text", "text": part["text"]}
+def _part(part: object, number: int, own: list[tuple[Medium, str]]) -> Mapping[str, str]:
+    said = part if isinstance(part, Mapping) else {}
+    kind = said.get("type")
+    if kind == "text" and isinstance(said.get("text"), str):
+        return {"type": "text", "text": said["text"]}
     if kind not in ("image", "video"):
         raise _Fault(f"turn {number} has a part that is no text, image or video")
-    path = next((part[name] for name in _PATHS if name in part), None)
+    path = next((said[name] for name in _PATHS if name in said), None)
     if path is not None:
         own.append((kind, _path(path)))
     return {"type": kind, "named": "yes" if path is not None else ""}
@@ -223,18 +225,16 @@ def _part(part: Any, number: int, own: list[tuple[Medium, str]]) -> Mapping[str,
 
 def _shown(turn: Turn) -> Iterator[tuple[Medium, bool]]:
     """What a turn shows, in order: its kind, and whether the part names its file itself."""
-    if isinstance(turn.content, str):
-        yield from ((match[1], False) for match in PLACEHOLDER.finditer(turn.content))  # type: ignore[misc]
-        return
-    for part in turn.content:
+    whole = turn.content
+    for part in ({"type": "text", "text": whole},) if isinstance(whole, str) else whole:
         if part["type"] == "text":
-            yield from ((match[1], False) for match in PLACEHOLDER.finditer(part["text"]))  # type: ignore[misc]
+            yield from ((_MEDIA[match[1]], False) for match in PLACEHOLDER.finditer(part["text"]))
         else:
-            yield part["type"], bool(part["named"])  # type: ignore[misc]
+            yield _MEDIA[part["type"]], bool(part["named"])
 
 
 def _media(
-    row: Mapping[str, Any], turns: Sequence[Turn], own: Sequence[tuple[Medium, str]]
+    row: Mapping[str, object], turns: Sequence[Turn], own: Sequence[tuple[Medium, str]]
 ) -> tuple[tuple[Medium, str], ...]:
     """The file of each placeholder, in order."""
     shown = [found for turn in turns for found in _shown(turn)]
@@ -251,7 +251,7 @@ def _media(
     return tuple(next(named) if itself else (kind, next(files[kind])) for kind, itself in shown)
 
 
-def _files(row: Mapping[str, Any], kind: str) -> list[str]:
+def _files(row: Mapping[str, object], kind: str) -> list[str]:
     found: list[str] = []
     for key in (kind, f"{kind}s"):
         value = row.get(key)
@@ -259,7 +259,7 @@ def _files(row: Mapping[str, Any], kind: str) -> list[str]:
     return found
 
 
-def _path(path: Any) -> str:
+def _path(path: object) -> str:
     if not isinstance(path, str) or not path:
         raise _Fault(f"{path!r} is no path of an image or video")
     if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
