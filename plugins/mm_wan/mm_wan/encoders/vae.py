@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from mm_core.contracts import WeightsFrom, torch_dtype
 from mm_core.errors import CheckpointError, ContractError
-from mm_core.plugin import DType
 from mm_core.weights import INDEX, only_pickled, read_mapping
-from mm_wan.encoders.config import TilingParam, WanVAEConfig
+from mm_wan.encoders.config import WanVAEConfig
 from mm_wan.encoders.vae_files import (
     CLASS,
     FRAMES_A_LATENT,
@@ -103,32 +102,14 @@ class WanVAE(nn.Module):
     block_patterns = ()  # a call runs its layers once for each piece of a clip: moved or gathered whole
     model: AutoencoderKLWan | None
 
-    def __init__(
-        self,
-        from_pretrained: str,
-        dtype: DType = WanVAEConfig.dtype,
-        latent_channels: int | None = WanVAEConfig.latent_channels,
-        tiling: bool = WanVAEConfig.tiling,
-        tiling_param: TilingParam | None = None,
-        slicing: bool = WanVAEConfig.slicing,
-        norm_latents: bool = WanVAEConfig.norm_latents,
-        norm_mode: str = WanVAEConfig.norm_mode,
-        shift_factor: float | None = WanVAEConfig.shift_factor,
-        scaling_factor: float | None = WanVAEConfig.scaling_factor,
-        do_sample: bool | None = WanVAEConfig.do_sample,
-    ) -> None:
+    def __init__(self, from_pretrained: str, **others: Any) -> None:
         super().__init__()
+        self.wanted = wanted = WanVAEConfig(from_pretrained, **others)
         self.folder = pipeline_part(Path(from_pretrained), "vae")
         self.weights_from: WeightsFrom | None = WeightsFrom(str(self.folder), "core/diffusers")
-        self.dtype = torch_dtype(dtype)
-        self.tiling = (TilingParam() if tiling_param is None else tiling_param) if tiling else None
-        self.slicing = slicing
-        self.norm_latents = norm_latents
-        self.norm_mode = norm_mode
-        self.shift_factor = shift_factor
-        self.scaling_factor = scaling_factor
-        self.do_sample = do_sample
-        self._asked_channels = latent_channels
+        self.dtype = torch_dtype(wanted.dtype)
+        self.tiling = wanted.tiling_param if wanted.tiling else None
+        self.do_sample = wanted.do_sample
         self.register_module("model", None)
         self._check_options()
 
@@ -191,7 +172,7 @@ class WanVAE(nn.Module):
             raise only_pickled(self.folder, pickled)
         if self.tiling is not None:
             model.enable_tiling(**asdict(self.tiling))
-        model.use_slicing = self.slicing
+        model.use_slicing = self.wanted.slicing
         _ = self._normalisation  # complains now, not at the first clip
         self.model = model.eval().requires_grad_(False)
 
@@ -204,7 +185,7 @@ class WanVAE(nn.Module):
         model = self.model
         assert model is not None, "its weights come first"
         self.latent_shape(*pixels.shape[2:])
-        if self.slicing and len(pixels) > 1:
+        if self.wanted.slicing and len(pixels) > 1:
             return self.posterior(torch.cat([self._moments(model, row[None]) for row in pixels]))
         return self.posterior(self._moments(model, pixels))
 
@@ -271,7 +252,7 @@ class WanVAE(nn.Module):
     @cached_property
     def _facts(self) -> tuple[int, tuple[int, int, int]]:
         """Channels and stride, from the layers that config.json describes."""
-        asked = self._asked_channels
+        asked = self.wanted.latent_channels
         if not (self.folder / "config.json").is_file():
             return asked or 16, (4, 16, 16) if asked == 48 else (4, 8, 8)
         channels, stride = layers_of(self._config, self.folder)
@@ -285,12 +266,12 @@ class WanVAE(nn.Module):
 
     @cached_property
     def _normalisation(self) -> Normalisation | None:
-        if not self.norm_latents:
+        if not self.wanted.norm_latents:
             return None
-        if self.norm_mode == "value_shift_scale":
-            assert self.scaling_factor is not None
+        if self.wanted.norm_mode == "value_shift_scale":
+            assert self.wanted.scaling_factor is not None
             return Normalisation(
-                torch.tensor([self.shift_factor or 0.0]), torch.tensor([self.scaling_factor])
+                torch.tensor([self.wanted.shift_factor or 0.0]), torch.tensor([self.wanted.scaling_factor])
             )
         from diffusers import AutoencoderKLWan
 
@@ -323,12 +304,13 @@ class WanVAE(nn.Module):
         return sorted(path.name for pattern in _PICKLED for path in self.folder.glob(pattern))
 
     def _check_options(self) -> None:
-        scalars = self.shift_factor is not None or self.scaling_factor is not None
-        if self.norm_mode == "value_shift_scale" and self.scaling_factor is None:
+        wanted = self.wanted
+        scalars = wanted.shift_factor is not None or wanted.scaling_factor is not None
+        if wanted.norm_mode == "value_shift_scale" and wanted.scaling_factor is None:
             raise ContractError("norm_mode value_shift_scale needs a scaling_factor")
-        if self.norm_mode != "value_shift_scale" and scalars:
+        if wanted.norm_mode != "value_shift_scale" and scalars:
             raise ContractError(
-                f"shift_factor and scaling_factor are not used by norm_mode {self.norm_mode}",
+                f"shift_factor and scaling_factor are not used by norm_mode {wanted.norm_mode}",
                 hint="leave them out, or set norm_mode: value_shift_scale",
             )
 
