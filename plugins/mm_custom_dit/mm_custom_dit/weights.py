@@ -3,45 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from pathlib import Path
 
 from torch import nn
 
-from mm_core.contracts import TaskModule
-from mm_core.weights import (
-    AdapterLayout,
-    Companions,
-    Diffusers,
-    KeyMap,
-    Layout,
-    Reshape,
-    StoredTensors,
-    Written,
-)
+from mm_core.weights import AdapterLayout, Diffusers, KeyMap, Layout, Reshape
 from mm_custom_dit.model import CustomDiT
 
 
-class WanTransformer:
+class WanTransformer(Diffusers):
     """`WanTransformer3DModel.from_pretrained` loads what this format writes, and computes the same.
 
     The names are the same on both sides; Diffusers embeds patches by a convolution whose matrix this is.
     """
-
-    def __init__(self) -> None:
-        self._folder = Diffusers()
-
-    def recognises(self, path: Path) -> bool:
-        """What Diffusers writes."""
-        return self._folder.recognises(path)
-
-    def folders(self, path: Path) -> Sequence[str]:
-        """As in Diffusers' folders."""
-        return self._folder.folders(path)
-
-    def open(self, path: Path, folder: str = "") -> StoredTensors:
-        """As in Diffusers' folders."""
-        return self._folder.open(path, folder)
 
     def layout(self, name: str, component: nn.Module) -> Layout | None:
         """A CustomDiT without absolute positions, which Wan does not have."""
@@ -50,7 +23,7 @@ class WanTransformer:
         text = json.dumps(wan_config(component), indent=2) + "\n"
         return Layout(
             keys_of(component),
-            stem=Diffusers.stem,
+            stem=self.stem,
             texts={"config.json": text},
             library="diffusers",
             loading="from diffusers import WanTransformer3DModel\n\n"
@@ -70,10 +43,6 @@ class WanTransformer:
             library="diffusers",
             loading='pipeline.load_lora_weights("{folder}", weight_name="pytorch_lora_weights.safetensors")',
         )
-
-    def companions(self, task: TaskModule, written: Sequence[Written]) -> Companions:
-        """As in Diffusers' folders."""
-        return self._folder.companions(task, written)
 
 
 def keys_of(model: CustomDiT) -> KeyMap:
