@@ -84,6 +84,7 @@ from mm_core.contracts.running import (
     TaskModule,
     TellsNotes,
     Tracker,
+    WeightPlan,
 )
 
 __all__ = [
@@ -154,6 +155,7 @@ __all__ = [
     "VideoInfo",
     "VideoReader",
     "VideoTextBatch",
+    "WeightPlan",
     "WeightsFrom",
     "attention",
     "empty_parameters",

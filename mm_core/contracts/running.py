@@ -182,16 +182,25 @@ class Callback:
         """The run is over after `step` steps; `error` is what ended it, None where all is well."""
 
 
-class InitialWeights(Protocol):
-    """Where trained weights begin, other than at random. Both steps are called by all ranks."""
+class WeightPlan(Protocol):
+    """Weights that a task begins with, other than at random: found, and compared with the task by name."""
 
-    def covers(self, state: Mapping[str, Tensor]) -> Collection[str]:
-        """The names of `state` (parameters and buffers by path in the task, still without memory) that
-        `fill` will fill: they need no initialisation. An MMError for weights that do not fit."""
+    @property
+    def names(self) -> Collection[str]:
+        """The parameters and buffers, by path in the task, that `fill` fills: they need no initialisation."""
         ...
 
     def fill(self, state: Mapping[str, Tensor]) -> None:
-        """Fills them in place; each rank its shards."""
+        """Fills them in place, in a state of the same names; each rank its shards. Called by all ranks."""
+        ...
+
+
+class InitialWeights(Protocol):
+    """Where the weights of components begin that are given their memory one after another."""
+
+    def covers(self, state: Mapping[str, Tensor]) -> WeightPlan:
+        """What is there for the names of `state`: parameters and buffers by path in the task. Called by all
+        ranks. An MMError for weights that do not fit."""
         ...
 
 
@@ -252,9 +261,9 @@ class Engine(Protocol):
         plan: EnginePlan,
         optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer] | None,
         rng: Randomness,
-        weights: InitialWeights | None = None,
+        weights: WeightPlan | None = None,
     ) -> None:
-        """Recompute -> shard -> materialise -> initialise, and fill from `weights` what they cover ->
+        """Recompute -> shard -> materialise -> initialise, and fill from `weights` what they name ->
         optimizer, in place. `optimizer` is given the (sharded) parameters that require a gradient, by
         their path in the task; None: nothing will be trained. A parameter group may hold `lr_scale`, a
         factor of its base rate."""

@@ -25,12 +25,20 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from mm_core.builtin.configs.engines import FSDP2Config
-from mm_core.contracts import EnginePlan, InitialWeights, Loss, Randomness, TaskModule, torch_dtype
+from mm_core.contracts import (
+    EnginePlan,
+    InitialWeights,
+    Loss,
+    Randomness,
+    TaskModule,
+    WeightPlan,
+    torch_dtype,
+)
 from mm_core.device import current_device
 from mm_core.errors import ContractError, PlanError
 from mm_core.modules.casting import cast_inputs, check_dtypes, uncast_inputs
 from mm_core.modules.initialise import initialise
-from mm_core.modules.tying import tie, tied_names
+from mm_core.modules.tying import state_of, tie, tied_names
 from mm_core.parallel.activation_checkpointing import recompute
 from mm_core.parallel.frozen_placement import place, plan_frozen
 from mm_core.parallel.gloo_averaging import average_by_sum, check_replicas
@@ -123,7 +131,7 @@ class FSDP2Engine:
         plan: EnginePlan,
         optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer] | None,
         rng: Randomness,
-        weights: InitialWeights | None = None,
+        weights: WeightPlan | None = None,
     ) -> None:
         """Recompute -> shard -> materialise -> initialise or fill -> optimizer; `task` changes in place."""
         names = task.trainable
@@ -133,7 +141,7 @@ class FSDP2Engine:
             recompute(task.get_submodule(path), self.config.use_reentrant)
         self._shard(task, plan)
         home = torch.device("cpu") if self.config.offload_to_cpu else self.device
-        spared = weights.covers(self._model_state()) if weights is not None else ()
+        spared = weights.names if weights is not None else ()
         for name, module in self._trained.items():
             module.to_empty(device=home)
             tie(module, self._tied[name])
@@ -312,12 +320,10 @@ class FSDP2Engine:
 
     def _model_state(self) -> dict[str, Tensor]:
         """Parameters (a shared one once) and buffers, by path in the task."""
-        return {
-            f"{name}.{key}": tensor
-            for name, module in self._trained.items()
-            for key, tensor in module.state_dict().items()
-            if key not in self._tied[name]
-        }
+        state: dict[str, Tensor] = {}
+        for name, module in self._trained.items():
+            state |= state_of(module, name, self._tied[name])
+        return state
 
     def state_template(self, stepped: Collection[str]) -> dict[str, Any]:
         """A state to load into in place; with the optimizer's tensors of the parameters that it has stepped

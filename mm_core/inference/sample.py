@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
@@ -41,14 +41,11 @@ from mm_core.loading.initial_weights import CheckpointWeights
 from mm_core.loading.run_adapters import task_of
 from mm_core.modules.casting import cast_inputs, hold_frozen, round_frozen
 from mm_core.modules.initialise import initialise
-from mm_core.modules.tying import tie, tied_names
+from mm_core.modules.tying import state_of, tie, tied_names
 from mm_core.plan import build_frozen
 from mm_core.plugin.schema.fields import ComponentConfig
 from mm_core.runtime.process_group import process_group
 from mm_core.runtime.ranks import Ranks
-
-if TYPE_CHECKING:
-    pass
 
 
 def sample(
@@ -223,11 +220,10 @@ def load_alone(task: TaskModule, config: RunConfig, checkpoint: OpenedCheckpoint
         tied = tied_names(module)
         module.to_empty(device=device)
         tie(module, tied)
-        own = {f"{name}.{key}": t for key, t in module.state_dict().items() if key not in tied}
+        own = state_of(module, name, tied)
         # Fills tables that no checkpoint holds.
         initialise(module, name, Randomness(config.run.seed), spared=own)
         state |= own
-    stored.covers(state)
     stored.fill(state)
     _round_base(task, config)
     task.eval()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
@@ -16,18 +16,8 @@ from mm_core.checkpoint.reading import open_checkpoint
 from mm_core.errors import CheckpointError
 from mm_core.runtime.ranks import Ranks
 
-
-class Elsewhere(Protocol):
-    """Weights that a checkpoint leaves to other files, by the names that it would have for them."""
-
-    @property
-    def names(self) -> Collection[str]:
-        """All of them."""
-        ...
-
-    def fill(self, state: Mapping[str, Tensor]) -> None:
-        """Reads those of them that `state` names into its tensors. Called by all ranks."""
-        ...
+if TYPE_CHECKING:
+    from mm_core.loading.left_out import ExternalWeights
 
 
 class CheckpointSource:
@@ -44,7 +34,7 @@ class CheckpointSource:
     ) -> None:
         self.checkpoint = open_checkpoint(path)
         self.folder = self.checkpoint.folder
-        self._base: Elsewhere | None = None
+        self._base: ExternalWeights | None = None
         self._verified = False
         stored = self.checkpoint.metadata.state_dict_metadata
         self._parts = {
@@ -68,7 +58,7 @@ class CheckpointSource:
             for name, part in self._parts.items()
         }
 
-    def join(self, base: Elsewhere, state: Mapping[str, Tensor]) -> None:
+    def join(self, base: ExternalWeights, state: Mapping[str, Tensor]) -> None:
         """Has it hold what it leaves to files, in the shapes and dtypes that `state` has for them."""
         self._base = base
         self.shapes |= {name: tuple(state[name].shape) for name in base.names}

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from mm_core.config.schema import InitFromSection, RunConfig
-from mm_core.contracts import Engine, EnginePlan, FrozenPlan, SelfLoading, Streamed, TaskModule
+from mm_core.contracts import Engine, EnginePlan, FrozenPlan, SelfLoading, Streamed, TaskModule, WeightPlan
 from mm_core.device import current_device
 from mm_core.errors import ContractError
+from mm_core.loading.left_out import ExternalWeights
 from mm_core.loading.matching import WeightMatch
 from mm_core.parallel.frozen_placement import place, plan_frozen
 from mm_core.plugin.registry import Registry, get_registry
@@ -29,7 +29,6 @@ class FrozenFiles:
     """
 
     def __init__(self, components: Mapping[str, nn.Module], registry: Registry, above: str = "task.") -> None:
-        holder: Any = nn.ModuleDict(components)
         self._starts: dict[str, WeightMatch] = {}
         for name, component in components.items():
             assert isinstance(component, Streamed)
@@ -41,20 +40,12 @@ class FrozenFiles:
             exclude = tuple(f"{name}.{path}" for path in given.unused)
             wanted = InitFromSection(given.path, format=given.format, include=(name,), exclude=exclude)
             key = f"{above}{name} (or its config.json)"  # for hints
-            self._starts[name] = WeightMatch(wanted, holder, formats, roots=(name,), key=key)
+            self._starts[name] = WeightMatch(wanted, {name: component}, formats, key)
 
-    def covers(self, state: Mapping[str, Tensor]) -> Collection[str]:
+    def covers(self, state: Mapping[str, Tensor]) -> WeightPlan:
         """All but what no result depends on. CheckpointError that lists every name that does not fit."""
-        return [name for start in self._starts_of(state) for name in start.covers(state)]
-
-    def fill(self, state: Mapping[str, Tensor]) -> None:
-        """Each rank its part."""
-        for start in self._starts_of(state):
-            start.fill(state)
-
-    def _starts_of(self, state: Mapping[str, Tensor]) -> Sequence[WeightMatch]:
-        names = {path.partition(".")[0] for path in state}
-        return [start for name, start in self._starts.items() if name in names]
+        start = self._starts.get(next(iter(state), "").partition(".")[0])
+        return start.covers(state) if start is not None else ExternalWeights()
 
 
 def load_frozen_of(task: TaskModule, engine: Engine, plan: EnginePlan, config: RunConfig) -> None:
@@ -104,8 +95,7 @@ def load_frozen(component: nn.Module, device: torch.device | str | None = None) 
 def _prepared(task: TaskModule, device: torch.device) -> dict[str, nn.Module]:
     """The components that the core fills, built; the others have read their weights."""
     streamed: dict[str, nn.Module] = {}
-    names = task.frozen
-    for name in names:
+    for name in task.frozen:
         component = getattr(task, name)
         if isinstance(component, Streamed):
             component.build_empty()

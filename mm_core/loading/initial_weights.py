@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Literal
 
 from torch import Tensor
@@ -14,30 +14,30 @@ from mm_core.checkpoint.reading import load_model_only
 from mm_core.config.schema import RunConfig
 from mm_core.contracts import TaskModule
 from mm_core.loading.left_out import ExternalWeights, left_out, recorded, starts_of
-from mm_core.loading.matching import WeightMatch
+from mm_core.loading.matching import MatchedWeights
 from mm_core.modules.adapter_layers import adapter_of
+from mm_core.modules.tying import trained_state
 from mm_core.runtime.ranks import Ranks
 from mm_core.weights.adapters.inject import AdapterWeights, passed_over
 from mm_core.weights.fitting import formats_of
 
 
 class ResumedWeights:
-    """Weights that a checkpoint brings after the engine is ready: nothing is drawn for them.
+    """Weights that a checkpoint brings after the engine is ready: nothing is drawn for them. Satisfies
+    `WeightPlan`; made by all ranks together.
 
     Args:
         checkpoint: of the run. config: of the run as it is now. task: with its adapters in place.
+
+    Attributes:
+        absent: what the checkpoint leaves to other files, which are there.
     """
 
     def __init__(self, checkpoint: OpenedCheckpoint, config: RunConfig, task: TaskModule) -> None:
-        self._names = checkpoint.names("model")
-        self._checkpoint, self._config, self._task = checkpoint, config, task
-        self.absent = ExternalWeights()
-        """What the checkpoint leaves to other files, once `covers` was called."""
-
-    def covers(self, state: Mapping[str, Tensor]) -> Collection[str]:
-        """What the checkpoint holds, or leaves to files that are there."""
-        self.absent = recorded(self._checkpoint, self._config, self._task, state)
-        return (self._names & set(state)) | self.absent.names
+        self._config = config
+        state = trained_state(task)
+        self.absent = recorded(checkpoint, config, task, state)
+        self.names = (checkpoint.names("model") & state.keys()) | self.absent.names
 
     def fill(self, state: Mapping[str, Tensor]) -> None:
         """What the checkpoint leaves to other files: all of its own state is loaded together, later."""
@@ -54,7 +54,7 @@ class ResumedWeights:
 
 class CheckpointWeights:
     """The weights of a checkpoint, or their average, and what it leaves to other files, for a task that is
-    trained no further.
+    trained no further. Satisfies `WeightPlan`; made by all ranks together.
 
     Args:
         checkpoint: of the run. config: of the run as it is now. task: with its adapters in place.
@@ -68,13 +68,11 @@ class CheckpointWeights:
         task: TaskModule,
         weights: Literal["auto", "model", "ema"] = "auto",
     ) -> None:
-        self._checkpoint, self._config, self._task, self._weights = checkpoint, config, task, weights
-        self._absent = ExternalWeights()
-
-    def covers(self, state: Mapping[str, Tensor]) -> Collection[str]:
+        self._checkpoint, self._weights = checkpoint, weights
+        state = trained_state(task)
+        self._absent = recorded(checkpoint, config, task, state)
+        self.names = state.keys()
         """All: a checkpoint that lacks one is refused."""
-        self._absent = recorded(self._checkpoint, self._config, self._task, state)
-        return state.keys()
 
     def fill(self, state: Mapping[str, Tensor]) -> None:
         """Reads all of them, each rank its shards, cast to the dtypes that they have in `state`."""
@@ -86,55 +84,53 @@ class CheckpointWeights:
 
 class FileWeights:
     """The folders that the components name, and then `init_from`: what it brings is read from there alone.
+    Satisfies `WeightPlan`; made by all ranks together.
 
     Args:
         config: of the run.
         task: its task, on meta: weight formats look at the components.
+
+    Raises:
+        MMError: weights that can not be read, or do not fit.
     """
 
     def __init__(self, config: RunConfig, task: TaskModule) -> None:
-        formats = formats_of(config.registry)
-        self.starts = starts_of(config, task)
         self._config, self._task = config, task
-        self._started: set[str] = set()
-        self._read: dict[WeightMatch, set[str]] = {}
-        self._adapters = AdapterWeights(task, config.train.adapters, formats)
-
-    def covers(self, state: Mapping[str, Tensor]) -> Collection[str]:
-        """What any of them holds. A folder all of whose weights a later one brings is not opened."""
-        starts, self.starts = self.starts, []
-        for start in reversed(starts):
+        self._adapters = AdapterWeights(task, config.train.adapters, formats_of(config.registry))
+        self._read: list[tuple[MatchedWeights, set[str]]] = []
+        """What is read one after another, and what of it no later one brings."""
+        self._known: set[str] = set()
+        state = trained_state(task)
+        for start in reversed(starts_of(config, task)):
             root = start.key.removeprefix("task.")
             own = [name for name in state if name.startswith(f"{root}.") and adapter_of(name) is None]
-            if own and self._started.issuperset(own):
-                continue
-            self._read[start] = set(start.covers(state)) - self._started
-            self._started |= self._read[start]
-            self.starts.insert(0, start)
-        return self._started.union(self._adapters.covers(state))
+            if own and self._known.issuperset(own):
+                continue  # a later one brings all of it: the folder is not opened
+            part = start.covers(state)
+            self._read.insert(0, (part, set(part.names) - self._known))
+            self._known |= set(part.names)
+        self.names = self._known | self._adapters.names
 
     def fill(self, state: Mapping[str, Tensor]) -> None:
-        """Reads one after another what no later one brings: `init_from` after the components' own, adapters
-        last."""
-        for start in self.starts:
-            if self._read[start]:
-                start.fill(state, self._read[start])
-        Ranks.current().agree("reading adapters", lambda: self._adapters.fill(state, self._started))
-
-    def _given_up(self, start: WeightMatch) -> str:
-        """What of it was not read, for the note."""
-        others = len(start.covered) - len(self._read[start])
-        return f"; {others} of them are those of {self.starts[-1].init.path}" if others else ""
+        """`init_from` after the components' own, adapters last."""
+        for part, names in self._read:
+            if names:
+                part.fill({name: state[name] for name in names})
+        Ranks.current().agree("reading adapters", lambda: self._adapters.fill(state, self._known))
 
     def left_out(self) -> ExternalWeights:
-        """What checkpoints leave out, once `covers` was called."""
-        return left_out(self.starts, self._task, self._config)
+        """What checkpoints leave out."""
+        return left_out([part for part, _ in self._read], self._task, self._config)
 
     def notes(self) -> list[str]:
         """What was read from where, a sentence each."""
         adapters = [f"{a.from_}: adapter {a.name!r} loaded" for a in self._adapters.adapters]
         left = [sentence_on(self._task, adapter) for adapter in self._config.train.adapters]
-        loaded = [f"{start.init.path}: {start.report}{self._given_up(start)}" for start in self.starts]
+        loaded = []
+        for part, names in self._read:
+            given_up = len(part.names) - len(names)
+            also = f"; {given_up} of them are those of {self._read[-1][0].init.path}" if given_up else ""
+            loaded.append(f"{part.init.path}: {part.found.report}{also}")
         return [*loaded, *adapters, *filter(None, left)]
 
 

@@ -22,10 +22,9 @@ from mm_core.config.schema import InitFromSection, RunConfig
 from mm_core.contracts import Pretrained, TaskModule, WeightsFrom
 from mm_core.errors import CheckpointError, MMError, TrustError
 from mm_core.loading.checkpoint_source import CheckpointSource
-from mm_core.loading.matching import WeightMatch
+from mm_core.loading.matching import MatchedWeights, WeightMatch
 from mm_core.loading.run_adapters import task_of
 from mm_core.modules.adapter_layers import adapter_of
-from mm_core.plugin.registry import Registry
 from mm_core.runtime.ranks import Ranks
 from mm_core.weights.fitting import Formats, formats_of
 from mm_core.weights.formats.part_of import FormatOfPart
@@ -33,9 +32,10 @@ from mm_core.weights.formats.part_of import FormatOfPart
 
 @dataclass(frozen=True)
 class ExternalWeights:
-    """What a checkpoint leaves out: the names (paths in the task) that each of `starts` brings."""
+    """What a checkpoint leaves out: the names (paths in the task) that each of `starts` brings. Satisfies
+    `WeightPlan`."""
 
-    starts: tuple[tuple[WeightMatch, frozenset[str]], ...] = ()
+    starts: tuple[tuple[MatchedWeights, frozenset[str]], ...] = ()
 
     @property
     def names(self) -> frozenset[str]:
@@ -58,29 +58,25 @@ class ExternalWeights:
     def fill(self, state: Mapping[str, Tensor]) -> None:
         """Reads what of it `state` names into its tensors. Called by all ranks."""
         for start, names in self.starts:
-            if wanted := names.intersection(state):
-                start.fill(state, wanted)
+            if wanted := {name: tensor for name, tensor in state.items() if name in names}:
+                start.fill(wanted)
 
 
 def starts_of(config: RunConfig, task: TaskModule) -> list[WeightMatch]:
     """Where a run's weights begin, in the order in which they are read: the folders that the components
     name, and then `init_from`. task: on meta, since weight formats look at the components."""
-    registry = config.registry
     rows = [(f"task.{root}", _own(task, root)) for root in task.trainable]
-    found = [(key, init) for key, init in (*rows, ("init_from", config.init_from)) if init is not None]
-    return [_start(key, init, task, registry, config.allow_code) for key, init in found]
+    places = (*rows, ("init_from", config.init_from))
+    return [_start(key, init, task, config) for key, init in places if init is not None]
 
 
-def left_out(starts: Sequence[WeightMatch], task: TaskModule, config: RunConfig) -> ExternalWeights:
-    """What the checkpoints of a run that begins leave out: all that stays as one of `starts` brings it.
-
-    starts: whose `covers` has been called.
-    """
+def left_out(starts: Sequence[MatchedWeights], task: TaskModule, config: RunConfig) -> ExternalWeights:
+    """What the checkpoints of a run that begins leave out: all that stays as one of `starts` brings it."""
     held = config.checkpoint.frozen
     if held or (held is None and not config.train.adapters):
         return ExternalWeights()
     frozen = frozen_names(task)
-    last = {name: start for start in starts for name in start.covered if name in frozen}
+    last = {name: start for start in starts for name in start.names if name in frozen}
     owned = ((start, frozenset(n for n, owner in last.items() if owner is start)) for start in starts)
     return ExternalWeights(tuple((start, names) for start, names in owned if names))
 
@@ -113,8 +109,7 @@ def recorded(
     absent = set(state).intersection(frozen_names(task)) - checkpoint.names("model")
     if not rows or not absent:
         return ExternalWeights()
-    registry = config.registry
-    return _found(rows, absent, checkpoint.folder, config, task, registry, state)
+    return _found(rows, absent, checkpoint.folder, config, task, state)
 
 
 def open_run(path: Path, weights: Literal["model", "ema"], allow_code: bool = False) -> CheckpointSource:
@@ -125,8 +120,11 @@ def open_run(path: Path, weights: Literal["model", "ema"], allow_code: bool = Fa
     if checkpoint.external:
         config = load_config(checkpoint.folder / "config.yaml", stored=True, allow_code=allow_code)
         task = task_of(config, checkpoint)
-        roots = task.trainable
-        state = {f"{root}.{n}": t for root in roots for n, t in task.get_submodule(root).state_dict().items()}
+        state = {
+            f"{root}.{name}": tensor
+            for root in task.trainable
+            for name, tensor in task.get_submodule(root).state_dict().items()
+        }
         source.join(recorded(checkpoint, config, task, state), state)
     return source
 
@@ -137,19 +135,18 @@ def _found(
     checkpoint: Path,
     config: RunConfig,
     task: TaskModule,
-    registry: Registry,
     state: Mapping[str, Tensor],
 ) -> ExternalWeights:
-    starts: list[tuple[WeightMatch, frozenset[str]]] = []
+    starts: list[tuple[MatchedWeights, frozenset[str]]] = []
     # Later places have had the last word: what they bring is theirs.
     for row in reversed(rows):
         faults = []
         for path in _places(row, config, task):
             init = InitFromSection(path=path, **row.recipe)
-            start = _start(row.key, init, task, registry, config.allow_code)
             try:
-                names = absent.intersection(start.covers(state))
-                if not _unchanged(start, names, row):
+                start = _start(row.key, init, task, config).covers(state)
+                names = absent.intersection(start.names)
+                if len(names) != row.tensors or _contents(start, names) != row.sha256:
                     raise CheckpointError("it holds other weights than it did", where=path)
             except TrustError:
                 raise
@@ -171,13 +168,8 @@ def _places(row: ExternalRow, config: RunConfig, task: TaskModule) -> list[str]:
     return list(dict.fromkeys(path for path in (row.path, own.path if own is not None else None) if path))
 
 
-def _unchanged(start: WeightMatch, names: Collection[str], row: ExternalRow) -> bool:
-    return len(names) == row.tensors and _contents(start, names) == row.sha256
-
-
-def _contents(start: WeightMatch, names: Collection[str]) -> str:
-    doing = f"reading {start.init.path}"
-    return Ranks.current().first(doing, lambda: start.fingerprint(names))
+def _contents(start: MatchedWeights, names: Collection[str]) -> str:
+    return Ranks.current().first(f"reading {start.init.path}", lambda: start.fingerprint(names))
 
 
 def _lost(row: ExternalRow, checkpoint: Path, faults: Sequence[MMError]) -> CheckpointError:
@@ -201,19 +193,15 @@ def _own(task: TaskModule, root: str) -> InitFromSection | None:
 
 
 def _given(task: TaskModule, root: str) -> WeightsFrom | None:
-    roots = task.trainable
-    component = task.get_submodule(root) if root in roots else None
+    component = task.get_submodule(root) if root in task.trainable else None
     return component.weights_from if isinstance(component, Pretrained) else None
 
 
-def _start(
-    key: str, init: InitFromSection, task: TaskModule, registry: Registry, allow_code: bool
-) -> WeightMatch:
-    formats: Formats = formats_of(registry, init.format)
-    roots = None if key == "init_from" else (key.removeprefix("task."),)
-    for root in roots or ():
+def _start(key: str, init: InitFromSection, task: TaskModule, config: RunConfig) -> WeightMatch:
+    roots = task.trainable if key == "init_from" else (key.removeprefix("task."),)
+    parts = {root: task.get_submodule(root) for root in roots}
+    formats: Formats = formats_of(config.registry, init.format)
+    for root, component in parts.items() if key != "init_from" else ():
         if (given := _given(task, root)) is not None and given.part:
-            component = task.get_submodule(root)
             formats = {name: FormatOfPart(one, root, component) for name, one in formats.items()}
-    opener = partial(open_run, allow_code=allow_code)
-    return WeightMatch(init, task, formats, roots=roots, key=key, open_run=opener)
+    return WeightMatch(init, parts, formats, key, partial(open_run, allow_code=config.allow_code))

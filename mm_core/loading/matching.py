@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
 
 from mm_core.checkpoint.files.layout import listed
+from mm_core.checkpoint.files.mismatch import Mismatch, size_text
 from mm_core.config.schema import InitFromSection
-from mm_core.contracts import TaskModule
 from mm_core.errors import CheckpointError, PlanError
 from mm_core.loading.checkpoint_source import CheckpointSource
-from mm_core.loading.mismatch import absent_parts, misfit, size_text
+from mm_core.loading.mismatch import mismatch_error
 from mm_core.modules.adapter_layers import adapter_of, base_name
 from mm_core.modules.selection import covered
 from mm_core.modules.tying import tied_names
@@ -34,8 +34,8 @@ Pieces = list[tuple[Copy, StoredTensors]]
 
 
 @dataclass(frozen=True)
-class WarmStartReport:
-    """What `init_from` has done.
+class MatchReport:
+    """What was found of what was asked for.
 
     loaded, missing, skipped: paths in the task that were read, that kept their initialisation because the
     source has no such name, and that the patterns leave out. unexpected: names of the source that nothing
@@ -63,16 +63,80 @@ class WarmStartReport:
         return ", ".join([f"{len(self.loaded)} tensors loaded{read_by}", *parts])
 
 
+class Found(NamedTuple):
+    """Where everything is: in files, piece by piece, or in a checkpoint of ours, path in the task -> stored
+    name."""
+
+    report: MatchReport
+    pieces: Pieces
+    run: tuple[CheckpointSource, Mapping[str, str]] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class MatchedWeights:
+    """Weights that fit a task, found by a `WeightMatch`. Satisfies `WeightPlan`.
+
+    Attributes:
+        init, key: of the match.
+        names: what they fill, by path in the task.
+        found: where the tensors are, under the names that the task has without adapters.
+    """
+
+    init: InitFromSection
+    key: str
+    names: list[str]
+    found: Found
+
+    @property
+    def place(self) -> Path:
+        """Where the weights are: of a run, the checkpoint."""
+        return self.found.run[0].folder if self.found.run is not None else Path(self.init.path)
+
+    def fill(self, state: Mapping[str, Tensor]) -> None:
+        """Fills in place those of `names` that `state` holds: plain tensors, or DTensors of which each rank
+        reads its shard. Dtypes may differ: values are cast. Called by all ranks. CheckpointError, on all
+        ranks, where a read fails."""
+        ranks = Ranks.current()
+        doing = f"reading {self.init.path}"
+        own = {base_name(name): tensor for name, tensor in state.items()}
+        targets = {name: own[name] for name in self.found.report.loaded if name in own}
+        if self.found.run is not None:
+            source, origins = self.found.run
+            stored = {origins[name]: tensor for name, tensor in targets.items()}
+            ranks.agree(doing, source.verify)
+            ranks.agree(doing, lambda: source.fill(stored))
+            return
+        ranks.agree(doing, lambda: self._stream(targets, ranks.rank == 0 and len(targets) > 1))
+
+    def fingerprint(self, names: Collection[str]) -> str:
+        """Of the stored tensors that fill these names; of a checkpoint of ours, that of its checksums. Not
+        collective."""
+        if self.found.run is not None:
+            return self.found.run[0].fingerprint()
+        wanted = {base_name(name) for name in names}
+        found = {(copy.component, copy.stored): held for copy, held in self.found.pieces}
+        keys = sorted(key for key in found if key[0] in wanted)
+        return fingerprint((stored, found[name, stored]) for name, stored in keys)
+
+    def _stream(self, targets: Mapping[str, Tensor], shown: bool) -> None:
+        places = {name: shard_of(tensor)[1] for name, tensor in targets.items()}
+        total = 0
+        pieces = [(copy, stored) for copy, stored in self.found.pieces if copy.component in targets]
+        for copy, stored in pieces:
+            if (box := overlap(copy, places[copy.component])) is not None:
+                total += prod(part.stop - part.start for part in box) * stored.dtypes[copy.stored].itemsize
+        with byte_bar(f"reading {self.init.path}", total, shown) as advance:
+            stream(targets, pieces, advance)
+
+
 class WeightMatch:
-    """What `init_from` asks for. Two steps, both called by all ranks: `covers` finds and compares the
-    names, `fill` reads.
+    """What `init_from`, or a component that names its files, asks for.
 
     Args:
         init: the config's section.
-        task: the task, on meta or not; its trainable components are asked for by weight formats. None
-            compares stored names with paths in the task alone.
+        parts: components to fill, by their name in the task, on meta or not: weight formats are asked for
+            them. None compares stored names with paths in the task alone.
         formats: by qualified name; those to be tried.
-        roots: the task's components that are to be filled; None: all that are trained.
         key: of the config, for errors.
         open_run: opens a checkpoint of ours.
     """
@@ -80,31 +144,20 @@ class WeightMatch:
     def __init__(
         self,
         init: InitFromSection,
-        task: TaskModule | None = None,
+        parts: Mapping[str, nn.Module] | None = None,
         formats: Formats | None = None,
-        roots: Sequence[str] | None = None,
         key: str = "init_from",
         open_run: Callable[[Path, Literal["model", "ema"]], CheckpointSource] = CheckpointSource,
     ) -> None:
-        self.init = init
-        self.key = key
-        self._open_run = open_run
-        self.report = WarmStartReport((), (), (), ())
-        self._formats = formats or {}
-        self._pieces: Pieces = []
-        self._run: tuple[CheckpointSource, Mapping[str, str]] | None = None
-        self._parts: dict[str, nn.Module] = {}
-        if task is not None:
-            names = task.trainable if roots is None else roots
-            self._parts = {name: task.get_submodule(name) for name in names}
+        self.init, self.key, self._open_run = init, key, open_run
+        self._parts, self._formats = parts or {}, formats or {}
         self._tied = {
             root: {base_name(other): base_name(first) for other, first in tied_names(part).items()}
             for root, part in self._parts.items()
         }
-        self._names: Mapping[str, str] = {}
 
-    def covers(self, state: Mapping[str, Tensor]) -> Sequence[str]:
-        """The names that `fill` will fill.
+    def covers(self, state: Mapping[str, Tensor]) -> MatchedWeights:
+        """Finds the names of `state` and compares them with the stored ones. Called by all ranks.
 
         Args:
             state: parameters and buffers by path in the task, on any device.
@@ -115,8 +168,8 @@ class WeightMatch:
                 side lacks; other shapes always.
         """
         init = self.init
-        self._names = {base_name(name): name for name in state}  # adapted layers by the names of files
-        state = {name: state[own] for name, own in self._names.items()}
+        names = {base_name(name): name for name in state}  # adapted layers by the names of files
+        state = {name: state[own] for name, own in names.items()}
         chosen = set(covered(init.include, state, "init_from.include") if init.include else state)
         chosen -= set(covered(init.exclude, state, "init_from.exclude"))
         if not chosen:
@@ -125,75 +178,22 @@ class WeightMatch:
                 where="init_from",
                 hint="widen init_from.include, or narrow init_from.exclude",
             )
-        Ranks.current().agree(f"reading {init.path}", lambda: self._find(state, chosen))
-        return self.covered
+        found = Ranks.current().agree(f"reading {init.path}", lambda: self._find(state, chosen))
+        return MatchedWeights(init, self.key, [names[name] for name in found.report.loaded], found)
 
-    @property
-    def covered(self) -> list[str]:
-        """What `covers` has given."""
-        return [self._names[name] for name in self.report.loaded]
-
-    @property
-    def place(self) -> Path:
-        """Where the weights are: of a run, the checkpoint."""
-        return self._run[0].folder if self._run is not None else Path(self.init.path)
-
-    def fill(self, state: Mapping[str, Tensor], only: Collection[str] | None = None) -> None:
-        """Fills in place what `covers` has named, or what of it is in `only`: plain tensors, or DTensors of
-        which each rank reads its shard. Dtypes may differ: values are cast. CheckpointError, on all ranks,
-        where a read fails."""
-        ranks = Ranks.current()
-        doing = f"reading {self.init.path}"
-        wanted = {name for name in self.report.loaded if only is None or self._names[name] in only}
-        state = {base_name(name): tensor for name, tensor in state.items()}
-        if self._run is not None:
-            source, origins = self._run
-            targets = {stored: state[name] for name, stored in origins.items() if name in wanted}
-            ranks.agree(doing, source.verify)
-            ranks.agree(doing, lambda: source.fill(targets))
-            return
-        targets = {name: state[name] for name in wanted}
-        ranks.agree(doing, lambda: self._stream(targets, ranks.rank == 0 and len(targets) > 1))
-
-    def fingerprint(self, names: Collection[str]) -> str:
-        """Of the stored tensors that fill these names; of a checkpoint of ours, that of its checksums. Not
-        collective."""
-        if self._run is not None:
-            return self._run[0].fingerprint()
-        wanted = {base_name(name) for name in names}
-        found = {(copy.component, copy.stored): held for copy, held in self._pieces}
-        keys = sorted(key for key in found if key[0] in wanted)
-        return fingerprint((stored, found[name, stored]) for name, stored in keys)
-
-    def _stream(self, targets: Mapping[str, Tensor], shown: bool) -> None:
-        places = {name: shard_of(tensor)[1] for name, tensor in targets.items()}
-        total = 0
-        pieces = [(copy, stored) for copy, stored in self._pieces if copy.component in targets]
-        for copy, stored in pieces:
-            if (box := overlap(copy, places[copy.component])) is not None:
-                total += prod(part.stop - part.start for part in box) * stored.dtypes[copy.stored].itemsize
-        with byte_bar(f"reading {self.init.path}", total, shown) as advance:
-            stream(targets, pieces, advance)
-
-    # -- where everything is -------------------------------------------------------------------
-
-    def _find(self, state: Mapping[str, Tensor], chosen: Collection[str]) -> None:
+    def _find(self, state: Mapping[str, Tensor], chosen: Collection[str]) -> Found:
         init, path = self.init, Path(self.init.path)
         if init.format is not None or not self._by_name_alone(path):
             found = self._by_format(path, state, chosen)
             if found is not None:
-                return
+                return found
             if path.is_dir() and not any(path.glob("*.safetensors")):  # known to a format: no checkpoint
                 raise self._of_another(path)
         source = _open(path, init, self._open_run)
-        origins, self.report = _compare(init, source, state, chosen)
+        origins, report = _compare(init, source, state, chosen)
         if isinstance(source, CheckpointSource):
-            self._run = source, origins
-        else:
-            self._pieces = [
-                (whole(name, stored, tuple(source.shapes[stored])), source)
-                for name, stored in origins.items()
-            ]
+            return Found(report, [], (source, origins))
+        return Found(report, [(whole(n, s, tuple(source.shapes[s])), source) for n, s in origins.items()])
 
     def _of_another(self, path: Path) -> CheckpointError:
         """The error for a folder that formats know and read none of the components from."""
@@ -213,7 +213,7 @@ class WeightMatch:
             return True
         return path.is_dir() and not any(known.recognises(path) for known in self._formats.values())
 
-    def _by_format(self, path: Path, state: Mapping[str, Tensor], chosen: Collection[str]) -> bool | None:
+    def _by_format(self, path: Path, state: Mapping[str, Tensor], chosen: Collection[str]) -> Found | None:
         """Finds the components' tensors by weight formats; None where stored names are simply paths in
         the task."""
         init = self.init
@@ -235,14 +235,11 @@ class WeightMatch:
             if not found or len(named) > found:
                 return None
         _check_apart(path, fits)
-        self._settle(path, fits, state, chosen)
-        return True
+        return self._settle(fits, state, chosen)
 
-    def _settle(
-        self, path: Path, fits: Mapping[str, Fit], state: Mapping[str, Tensor], chosen: Collection[str]
-    ) -> None:
-        """Takes the copies of what is chosen, or raises for what does not fit."""
-        init = self.init
+    def _settle(self, fits: Mapping[str, Fit], state: Mapping[str, Tensor], chosen: Collection[str]) -> Found:
+        """The copies of what is chosen; raises for what does not fit."""
+        init, pieces = self.init, Pieces()
         loaded: dict[str, None] = {}
         unexpected: dict[str, None] = {}
         misshapen: list[str] = []
@@ -251,7 +248,7 @@ class WeightMatch:
             for copy, held in way.pieces:
                 if (name := f"{root}.{copy.component}") in chosen:
                     loaded[name] = None
-                    self._pieces.append((replace(copy, component=name), held))
+                    pieces.append((replace(copy, component=name), held))
             left = ((held, name) for held, name in way.unexpected if (held.where, name) not in wanted)
             unexpected |= dict.fromkeys(way.text(held, name) for held, name in left)
             misshapen += [
@@ -268,20 +265,21 @@ class WeightMatch:
         spared = {f"{root}.{name}" for root, way in fits.items() for name in way.spared}
         lacking = [name for name in missing if name not in spared]
         if misshapen or (init.strict and (lacking or unexpected)) or not loaded:
-            fault = misfit(init, lacking, list(unexpected), misshapen, {name: name for name in unexpected})
-            fault = absent_parts(fault, [folder for way in fits.values() for folder in way.absent])
+            absent = [folder for way in fits.values() for folder in way.absent]
+            mismatch = Mismatch(lacking, list(unexpected), misshapen)
+            fault = mismatch_error(init, mismatch, {name: name for name in unexpected}, absent)
             if self.key != "init_from":
                 hint = f"{self.key} must have the options of the model that this folder holds"
                 fault = CheckpointError(fault.what, where=fault.where, hint=hint)
             raise fault
-        self._pieces.sort(key=lambda piece: (str(piece[1].where), piece[0].stored))
+        pieces.sort(key=lambda piece: (str(piece[1].where), piece[0].stored))
         skipped = tuple(name for name in state if name not in chosen)
         names = tuple(name for name in state if name in loaded)
         places = (" in ".join(filter(None, (way.format, _folders(way)))) for way in fits.values())
         kinds = tuple(dict.fromkeys(places))
         first = Ranks.current().rank == 0
         pairs = tuple(pair for way in fits.values() for pair in (unlike(way) if first else ()))
-        self.report = WarmStartReport(names, tuple(missing), tuple(unexpected), skipped, kinds, pairs)
+        return Found(MatchReport(names, tuple(missing), tuple(unexpected), skipped, kinds, pairs), pieces)
 
 
 def _check_apart(path: Path, fits: Mapping[str, Fit]) -> None:
@@ -300,14 +298,6 @@ def _check_apart(path: Path, fits: Mapping[str, Fit]) -> None:
 
 def _folders(way: Fit) -> str:
     return " and ".join(filter(None, way.folders))
-
-
-def warm_start(init: InitFromSection, parameters: Mapping[str, Tensor]) -> WarmStartReport:
-    """Fills parameters in place from the weights at `init.path`, whose names are paths in the task."""
-    start = WeightMatch(init)
-    start.covers(parameters)
-    start.fill(parameters)
-    return start.report
 
 
 def _open(
@@ -347,27 +337,25 @@ def _compare(
     source: StoredTensors | CheckpointSource,
     parameters: Mapping[str, Tensor],
     chosen: Collection[str],
-) -> tuple[dict[str, str], WarmStartReport]:
+) -> tuple[dict[str, str], MatchReport]:
     """(path in the task -> stored name) of what is to be read, and the report."""
     stored = renamed([*source.shapes, *source.others], init)
     origins = {
         name: stored[name] for name in parameters if name in chosen and stored.get(name) in source.shapes
     }
-    missing = tuple(
+    missing = [
         name for name in parameters if name in chosen and name not in origins and adapter_of(name) is None
-    )
-    unexpected = tuple(
-        found for name, found in stored.items() if name not in parameters or found in source.others
-    )
+    ]
+    unexpected = [found for name, found in stored.items() if name not in parameters or found in source.others]
     misshapen = [
         f"{name} ({size_text(stored_shape)} in the file, {size_text(parameters[name].shape)} in the task)"
         for name, found in origins.items()
         if (stored_shape := tuple(source.shapes[found])) != tuple(parameters[name].shape)
     ]
     if misshapen or (init.strict and (missing or unexpected)) or not origins:
-        raise misfit(init, list(missing), list(unexpected), misshapen, stored)
+        raise mismatch_error(init, Mismatch(missing, unexpected, misshapen), stored)
     skipped = tuple(name for name in parameters if name not in chosen)
-    return origins, WarmStartReport(tuple(origins), missing, unexpected, skipped)
+    return origins, MatchReport(tuple(origins), tuple(missing), tuple(unexpected), skipped)
 
 
 def renamed(stored: Collection[str], init: InitFromSection) -> dict[str, str]:

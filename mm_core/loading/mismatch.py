@@ -4,44 +4,47 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
-from mm_core.checkpoint.files.layout import listed
+from mm_core.checkpoint.files.mismatch import Mismatch
 from mm_core.config.schema import InitFromSection
 from mm_core.errors import CheckpointError, nearest
 from mm_core.modules.adapter_layers import adapter_of
 
 
-def misfit(
-    init: InitFromSection,
-    missing: list[str],
-    unexpected: list[str],
-    misshapen: list[str],
-    stored: Mapping[str, str],
+def mismatch_error(
+    init: InitFromSection, found: Mismatch, stored: Mapping[str, str], absent: Sequence[str] = ()
 ) -> CheckpointError:
-    """One error with every name that does not fit."""
-    lacking = missing if init.strict or not misshapen else []
-    left = unexpected if init.strict or not misshapen else []
-    paths = [path for path, name in stored.items() if name in set(left)]
+    """One error with every name that does not fit.
+
+    Args:
+        stored: what a stored name would be in the task -> the stored name.
+        absent: folders that are not there, in which what is missing lies.
+    """
+    told = found if init.strict or not found.misshapen else Mismatch(misshapen=found.misshapen)
+    left = set(told.unexpected)
+    paths = [path for path, name in stored.items() if name in left]
     near = [
-        f"{name} (near: {', '.join(found)})" if (found := nearest(name, paths, 1)) else name
-        for name in lacking[:10]
+        f"{name} (near: {', '.join(like)})" if (like := nearest(name, paths, 1)) else name
+        for name in told.missing[:10]
     ]
-    kinds = (("missing", near + lacking[10:]), ("unexpected", left), ("misshapen", misshapen))
-    lines = [f"{len(names)} {kind}: {listed(names)}" for kind, names in kinds if names]
-    return CheckpointError(
-        "these weights do not fit the task: " + "; ".join(lines),
-        where=init.path,
-        hint=_hint(missing, unexpected, misshapen),
-    )
+    told = replace(told, missing=near + told.missing[10:])
+    what, hint = f"these weights do not fit the task: {told}", _hint(found)
+    if absent:
+        what = f"{what}; there is no folder {' and no folder '.join(absent)}"
+        hint = (
+            "init_from.include takes the parts that are there, and strict: false leaves the rest as it begins"
+        )
+    return CheckpointError(what, where=init.path, hint=hint)
 
 
-def _hint(missing: list[str], unexpected: list[str], misshapen: list[str]) -> str:
-    if any(adapter_of(name) is not None for name in unexpected):
+def _hint(found: Mismatch) -> str:
+    if any(adapter_of(name) is not None for name in found.unexpected):
         return "the run trained adapters: mm export --merge-lora puts them into weights to begin with"
-    if found := likely_prefix(missing, unexpected):
-        start, path, count = found
+    if likely := likely_prefix(found.missing, found.unexpected):
+        start, path, count = likely
         return f"init_from.prefixes: {{{start!r}: {path!r}}} would name {count} of the missing ones"
-    if misshapen:
+    if found.misshapen:
         return "leave them out with init_from.exclude"
     return "rename with init_from.prefixes, leave out with init_from.exclude, or set init_from.strict: false"
 
@@ -64,17 +67,3 @@ def likely_prefix(missing: Collection[str], unexpected: Collection[str]) -> tupl
         return None
     (start, end), count = votes.most_common(1)[0]
     return start, end, count
-
-
-def size_text(shape: Collection[int]) -> str:
-    """Of a tensor: `3x4`."""
-    return "x".join(map(str, shape)) or "scalar"
-
-
-def absent_parts(fault: CheckpointError, folders: Sequence[str]) -> CheckpointError:
-    """The same, where what is missing lies in folders that are not there."""
-    if not folders:
-        return fault
-    hint = "init_from.include takes the parts that are there, and strict: false leaves the rest as it begins"
-    what = f"{fault.what}; there is no folder {' and no folder '.join(folders)}"
-    return CheckpointError(what, where=fault.where, hint=hint)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
-from torch import nn
+from torch import Tensor, nn
+
+from mm_core.contracts import TaskModule
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
@@ -23,3 +25,18 @@ def tie(module: nn.Module, tied: Mapping[str, str]) -> None:
     for name, first in tied.items():
         owner, _, key = name.rpartition(".")
         setattr(module.get_submodule(owner), key, module.get_parameter(first))
+
+
+def state_of(module: nn.Module, path: str, tied: Collection[str]) -> dict[str, Tensor]:
+    """Parameters (a shared one once) and buffers of the module at `path` in the task, by their own paths
+    there.
+
+    tied: names of the module that share another's parameter, by `tied_names`.
+    """
+    return {f"{path}.{key}": tensor for key, tensor in module.state_dict().items() if key not in tied}
+
+
+def trained_state(task: TaskModule) -> dict[str, Tensor]:
+    """The same of all trained components."""
+    parts = {name: task.get_submodule(name) for name in task.trainable}
+    return {k: t for name, part in parts.items() for k, t in state_of(part, name, tied_names(part)).items()}

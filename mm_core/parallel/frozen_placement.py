@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from mm_core.contracts import FrozenPlan, InitialWeights, Streamed, TaskModule
 from mm_core.errors import ContractError, PlanError, did_you_mean
 from mm_core.modules.patterns import match
-from mm_core.modules.tying import tie, tied_names
+from mm_core.modules.tying import state_of, tie, tied_names
 from mm_core.parallel.layout import like_blocks
 
 
@@ -143,12 +143,11 @@ def place(
     home = torch.device("cpu") if offloaded else device
     _materialise(component, home, device)
     tie(component, tied)
-    state = {f"{name}.{key}": t for key, t in component.state_dict().items() if key not in tied}
-    covered = set(weights.covers(state))
-    for key in empty - tied.keys():
-        if f"{name}.{key}" not in covered:
-            state[f"{name}.{key}"].zero_()  # no result depends on it, but memory as it comes is no number
-    weights.fill(state)
+    state = state_of(component, name, tied)
+    found = weights.covers(state)
+    for path in {f"{name}.{key}" for key in empty - tied.keys()}.difference(found.names):
+        state[path].zero_()  # no result depends on it, but memory as it comes is no number
+    found.fill(state)
     if offloaded:
         _offload(component, name, plan.blocks, device)
     component.eval()

@@ -131,9 +131,8 @@ def test_a_dora_that_init_from_brings_is_as_it_was_trained(tmp_path):
     )
     task = build_task(begun)
     start = FileWeights(begun, task)
-    covered = start.covers(task.state_dict())
     task.lm.to_empty(device="cpu")
-    initialise(task.lm, "lm", Randomness(0), covered)
+    initialise(task.lm, "lm", Randomness(0), start.names)
     start.fill(task.state_dict())
     state = task.lm.state_dict()
     saved = {f"lm.{name}": torch.empty_like(tensor) for name, tensor in state.items()}

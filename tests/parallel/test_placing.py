@@ -68,10 +68,11 @@ class Task(nn.Module):
 
 
 class Drawn:
-    """Weights that depend on their names alone. Satisfies `InitialWeights`."""
+    """Weights that depend on their names alone. Satisfies `InitialWeights` and `WeightPlan`."""
 
     def covers(self, state):
-        return set(state)
+        self.names = set(state)
+        return self
 
     def fill(self, state):
         for name, tensor in sorted(state.items()):

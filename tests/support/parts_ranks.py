@@ -19,7 +19,7 @@ from mm_core.config.schema import EMASection, InitFromSection, TrainSection
 from mm_core.contracts import Batch, Loss, Randomness, SampleKey
 from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.errors import MMError
-from mm_core.loading.matching import warm_start
+from mm_core.loading.matching import WeightMatch
 from mm_core.optim.adamw import adamw
 from mm_core.optim.ema import EMA
 from mm_core.optim.muon import muon
@@ -96,13 +96,14 @@ def use_ema() -> dict[str, torch.Tensor]:
     return found | all_whole(shadows)
 
 
-def use_warm_start() -> dict[str, torch.Tensor]:
+def use_match() -> dict[str, torch.Tensor]:
     """Weights that each rank reads its shard of."""
     _, engine = make(lambda groups: adamw(groups, **dataclasses.asdict(AdamWConfig())))
     model = engine.state_dict()["model"]
     init = InitFromSection(path=sys.argv[3], prefixes={"net": "predictor"})
-    report = warm_start(init, model)
-    assert set(report.loaded) == set(model) and not report.missing
+    found = WeightMatch(init).covers(model)
+    found.fill(model)
+    assert set(found.names) == set(model) and not found.found.report.missing
     return all_whole(model)
 
 
@@ -135,9 +136,7 @@ def use_bad_parameter() -> list[list[str]]:
 def main() -> None:
     start_process_group()
     torch.set_num_threads(1)
-    case = {"muon": use_muon, "ema": use_ema, "warm": use_warm_start, "parameter": use_bad_parameter}[
-        sys.argv[2]
-    ]
+    case = {"muon": use_muon, "ema": use_ema, "match": use_match, "parameter": use_bad_parameter}[sys.argv[2]]
     found = case()
     if dist.get_rank() == 0:
         torch.save(found, sys.argv[1])

@@ -52,9 +52,8 @@ class Task(nn.Module):
     def begin(self, seed: int = 0) -> Task:
         """Gives it memory and values, as the engine does."""
         weights = AdapterWeights(self, self.adapters, FORMATS)
-        covered = weights.covers(self.state_dict())
         self.predictor.to_empty(device="cpu")
-        initialise(self.predictor, "predictor", Randomness(seed), covered)
+        initialise(self.predictor, "predictor", Randomness(seed), weights.names)
         weights.fill(self.state_dict())
         return self
 

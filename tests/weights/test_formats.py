@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from mm_core.config.schema import InitFromSection
 from mm_core.errors import CheckpointError, PluginError
-from mm_core.loading.matching import WeightMatch
+from mm_core.loading.matching import MatchReport, WeightMatch
 from mm_core.modules.tying import tie, tied_names
 from mm_core.plugin.registry import get_registry
 from mm_core.weights import streaming
@@ -51,15 +51,18 @@ def custom_dit() -> CustomDiT:
     return CustomDiT(num_heads=2, in_channels=4, out_channels=4, **SIZES)
 
 
-def start(task: Task, path: Path, **fields) -> WeightMatch:
+def start(task: Task, path: Path, **fields) -> MatchReport:
     """Weights of `path` in a task that has been given memory."""
-    started = WeightMatch(InitFromSection(path=str(path), **fields), task, formats(fields.get("format")))
+    init = InitFromSection(path=str(path), **fields)
+    parts = {name: task.get_submodule(name) for name in task.trainable}
     tied = tied_names(task)
-    covered = started.covers({n: t for n, t in task.state_dict().items() if n not in tied})
+    found = WeightMatch(init, parts, formats(fields.get("format"))).covers(
+        {n: t for n, t in task.state_dict().items() if n not in tied}
+    )
     task.to_empty(device="cpu")
     tie(task, tied)
-    started.fill({n: t for n, t in task.state_dict().items() if n in covered})
-    return started
+    found.fill(task.state_dict())
+    return found.found.report
 
 
 def on_meta(make):
@@ -94,7 +97,7 @@ def test_a_diffusers_folder_begins_a_custom_dit_that_computes_the_same(wan, tmp_
     path = {"folder": wan, "index": wan / "diffusion_pytorch_model.safetensors.index.json"}.get(given)
     path = pipeline_of(tmp_path / "pipeline", wan) if path is None else path
     task = Task(predictor=on_meta(custom_dit))
-    report = start(task, path).report
+    report = start(task, path)
     assert (
         report.formats[0].startswith("custom_dit/wan_transformer") and not report.missing + report.unexpected
     )
@@ -109,7 +112,7 @@ def test_a_model_of_the_library_and_its_wrapper_read_its_folder(wan):
     theirs = WanTransformer3DModel.from_pretrained(wan)
     for make in (WanTransformer3DModel, lambda **o: Wrapper(WanTransformer3DModel(**o))):
         task = Task(predictor=on_meta(lambda make=make: make(**WAN)))
-        assert start(task, wan).report.formats == ("core/diffusers",)
+        assert start(task, wan).formats == ("core/diffusers",)
         model = getattr(task.predictor, "inner", task.predictor)
         assert all(torch.equal(t, theirs.state_dict()[n]) for n, t in model.state_dict().items())
 
@@ -121,7 +124,7 @@ def test_a_transformers_folder_is_read_with_tied_weights_once(tmp_path, tied):
     theirs.save_pretrained(tmp_path)
     config = Qwen3Config.from_pretrained(tmp_path)
     task = Task(model=on_meta(lambda: AutoModelForCausalLM.from_config(config)))
-    report = start(task, tmp_path).report
+    report = start(task, tmp_path)
     assert report.formats == ("core/transformers",) and not report.missing + report.unexpected
     weights = theirs.state_dict()
     for name in report.loaded:
@@ -136,7 +139,7 @@ def test_of_a_tied_weight_any_name_will_do(tmp_path):
     held["lm_head.weight"] = held.pop("model.embed_tokens.weight")
     save_file(held, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(config.to_json_string())
-    report = start(Task(model=model), tmp_path).report
+    report = start(Task(model=model), tmp_path)
     assert "model.model.embed_tokens.weight" in report.loaded and not report.missing + report.unexpected
 
 
@@ -156,7 +159,7 @@ def test_two_stored_tensors_for_a_tied_weight_are_silent_only_where_they_are_equ
     save_file(held, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(config.to_json_string())
     task = Task(model=model)
-    report = start(task, tmp_path).report
+    report = start(task, tmp_path)
     assert torch.equal(
         task.state_dict()["model.lm_head.weight"].bfloat16(), held["model.embed_tokens.weight"]
     )
@@ -180,12 +183,12 @@ def test_what_does_not_fit_is_one_error_with_every_name(wan):
     assert "6 misshapen: predictor.blocks.0.ffn.net.0.proj.weight (32x24 in the file, 16x24 in the" in str(
         caught.value
     )
-    loose = start(Task(predictor=narrow), wan, strict=False).report
+    loose = start(Task(predictor=narrow), wan, strict=False)
     assert len(loose.missing) == 27 and not loose.unexpected
 
 
 def test_a_format_by_name_is_the_only_one_tried(wan):
-    report = start(Task(predictor=on_meta(custom_dit)), wan, format="wan_transformer").report
+    report = start(Task(predictor=on_meta(custom_dit)), wan, format="wan_transformer")
     assert report.formats == ("custom_dit/wan_transformer",)
     with pytest.raises(CheckpointError, match="no weight format reads 'predictor' from this folder"):
         start(Task(predictor=on_meta(custom_dit)), wan, format="transformers")
@@ -266,7 +269,7 @@ def test_of_two_models_alike_each_component_reads_the_one_of_its_name(tmp_path):
     folder, held = two_transformers(tmp_path)
     make = lambda: on_meta(lambda: WanTransformer3DModel(**WAN))  # noqa: E731
     task = Task(transformer=make(), transformer_2=make())
-    report = start(task, folder).report
+    report = start(task, folder)
     for component, weights in zip((task.transformer, task.transformer_2), held, strict=True):
         assert all(torch.equal(t, weights[n]) for n, t in component.state_dict().items())
     assert report.formats == ("core/diffusers in transformer", "core/diffusers in transformer_2")

@@ -26,7 +26,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from mm_core.checkpoint.files.fingerprints import Fingerprint
-from mm_core.checkpoint.files.layout import Checksum, DamagedError, listed
+from mm_core.checkpoint.files.layout import Checksum, DamagedError
+from mm_core.checkpoint.files.mismatch import Mismatch, size_text
 from mm_core.checkpoint.files.tensor_files import check_finite, write_file
 from mm_core.errors import CheckpointError
 from mm_core.runtime.ranks import Ranks
@@ -149,27 +150,23 @@ def compare(
         for name, entry in checked.state_dict_metadata.items()
         if (exact and not name.startswith(spared)) or name.startswith(parts)
     }
-    missing = sorted(wanted.keys() - stored.keys())
-    unexpected = sorted(stored.keys() - wanted.keys())
     misshapen = [
         f"{name} ({found} in the checkpoint, {needed} in the model)"
         for name in sorted(wanted.keys() & stored.keys())
         if (found := _kind(stored[name].size, stored[name].properties.dtype, exact))  # type: ignore[union-attr]
         != (needed := _kind(wanted[name].shape, wanted[name].dtype, exact))
     ]
-    kinds = (("missing", missing), ("unexpected", unexpected), ("misshapen", misshapen))
-    if any(names for _, names in kinds):
-        lines = [f"{len(names)} {kind}: {listed(names)}" for kind, names in kinds if names]
+    missing, unexpected = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())
+    if mismatch := Mismatch(missing, unexpected, misshapen):
         raise CheckpointError(
-            "this checkpoint is of another model or optimizer: " + "; ".join(lines),
+            f"this checkpoint is of another model or optimizer: {mismatch}",
             where=str(folder),
             hint="compare its config.yaml with yours, or choose another run.name to begin anew",
         )
 
 
 def _kind(shape: torch.Size, dtype: torch.dtype, exact: bool) -> str:
-    size = "x".join(map(str, shape)) or "scalar"
-    return f"{size} {str(dtype).removeprefix('torch.')}" if exact else size
+    return f"{size_text(shape)} {str(dtype).removeprefix('torch.')}" if exact else size_text(shape)
 
 
 def _sections(tensors: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -338,10 +338,14 @@ def _peft() -> Any:
 
 
 class AdapterWeights:
-    """Where adapters begin: those of files are read, lengths of new DoRAs are those of the weights.
+    """Where adapters begin: those of files are read, lengths of new DoRAs are those of the weights. Satisfies
+    `WeightPlan`.
 
     Args:
         task: with its adapters in place. adapters, formats: as for `add_adapters`.
+
+    Raises:
+        CheckpointError: a stored tensor of another shape.
     """
 
     def __init__(self, task: TaskModule, adapters: Sequence[AdapterConfig], formats: Formats) -> None:
@@ -358,26 +362,24 @@ class AdapterWeights:
                         name = f"{found.root}.{module}.{part}.{adapter.name}.weight"
                         shape = tuple(file.stored.shapes[key])
                         self._pieces.append((whole(name, key, shape), file.stored))
-
-    def covers(self, state: Mapping[str, Tensor]) -> Collection[str]:
-        """The adapters' tensors that files hold. CheckpointError where one has another shape."""
-        for copy, stored in self._pieces:
-            if tuple(state[copy.component].shape) != copy.stored_shape:
+        self.names = {copy.component for copy, _ in self._pieces}
+        """The adapters' tensors that files hold, by path in the task."""
+        for copy, held in self._pieces:
+            own = task.get_parameter(copy.component).shape
+            if tuple(own) != copy.stored_shape:
                 raise CheckpointError(
                     f"{copy.stored} is of shape {list(copy.stored_shape)}, and {copy.component} of"
-                    f" {list(state[copy.component].shape)}",
-                    where=str(stored.where),
+                    f" {list(own)}",
+                    where=str(held.where),
                     hint="it was made for another model",
                 )
-        return {copy.component for copy, _ in self._pieces}
 
     def fill(self, state: Mapping[str, Tensor], known: Collection[str] = ()) -> None:
         """After the weights below them: lengths of new DoRAs, then what files hold.
 
         known: names that were filled before by other means; a length among them stays.
         """
-        read = {copy.component for copy, _ in self._pieces}
-        begun = read.union(known)
+        begun = self.names.union(known)
         with torch.no_grad():
             for name, tensor in state.items():
                 place = adapter_of(name)
@@ -390,4 +392,4 @@ class AdapterWeights:
                             where=KEY,
                             hint="leave the module out of the adapter's targets, or set dora: false",
                         )
-            stream({name: state[name] for name in read}, self._pieces)
+            stream({name: state[name] for name in self.names}, self._pieces)

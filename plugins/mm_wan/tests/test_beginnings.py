@@ -39,7 +39,7 @@ def read(config) -> tuple[dict[str, torch.Tensor], FileWeights]:
     task.predictor.to_empty(device="cpu")
     state = {f"predictor.{name}": tensor for name, tensor in task.predictor.state_dict().items()}
     files = FileWeights(config, task)
-    assert set(files.covers(state)) == set(state)
+    assert files.names == set(state)
     files.fill(state)
     return {name.removeprefix("predictor."): tensor for name, tensor in state.items()}, files
 

@@ -48,9 +48,8 @@ class Task(nn.Module):
             self.predictor = WanTransformer(**TINY)
         add_adapters(self, adapters, formats)
         weights = AdapterWeights(self, adapters, formats)
-        covered = weights.covers(self.state_dict())
         self.predictor.to_empty(device="cpu")
-        initialise(self.predictor, "predictor", Randomness(0), covered)
+        initialise(self.predictor, "predictor", Randomness(0), weights.names)
         weights.fill(self.state_dict())
 
 

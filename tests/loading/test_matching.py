@@ -17,7 +17,7 @@ from torch import nn
 from mm_core.checkpoint.store import CheckpointStore
 from mm_core.config.schema import InitFromSection
 from mm_core.errors import CheckpointError, PlanError
-from mm_core.loading.matching import warm_start
+from mm_core.loading.matching import MatchReport, WeightMatch
 from mm_core.loading.mismatch import likely_prefix
 from support import parts_ranks
 from support.ranks import run_ranks
@@ -43,8 +43,10 @@ def task(seed: int = 2) -> dict[str, torch.Tensor]:
     return {f"predictor.{name}": tensor for name, tensor in weights(seed).items()}
 
 
-def begin(path: Path, into: dict[str, torch.Tensor], **fields):
-    return warm_start(InitFromSection(path=str(path), **fields), into)
+def begin(path: Path, into: dict[str, torch.Tensor], **fields) -> MatchReport:
+    found = WeightMatch(InitFromSection(path=str(path), **fields)).covers(into)
+    found.fill(into)
+    return found.found.report
 
 
 def fault(path: Path, into: dict[str, torch.Tensor], **fields) -> str:
@@ -416,7 +418,7 @@ def test_things_that_are_no_tensors_are_unexpected(tmp_path):
 def test_each_of_two_ranks_reads_its_shard(tmp_path, kind):
     stored = prefixed(weights(), "net.")
     source = run_with(tmp_path / "run", stored) if kind == "run" else stored_as(kind, tmp_path, stored)
-    run_ranks(SCRIPT, 2, tmp_path / "2.pt", "warm", source)
+    run_ranks(SCRIPT, 2, tmp_path / "2.pt", "match", source)
     found = torch.load(tmp_path / "2.pt")
     assert {name.replace("predictor.", "net.") for name in found} == set(stored)
     for name, tensor in found.items():
