@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import NoReturn, TextIO
 
 from mm_core.errors import MMError, PeerError, RunWarning, did_you_mean
 from mm_core.runtime.output import standard_streams
@@ -140,9 +140,16 @@ def _warnings_said() -> Iterator[None]:
     """Has warnings of ours read as other sentences of a run do, and on its first rank alone."""
     before = warnings.showwarning
 
-    def say(message: Any, category: type[Warning], *place: Any, **more: Any) -> None:
+    def say(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
         if not issubclass(category, RunWarning):
-            before(message, category, *place, **more)
+            before(message, category, filename, lineno, file, line)
         elif os.environ.get("RANK", "0") == "0":
             print(f"warning: {message}", file=sys.stderr)
 

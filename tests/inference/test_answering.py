@@ -13,7 +13,7 @@ import yaml
 
 import mm_core
 from mm_core.cli.main import main
-from mm_core.cli.runs.stored_run import _while_read
+from mm_core.cli.ranks import _while_read
 from mm_core.contracts import Decoding, Turn
 from mm_core.errors import ContractError, DataError
 from mm_core.inference.answer import speaker

@@ -7,9 +7,10 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mm_core.cli.runs.stored_run import check_place, count, unused
+from mm_core.cli.options import count
+from mm_core.cli.runs.stored_run import check_place, unused
 from mm_core.errors import MMError
 
 if TYPE_CHECKING:
@@ -17,10 +18,10 @@ if TYPE_CHECKING:
     from mm_core.contracts import Decoding
     from mm_core.inference.answer import Answer, AnswerSession
 
-_WORDS: Mapping[str, Any] = MappingProxyType(
+_WORDS: Mapping[str, object] = MappingProxyType(
     {"max_new_tokens": None, "temperature": 0.0, "top_p": 1.0, "batch_size": 1}
 )
-_CLIPS: Mapping[str, Any] = MappingProxyType(
+_CLIPS: Mapping[str, object] = MappingProxyType(
     {
         **{"last_image": [], "negative_prompt": "", "steps": None, "guidance": None},
         **{"num_frames": None, "height": None, "width": None, "fps": None},
@@ -170,7 +171,7 @@ def _write(answers: Iterable[Answer], out: Path, more: bool = False) -> None:
         raise MMError(f"the file can not be written: {fault.strerror or fault}", where=str(out)) from fault
 
 
-def _refuse(args: argparse.Namespace, unset: Mapping[str, Any], because: str) -> None:
+def _refuse(args: argparse.Namespace, unset: Mapping[str, object], because: str) -> None:
     given = [f"--{name.replace('_', '-')}" for name, value in unset.items() if getattr(args, name) != value]
     if given:
         raise MMError(f"{because}, which takes no {' and no '.join(given)}", hint="leave it out")

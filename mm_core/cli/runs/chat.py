@@ -15,8 +15,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from mm_core.cli.ranks import add_ranks, on_ranks
 from mm_core.cli.runs.answers import add_decoding, decoding_of, tell
-from mm_core.cli.runs.stored_run import add_ranks, add_run, on_ranks, open_stored, run_folder
+from mm_core.cli.runs.stored_run import add_run, open_stored, run_folder
 from mm_core.errors import DataError, MMError
 
 if TYPE_CHECKING:

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from mm_core.cli.runs.stored_run import add_ranks, add_run, check_place, count, on_ranks, run_folder
+from mm_core.cli.options import count
+from mm_core.cli.ranks import add_ranks, on_ranks
+from mm_core.cli.runs.stored_run import add_run, check_place, root_of, run_folder
 from mm_core.errors import MMError
 
 if TYPE_CHECKING:
@@ -109,9 +111,8 @@ def _table(found: EvaluationResult) -> str:
 
 def _place(found: EvaluationResult) -> Path:
     """Where the figures are kept that nobody has named a file for."""
-    folder = found.checkpoint.parent
-    root = folder.parent if folder.name == "checkpoints" else folder
-    return root / "evaluations" / f"{found.split}_step_{found.step:08d}_{found.weights}.json"
+    name = f"{found.split}_step_{found.step:08d}_{found.weights}.json"
+    return root_of(found.checkpoint) / "evaluations" / name
 
 
 def _metric(text: str) -> str | Mapping[str, Any]:

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mm_core.cli.options import count
+from mm_core.cli.ranks import add_ranks, on_ranks
 from mm_core.cli.runs.answers import add_batches, add_decoding, print_answers, refuse_words
-from mm_core.cli.runs.stored_run import add_ranks, add_run, count, on_ranks, open_stored, run_folder, unused
+from mm_core.cli.runs.stored_run import add_run, open_stored, root_of, run_folder, unused
 from mm_core.errors import MMError
 
 if TYPE_CHECKING:
@@ -91,8 +93,7 @@ def _sample(args: argparse.Namespace) -> int:
     from mm_core.inference.answer import makes_words
 
     stored = open_stored(args)
-    source = stored.checkpoint.folder
-    root = source.parent.parent if source.parent.name == "checkpoints" else source
+    root = root_of(stored.checkpoint.folder)
     if makes_words(stored.config):
         return print_answers(args, stored, root / "samples")
     refuse_words(args, stored.config.task.type)

@@ -9,14 +9,18 @@ import argparse
 import json
 import os
 import re
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
+from mm_core.cli.options import config_of, count
+from mm_core.cli.ranks import rank_command, refuse_among_ranks
 from mm_core.errors import MMError
 
 if TYPE_CHECKING:
     from mm_core.config.schema import RunConfig
     from mm_core.runtime.launch.signals import StopFlag
+
+_OF_LAUNCH = ("nproc", "nnodes", "rdzv_endpoint", "rdzv_id", "node_rank")
+"""Options that say where ranks run."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="run the code that a stored run's config names (--config, if it is one, or that of init_from),"
         " though you have not trained with it",
     )
-    add("--stop-after", type=_steps, metavar="STEP", help="save and end after this step, with exit code 75")
+    add("--stop-after", type=count, metavar="STEP", help="save and end after this step, with exit code 75")
     add(
         "--overfit-one-batch",
         action="store_true",
@@ -66,7 +70,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--verify-resume",
-        type=_steps,
+        type=count,
         metavar="K",
         help="train 2K steps, and K + K with a restart, in a temporary folder, and compare every bit",
     )
@@ -81,14 +85,14 @@ def execute(args: argparse.Namespace) -> int:
     """The exit code. Under a launcher (RANK is set) this process is a rank, and does not return."""
     _refuse_contradictions(args)
     if args.overfit_one_batch:
-        args.overrides.append("train.overfit_one_batch=true")
+        args.overrides.append("train.overfit_one_batch=true")  # which ranks are given too
     if "RANK" in os.environ:
         if args.dry_run:
             return _dry_run_of_rank(args)
         _be_rank(args)
     least, most = _hosts(args)
     nproc = _ranks_here(args.nproc)
-    config = _config(args)  # every typo is found before a rank is started
+    config = config_of(args)  # every typo is found before a rank is started
     if nproc is None:
         from mm_core.runtime.launch.launcher import quiet_torch
 
@@ -107,21 +111,11 @@ def execute(args: argparse.Namespace) -> int:
 
         with StopFlag(announce=True) as stop:
             return run_as_rank(lambda: _train(args, stop, config))
-    from mm_core.runtime.launch.launcher import COMMAND, Nodes, launch
+    from mm_core.runtime.launch.launcher import Nodes, launch
 
     is_meeting_host = None if args.node_rank is None else args.node_rank == "0"
     nodes = Nodes(nproc, least, most, args.rdzv_endpoint, args.rdzv_id, is_meeting_host)
-    rank = ["train", "--config", args.config, *args.overrides, "--resume", args.resume]
-    rank += [part for key in args.allow for part in ("--allow", key)]
-    rank += ["--allow-code"] * args.allow_code
-    rank += ["--stop-after", str(args.stop_after)] if args.stop_after is not None else []
-    return launch([*COMMAND, *rank], nodes)
-
-
-def _config(args: argparse.Namespace) -> RunConfig:
-    from mm_core.config.load import load_config
-
-    return load_config(args.config, args.overrides, allow_code=args.allow_code)
+    return launch(rank_command("train", args, (*_OF_LAUNCH, "overfit_one_batch")), nodes)
 
 
 def _be_rank(args: argparse.Namespace) -> NoReturn:
@@ -129,7 +123,7 @@ def _be_rank(args: argparse.Namespace) -> NoReturn:
     from mm_core.runtime.launch.rank_process import leave, run_as_rank
     from mm_core.runtime.launch.signals import StopFlag
 
-    _refuse_launch_options(args)
+    refuse_among_ranks(args, [*_OF_LAUNCH, "verify_resume"])
     # mm-train says for its ranks that a signal was heard; under torchrun rank 0 does. The handlers
     # stay to the end: torch's agent signals a rank whose peers have left.
     announce = os.environ["RANK"] == "0" and LAUNCH_DIR not in os.environ
@@ -141,7 +135,7 @@ def _train(args: argparse.Namespace, stop: StopFlag, config: RunConfig | None = 
     from mm_core.runtime.launch.signals import STOPPED
     from mm_core.training.run import train
 
-    config = config or _config(args)
+    config = config or config_of(args)
     result = train(config, resume=args.resume, stop=stop, allow=args.allow, stop_after=args.stop_after)
     if os.environ.get("RANK", "0") == "0":
         state = f"stopped by {result.stopped} after" if result.stopped else "done:"
@@ -183,7 +177,7 @@ def _dry_run_of_rank(args: argparse.Namespace) -> int:
     from mm_core.device import environment_world
 
     world = environment_world()
-    config = _config(args)
+    config = config_of(args)
     return _dry_run(config, world.world_size, args.json) if world.rank == 0 else 0
 
 
@@ -213,23 +207,6 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
         raise MMError("--json goes with --dry-run only: it is the plan's form", where="command line")
 
 
-def _refuse_launch_options(args: argparse.Namespace) -> None:
-    """Under a launcher the world is given; an option that would be passed over in silence is an error."""
-    options = ("nproc", "nnodes", "rdzv_endpoint", "rdzv_id", "node_rank", "verify_resume")
-    refuse_among_ranks([f"--{name.replace('_', '-')}" for name in options if getattr(args, name) is not None])
-
-
-def refuse_among_ranks(given: Sequence[str]) -> None:
-    """MMError where a process that a launcher has started is given options of a launcher."""
-    if given:
-        raise MMError(
-            f"{', '.join(given)} can not be met: this process is already rank {os.environ['RANK']} of"
-            f" {os.environ.get('WORLD_SIZE', '?')} (RANK is set in the environment)",
-            where="command line",
-            hint="leave the options to torchrun, or unset RANK and let the command start the ranks",
-        )
-
-
 def _hosts(args: argparse.Namespace) -> tuple[int, int]:
     """Least and most hosts."""
     text = args.nnodes or "1"
@@ -248,13 +225,6 @@ def _hosts(args: argparse.Namespace) -> tuple[int, int]:
     if args.node_rank is not None and not re.fullmatch(r"\d+", args.node_rank):
         raise MMError(f"{args.node_rank!r} is no number", where="--node-rank", accepted="0, 1, 2, ...")
     return least, most
-
-
-def _steps(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return value
 
 
 def _ranks_here(text: str | None) -> int | None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
 
-from mm_core.cli.allow_code import add_allow_code
+from mm_core.cli.options import add_allow_code
 from mm_core.errors import MMError
 
 
@@ -33,7 +32,7 @@ def execute(args: argparse.Namespace) -> int:
         print(json.dumps({"ok": False, "faults": _rows(error)}, indent=2))
         return 1
     if args.json:
-        result: dict[str, Any] = {"ok": True, "faults": []}
+        result: dict[str, object] = {"ok": True, "faults": []}
         if args.show:
             from mm_core.config.dump import to_mapping
 

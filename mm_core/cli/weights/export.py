@@ -6,8 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from mm_core.cli.allow_code import add_allow_code
-from mm_core.cli.runs.stored_run import run_folder, unused
+from mm_core.cli.options import add_allow_code, human_size
+from mm_core.cli.runs.stored_run import root_of, run_folder, unused
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -41,11 +41,10 @@ def execute(args: argparse.Namespace) -> int:
     from mm_core.interchange.export import MAX_SHARD, export
 
     source = checkpoint_at(args.run)
-    root = source.parent.parent if source.parent.name == "checkpoints" else source
     name = f"{source.name}-{args.to.rpartition('/')[2]}{'-ema' if args.ema else ''}"
     out = export(
         source,
-        Path(args.out) if args.out else unused(root / "exports" / name),
+        Path(args.out) if args.out else unused(root_of(source) / "exports" / name),
         args.to,
         weights="ema" if args.ema else "model",
         merge_adapters=args.merge_lora,
@@ -59,15 +58,7 @@ def execute(args: argparse.Namespace) -> int:
     )
     sizes = {path.relative_to(out): path.stat().st_size for path in sorted(out.rglob("*")) if path.is_file()}
     for path, size in sizes.items():
-        print(f"  {_human(size):>9}  {path}")
+        print(f"  {human_size(size):>9}  {path}")
     files = f"{len(sizes)} file{'s' * (len(sizes) != 1)}"
-    print(f"{source} as {args.to}: {files}, {_human(sum(sizes.values()))} in {out}")
+    print(f"{source} as {args.to}: {files}, {human_size(sum(sizes.values()))} in {out}")
     return 0
-
-
-def _human(size: int) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000 or unit == "GB":
-            return f"{size:.{0 if unit == 'B' else 1}f} {unit}"
-        size /= 1000  # type: ignore[assignment]
-    raise AssertionError("the last unit holds any size")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mm_core.cli.allow_code import add_allow_code
+from mm_core.cli.options import add_allow_code, human_size
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +40,7 @@ def _show(args: argparse.Namespace) -> int:
 
     found = contents(Path(args.path), Path(args.config) if args.config else None, args.allow_code)
     rows = folded(found.tensors) if not args.all else [(t.name, t, 1) for t in found.tensors]
-    total, count = sum(t.nbytes for t in found.tensors), sum(_numbers(t.shape) for t in found.tensors)
+    total, count = sum(t.nbytes for t in found.tensors), sum(math.prod(t.shape) for t in found.tensors)
     if args.json:
         tensors = {
             t.name: {"shape": list(t.shape), "dtype": _dtype(t.dtype), "bytes": t.nbytes}
@@ -59,9 +60,9 @@ def _show(args: argparse.Namespace) -> int:
     width = max((len(name) for name, _, _ in rows), default=0)
     for name, tensor, times in rows:
         shape = "x".join(map(str, tensor.shape)) or "scalar"
-        often = f"  x {times}" if times > 1 else ""
-        print(f"{name:<{width}}  {shape:>16}  {_dtype(tensor.dtype):>5}  {_human(tensor.nbytes):>9}{often}")
-    print(f"{len(found.tensors)} tensors, {count:,} numbers, {_human(total)}")
+        often, size = f"  x {times}" if times > 1 else "", human_size(tensor.nbytes, 2)
+        print(f"{name:<{width}}  {shape:>16}  {_dtype(tensor.dtype):>5}  {size:>9}{often}")
+    print(f"{len(found.tensors)} tensors, {count:,} numbers, {human_size(total, 2)}")
     print(f"format: {', '.join(found.formats) or 'none that is installed recognises it'}")
     for line in found.fits:
         print(f"fits {line}")
@@ -101,21 +102,6 @@ def _printable(name: str) -> str:
     return name if name.isprintable() else name.encode("unicode_escape").decode()
 
 
-def _numbers(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
 def _dtype(dtype: torch.dtype) -> str:
     name = str(dtype).removeprefix("torch.")
     return {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}.get(name, name)
-
-
-def _human(size: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.{0 if unit == 'B' else 1}f} {unit}"
-        size /= 1000
-    return f"{size:.2f} GB"
