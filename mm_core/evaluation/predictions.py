@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -14,7 +13,7 @@ from mm_core.errors import MMError
 from mm_core.files import json_number, replace_text
 from mm_core.runtime.ranks import Ranks
 
-Row = dict[str, Any]
+Row = dict[str, object]
 
 
 class Predictions:
@@ -55,9 +54,9 @@ class Predictions:
         return [table[index] for index in sorted(table)]
 
 
-def _columns(evaluation: Evaluation) -> dict[str, list[Any]]:
+def _columns(evaluation: Evaluation) -> dict[str, list[object]]:
     """`label` and `prediction`, of tokens those that count, and words, a value each row."""
-    outputs, columns = evaluation.outputs, dict[str, list[Any]]()
+    outputs, columns = evaluation.outputs, dict[str, list[object]]()
     labels = outputs.get("labels")
     if labels is not None:
         counting = [row != IGNORED_LABEL for row in labels] if _is_tokens(labels) else None
@@ -68,7 +67,7 @@ def _columns(evaluation: Evaluation) -> dict[str, list[Any]]:
             elif values is not None:
                 columns[name] = [_plain(row) for row in values.cpu()]
     if evaluation.texts is not None and evaluation.references is not None:
-        columns |= {"text": evaluation.texts, "references": [[*each] for each in evaluation.references]}
+        columns |= {"text": [*evaluation.texts], "references": [[*each] for each in evaluation.references]}
     return columns
 
 
@@ -76,7 +75,7 @@ def _is_tokens(labels: Tensor) -> bool:
     return labels.dim() == 2 and not labels.is_floating_point()
 
 
-def _plain(row: Tensor) -> Any:
+def _plain(row: Tensor) -> object:
     values = row.flatten().tolist()
     numbers = [json_number(value) if isinstance(value, float) else value for value in values]
     return numbers[0] if len(numbers) == 1 else numbers

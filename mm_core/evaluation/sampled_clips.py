@@ -32,7 +32,7 @@ PLAYBACK_FPS = 16.0
 
 def with_trained_size(request: SampleRequest, config: RunConfig) -> SampleRequest:
     """Sizes that neither the request nor the task's `sample` sets: those of the training data."""
-    defaults: Any = config.task.options.get("sample")
+    defaults = config.task.options.get("sample")
     trained = config.data.train.options
     filled: dict[str, Any] = {}
     for name in ("num_frames", "height", "width", "fps"):

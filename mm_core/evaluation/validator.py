@@ -8,10 +8,10 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mm_core.config.schema import RunConfig, ValidationSection
 from mm_core.contracts import (
@@ -23,7 +23,7 @@ from mm_core.contracts import (
     Metric,
     Randomness,
     SampleRequest,
-    Task,
+    TaskModule,
 )
 from mm_core.data.rows.prompts import Prompt, read_images, with_images
 from mm_core.errors import ContractError, DataError, MMError, PeerError
@@ -32,6 +32,9 @@ from mm_core.evaluation.sampled_clips import gather_previews, no_clips, share_of
 from mm_core.plugin.registry import Registry
 from mm_core.runtime.ranks import Ranks, gather_rows, sum_rows
 
+if TYPE_CHECKING:
+    from mm_core.optim.ema import EMA
+
 
 class Evaluating(Protocol):
     """What of an engine an evaluation needs."""
@@ -39,12 +42,6 @@ class Evaluating(Protocol):
     device: torch.device
 
     def evaluating(self) -> AbstractContextManager[None]: ...
-
-
-class Average(Protocol):
-    """Averaged weights that can stand in for the trained ones."""
-
-    def applied(self) -> AbstractContextManager[None]: ...
 
 
 class Abandoned(Exception):
@@ -60,7 +57,7 @@ def _shown(failures: Sequence[_Failure]) -> str:
     return named + (f"; and {len(failures) - 5} more" if len(failures) > 5 else "")
 
 
-def _ignore(*_: Any) -> None:
+def _ignore(*_: object) -> None:
     """Nobody listens."""
 
 
@@ -84,7 +81,7 @@ class Validator:
     def __init__(
         self,
         config: RunConfig,
-        task: Task,
+        task: TaskModule,
         engine: Evaluating,
         dataset: Dataset | None,
         *,
@@ -92,7 +89,7 @@ class Validator:
         split: str = "validation",
         settings: ValidationSection | None = None,
         metrics: Sequence[tuple[str, Metric]] = (),
-        ema: Average | None = None,
+        ema: EMA | None = None,
         stop: Callable[[], bool] = lambda: False,
         enter: Callable[[str], None] = _ignore,
         note: Callable[[str], None] = _ignore,
@@ -182,15 +179,13 @@ class Validator:
 
     def _next(self, batches: Iterator[Batch]) -> Batch | None:
         """The next batch, once all ranks have theirs; None after the last, which is so on all ranks."""
-        fault: MMError | None = None
-        batch: Batch | None = None
         try:
             batch = next(batches, None)
-        except MMError as raised:
-            fault = raised
-        if batch is None and fault is None:
-            return None
-        self._go_on(fault)
+        except MMError as fault:
+            self._go_on(fault)
+            raise
+        if batch is not None:
+            self._go_on()
         return batch
 
     def _go_on(self, fault: MMError | None = None) -> None:
@@ -296,9 +291,7 @@ class Validator:
     def _agreeing_forwards(self) -> Iterator[None]:
         """Before every forward of a trained module the ranks agree to go on. All run equally many."""
         hooks = [
-            cast(nn.Module, self._task)
-            .get_submodule(name)
-            .register_forward_pre_hook(
+            self._task.get_submodule(name).register_forward_pre_hook(
                 lambda *_: self._go_on(),
                 prepend=True,  # before the engine gathers anything
             )

@@ -52,11 +52,11 @@ class Answer:
     references: tuple[str, ...] = ()
     error: str | None = None
 
-    def to_mapping(self) -> dict[str, Any]:
+    def to_mapping(self) -> dict[str, object]:
         """For JSON: of a row that could not be asked, the reason alone."""
         if self.error is not None:
             return {"row": self.row, "error": self.error}
-        found: dict[str, Any] = {"row": self.row, "id": self.id, "prompt": self.prompt, "text": self.text}
+        found: dict[str, object] = {"row": self.row, "id": self.id, "prompt": self.prompt, "text": self.text}
         return {**found, "references": [*self.references]} if self.references else found
 
 
@@ -231,7 +231,7 @@ def speaker(
         task, ranks = task_of(config, source), Ranks.current()
         assert isinstance(task, AnswersInWords)
         task.check_answers()
-        with load_as_rank(task, config, source, weights):
+        with load_as_rank(task, config, source, weights).evaluating():
             yield AnswerSession(task, conversing, current_device(), ranks)
 
 

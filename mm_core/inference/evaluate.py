@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal
 
-import torch
 import yaml
-from torch import nn
 
 from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.checkpoint.reading import Weights, Which, checkpoint_at
 from mm_core.config.dump import to_mapping, to_yaml
 from mm_core.config.load import load_config
 from mm_core.config.schema import RunConfig, ValidationSection
-from mm_core.contracts import EvaluatedDataset, Metric, Task, TaskModule
+from mm_core.contracts import EvaluatedDataset, Metric
 from mm_core.data.class_names import check_class_names
 from mm_core.data.loading.seeding import build_dataset
-from mm_core.device import current_device
 from mm_core.errors import MMError
 from mm_core.evaluation.predictions import Predictions, Row
-from mm_core.evaluation.validator import Evaluating, Validator, build_metrics, default_settings
+from mm_core.evaluation.validator import Validator, build_metrics, default_settings
 from mm_core.files import json_numbers
-from mm_core.inference.sample import among_ranks, load_sharded, load_task, stored_weights
+from mm_core.inference.sample import among_ranks, load_as_rank, stored_weights
 from mm_core.loading.run_adapters import task_of
 from mm_core.plugin.registry import Registry
 from mm_core.plugin.schema.fields import ComponentConfig
@@ -57,7 +53,7 @@ class EvaluationResult:
     ranks: int = 1
     predictions: list[Row] = field(default_factory=list)
 
-    def to_mapping(self) -> dict[str, Any]:
+    def to_mapping(self) -> dict[str, object]:
         """All but the predictions, for JSON."""
         return {
             "checkpoint": str(self.checkpoint),
@@ -82,20 +78,6 @@ class Chosen:
     dataset: ComponentConfig
 
 
-@dataclass
-class _Lone:
-    """What an evaluation needs of an engine, for a task that is not sharded."""
-
-    device: torch.device
-    task: TaskModule
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """The task was loaded in evaluation mode, so only gradients are left to switch off."""
-        with torch.no_grad():
-            yield
-
-
 def evaluate(
     run: str | Path,
     *,
@@ -103,7 +85,7 @@ def evaluate(
     weights: Weights = "auto",
     checkpoint: Which = "latest",
     rows: int | None = None,
-    metrics: Sequence[str | Mapping[str, Any]] = (),
+    metrics: Sequence[str | Mapping[str, object]] = (),
     predictions: bool = False,
     overrides: Sequence[str] = (),
     note: Callable[[str], None] = lambda sentence: None,
@@ -164,11 +146,12 @@ def _pass(
     """One pass of all ranks over the rows: the figures, and on rank 0 the predictions if they are wanted."""
     ranks, found = Ranks.current(), Predictions()
     dataset = build_dataset(chosen.config.registry, chosen.dataset, chosen.config.run.seed)
-    task, engine = _load(chosen.config, chosen.checkpoint, weights, ranks)
+    task = task_of(chosen.config, chosen.checkpoint)
+    engine = load_as_rank(task, chosen.config, chosen.checkpoint, weights)
     check_class_names(task, {chosen.split: dataset})
     validator = Validator(
         chosen.config,
-        cast(Task, task),
+        task,
         engine,
         dataset,
         run_dir=chosen.checkpoint.folder.parent.parent,
@@ -200,19 +183,8 @@ def choose(
     return Chosen(source, config, split, dataset)
 
 
-def _load(
-    config: RunConfig, source: OpenedCheckpoint, weights: Literal["model", "ema"], ranks: Ranks
-) -> tuple[nn.Module, Evaluating]:
-    """The task with the checkpoint's weights: whole on a lone process, else spread by the run's engine."""
-    if ranks.count == 1:
-        task = load_task(config, source, weights)
-        return task, _Lone(current_device(), task)
-    task = task_of(config, source)
-    return task, load_sharded(task, config, source, weights)
-
-
 def _metrics(
-    registry: Registry, settings: ValidationSection, asked: Sequence[str | Mapping[str, Any]]
+    registry: Registry, settings: ValidationSection, asked: Sequence[str | Mapping[str, object]]
 ) -> list[tuple[str, Metric]]:
     """The section's metrics and those that were asked for, which replace others of their type."""
     wanted = [{"type": each} if isinstance(each, str) else dict(each) for each in asked]
@@ -237,7 +209,7 @@ def _without_data(run: str | Path, file: Path, config: RunConfig, split: Split) 
     held = [name for name in config.data.splits if name != "train"]
     options = to_mapping(config)["data"]["train"]
     dataset = config.data.train.type
-    class_: Any = config.registry.resolve("dataset", dataset).load_target()
+    class_: object = config.registry.resolve("dataset", dataset).load_target()
     if isinstance(class_, EvaluatedDataset):
         options = class_.evaluated(options)
     # What was cut off for training is nothing of another file.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -36,6 +36,7 @@ from mm_core.evaluation.sampled_clips import (
     share_of,
     with_trained_size,
 )
+from mm_core.evaluation.validator import Evaluating
 from mm_core.loading.frozen import load_frozen_alone, load_frozen_of
 from mm_core.loading.initial_weights import CheckpointWeights
 from mm_core.loading.run_adapters import task_of
@@ -147,13 +148,13 @@ def _sample(
         raise no_clips(config.task.type)
     if isinstance(task, ChecksRequests):
         task.check_request(request)  # before anything is read
-    evaluating = load_as_rank(task, config, source, weights)
+    engine = load_as_rank(task, config, source, weights)
     if out is not None:
         make_folder(out)  # before hours of work
     share, real = share_of(request, ranks)
     kept: list[Clip] = []
     previews: list[Clip] = []
-    with evaluating:
+    with engine.evaluating():
         clips = task.clips(share) if isinstance(task, SamplesInTurn) else task.sample(share)
         made = 0
         for number, clip in enumerate(clips or ()):
@@ -195,15 +196,26 @@ def load_task(
     return task
 
 
+@dataclass
+class SingleProcess:
+    """What an evaluation needs of an engine, for a task that is not sharded."""
+
+    device: torch.device
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """The task was loaded in evaluation mode, so only gradients are left to switch off."""
+        return torch.no_grad()
+
+
 def load_as_rank(
     task: TaskModule, config: RunConfig, checkpoint: OpenedCheckpoint, weights: Weights
-) -> AbstractContextManager[None]:
+) -> Evaluating:
     """Brings the weights of a checkpoint into the task: all in a lone process, else spread over all ranks,
-    which all call this. Returns what it is evaluated within."""
-    if Ranks.current().count == 1:
-        load_alone(task, config, checkpoint, weights)
-        return torch.no_grad()
-    return load_sharded(task, config, checkpoint, weights).evaluating()
+    which all call this. Returns what it is evaluated by."""
+    if Ranks.current().count > 1:
+        return load_sharded(task, config, checkpoint, weights)
+    load_alone(task, config, checkpoint, weights)
+    return SingleProcess(current_device())
 
 
 def load_alone(task: TaskModule, config: RunConfig, checkpoint: OpenedCheckpoint, weights: Weights) -> None:

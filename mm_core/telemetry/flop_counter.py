@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,11 +91,11 @@ def _row(encode: int, forward: int, known: bool) -> Tensor:
     return torch.tensor([encode, forward, known], dtype=torch.float64)
 
 
-def _formulas(fault: Callable[[str], None]) -> dict[Any, Callable[..., int]]:
+def _formulas(fault: Callable[[str], None]) -> dict[object, Callable[..., int]]:
     """torch's formulas and the missing ones, none of which ends the forward that it counts."""
 
-    def soft(operator: Any, formula: Callable[..., int]) -> Callable[..., int]:
-        def count(*args: Any, **kwargs: Any) -> int:
+    def soft(operator: object, formula: Callable[..., int]) -> Callable[..., int]:
+        def count(*args: object, **kwargs: object) -> int:
             try:
                 return formula(*args, **kwargs)
             except Exception as error:
@@ -110,7 +109,7 @@ def _formulas(fault: Callable[[str], None]) -> dict[Any, Callable[..., int]]:
     return {operator: soft(operator, formula) for operator, formula in {**flop_registry, **ours}.items()}
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:
     """query[...,S,D], key[...,L,D], value[...,L,V]: scores and their product with the values."""
     queries, width = query.shape[-2:]
     return 2 * math.prod(query.shape[:-2]) * queries * key.shape[-2] * (width + value.shape[-1])

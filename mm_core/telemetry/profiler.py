@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mm_core.config.schema import ProfileSection
 from mm_core.device import MemoryRecorder, memory_recorder
+
+if TYPE_CHECKING:
+    from torch.profiler import profile
 
 _logger = logging.getLogger(__name__)
 
@@ -30,7 +33,7 @@ class ProfileWindow:
         self._settings = settings if settings is not None and rank in settings.ranks else None
         self._folder, self._rank = Path(run_dir) / "profile", rank
         self._first = self._last = 0
-        self._profiler: Any = None
+        self._profiler: profile | None = None
         self._memory: MemoryRecorder | None = None
 
     def step_begins(self, step: int) -> None:

@@ -4,26 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
-
-
-class Progress(Protocol):
-    """Shows logged steps and notes until it is closed."""
-
-    def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows a logged step: `step` steps are taken, with metrics by the names of metrics.jsonl."""
-        ...
-
-    def note(self, text: str) -> None:
-        """Shows a sentence."""
-        ...
-
-    def close(self) -> None:
-        """Leaves the terminal in order. May be called twice."""
-        ...
 
 
 def make_progress(total: int, rank: int, start: int = 0, stream: TextIO | None = None) -> Progress:
@@ -36,25 +20,26 @@ def make_progress(total: int, rank: int, start: int = 0, stream: TextIO | None =
         stream: where to write; standard error by default. A terminal gets the bar.
     """
     if rank > 0:
-        return QuietProgress()
+        return Progress()
     stream = sys.stderr if stream is None else stream
     return LiveProgress(total, start, stream) if stream.isatty() else PlainProgress(total, stream)
 
 
-class QuietProgress:
-    """Shows nothing: other ranks would only repeat rank 0."""
+class Progress:
+    """Shows logged steps and notes until it is closed. This one shows nothing: other ranks would only repeat
+    rank 0."""
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Nothing."""
+        """Shows a logged step: `step` steps are taken, with metrics by the names of metrics.jsonl."""
 
     def note(self, text: str) -> None:
-        """Nothing."""
+        """Shows a sentence."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Leaves the terminal in order. May be called twice."""
 
 
-class PlainProgress:
+class PlainProgress(Progress):
     """One line a logged step, for log files."""
 
     def __init__(self, total: int, stream: TextIO) -> None:
@@ -71,11 +56,8 @@ class PlainProgress:
         self._stream.write(text + "\n")
         self._stream.flush()
 
-    def close(self) -> None:
-        """Nothing is held."""
 
-
-class LiveProgress:
+class LiveProgress(Progress):
     """A bar that stays on the last line of a terminal, drawn when a step is logged: no thread redraws it."""
 
     def __init__(self, total: int, start: int, stream: TextIO) -> None:

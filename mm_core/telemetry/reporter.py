@@ -18,7 +18,7 @@ from mm_core.runtime.ranks import Ranks
 from mm_core.telemetry.flop_counter import ForwardFlops
 from mm_core.telemetry.loss_curve import write_loss_curve
 from mm_core.telemetry.phase_clock import PhaseClock
-from mm_core.telemetry.progress import Progress, make_progress
+from mm_core.telemetry.progress import make_progress
 from mm_core.telemetry.trackers.local import TrackerSet, open_trackers
 from mm_core.telemetry.window import MetricsWindow
 
@@ -58,7 +58,7 @@ class RunReporter:
         self._steps = 0
         ranks = Ranks.current()
         self.leads = ranks.rank == 0
-        self.progress: Progress = make_progress(plan.steps, ranks.rank, start)
+        self.progress = make_progress(plan.steps, ranks.rank, start)
         types = [component.type for component in config.log.trackers]
         if twice := sorted({name for name in types if types.count(name) > 1}):
             raise ConfigError(

@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mm_core.contracts import Clip, Ending, Tracker
 from mm_core.data.media.video_files import gif_bytes
@@ -15,6 +15,9 @@ from mm_core.files import json_number, replace_text
 from mm_core.plugin.registry import Registry
 from mm_core.plugin.schema.fields import ComponentConfig
 from mm_core.telemetry.trackers.remote import forget_runs
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 METRICS_FILE = "metrics.jsonl"
 _logger = logging.getLogger(__name__)
@@ -78,7 +81,7 @@ class TensorBoardTracker:
     def __init__(self, run_dir: Path, flush_secs: int) -> None:
         self._folder = Path(run_dir) / "tensorboard"
         self._flush_secs = flush_secs
-        self._writer: Any = None
+        self._writer: SummaryWriter | None = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds one point to each curve."""
@@ -104,7 +107,7 @@ class TensorBoardTracker:
             writer.file_writer.add_summary(Summary(value=[value]), step)
         writer.flush()
 
-    def _open(self, step: int) -> Any:
+    def _open(self, step: int) -> SummaryWriter:
         if self._writer is None:
             # Importing it takes a second, and only now is the first step known.
             from torch.utils.tensorboard import SummaryWriter

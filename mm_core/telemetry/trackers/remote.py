@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import yaml
@@ -49,12 +50,12 @@ class WandbTracker:
         finish_timeout: float,
     ) -> None:
         self._wandb = _library("wandb", "wandb")
-        settings: dict[str, Any] = {"console": "off", "login_timeout": 30}
+        settings: dict[str, object] = {"console": "off", "login_timeout": 30}
         if "finish_timeout" in getattr(self._wandb.Settings, "model_fields", ()):  # from 0.22 on
             settings["finish_timeout"] = finish_timeout
         Path(run_dir).mkdir(parents=True, exist_ok=True)
         begin = partial(
-            self._wandb.init,
+            self._open,
             project=project,
             entity=entity,
             dir=str(run_dir),
@@ -69,7 +70,7 @@ class WandbTracker:
         self._run: Any = None
         self._timeout = finish_timeout
         self._courier = Courier()
-        self._courier.send(partial(self._open, begin))
+        self._courier.send(begin)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Hands the metrics to W&B's own process."""
@@ -86,8 +87,8 @@ class WandbTracker:
         self._courier.send(lambda: self._run.finish(exit_code=_EXIT_CODES[ending]))
         self._courier.close(self._timeout)
 
-    def _open(self, begin: Callable[[], Any]) -> None:
-        self._run = begin()
+    def _open(self, **options: object) -> None:
+        self._run = self._wandb.init(**options)
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
@@ -213,7 +214,7 @@ def forget_runs(run_dir: Path) -> None:
         path.unlink()
 
 
-def _library(name: str, extra: str) -> Any:
+def _library(name: str, extra: str) -> ModuleType:
     """The package. MMError when it is not installed."""
     try:
         return importlib.import_module(name)
@@ -234,14 +235,14 @@ def _keep_id(run_dir: Path, tracker: str, run: str) -> str:
     return run
 
 
-def _config(run_dir: Path) -> dict[str, Any]:
+def _config(run_dir: Path) -> dict[str, object]:
     """The run's config as it is on disk: with what came from the environment left as written."""
     path = Path(run_dir) / "config.yaml"
     found = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
     return found if isinstance(found, dict) else {}
 
 
-def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+def _leaves(value: object, key: str = "") -> Iterator[tuple[str, str]]:
     """Dotted keys and their values as text."""
     if isinstance(value, dict):
         for name, inner in value.items():
