@@ -20,14 +20,22 @@ def make_progress(total: int, rank: int, start: int = 0, stream: TextIO | None =
         stream: where to write; standard error by default. A terminal gets the bar.
     """
     if rank > 0:
-        return Progress()
+        return Progress(total)
     stream = sys.stderr if stream is None else stream
     return LiveProgress(total, start, stream) if stream.isatty() else PlainProgress(total, stream)
 
 
 class Progress:
     """Shows logged steps and notes until it is closed. This one shows nothing: other ranks would only repeat
-    rank 0."""
+    rank 0.
+
+    Args:
+        total: steps of the run.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self._step_time: float | None = None
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows a logged step: `step` steps are taken, with metrics by the names of metrics.jsonl."""
@@ -38,18 +46,23 @@ class Progress:
     def close(self) -> None:
         """Leaves the terminal in order. May be called twice."""
 
+    def line(self, step: int, metrics: Mapping[str, float]) -> str:
+        """The metrics of a logged step, and the time left, from a running mean of the time of a step."""
+        latest = metrics["step_time"]
+        self._step_time = latest if self._step_time is None else 0.9 * self._step_time + 0.1 * latest
+        return "  ".join([*describe(metrics), f"eta {duration((self.total - step) * self._step_time)}"])
+
 
 class PlainProgress(Progress):
     """One line a logged step, for log files."""
 
     def __init__(self, total: int, stream: TextIO) -> None:
-        self._total, self._stream, self._eta = total, stream, Eta(total)
+        super().__init__(total)
+        self._stream = stream
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes the step's line."""
-        self.note(
-            "  ".join([f"step {step}/{self._total}", *describe(metrics), self._eta.text(step, metrics)])
-        )
+        self.note(f"step {step}/{self.total}  {self.line(step, metrics)}")
 
     def note(self, text: str) -> None:
         """Writes a line."""
@@ -61,14 +74,14 @@ class LiveProgress(Progress):
     """A bar that stays on the last line of a terminal, drawn when a step is logged: no thread redraws it."""
 
     def __init__(self, total: int, start: int, stream: TextIO) -> None:
-        self._eta, self._start, self._total, self._stream = Eta(total), start, total, stream
+        super().__init__(total)
+        self._start, self._stream = start, stream
         self._bar: Bar | None = None
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Moves the bar and shows the step's metrics beside it."""
         bar = self._open()
-        text = "  ".join([*describe(metrics), self._eta.text(step, metrics)])
-        bar.update(bar.task_ids[0], completed=step, metrics=text)
+        bar.update(bar.task_ids[0], completed=step, metrics=self.line(step, metrics))
         bar.refresh()
 
     def note(self, text: str) -> None:
@@ -96,23 +109,9 @@ class LiveProgress(Progress):
                 console=Console(file=self._stream),
                 auto_refresh=False,
             )
-            self._bar.add_task("train", total=self._total, completed=self._start, metrics="")
+            self._bar.add_task("train", total=self.total, completed=self._start, metrics="")
             self._bar.start()
         return self._bar
-
-
-class Eta:
-    """Time left, from a running mean of the time of a step."""
-
-    def __init__(self, total: int) -> None:
-        self._total = total
-        self._step_time: float | None = None
-
-    def text(self, step: int, metrics: Mapping[str, float]) -> str:
-        """`eta 0:12`, after a logged step."""
-        latest = metrics["step_time"]
-        self._step_time = latest if self._step_time is None else 0.9 * self._step_time + 0.1 * latest
-        return f"eta {duration((self._total - step) * self._step_time)}"
 
 
 def describe(metrics: Mapping[str, float]) -> list[str]:

@@ -74,15 +74,7 @@ def _chat(args: argparse.Namespace) -> int:
     if os.environ.get("RANK", "0") == "0":
         _check(args)
     decoding = decoding_of(args)
-    weights, checkpoint, overrides = args.weights, args.checkpoint, args.overrides
-    with speaker(
-        args.run,
-        weights=weights,
-        checkpoint=checkpoint,
-        overrides=overrides,
-        patient=True,
-        allow_code=args.allow_code,
-    ) as opened:
+    with speaker(open_stored(args), weights=args.weights, patient=True) as opened:
         if "RANK" in os.environ:  # up to here, Ctrl-C ends a rank
             ours = signal.SIG_IGN if opened.ranks.rank else signal.default_int_handler
             signal.signal(signal.SIGINT, ours)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -188,29 +189,26 @@ def open_trackers(
 def truncate_after(run_dir: Path, step: int) -> int:
     """Drops the lines of `metrics.jsonl` beyond `step`, where a run resumes, and lines that are not whole;
     returns how many went. The file is replaced in one move."""
-    path = Path(run_dir) / METRICS_FILE
-    if not path.exists():
-        return 0
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = _lines(run_dir)
     kept = [line for line in lines if (row := _row(line)) is not None and row["step"] <= step]
     if len(kept) < len(lines):
-        replace_text(path, "".join(line + "\n" for line in kept))
+        replace_text(Path(run_dir) / METRICS_FILE, "".join(line + "\n" for line in kept))
     return len(lines) - len(kept)
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """The whole lines of a run's `metrics.jsonl`; [] when nothing was logged."""
+    return [row for row in map(_row, _lines(run_dir)) if row is not None]
+
+
+def _lines(run_dir: Path) -> list[str]:
     path = Path(run_dir) / METRICS_FILE
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    return [row for row in map(_row, lines) if row is not None]
+    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
 
 
 def _row(line: str) -> dict[str, Any] | None:
     """The object on a line; None for a line that a crash cut short."""
-    try:
+    with suppress(ValueError):
         row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+        return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    return None
