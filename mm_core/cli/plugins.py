@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from mm_core.plugin.component import KINDS
 from mm_core.plugin.records import PluginRecord, Registered
@@ -131,7 +130,7 @@ def _source(registered: Registered) -> str | None:
     return source_file(registered.module_of(registered.component.target))
 
 
-def _plugin_json(plugin: PluginRecord, kind: str | None) -> dict[str, Any]:
+def _plugin_json(plugin: PluginRecord, kind: str | None) -> dict[str, object]:
     return {
         "namespace": plugin.namespace,
         "module": plugin.module,
@@ -145,7 +144,7 @@ def _plugin_json(plugin: PluginRecord, kind: str | None) -> dict[str, Any]:
     }
 
 
-def _component_json(registered: Registered) -> dict[str, Any]:
+def _component_json(registered: Registered) -> dict[str, object]:
     component = registered.component
     return {
         "name": registered.qualified,
@@ -162,7 +161,7 @@ def _component_json(registered: Registered) -> dict[str, Any]:
     }
 
 
-def _print_json(value: dict[str, Any]) -> None:
+def _print_json(value: dict[str, object]) -> None:
     print(json.dumps(value, indent=2, default=str, ensure_ascii=False))
 
 

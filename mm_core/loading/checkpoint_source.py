@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mm_core.checkpoint.files import dcp
 from mm_core.checkpoint.files import layout as files
@@ -49,14 +50,13 @@ class CheckpointSource:
                 where=str(self.folder),
                 hint=f"{otherwise}, or choose a checkpoint of a run with `ema`",
             )
-        self.shapes = {
-            name: tuple(stored[f"{part}.{name}"].size)  # type: ignore[union-attr]  # checked by read_metadata
+        entries = {
+            name: entry
             for name, part in self._parts.items()
+            if isinstance(entry := stored[f"{part}.{name}"], TensorStorageMetadata)
         }
-        self.dtypes = {
-            name: stored[f"{part}.{name}"].properties.dtype  # type: ignore[union-attr]
-            for name, part in self._parts.items()
-        }
+        self.shapes = {name: tuple(entry.size) for name, entry in entries.items()}
+        self.dtypes = {name: entry.properties.dtype for name, entry in entries.items()}
 
     def join(self, base: ExternalWeights, state: Mapping[str, Tensor]) -> None:
         """Has it hold what it leaves to files, in the shapes and dtypes that `state` has for them."""

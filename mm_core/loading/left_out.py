@@ -107,39 +107,9 @@ def recorded(
     """
     rows = checkpoint.external
     absent = set(state).intersection(frozen_names(task)) - checkpoint.names("model")
-    if not rows or not absent:
-        return ExternalWeights()
-    return _found(rows, absent, checkpoint.folder, config, task, state)
-
-
-def open_run(path: Path, weights: Literal["model", "ema"], allow_code: bool = False) -> CheckpointSource:
-    """A checkpoint to begin with, together with what it has left out: its own task says where that goes.
-    TrustError for code of that run that this user has not trained with, unless `allow_code`."""
-    source = CheckpointSource(path, weights)
-    checkpoint = source.checkpoint
-    if checkpoint.external:
-        config = load_config(checkpoint.folder / "config.yaml", stored=True, allow_code=allow_code)
-        task = task_of(config, checkpoint)
-        state = {
-            f"{root}.{name}": tensor
-            for root in task.trainable
-            for name, tensor in task.get_submodule(root).state_dict().items()
-        }
-        source.join(recorded(checkpoint, config, task, state), state)
-    return source
-
-
-def _found(
-    rows: Sequence[ExternalRow],
-    absent: set[str],
-    checkpoint: Path,
-    config: RunConfig,
-    task: TaskModule,
-    state: Mapping[str, Tensor],
-) -> ExternalWeights:
     starts: list[tuple[MatchedWeights, frozenset[str]]] = []
     # Later places have had the last word: what they bring is theirs.
-    for row in reversed(rows):
+    for row in reversed(rows if absent else []):
         faults = []
         for path in _places(row, config, task):
             init = InitFromSection(path=path, **row.recipe)
@@ -157,8 +127,25 @@ def _found(
             absent = absent - names
             break
         else:
-            raise _lost(row, checkpoint, faults)
+            raise _lost(row, checkpoint.folder, faults)
     return ExternalWeights(tuple(starts))
+
+
+def open_run(path: Path, weights: Literal["model", "ema"], allow_code: bool = False) -> CheckpointSource:
+    """A checkpoint to begin with, together with what it has left out: its own task says where that goes.
+    TrustError for code of that run that this user has not trained with, unless `allow_code`."""
+    source = CheckpointSource(path, weights)
+    checkpoint = source.checkpoint
+    if checkpoint.external:
+        config = load_config(checkpoint.folder / "config.yaml", stored=True, allow_code=allow_code)
+        task = task_of(config, checkpoint)
+        state = {
+            f"{root}.{name}": tensor
+            for root in task.trainable
+            for name, tensor in task.get_submodule(root).state_dict().items()
+        }
+        source.join(recorded(checkpoint, config, task, state), state)
+    return source
 
 
 def _places(row: ExternalRow, config: RunConfig, task: TaskModule) -> list[str]:
