@@ -12,7 +12,7 @@ from typing import Literal
 import yaml
 
 from mm_core.checkpoint.opened import OpenedCheckpoint
-from mm_core.checkpoint.reading import Weights, Which, checkpoint_at
+from mm_core.checkpoint.reading import StoredRun, Weights, Which, checkpoint_at
 from mm_core.config.dump import to_mapping, to_yaml
 from mm_core.config.load import load_config
 from mm_core.config.schema import RunConfig, ValidationSection
@@ -69,11 +69,9 @@ class EvaluationResult:
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """A checkpoint and its split, found before anything heavy is read."""
+class Chosen(StoredRun):
+    """A stored run and what it is evaluated on, found before anything heavy is read."""
 
-    checkpoint: OpenedCheckpoint
-    config: RunConfig
     split: Split
     dataset: ComponentConfig
 

@@ -267,11 +267,7 @@ class WeightMatch:
         if misshapen or (init.strict and (lacking or unexpected)) or not loaded:
             absent = [folder for way in fits.values() for folder in way.absent]
             mismatch = Mismatch(lacking, list(unexpected), misshapen)
-            fault = mismatch_error(init, mismatch, {name: name for name in unexpected}, absent)
-            if self.key != "init_from":
-                hint = f"{self.key} must have the options of the model that this folder holds"
-                fault = CheckpointError(fault.what, where=fault.where, hint=hint)
-            raise fault
+            raise mismatch_error(init, mismatch, {name: name for name in unexpected}, absent, self.key)
         pieces.sort(key=lambda piece: (str(piece[1].where), piece[0].stored))
         skipped = tuple(name for name in state if name not in chosen)
         names = tuple(name for name in state if name in loaded)

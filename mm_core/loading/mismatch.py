@@ -13,13 +13,18 @@ from mm_core.modules.adapter_layers import adapter_of
 
 
 def mismatch_error(
-    init: InitFromSection, found: Mismatch, stored: Mapping[str, str], absent: Sequence[str] = ()
+    init: InitFromSection,
+    found: Mismatch,
+    stored: Mapping[str, str],
+    absent: Sequence[str] = (),
+    key: str = "init_from",
 ) -> CheckpointError:
     """One error with every name that does not fit.
 
     Args:
         stored: what a stored name would be in the task -> the stored name.
         absent: folders that are not there, in which what is missing lies.
+        key: of the config that names the weights.
     """
     told = found if init.strict or not found.misshapen else Mismatch(misshapen=found.misshapen)
     left = set(told.unexpected)
@@ -35,6 +40,8 @@ def mismatch_error(
         hint = (
             "init_from.include takes the parts that are there, and strict: false leaves the rest as it begins"
         )
+    if key != "init_from":
+        hint = f"{key} must have the options of the model that this folder holds"
     return CheckpointError(what, where=init.path, hint=hint)
 
 
