@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FunctionType, ModuleType
-from typing import Any
 
 from mm_core.errors import nearest
 from mm_core.plugin.component import KINDS, Component
@@ -68,7 +67,7 @@ def _unmarked(name: str) -> str:
     return f"function {name!r} is no hook: {hint or 'names that begin with mm_ are for hooks'}"
 
 
-def _argument_faults(hook: str, function: Any) -> list[str]:
+def _argument_faults(hook: str, function: Callable[..., object]) -> list[str]:
     """The hooks take no arguments, so every one without a default is wrong."""
     wrong = [
         parameter.name
@@ -81,7 +80,7 @@ def _argument_faults(hook: str, function: Any) -> list[str]:
     return [f"hook {hook!r} takes no arguments, and this one asks for {', '.join(map(repr, wrong))}"]
 
 
-def checked_components(hook: str, returned: Any) -> list[Component]:
+def checked_components(hook: str, returned: object) -> list[Component]:
     """What a hook returned, as a list. HookFault when it is not an iterable of Component."""
     if isinstance(returned, Component):
         raise HookFault(f"hook {hook!r} returned one Component: put it in a list")
@@ -97,7 +96,7 @@ def checked_components(hook: str, returned: Any) -> list[Component]:
     return components
 
 
-def _described(value: Any) -> str:
+def _described(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 

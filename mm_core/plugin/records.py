@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mm_core.errors import MMError, PluginError, did_you_mean
 from mm_core.plugin.component import Component
 from mm_core.plugin.signatures import signature_config
 from mm_core.plugin.trust.foreign import ForeignExit, foreign_code
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Status = Literal["ok", "failed", "disabled", "refused"]
 
@@ -77,9 +80,9 @@ class Registered:
                 f"the target {self.component.target!r} is not callable: it is {type(target).__name__}",
                 where=self.place,
             )
-        return target  # type: ignore[no-any-return]
+        return target
 
-    def config_class(self) -> type[Any]:
+    def config_class(self) -> type[DataclassInstance]:
         """The dataclass of the component's fields.
 
         Without `config=`, it is made from the target's signature, which imports the target.
@@ -87,7 +90,7 @@ class Registered:
         if self.component.config is None:
             return signature_config(self)
         cls = self._load("config", self.component.config)
-        if not isinstance(cls, type) or "__dataclass_fields__" not in vars(cls):
+        if not isinstance(cls, type) or "__dataclass_fields__" not in vars(cls) or not is_dataclass(cls):
             raise PluginError(
                 f"the config {self.component.config!r} is not a dataclass",
                 where=self.place,
@@ -97,18 +100,28 @@ class Registered:
 
     @property
     def place(self) -> str:
-        """How messages call it."""
+        """How messages of loading call it."""
         return (
             f"plugin {self.namespace!r} ({self.distribution} {self.version}), {self.kind} {self.qualified!r}"
         )
 
-    def _load(self, role: str, path: str) -> Any:
+    @property
+    def short_place(self) -> str:
+        """How messages of building call it."""
+        return f"plugin {self.namespace!r}, {self.kind} {self.qualified!r}"
+
+    def _load(self, role: str, path: str) -> object:
         try:
             with foreign_code():
-                found: Any = import_module(self.module_of(path))
+                found: object = import_module(self.module_of(path))
                 for part in path.partition(":")[2].split("."):
                     if not hasattr(found, part):
-                        raise self._no_attribute(role, path, part, found)
+                        owner = getattr(found, "__name__", found)
+                        raise PluginError(
+                            f"the {role} {path!r} does not exist: {owner} has no {part!r}",
+                            where=self.place,
+                            hint=did_you_mean(part, [n for n in dir(found) if not n.startswith("_")]),
+                        )
                     found = getattr(found, part)
         except MMError:
             raise
@@ -124,14 +137,6 @@ class Registered:
                 hint=f"is the package of {missing!r} installed?" if missing else None,
             ) from error
         return found
-
-    def _no_attribute(self, role: str, path: str, part: str, owner: Any) -> PluginError:
-        public = [name for name in dir(owner) if not name.startswith("_")]
-        return PluginError(
-            f"the {role} {path!r} does not exist: {owner.__name__} has no {part!r}",
-            where=self.place,
-            hint=did_you_mean(part, public),
-        )
 
 
 @dataclass(frozen=True)
