@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +30,7 @@ from mm_core.modules.casting import hold_frozen
 from mm_core.modules.selection import freeze
 from mm_core.plan.run_plan import ComponentFact, MissingFile, ModuleFact, RunPlan
 from mm_core.plugin.schema.fields import ComponentConfig
+from mm_core.plugin.schema.nodes import inside
 from mm_core.weights.adapters.inject import Structure, add_adapters
 from mm_core.weights.fitting import formats_of
 from mm_core.weights.stored import missing_at
@@ -224,19 +223,11 @@ def _components(config: RunConfig) -> list[ComponentFact]:
     return facts
 
 
-def walk_components(value: Any, key: str = "") -> list[tuple[str, ComponentConfig]]:
+def walk_components(value: object, key: str = "") -> list[tuple[str, ComponentConfig]]:
     """Every component of a config with its key path, outer ones first."""
-    inner: list[tuple[str, Any]] = []
-    found: list[tuple[str, ComponentConfig]] = []
-    if isinstance(value, ComponentConfig):
-        found.append((key, value))
-        inner = list(value.options.items())
-    elif is_dataclass(value):
-        inner = [(f.name, getattr(value, f.name)) for f in fields(value)]
-    elif isinstance(value, Mapping):
-        inner = list(value.items())
-    elif isinstance(value, (tuple, list)):
-        inner = [(str(index), item) for index, item in enumerate(value)]
-    for name, item in inner:
+    found = [(key, value)] if isinstance(value, ComponentConfig) else []
+    held = inside(value)
+    items = held.items() if isinstance(held, dict) else enumerate(held or ())
+    for name, item in items:
         found += walk_components(item, f"{key}.{name}" if key else str(name))
     return found

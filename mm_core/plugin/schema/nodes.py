@@ -43,6 +43,11 @@ class Node:
             found = found.value.get(key) if found is not None and isinstance(found.value, dict) else None
         return found
 
+    def items(self, *keys: str) -> list[Node]:
+        """The list at a path of keys; [] where there is none."""
+        found = self.at(*keys)
+        return found.value if found is not None and isinstance(found.value, list) else []
+
     def leaves(self) -> Iterator[Node]:
         """The values below this one that hold no others; itself, where it holds none."""
         if isinstance(self.value, (dict, list)):
@@ -58,6 +63,10 @@ class Node:
         if isinstance(self.value, list):
             return self.holding([change(child) for child in self.value])
         return self
+
+    def put(self, key: str, child: Node) -> Node:
+        """The same mapping with another value at a key."""
+        return self.holding({**self.value, key: child})
 
     def holding(self, value: object) -> Node:
         """The same place with another value."""
