@@ -21,7 +21,7 @@ from mm_core.config.schema import RunConfig
 from mm_core.contracts import Dataset
 from mm_core.device import device_stack
 from mm_core.plan import RunPlan
-from mm_core.plugin.registry import check_ranks_agree
+from mm_core.plugin.ranks import check_ranks_agree
 from mm_core.plugin.schema.fields import ComponentConfig
 from mm_core.runtime.ranks import Ranks
 

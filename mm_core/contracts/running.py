@@ -6,16 +6,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from mm_core.contracts.batch import Batch, Bins, Clip, Evaluation, Loss, SampleRequest
+from mm_core.contracts.data import Ending
 from mm_core.contracts.randomness import Randomness
-
-Ending = Literal["done", "stopped", "failed"]
-"""How a run's process ends: with the run, saved and stopped before that on request, or by an error."""
 
 
 class Task(Protocol):

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 from types import FunctionType, ModuleType
 
 from mm_core.errors import nearest
-from mm_core.plugin.component import KINDS, Component
+from mm_core.plugin.component import Component
+from mm_core.plugin.hookspecs import KINDS
 
 _HOOKS = frozenset(KINDS.values())
 _MARK = "mm_core_impl"  # the attribute that pluggy's hookimpl marker sets
@@ -100,13 +101,11 @@ def _described(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def check_names(kind: str, components: Iterable[Component]) -> None:
+def check_names(offered: Iterable[tuple[str, Component]]) -> None:
     """HookFault when two components of a kind claim one name or alias."""
-    owners: dict[str, str] = {}
-    for component in components:
+    owners: dict[tuple[str, str], str] = {}
+    for kind, component in offered:
         for name in (component.name, *component.aliases):
-            if name in owners:
-                raise HookFault(
-                    f"{kind} {component.name!r} claims the name {name!r} of {kind} {owners[name]!r}"
-                )
-            owners[name] = component.name
+            if (owner := owners.get((kind, name))) is not None:
+                raise HookFault(f"{kind} {component.name!r} claims the name {name!r} of {kind} {owner!r}")
+            owners[kind, name] = component.name
