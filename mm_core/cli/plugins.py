@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mm_core.plugin.component import KINDS
+from mm_core.plugin.hookspecs import KINDS
 from mm_core.plugin.records import PluginRecord, Registered
 from mm_core.plugin.registry import Registry, survey
 
