@@ -44,11 +44,9 @@ def to_yaml(config: RunConfig) -> str:
     made of the run that it belongs to."""
     text: str = yaml.dump(to_mapping(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
     if (size := len(text.encode())) > MAX_BYTES:
-        raise ConfigError(
-            f"with every default filled, this config takes {size // 1024 + 1} KiB",
-            accepted=f"{MAX_BYTES // 1024} KiB at most",
-            hint="keep long lists (prompts, rows) in files of their own",
-        )
+        what = f"with every default filled, this config takes {size // 1024 + 1} KiB"
+        hint = "keep long lists (prompts, rows) in files of their own"
+        raise ConfigError(what, accepted=f"{MAX_BYTES // 1024} KiB at most", hint=hint)
     return text
 
 
@@ -64,8 +62,5 @@ def _plain(value: object, path: str, literals: Mapping[str, str]) -> object:
         return escape(str(value))
     if value is None or isinstance(value, (bool, int, float)):
         return value
-    raise ConfigError(
-        f"a YAML can not hold {value!r}, of type {type(value).__qualname__}",
-        where=path,
-        hint="config fields hold numbers, texts, lists and mappings",
-    )
+    what = f"a YAML can not hold {value!r}, of type {type(value).__qualname__}"
+    raise ConfigError(what, where=path, hint="config fields hold numbers, texts, lists and mappings")

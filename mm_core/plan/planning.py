@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +69,7 @@ def check_data(config: RunConfig, task: TaskModule) -> None:
     registry = config.registry
     for data in config.data.splits.values():
         task.check(data.options)
-        class_: Any = registry.resolve("dataset", data.type).load_target()
+        class_: object = registry.resolve("dataset", data.type).load_target()
         if isinstance(class_, LimitedDataset):
             class_.check_micro_batch(config.train.micro_batch_size, data.options)
 
@@ -86,12 +85,12 @@ def make_plan(
 
     num_samples: of data.train; None has them counted where `train.epochs` asks for it.
     """
+    registry = config.registry
     task = build_task(config) if task is None else task
-    engine = config.registry.build("engine", config.engine) if engine is None else engine
+    engine = registry.build("engine", config.engine) if engine is None else engine
     assert engine is not None
     check_data(config, task)
     build_frozen(task)
-    registry = config.registry
     optimizer = registry.resolve("optimizer", config.optimizer.type)
     states = optimizer.component.capabilities.get("state_tensors", 2)
     assert isinstance(states, (int, float))
@@ -207,20 +206,18 @@ def _missing(config: RunConfig, task: TaskModule) -> list[MissingFile]:
     for name in (*frozen, *others):
         part = getattr(task, name, None)  # not every option of a task is a part of it
         if isinstance(part, Frozen):
-            needed: Literal["to train", "to sample"] = (
-                "to train" if name in frozen or samples else "to sample"
-            )
-            found += [MissingFile(path, name, needed) for path in part.missing_files()]
+            now = name in frozen or samples
+            paths = part.missing_files()
+            found += [MissingFile(path, name, "to train" if now else "to sample") for path in paths]
     return found
 
 
 def _components(config: RunConfig) -> list[ComponentFact]:
-    registry = config.registry
-    facts = []
-    for key, component in walk_components(config):
-        found = registry.resolve(component.kind, component.type)
-        facts.append(ComponentFact(key, component.type, found.distribution or "", found.version or ""))
-    return facts
+    found = [
+        (key, each.type, config.registry.resolve(each.kind, each.type))
+        for key, each in walk_components(config)
+    ]
+    return [ComponentFact(key, type_, r.distribution or "", r.version or "") for key, type_, r in found]
 
 
 def walk_components(value: object, key: str = "") -> list[tuple[str, ComponentConfig]]:

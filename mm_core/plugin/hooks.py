@@ -31,12 +31,8 @@ def check_hooks(module: ModuleType) -> None:
             continue
         options = getattr(value, _MARK, None)
         if options is None:
-            if (
-                name.startswith("mm_")
-                and isinstance(value, FunctionType)
-                and value.__module__ == module.__name__
-            ):
-                faults.append(_unmarked(name))
+            own = isinstance(value, FunctionType) and value.__module__ == module.__name__
+            faults += [_unmarked(name)] if own and name.startswith("mm_") else []
             continue
         hook = options.get("specname") or name
         if options.get("wrapper") or options.get("hookwrapper"):

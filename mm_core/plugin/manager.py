@@ -185,9 +185,8 @@ def _refuse(installed: list[_Found]) -> None:
             owners[record.namespace].append(f)
     for namespace, claimants in owners.items():
         if len(claimants) > 1:
-            who = " and ".join(
-                f"{f.record.distribution} {f.record.version} ({f.record.module})" for f in claimants
-            )
+            records = [f.record for f in claimants]
+            who = " and ".join(f"{r.distribution} {r.version} ({r.module})" for r in records)
             for f in claimants:
                 f.stop("refused", f"the entry-point name {namespace!r} is claimed by {who}: uninstall one")
 

@@ -76,10 +76,8 @@ class Registered:
         """Imports and returns the target. PluginError naming plugin and target when it can not."""
         target = self._load("target", self.component.target)
         if not callable(target):
-            raise PluginError(
-                f"the target {self.component.target!r} is not callable: it is {type(target).__name__}",
-                where=self.place,
-            )
+            kind = type(target).__name__
+            raise self._fault(f"the target {self.component.target!r} is not callable: it is {kind}")
         return target
 
     def config_class(self) -> type[DataclassInstance]:
@@ -91,11 +89,8 @@ class Registered:
             return signature_config(self)
         cls = self._load("config", self.component.config)
         if not isinstance(cls, type) or "__dataclass_fields__" not in vars(cls) or not is_dataclass(cls):
-            raise PluginError(
-                f"the config {self.component.config!r} is not a dataclass",
-                where=self.place,
-                hint="decorate it with @dataclass(frozen=True)",
-            )
+            what = f"the config {self.component.config!r} is not a dataclass"
+            raise self._fault(what, "decorate it with @dataclass(frozen=True)")
         return cls
 
     @property
@@ -110,6 +105,9 @@ class Registered:
         """How messages of building call it."""
         return f"plugin {self.namespace!r}, {self.kind} {self.qualified!r}"
 
+    def _fault(self, what: str, hint: str | None = None) -> PluginError:
+        return PluginError(what, where=self.place, hint=hint)
+
     def _load(self, role: str, path: str) -> object:
         try:
             with foreign_code():
@@ -117,10 +115,9 @@ class Registered:
                 for part in path.partition(":")[2].split("."):
                     if not hasattr(found, part):
                         owner = getattr(found, "__name__", found)
-                        raise PluginError(
-                            f"the {role} {path!r} does not exist: {owner} has no {part!r}",
-                            where=self.place,
-                            hint=did_you_mean(part, [n for n in dir(found) if not n.startswith("_")]),
+                        near = did_you_mean(part, [n for n in dir(found) if not n.startswith("_")])
+                        raise self._fault(
+                            f"the {role} {path!r} does not exist: {owner} has no {part!r}", near
                         )
                     found = getattr(found, part)
         except MMError:
@@ -128,14 +125,10 @@ class Registered:
         except Exception as error:
             missing = error.name if isinstance(error, ModuleNotFoundError) else None
             if missing is not None and f"{self.module_of(path)}.".startswith(f"{missing}."):
-                raise PluginError(
-                    f"the {role} {path!r} does not exist: there is no module {missing!r}", where=self.place
-                ) from error
-            raise PluginError(
-                f"the {role} {path!r} can not be imported: {one_line(error)}",
-                where=self.place,
-                hint=f"is the package of {missing!r} installed?" if missing else None,
-            ) from error
+                what = f"the {role} {path!r} does not exist: there is no module {missing!r}"
+                raise self._fault(what) from error
+            hint = f"is the package of {missing!r} installed?" if missing else None
+            raise self._fault(f"the {role} {path!r} can not be imported: {one_line(error)}", hint) from error
         return found
 
 

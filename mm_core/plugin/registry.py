@@ -57,11 +57,9 @@ class Registry:
         if len(matches) == 1 or len(own) == 1:
             return (own or matches)[0]
         if matches:
-            raise PluginError(
-                f"the {kind} name {name!r} is ambiguous: {len(matches)} plugins have one",
-                accepted=", ".join(sorted(match.qualified for match in matches)),
-                hint="write the qualified name",
-            )
+            what = f"the {kind} name {name!r} is ambiguous: {len(matches)} plugins have one"
+            accepted = ", ".join(sorted(match.qualified for match in matches))
+            raise PluginError(what, accepted=accepted, hint="write the qualified name")
         raise self._not_found(kind, name)
 
     def build(self, kind: str, config: ComponentConfig | Mapping[str, Any] | str, *args: Any) -> Any:
@@ -195,24 +193,18 @@ def clear_cache() -> None:
     entry_point_records.cache_clear()
 
 
-def lines_of(plugins: tuple[PluginRecord, ...]) -> list[str]:
-    """What a person is told: one line a broken plugin and one a plugin that imports torch."""
-    lines = [_state(plugin) for plugin in plugins if plugin.broken]
-    for plugin in plugins:
-        if plugin.imports_torch and plugin.file is None:
-            lines.append(
-                f"{plugin.label} imports torch when it is listed, which makes every command slow: "
-                "import it in the target's module only"
-            )
-    return lines
-
-
 def _report(plugins: tuple[PluginRecord, ...]) -> None:
-    """Tells a person once, on the first rank only."""
+    """Tells a person once, on the first rank only: a line for each broken plugin, and for each that imports
+    torch."""
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) != "0":
         return
-    for line in lines_of(plugins):
-        _tell(line)
+    for plugin in plugins:
+        if plugin.broken:
+            _tell(_state(plugin))
+    for plugin in plugins:
+        if plugin.imports_torch and plugin.file is None:
+            what = f"{plugin.label} imports torch when it is listed, which makes every command slow"
+            _tell(f"{what}: import it in the target's module only")
 
 
 @cache
