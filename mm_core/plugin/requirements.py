@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import NamedTuple
 
 _MM_CORE = re.compile(r"mm[-_.]core(?![\w.-])", re.IGNORECASE)
@@ -35,6 +36,7 @@ def read_identity(metadata: str) -> Identity:
     return Identity(name, version, tuple(requirements))
 
 
+@cache  # most plugins ask for the same
 def admits(requirement: str, version: str) -> bool | None:
     """Whether a requirement of mm-core admits `version`; None when its marker does not apply here."""
     from packaging.requirements import Requirement  # 25 ms, which `mm --help` does not pay
