@@ -29,18 +29,12 @@ def match(patterns: Sequence[str], paths: Iterable[str], key: str) -> list[str]:
 
 def _match_one(pattern: str, paths: list[str], key: str) -> set[str]:
     braces = [_parse(text, pattern, key) for text in _BRACE.findall(pattern)]
-    literal = [re.escape(part) for part in _BRACE.split(pattern)[::2]]
-    if any(brace in part for part in _BRACE.split(pattern)[::2] for brace in "{}"):
+    outside = _BRACE.split(pattern)[::2]
+    if any(brace in part for part in outside for brace in "{}"):
         raise _bad_grammar(pattern, key)
-    expression = re.compile("([^.]+)".join(literal) + r"\Z")
-    seen: list[set[str]] = [set() for _ in braces]
-    found: set[str] = set()
-    for path in paths:
-        hit = expression.match(path)
-        if hit and all(_admits(brace, value) for brace, value in zip(braces, hit.groups(), strict=True)):
-            found.add(path)
-            for values, value in zip(seen, hit.groups(), strict=True):
-                values.add(value)
+    expression = re.compile("([^.]+)".join(map(re.escape, outside)) + r"\Z")
+    hits = {path: hit.groups() for path in paths if (hit := expression.match(path))}
+    found = {path: values for path, values in hits.items() if all(map(_admits, braces, values))}
     if not found:
         near = _examples(pattern, paths)
         raise PlanError(
@@ -48,7 +42,7 @@ def _match_one(pattern: str, paths: list[str], key: str) -> set[str]:
             where=key,
             accepted=f"a path such as {', '.join(near)}" if near else "nothing: there is no module to name",
         )
-    for brace, values in zip(braces, seen, strict=True):
+    for brace, values in zip(braces, map(set, zip(*found.values(), strict=True)), strict=True):
         absent = [item for item in brace or () if not any(_admits([item], value) for value in values)]
         over = [item for item in brace or () if isinstance(item, tuple) and str(item[1]) not in values]
         if absent or over:
@@ -59,7 +53,7 @@ def _match_one(pattern: str, paths: list[str], key: str) -> set[str]:
                 accepted=f"{', '.join(sorted(values, key=_natural))}",
                 hint="write {*} for all of them",
             )
-    return found
+    return set(found)
 
 
 Item = str | tuple[int, int]
