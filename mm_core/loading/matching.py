@@ -17,7 +17,7 @@ from mm_core.errors import CheckpointError, PlanError
 from mm_core.loading.checkpoint_source import CheckpointSource
 from mm_core.loading.mismatch import absent_parts, misfit, size_text
 from mm_core.modules.adapter_layers import adapter_of, base_name
-from mm_core.modules.selection import covered
+from mm_core.modules.patterns import select_parameters
 from mm_core.modules.tying import tied_names
 from mm_core.runtime.ranks import Ranks
 from mm_core.weights.adapters.files import DIFFUSERS_ADAPTER
@@ -117,8 +117,8 @@ class WeightMatch:
         init = self.init
         self._names = {base_name(name): name for name in state}  # adapted layers by the names of files
         state = {name: state[own] for name, own in self._names.items()}
-        chosen = set(covered(init.include, state, "init_from.include") if init.include else state)
-        chosen -= set(covered(init.exclude, state, "init_from.exclude"))
+        chosen = set(select_parameters(init.include, state, "init_from.include") if init.include else state)
+        chosen -= set(select_parameters(init.exclude, state, "init_from.exclude"))
         if not chosen:
             raise PlanError(
                 "every parameter is left out, so no weight would be read",

@@ -32,14 +32,14 @@ _TWO_DTYPES = re.compile(
 _FLOATING = re.compile(r"\b(?:b?float|half|double)\w*", re.IGNORECASE)
 
 
-def hold_frozen(task: TaskModule, dtype: torch.dtype) -> None:
+def cast_frozen(task: TaskModule, dtype: torch.dtype) -> None:
     """Gives the parameters that are not trained another dtype; what adapters hold keeps its own, and so do
     buffers. To be called on the meta device, before the engine plans."""
     for parameter in _frozen_of(task):
         parameter.data = parameter.data.to(dtype)
 
 
-def round_frozen(task: TaskModule, dtype: torch.dtype) -> None:
+def quantise_frozen_values(task: TaskModule, dtype: torch.dtype) -> None:
     """Gives them the values that they would have in a lower dtype, without changing their own."""
     for parameter in _frozen_of(task):
         share = local(parameter)

@@ -9,7 +9,7 @@ from torch import nn
 
 from mm_core.contracts.operations import Product, StepOperations
 from mm_core.modules.adapter_layers import adapted_layers
-from mm_core.modules.selection import above
+from mm_core.modules.patterns import above
 
 
 def step_operations(

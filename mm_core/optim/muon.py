@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mm_core.errors import PlanError, PluginError
-from mm_core.modules.selection import covered
+from mm_core.modules.patterns import select_parameters
 from mm_core.modules.shards import like
 from mm_core.optim.adamw import adamw
 from mm_core.weights.streaming import shard_of
@@ -43,7 +43,7 @@ def muon(
             hint="install a newer torch, or set optimizer.type to adamw",
         )
     names = [name for group in groups for name in group["names"]]
-    spared = set(covered(adamw_for, names, "optimizer.adamw_for"))
+    spared = set(select_parameters(adamw_for, names, "optimizer.adamw_for"))
     matrices = [_part(group, lambda name, p: p.dim() >= 2 and name not in spared) for group in groups]
     others = [_part(group, lambda name, p: p.dim() < 2 or name in spared) for group in groups]
     if not any(group["params"] for group in matrices):

@@ -9,7 +9,7 @@ from torch import nn
 
 from mm_core.config.schema import ParameterGroup, TrainSection
 from mm_core.errors import PlanError
-from mm_core.modules.selection import covered
+from mm_core.modules.patterns import select_parameters
 
 
 def groups_of(parameters: Mapping[str, nn.Parameter], train: TrainSection) -> list[dict[str, Any]]:
@@ -29,7 +29,7 @@ def groups_of(parameters: Mapping[str, nn.Parameter], train: TrainSection) -> li
     owners: dict[str, int] = {}
     for index, section in enumerate(train.parameter_groups):
         key = f"train.parameter_groups.{index}.match"
-        own = [name for name in covered(section.match, parameters, key) if name not in owners]
+        own = [name for name in select_parameters(section.match, parameters, key) if name not in owners]
         if not own:
             raise PlanError(
                 "earlier groups have taken every parameter that this one matches",

@@ -25,8 +25,8 @@ from mm_core.contracts import (
 from mm_core.data.loading.sampler import BatchPlan
 from mm_core.data.loading.seeding import build_dataset
 from mm_core.errors import PlanError
-from mm_core.modules.casting import hold_frozen
-from mm_core.modules.selection import freeze
+from mm_core.modules.casting import cast_frozen
+from mm_core.modules.patterns import freeze
 from mm_core.plan.run_plan import ComponentFact, MissingFile, ModuleFact, RunPlan
 from mm_core.plugin.schema.fields import ComponentConfig
 from mm_core.plugin.schema.nodes import inside
@@ -52,7 +52,7 @@ def build_task(config: RunConfig, adapters: Structure | None = None) -> TaskModu
     add_adapters(task, train.adapters, formats, train.also_train, adapters)
     freeze(task, train.freeze)
     if train.base_dtype is not None:
-        hold_frozen(task, torch_dtype(train.base_dtype))
+        cast_frozen(task, torch_dtype(train.base_dtype))
     return task
 
 

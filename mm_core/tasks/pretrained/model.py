@@ -16,7 +16,7 @@ from mm_core.builtin.configs.pretrained import PretrainedConfig
 from mm_core.contracts import WeightsFrom, empty_parameters
 from mm_core.diffusion.encoders.hf_folder import ModelFolder, dtype_key
 from mm_core.errors import CheckpointError, ContractError, MMError, RunWarning, first_line, nearest
-from mm_core.modules.selection import covered
+from mm_core.modules.patterns import select_parameters
 from mm_core.plugin.trust.foreign import foreign_code
 from mm_core.plugin.trust.remote_code import check_overrides, code_folder
 from mm_core.tasks.pretrained import packed_attention
@@ -66,7 +66,7 @@ def build_model(wanted: PretrainedConfig, name: str) -> PreTrainedModel:
         _read_generation(model, folder)
         prepare_initialisation(model, lambda: make()[1])
     paths = [path for path, _ in model.named_parameters(prefix=name)]
-    begun = covered(wanted.new_modules, paths, "task.new_modules")
+    begun = select_parameters(wanted.new_modules, paths, "task.new_modules")
     new = tuple(path.removeprefix(f"{name}.") for path in begun)
     model.weights_from = None
     if wanted.weights == "files":

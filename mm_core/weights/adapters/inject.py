@@ -20,8 +20,7 @@ from mm_core.builtin.configs.adapters import AdapterConfig
 from mm_core.contracts import TaskModule
 from mm_core.errors import CheckpointError, ContractError, PlanError, nearest
 from mm_core.modules.adapter_layers import adapted_layers, adapter_of, base_name, row_lengths
-from mm_core.modules.patterns import match
-from mm_core.modules.selection import covered
+from mm_core.modules.patterns import match, select_parameters
 from mm_core.modules.tying import tied_names
 from mm_core.weights.adapters.files import AdapterScale, whole_pattern
 from mm_core.weights.adapters.locate import locate
@@ -237,7 +236,7 @@ def _train_beside(task: TaskModule, roots: Iterable[str], patterns: Sequence[str
         for path, parameter in task.get_submodule(root).named_parameters(prefix=root)
         if adapter_of(path) is None
     }
-    for name in covered(patterns, own, BESIDE):
+    for name in select_parameters(patterns, own, BESIDE):
         path, parameter = own[name]
         if path != name:
             raise PlanError(
