@@ -13,8 +13,9 @@ from mm_core.tasks.text_to_video.returned_shapes import scheduler_faults
 if TYPE_CHECKING:
     from mm_core.tasks.text_to_video.task import TextToVideo
 
+SIZES = ("num_frames", "height", "width")
 Sizes = Mapping[str, int | None]
-"""num_frames, height, width in pixels; None where the data do not say."""
+"""By `SIZES`, in pixels; None where the data do not say."""
 
 
 def collect_faults(task: TextToVideo, sizes: Mapping[str, Sizes]) -> list[ContractError]:

@@ -18,7 +18,8 @@ from mm_core.contracts import (
     StepOperations,
 )
 from mm_core.modules.flops import step_operations
-from mm_core.tasks.text_to_video.frames import SIZES, image_dim, inputs_of
+from mm_core.tasks.text_to_video.checks import SIZES
+from mm_core.tasks.text_to_video.frames import image_dim, inputs_of
 
 if TYPE_CHECKING:
     from mm_core.tasks.text_to_video.task import TextToVideo

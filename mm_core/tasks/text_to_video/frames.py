@@ -16,7 +16,6 @@ from mm_core.tasks.text_to_video.returned_shapes import encoded
 if TYPE_CHECKING:
     from mm_core.tasks.text_to_video.task import TextToVideo
 
-SIZES = ("num_frames", "height", "width")
 _PLACES = {"first": 0, "last": -1}
 _BY_COUNT: tuple[FrameNames, ...] = ((), ("first",), ("first", "last"))
 
@@ -36,7 +35,7 @@ def image_dim(predictor: Predictor) -> int | None:
     return predictor.image_dim if isinstance(predictor, FrameConditioned) else None
 
 
-def frames_of_clips(task: TextToVideo, pixels: Tensor, names: FrameNames) -> GivenFrames | None:
+def clip_frames(task: TextToVideo, pixels: Tensor, names: FrameNames) -> GivenFrames | None:
     """The frames of pixels[B,3,F,Y,X] in [-1,1] themselves, encoded. None where none are given."""
     if not names:
         return None
@@ -47,7 +46,7 @@ def frames_of_clips(task: TextToVideo, pixels: Tensor, names: FrameNames) -> Giv
     return _encode(task, names, frames, originals, pixels.shape[2])
 
 
-def frames_of_images(
+def image_frames(
     task: TextToVideo, images: Sequence[Sequence[Tensor]], size: tuple[int, int, int], device: torch.device
 ) -> GivenFrames | None:
     """The images of each clip, encoded. None where none are given.

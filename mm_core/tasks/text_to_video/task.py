@@ -36,17 +36,10 @@ from mm_core.diffusion.mixture import clean_estimate, noise_share
 from mm_core.errors import ContractError
 from mm_core.tasks.text_to_video.bins import declared_bins, sum_by_bin
 from mm_core.tasks.text_to_video.captions import Captions, TokenizeCaptions
-from mm_core.tasks.text_to_video.checks import collect_faults, latents_of, size_faults
+from mm_core.tasks.text_to_video.checks import SIZES, collect_faults, latents_of, size_faults
 from mm_core.tasks.text_to_video.experts import Experts
 from mm_core.tasks.text_to_video.flops import TrainedFlops, sample_flops
-from mm_core.tasks.text_to_video.frames import (
-    SIZES,
-    check_images,
-    choices,
-    frames_of_clips,
-    frames_of_images,
-    inputs_of,
-)
+from mm_core.tasks.text_to_video.frames import check_images, choices, clip_frames, image_frames, inputs_of
 from mm_core.tasks.text_to_video.returned_shapes import encoded, expect
 
 Images = Sequence[Sequence[Tensor]]
@@ -159,7 +152,7 @@ class TextToVideo(nn.Module):
                 self.predictor,
                 self.scheduler.add_noise(latents, noise, timestep),
                 self.scheduler.model_timestep(timestep),
-                frames_of_clips(self, batch.pixels, self.frames),
+                clip_frames(self, batch.pixels, self.frames),
             ),
             text=text,
             text_mask=mask,
@@ -211,7 +204,7 @@ class TextToVideo(nn.Module):
         noise = torch.stack([rng.normal(shape, "validation noise", key.index) for key in batch.keys])
         noise = noise.to(device)
         text, mask = self._captions.encoded(batch)
-        frames = frames_of_clips(self, batch.pixels, self.frames)
+        frames = clip_frames(self, batch.pixels, self.frames)
         middle = sorted(quantiles)[len(quantiles) // 2]
         losses, estimate = {}, clean
         for quantile in quantiles:
@@ -297,7 +290,7 @@ class TextToVideo(nn.Module):
         captions = [*prompts, *[request.negative_prompt] * (len(prompts) if guided else 0)]
         text, mask = self._captions.encoded_texts(captions, device)
         size = _size_of(request)
-        frames = frames_of_images(self, images, size, device)
+        frames = image_frames(self, images, size, device)
 
         def velocity(latents: Tensor, timestep: Tensor) -> Tensor:
             expert = self.experts.of(timestep)
