@@ -88,8 +88,3 @@ class TensorBoardConfig:
     """Scalars under `<run>/tensorboard`."""
 
     flush_secs: Annotated[int, Range(ge=1)] = 30  # seconds until what was logged is on disk
-
-
-@dataclass(frozen=True)
-class JsonlConfig:
-    """`<run>/metrics.jsonl` has nothing to set."""
