@@ -86,11 +86,9 @@ class Run:
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
     """The runs, in the order given, each once. MMError for what is no run, or has logged nothing yet."""
-    unique = list({folder.resolve(): folder for folder in folders}.values())
-    return [
-        read_run(folder, label)
-        for folder, label in zip(unique, labels([f.resolve() for f in unique]), strict=True)
-    ]
+    unique = {folder.resolve(): folder for folder in folders}
+    named = zip(unique.values(), labels(list(unique)), strict=True)
+    return [read_run(folder, label) for folder, label in named]
 
 
 def labels(folders: Sequence[Path]) -> list[str]:
@@ -156,9 +154,8 @@ def _check(folder: Path) -> None:
             accepted=accepted,
             hint=f"name those to show: mm report {names}",
         )
-    what = (
-        "this run has logged nothing yet" if (folder / "config.yaml").is_file() else "this folder is no run"
-    )
+    begun = (folder / "config.yaml").is_file()
+    what = "this run has logged nothing yet" if begun else "this folder is no run"
     raise MMError(f"{what}: it holds no {METRICS}", where=str(folder), accepted=accepted)
 
 

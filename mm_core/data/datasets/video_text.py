@@ -11,10 +11,11 @@ import torch
 
 from mm_core.builtin.configs.data import VideoTextConfig
 from mm_core.contracts import Randomness, VideoInfo, VideoReader, VideoTextBatch
+from mm_core.data.datasets import Sample
 from mm_core.data.media.readers import PyAVReader
 from mm_core.data.media.transforms import resize_centre_crop
 from mm_core.data.rows.annotations import Annotation, inside, read_annotations
-from mm_core.data.rows.captions import clean_caption
+from mm_core.data.rows.captions import clean_caption, half_character
 from mm_core.data.rows.packed_rows import PackedRows
 from mm_core.data.rows.paths import check_folder
 from mm_core.errors import DataError
@@ -53,16 +54,16 @@ class VideoTextDataset:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> Sample:
         """The sample without chance: its first frames and its first caption."""
         return self._sample(index, 0.0, 0.0)
 
-    def sample_at(self, index: int, rng: Randomness) -> dict[str, Any]:
+    def sample_at(self, index: int, rng: Randomness) -> Sample:
         """The sample whose start (with `random_start`) and caption are drawn from `rng`."""
         start = rng.uniform("start") if self.wanted.random_start else 0.0
         return self._sample(index, start, rng.uniform("caption"))
 
-    def collate(self, samples: Sequence[dict[str, Any]]) -> VideoTextBatch:
+    def collate(self, samples: Sequence[Sample]) -> VideoTextBatch:
         """Samples, to which the loader has added `key` and `weight`, as a batch."""
         return VideoTextBatch(
             keys=[sample["key"] for sample in samples],
@@ -72,11 +73,13 @@ class VideoTextDataset:
             captions=[sample["caption"] for sample in samples],
         )
 
-    def _sample(self, index: int, start: float, caption: float) -> dict[str, Any]:
+    def _sample(self, index: int, start: float, caption: float) -> Sample:
         """start, caption: uniform numbers in [0, 1) that choose among what is possible."""
         row, wanted = self.rows[index], self.wanted
         path = inside(self.folder, row.path)
-        _check_text(row.captions, path)
+        for text in row.captions:
+            if half := half_character(text):
+                raise DataError(f"the caption holds {half}, half of a character", where=str(path))
         if wanted.fps is None and row.num_frames is not None and row.num_frames < wanted.num_frames:
             raise self._short(path, row.num_frames, "the annotation declares")
         times = self._times(path, self.reader.probe(path), start)
@@ -105,13 +108,3 @@ class VideoTextDataset:
             f"a clip needs {self.wanted.num_frames}",
             where=str(path),
         )
-
-
-def _check_text(captions: Sequence[str], path: Path) -> None:
-    """DataError for a caption that no tokenizer takes: JSON can also write half of a surrogate pair."""
-    for caption in captions:
-        try:
-            caption.encode()
-        except UnicodeEncodeError as error:
-            half = ascii(caption[error.start])[1:-1]
-            raise DataError(f"the caption holds {half}, half of a character", where=str(path)) from None

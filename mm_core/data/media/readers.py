@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fractions import Fraction
 from importlib import import_module
 from pathlib import Path
@@ -101,9 +101,7 @@ class PyAVReader(_Reader):
                 if wanted[-1] >= 1.0 / _PICTURE_RATE + _EPSILON:
                     raise _too_short(path, wanted[-1], 1.0 / _PICTURE_RATE)
                 return picture.expand(len(times), -1, -1, -1).clone()
-            frames = None
-            if wanted[0] >= _SEEK_FROM:
-                frames = _from_keyframe(container, stream, wanted, path)
+            frames = _from_keyframe(container, stream, wanted, path) if wanted[0] >= _SEEK_FROM else None
             if frames is None:
                 frames = _pick(_decode(container, stream, path), stream, wanted, path, seeked=False)
         assert frames is not None
@@ -264,13 +262,12 @@ def _from_keyframe(
     start = stream.start_time
     if start is None or stream.time_base is None:
         return None
-    try:
+    # The reading from the start raises a fault again, DataError among them, if it is the file's.
+    with suppress(*_FAULTS):
         container.seek(start + int(Fraction(wanted[0]) / stream.time_base), stream=stream, backward=True)
         frames = _pick(_decode(container, stream, path), stream, wanted, path, seeked=True)
         if frames is not None:
             return frames
-    except _FAULTS:  # DataError among them
-        pass  # the reading from the start raises it again, if it is the file's fault
     container.seek(start, stream=stream, backward=True)
     return None
 
