@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from functools import cache
 from typing import NamedTuple
 
 _MM_CORE = re.compile(r"mm[-_.]core(?![\w.-])", re.IGNORECASE)
+_PLAIN = re.compile(r"\s*(>=|<=|==|!=|>|<)\s*(\d+(?:\.\d+)*)\s*\Z")
+_RELEASE = re.compile(r"\d+(?:\.\d+)*\Z")
+_COMPARE = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">": operator.gt,
+    "<": operator.lt,
+}
 
 
 class Identity(NamedTuple):
@@ -39,9 +50,27 @@ def read_identity(metadata: str) -> Identity:
 @cache  # most plugins ask for the same
 def admits(requirement: str, version: str) -> bool | None:
     """Whether a requirement of mm-core admits `version`; None when its marker does not apply here."""
-    from packaging.requirements import Requirement  # 25 ms, which `mm --help` does not pay
+    plain = _plain_admits(requirement, version)
+    if plain is not None:
+        return plain
+    from packaging.requirements import Requirement  # 25 ms; only unusual requirements come here
 
     parsed = Requirement(requirement)
     if parsed.marker is not None and not parsed.marker.evaluate({"extra": ""}):
         return None
     return parsed.specifier.contains(version, prereleases=True)
+
+
+def _plain_admits(requirement: str, version: str) -> bool | None:
+    """The answer for `mm-core>=0.1,<0.2` and its like; None for anything less plain."""
+    clauses = [
+        _PLAIN.match(part) for part in _MM_CORE.sub("", requirement, count=1).split(",") if part.strip()
+    ]
+    if not _RELEASE.match(version) or None in clauses:
+        return None
+    here = _release(version)
+    return all(_COMPARE[m[1]](here, _release(m[2])) for m in clauses if m)
+
+
+def _release(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.sub(r"(\.0+)+\Z", "", text).split(".")))  # 0.1 equals 0.1.0

@@ -1,10 +1,22 @@
-"""The API range, read from metadata."""
+"""The API range, read from metadata. packaging is the oracle of the quick path beside it."""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from packaging.requirements import Requirement
 
-from mm_core.plugin.requirements import admits, read_identity
+from mm_core.plugin.requirements import _plain_admits, admits, read_identity
+
+versions = st.lists(st.integers(0, 3), min_size=1, max_size=4).map(lambda parts: ".".join(map(str, parts)))
+clauses = st.tuples(st.sampled_from([">=", "<=", "==", "!=", ">", "<"]), versions).map("".join)
+
+
+@given(st.lists(clauses, max_size=3), versions)
+def test_plain_requirements_are_read_as_packaging_reads_them(parts: list[str], version: str) -> None:
+    requirement = f"mm-core{', '.join(parts)}"
+    assert _plain_admits(requirement, version) is Requirement(requirement).specifier.contains(version)
 
 
 @pytest.mark.parametrize(
