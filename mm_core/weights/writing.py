@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mm_core.errors import MMError
 from mm_core.files import durable
-from mm_core.weights.formats.key_map import Copy, Shape
+from mm_core.weights.formats.key_map import Copy, Shape, box_of
 from mm_core.weights.stored import DTYPES, INDEX
 
 _NAMES = {kind: name for name, kind in DTYPES.items()}
@@ -168,14 +168,8 @@ def assemble(copies: Sequence[Copy], read: Callable[[str], Tensor]) -> Tensor:
         return tensor
     stored = torch.empty(first.stored_shape, dtype=tensor.dtype)
     for copy in copies:
-        _place(copy, stored, tensor if copy is first else read(copy.component))
+        seen = stored if copy.view is None else stored.view(copy.view)
+        seen = seen if copy.dims is None else seen.permute(copy.dims)
+        held = tensor if copy is first else read(copy.component)
+        seen[box_of(copy.stored_start, copy.size)].copy_(held[box_of(copy.start, copy.size)])
     return stored
-
-
-def _place(copy: Copy, stored: Tensor, tensor: Tensor) -> None:
-    """Puts a copy's box of the component's tensor to its place in the stored one."""
-    seen = stored if copy.view is None else stored.view(copy.view)
-    seen = seen if copy.dims is None else seen.permute(copy.dims)
-    theirs = tuple(slice(s, s + n) for s, n in zip(copy.stored_start, copy.size, strict=True))
-    ours = tuple(slice(s, s + n) for s, n in zip(copy.start, copy.size, strict=True))
-    seen[theirs].copy_(tensor[ours])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import NoReturn
 
 from mm_core.weights.formats.key_map import Copy, Shape
 
@@ -73,14 +73,18 @@ class Probe:
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+        cls,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         known = _FUNCTIONS.get(func.__name__)
         if known is None:
             raise Untraceable(func.__name__)
         return known(*args, **(kwargs or {}))
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         raise Untraceable(name)
 
     @property
@@ -92,7 +96,7 @@ class Probe:
         """Number of dimensions."""
         return len(self.shape)
 
-    def size(self, dim: int | None = None) -> Any:
+    def size(self, dim: int | None = None) -> Shape | int:
         """The shape, or its length along one dimension."""
         return self.shape if dim is None else self.shape[dim]
 
@@ -153,7 +157,7 @@ class Probe:
             raise Untraceable(f"permute of {list(self.shape)} by {dims}")
         return self._along(order)
 
-    def __getitem__(self, key: Any) -> Probe:
+    def __getitem__(self, key: object) -> Probe:
         """A box; whole numbers, slices without steps, and `...`."""
         keys = list(key) if isinstance(key, tuple) else [key]
         if Ellipsis in keys:
@@ -201,7 +205,7 @@ def _stack(tensors: Sequence[Probe], dim: int = 0) -> Probe:
 
 
 _METHODS = ("narrow", "split", "chunk", "unbind", "squeeze", "unsqueeze", "transpose", "permute")
-_FUNCTIONS: Mapping[str, Callable[..., Any]] = {name: getattr(Probe, name) for name in _METHODS} | {
+_FUNCTIONS: Mapping[str, Callable[..., object]] = {name: getattr(Probe, name) for name in _METHODS} | {
     "cat": _cat,
     "concat": _cat,
     "stack": _stack,
@@ -215,13 +219,11 @@ def stored_from(name: str, probe: Probe) -> list[Copy]:
         if None in piece.axes:
             raise Untraceable("stack")
         dropped = [axis for axis in range(len(piece.size)) if axis not in piece.axes]
-        places: list[tuple[int, int]] = []  # for each dimension of the component: in the view, and the start
-        for axis in range(len(piece.size)):
-            if axis in dropped:
-                places.append((dropped.index(axis), 0))
-            else:
-                dim = piece.axes.index(axis)
-                places.append((len(dropped) + dim, piece.at[dim]))
+        dims = {axis: dim for dim, axis in enumerate(piece.axes)}
+        places = [
+            (dropped.index(axis), 0) if axis in dropped else (len(dropped) + dims[axis], piece.at[dims[axis]])
+            for axis in range(len(piece.size))
+        ]
         copies.append(_copy(piece.source, piece.start, piece.size, name, probe.shape, places, len(dropped)))
     return copies
 
