@@ -24,8 +24,6 @@ from mm_core.weights.formats.key_map import Copy, Shape, box_of
 from mm_core.weights.stored import DTYPES, INDEX
 
 _NAMES = {kind: name for name, kind in DTYPES.items()}
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?)B|B?)\s*\Z", re.IGNORECASE)
 
 
@@ -57,8 +55,8 @@ def parse_size(text: str | int) -> int:
     found = _SIZE.match(str(text))
     size = 0
     if found is not None:
-        units = _BINARY if found[3] else _UNITS
-        size = int(float(found[1]) * units[(found[2] or "").upper()])
+        power = " KMGT".index((found[2] or " ").upper())
+        size = int(float(found[1]) * (1024 if found[3] else 1000) ** power)
     if size < 1:
         raise MMError(f"{text!r} is no size of a file", accepted="5GB, 4.5GiB, 500MB, ...")
     return size
@@ -93,7 +91,6 @@ def write_shards(
     folder: Path,
     shards: Sequence[Shard],
     produce: Callable[[str], Tensor],
-    *,
     stem: str = "model",
     metadata: Mapping[str, str] | None = None,
     advance: Callable[[int], None] | None = None,

@@ -50,7 +50,7 @@ def locate(task: TaskModule, path: str, linear: Mapping[str, Sequence[str]], for
     files = list({id(file): file for file, _ in best.modules.values()}.values())
     files = files or [*opened.values()] or [open_adapter(Path(path))]
     held = {(id(file), stored) for file, stored in best.modules.values()}
-    modules = [(id(file), name) for file in files for name in file.modules]
+    modules = [(id(file), name) for file in files for name in file.scales]
     if absent := [name for file, name in modules if (file, name) not in held]:
         raise CheckpointError(
             f"{len(absent)} of the {len(modules)} modules of this adapter are no linear layers of"

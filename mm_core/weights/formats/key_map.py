@@ -114,15 +114,12 @@ class Template:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.names = [found[1] for found in _BRACE.finditer(text)]
-        pieces, end = [], 0
-        for found in _BRACE.finditer(text):
-            pieces += [
-                re.escape(text[end : found.start()]),
-                f"(?P<{found[1]}>{'.+' if found[2] else '[^.]+'})",
-            ]
-            end = found.end()
-        self._expression = re.compile("".join(pieces) + re.escape(text[end:]) + r"\Z")
+        start, *rest = _BRACE.split(text)
+        self.names = rest[::3]
+        expression = re.escape(start)
+        for name, dots, literal in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
+            expression += f"(?P<{name}>{'.+' if dots else '[^.]+'}){re.escape(literal)}"
+        self._expression = re.compile(expression + r"\Z")
 
     def match(self, name: str) -> dict[str, str] | None:
         """What stands in the braces where `name` fits."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import NoReturn
 
 from mm_core.weights.formats.key_map import Copy, Shape
@@ -218,13 +219,9 @@ def stored_from(name: str, probe: Probe) -> list[Copy]:
     for piece in probe.pieces:
         if None in piece.axes:
             raise Untraceable("stack")
-        dropped = [axis for axis in range(len(piece.size)) if axis not in piece.axes]
         dims = {axis: dim for dim, axis in enumerate(piece.axes)}
-        places = [
-            (dropped.index(axis), 0) if axis in dropped else (len(dropped) + dims[axis], piece.at[dims[axis]])
-            for axis in range(len(piece.size))
-        ]
-        copies.append(_copy(piece.source, piece.start, piece.size, name, probe.shape, places, len(dropped)))
+        places = [(dims[a], piece.at[dims[a]]) if a in dims else None for a in range(len(piece.size))]
+        copies.append(_copy(piece.source, piece.start, piece.size, name, probe.shape, places))
     return copies
 
 
@@ -237,14 +234,9 @@ def component_from(name: str, probe: Probe, shapes: Mapping[str, Shape]) -> list
     for piece in probe.pieces:
         if len([axis for axis in piece.axes if axis is not None]) < len(piece.size):
             raise Untraceable("unbind")
-        added = [dim for dim, axis in enumerate(piece.axes) if axis is None]
-        places = [
-            (added.index(dim), 0) if axis is None else (len(added) + axis, piece.start[axis])
-            for dim, axis in enumerate(piece.axes)
-        ]
+        places = [None if axis is None else (axis, piece.start[axis]) for axis in piece.axes]
         size = tuple(piece.extent(dim) for dim in range(len(piece.axes)))
-        stored = shapes[piece.source]
-        copies.append(_copy(name, piece.at, size, piece.source, stored, places, len(added)))
+        copies.append(_copy(name, piece.at, size, piece.source, shapes[piece.source], places))
     return copies
 
 
@@ -254,19 +246,20 @@ def _copy(
     size: Shape,
     stored: str,
     stored_shape: Shape,
-    places: Sequence[tuple[int, int]],
-    ones: int,
+    places: Sequence[tuple[int, int] | None],
 ) -> Copy:
-    """places: for each dimension of the component, that of the stored tensor seen with `ones` before its
-    own, and where the box begins along it."""
-    dims = tuple(dim for dim, _ in places)
+    """places: for each dimension of the component, that of the stored tensor and where the box begins along
+    it; None for one that the stored tensor lacks: it is seen with as many of length 1 before its own."""
+    ones, added = places.count(None), count()
+    seen = [(next(added), 0) if place is None else (ones + place[0], place[1]) for place in places]
+    dims = tuple(dim for dim, _ in seen)
     return Copy(
         component,
         start,
         size,
         stored,
         stored_shape,
-        tuple(begin for _, begin in places),
+        tuple(begin for _, begin in seen),
         dims=None if dims == tuple(range(len(dims))) else dims,
         view=(1,) * ones + stored_shape if ones else None,
     )
