@@ -18,7 +18,7 @@ _CHUNK = 64 * 2**20  # bytes that are held on their way into a shard, where they
 def stream(
     targets: Mapping[str, Tensor],
     copies: Iterable[tuple[Copy, StoredTensors]],
-    advance: Callable[[int], None] | None = None,
+    advance: Callable[[int], None] = lambda size: None,
 ) -> None:
     """Fills tensors in place, cast to their dtype.
 
@@ -40,8 +40,7 @@ def stream(
             read = read_box(copy, stored, piece)
             inside = [slice(p.start - o.start, p.stop - o.start) for p, o in zip(piece, place, strict=True)]
             local[tuple(inside)] = read
-            if advance is not None:
-                advance(read.numel() * read.dtype.itemsize)
+            advance(read.numel() * read.dtype.itemsize)
 
 
 def read_box(copy: Copy, stored: StoredTensors, box: Box) -> Tensor:

@@ -93,7 +93,7 @@ def write_shards(
     produce: Callable[[str], Tensor],
     stem: str = "model",
     metadata: Mapping[str, str] | None = None,
-    advance: Callable[[int], None] | None = None,
+    advance: Callable[[int], None] = lambda size: None,
 ) -> list[Path]:
     """Writes the files of a model, and an index where there are several; they are on disk when it returns.
 
@@ -110,8 +110,7 @@ def write_shards(
             file.write(header(shard.tensors, metadata or {}))
             for spec in shard.tensors:
                 _write_tensor(file, spec, produce(spec.name))
-                if advance is not None:
-                    advance(spec.nbytes)
+                advance(spec.nbytes)
         written.append(path)
     if len(shards) > 1:
         total = sum(spec.nbytes for shard in shards for spec in shard.tensors)

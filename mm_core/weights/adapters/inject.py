@@ -63,13 +63,12 @@ def add_adapters(
     """
     if not adapters:
         return
-    for adapter in adapters:
-        if hasattr(nn.ModuleDict, adapter.name):
-            raise PlanError(
-                f"an adapter can not be called {adapter.name!r}, which torch's modules keep for themselves",
-                where=KEY,
-                hint="give it another name",
-            )
+    if reserved := [adapter.name for adapter in adapters if hasattr(nn.ModuleDict, adapter.name)]:
+        raise PlanError(
+            f"an adapter can not be called {reserved[0]!r}, which torch's modules keep for themselves",
+            where=KEY,
+            hint="give it another name",
+        )
     roots = task.trainable
     wanted: dict[str, list[tuple[AdapterConfig, dict[str, AdapterScale]]]] = {root: [] for root in roots}
     linear = {root: linear_layers(task.get_submodule(root)) for root in roots}

@@ -202,11 +202,10 @@ class KeyMap:
         found: list[Copy] = []
         done: set[str] = set()
         for name in shapes:
-            if name in done:
-                continue
-            copies = self._of(name, shapes)
-            done |= {copy.component for copy in copies}
-            found += copies
+            if name not in done:
+                copies = self._of(name, shapes)
+                done |= {copy.component for copy in copies}
+                found += copies
         volumes: Counter[str] = Counter()
         for copy in found:
             volumes[copy.stored] += prod(copy.size)

@@ -184,9 +184,7 @@ class Transformers:
     def adapter(self, name: str, component: nn.Module) -> AdapterLayout | None:
         """PEFT's layout, whose names are those in memory."""
         found = wrapped_model(component, "transformers", "PreTrainedModel")
-        if found is None:
-            return None
-        return peft_layout(KeyMap(prefix=found[0]))
+        return None if found is None else peft_layout(KeyMap(prefix=found[0]))
 
     def companions(self, task: TaskModule, written: Sequence[Written]) -> Companions:
         """Tokenizer and processor files of the folders that the trained models were made of, and the Python

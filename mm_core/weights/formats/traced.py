@@ -221,7 +221,8 @@ def stored_from(name: str, probe: Probe) -> list[Copy]:
             raise Untraceable("stack")
         dims = {axis: dim for dim, axis in enumerate(piece.axes)}
         places = [(dims[a], piece.at[dims[a]]) if a in dims else None for a in range(len(piece.size))]
-        copies.append(_copy(piece.source, piece.start, piece.size, name, probe.shape, places))
+        copy = Copy(piece.source, piece.start, piece.size, name, probe.shape, ())
+        copies.append(_placed(copy, places))
     return copies
 
 
@@ -236,30 +237,23 @@ def component_from(name: str, probe: Probe, shapes: Mapping[str, Shape]) -> list
             raise Untraceable("unbind")
         places = [None if axis is None else (axis, piece.start[axis]) for axis in piece.axes]
         size = tuple(piece.extent(dim) for dim in range(len(piece.axes)))
-        copies.append(_copy(name, piece.at, size, piece.source, shapes[piece.source], places))
+        copy = Copy(name, piece.at, size, piece.source, shapes[piece.source], ())
+        copies.append(_placed(copy, places))
     return copies
 
 
-def _copy(
-    component: str,
-    start: Shape,
-    size: Shape,
-    stored: str,
-    stored_shape: Shape,
-    places: Sequence[tuple[int, int] | None],
-) -> Copy:
-    """places: for each dimension of the component, that of the stored tensor and where the box begins along
-    it; None for one that the stored tensor lacks: it is seen with as many of length 1 before its own."""
+def _placed(copy: Copy, places: Sequence[tuple[int, int] | None]) -> Copy:
+    """A copy with its place in the stored tensor.
+
+    places: for each dimension of the component, that of the stored tensor and where the box begins along it;
+        None for one that the stored tensor lacks: it is seen with as many of length 1 before its own.
+    """
     ones, added = places.count(None), count()
     seen = [(next(added), 0) if place is None else (ones + place[0], place[1]) for place in places]
     dims = tuple(dim for dim, _ in seen)
-    return Copy(
-        component,
-        start,
-        size,
-        stored,
-        stored_shape,
-        tuple(begin for _, begin in seen),
+    return replace(
+        copy,
+        stored_start=tuple(begin for _, begin in seen),
         dims=None if dims == tuple(range(len(dims))) else dims,
-        view=(1,) * ones + stored_shape if ones else None,
+        view=(1,) * ones + copy.stored_shape if ones else None,
     )
