@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
 from mm_core.checkpoint.files import dcp
 from mm_core.checkpoint.files import layout as files
+from mm_core.checkpoint.files.host_copies import State
 from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.checkpoint.retention import complete_steps
 from mm_core.config.load import load_config
@@ -27,9 +28,9 @@ Weights = Literal["auto", "model", "ema"]
 
 def load_model_only(
     path: Path | OpenedCheckpoint,
-    model_state: dict[str, Tensor],
-    weights: Literal["auto", "model", "ema"] = "model",
-) -> dict[str, Any]:
+    model_state: Mapping[str, Tensor],
+    weights: Weights = "model",
+) -> files.Document:
     """Fills a model's tensors, by name, from a checkpoint or from a run's newest; returns the facts.
 
     For what trains no further, such as sampling. Called by all ranks, where there are several; of a sharded
@@ -109,7 +110,7 @@ def checkpoint_at(run: str | Path, which: Which = "latest") -> Path:
         return find_checkpoint(Path(run))
     place = Path(folder)
     if step in ("best", "latest"):
-        return find_checkpoint(place, step)  # type: ignore[arg-type]  # mypy does not narrow by `in`
+        return find_checkpoint(place, "best" if step == "best" else "latest")
     steps = complete_steps(place / "checkpoints" if (place / "checkpoints").is_dir() else place)
     if step.isdecimal() and int(step) in steps:
         return steps[int(step)]
@@ -165,7 +166,7 @@ def _best(folder: Path, steps: Mapping[int, Path]) -> Path:
     )
 
 
-def checked_facts(checkpoint: OpenedCheckpoint, tensors: Mapping[str, Any], *, exact: bool) -> dict[str, Any]:
+def checked_facts(checkpoint: OpenedCheckpoint, tensors: State, *, exact: bool) -> files.Document:
     """The facts of a checkpoint, of which everything was checked but the bytes of its tensors: it holds what
     `tensors` asks for."""
     facts = checkpoint.facts

@@ -8,11 +8,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mm_core.checkpoint.files.host_copies import State
+from mm_core.checkpoint.files.layout import Document
 from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.checkpoint.run_manifest import check_plugins, run_manifest
 from mm_core.checkpoint.store import CheckpointStore
@@ -158,9 +159,7 @@ def build_parts(run: OpenedRun) -> RunParts:
     return RunParts(task, engine, datasets, plan, weights, weights.left_out(), ema)
 
 
-def restore_parts(
-    run: OpenedRun, parts: RunParts, allow: Sequence[str]
-) -> tuple[Mapping[str, Any], Restored]:
+def restore_parts(run: OpenedRun, parts: RunParts, allow: Sequence[str]) -> tuple[Document, Restored]:
     """Fills the parts from the run's checkpoint, if there is one, and writes what the run is made of: its
     manifest, which a resume compares."""
     config, plan, weights = run.config, parts.plan, parts.weights
@@ -183,7 +182,7 @@ def restore_parts(
 def equip(
     run: OpenedRun,
     parts: RunParts,
-    manifest: Mapping[str, Any],
+    manifest: Document,
     restored: Restored,
     stop: StopFlag,
     undo: ExitStack,
@@ -328,7 +327,7 @@ def sample_lengths(config: RunConfig, dataset: Dataset) -> Tensor | None:
 
 
 def make_loader(
-    config: RunConfig, plan: RunPlan, dataset: Dataset, task: Any, start: int, device: torch.device
+    config: RunConfig, plan: RunPlan, dataset: Dataset, task: TaskModule, start: int, device: torch.device
 ) -> tuple[BatchPlan, MicroBatchLoader]:
     """The order of the samples, and this rank's micro-batches from step `start` to the end."""
     section = config.data.loader
@@ -362,7 +361,7 @@ def make_store(config: RunConfig) -> CheckpointStore:
     )
 
 
-def state_of(engine: Engine, ema: EMA | None, left_out: Collection[str] = ()) -> dict[str, Any]:
+def state_of(engine: Engine, ema: EMA | None, left_out: Collection[str] = ()) -> State:
     """The tensors of a checkpoint: live ones, not copies. left_out: of the model."""
     state = engine.state_dict()
     state["model"] = {name: tensor for name, tensor in state["model"].items() if name not in left_out}
@@ -376,8 +375,8 @@ def facts_of(
     order: BatchPlan,
     guard: UpdateGuard,
     ema: EMA | None,
-    imported: Any = None,
-) -> dict[str, Any]:
+    imported: object = None,
+) -> Document:
     """What a checkpoint holds beside its tensors; where the data stood is a function of the step."""
     return {
         **({"imported": imported} if imported is not None else {}),
@@ -390,7 +389,7 @@ def facts_of(
     }
 
 
-def write_run_files(run_dir: Path, config: RunConfig, plan: RunPlan, manifest: Mapping[str, Any]) -> None:
+def write_run_files(run_dir: Path, config: RunConfig, plan: RunPlan, manifest: Document) -> None:
     """config.yaml (every default filled) and manifest.json."""
     run_dir.mkdir(parents=True, exist_ok=True)
     document = {**manifest, "plan": plan.to_mapping()}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from mm_core.contracts import Loss, TaskModule
 from mm_core.modules.shards import local
@@ -35,7 +35,7 @@ def first_non_finite(
     handles = watch.attach(task, trained)
     try:
         for loss in rerun():
-            loss.total.backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward(loss.total)
     finally:
         for handle in handles:
             handle.remove()
@@ -62,7 +62,7 @@ class _Watch:
         self.output: str | None = None
         self.gradient: str | None = None
 
-    def attach(self, task: TaskModule, trained: Sequence[str]) -> list[Any]:
+    def attach(self, task: TaskModule, trained: Sequence[str]) -> list[RemovableHandle]:
         """Hooks on every module below the roots, inner ones first to speak."""
         return [
             module.register_forward_hook(self._hook(path))
@@ -70,8 +70,8 @@ class _Watch:
             for path, module in task.get_submodule(root).named_modules(prefix=root)
         ]
 
-    def _hook(self, path: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+    def _hook(self, path: str) -> Callable[[nn.Module, object, object], None]:
+        def hook(module: nn.Module, inputs: object, output: object) -> None:
             for tensor in _tensors(output):
                 if self.output is None and not bool(torch.isfinite(tensor.detach()).all()):
                     self.output = path if _finite(inputs) else f"{path} (its inputs were not finite either)"
@@ -85,11 +85,11 @@ class _Watch:
             self.gradient = path
 
 
-def _finite(values: Any) -> bool:
+def _finite(values: object) -> bool:
     return all(bool(torch.isfinite(tensor.detach()).all()) for tensor in _tensors(values))
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def _tensors(values: object) -> Iterator[Tensor]:
     """The floating tensors of a module's input or output."""
     if isinstance(values, Tensor):
         if values.is_floating_point():

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from mm_core.checkpoint.files.layout import Document
 from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.checkpoint.resume_check import check_resume
 from mm_core.checkpoint.store import CheckpointStore
@@ -21,7 +21,7 @@ class Restored:
     """Steps already taken, the facts of the checkpoint, and what a person should know of it."""
 
     step: int = 0
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: Document = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
@@ -31,7 +31,7 @@ def restore(
     refused: Sequence[CheckpointError],
     engine: Engine,
     ema: EMA | None,
-    manifest: Mapping[str, Any],
+    manifest: Document,
     allow: Sequence[str],
     steps: int,
     absent: Collection[str] = (),
@@ -60,7 +60,7 @@ def _fill(
     source: OpenedCheckpoint,
     engine: Engine,
     ema: EMA | None,
-    manifest: Mapping[str, Any],
+    manifest: Document,
     allow: Sequence[str],
     restored: Restored,
     absent: Collection[str],

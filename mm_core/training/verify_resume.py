@@ -7,10 +7,10 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from mm_core.checkpoint.files import dcp
 from mm_core.checkpoint.files import layout as files
@@ -123,7 +123,7 @@ def compare_runs(one: Path, other: Path) -> tuple[list[PartResult], list[str]]:
     return compare_checkpoints(a, b), remarks
 
 
-def _series(run: Path, name: str) -> dict[int, Any]:
+def _series(run: Path, name: str) -> dict[int, object]:
     return {row["step"]: row[name] for row in read_metrics(run) if name in row}
 
 
@@ -161,7 +161,8 @@ def _tensors(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
     size = 0
     for name in sorted(metadata.state_dict_metadata):
         entry = metadata.state_dict_metadata[name]
-        held[name] = torch.empty(entry.size, dtype=entry.properties.dtype)  # type: ignore[union-attr]
+        assert isinstance(entry, TensorStorageMetadata)  # `read_metadata` refuses any other
+        held[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
         size += held[name].nbytes
         if size > _AT_ONCE:
             yield from _filled(checkpoint, metadata, held)
@@ -169,7 +170,7 @@ def _tensors(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
     yield from _filled(checkpoint, metadata, held)
 
 
-def _filled(checkpoint: Path, metadata: Any, held: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _filled(checkpoint: Path, metadata: Metadata, held: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     nested: dict[str, dict[str, Tensor]] = {}
     for name, tensor in held.items():
         part, _, rest = name.partition(".")
