@@ -21,6 +21,9 @@ from mm_core.errors import CheckpointError
 from mm_core.runtime.ranks import Ranks
 from mm_core.weights.stored import TORCH_SUFFIXES
 
+DOING = "reading the checkpoint"
+"""What fails, in the sentence for a fault of the system."""
+
 Which = Literal["latest", "best"]
 Weights = Literal["auto", "model", "ema"]
 """Of a checkpoint: those that were trained, or their average; `auto`: the average where there is one."""
@@ -45,10 +48,8 @@ def load_model_only(
     Raises:
         CheckpointError: no complete checkpoint, a damaged one, one of another model, or no average in it.
     """
-    ranks, doing = Ranks.current(), "reading the checkpoint"
-    checkpoint = ranks.agree(doing, lambda: open_checkpoint(path))
-    ranks.agree(doing, lambda: checkpoint.check(ranks))
-    facts = ranks.agree(doing, lambda: checked_facts(checkpoint, {"model": model_state}, exact=False))
+    ranks, checkpoint = Ranks.current(), verify(path)
+    facts = ranks.agree(DOING, lambda: checked_facts(checkpoint, {"model": model_state}, exact=False))
     averaged = checkpoint.names("ema")
     if weights == "ema" and not averaged:
         raise CheckpointError(
@@ -65,8 +66,21 @@ def load_model_only(
     folder, metadata = checkpoint.folder, checkpoint.metadata
     if averaged:
         dcp.compare(metadata, {"ema": tensors["ema"]}, folder, exact=False)
-    ranks.agree(doing, lambda: dcp.read_tensors(folder, metadata, tensors, alone=ranks.alone))
+    ranks.agree(DOING, lambda: dcp.read_tensors(folder, metadata, tensors, alone=ranks.alone))
     return facts
+
+
+def verify(path: Path | OpenedCheckpoint) -> OpenedCheckpoint:
+    """The checkpoint, every byte of which was checked against its checksums. Called by all ranks, which share
+    the work.
+
+    Raises:
+        DamagedError: on all ranks, when any of them finds a fault.
+    """
+    ranks = Ranks.current()
+    checkpoint = ranks.agree(DOING, lambda: open_checkpoint(path))
+    ranks.agree(DOING, lambda: checkpoint.check(ranks))
+    return checkpoint
 
 
 def open_checkpoint(path: Path | OpenedCheckpoint) -> OpenedCheckpoint:

@@ -26,8 +26,8 @@ from mm_core.checkpoint.files.facts import step_name
 from mm_core.checkpoint.files.fingerprints import Fingerprint, fingerprints
 from mm_core.checkpoint.files.host_copies import HostCopies, State, check_tensors
 from mm_core.checkpoint.opened import OpenedCheckpoint
-from mm_core.checkpoint.opening import examine, newest_whole, verify
-from mm_core.checkpoint.reading import checked_facts, find_checkpoint, open_checkpoint
+from mm_core.checkpoint.opening import examine, newest_whole
+from mm_core.checkpoint.reading import DOING, checked_facts, find_checkpoint, open_checkpoint, verify
 from mm_core.checkpoint.retention import Retention, complete_steps, put_aside, torn_steps
 from mm_core.checkpoint.run_lock import RunLock
 from mm_core.errors import CheckpointError
@@ -249,11 +249,10 @@ class CheckpointStore:
         paths = set(map(str, ranks.gather(folder)))
         if len(paths) > 1:
             raise CheckpointError(f"the ranks would load different checkpoints: {', '.join(sorted(paths))}")
-        doing = "reading the checkpoint"
-        checkpoint = ranks.agree(doing, lambda: open_checkpoint(source)) if verified else verify(source)
-        facts = ranks.agree(doing, lambda: checked_facts(checkpoint, tensors, exact=True))
+        checkpoint = ranks.agree(DOING, lambda: open_checkpoint(source)) if verified else verify(source)
+        facts = ranks.agree(DOING, lambda: checked_facts(checkpoint, tensors, exact=True))
         metadata = checkpoint.metadata
-        ranks.agree(doing, lambda: dcp.read_tensors(checkpoint.folder, metadata, tensors, alone=ranks.alone))
+        ranks.agree(DOING, lambda: dcp.read_tensors(checkpoint.folder, metadata, tensors, alone=ranks.alone))
         return facts
 
     # -- parts ---------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ from mm_core.runtime.launch.watchdog import Watchdog
 from mm_core.runtime.ranks import Ranks
 from mm_core.telemetry.profiler import ProfileWindow
 from mm_core.telemetry.reporter import RunReporter
-from mm_core.training.between_steps import BetweenSteps, Stopping
+from mm_core.training.between_steps import BetweenSteps
 from mm_core.training.callback_list import CallbackList
 from mm_core.training.evaluating import Evaluating
 from mm_core.training.guard import UpdateGuard
@@ -180,12 +180,7 @@ def restore_parts(run: OpenedRun, parts: RunParts, allow: Sequence[str]) -> tupl
 
 
 def equip(
-    run: OpenedRun,
-    parts: RunParts,
-    manifest: Document,
-    restored: Restored,
-    stop: StopFlag,
-    undo: ExitStack,
+    run: OpenedRun, parts: RunParts, manifest: Document, restored: Restored, stop: StopFlag, undo: ExitStack
 ) -> Assembly:
     """Adds what reads, watches, measures, evaluates and saves."""
     config, plan, task, engine = run.config, parts.plan, parts.task, parts.engine
@@ -198,7 +193,7 @@ def equip(
     ledger = SkipLedger(run.folder, config.data.loader.max_failed_share)
     guard = make_guard(config, parts, restored, reporter)
     callbacks = CallbackList([(c.type, config.registry.build("callback", c)) for c in config.callbacks])
-    facts = partial(facts_of, config, plan, reporter, order, guard, parts.ema, restored.facts.get("imported"))
+    facts = partial(facts_of, parts, restored, config.run.seed, order, reporter, guard)
     between = BetweenSteps(
         run_dir=run.folder,
         steps=plan.steps,
@@ -213,7 +208,7 @@ def equip(
             callbacks=callbacks,
         ),
         evaluating=make_evaluating(run, parts, reporter, callbacks, stop),
-        stopping=Stopping(stop),
+        flag=stop,
         reporter=reporter,
         callbacks=callbacks,
         profile=ProfileWindow(config.profile, run.folder, run.ranks.rank),
@@ -369,23 +364,22 @@ def state_of(engine: Engine, ema: EMA | None, left_out: Collection[str] = ()) ->
 
 
 def facts_of(
-    config: RunConfig,
-    plan: RunPlan,
-    reporter: RunReporter,
+    parts: RunParts,
+    restored: Restored,
+    seed: int,
     order: BatchPlan,
+    reporter: RunReporter,
     guard: UpdateGuard,
-    ema: EMA | None,
-    imported: object = None,
 ) -> Document:
     """What a checkpoint holds beside its tensors; where the data stood is a function of the step."""
     return {
-        **({"imported": imported} if imported is not None else {}),
-        "seed": config.run.seed,
+        **({"imported": imported} if (imported := restored.facts.get("imported")) is not None else {}),
+        "seed": seed,
         "samples": reporter.window.samples_seen,
         "order": order.facts(),
-        "world": plan.engine.world,
+        "world": parts.plan.engine.world,
         "guard": guard.state(),
-        "ema_updates": ema.updates if ema is not None else 0,
+        "ema_updates": parts.ema.updates if parts.ema is not None else 0,
     }
 
 

@@ -49,35 +49,22 @@ def restore(
     for fault in refused:
         restored.notes.append(f"warning: {fault.where} is passed over: {fault.what}")
     if source is not None:
-        _fill(store, source, engine, ema, manifest, allow, restored, absent)
-        restored.notes.insert(len(refused), f"resumed {source.folder} at step {restored.step} of {steps}")
+        restored.facts = source.facts
+        restored.step = int(source.facts["step"])
+        restored.notes.append(f"resumed {source.folder} at step {restored.step} of {steps}")
+        restored.notes += check_resume(source.manifest, manifest, allow, say=Ranks.current().rank == 0)
+        state = engine.state_template({name.rpartition(".")[0] for name in source.names("optimizer")})
+        state["model"] = {name: tensor for name, tensor in state["model"].items() if name not in absent}
+        averaged = "ema" in source.parts
+        if ema is not None and averaged:
+            state["ema"] = ema.state_dict()
+        store.load(source, state, verified=True)
+        if ema is not None and averaged:
+            ema.updates = int(source.facts.get("ema_updates", 0))
+        elif ema is not None:
+            ema.reset()
+            restored.notes.append(
+                "the checkpoint holds no average of the weights: it begins with the weights"
+            )
     store.begin(restored.step, [Path(str(fault.where)) for fault in refused])
     return restored
-
-
-def _fill(
-    store: CheckpointStore,
-    source: OpenedCheckpoint,
-    engine: Engine,
-    ema: EMA | None,
-    manifest: Document,
-    allow: Sequence[str],
-    restored: Restored,
-    absent: Collection[str],
-) -> None:
-    """Fills model, optimizer and average in place."""
-    ranks = Ranks.current()
-    restored.facts = source.facts
-    restored.step = int(restored.facts["step"])
-    restored.notes += check_resume(source.manifest, manifest, allow, say=ranks.rank == 0)
-    state = engine.state_template({name.rpartition(".")[0] for name in source.names("optimizer")})
-    state["model"] = {name: tensor for name, tensor in state["model"].items() if name not in absent}
-    averaged = "ema" in source.parts
-    if ema is not None and averaged:
-        state["ema"] = ema.state_dict()
-    store.load(source, state, verified=True)
-    if ema is not None and averaged:
-        ema.updates = int(restored.facts.get("ema_updates", 0))
-    elif ema is not None:
-        ema.reset()
-        restored.notes.append("the checkpoint holds no average of the weights: it begins with the weights")

@@ -129,8 +129,8 @@ def _series(run: Path, name: str) -> dict[int, object]:
 
 def compare_checkpoints(one: Path, other: Path) -> list[PartResult]:
     """Every bit of every tensor of two checkpoints. MMError when they hold other tensors."""
-    names = set(_names(one))
-    if odd := sorted(names ^ set(_names(other))):
+    held, also = (set(OpenedCheckpoint(path).metadata.state_dict_metadata) for path in (one, other))
+    if odd := sorted(held ^ also):
         raise MMError(f"only one of the checkpoints holds {files.listed(odd)}", where=f"{one}, {other}")
     results: dict[str, PartResult] = {}
     for (name, a), (_, b) in zip(_tensors(one), _tensors(other), strict=True):
@@ -148,10 +148,6 @@ def compare_checkpoints(one: Path, other: Path) -> list[PartResult]:
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
-
-
-def _names(checkpoint: Path) -> list[str]:
-    return sorted(OpenedCheckpoint(checkpoint).metadata.state_dict_metadata)
 
 
 def _tensors(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:

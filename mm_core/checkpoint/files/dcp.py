@@ -89,11 +89,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 def write_tensors(
-    folder: Path,
-    tensors: State,
-    *,
-    ranks: Ranks,
-    expected: Mapping[str, Fingerprint] = MappingProxyType({}),
+    folder: Path, tensors: State, *, ranks: Ranks, expected: Mapping[str, Fingerprint] = MappingProxyType({})
 ) -> dict[str, Checksum]:
     """This rank's share of the tensors, and on rank 0 `.metadata`; files are on disk when it returns.
 

@@ -45,25 +45,21 @@ class HostCopies:
 
     def take(self, state: State) -> State:
         """The state as it is now: what changes later does not reach it. DTensors stay DTensors."""
-        with self._lock:
-            return self._take(state)
-
-    def _take(self, state: State) -> dict[str, dict[str, Tensor]]:
         pairs: list[tuple[Tensor, Tensor]] = []
         copied: dict[str, dict[str, Tensor]] = {part: {} for part in state}
-        for part, named in state.items():
-            for name, tensor in named.items():
-                source = local(tensor)
-                if type(source) is not Tensor:  # a packed kind of tensor (8-bit moments): it copies itself
-                    copied[part][name] = like(tensor, source.clone().cpu())
-                    continue
-                target = self._buffer((part, name), source)
-                pairs.append((target, source))
-                copied[part][name] = like(tensor, target)
-        with torch.no_grad():
+        with self._lock, torch.no_grad():
+            for part, named in state.items():
+                for name, tensor in named.items():
+                    source = local(tensor)
+                    if type(source) is Tensor:
+                        target = self._buffer((part, name), source)
+                        pairs.append((target, source))
+                    else:  # a packed kind of tensor (8-bit moments): it copies itself
+                        target = source.clone().cpu()
+                    copied[part][name] = like(tensor, target)
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
-        synchronize()
+            synchronize()
         return copied
 
     def _buffer(self, key: tuple[str, str], tensor: Tensor) -> Tensor:
