@@ -66,7 +66,7 @@ def measure(args: argparse.Namespace) -> None:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     from mm_core.device import current_device
-    from mm_core.tasks.pretrained.chunked_loss import hold_back
+    from mm_core.tasks.pretrained.chunked_loss import defer_logits
     from mm_core.tasks.pretrained.loss import RowLosses, follow
 
     device = current_device()
@@ -81,7 +81,7 @@ def measure(args: argparse.Namespace) -> None:
     labels = torch.randint(0, args.vocabulary, (rows, args.tokens // rows)).to(device)
     labels[1, 100:200] = -100
     record = RowLosses(torch.ones(rows, device=device))
-    within = hold_back(head, args.chunk)
+    within = defer_logits(head, args.chunk)
     with Peak(device) as peak:
         began = time.perf_counter()
         if args.kind == "plain":

@@ -12,8 +12,7 @@ import sys
 from pathlib import Path
 
 from mm_core.builtin import plugin as builtin
-from mm_core.plugin import hookspecs
-from mm_core.plugin.component import KINDS
+from mm_core.plugin import KINDS, hookspecs
 
 PAGE = Path(__file__).with_name("hooks.md")
 

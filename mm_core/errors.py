@@ -163,7 +163,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str | None:
     return f"did you mean {' or '.join(repr(name) for name in found)}?" if found else None
 
 
-def plain_reason(error: OSError | ValueError) -> str:
+def plain_reason(error: Exception) -> str:
     """What the system gives as the reason, without numbers and paths."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 

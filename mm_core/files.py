@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
 from mm_core.errors import MMError
 from mm_core.processes import alive
@@ -56,9 +56,9 @@ def replace_text(path: Path, text: str, *, durable: bool = False) -> None:
 
 
 @contextmanager
-def durable(path: Path) -> Iterator[IO[bytes]]:
-    """A new file to write to, which the disk has when the block ends."""
-    with path.open("xb") as file:
+def durable(path: Path, mode: Literal["xb", "wb"] = "xb") -> Iterator[IO[bytes]]:
+    """A file to write to, a new one unless `mode` says otherwise, which the disk has when the block ends."""
+    with path.open(mode) as file:
         yield file
         file.flush()
         os.fsync(file.fileno())
@@ -66,10 +66,8 @@ def durable(path: Path) -> Iterator[IO[bytes]]:
 
 def write_durably(path: Path, text: str) -> None:
     """Writes a text file and waits until the disk has it."""
-    with path.open("w", encoding="utf-8", newline="\n") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
+    with durable(path, "wb") as file:
+        file.write(text.encode())
 
 
 def sync_folder(folder: Path) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mm_core.errors import CheckpointError, TrustError, first_line
 from mm_core.plugin.trust.remote_code import RemoteCode, code_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["open_tokenizer"]
 
 _HINT = "name the tokenizer's own folder (tokenizer: or processor:) where it is not the model's"
 
 
-def open_tokenizer(folder: str, trust_remote_code: RemoteCode = False) -> Any:
+def open_tokenizer(folder: str, trust_remote_code: RemoteCode = False) -> PreTrainedTokenizerBase:
     """The tokenizer in `folder`, whose Python files run only where they are trusted. CheckpointError when
     none can be made of what is there."""
     from transformers import AutoTokenizer
@@ -66,7 +69,7 @@ def open_tokenizer(folder: str, trust_remote_code: RemoteCode = False) -> Any:
     return tokenizer
 
 
-def _move(tokenizer: Any, opened: str, folder: str) -> None:
+def _move(tokenizer: PreTrainedTokenizerBase, opened: str, folder: str) -> None:
     """Has the tokenizer name its files where they stay. It was opened in a copy of its folder."""
     if opened == folder:
         return

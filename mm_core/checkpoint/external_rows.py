@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from mm_core.checkpoint.files.layout import Document
 from mm_core.errors import CheckpointError
 
 RECIPE = ("format", "weights", "strict", "include", "exclude", "prefixes")
@@ -22,15 +21,15 @@ class ExternalRow:
     path: str | None
     tensors: int
     sha256: str
-    recipe: Mapping[str, Any] = field(default_factory=dict)
+    recipe: Document = field(default_factory=dict)
 
 
-def rows_in(manifest: Mapping[str, Any], checkpoint: Path) -> list[ExternalRow]:
+def rows_in(manifest: Document, checkpoint: Path) -> list[ExternalRow]:
     """What a checkpoint with this manifest leaves to other files, unchecked; [] for one that holds all."""
     return [_row(row, checkpoint) for row in manifest.get("base") or ()]
 
 
-def _row(row: Any, checkpoint: Path) -> ExternalRow:
+def _row(row: Document, checkpoint: Path) -> ExternalRow:
     try:
         recipe = {key: row[key] for key in RECIPE}
         recipe |= {key: tuple(map(str, row[key])) for key in ("include", "exclude")}

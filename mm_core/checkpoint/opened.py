@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -39,13 +38,13 @@ class OpenedCheckpoint:
         return self._listed
 
     @cached_property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> files.Document:
         """What it was saved with, `step` among it, and what a validation had added when this was asked."""
         files.check_contents(self.folder, self.checksums, [files.FACTS])
         return {**checkpoint_facts.read_facts(self.folder), **checkpoint_facts.read_later(self.folder)}
 
     @cached_property
-    def manifest(self) -> dict[str, Any]:
+    def manifest(self) -> files.Document:
         """What the run that saved it was made of; {} for one that does not say. Tensors may be missing."""
         if files.MANIFEST not in self._listed:
             return {}

@@ -7,13 +7,12 @@ from pathlib import Path
 from mm_core.checkpoint.files import dcp
 from mm_core.checkpoint.files import layout as files
 from mm_core.checkpoint.opened import OpenedCheckpoint
-from mm_core.checkpoint.reading import open_checkpoint
+from mm_core.checkpoint.reading import DOING, verify
 from mm_core.checkpoint.retention import complete_steps, torn_steps
 from mm_core.config.yaml_nodes import read_file
 from mm_core.errors import CheckpointError, ConfigError, MMError
 from mm_core.runtime.ranks import Ranks
 
-_DOING = "reading the checkpoint"
 _SECTIONS = ("run", "task", "data", "train", "optimizer", "lr_schedule", "engine", "checkpoint", "log")
 
 
@@ -46,19 +45,6 @@ def newest_whole(folder: Path) -> tuple[OpenedCheckpoint | None, list[Checkpoint
     return None, []
 
 
-def verify(path: Path | OpenedCheckpoint) -> OpenedCheckpoint:
-    """The checkpoint, every byte of which was checked against its checksums. Called by all ranks, which share
-    the work.
-
-    Raises:
-        DamagedError: on all ranks, when any of them finds a fault.
-    """
-    ranks = Ranks.current()
-    checkpoint = ranks.agree(_DOING, lambda: open_checkpoint(path))
-    ranks.agree(_DOING, lambda: checkpoint.check(ranks))
-    return checkpoint
-
-
 def examine(checkpoint: OpenedCheckpoint) -> None:
     """Reads all that a run goes by but the tensors themselves, so that damage is found while another
     checkpoint can still be taken. Called by all ranks, after `verify`.
@@ -67,7 +53,7 @@ def examine(checkpoint: OpenedCheckpoint) -> None:
         DamagedError: on all ranks, when any of them finds a value that cannot be true.
     """
     ranks = Ranks.current()
-    ranks.agree(_DOING, lambda: _examine(checkpoint, ranks))
+    ranks.agree(DOING, lambda: _examine(checkpoint, ranks))
 
 
 def _examine(checkpoint: OpenedCheckpoint, ranks: Ranks) -> None:
@@ -78,23 +64,22 @@ def _examine(checkpoint: OpenedCheckpoint, ranks: Ranks) -> None:
     except CheckpointError as fault:
         raise files.DamagedError(f"manifest.json: {fault.what}", where=str(folder), hint=fault.hint) from None
     dcp.check_archives(folder, checkpoint.metadata, checkpoint.share(ranks))
-    _check_config(folder)
+    if (found := _fault_in_config(folder)) is not None:
+        raise files.DamagedError(f"config.yaml: {found}", where=str(folder), hint=files.OTHER)
 
 
-def _check_config(path: Path) -> None:
-    """That config.yaml is a mapping of sections. What stands in them is for the components to judge."""
+def _fault_in_config(folder: Path) -> str | None:
+    """Why config.yaml is no mapping of sections. What stands in them is for the components to judge."""
     faults: list[MMError] = []
     try:
-        tree = read_file(path / files.CONFIG, faults)
+        tree = read_file(folder / files.CONFIG, faults)
     except ConfigError as fault:
-        faults = [fault]
-    if not faults and not isinstance(tree.value, dict):
-        faults = [ConfigError("the file holds no mapping")]
-    if not faults:
-        faults = [
-            ConfigError(f"{name} is no mapping")
-            for name in _SECTIONS
-            if name in tree.value and not isinstance(tree.value[name].value, dict)
-        ]
+        return fault.what
     if faults:
-        raise files.DamagedError(f"config.yaml: {faults[0].what}", where=str(path), hint=files.OTHER)
+        return faults[0].what
+    if not isinstance(tree.value, dict):
+        return "the file holds no mapping"
+    held = {name: tree.value[name].value for name in _SECTIONS if name in tree.value}
+    return next(
+        (f"{name} is no mapping" for name, value in held.items() if not isinstance(value, dict)), None
+    )

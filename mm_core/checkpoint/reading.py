@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
 from mm_core.checkpoint.files import dcp
 from mm_core.checkpoint.files import layout as files
+from mm_core.checkpoint.files.host_copies import State
 from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.checkpoint.retention import complete_steps
 from mm_core.config.load import load_config
@@ -20,6 +21,9 @@ from mm_core.errors import CheckpointError
 from mm_core.runtime.ranks import Ranks
 from mm_core.weights.stored import TORCH_SUFFIXES
 
+DOING = "reading the checkpoint"
+"""What fails, in the sentence for a fault of the system."""
+
 Which = Literal["latest", "best"]
 Weights = Literal["auto", "model", "ema"]
 """Of a checkpoint: those that were trained, or their average; `auto`: the average where there is one."""
@@ -27,9 +31,9 @@ Weights = Literal["auto", "model", "ema"]
 
 def load_model_only(
     path: Path | OpenedCheckpoint,
-    model_state: dict[str, Tensor],
-    weights: Literal["auto", "model", "ema"] = "model",
-) -> dict[str, Any]:
+    model_state: Mapping[str, Tensor],
+    weights: Weights = "model",
+) -> files.Document:
     """Fills a model's tensors, by name, from a checkpoint or from a run's newest; returns the facts.
 
     For what trains no further, such as sampling. Called by all ranks, where there are several; of a sharded
@@ -44,10 +48,8 @@ def load_model_only(
     Raises:
         CheckpointError: no complete checkpoint, a damaged one, one of another model, or no average in it.
     """
-    ranks, doing = Ranks.current(), "reading the checkpoint"
-    checkpoint = ranks.agree(doing, lambda: open_checkpoint(path))
-    ranks.agree(doing, lambda: checkpoint.check(ranks))
-    facts = ranks.agree(doing, lambda: checked_facts(checkpoint, {"model": model_state}, exact=False))
+    ranks, checkpoint = Ranks.current(), verify(path)
+    facts = ranks.agree(DOING, lambda: checked_facts(checkpoint, {"model": model_state}, exact=False))
     averaged = checkpoint.names("ema")
     if weights == "ema" and not averaged:
         raise CheckpointError(
@@ -64,8 +66,21 @@ def load_model_only(
     folder, metadata = checkpoint.folder, checkpoint.metadata
     if averaged:
         dcp.compare(metadata, {"ema": tensors["ema"]}, folder, exact=False)
-    ranks.agree(doing, lambda: dcp.read_tensors(folder, metadata, tensors, alone=ranks.alone))
+    ranks.agree(DOING, lambda: dcp.read_tensors(folder, metadata, tensors, alone=ranks.alone))
     return facts
+
+
+def verify(path: Path | OpenedCheckpoint) -> OpenedCheckpoint:
+    """The checkpoint, every byte of which was checked against its checksums. Called by all ranks, which share
+    the work.
+
+    Raises:
+        DamagedError: on all ranks, when any of them finds a fault.
+    """
+    ranks = Ranks.current()
+    checkpoint = ranks.agree(DOING, lambda: open_checkpoint(path))
+    ranks.agree(DOING, lambda: checkpoint.check(ranks))
+    return checkpoint
 
 
 def open_checkpoint(path: Path | OpenedCheckpoint) -> OpenedCheckpoint:
@@ -109,7 +124,7 @@ def checkpoint_at(run: str | Path, which: Which = "latest") -> Path:
         return find_checkpoint(Path(run))
     place = Path(folder)
     if step in ("best", "latest"):
-        return find_checkpoint(place, step)  # type: ignore[arg-type]  # mypy does not narrow by `in`
+        return find_checkpoint(place, "best" if step == "best" else "latest")
     steps = complete_steps(place / "checkpoints" if (place / "checkpoints").is_dir() else place)
     if step.isdecimal() and int(step) in steps:
         return steps[int(step)]
@@ -165,7 +180,7 @@ def _best(folder: Path, steps: Mapping[int, Path]) -> Path:
     )
 
 
-def checked_facts(checkpoint: OpenedCheckpoint, tensors: Mapping[str, Any], *, exact: bool) -> dict[str, Any]:
+def checked_facts(checkpoint: OpenedCheckpoint, tensors: State, *, exact: bool) -> files.Document:
     """The facts of a checkpoint, of which everything was checked but the bytes of its tensors: it holds what
     `tensors` asks for."""
     facts = checkpoint.facts

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
+from mm_core.checkpoint.files.layout import Document
 from mm_core.errors import CheckpointError
 
 Verdict = Literal["safe", "allow", "refused"]
@@ -77,17 +78,17 @@ _RULES: Mapping[str, tuple[Verdict, str]] = {
 
 
 @dataclass(frozen=True)
-class Difference:
+class ResumeDifference:
     """One thing that has changed since the checkpoint."""
 
     key: str
-    before: Any
-    after: Any
+    before: object
+    after: object
     verdict: Verdict
     why: str
 
 
-def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Difference]:
+def compare(before: Document, after: Document) -> list[ResumeDifference]:
     """The differences of two manifests (see `run_manifest`), those that matter most first.
 
     A key that only one of them has is none, since versions add keys; a section that was switched on or
@@ -106,26 +107,26 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Differe
         verdict, why = rule(key)
         shown = key.removeprefix("config.")
         absent = "on" if key not in old or key not in new else None
-        differences.append(Difference(shown, old.get(key, absent), new.get(key, absent), verdict, why))
+        differences.append(ResumeDifference(shown, old.get(key, absent), new.get(key, absent), verdict, why))
     differences += [*_unknown_data(before, after), *_environment(before, after)]
     order = ("refused", "allow", "safe")
     return sorted(differences, key=lambda found: (order.index(found.verdict), found.key))
 
 
-def _unknown_data(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Difference]:
+def _unknown_data(before: Document, after: Document) -> list[ResumeDifference]:
     """Training data that no step before the checkpoint has seen: that of `mm import`."""
     known, now = before.get("data"), after.get("data", {}).get("train")
     if known is None or "train" in known or now is None:
         return []
     why = "the checkpoint was made without data"
-    return [Difference("data.train", "not known", f"{now.get('rows')} rows", "safe", why)]
+    return [ResumeDifference("data.train", "not known", f"{now.get('rows')} rows", "safe", why)]
 
 
-def _environment(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Difference]:
+def _environment(before: Document, after: Document) -> list[ResumeDifference]:
     """Keys that are written as before, and to which the environment now gives another value."""
     old, new = (manifest.get("environment", {}) for manifest in (before, after))
     return [
-        Difference(key, "from the environment", "another value", *rule(f"config.{key}"))
+        ResumeDifference(key, "from the environment", "another value", *rule(f"config.{key}"))
         for key in old
         if key in new and old[key] != new[key]
     ]
@@ -141,7 +142,7 @@ def rule(key: str) -> tuple[Verdict, str]:
 
 
 def check_resume(
-    before: Mapping[str, Any], after: Mapping[str, Any], allow: Sequence[str] = (), *, say: bool = True
+    before: Document, after: Document, allow: Sequence[str] = (), *, say: bool = True
 ) -> list[str]:
     """Lines for a person about what has changed; [] where nothing has.
 
@@ -177,7 +178,7 @@ def allowed(key: str, allow: Sequence[str]) -> bool:
     return any(given == "all" or key == given or key.startswith(f"{given}.") for given in allow)
 
 
-def render_table(differences: Sequence[Difference]) -> str:
+def render_table(differences: Sequence[ResumeDifference]) -> str:
     """A line a difference, in columns."""
     verdicts = {"allow": "needs --allow", "refused": "refused", "safe": "safe"}
     rows = [
@@ -191,7 +192,7 @@ def render_table(differences: Sequence[Difference]) -> str:
     )
 
 
-def _by_name(manifest: Mapping[str, Any], resolved: bool) -> dict[str, Any]:
+def _by_name(manifest: Document, resolved: bool) -> Document:
     """The manifest with its list of components as versions by distribution, whose order means nothing.
     resolved: adapters are compared by the layers that they have, not by how the config names these."""
     versions = {str(row.get("distribution")): row.get("version") for row in manifest.get("plugins", ())}
@@ -204,7 +205,7 @@ def _by_name(manifest: Mapping[str, Any], resolved: bool) -> dict[str, Any]:
     return found
 
 
-def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(value: object, key: str = "") -> Iterator[tuple[str, object]]:
     if isinstance(value, Mapping) and value:
         for name, item in value.items():
             yield from _flat(item, f"{key}.{name}" if key else str(name))
@@ -212,10 +213,10 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: object, other: object) -> bool:
     return bool(one == other) or json.dumps(one) == json.dumps(other)
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 40 else f"{text[:37]}..."

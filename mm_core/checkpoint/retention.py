@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import secrets
 import shutil
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,21 +18,19 @@ from mm_core.files import replace_text, stage_name
 
 def complete_steps(folder: Path) -> dict[int, Path]:
     """Complete checkpoints under `folder` by step."""
-    if not folder.is_dir():
-        return {}
-    named = ((step_of(path), path) for path in folder.iterdir())
-    return {step: path for step, path in named if step is not None and (path / files.CHECKSUMS).is_file()}
+    return {step: path for step, path in _named(folder) if (path / files.CHECKSUMS).is_file()}
 
 
 def torn_steps(folder: Path) -> list[Path]:
     """Folders with a checkpoint's name that have lost the list of their checksums: no save leaves such."""
-    if not folder.is_dir():
-        return []
-    return sorted(
-        path
-        for path in folder.iterdir()
-        if step_of(path) is not None and path.is_dir() and not (path / files.CHECKSUMS).is_file()
-    )
+    torn = (path for _, path in _named(folder) if path.is_dir() and not (path / files.CHECKSUMS).is_file())
+    return sorted(torn)
+
+
+def _named(folder: Path) -> list[tuple[int, Path]]:
+    """What is named as a checkpoint, whatever it is."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return [(step, path) for path in paths if (step := step_of(path)) is not None]
 
 
 def put_aside(path: Path) -> Path:
@@ -53,12 +50,6 @@ class Retention:
     best: str | None = None
     mode: Literal["min", "max"] = "min"
 
-    def best_of(self, steps: Mapping[int, Path]) -> int | None:
-        """The step with the best value; the earlier of equal ones. None where nobody has one."""
-        values = {step: value for step, path in steps.items() if (value := self._value(path)) is not None}
-        sign = 1 if self.mode == "min" else -1
-        return min(values, key=lambda step: (sign * values[step], step)) if values else None
-
     def _value(self, path: Path) -> float | None:
         if self.best is None:
             return None
@@ -71,11 +62,15 @@ class Retention:
         return None
 
     def name_best(self, newest: Path) -> int | None:
-        """Has BEST name the best one, up to the checkpoint `newest`; its step."""
+        """Has BEST name the best one, the earlier of equal ones, up to the checkpoint `newest`; its step, or
+        None where no checkpoint has a value."""
         steps = _up_to(newest)
-        best = self.best_of(steps)
-        if best is not None:
-            replace_text(newest.parent / "BEST", steps[best].name + "\n", durable=True)
+        values = {step: value for step, path in steps.items() if (value := self._value(path)) is not None}
+        if not values:
+            return None
+        sign = 1 if self.mode == "min" else -1
+        best = min(values, key=lambda step: (sign * values[step], step))
+        replace_text(newest.parent / "BEST", steps[best].name + "\n", durable=True)
         return best
 
     def remove(self, newest: Path, best: int | None) -> None:

@@ -92,7 +92,11 @@ class RunLock:
             self.take()
             if begun:
                 self.release()
-                raise _replaced(folder)
+                raise CheckpointError(
+                    "the run's folder was renamed while it trained, and another run has begun under its name",
+                    where=str(folder),
+                    hint="nothing was written to it; this run's checkpoints are where its folder is now",
+                )
         except BaseException:
             self._file = before  # the next save is to find the same
             raise
@@ -113,11 +117,3 @@ class RunLock:
             _held.remove(self._file)
             self._file.close()
             self._file = None
-
-
-def _replaced(folder: Path) -> CheckpointError:
-    return CheckpointError(
-        "the run's folder was renamed while it trained, and another run has begun under its name",
-        where=str(folder),
-        hint="nothing was written to it; this run's checkpoints are where its folder is now",
-    )

@@ -16,12 +16,13 @@ import torch
 from packaging.requirements import Requirement
 
 import mm_core
+from mm_core.checkpoint.files.layout import Document
 from mm_core.config.dump import to_mapping
 from mm_core.config.schema import RunConfig
 from mm_core.contracts import Dataset
 from mm_core.device import device_stack
 from mm_core.plan import RunPlan
-from mm_core.plugin.registry import check_ranks_agree
+from mm_core.plugin.ranks import check_ranks_agree
 from mm_core.plugin.schema.fields import ComponentConfig
 from mm_core.runtime.ranks import Ranks
 
@@ -40,9 +41,9 @@ def run_manifest(
     config: RunConfig,
     plan: RunPlan,
     datasets: Mapping[str, Dataset],
-    adapters: Sequence[Mapping[str, Any]] = (),
-    base: Sequence[Mapping[str, Any]] = (),
-) -> dict[str, Any]:
+    adapters: Sequence[Document] = (),
+    base: Sequence[Document] = (),
+) -> Document:
     """Resolved config (what came from the environment as it was written, with a trace of its value),
     components with their distributions and versions, those of libraries, data fingerprints, device stack,
     world; plain values.
@@ -92,18 +93,18 @@ def environment_traces(config: RunConfig) -> dict[str, str]:
     return {key: _trace(_at(values, key)) for key in config.literals}
 
 
-def _at(value: Any, key: str) -> Any:
+def _at(value: Any, key: str) -> object:
     """What stands at a dotted key; lists are entered by number."""
     for name in key.split("."):
         value = value[int(name)] if isinstance(value, list) else value[name]
     return value
 
 
-def _trace(value: Any) -> str:
+def _trace(value: object) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:4]
 
 
-def fingerprint(section: ComponentConfig, dataset: Dataset) -> dict[str, Any]:
+def fingerprint(section: ComponentConfig, dataset: Dataset) -> Document:
     """A dataset by its number of rows and, where its options name files, the sha256 of each; where they name
     a tokenizer's folder, one of all the files that make tokens.
 
@@ -115,12 +116,12 @@ def fingerprint(section: ComponentConfig, dataset: Dataset) -> dict[str, Any]:
     return {"type": section.type, "rows": len(dataset), "files": listed}
 
 
-def _paths(value: Any, key: str = "") -> Iterator[tuple[str, str | Path]]:
+def _paths(value: object, key: str = "") -> Iterator[tuple[str, str | Path]]:
     """(dotted key, text) of everything in a value that may be a path; lists are entered by number."""
     if isinstance(value, (str, Path)):
         yield key, value
         return
-    inner: Iterable[tuple[Any, Any]] = ()
+    inner: Iterable[tuple[object, object]] = ()
     if is_dataclass(value) and not isinstance(value, type):
         inner = ((field.name, getattr(value, field.name)) for field in fields(value))
     elif isinstance(value, Mapping):

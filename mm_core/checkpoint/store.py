@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -26,8 +26,8 @@ from mm_core.checkpoint.files.facts import step_name
 from mm_core.checkpoint.files.fingerprints import Fingerprint, fingerprints
 from mm_core.checkpoint.files.host_copies import HostCopies, State, check_tensors
 from mm_core.checkpoint.opened import OpenedCheckpoint
-from mm_core.checkpoint.opening import examine, newest_whole, verify
-from mm_core.checkpoint.reading import checked_facts, find_checkpoint, open_checkpoint
+from mm_core.checkpoint.opening import examine, newest_whole
+from mm_core.checkpoint.reading import DOING, checked_facts, find_checkpoint, open_checkpoint, verify
 from mm_core.checkpoint.retention import Retention, complete_steps, put_aside, torn_steps
 from mm_core.checkpoint.run_lock import RunLock
 from mm_core.errors import CheckpointError
@@ -71,7 +71,7 @@ class CheckpointStore:
         self._committed: threading.Event | None = None
         self._finished: list[Path] = []
         self._naming = threading.Lock()  # between a checkpoint that gets its name and what is told of it
-        self._later: dict[Path, Mapping[str, Any]] = {}
+        self._later: dict[Path, files.Document] = {}
 
     # -- saving --------------------------------------------------------------------------------
 
@@ -92,10 +92,10 @@ class CheckpointStore:
         self,
         step: int,
         tensors: State,
-        facts: Mapping[str, Any],
+        facts: files.Document,
         config_yaml: str,
         *,
-        manifest: Mapping[str, Any] | None = None,
+        manifest: files.Document | None = None,
     ) -> Path:
         """Writes one checkpoint and returns its folder. Called by all ranks of the default process group,
         or by a lone process. An asynchronous one is complete when `poll` names it.
@@ -146,7 +146,7 @@ class CheckpointStore:
         self._thread.give(work)
         return final
 
-    def add(self, step: int, metrics: Mapping[str, Any], *, looked: bool) -> None:
+    def add(self, step: int, metrics: files.Document, *, looked: bool) -> None:
         """Lays what became known after a save beside its checkpoint: now, or once that is complete.
         Called by all ranks; rank 0 writes, and talks to nobody.
 
@@ -234,8 +234,8 @@ class CheckpointStore:
         return checkpoint, []
 
     def load(
-        self, source: Path | OpenedCheckpoint, tensors: dict[str, Any], *, verified: bool = False
-    ) -> dict[str, Any]:
+        self, source: Path | OpenedCheckpoint, tensors: State, *, verified: bool = False
+    ) -> files.Document:
         """Fills `tensors`, of the form that `save` takes, in place; returns the facts. Called by all ranks.
 
         Any number of ranks loads what any number has saved. Everything is checked before the first
@@ -249,11 +249,10 @@ class CheckpointStore:
         paths = set(map(str, ranks.gather(folder)))
         if len(paths) > 1:
             raise CheckpointError(f"the ranks would load different checkpoints: {', '.join(sorted(paths))}")
-        doing = "reading the checkpoint"
-        checkpoint = ranks.agree(doing, lambda: open_checkpoint(source)) if verified else verify(source)
-        facts = ranks.agree(doing, lambda: checked_facts(checkpoint, tensors, exact=True))
+        checkpoint = ranks.agree(DOING, lambda: open_checkpoint(source)) if verified else verify(source)
+        facts = ranks.agree(DOING, lambda: checked_facts(checkpoint, tensors, exact=True))
         metadata = checkpoint.metadata
-        ranks.agree(doing, lambda: dcp.read_tensors(checkpoint.folder, metadata, tensors, alone=ranks.alone))
+        ranks.agree(DOING, lambda: dcp.read_tensors(checkpoint.folder, metadata, tensors, alone=ranks.alone))
         return facts
 
     # -- parts ---------------------------------------------------------------------------------
@@ -342,7 +341,7 @@ class CheckpointStore:
                 best = self.retention.name_best(final)
             self.retention.remove(final, best)
 
-    def _write_later(self, final: Path, later: Mapping[str, Any]) -> None:
+    def _write_later(self, final: Path, later: files.Document) -> None:
         try:
             replace_text(final / files.LATER, _to_json(later), durable=True)
         except OSError as fault:  # the checkpoint is as good; a resume looks again
@@ -371,7 +370,7 @@ def _complete(stage: Path, manifest: Mapping[str, files.Checksum]) -> None:
     sync_folder(stage)
 
 
-def _to_json(facts: Mapping[str, Any]) -> str:
+def _to_json(facts: files.Document) -> str:
     """Facts as JSON text."""
     try:
         return json.dumps(dict(facts), indent=1, allow_nan=False) + "\n"

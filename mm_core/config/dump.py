@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,13 @@ from mm_core.config.interpolation import escape
 from mm_core.config.schema import RunConfig
 from mm_core.config.yaml_nodes import FLOAT, MAX_BYTES
 from mm_core.errors import ConfigError
-from mm_core.plugin.schema.fields import ComponentConfig, yaml_key
+from mm_core.plugin.schema.nodes import inside
 
 
 class _Dumper(yaml.SafeDumper):
     """Puts in quotes what our reader, unlike PyYAML's, would take for a number; writes no aliases."""
 
-    def ignore_aliases(self, data: Any) -> bool:
+    def ignore_aliases(self, data: object) -> bool:
         return True
 
 
@@ -45,39 +44,23 @@ def to_yaml(config: RunConfig) -> str:
     made of the run that it belongs to."""
     text: str = yaml.dump(to_mapping(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
     if (size := len(text.encode())) > MAX_BYTES:
-        raise ConfigError(
-            f"with every default filled, this config takes {size // 1024 + 1} KiB",
-            accepted=f"{MAX_BYTES // 1024} KiB at most",
-            hint="keep long lists (prompts, rows) in files of their own",
-        )
+        what = f"with every default filled, this config takes {size // 1024 + 1} KiB"
+        hint = "keep long lists (prompts, rows) in files of their own"
+        raise ConfigError(what, accepted=f"{MAX_BYTES // 1024} KiB at most", hint=hint)
     return text
 
 
-def _plain(value: Any, path: str, literals: Mapping[str, str]) -> Any:
+def _plain(value: object, path: str, literals: Mapping[str, str]) -> object:
     if path in literals:
         return literals[path]
-    if isinstance(value, ComponentConfig):
-        return _items({"type": value.type, **value.options}, path, literals)
-    if dataclasses.is_dataclass(value):
-        fields = [f for f in dataclasses.fields(value) if f.metadata.get("yaml", True)]
-        return _items({yaml_key(f.name): getattr(value, f.name) for f in fields}, path, literals)
-    if isinstance(value, Mapping):
-        return _items(value, path, literals)
-    if isinstance(value, (list, tuple)):
-        return [_plain(item, f"{path}.{index}", literals) for index, item in enumerate(value)]
+    held = inside(value)
+    if isinstance(held, dict):
+        return {k: _plain(item, f"{path}.{k}" if path else k, literals) for k, item in held.items()}
+    if isinstance(held, list):
+        return [_plain(item, f"{path}.{index}", literals) for index, item in enumerate(held)]
     if isinstance(value, (str, Path)):
         return escape(str(value))
     if value is None or isinstance(value, (bool, int, float)):
         return value
-    raise ConfigError(
-        f"a YAML can not hold {value!r}, of type {type(value).__qualname__}",
-        where=path,
-        hint="config fields hold numbers, texts, lists and mappings",
-    )
-
-
-def _items(values: Mapping[Any, Any], path: str, literals: Mapping[str, str]) -> dict[str, Any]:
-    return {
-        str(key): _plain(item, f"{path}.{key}" if path else str(key), literals)
-        for key, item in values.items()
-    }
+    what = f"a YAML can not hold {value!r}, of type {type(value).__qualname__}"
+    raise ConfigError(what, where=path, hint="config fields hold numbers, texts, lists and mappings")

@@ -3,8 +3,6 @@ other."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from mm_core.config.stored import Sources
 from mm_core.errors import ConfigError, MMError
 from mm_core.plugin.schema.nodes import FAILED, Node
@@ -17,18 +15,11 @@ _REMOVED = "the process mode was removed, and a thread writes every asynchronous
 def without_former_values(root: Node, sources: Sources, faults: list[MMError]) -> Node:
     """The tree with `checkpoint.async: process` and `thread` of a stored file as true. Elsewhere each is a
     fault."""
-    section = root.value.get("checkpoint")
-    if section is None or not isinstance(section.value, dict):
+    section, written = root.at("checkpoint"), root.at("checkpoint", "async")
+    if section is None or written is None or written.value not in _WRITERS:
         return root
-    written = section.value.get("async")
-    if written is None or written.value not in _WRITERS:
-        return root
-    if sources.stored_at(written):
-        written = replace(written, value=True)
-    else:
+    if not (stored := sources.stored_at(written)):
         what = f"found {written.value!r}: {_REMOVED}"
-        place = written.place()
-        faults.append(ConfigError(what, where=place, accepted="true or false", hint="write `true` instead"))
-        written = replace(written, value=FAILED)
-    section = replace(section, value={**section.value, "async": written})
-    return replace(root, value={**root.value, "checkpoint": section})
+        hint = "write `true` instead"
+        faults.append(ConfigError(what, where=written.place(), accepted="true or false", hint=hint))
+    return root.put("checkpoint", section.put("async", written.holding(True if stored else FAILED)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ MAX_EXPANDED = 1_000_000
 
 _ENVIRONMENT = "oc.env"
 _ACCEPTED = "${key.path}, ${oc.env:NAME} or ${oc.env:NAME,default}"
+_LITERAL = r"write \${ for a text that holds ${"
 _UNSET = re.compile(r"Environment variable '(.*)' not found", re.DOTALL)
 _BEFORE = re.compile(r"(\\*)\$\{")
 
@@ -48,18 +49,14 @@ def resolve(
     that `withholds` keeps from reading the environment.
     """
     unset = faults if unset is None else unset
-    nodes = [node for node in _leaves(root) if isinstance(node.value, str) and "${" in node.value]
+    nodes = [node for node in root.leaves() if isinstance(node.value, str) and "${" in node.value]
     if not nodes:
         return root, {}
     resolver = _Resolver(root, _parsed(nodes, faults))
 
     def walk(node: Node) -> Node:
-        if isinstance(node.value, dict):
-            return replace(node, value={name: walk(child) for name, child in node.value.items()})
-        if isinstance(node.value, list):
-            return replace(node, value=[walk(child) for child in node.value])
         if id(node) not in resolver.trees:
-            return node
+            return node.mapped(walk)
         try:
             found = resolver.value(node)
             withheld = id(node) in resolver.tainted and withholds(node)
@@ -70,18 +67,10 @@ def resolve(
         if cause:  # else its fault was reported where it was read
             what = f"{_brief(node.value)} can not be resolved: {cause}"
             (unset if missing else faults).append(ConfigError(what, where=node.place(), hint=_remedy(cause)))
-        return node if missing and unset is not faults else replace(node, value=FAILED)
+        return node if missing and unset is not faults else node.holding(FAILED)
 
     whole = walk(root)
     return whole, {node.path: node.value for node in nodes if id(node) in resolver.tainted}
-
-
-def _leaves(node: Node) -> Iterator[Node]:
-    if isinstance(node.value, (dict, list)):
-        for child in node.value.values() if isinstance(node.value, dict) else node.value:
-            yield from _leaves(child)
-    else:
-        yield node
 
 
 def _brief(text: str) -> str:
@@ -93,7 +82,7 @@ def _withheld(node: Node, faults: list[MMError], unset: list[MMError]) -> Node:
     what = f"{node.value!r} of a stored run asks for the environment, and you have not trained with it"
     unset.append(ConfigError(what, where=node.place(), hint=ALLOW))
     if unset is faults:
-        return replace(node, value=FAILED)
+        return node.holding(FAILED)
     warnings.warn(f"{node.path}: {what}: it is not read ({ALLOW})", RunWarning, stacklevel=2)
     return node
 
@@ -113,14 +102,13 @@ def _parsed(nodes: list[Node], faults: list[MMError]) -> dict[int, Any]:
         first.setdefault(node.value, node)
     _check_amount(list(first.values()))
     found = {text: _parse(text) for text in first}
+    trees = {}
     for node in nodes:
-        if isinstance(fault := found[node.value], ConfigError):
-            faults.append(
-                ConfigError(fault.what, where=node.place(), accepted=fault.accepted, hint=fault.hint)
-            )
-    return {
-        id(node): None if isinstance(found[node.value], ConfigError) else found[node.value] for node in nodes
-    }
+        tree = found[node.value]
+        if isinstance(tree, ConfigError):
+            faults.append(ConfigError(tree.what, where=node.place(), accepted=tree.accepted, hint=tree.hint))
+        trees[id(node)] = None if isinstance(tree, ConfigError) else tree
+    return trees
 
 
 def _check_amount(different: list[Node]) -> None:
@@ -134,7 +122,7 @@ def _check_amount(different: list[Node]) -> None:
             what = f"the texts with interpolations hold more than {MAX_TOGETHER:,} characters together"
         else:
             continue
-        raise ConfigError(what, where=node.place(), hint=r"write \${ for a text that holds ${")
+        raise ConfigError(what, where=node.place(), hint=_LITERAL)
 
 
 def _parse(text: str) -> Any:
@@ -149,18 +137,11 @@ def _parse(text: str) -> Any:
         tree = parse(text)
         unknown = [name for name in _resolvers(tree) if name != _ENVIRONMENT]
     except (GrammarParseError, RecursionError):
-        return ConfigError(
-            f"{_brief(text)} is no interpolation",
-            accepted=_ACCEPTED,
-            hint=r"write \${ for a text that holds ${",
-        )
+        return ConfigError(f"{_brief(text)} is no interpolation", accepted=_ACCEPTED, hint=_LITERAL)
     if not unknown:
         return tree
-    return ConfigError(
-        f"there is no resolver {unknown[0]!r} in {_brief(text)}",
-        accepted=_ACCEPTED,
-        hint=did_you_mean(unknown[0], [_ENVIRONMENT]),
-    )
+    what = f"there is no resolver {unknown[0]!r} in {_brief(text)}"
+    return ConfigError(what, accepted=_ACCEPTED, hint=did_you_mean(unknown[0], [_ENVIRONMENT]))
 
 
 def _resolvers(tree: Any) -> list[str]:
@@ -199,7 +180,7 @@ class _Resolver:
         self._note_parents(root)
 
     def _note_parents(self, node: Node) -> None:
-        for child in _children(node):
+        for child in node.children:
             self._above[id(child)] = node
             self._note_parents(child)
 
@@ -242,10 +223,9 @@ class _Resolver:
         return replace(resolved, key_where=node.key_where)
 
     def _container(self, node: Node) -> Node:
-        values = [self.value(child) for child in _children(node)]
-        self._sizes[id(node)] = 8 + sum(self._sizes[id(child)] for child in _children(node))
-        together = dict(zip(node.value, values, strict=True)) if isinstance(node.value, dict) else values
-        return replace(node, value=together)
+        whole = node.mapped(self.value)
+        self._sizes[id(node)] = 8 + sum(self._sizes[id(child)] for child in node.children)
+        return whole
 
     def _visited(self, tree: Any) -> Any:
         from omegaconf.errors import OmegaConfBaseException
@@ -306,9 +286,3 @@ class _Resolver:
             return None if args[1] is None else str(args[1])
         self._spent += len(found)
         return found
-
-
-def _children(node: Node) -> list[Node]:
-    if isinstance(node.value, dict):
-        return list(node.value.values())
-    return node.value if isinstance(node.value, list) else []

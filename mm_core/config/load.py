@@ -116,13 +116,10 @@ class _Sources:
         self.origins.note(path, above)
         node = read_file(path, self.faults, self._spent)
         if not isinstance(node.value, dict):
-            raise ConfigError(
-                f"the file holds no mapping: found {show(node)}",
-                where=node.where,
-                accepted=", ".join(_SECTIONS),
-            )
-        included = node.value.get(_INCLUDE)
-        node = dataclasses.replace(node, value={k: v for k, v in node.value.items() if k != _INCLUDE})
+            what = f"the file holds no mapping: found {show(node)}"
+            raise ConfigError(what, where=node.where, accepted=", ".join(_SECTIONS))
+        included = node.at(_INCLUDE)
+        node = node.holding({k: v for k, v in node.value.items() if k != _INCLUDE})
         base: Node | None = None
         for name in self._names(included):
             self._included += 1
@@ -133,15 +130,9 @@ class _Sources:
                 other = self.read(path.parent / name.value, above)
             except ConfigError as fault:
                 self.lost = True
-                hints = [fault.hint, f"included at {name.where}"]
-                self.faults.append(
-                    ConfigError(
-                        fault.what,
-                        where=fault.where,
-                        accepted=fault.accepted,
-                        hint="; ".join(hint for hint in hints if hint),
-                    )
-                )
+                hint = "; ".join(filter(None, [fault.hint, f"included at {name.where}"]))
+                again = ConfigError(fault.what, where=fault.where, accepted=fault.accepted, hint=hint)
+                self.faults.append(again)
                 continue
             base = other if base is None else merge(base, other, self.faults)
         return node if base is None else merge(base, node, self.faults)
@@ -150,30 +141,23 @@ class _Sources:
         if included is None:
             return []
         names = included.value if isinstance(included.value, list) else [included]
+        accepted = "the path of a YAML file, or a list of them"
         for name in names:
             if name.value is FAILED:
                 self.lost = True  # and was reported
             elif not isinstance(name.value, str):
-                fault = ConfigError(
-                    f"found {show(name)}",
-                    where=name.place(),
-                    accepted="the path of a YAML file, or a list of them",
-                )
-                self.faults.append(fault)
+                self.faults.append(ConfigError(f"found {show(name)}", where=name.place(), accepted=accepted))
         return [name for name in names if isinstance(name.value, str)]
 
 
 def _anchor_plugins(root: Node, faults: list[MMError]) -> Node:
     """Paths of one-file plugins are relative to the file that names them, or to the working directory
     in an override. Done after interpolation, which may bring an absolute path."""
-    section = root.value.get("plugins")
-    paths = section.value.get("path") if section is not None and isinstance(section.value, dict) else None
+    section, paths = root.at("plugins"), root.at("plugins", "path")
     if section is None or paths is None or not isinstance(paths.value, list):
         return root
-    items = [_anchored(item, faults) if isinstance(item.value, str) else item for item in paths.value]
-    paths = dataclasses.replace(paths, value=items)
-    section = dataclasses.replace(section, value={**section.value, "path": paths})
-    return dataclasses.replace(root, value={**root.value, "plugins": section})
+    paths = paths.mapped(lambda item: _anchored(item, faults) if isinstance(item.value, str) else item)
+    return root.put("plugins", section.put("path", paths))
 
 
 def _anchored(item: Node, faults: list[MMError]) -> Node:
@@ -183,18 +167,16 @@ def _anchored(item: Node, faults: list[MMError]) -> Node:
         path = folder / Path(item.value).expanduser()
     except RuntimeError:  # `~name/` of nobody
         user = item.value.partition("/")[0]
-        faults.append(
-            ConfigError(f"there is no user {user[1:]!r} whose home {user!r} could be", where=item.place())
-        )
-        return dataclasses.replace(item, value=FAILED)
-    return dataclasses.replace(item, value=os.path.abspath(path))  # noqa: PTH100 - also takes `..` out
+        what = f"there is no user {user[1:]!r} whose home {user!r} could be"
+        faults.append(ConfigError(what, where=item.place()))
+        return item.holding(FAILED)
+    return item.holding(os.path.abspath(path))  # noqa: PTH100 - also takes `..` out
 
 
 def _registry(root: Node, faults: list[MMError], origins: Sources) -> Registry:
     """The plugins that are installed and those that the config names: they are needed before the rest is
     checked."""
-    section = root.value.get("plugins")
-    paths = section.value.get("path") if section is not None and isinstance(section.value, dict) else None
+    paths = root.at("plugins", "path")
     if paths is None or not isinstance(paths.value, list):
         return get_registry()
     named = tuple(item.value for item in paths.value if isinstance(item.value, str))

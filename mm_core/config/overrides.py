@@ -39,16 +39,12 @@ def parse_override(text: str) -> tuple[list[str], Node]:
     key, equals, value = text.partition("=")
     key = key.strip()
     if not equals or not _KEY.match(key) or key.count(".") >= MAX_DEPTH:
-        raise ConfigError(
-            f"{text!r} is not an override",
-            where="command line",
-            accepted="key.path=value, such as train.steps=10",
-        )
+        what, accepted = f"{text!r} is not an override", "key.path=value, such as train.steps=10"
+        raise ConfigError(what, where="command line", accepted=accepted)
     where = f"override {text if len(text) <= 200 else text[:197] + '...'!r}"
     if len(text) > MAX_OVERRIDE:
-        raise ConfigError(
-            f"an override of {len(text):,} characters", where=where, accepted=f"at most {MAX_OVERRIDE:,}"
-        )
+        what, accepted = f"an override of {len(text):,} characters", f"at most {MAX_OVERRIDE:,}"
+        raise ConfigError(what, where=where, accepted=accepted)
     return key.split("."), _value(value.strip(), where, key)
 
 
@@ -119,14 +115,12 @@ def merge(base: Node, over: Node, faults: list[MMError]) -> Node:
     merged = type(base.value)(base.value)
     for key, child in over.value.items():
         merged[key] = merge(merged[key], child, faults) if key in merged else child
-    return replace(base, value=merged)
+    return base.holding(merged)
 
 
 def _mapping_of(name: Node) -> Node:
     """A component by its bare name as the mapping that it is short for."""
-    return replace(
-        name, value={"type": Node(name.value, name.where, name.child_path("type"), name.key_where)}
-    )
+    return name.holding({"type": Node(name.value, name.where, name.child_path("type"), name.key_where)})
 
 
 def _merge_places(base: Node, over: Node, faults: list[MMError]) -> Node:
@@ -138,14 +132,9 @@ def _merge_places(base: Node, over: Node, faults: list[MMError]) -> Node:
         elif index == len(items):
             items.append(child)
         else:
-            faults.append(
-                ConfigError(
-                    f"{key!r} is no place in a list of {len(base.value)}",
-                    where=child.place(),
-                    accepted=f"0 to {len(base.value)}",
-                )
-            )
-    return replace(base, value=items)
+            what, accepted = f"{key!r} is no place in a list of {len(base.value)}", f"0 to {len(base.value)}"
+            faults.append(ConfigError(what, where=child.place(), accepted=accepted))
+    return base.holding(items)
 
 
 def _same_type(old: object, new: object) -> bool:
@@ -156,9 +145,7 @@ def _same_type(old: object, new: object) -> bool:
 
 def _put(tree: Node, keys: list[str], value: Node) -> Node:
     """The tree of overrides with one more in it."""
-    there: Node | None = tree
-    for key in keys:
-        there = there.value.get(key) if there is not None and isinstance(there.value, dict) else None
+    there = tree.at(*keys)
     if there is not None and isinstance(there.value, dict) and isinstance(value.value, str):
         value = _mapping_of(value)  # `optimizer.lr=1 optimizer=adamw`: the name joins the options
     for depth in range(len(keys) - 1, -1, -1):
@@ -175,11 +162,7 @@ def _put(tree: Node, keys: list[str], value: Node) -> Node:
 
 def _settled(node: Node) -> Node:
     """Places of a list that was not there are the list, when they are all of it."""
-    if isinstance(node.value, list):
-        return replace(node, value=[_settled(child) for child in node.value])
-    if not isinstance(node.value, dict):
-        return node
-    items = {key: _settled(child) for key, child in node.value.items()}
-    if isinstance(node.value, _Places) and items.keys() == {str(i) for i in range(len(items))}:
-        return replace(node, value=[items[str(i)] for i in range(len(items))])
-    return replace(node, value=items)
+    settled = node.mapped(_settled)
+    if isinstance(node.value, _Places) and node.value.keys() == {str(i) for i in range(len(node.value))}:
+        return settled.holding([settled.value[str(i)] for i in range(len(node.value))])
+    return settled

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mm_core.errors import MMError, TrustError
@@ -89,7 +89,7 @@ class Sources:
     def read_as_known(self, remote: Node) -> Node:
         """`trust_remote_code` of a stored file, as `known`."""
         self._rewritten.append(remote)
-        return replace(remote, value=KNOWN)
+        return remote.holding(KNOWN)
 
     def check_accepted(self, faults: Iterable[MMError]) -> None:
         """TrustError where a component's own `trust_remote_code` is plain true or false: nobody would check
@@ -109,33 +109,29 @@ class Sources:
 def known_only(node: Node, sources: Sources) -> Node:
     """The tree, in which no `trust_remote_code` of a stored file runs more than what this user has trained
     with, wherever a component has that key."""
-    if isinstance(node.value, list):
-        return replace(node, value=[known_only(child, sources) for child in node.value])
-    if not isinstance(node.value, dict):
-        return node
-    items = {key: known_only(child, sources) for key, child in node.value.items()}
-    remote = items.get(_REMOTE)
+    node = node.mapped(lambda child: known_only(child, sources))
+    remote = node.at(_REMOTE)
     if remote is not None and remote.value not in (False, FAILED) and sources.wrote(remote):
-        items[_REMOTE] = sources.read_as_known(remote)
-    return replace(node, value=items)
+        return node.put(_REMOTE, sources.read_as_known(remote))
+    return node
 
 
 def stored_plugins(root: Node, sources: Sources) -> tuple[str, ...]:
     """The paths of `plugins.path` that a stored file writes."""
-    section = root.value.get("plugins")
-    paths = section.value.get("path") if section is not None and isinstance(section.value, dict) else None
-    items = paths.value if paths is not None and isinstance(paths.value, list) else []
-    return tuple(n.value for n in items if isinstance(n.value, str) and sources.wrote(n))
+    return tuple(
+        n.value for n in root.items("plugins", "path") if isinstance(n.value, str) and sources.wrote(n)
+    )
 
 
 def unknown_commands(root: Node, sources: Sources) -> tuple[str, ...]:
     """Programs that callbacks of a stored file would run, and this user has not trained with. Only training
     runs them, so only training refuses them."""
-    callbacks = root.value.get("callbacks")
-    items = callbacks.value if callbacks is not None and isinstance(callbacks.value, list) else []
-    words = [_words(n) for n in items if isinstance(n.value, dict) and _is_command(n)]
-    if not any(sources.wrote(leaf) for n in items for leaf in _leaves(n)):
+    items = root.items("callbacks")
+    if not any(sources.wrote(leaf) for n in items for leaf in n.leaves()):
         return ()
+    kinds = [(n, n.at("type")) for n in items]
+    commands = [n for n, kind in kinds if kind is not None and kind.value in _COMMAND]
+    words = [[str(word.value) for word in n.items("run")] for n in commands]
     return tuple(piece.name for piece in KnownCode.of_user().unknown(map(command_piece, words)))
 
 
@@ -148,25 +144,3 @@ def command_piece(words: list[str]) -> Piece:
 def setting_piece(path: str, text: str) -> Piece:
     """A text that reads the environment, as the list of known code has it."""
     return Piece(f"{path}: {text}", digest_of(f"setting {json.dumps([path, text])}".encode()))
-
-
-def _is_command(node: Node) -> bool:
-    kind = node.value.get("type")
-    return kind is not None and kind.value in _COMMAND
-
-
-def _words(node: Node) -> list[str]:
-    run = node.value.get("run")
-    items = run.value if run is not None and isinstance(run.value, list) else []
-    return [str(item.value) for item in items]
-
-
-def _leaves(node: Node) -> Iterator[Node]:
-    if isinstance(node.value, Mapping):
-        for child in node.value.values():
-            yield from _leaves(child)
-    elif isinstance(node.value, list):
-        for child in node.value:
-            yield from _leaves(child)
-    else:
-        yield node

@@ -127,19 +127,11 @@ def read_file(path: Path, faults: list[MMError], spent: Spent | None = None) -> 
         text = content.decode("utf-8")
     except FileNotFoundError:
         raise _not_found(path) from None
-    except IsADirectoryError:
-        raise ConfigError(
-            "this is a folder, not a YAML file",
-            where=str(path),
-            accepted=", ".join(map(str, _yaml_files(path)[:8])) or None,
-        ) from None
     except UnicodeDecodeError as error:
         wide = content.startswith((b"\xff\xfe", b"\xfe\xff"))
-        raise ConfigError(
-            f"this is not UTF-8 text (byte {error.start})",
-            where=str(path),
-            hint="it begins as UTF-16 text does: save it as UTF-8" if wide else None,
-        ) from None
+        hint = "it begins as UTF-16 text does: save it as UTF-8" if wide else None
+        what = f"this is not UTF-8 text (byte {error.start})"
+        raise ConfigError(what, where=str(path), hint=hint) from None
     except MMError:
         raise
     except (OSError, ValueError) as error:
@@ -154,17 +146,18 @@ def _content(path: Path, most: int) -> bytes:
     """The bytes of a file, if it is one: a pipe may never end, and ranks could not read it again."""
     status = path.stat()
     if stat.S_ISDIR(status.st_mode):
-        raise IsADirectoryError
+        near = ", ".join(map(str, _yaml_files(path)[:8])) or None
+        raise ConfigError("this is a folder, not a YAML file", where=str(path), accepted=near)
     if not stat.S_ISREG(status.st_mode):
         raise ConfigError("this is no file but a pipe, socket or device", where=str(path))
     with path.open("rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
-        raise ConfigError(
-            f"the files of a config may hold {MAX_BYTES // 1024} KiB together; with this one they hold more",
-            where=str(path),
-            hint="is it the YAML of a run? Rows of data belong into files that the config names",
+        what = (
+            f"the files of a config may hold {MAX_BYTES // 1024} KiB together; with this one they hold more"
         )
+        hint = "is it the YAML of a run? Rows of data belong into files that the config names"
+        raise ConfigError(what, where=str(path), hint=hint)
     return content
 
 
@@ -196,17 +189,12 @@ def _yaml_files(folder: Path) -> list[Path]:
 
 
 def _not_found(path: Path) -> ConfigError:
-    if not path.parent.is_dir():
-        return ConfigError(
-            "there is no such file", where=str(path), hint=f"the folder {path.parent} does not exist"
-        )
     near = [str(other) for other in _yaml_files(path.parent)]
-    return ConfigError(
-        "there is no such file",
-        where=str(path),
-        accepted=", ".join(near[:8]) or None,
-        hint=did_you_mean(str(path), near),
+    hint = (
+        did_you_mean(str(path), near) if path.parent.is_dir() else f"the folder {path.parent} does not exist"
     )
+    accepted = ", ".join(near[:8]) or None
+    return ConfigError("there is no such file", where=str(path), accepted=accepted, hint=hint)
 
 
 def _parsed(text: str, name: str, read: Callable[[_Loader], Any]) -> Any:
@@ -219,10 +207,8 @@ def _parsed(text: str, name: str, read: Callable[[_Loader], Any]) -> Any:
             loader.dispose()
     except yaml.reader.ReaderError as error:  # a control character; it has a position and no line
         line = text.count("\n", 0, error.position) + 1
-        raise ConfigError(
-            f"this is not YAML: the character U+{ord(text[error.position]):04X} is not allowed",
-            where=f"{name}:{line}",
-        ) from None
+        what = f"the character U+{ord(text[error.position]):04X} is not allowed"
+        raise ConfigError(f"this is not YAML: {what}", where=f"{name}:{line}") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}" if mark is not None else name
@@ -242,9 +228,8 @@ def _parsed(text: str, name: str, read: Callable[[_Loader], Any]) -> Any:
 def _tree(loader: _Loader, name: str, faults: list[MMError], spent: Spent) -> Node:
     root = loader.get_single_node()
     if root is None:
-        raise ConfigError(
-            "the file is empty", where=name, accepted="a mapping with run, task, data, train, ..."
-        )
+        accepted = "a mapping with run, task, data, train, ..."
+        raise ConfigError("the file is empty", where=name, accepted=accepted)
     return _Reader(loader, name, faults, spent).node(root, "")
 
 

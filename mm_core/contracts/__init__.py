@@ -39,6 +39,7 @@ from mm_core.contracts.conversation import (
 )
 from mm_core.contracts.data import (
     Dataset,
+    Ending,
     EvaluatedDataset,
     LimitedDataset,
     MeasuredDataset,
@@ -71,7 +72,6 @@ from mm_core.contracts.randomness import Randomness
 from mm_core.contracts.running import (
     Callback,
     ChecksRequests,
-    Ending,
     Engine,
     EnginePlan,
     FrozenPlan,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
@@ -60,21 +61,22 @@ class Batch:
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
         """The same batch with every tensor on `device`, except `sample_weights`, which stays on CPU."""
-        moved = {
-            f.name: getattr(self, f.name).to(device, non_blocking=non_blocking)
-            for f in dataclasses.fields(self)
-            if f.name != "sample_weights" and isinstance(getattr(self, f.name), Tensor)
-        }
-        return dataclasses.replace(self, **moved)
+        return self._changed(lambda tensor: tensor.to(device, non_blocking=non_blocking), "sample_weights")
 
     def pin_memory(self) -> Self:
         """The same batch with every tensor in page-locked memory (called by torch's DataLoader)."""
-        moved = {
-            f.name: getattr(self, f.name).pin_memory()
-            for f in dataclasses.fields(self)
-            if isinstance(getattr(self, f.name), Tensor)
-        }
-        return dataclasses.replace(self, **moved)
+        return self._changed(lambda tensor: tensor.pin_memory())
+
+    def _changed(self, change: Callable[[Tensor], Tensor], kept: str = "") -> Self:
+        """The same batch with its tensors changed, those in mappings by name among them."""
+        changed: dict[str, Any] = {}
+        for name in (f.name for f in dataclasses.fields(self) if f.name != kept):
+            value = getattr(self, name)
+            if isinstance(value, Tensor):
+                changed[name] = change(value)
+            elif isinstance(value, dict):
+                changed[name] = {k: change(v) if isinstance(v, Tensor) else v for k, v in value.items()}
+        return dataclasses.replace(self, **changed)
 
 
 @dataclass
@@ -108,16 +110,6 @@ class TextBatch(Batch):
     counts: list[int] | None = None
     tokens: int = 0
     references: list[tuple[str, ...]] | None = None
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
-        """The same batch with its inputs on `device`."""
-        moved = {name: t.to(device, non_blocking=non_blocking) for name, t in self.inputs.items()}
-        return dataclasses.replace(self, inputs=moved)
-
-    def pin_memory(self) -> Self:
-        """The same batch with its tensors in page-locked memory."""
-        pinned = {name: tensor.pin_memory() for name, tensor in self.inputs.items()}
-        return dataclasses.replace(self, inputs=pinned, sample_weights=self.sample_weights.pin_memory())
 
 
 @dataclass

@@ -39,11 +39,9 @@ class Predictor(Protocol):
     ) -> Tensor:
         """latents[B,C,T,H,W], timestep[B] (or [B,N] per token) in scheduler units, text[B,L,D],
         text_mask[B,L] bool -> [B,C,T,H,W] in the dtype of the latents."""
-        ...
 
     def init_weights(self) -> None:
         """Fills every parameter and buffer."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -78,11 +76,9 @@ class Posterior(Protocol):
 
     def sample(self, generators: Sequence[torch.Generator]) -> Tensor:
         """latents[B,C,T,H,W]; one generator a batch row."""
-        ...
 
     def mode(self) -> Tensor:
         """latents[B,C,T,H,W], the most likely ones."""
-        ...
 
 
 @runtime_checkable
@@ -92,7 +88,6 @@ class Frozen(Protocol):
 
     def missing_files(self) -> list[str]:
         """Paths that it will need and that do not exist (for `--dry-run`); [] when all is there."""
-        ...
 
 
 @runtime_checkable
@@ -101,7 +96,6 @@ class SelfLoading(Frozen, Protocol):
 
     def load(self, device: torch.device) -> None:
         """Reads the weights onto `device`. Calling it again does nothing."""
-        ...
 
 
 @runtime_checkable
@@ -122,7 +116,6 @@ class Streamed(Frozen, Pretrained, Protocol):
         """Makes the modules as its files describe them, in evaluation mode, parameters on the meta device in
         the dtype that they are kept in, buffers computed (see `empty_parameters`). CheckpointError for files
         that are missing, or of another model. Calling it again does nothing."""
-        ...
 
 
 @runtime_checkable
@@ -134,15 +127,12 @@ class Autoencoder(Frozen, Protocol):
 
     def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         """(C,T,H,W) for a clip of F,Y,X pixels; ContractError naming valid sizes near it if none."""
-        ...
 
     def encode(self, pixels: Tensor) -> Posterior:
         """pixels[B,3,F,Y,X] in [-1,1] -> posterior over latents[B,C,T,H,W]."""
-        ...
 
     def decode(self, latents: Tensor) -> Tensor:
         """latents[B,C,T,H,W] -> pixels[B,3,F,Y,X] in [-1,1]."""
-        ...
 
 
 @runtime_checkable
@@ -169,11 +159,9 @@ class TextEncoder(Frozen, Protocol):
     def tokenizer(self) -> Tokenizer:
         """The half that runs in data workers, holding no weights. Rows are padded to the longest of
         the batch or to `max_length`; the mask says which tokens are real."""
-        ...
 
     def encode(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """ids[B,L], mask[B,L] -> hidden[B,L,D], mask[B,L]."""
-        ...
 
 
 @runtime_checkable
@@ -184,34 +172,26 @@ class NoiseScheduler(Protocol):
 
     def sample_timesteps(self, generators: Sequence[torch.Generator]) -> Tensor:
         """timestep[B] float32 on CPU, row i drawn from generators[i]."""
-        ...
 
     def timestep_quantile(self, u: Tensor) -> Tensor:
         """timestep[B] float32 below which a share u[B] (in (0, 1), on CPU) of `sample_timesteps`
         falls: the inverse of their cumulative distribution. It rises with the noise."""
-        ...
 
     def add_noise(self, latents: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
         """x_t[B,C,T,H,W] from clean latents, standard normal noise and timestep[B]."""
-        ...
 
     def target(self, latents: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
         """What the predictor should output at x_t."""
-        ...
 
     def loss_weight(self, timestep: Tensor) -> Tensor:
         """[B] float32 factor of each sample's squared error."""
-        ...
 
     def model_timestep(self, timestep: Tensor) -> Tensor:
         """The timestep as the predictor expects it."""
-        ...
 
     def sigmas(self, steps: int) -> Tensor:
         """sigmas[steps+1] float32 from 1 (noise) to 0 (clean) that sampling visits."""
-        ...
 
     def integrate(self, velocity: VelocityField, noise: Tensor, steps: int) -> Tensor:
         """Solves from noise[B,C,T,H,W] to clean latents, calling `velocity(latents, timestep[B])`. A timestep
         on the CPU tells which expert of a predictor is meant without waiting for the device."""
-        ...

@@ -55,12 +55,10 @@ class Conversing(Protocol):
         """Inputs by the names that the model's `forward` has for them, a batch of one, of a conversation
         whose next turn is the assistant's. They have the same names, and run the same modules, for every
         conversation. DataError for one that can not be laid out, or a file that can not be read."""
-        ...
 
     def questions(self, file: Path) -> Sequence[Callable[[], Question]]:
         """The rows of a file in the dataset's own style, each read when it is called: DataError for a row
         that can not be, and at once for a file."""
-        ...
 
 
 @runtime_checkable
@@ -70,7 +68,6 @@ class ConversingDataset(Protocol):
     @classmethod
     def conversing(cls, **fields: Any) -> Conversing:
         """fields: those that the class is called with. ContractError where they lay out no questions."""
-        ...
 
 
 @runtime_checkable
@@ -79,11 +76,9 @@ class AnswersInWords(Protocol):
 
     def check_answers(self) -> None:
         """ContractError, before any weights are read, for a model that generates no text."""
-        ...
 
     def check_question(self, question: Mapping[str, Tensor]) -> None:
         """DataError for a question, a batch of one, that the model can not answer: it is too long, say."""
-        ...
 
     def answer(
         self,
@@ -100,4 +95,3 @@ class AnswersInWords(Protocol):
         heard: is told the answer to the first. stopped: asked after each token; once it says true, the
         answers end here, and no rank goes on alone.
         """
-        ...

@@ -33,11 +33,9 @@ class VideoReader(Protocol):
 
     def probe(self, path: Path) -> VideoInfo:
         """Reads the header only. DataError for what is no readable video."""
-        ...
 
     def read(self, path: Path, seconds: Sequence[float]) -> Tensor:
         """Frames shown at the given times -> uint8 [F,Y,X,3]. DataError for damaged files."""
-        ...
 
 
 class Dataset(Protocol):
@@ -52,11 +50,9 @@ class Dataset(Protocol):
         not be read under `missing`, and holds the others; where none is left, it raises that error. The
         loader takes `missing` off before `collate`; each part is listed, and counts as its share of the
         sample."""
-        ...
 
     def collate(self, samples: Sequence[dict[str, Any]]) -> Batch:
         """Samples -> batch. The loader has added `key` (SampleKey) and `weight` to each sample."""
-        ...
 
 
 @runtime_checkable
@@ -65,7 +61,6 @@ class RandomisedDataset(Protocol):
 
     def sample_at(self, index: int, rng: Randomness) -> dict[str, Any]:
         """Like `__getitem__`, with all chance taken from `rng` (seed, "data", epoch, index)."""
-        ...
 
 
 @runtime_checkable
@@ -74,7 +69,6 @@ class MeasuredDataset(Protocol):
 
     def lengths(self) -> Tensor:
         """[N] int64 on CPU, by any measure that grows with the cost of a sample: bytes, tokens, frames."""
-        ...
 
 
 @runtime_checkable
@@ -85,7 +79,6 @@ class LimitedDataset(Protocol):
     @classmethod
     def check_micro_batch(cls, size: int, options: Mapping[str, Any]) -> None:
         """ContractError where `size` samples make no batch. options: the config's, defaults filled."""
-        ...
 
 
 @runtime_checkable
@@ -95,7 +88,6 @@ class EvaluatedDataset(Protocol):
     @classmethod
     def evaluated(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """The options, written as in a config, that read other rows to evaluate them one by one."""
-        ...
 
 
 @runtime_checkable
@@ -104,4 +96,3 @@ class NamesClasses(Protocol):
 
     def class_names(self) -> tuple[str, ...]:
         """In the order of their numbers; () where classes have numbers alone."""
-        ...

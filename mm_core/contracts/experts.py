@@ -48,12 +48,10 @@ class Routed(Protocol):
     ) -> Tensor:
         """As of `Predictor`, by the `expert` of that name for all rows. None: each row by the expert of its
         timestep, which has to be fetched from the device, and may differ between ranks."""
-        ...
 
     def complete(self, device: torch.device) -> AbstractContextManager[None]:
         """For the length of the block the experts that are not trained are there as well, on `device`,
         frozen, with the weights that the run began from. CheckpointError where these can not be read."""
-        ...
 
 
 @runtime_checkable
@@ -63,8 +61,6 @@ class TruncatedScheduler(NoiseScheduler, Protocol):
     def truncated(self, low: float, high: float | None = None) -> NoiseScheduler:
         """This scheduler, training timesteps low <= t < high alone (none: up to pure noise), in the same
         proportions to each other. Nothing else changes. ContractError for an interval that is never drawn."""
-        ...
 
     def mass(self, low: float, high: float | None = None) -> float:
         """The share of the training timesteps with low <= t < high (none: up to pure noise)."""
-        ...

@@ -76,7 +76,6 @@ class FrameConditioned(Protocol):
     def frames_clip(self, frames: Sequence[Tensor], num_frames: int) -> Tensor:
         """The pixels[B,3,F',Y,X] that the autoencoder encodes, from the given frames (each [B,3,Y,X] in
         [-1,1], in their order) of a clip of `num_frames`."""
-        ...
 
     def with_frames(self, latents: Tensor, timestep: Tensor, given: GivenFrames) -> PredictorInputs:
         """What the forward takes of latents[B,C,T,H,W] at timestep[B] (in model units) and given frames.
@@ -84,7 +83,6 @@ class FrameConditioned(Protocol):
         Its latents are those of the clip: after the last step of sampling they are taken once more, so that
         what is known stays as it was given.
         """
-        ...
 
 
 @runtime_checkable
@@ -99,4 +97,3 @@ class ImageEncoder(Frozen, Protocol):
 
     def encode(self, images: Sequence[Tensor]) -> Tensor:
         """B images, each uint8 [3,Y,X] of any size -> hidden[B,K,D]."""
-        ...

@@ -70,7 +70,6 @@ class CountsProducts(Protocol):
     ) -> Sequence[Product]:
         """The products of a forward of arguments of these shapes, in the order of the forward. One that is
         `Routed` also takes `expert`, as its forward does."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -105,4 +104,3 @@ class CountsSamples(Protocol):
 
         recomputed: module paths in the task.
         """
-        ...

@@ -6,16 +6,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from mm_core.contracts.batch import Batch, Bins, Clip, Evaluation, Loss, SampleRequest
+from mm_core.contracts.data import Ending
 from mm_core.contracts.randomness import Randomness
-
-Ending = Literal["done", "stopped", "failed"]
-"""How a run's process ends: with the run, saved and stopped before that on request, or by an error."""
 
 
 class Task(Protocol):
@@ -29,39 +27,31 @@ class Task(Protocol):
     @property
     def bins(self) -> Bins | None:
         """The scale that `Loss.bins` counts along; None for a task without one."""
-        ...
 
     def weight(self, batch: Batch) -> float:
         """The weight of a micro-batch, from the batch alone, before any forward."""
-        ...
 
     def batch_transform(self) -> Callable[[Batch], Batch]:
         """What data workers apply after collate (tokenizing); picklable and free of weights."""
-        ...
 
     def prepare(self, batch: Batch, rng: Randomness) -> Any:
         """Encodes (no grad), draws noise and timesteps. `rng` is the run's root: (seed)."""
-        ...
 
     def loss(self, inputs: Any) -> Loss:
         """Forward and loss as a SUM; its weight equals `weight(batch)`."""
-        ...
 
     def evaluate(self, batch: Batch, rng: Randomness, quantiles: Sequence[float]) -> Evaluation:
         """Loss of held-out samples, called under no_grad in evaluation mode, with fixed noise: all
         chance comes from `rng` and the samples' indices, never from a step. A diffusion task takes
         the timesteps that lie at `quantiles` of its training density. Every batch runs the same
         number of forwards, since other ranks run theirs at the same time."""
-        ...
 
     def sample(self, request: SampleRequest) -> list[Clip]:
         """Generates; called under no_grad with all modules on the device."""
-        ...
 
     def check(self, batch_spec: Mapping[str, Any]) -> None:
         """ContractError when the components do not fit each other or the data's fields
         (`batch_spec`: the training dataset's config fields). Called when the plan is made."""
-        ...
 
 
 class TaskModule(nn.Module, Task):
@@ -74,7 +64,6 @@ class Stepped(Protocol):
 
     def begin_step(self, step: int) -> None:
         """The micro-batches that follow are those of `step` (from 0). Called on every rank."""
-        ...
 
 
 @runtime_checkable
@@ -83,7 +72,6 @@ class ChecksRequests(Protocol):
 
     def check_request(self, request: SampleRequest) -> None:
         """ContractError for what `sample` would refuse."""
-        ...
 
 
 @runtime_checkable
@@ -92,7 +80,6 @@ class TellsNotes(Protocol):
 
     def notes(self) -> Sequence[str]:
         """A line for each, told before the first step. ContractError for a user's choice that cannot be."""
-        ...
 
 
 @runtime_checkable
@@ -101,7 +88,6 @@ class SamplesInTurn(Protocol):
 
     def clips(self, request: SampleRequest) -> Iterator[Clip]:
         """What `sample` returns, in its order. Every rank takes all of them, since the others wait for it."""
-        ...
 
 
 class LRSchedule(Protocol):
@@ -109,7 +95,6 @@ class LRSchedule(Protocol):
 
     def factor(self, step: int) -> float:
         """The factor for the 0-based `step`."""
-        ...
 
 
 class Tracker(Protocol):
@@ -117,16 +102,13 @@ class Tracker(Protocol):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Metrics by name, after `step` steps; names may hold slashes (`validation/loss`)."""
-        ...
 
     def clips(self, step: int, clips: Sequence[Clip], folder: Path) -> None:
         """Clips that were sampled after `step` steps; their mp4 files lie in `folder`. `clips` holds
         previews: full length, at most 256 pixels a side."""
-        ...
 
     def close(self, ending: Ending) -> None:
         """The process ends, and this is how."""
-        ...
 
 
 class Metric(Protocol):
@@ -141,19 +123,15 @@ class Metric(Protocol):
 
     def batch(self, batch: Batch, evaluation: Evaluation) -> None:
         """Looks at one evaluated batch; rows whose `batch.sample_weights` is 0 are to be left out."""
-        ...
 
     def sampled(self, clips: Sequence[Clip]) -> None:
         """Looks at sampled clips."""
-        ...
 
     def sums(self) -> Tensor:
         """[n] float64 on CPU: what this rank has summed up; n never changes."""
-        ...
 
     def result(self, sums: Tensor) -> Mapping[str, float]:
         """The figures by name, from the sums over all ranks; {} when nothing was seen."""
-        ...
 
 
 class Callback:
@@ -188,11 +166,9 @@ class WeightPlan(Protocol):
     @property
     def names(self) -> Collection[str]:
         """The parameters and buffers, by path in the task, that `fill` fills: they need no initialisation."""
-        ...
 
     def fill(self, state: Mapping[str, Tensor]) -> None:
         """Fills them in place, in a state of the same names; each rank its shards. Called by all ranks."""
-        ...
 
 
 class InitialWeights(Protocol):
@@ -201,7 +177,6 @@ class InitialWeights(Protocol):
     def covers(self, state: Mapping[str, Tensor]) -> WeightPlan:
         """What is there for the names of `state`: parameters and buffers by path in the task. Called by all
         ranks. An MMError for weights that do not fit."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -253,7 +228,6 @@ class Engine(Protocol):
 
     def plan(self, task: TaskModule, world: int, optimizer_state_tensors: float) -> EnginePlan:
         """Decides the layout for `world` ranks from a task built on meta; touches no device."""
-        ...
 
     def prepare(
         self,
@@ -267,56 +241,44 @@ class Engine(Protocol):
         optimizer, in place. `optimizer` is given the (sharded) parameters that require a gradient, by
         their path in the task; None: nothing will be trained. A parameter group may hold `lr_scale`, a
         factor of its base rate."""
-        ...
 
     def place_frozen(self, task: TaskModule, plan: EnginePlan, weights: InitialWeights) -> None:
         """Gives the task's `Streamed` components, built empty, their memory as planned, and fills them, one
         after another. Called by all ranks, before `prepare`."""
-        ...
 
     def micro_step(self, compute: Callable[[], Loss], *, last: bool, scale: float) -> Loss:
         """Runs `compute` in the engine's contexts and back-propagates `total * scale`; gradients
         are reduced over ranks on the last micro-batch. A loss that is not finite makes the gradients,
         and so the norm on every rank, not finite. Returns the loss, detached."""
-        ...
 
     def grad_norm(self) -> float:
         """The global L2 norm of the reduced gradients, the same on all ranks. The step's one host sync."""
-        ...
 
     def step(self, norm: float, clip_grad_norm: float | None) -> None:
         """Clips gradients of that norm, updates, clears them."""
-        ...
 
     def discard(self) -> None:
         """Clears the gradients without an update."""
-        ...
 
     @property
     def base_lr(self) -> float:
         """The base rate of the first parameter group that has no `lr_scale`."""
-        ...
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Evaluation mode without gradients for the length of the block, entered by all ranks. What it
         gathered is dropped at its end, so that weights that change afterwards are gathered anew."""
-        ...
 
     def scale_lr(self, factor: float) -> float:
         """Sets every parameter group's rate to its base rate times `factor`; returns the first's."""
-        ...
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The trained parameters by their path in the task."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """{"model": ..., "optimizer": ...}: tensors only, by name, for DCP."""
-        ...
 
     def state_template(self, stepped: Collection[str]) -> dict[str, Any]:
         """Like `state_dict`, with the optimizer's tensors made for the parameters that it has `stepped`,
         by their path in the task: DCP loads into it in place."""
-        ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...

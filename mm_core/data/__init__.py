@@ -7,7 +7,7 @@ first used.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mm_core.data.loading.stopping import check_stop
@@ -47,26 +47,21 @@ __all__ = [
 ]
 
 _HOMES = {
-    "PackedRows": "rows.packed_rows",
-    "PyAVReader": "media.readers",
-    "RowFile": "rows.json_rows",
-    "StartWorker": "loading.workers",
-    "check_folder": "rows.paths",
-    "check_stop": "loading.stopping",
-    "deaths_explained": "loading.workers",
-    "inside": "rows.annotations",
-    "kind_of": "rows.json_rows",
-    "opened_image": "media.images",
-    "read_image": "media.images",
-    "read_prompts": "rows.prompts",
-    "start_server": "loading.workers",
-    "starting": "loading.workers",
-    "starts_explained": "loading.workers",
-    "write_clips": "media.video_files",
+    "loading.stopping": ("check_stop",),
+    "loading.workers": ("StartWorker", "deaths_explained", "start_server", "starting", "starts_explained"),
+    "media.images": ("opened_image", "read_image"),
+    "media.readers": ("PyAVReader",),
+    "media.video_files": ("write_clips",),
+    "rows.annotations": ("inside",),
+    "rows.json_rows": ("RowFile", "kind_of"),
+    "rows.packed_rows": ("PackedRows",),
+    "rows.paths": ("check_folder",),
+    "rows.prompts": ("read_prompts",),
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'mm_core.data' has no attribute {name!r}")
-    return getattr(import_module(f"mm_core.data.{_HOMES[name]}"), name)
+def __getattr__(name: str) -> object:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"mm_core.data.{home}"), name)
+    raise AttributeError(f"module 'mm_core.data' has no attribute {name!r}")

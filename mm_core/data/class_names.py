@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from mm_core.contracts import Dataset, NamesClasses
 from mm_core.errors import ContractError
 
 
-def check_class_names(task: Any, datasets: Mapping[str, Dataset]) -> None:
+def check_class_names(task: object, datasets: Mapping[str, Dataset]) -> None:
     """ContractError where a dataset (by its name under `data`) gives a class's number another name than the
     task does: what is learnt would be exported and predicted under wrong names."""
     known = task.class_names() if isinstance(task, NamesClasses) else ()

@@ -5,10 +5,7 @@ Every process group also carries gloo for CPU tensors: the loop's small collecti
 use it.
 """
 
-from mm_core.device.kernels import (
-    attention_of_any_length,
-    set_deterministic,
-)
+from mm_core.device.kernels import attention_of_any_length, set_deterministic
 from mm_core.device.kind import (
     CPU_BACKEND,
     World,
@@ -28,10 +25,7 @@ from mm_core.device.measuring import (
     peak_memory_bytes,
     reset_peak_memory,
 )
-from mm_core.device.peaks import (
-    peak_flops,
-    published_peak,
-)
+from mm_core.device.peaks import peak_flops, published_peak
 
 __all__ = [
     "CPU_BACKEND",

@@ -133,11 +133,10 @@ def device_stack() -> dict[str, str]:
     """Names and versions of the stack below torch, for the run's manifest."""
     kind = device_type()
     stack = {"device": kind, "torch": str(torch.__version__)}
+    if kind != "cpu":
+        stack["name"] = current_module().get_device_name()
     if kind == "cuda":
-        stack |= {"name": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
+        stack["cuda"] = str(torch.version.cuda)
     elif kind == "npu":
-        stack |= {
-            "name": module_of("npu").get_device_name(),
-            "torch_npu": sys.modules["torch_npu"].__version__,
-        }
+        stack["torch_npu"] = sys.modules["torch_npu"].__version__
     return stack

@@ -6,6 +6,7 @@ import resource
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from mm_core.device.kind import current_module, device_type
@@ -47,7 +48,7 @@ def reset_peak_memory() -> None:
 class MemoryRecorder:
     """Records what the accelerator's allocator does, for PyTorch's memory viewer."""
 
-    def __init__(self, memory: Any) -> None:
+    def __init__(self, memory: ModuleType) -> None:
         self._memory = memory
 
     def start(self) -> None:
@@ -68,4 +69,4 @@ def memory_recorder() -> MemoryRecorder | None:
     if device_type() == "cpu":
         return None
     memory = getattr(current_module(), "memory", None)
-    return MemoryRecorder(memory) if hasattr(memory, "_record_memory_history") else None
+    return MemoryRecorder(memory) if memory and hasattr(memory, "_record_memory_history") else None

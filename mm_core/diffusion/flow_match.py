@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,25 +12,12 @@ from mm_core.contracts import VelocityField
 from mm_core.diffusion import rectified_flow
 
 
-class FlowMatch:
+class FlowMatch(FlowMatchConfig):
     """Rectified flow (Liu et al. 2022; SD3, Esser et al. 2024). Satisfies `NoiseScheduler`.
 
     timestep = num_train_timesteps * sigma, kept in float32: in bfloat16, 998.7 would be 1000.
     Fields are those of `FlowMatchConfig`, where each is described.
     """
-
-    def __init__(
-        self,
-        num_train_timesteps: int = FlowMatchConfig.num_train_timesteps,
-        shift: float = FlowMatchConfig.shift,
-        timesteps: Literal["uniform", "logit_normal"] = FlowMatchConfig.timesteps,
-        logit_mean: float = FlowMatchConfig.logit_mean,
-        logit_std: float = FlowMatchConfig.logit_std,
-    ) -> None:
-        self.num_train_timesteps = num_train_timesteps
-        self.shift = shift
-        self.timesteps = timesteps
-        self.logit_mean, self.logit_std = logit_mean, logit_std
 
     def sample_timesteps(self, generators: Sequence[torch.Generator]) -> Tensor:
         """timestep[B] float32 on CPU, row i drawn from generators[i]."""
@@ -50,7 +36,7 @@ class FlowMatch:
 
     def add_noise(self, latents: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
         """x_t[B,C,T,H,W] in the wider of float32 and the dtype of the latents."""
-        return rectified_flow.interpolate(latents, noise, self._sigma(timestep))
+        return rectified_flow.interpolate(latents, noise, timestep / self.num_train_timesteps)
 
     def target(self, latents: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
         """The velocity eps - x_0."""
@@ -78,6 +64,3 @@ class FlowMatch:
 
         # The steps' sizes stay on the CPU: as scalars there they cost no copy and no synchronisation.
         return rectified_flow.euler(at, noise.float(), self.sigmas(steps))
-
-    def _sigma(self, timestep: Tensor) -> Tensor:
-        return timestep / self.num_train_timesteps

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -42,7 +44,7 @@ from mm_core.modules.tying import state_of, tie, tied_names
 from mm_core.parallel.activation_checkpointing import recompute
 from mm_core.parallel.frozen_placement import place, plan_frozen
 from mm_core.parallel.gloo_averaging import average_by_sum, check_replicas
-from mm_core.parallel.layout import Layout, decide_layout, gathered_bytes, mesh_shape
+from mm_core.parallel.layout import decide_layout, gathered_bytes, mesh_shape
 from mm_core.parallel.unused_modules import Resting
 from mm_core.runtime.groups import device_mesh
 
@@ -63,7 +65,7 @@ class FSDP2Engine:
         self._parameters: dict[str, nn.Parameter] = {}
         self._optimizer: torch.optim.Optimizer | None = None
         self._base_lrs: list[float] = []
-        self._ranks: Any = None
+        self._ranks: DeviceMesh | None = None
 
     # -- plan ----------------------------------------------------------------------------------
 
@@ -95,6 +97,8 @@ class FSDP2Engine:
                 own += size
                 left_alone += size if whole else 0
                 trained += size if parameter.requires_grad else 0
+        # Where nothing is prefetched by request, fully_shard still gathers the next one of the backward.
+        ahead = max(config.num_to_forward_prefetch, config.num_to_backward_prefetch, 1)
         return EnginePlan(
             world=world,
             data_parallel=world,
@@ -107,15 +111,10 @@ class FSDP2Engine:
             optimizer_bytes=round(trained * optimizer_state_tensors),
             frozen=plan_frozen(task, config.frozen, layout.ignored, shards),
             offloaded_bytes=own - left_alone if config.offload_to_cpu else 0,
-            gathered_bytes=self._gathered_bytes(task, layout),
+            gathered_bytes=gathered_bytes(
+                task, layout, _dtype(config.param_dtype), ahead if config.reshard_after_forward else None
+            ),
         )
-
-    def _gathered_bytes(self, task: TaskModule, layout: Layout) -> int:
-        config = self.config
-        # Where nothing is prefetched by request, fully_shard still gathers the next one of the backward.
-        ahead = max(config.num_to_forward_prefetch, config.num_to_backward_prefetch, 1)
-        dtype = torch_dtype(config.param_dtype) if config.param_dtype else None
-        return gathered_bytes(task, layout, dtype, ahead if config.reshard_after_forward else None)
 
     # -- prepare -------------------------------------------------------------------------------
 
@@ -166,7 +165,7 @@ class FSDP2Engine:
             for key, buffer in owner.named_buffers(recurse=False):
                 setattr(owner, key, buffer.to(self.device))
 
-    def _mesh(self, plan: EnginePlan) -> Any:
+    def _mesh(self, plan: EnginePlan) -> DeviceMesh:
         if self._ranks is None:  # one for all: each brings process groups of its own
             self._ranks = device_mesh((plan.mesh["replicate"], plan.mesh["shard"]), ("replicate", "shard"))
         return self._ranks
@@ -175,26 +174,25 @@ class FSDP2Engine:
         config, mesh = self.config, self._mesh(plan)
         if plan.mesh["replicate"] == 1:
             mesh = mesh["shard"]
-        param_dtype = torch_dtype(config.param_dtype) if config.param_dtype else None
-        policy: dict[str, Any] = {
-            "param_dtype": param_dtype,
-            "reduce_dtype": torch_dtype(config.reduce_dtype) if config.reduce_dtype else None,
-            "cast_forward_inputs": False,  # ours below spares the timestep
-        }
-        output = torch_dtype(config.output_dtype) if config.output_dtype else None
-        common: dict[str, Any] = {
-            "mesh": mesh,
-            "ignored_params": {p for path in plan.ignored for p in task.get_submodule(path).parameters()},
-            "reshard_after_forward": config.reshard_after_forward,
-            "offload_policy": CPUOffloadPolicy(pin_memory=self._pins())
-            if config.offload_to_cpu
-            else OffloadPolicy(),
-        }
+        param_dtype = _dtype(config.param_dtype)
+        policy = MixedPrecisionPolicy(
+            param_dtype,
+            _dtype(config.reduce_dtype),
+            cast_forward_inputs=False,  # ours below spares the timestep
+        )
+        pins = config.pin_memory and self.device.type != "cpu"
+        shard = partial(
+            fully_shard,
+            mesh=mesh,
+            ignored_params={p for path in plan.ignored for p in task.get_submodule(path).parameters()},
+            reshard_after_forward=config.reshard_after_forward,
+            offload_policy=CPUOffloadPolicy(pins) if config.offload_to_cpu else OffloadPolicy(),
+        )
         inner = sorted(plan.wrapped, key=lambda path: -path.count("."))
         for path in inner:
-            fully_shard(task.get_submodule(path), mp_policy=MixedPrecisionPolicy(**policy), **common)
+            shard(task.get_submodule(path), mp_policy=policy)
         for root in self._trained.values():
-            fully_shard(root, mp_policy=MixedPrecisionPolicy(**policy, output_dtype=output), **common)
+            shard(root, mp_policy=replace(policy, output_dtype=_dtype(config.output_dtype)))
         if param_dtype is not None and config.cast_forward_inputs:
             for module in (*(task.get_submodule(p) for p in inner), *self._trained.values()):
                 cast_inputs(module, param_dtype)
@@ -203,9 +201,6 @@ class FSDP2Engine:
         average_by_sum(self.device, [*chain, *self._roots])
         self._resting = Resting([*chain, *self._trained.values()])
         self._prefetch(chain)
-
-    def _pins(self) -> bool:
-        return self.config.pin_memory and self.device.type != "cpu"
 
     def _prefetch(self, chain: Sequence[FSDPModule]) -> None:
         ahead, behind = self.config.num_to_forward_prefetch, self.config.num_to_backward_prefetch
@@ -228,7 +223,7 @@ class FSDP2Engine:
             self._resting.spare()
         # A total that is not finite may still have finite gradients (x + nan): they would update unseen.
         seed = torch.where(torch.isfinite(loss.total.detach()), scale, float("nan"))
-        loss.total.backward(seed.to(loss.total.dtype))  # type: ignore[no-untyped-call]
+        torch.autograd.backward(loss.total, seed.to(loss.total.dtype))
         return replace(loss, total=loss.total.detach())
 
     def _told_of_dtypes(self) -> AbstractContextManager[None]:
@@ -240,9 +235,7 @@ class FSDP2Engine:
     def grad_norm(self) -> float:
         """The global L2 norm of the reduced gradients, the same on all ranks. Waits for the device."""
         total = torch.nn.utils.get_total_norm(self._gradients())
-        if isinstance(total, DTensor):
-            total = total.full_tensor()
-        return float(total)
+        return float(total.full_tensor() if isinstance(total, DTensor) else total)
 
     def step(self, norm: float, clip_grad_norm: float | None) -> None:
         """Clips gradients of that norm, updates, clears them."""
@@ -299,7 +292,7 @@ class FSDP2Engine:
         """The trained parameters (sharded) by their path in the task."""
         yield from self._parameters.items()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """{"model": {path: tensor}, "optimizer": {path.state: tensor}}; live tensors, not copies."""
         assert self._optimizer is not None
         state = self._optimizer.state
@@ -325,7 +318,7 @@ class FSDP2Engine:
             state |= state_of(module, name, self._tied[name])
         return state
 
-    def state_template(self, stepped: Collection[str]) -> dict[str, Any]:
+    def state_template(self, stepped: Collection[str]) -> dict[str, dict[str, Tensor]]:
         """A state to load into in place; with the optimizer's tensors of the parameters that it has stepped
         before: one that no gradient has reached yet has none."""
         assert self._optimizer is not None
@@ -342,10 +335,14 @@ class FSDP2Engine:
                 group["lr"] = rate
         return self.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Copies tensors of `state_dict`'s shape into place."""
         stepped = {name.rpartition(".")[0] for name in state["optimizer"]}
         for part, tensors in self.state_template(stepped).items():
             for key, tensor in tensors.items():
                 with torch.no_grad():
                     tensor.copy_(state[part][key])
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return torch_dtype(name) if name else None

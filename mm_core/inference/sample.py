@@ -40,7 +40,7 @@ from mm_core.evaluation.validator import Evaluating
 from mm_core.loading.frozen import load_frozen_alone, load_frozen_of
 from mm_core.loading.initial_weights import CheckpointWeights
 from mm_core.loading.run_adapters import task_of
-from mm_core.modules.casting import cast_inputs, hold_frozen, round_frozen
+from mm_core.modules.casting import cast_frozen, cast_inputs, quantise_frozen_values
 from mm_core.modules.initialise import initialise
 from mm_core.modules.tying import state_of, tie, tied_names
 from mm_core.plan import build_frozen
@@ -263,13 +263,13 @@ def load_sharded(
 def _hold_alike(task: TaskModule, config: RunConfig) -> None:
     """Unlike in training, weights below adapters have the dtype of the others. While they have no memory."""
     if config.train.base_dtype is not None:
-        hold_frozen(task, torch.float32)
+        cast_frozen(task, torch.float32)
 
 
 def _round_base(task: TaskModule, config: RunConfig) -> None:
     """Weights below adapters have the values that they were trained with."""
     if config.train.base_dtype is not None:
-        round_frozen(task, torch_dtype(config.train.base_dtype))
+        quantise_frozen_values(task, torch_dtype(config.train.base_dtype))
 
 
 def _is_lowered(config: RunConfig, device: torch.device) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
@@ -42,7 +41,8 @@ def _checked(origin: Path) -> list[Path]:
     if not origin.exists():
         raise CheckpointError("this is missing, and the export needs it", where=str(origin))
     home = _home((origin if origin.is_dir() else origin.parent).resolve())
-    paths = [origin] if origin.is_file() else _files(origin)
+    found = [origin] if origin.is_file() else sorted(origin.rglob("*"))
+    paths = [path for path in found if path.is_symlink() or not path.is_dir()]
     for path in paths:
         if not path.is_file() or not path.resolve().is_relative_to(home):
             raise CheckpointError(
@@ -51,16 +51,6 @@ def _checked(origin: Path) -> list[Path]:
                 hint="put the file itself there",
             )
     return paths
-
-
-def _files(folder: Path) -> list[Path]:
-    """What lies below the folder, in order, without its folders; links to folders are among it."""
-    found = []
-    for place, folders, names in os.walk(folder):
-        folders.sort()
-        linked = [name for name in folders if (Path(place) / name).is_symlink()]
-        found += [Path(place) / name for name in sorted([*names, *linked])]
-    return found
 
 
 def _home(top: Path) -> Path:

@@ -6,20 +6,20 @@ read from the checkpoint, laid out, cast and written before the next.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from mm_core.checkpoint.opened import OpenedCheckpoint
-from mm_core.checkpoint.reading import Weights, stored_run
+from mm_core.checkpoint.reading import StoredRun, Weights, stored_run
 from mm_core.config.schema import RunConfig
 from mm_core.contracts import TaskModule, torch_dtype
 from mm_core.errors import ContractError, MMError, did_you_mean
 from mm_core.files import check_unused, staged_folder, write_durably
 from mm_core.interchange.copied_files import check_taken, take_over
 from mm_core.interchange.export_card import card_of
-from mm_core.interchange.export_plan import Part, Planner, own_state
+from mm_core.interchange.export_plan import ExportPlan, Part, Planner, own_state
 from mm_core.loading.checkpoint_source import CheckpointSource
 from mm_core.loading.left_out import frozen_names, recorded
 from mm_core.loading.provenance import origins_of
@@ -80,102 +80,93 @@ def export(
     stored = stored_run(run, overrides=overrides, allow_code=allow_code)
     source, config = stored.checkpoint, stored.config
     averaged = weights == "ema" or (weights == "auto" and "ema" in source.parts)
-    plan = _planned(source, config, format, averaged, merge_adapters, dtype, limit, component)
-    plan = _placed(plan, pipeline, note)
-    _check_apart(plan.parts)
-    for taken in plan.companions.copies.values():
-        check_taken(taken)
-    Ranks.current().agree(f"reading {source.folder}", plan.saved.verify)
-    _write_all(out, plan)
-    return out
-
-
-@dataclass(frozen=True)
-class _Export:
-    """What an export writes.
-
-    Attributes:
-        label, form: the format.
-        saved: the checkpoint's tensors.
-        whole: whether all that the run trains is written, with its weights.
-        companions: what lies beside the parts.
-    """
-
-    source: OpenedCheckpoint
-    config: RunConfig
-    label: str
-    form: WeightFormat
-    task: TaskModule
-    saved: CheckpointSource
-    parts: list[Part]
-    averaged: bool
-    adapters_alone: bool
-    whole: bool
-    companions: Companions = field(default_factory=Companions)
-
-
-def _planned(
-    source: OpenedCheckpoint,
-    config: RunConfig,
-    format: str,
-    averaged: bool,
-    merge_adapters: bool,
-    dtype: str | None,
-    limit: int,
-    component: str | None,
-) -> _Export:
-    """The parts and their files; nothing is read but names and shapes."""
     (label, form), *_ = formats_of(config.registry, format).items()
     task = task_of(config, source)
-    which: Literal["model", "ema"] = "ema" if averaged else "model"
-    saved = Ranks.current().agree(
-        f"reading {source.folder}", lambda: CheckpointSource(source, which, otherwise="leave out --ema")
-    )
-    _complete(saved, config, task, alone=not merge_adapters and _adapted(task, component))
+    saved = _opened(source, averaged)
     tables = {name for name, _ in task.named_buffers()}
     lowered = torch_dtype(dtype) if dtype else None
     planner = Planner(config.registry, label, form, saved, lowered, limit, tables)
-    parts = _parts(task, planner, component, merge_adapters)
-    adapters_alone = any(part.adapters for part in parts) and not merge_adapters
-    roots = {part.root for part in parts}
-    whole = not adapters_alone and len(roots) == len(task.trainable)
-    return _Export(source, config, label, form, task, saved, parts, averaged, adapters_alone, whole)
+    plan = _planned(stored, planner, task, averaged, component, merge_adapters)
+    plan = _placed(plan, form, pipeline, note)
+    _check_apart(plan.parts)
+    for taken in plan.companions.copies.values():
+        check_taken(taken)
+    Ranks.current().agree(f"reading {source.folder}", saved.verify)
+    _write(out, plan)
+    return out
 
 
-def _placed(plan: _Export, pipeline: str | Path | None, note: Callable[[str], None]) -> _Export:
-    """The same with each part where a whole pipeline has it, for formats that write one."""
-    companions, parts = Companions(), plan.parts
+def _opened(source: OpenedCheckpoint, averaged: bool) -> CheckpointSource:
+    which: Literal["model", "ema"] = "ema" if averaged else "model"
+    return Ranks.current().agree(
+        f"reading {source.folder}", lambda: CheckpointSource(source, which, otherwise="leave out --ema")
+    )
+
+
+def _planned(
+    run: StoredRun, planner: Planner, task: TaskModule, averaged: bool, component: str | None, merge: bool
+) -> ExportPlan:
+    """The parts and their files, of the components that the run trains or of the one that is asked for;
+    nothing is read but names and shapes."""
+    modules = {root: task.get_submodule(root) for root in _roots(task, component)}
+    adapted = {root: module for root, module in modules.items() if adapted_layers(module)}
+    alone = bool(adapted) and not merge
+    _complete(planner.saved, run.config, task, alone=alone)
+    if merge and not adapted:
+        raise MMError("this run trains no adapter that could be merged", where="--merge-lora")
+    if alone:
+        for root in [root for root in modules if root not in adapted]:
+            planner.check_nothing_beside(root, modules[root])
+        parts = [part for root, module in adapted.items() for part in planner.adapters(root, module)]
+    else:
+        parts = [part for root, module in modules.items() for part in planner.weights(root, module)]
+    whole = not alone and len(modules) == len(task.trainable)
+    return ExportPlan(run.checkpoint, run.config, planner.label, task, parts, averaged, alone, whole)
+
+
+def _placed(
+    plan: ExportPlan, form: WeightFormat, pipeline: str | Path | None, note: Callable[[str], None]
+) -> ExportPlan:
+    """The same with each part where a whole pipeline has it, for formats that write one. pipeline: is taken
+    for where all of them began."""
+    companions = Companions()
     if plan.whole:
         origins = origins_of(plan.config, plan.source.facts, plan.task, note)
-        companions = plan.form.companions(plan.task, _written(parts, origins, pipeline))
+        chosen = None if pipeline is None else (Path(pipeline),)
+        laid = [(part.root, part.layout) for part in plan.parts]
+        written = [
+            Written(root, layout.part, layout.folder, layout.texts, chosen or origins[root])
+            for root, layout in laid
+        ]
+        companions = form.companions(plan.task, written)
         gone = {path for paths in origins.values() for path in paths if not path.exists()}
-        if gone and not companions.copies and parts[0].library:  # what no library loads is no pipeline
+        # What no library loads is no pipeline.
+        if gone and not companions.copies and plan.parts[0].layout.library:
             places = ", ".join(sorted(map(str, gone)))
             note(f"{places}: the run began with it, and it is gone: what was trained is written alone")
     if pipeline is not None and not companions.places:
         raise _no_pipeline(Path(pipeline), plan.label, plan.whole)
-    parts = [replace(part, folder=companions.places.get(_key(part), part.folder)) for part in parts]
+    parts = []
+    for part in plan.parts:
+        folder = companions.places.get((part.root, part.layout.part), part.layout.folder)
+        parts.append(replace(part, layout=replace(part.layout, folder=folder)))
     return replace(plan, parts=parts, companions=companions)
 
 
-def _write_all(out: Path, plan: _Export) -> None:
+def _write(out: Path, plan: ExportPlan) -> None:
     size = sum(part.nbytes for part in plan.parts)
     with staged_folder(out) as stage, byte_bar(f"writing {out}", size) as advance:
         for part in plan.parts:
-            _write(stage, part, advance)
-        _accompany(stage, plan.companions)
-        card = card_of(
-            plan.source,
-            plan.config,
-            plan.label,
-            plan.task,
-            plan.parts,
-            plan.averaged,
-            plan.adapters_alone,
-            out.name,
-            plan.companions.loading,
-        )
-        write_durably(_inside(stage, "README.md"), card)
+            layout, folder = part.layout, _inside(stage, part.layout.folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_shards(folder, part.shards, part.produce, layout.stem, layout.metadata, advance)
+            for name, text in layout.texts.items():
+                write_durably(_inside(folder, name), text)
+        for name, text in plan.companions.texts.items():
+            write_durably(_inside(stage, name), text)
+        for name, origin in plan.companions.copies.items():
+            take_over(Path(origin), _inside(stage, name))
+        write_durably(_inside(stage, "README.md"), card_of(plan, out.name))
 
 
 def _complete(saved: CheckpointSource, config: RunConfig, task: TaskModule, *, alone: bool) -> None:
@@ -194,11 +185,6 @@ def _complete(saved: CheckpointSource, config: RunConfig, task: TaskModule, *, a
     Ranks.current().agree(f"reading {saved.folder}", lambda: saved.compare(state))
 
 
-def _adapted(task: TaskModule, component: str | None) -> bool:
-    """Whether anything of what is exported has adapters."""
-    return any(adapted_layers(task.get_submodule(root)) for root in _roots(task, component))
-
-
 def _roots(task: TaskModule, component: str | None) -> tuple[str, ...]:
     names: tuple[str, ...] = tuple(task.trainable)
     if component is None:
@@ -211,33 +197,6 @@ def _roots(task: TaskModule, component: str | None) -> tuple[str, ...]:
             hint=did_you_mean(component, names),
         )
     return (component,)
-
-
-def _parts(task: TaskModule, planner: Planner, component: str | None, merge: bool) -> list[Part]:
-    """All that is written, of the components that the run trains or of the one that is asked for."""
-    modules = {root: task.get_submodule(root) for root in _roots(task, component)}
-    adapted = {root: module for root, module in modules.items() if adapted_layers(module)}
-    if merge and not adapted:
-        raise MMError("this run trains no adapter that could be merged", where="--merge-lora")
-    if adapted and not merge:
-        for root in modules.keys() - adapted.keys():
-            planner.check_nothing_beside(root, modules[root])
-        return [part for root, module in adapted.items() for part in planner.adapters(root, module)]
-    return [part for root, module in modules.items() for part in planner.weights(root, module)]
-
-
-def _key(part: Part) -> tuple[str, str]:
-    return part.root, part.part
-
-
-def _written(
-    parts: Sequence[Part], origins: Mapping[str, Sequence[Path]], pipeline: str | Path | None
-) -> list[Written]:
-    """What formats are told of the parts. pipeline: is taken for where all of them began."""
-    chosen = None if pipeline is None else (Path(pipeline),)
-    return [
-        Written(part.root, part.part, part.folder, part.texts, chosen or origins[part.root]) for part in parts
-    ]
 
 
 def _no_pipeline(folder: Path, label: str, whole: bool) -> MMError:
@@ -258,30 +217,13 @@ def _check_apart(parts: Sequence[Part]) -> None:
     """MMError where two components would have files of the same name."""
     places: dict[tuple[str, str], Part] = {}
     for part in parts:
-        other = places.setdefault((part.folder, part.stem), part)
+        other = places.setdefault((part.layout.folder, part.layout.stem), part)
         if other is not part:
             raise MMError(
                 f"{other.root!r} and {part.root!r} would be files of the same name",
                 where="--to",
                 hint=f"export one after another: --component {other.root}",
             )
-
-
-def _write(stage: Path, part: Part, advance: Callable[[int], None]) -> None:
-    """The files of one part."""
-    folder = _inside(stage, part.folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_shards(folder, part.shards, part.produce, stem=part.stem, metadata=part.metadata, advance=advance)
-    for name, text in part.texts.items():
-        write_durably(_inside(folder, name), text)
-
-
-def _accompany(stage: Path, companions: Companions) -> None:
-    """Texts and files at the top."""
-    for name, text in companions.texts.items():
-        write_durably(_inside(stage, name), text)
-    for name, origin in companions.copies.items():
-        take_over(Path(origin), _inside(stage, name))
 
 
 def _inside(folder: Path, name: str) -> Path:

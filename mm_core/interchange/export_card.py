@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import PurePath
-from typing import Any
 
 import torch
-from torch import nn
 
 from mm_core import __version__
 from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.config.dump import to_mapping
 from mm_core.config.schema import RunConfig
-from mm_core.contracts import TaskModule
-from mm_core.interchange.export_plan import Part
+from mm_core.interchange.export_plan import ExportPlan
 from mm_core.interchange.model_card import Card, render
 from mm_core.loading.provenance import given_weights, own_weights
 from mm_core.plan import walk_components
@@ -25,48 +22,32 @@ _SECTIONS = ("task", "train", "optimizer", "lr_schedule", "ema", "engine", "init
 _HUB = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 
 
-def card_of(
-    source: OpenedCheckpoint,
-    config: RunConfig,
-    form: str,
-    task: TaskModule,
-    parts: Sequence[Part],
-    averaged: bool,
-    adapters_alone: bool,
-    folder: str,
-    loading: str = "",
-) -> str:
-    """The text of README.md.
-
-    Args:
-        source: the checkpoint. config: of its run. form: the format's qualified name.
-        task: with the components. parts: what is written. averaged: of the moving average.
-        adapters_alone: without the weights below them. folder: the export's name. loading: Python that
-            loads the whole of it, where its parts are not loaded one by one.
-    """
-    facts, manifest = source.facts, source.manifest
+def card_of(plan: ExportPlan, folder: str) -> str:
+    """The text of README.md. folder: the export's name."""
+    config, facts, manifest = plan.config, plan.source.facts, plan.source.manifest
     step = facts["step"]
-    roots = list(dict.fromkeys(part.root for part in parts))
-    origins = list(_origins(config, facts, [task.get_submodule(root) for root in roots]))
+    roots = list(dict.fromkeys(part.root for part in plan.parts))
+    named = [own_weights(plan.task.get_submodule(root)) for root in roots]
+    origins = [path for path in (*named, given_weights(config, facts)) if path is not None]
     hubs = [f"{found[1]}/{found[2]}" for origin in origins if (found := _HUB.search(origin))]
-    names = ("adapters of " if adapters_alone else "") + ", ".join(f"`{root}`" for root in roots)
-    begins = (
-        f" In mm_core, `init_from: {{path: {folder}}}` begins a run with it." if not adapters_alone else ""
-    )
-    separate = [_loading(part, folder) for part in parts if part.loading]
+    names = ("adapters of " if plan.adapters_alone else "") + ", ".join(f"`{root}`" for root in roots)
+    after = f"{names} of the run `{config.run.name}` after {step} steps, in the format `{plan.label}`."
+    begins = f" In mm_core, `init_from: {{path: {folder}}}` begins a run with it."
+    layouts = [part.layout for part in plan.parts]
+    separate = [one.loading.replace("{folder}", str(PurePath(folder, one.folder))) for one in layouts]
     card = Card(
         title=f"{config.run.name}, step {step}",
-        summary=f"{names} of the run `{config.run.name}` after {step} steps, in the format `{form}`.{begins}",
-        library=next((part.library for part in parts if part.library), "mm_core"),
+        summary=after + ("" if plan.adapters_alone else begins),
+        library=next((one.library for one in layouts if one.library), "mm_core"),
         licence=_licence(config, roots),
         base_model=hubs[0] if hubs else None,
         tags=["mm_core", config.task.type.rpartition("/")[2].replace("_", "-")],
-        loading=loading.replace("{folder}", folder) or "\n\n".join(separate),
+        loading=plan.companions.loading.replace("{folder}", folder) or "\n\n".join(filter(None, separate)),
         facts=[
             *((f"component `{root}`", _described(config, root)) for root in roots),
-            ("weights", "the moving average" if averaged else "as trained"),
-            *_adapters(parts, adapters_alone),
-            ("dtype", _dtypes([spec.dtype for part in parts for spec in part.tensors])),
+            ("weights", "the moving average" if plan.averaged else "as trained"),
+            *_adapters(plan),
+            ("dtype", _dtypes([spec.dtype for part in plan.parts for spec in part.tensors])),
             *[("began with the weights of", origin) for origin in origins],
             ("steps", str(step)),
             ("samples seen", f"{float(facts.get('samples', 0)):.0f}"),
@@ -74,42 +55,31 @@ def card_of(
             ("ranks", str(manifest.get("world", "unknown"))),
         ],
         settings={key: value for key, value in to_mapping(config).items() if key in _SECTIONS and value},
-        data=_data(manifest),
+        data=_data(plan.source),
         metrics=facts.get("metrics", {}),
-        made_with=_versions(manifest),
+        made_with=_versions(plan.source),
     )
     return render(card)
 
 
-def _data(manifest: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+def _data(source: OpenedCheckpoint) -> list[tuple[str, str, str, str]]:
     """A row a dataset: split, type, rows, and the sums of its files."""
     found = []
-    for split, row in manifest.get("data", {}).items():
+    for split, row in source.manifest.get("data", {}).items():
         sums = ", ".join(f"{key} {digest[:16]}" for key, digest in row.get("files", {}).items())
         found.append((split, str(row.get("type")), str(row.get("rows")), sums or "none"))
     return found
 
 
-def _loading(part: Part, folder: str) -> str:
-    place = PurePath(folder, part.folder) if part.folder not in ("", ".") else PurePath(folder)
-    return part.loading.replace("{folder}", str(place))
-
-
-def _adapters(parts: Sequence[Part], alone: bool) -> Iterator[tuple[str, str]]:
+def _adapters(plan: ExportPlan) -> Iterator[tuple[str, str]]:
     """A row an adapter."""
-    for part in parts:
+    held = "alone" if plan.adapters_alone else "merged into the weights"
+    for part in plan.parts:
         for name, scales in part.adapters.items():
             first = next(iter(scales.values()))
             kind = "DoRA" if first.dora else "LoRA"
-            held = "alone" if alone else "merged into the weights"
             text = f"{kind} of rank {first.rank}, alpha {first.alpha:g}, in {len(scales)} layers, {held}"
             yield f"adapter `{name}`", text
-
-
-def _origins(config: RunConfig, facts: Mapping[str, Any], modules: Sequence[nn.Module]) -> Iterator[str]:
-    """The folders that the run began with."""
-    named = [*(own_weights(module) for module in modules), given_weights(config, facts)]
-    yield from (path for path in named if path is not None)
 
 
 def _described(config: RunConfig, root: str) -> str:
@@ -135,8 +105,9 @@ def _dtypes(kinds: Sequence[torch.dtype]) -> str:
     return ", ".join(f"{name} ({count} tensors)" for name, count in counts.most_common())
 
 
-def _versions(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _versions(source: OpenedCheckpoint) -> list[tuple[str, str]]:
     """Distributions of the components, Python, torch, and what wrote the files."""
+    manifest = source.manifest
     plugins = {str(row.get("distribution")): str(row.get("version")) for row in manifest.get("plugins", ())}
     stack = {str(key): str(value) for key, value in manifest.get("devices", {}).items()}
     python = str(manifest.get("versions", {}).get("python", "unknown"))

@@ -42,25 +42,20 @@ def import_weights(config: RunConfig, path: Path, format: str | None = None) -> 
     with process_group():
         store = make_store(config)
         try:
-            _refuse_begun(store)
+            Ranks.current().first("looking at the run's checkpoints", lambda: _refuse_begun(store.folder))
             return _import(config, store, path, format)
         finally:
             store.close()
 
 
-def _refuse_begun(store: CheckpointStore) -> None:
-    """CheckpointError, on all ranks, for a run that has checkpoints already."""
-
-    def look() -> None:
-        found = [*complete_steps(store.folder).values(), *torn_steps(store.folder)]
-        if found:
-            raise CheckpointError(
-                f"this run has checkpoints already: {max(found).name}",
-                where=str(store.folder),
-                hint="choose another run.name, or move them away",
-            )
-
-    Ranks.current().first("looking at the run's checkpoints", look)
+def _refuse_begun(folder: Path) -> None:
+    """CheckpointError for a run that has checkpoints already."""
+    if found := [*complete_steps(folder).values(), *torn_steps(folder)]:
+        raise CheckpointError(
+            f"this run has checkpoints already: {max(found).name}",
+            where=str(folder),
+            hint="choose another run.name, or move them away",
+        )
 
 
 def _import(
@@ -71,7 +66,9 @@ def _import(
     task = build_task(config)
     engine: Engine = config.registry.build("engine", config.engine)
     plan = _plan(config, task, engine)
-    weights = FileWeights(_imported(config, init), task)
+    held = config.checkpoint.frozen is not False  # what is imported is held, unless the config says otherwise
+    imported = replace(config, init_from=init, checkpoint=replace(config.checkpoint, frozen=held))
+    weights = FileWeights(imported, task)
     engine.prepare(task, plan.engine, partial(make_optimizer, config), Randomness(config.run.seed), weights)
     ema = EMA(dict(engine.named_parameters()), config.ema) if config.ema is not None else None
     store.begin(0)
@@ -89,12 +86,6 @@ def _import(
     store.wait()
     note = remember(config) if Ranks.current().rank == 0 else None
     return saved, [*weights.notes(), *([note] if note is not None else [])]
-
-
-def _imported(config: RunConfig, init: InitFromSection) -> RunConfig:
-    """The run that begins with `init`. What is imported is held, unless the config says otherwise."""
-    held = config.checkpoint.frozen is not False
-    return replace(config, init_from=init, checkpoint=replace(config.checkpoint, frozen=held))
 
 
 def _plan(config: RunConfig, task: TaskModule, engine: Engine) -> RunPlan:

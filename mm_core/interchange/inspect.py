@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.checkpoint.reading import checkpoint_at, find_checkpoint
 from mm_core.config.load import load_config
 from mm_core.errors import CheckpointError
@@ -20,30 +18,15 @@ from mm_core.modules.adapter_layers import adapter_of, base_name
 from mm_core.modules.tying import tied_names
 from mm_core.plan import build_task
 from mm_core.plugin.registry import Registry, get_registry
-from mm_core.weights.adapters.files import DIFFUSERS_ADAPTER
+from mm_core.weights.adapters.files import is_adapter
 from mm_core.weights.adapters.inject import linear_layers
 from mm_core.weights.adapters.locate import locate
 from mm_core.weights.fitting import formats_of, untied, ways_to_read
 from mm_core.weights.formats.format import StoredTensors
-from mm_core.weights.formats.libraries import PEFT_ADAPTER
+from mm_core.weights.formats.key_map import box_of
 from mm_core.weights.stored import SafetensorsFiles, open_stored
-
-_SLAB = 64 * 2**20
-"""Bytes of a tensor that are looked at together."""
-
-
-@dataclass(frozen=True)
-class Listed:
-    """A stored tensor. shape: as stored. nbytes: on disk."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its numbers."""
-        return prod(self.shape) * self.dtype.itemsize
+from mm_core.weights.streaming import chunks
+from mm_core.weights.writing import TensorSpec
 
 
 @dataclass(frozen=True)
@@ -54,7 +37,7 @@ class Contents:
 
     path: Path
     formats: tuple[str, ...]
-    tensors: tuple[Listed, ...]
+    tensors: tuple[TensorSpec, ...]
     fits: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
     texts: Mapping[str, str] = field(default_factory=dict)
@@ -74,35 +57,30 @@ def contents(path: Path, config: Path | None = None, allow_code: bool = False) -
     registry = get_registry()
     opened = dict(open_weights(path, registry))
     tensors = tuple(
-        Listed(f"{place}{name}", tuple(stored.shapes[name]), stored.dtypes[name])
-        for place, stored in opened.items()
-        for name in stored.shapes
+        _listed(f"{place}{name}", stored, name) for place, stored in opened.items() for name in stored.shapes
     )
     if runs := [stored for stored in opened.values() if isinstance(stored, CheckpointSource)]:
-        return Contents(path, ("checkpoint",), tensors, absent=tuple(_absent(runs[0].checkpoint)))
+        unsaid = "a place that the environment named"
+        rows = runs[0].checkpoint.external
+        absent = tuple(f"{r.tensors} frozen tensors of {r.key}, read from {r.path or unsaid}" for r in rows)
+        return Contents(path, ("checkpoint",), tensors, absent=absent)
     known = tuple(name for name, form in formats_of(registry).items() if form.recognises(path))
-    texts = {
-        key: text
-        for stored in opened.values()
-        if isinstance(stored, SafetensorsFiles)
-        for key, text in stored.metadata().items()
-    }
-    return Contents(
-        path, known, tensors, tuple(_fits(path, config, allow_code)) if config else (), texts=texts
-    )
+    texts: dict[str, str] = {}
+    for stored in opened.values():
+        texts |= stored.metadata() if isinstance(stored, SafetensorsFiles) else {}
+    fits = tuple(_fits(path, config, allow_code)) if config else ()
+    return Contents(path, known, tensors, fits, texts=texts)
 
 
-def _absent(checkpoint: OpenedCheckpoint) -> Iterator[str]:
-    for row in checkpoint.external:
-        place = row.path or "a place that the environment named"
-        yield f"{row.tensors} frozen tensors of {row.key}, read from {place}"
+def _listed(title: str, stored: StoredTensors | CheckpointSource, name: str) -> TensorSpec:
+    return TensorSpec(title, stored.dtypes[name], tuple(stored.shapes[name]))
 
 
 def _fits(path: Path, config: Path, allow_code: bool) -> Iterator[str]:
     run = load_config(config, allow_code=allow_code)
     registry = run.registry
     task = build_task(run)
-    if any((path / name).is_file() or path.name == name for name in (PEFT_ADAPTER, DIFFUSERS_ADAPTER)):
+    if is_adapter(path):
         linear = {root: linear_layers(task.get_submodule(root)) for root in task.trainable}
         found = locate(task, str(path), linear, formats_of(registry))
         yield f"{found.root}: an adapter of {len(found.modules)} of its modules"
@@ -145,7 +123,7 @@ def open_weights(path: Path, registry: Registry) -> Iterator[tuple[str, StoredTe
 
 
 @dataclass(frozen=True)
-class Difference:
+class TensorDifference:
     """Of one tensor that both sides hold in the same shape.
 
     norms: L2, of either side. largest: the greatest absolute difference (float64). at: the place of the
@@ -166,7 +144,7 @@ class Differences:
     same: tuple[str, ...]
     only: tuple[tuple[str, ...], tuple[str, ...]]
     shaped: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
-    changed: tuple[Difference, ...]
+    changed: tuple[TensorDifference, ...]
     dtypes: tuple[tuple[str, torch.dtype, torch.dtype], ...]
 
     @property
@@ -183,26 +161,20 @@ def differences(first: Path, second: Path) -> Differences:
     """
     registry = get_registry()
     sides = [_Side(path, registry) for path in (first, second)]
-    if sides[0].shapes.keys().isdisjoint(sides[1].shapes):
+    if sides[0].tensors().keys().isdisjoint(sides[1].tensors()):
         for side in sides:
             side.bare()
-    one, two = (side.shapes for side in sides)
+    one, two = (side.tensors() for side in sides)
     both = [name for name in one if name in two]
-    only = (tuple(name for name in one if name not in two), tuple(name for name in two if name not in one))
-    shaped = [(name, one[name], two[name]) for name in both if one[name] != two[name]]
-    kinds = [(name, sides[0].dtypes[name], sides[1].dtypes[name]) for name in both]
-    dtypes = [kind for kind in kinds if kind[1] != kind[2]]
-    odd = {name for name, *_ in shaped}
-    changed, same = [], []
-    for name in both:
-        if name in odd:
-            continue
-        found = _compare(name, *sides)
-        if found is None:
-            same.append(name)
-        else:
-            changed.append(found)
-    return Differences(tuple(same), only, tuple(shaped), tuple(changed), tuple(dtypes))
+    alike = [name for name in both if one[name].shape == two[name].shape]
+    found = {name: _tensor_difference(name, *sides) for name in alike}
+    return Differences(
+        same=tuple(name for name, difference in found.items() if difference is None),
+        only=(tuple(name for name in one if name not in two), tuple(name for name in two if name not in one)),
+        shaped=tuple((n, one[n].shape, two[n].shape) for n in both if n not in found),
+        changed=tuple(difference for difference in found.values() if difference is not None),
+        dtypes=tuple((n, one[n].dtype, two[n].dtype) for n in both if one[n].dtype != two[n].dtype),
+    )
 
 
 class _Side:
@@ -210,50 +182,37 @@ class _Side:
 
     def __init__(self, path: Path, registry: Registry) -> None:
         self._places: dict[str, tuple[StoredTensors | CheckpointSource, str]] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, torch.dtype] = {}
         for place, stored in open_weights(path, registry):
             if isinstance(stored, CheckpointSource):
                 stored.verify()
-            for name in stored.shapes:
-                self._places[f"{place}{name}"] = stored, name
-                self.shapes[f"{place}{name}"] = tuple(stored.shapes[name])
-                self.dtypes[f"{place}{name}"] = stored.dtypes[name]
-        if not self.shapes:
+            self._places |= {f"{place}{name}": (stored, name) for name in stored.shapes}
+        if not self._places:
             raise CheckpointError("there is no tensor here", where=str(path))
+
+    def tensors(self) -> dict[str, TensorSpec]:
+        """What it holds."""
+        return {title: _listed(title, stored, name) for title, (stored, name) in self._places.items()}
 
     def bare(self) -> None:
         """A checkpoint's names without the component's and without adapters' layers, as files have them."""
-        for name in [
-            name for name, (stored, _) in self._places.items() if isinstance(stored, CheckpointSource)
-        ]:
-            short = base_name(name).partition(".")[2]
-            self._places[short] = self._places.pop(name)
-            self.shapes[short] = self.shapes.pop(name)
-            self.dtypes[short] = self.dtypes.pop(name)
+        for name, (stored, _) in list(self._places.items()):
+            if isinstance(stored, CheckpointSource):
+                self._places[base_name(name).partition(".")[2]] = self._places.pop(name)
 
     def slabs(self, name: str) -> Iterator[Tensor]:
         """A tensor, some rows at a time."""
         stored, own = self._places[name]
-        shape = self.shapes[name]
+        tensor = _listed(name, stored, own)
+        boxes = chunks(box_of((0,) * len(tensor.shape), tensor.shape), torch.float64.itemsize)
         if isinstance(stored, CheckpointSource):
-            whole = torch.empty(shape, dtype=self.dtypes[name])
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype)
             stored.fill({own: whole})
-            yield from (whole[box] for box in _boxes(shape))
+            yield from (whole[box] for box in boxes)
         else:
-            yield from (stored.read(own, box) for box in _boxes(shape))
+            yield from (stored.read(own, box) for box in boxes)
 
 
-def _boxes(shape: Sequence[int]) -> Iterator[tuple[slice, ...]]:
-    if not shape:
-        yield ()
-        return
-    rows = max(1, _SLAB // max(1, 8 * prod(shape[1:])))
-    for start in range(0, shape[0], rows):
-        yield (slice(start, min(start + rows, shape[0])), *(slice(0, size) for size in shape[1:]))
-
-
-def _compare(name: str, first: _Side, second: _Side) -> Difference | None:
+def _tensor_difference(name: str, first: _Side, second: _Side) -> TensorDifference | None:
     squares, largest, at, row = [0.0, 0.0], 0.0, None, 0
     for ours, theirs in zip(first.slabs(name), second.slabs(name), strict=True):
         a, b = ours.to(torch.float64), theirs.to(torch.float64)
@@ -266,12 +225,12 @@ def _compare(name: str, first: _Side, second: _Side) -> Difference | None:
                 place = tuple(int(i) for i in other.nonzero()[0].tolist())
                 at = ((place[0] + row, *place[1:]) if place else (), float(a[place]), float(b[place]))
         row += ours.shape[0] if ours.dim() else 0
-    return None if at is None else Difference(name, (squares[0] ** 0.5, squares[1] ** 0.5), largest, at)
+    return None if at is None else TensorDifference(name, (squares[0] ** 0.5, squares[1] ** 0.5), largest, at)
 
 
-def folded(tensors: Sequence[Listed]) -> list[tuple[str, Listed, int]]:
+def folded(tensors: Sequence[TensorSpec]) -> list[tuple[str, TensorSpec, int]]:
     """(name with numbers as {*}, one of them, how many): tensors that differ in their numbers alone."""
-    groups: dict[tuple[str, tuple[int, ...], torch.dtype], list[Listed]] = {}
+    groups: dict[tuple[str, tuple[int, ...], torch.dtype], list[TensorSpec]] = {}
     for tensor in tensors:
         key = re.sub(r"(?<=\.)\d+(?=\.|\Z)|\A\d+(?=\.)", "{*}", tensor.name)
         groups.setdefault((key, tensor.shape, tensor.dtype), []).append(tensor)

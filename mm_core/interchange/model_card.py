@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import yaml
 
@@ -35,9 +34,9 @@ class Card:
     tags: Sequence[str] = ()
     loading: str = ""
     facts: Sequence[tuple[str, str]] = ()
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, object] = field(default_factory=dict)
     data: Sequence[tuple[str, str, str, str]] = ()
-    metrics: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, object] = field(default_factory=dict)
     made_with: Sequence[tuple[str, str]] = ()
 
 
@@ -51,22 +50,21 @@ def render(card: Card) -> str:
     }
     lines = ["---", _yaml({key: value for key, value in front.items() if value}), "---", ""]
     lines += [f"# {_line(card.title)}", "", _public(card.summary), ""]
-    if card.loading:
-        lines += ["## Load", "", "````python", _public(card.loading).strip(), "````", ""]
-    lines += ["## Facts", "", *_table(("", ""), card.facts), ""]
-    if card.metrics:
-        rows = [(name, _figure(value)) for name, value in card.metrics.items()]
-        lines += ["## Held-out data", "", *_table(("figure", "value"), rows), ""]
-    if card.data:
-        lines += ["## Data", "", *_table(("dataset", "type", "rows", "sha256 of its files"), card.data), ""]
-    if card.settings:
-        lines += ["## Config", "", "````yaml", _yaml(_publishable(card.settings)), "````", ""]
-    if card.made_with:
-        lines += ["## Made with", "", *_table(("", "version"), card.made_with), ""]
+    figures = [(name, _figure(value)) for name, value in card.metrics.items()]
+    sections = {
+        "Load": ["````python", _public(card.loading).strip(), "````"] if card.loading else [],
+        "Facts": _table(("", ""), card.facts),
+        "Held-out data": _table(("figure", "value"), figures) if figures else [],
+        "Data": _table(("dataset", "type", "rows", "sha256 of its files"), card.data) if card.data else [],
+        "Config": ["````yaml", _yaml(_publishable(card.settings)), "````"] if card.settings else [],
+        "Made with": _table(("", "version"), card.made_with) if card.made_with else [],
+    }
+    for title, body in sections.items():
+        lines += [f"## {title}", "", *body, ""] if body else []
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _publishable(value: Any, key: str = "") -> Any:
+def _publishable(value: object, key: str = "") -> object:
     """Plain values without paths of this machine, and without what is named like a secret."""
     if isinstance(value, Mapping):
         return {name: _publishable(item, str(name)) for name, item in value.items()}
@@ -84,7 +82,7 @@ def _public(text: str) -> str:
     return _PATH.sub(lambda found: ".../" + re.split(r"[/\\]", found[0].rstrip("/\\"))[-1], text)
 
 
-def _yaml(value: Any) -> str:
+def _yaml(value: object) -> str:
     text: str = yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=100)
     return text.rstrip()
 
@@ -102,7 +100,7 @@ def _line(text: str) -> str:
     return " ".join(text.split())
 
 
-def _figure(value: Any) -> str:
+def _figure(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     return value if isinstance(value, str) else json.dumps(value)

@@ -17,15 +17,14 @@ from mm_core.errors import CheckpointError, PlanError
 from mm_core.loading.checkpoint_source import CheckpointSource
 from mm_core.loading.mismatch import mismatch_error
 from mm_core.modules.adapter_layers import adapter_of, base_name
-from mm_core.modules.selection import covered
+from mm_core.modules.patterns import select_parameters
 from mm_core.modules.tying import tied_names
 from mm_core.runtime.ranks import Ranks
-from mm_core.weights.adapters.files import DIFFUSERS_ADAPTER
+from mm_core.weights.adapters.files import is_adapter
 from mm_core.weights.fingerprint import fingerprint
 from mm_core.weights.fitting import Fit, Formats, best_way, no_way, unlike, untied, ways_to_read
 from mm_core.weights.formats.format import StoredTensors
 from mm_core.weights.formats.key_map import Copy, whole
-from mm_core.weights.formats.libraries import PEFT_ADAPTER
 from mm_core.weights.progress import byte_bar
 from mm_core.weights.stored import TORCH_SUFFIXES, open_stored
 from mm_core.weights.streaming import overlap, shard_of, stream
@@ -170,8 +169,8 @@ class WeightMatch:
         init = self.init
         names = {base_name(name): name for name in state}  # adapted layers by the names of files
         state = {name: state[own] for name, own in names.items()}
-        chosen = set(covered(init.include, state, "init_from.include") if init.include else state)
-        chosen -= set(covered(init.exclude, state, "init_from.exclude"))
+        chosen = set(select_parameters(init.include, state, "init_from.include") if init.include else state)
+        chosen -= set(select_parameters(init.exclude, state, "init_from.exclude"))
         if not chosen:
             raise PlanError(
                 "every parameter is left out, so no weight would be read",
@@ -302,7 +301,7 @@ def _open(
     open_run: Callable[[Path, Literal["model", "ema"]], CheckpointSource],
 ) -> StoredTensors | CheckpointSource:
     """Weights whose names are paths in the task, or are made so by `prefixes`."""
-    if any((path / name).is_file() or path.name == name for name in (PEFT_ADAPTER, DIFFUSERS_ADAPTER)):
+    if is_adapter(path):
         raise CheckpointError(
             "this is an adapter, not weights",
             where=str(path),

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from mm_core.contracts import IGNORED_LABEL, Batch, Clip, Evaluation
+from mm_core.contracts import IGNORED_LABEL, Batch, Evaluation
 from mm_core.errors import ContractError
 from mm_core.metrics.needs import needed_outputs
+from mm_core.metrics.summed import SummedMetric, mean
 
 Average = Literal["macro", "micro", "weighted"]
 
@@ -20,27 +21,7 @@ _HINT = "take a metric that fits the task: these are of labels that are classes 
 _F1_HINT = "the F1 score is of rows with one class, or with several yes or no; accuracy is of tokens too"
 
 
-class _Summed:
-    """What metrics of this file share: a vector of sums over the rows that count."""
-
-    width = 2
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Forgets what was seen."""
-        self._sums = torch.zeros(self.width, dtype=torch.float64)
-
-    def sampled(self, clips: Sequence[Clip]) -> None:
-        """Sampled clips have no labels."""
-
-    def sums(self) -> Tensor:
-        """[n] float64."""
-        return self._sums.clone()
-
-
-class Accuracy(_Summed):
+class Accuracy(SummedMetric):
     """The share of labels that were predicted: of rows, or of tokens whose label is not -100."""
 
     def batch(self, batch: Batch, evaluation: Evaluation) -> None:
@@ -55,11 +36,10 @@ class Accuracy(_Summed):
 
     def result(self, sums: Tensor) -> Mapping[str, float]:
         """`accuracy`, 0 to 1; {} without labels."""
-        count, right = sums.tolist()
-        return {"accuracy": right / count} if count else {}
+        return mean("accuracy", sums)
 
 
-class Perplexity(_Summed):
+class Perplexity(SummedMetric):
     """exp of the mean cross entropy over the labels that count, in nats."""
 
     def batch(self, batch: Batch, evaluation: Evaluation) -> None:
@@ -70,16 +50,13 @@ class Perplexity(_Summed):
 
     def result(self, sums: Tensor) -> Mapping[str, float]:
         """`perplexity`, infinite where its exponent overflows; {} without labels."""
-        count, loss = sums.tolist()
-        if not count:
-            return {}
         try:
-            return {"perplexity": math.exp(loss / count)}
+            return {name: math.exp(loss) for name, loss in mean("perplexity", sums).items()}
         except OverflowError:
             return {"perplexity": math.inf}
 
 
-class F1:
+class F1(SummedMetric):
     """The F1 score of rows of one class, or of several yes or no (yes: a logit above 0).
 
     F1 of a class = 2 TP / (2 TP + FP + FN). Classes that neither labels nor predictions name do not count.
@@ -89,13 +66,11 @@ class F1:
             summed over classes, which for rows of one class is the accuracy.
     """
 
+    width = 3
+
     def __init__(self, average: Average) -> None:
         self.average = average
-        self.reset()
-
-    def reset(self) -> None:
-        """Forgets what was seen."""
-        self._counts: Tensor | None = None
+        super().__init__()
 
     def batch(self, batch: Batch, evaluation: Evaluation) -> None:
         """Adds the rows of a batch. ContractError when the task gives no logits [B,K] of classes."""
@@ -114,15 +89,9 @@ class F1:
                 where="validation.metrics: f1",
                 accepted="labels [B] of classes, or [B,K] of 0 and 1",
             )
-        sums = torch.stack([(found & wanted).sum(0), found.sum(0), wanted.sum(0)]).cpu().double()
-        self._counts = sums if self._counts is None else self._counts + sums
-
-    def sampled(self, clips: Sequence[Clip]) -> None:
-        """Sampled clips have no labels."""
-
-    def sums(self) -> Tensor:
-        """[3K]: of each class what was right, predicted and labelled; [3] before any batch."""
-        return torch.zeros(3, dtype=torch.float64) if self._counts is None else self._counts.flatten()
+        # [3K]: of each class what was right, predicted and labelled; [3], for any class, before a batch.
+        counts = torch.stack([(found & wanted).sum(0), found.sum(0), wanted.sum(0)]).cpu().double()
+        self._sums = (self._sums.view(3, -1) + counts).flatten()
 
     def result(self, sums: Tensor) -> Mapping[str, float]:
         """`f1_macro`, `f1_micro` or `f1_weighted`, 0 to 1; {} without rows."""

@@ -10,23 +10,20 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mm_core.contracts import Batch, Clip, Evaluation
+from mm_core.contracts import Batch, Evaluation
 from mm_core.metrics.needs import needed_texts
+from mm_core.metrics.summed import SummedMetric, mean
 
 Normalize = Literal["none", "case", "squad"]
 
 
-class TextMetric:
+class TextMetric(SummedMetric):
     """The mean over rows of what `score` says of a text and the references that it is held against, any of
     which is right: 0 to 1. The figure is called `name`. Thoughts are left out: see `without_thought`."""
 
     def __init__(self, name: str, score: Callable[[str, Sequence[str]], float]) -> None:
         self.name, self.score = name, score
-        self.reset()
-
-    def reset(self) -> None:
-        """Forgets what was seen."""
-        self._sums = torch.zeros(2, dtype=torch.float64)
+        super().__init__()
 
     def batch(self, batch: Batch, evaluation: Evaluation) -> None:
         """Adds the rows of a batch. ContractError when the task gives no words."""
@@ -37,17 +34,9 @@ class TextMetric:
                 score = self.score(without_thought(text), right)
                 self._sums += torch.tensor([1.0, score], dtype=torch.float64)
 
-    def sampled(self, clips: Sequence[Clip]) -> None:
-        """Sampled clips are no words."""
-
-    def sums(self) -> Tensor:
-        """[2]: rows, and the sum of their scores."""
-        return self._sums.clone()
-
     def result(self, sums: Tensor) -> Mapping[str, float]:
         """The mean, under the metric's name; {} without rows."""
-        count, total = sums.tolist()
-        return {self.name: total / count} if count else {}
+        return mean(self.name, sums)
 
 
 def without_thought(text: str) -> str:

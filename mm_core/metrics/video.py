@@ -11,21 +11,18 @@ from torch import Tensor
 from mm_core.contracts import Batch, Clip, Evaluation, TextBatch
 from mm_core.errors import ContractError
 from mm_core.metrics.needs import needed_outputs
+from mm_core.metrics.summed import SummedMetric, mean
 
 
-class LatentPSNR:
+class LatentPSNR(SummedMetric):
     """Peak signal-to-noise ratio, in dB, of the one-step clean estimate against the clean latents.
 
     PSNR = 10 log10(R^2 / MSE). Latents have no greatest value, so the range R is that of a uniform signal
     with the references' variance, R^2 = 12 (E[x^2] - E[x]^2), over all rows of the evaluation.
     """
 
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Forgets what was seen."""
-        self._sums = torch.zeros(4, dtype=torch.float64)
+    width = 4
+    """Rows, and the sums of their means of x, x^2 and squared error."""
 
     def batch(self, batch: Batch, evaluation: Evaluation) -> None:
         """Adds the rows of a batch. ContractError when the task gives no estimates."""
@@ -37,13 +34,6 @@ class LatentPSNR:
         counted = means[:, batch.sample_weights > 0]
         self._sums[0] += counted.shape[1]
         self._sums[1:] += counted.sum(1)
-
-    def sampled(self, clips: Sequence[Clip]) -> None:
-        """Sampled clips have no reference."""
-
-    def sums(self) -> Tensor:
-        """[4]: rows, and the sums of their means of x, x^2 and squared error."""
-        return self._sums.clone()
 
     def result(self, sums: Tensor) -> Mapping[str, float]:
         """`latent_psnr`, infinite for a perfect estimate; {} without rows."""
@@ -58,16 +48,9 @@ class LatentPSNR:
         return {"latent_psnr": 10 * math.log10(12 * variance / (error / count))}
 
 
-class FrameChange:
+class FrameChange(SummedMetric):
     """How much sampled clips move: the mean absolute difference of successive frames, 0 to 1 (black to
     white). Near 0 means frozen video. Clips of one frame are left out."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Forgets what was seen."""
-        self._sums = torch.zeros(2, dtype=torch.float64)
 
     def batch(self, batch: Batch, evaluation: Evaluation) -> None:
         """Held-out clips are not looked at. ContractError for rows of text, of which nothing is sampled."""
@@ -86,11 +69,6 @@ class FrameChange:
                 self._sums[0] += 1
                 self._sums[1] += clip.pixels.diff(dim=1).abs().mean().double() / 2
 
-    def sums(self) -> Tensor:
-        """[2]: clips, and the sum of their changes."""
-        return self._sums.clone()
-
     def result(self, sums: Tensor) -> Mapping[str, float]:
         """`frame_change`, the mean over clips; {} without clips that have two frames."""
-        count, total = sums.tolist()
-        return {"frame_change": total / count} if count else {}
+        return mean("frame_change", sums)

@@ -44,17 +44,13 @@ def adapted_layers(module: nn.Module) -> dict[str, Any]:
 def without_adapters(module: nn.Module) -> Iterator[None]:
     """Within it the module is what its author wrote: each adapted layer is its base layer."""
     layers = adapted_layers(module)
-    places = []
     for path, layer in layers.items():
-        owner, _, key = path.rpartition(".")
-        parent = module.get_submodule(owner)
-        places.append((parent, key, layer))
-        setattr(parent, key, layer.base_layer)
+        module.set_submodule(path, layer.base_layer)
     try:
         yield
     finally:
-        for parent, key, layer in places:
-            setattr(parent, key, layer)
+        for path, layer in layers.items():
+            module.set_submodule(path, layer)
 
 
 def init_adapters(module: nn.Module) -> None:

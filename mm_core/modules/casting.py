@@ -10,7 +10,6 @@ import inspect
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,10 +18,12 @@ from mm_core.contracts import TaskModule
 from mm_core.errors import ContractError, PlanError, first_line
 from mm_core.modules.adapter_layers import adapter_of
 from mm_core.modules.shards import local
+from mm_core.modules.torch_calls import Args, Kwargs
 
 KEEP = frozenset({"timestep", "timesteps", "t", "sigma", "sigmas"})
 """Names of inputs whose precision is never lowered."""
 
+_LOWERED = {torch.float32, torch.float16, torch.bfloat16}
 _TWO_DTYPES = re.compile(
     r"same dtype|dtypes must be the same|(?:bias|weight) type .* should be the same|expected scalar type"
     r"|expected m1 and m2"
@@ -31,14 +32,14 @@ _TWO_DTYPES = re.compile(
 _FLOATING = re.compile(r"\b(?:b?float|half|double)\w*", re.IGNORECASE)
 
 
-def hold_frozen(task: TaskModule, dtype: torch.dtype) -> None:
+def cast_frozen(task: TaskModule, dtype: torch.dtype) -> None:
     """Gives the parameters that are not trained another dtype; what adapters hold keeps its own, and so do
     buffers. To be called on the meta device, before the engine plans."""
     for parameter in _frozen_of(task):
         parameter.data = parameter.data.to(dtype)
 
 
-def round_frozen(task: TaskModule, dtype: torch.dtype) -> None:
+def quantise_frozen_values(task: TaskModule, dtype: torch.dtype) -> None:
     """Gives them the values that they would have in a lower dtype, without changing their own."""
     for parameter in _frozen_of(task):
         share = local(parameter)
@@ -84,15 +85,12 @@ def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
     """
     names = list(inspect.signature(module.forward).parameters)
 
-    def convert(name: str | None, value: Any) -> Any:
-        lower = isinstance(value, torch.Tensor) and value.dtype in (
-            torch.float32,
-            torch.float16,
-            torch.bfloat16,
-        )
-        return value.to(dtype) if lower and name not in KEEP else value
+    def convert(name: str | None, value: object) -> object:
+        if name in KEEP or not isinstance(value, torch.Tensor) or value.dtype not in _LOWERED:
+            return value
+        return value.to(dtype)
 
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def hook(_: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         positions = [*names[: len(args)], *[None] * (len(args) - len(names))]
         cast_args = tuple(convert(name, value) for name, value in zip(positions, args, strict=False))
         return cast_args, {name: convert(name, value) for name, value in kwargs.items()}

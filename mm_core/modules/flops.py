@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import nn
 
 from mm_core.contracts.operations import Product, StepOperations
 from mm_core.modules.adapter_layers import adapted_layers
+from mm_core.modules.patterns import above
 
 
 def step_operations(
@@ -27,7 +28,7 @@ def step_operations(
         recomputed: paths in `module` of the modules whose forward runs again in backward; "" is itself.
     """
     adapted = adapted_layers(module)
-    trained = {above for name, p in module.named_parameters() if p.requires_grad for above in _paths(name)}
+    trained = {path for name, p in module.named_parameters() if p.requires_grad for path in _paths(name)}
     forward = backward = again = 0.0
     differentiable: set[str] = set()  # paths whose outputs have a gradient
 
@@ -57,10 +58,9 @@ def step_operations(
     return StepOperations(forward, backward, again)
 
 
-def _paths(name: str) -> Iterator[str]:
+def _paths(name: str) -> list[str]:
     """`blocks.0.ffn` -> `blocks`, `blocks.0`, `blocks.0.ffn`."""
-    pieces = name.split(".")
-    return (".".join(pieces[: count + 1]) for count in range(len(pieces)))
+    return [*above(name), name]
 
 
 def _of_adapters(layer: Any, fed: bool) -> tuple[float, float]:

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -25,29 +26,15 @@ from mm_core.contracts import Randomness, seeded
 from mm_core.errors import ContractError
 from mm_core.modules.adapter_layers import base_name, init_adapters, without_adapters
 from mm_core.modules.shards import local
+from mm_core.modules.torch_calls import Args, Function, Kwargs
 from mm_core.runtime.ranks import on_any_rank
 
-_RANDOM_METHODS = frozenset(
-    getattr(Tensor, name)
-    for name in (
-        [
-            "normal_",
-            "uniform_",
-            "exponential_",
-            "cauchy_",
-            "log_normal_",
-            "geometric_",
-            "bernoulli_",
-            "random_",
-        ]
-    )
-)
-_DRAWING = _RANDOM_METHODS | frozenset(
+_RANDOM_METHODS = "normal_ uniform_ exponential_ cauchy_ log_normal_ geometric_ bernoulli_ random_"
+_DRAWING = {getattr(Tensor, name) for name in _RANDOM_METHODS.split()} | {
     function
     for name, function in inspect.getmembers(nn.init, inspect.isfunction)
     if name.endswith("_") and not name.startswith("_")
-)
-
+}
 
 # Functions of nn.init that torch does not let a mode replace, and that draw into tensors of their own.
 _OWN_DRAWING = ("_no_grad_trunc_normal_", "orthogonal_", "sparse_", "eye_", "dirac_")
@@ -92,12 +79,8 @@ class _SeededInit(TorchFunctionMode):
         self.read = False  # integers that nobody had filled: what is copied then may depend on them
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+        self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         kwargs = kwargs or {}
         target = args[0] if args else kwargs.get("tensor")
         name = self.names.get(id(target)) if isinstance(target, Tensor) else None
@@ -114,9 +97,7 @@ class _SeededInit(TorchFunctionMode):
         rest = {key: value for key, value in kwargs.items() if key != "tensor"}
         return self.draw(func, target, args[1:], rest)
 
-    def call(
-        self, func: Callable[..., Any], name: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def call(self, func: Function, name: str | None, args: Args, kwargs: Kwargs) -> object:
         """Calls what draws nothing. A whole tensor that is copied into a sharded parameter is cut to it."""
         if func is Tensor.copy_ and name is not None and isinstance(args[0], DTensor):
             source = args[1] if len(args) > 1 else kwargs.get("src", kwargs.get("other"))
@@ -138,7 +119,7 @@ class _SeededInit(TorchFunctionMode):
                 hint="compute the whole tensor first, then self.weight.copy_(whole)",
             ) from fault
 
-    def note(self, func: Callable[..., Any], name: str | None, given: Iterable[Any]) -> None:
+    def note(self, func: Function, name: str | None, given: Iterable[object]) -> None:
         """Keeps what is surely filled whole, by a call with the target `name` that reads `given`."""
         if func in _DRAWING:
             self.filled |= {name} if name is not None else set()
@@ -148,9 +129,7 @@ class _SeededInit(TorchFunctionMode):
             if name is not None and func in _FILLING and not self.read:
                 self.filled.add(name)
 
-    def draw(
-        self, func: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def draw(self, func: Function, target: Any, args: Args, kwargs: Kwargs) -> object:
         """Calls a drawing function for the whole tensor, by (seed, name), and keeps this rank's part."""
         name = self.names.get(id(target))
         if name is None:
@@ -191,17 +170,14 @@ def seeded_init(
 ) -> Iterator[_SeededInit]:
     """Within it, random initialisation of the parameters of `module` draws by (seed, name); that of the
     names in `spared` does nothing."""
-    named = [*module.named_parameters(prefix=prefix), *module.named_buffers(prefix=prefix)]
     # An adapted layer draws as it would without its adapter.
-    names = {id(tensor): base_name(name) for name, tensor in named}
+    names = {id(tensor): base_name(name) for name, tensor in _tensors(module, prefix, ())}
     mode = _SeededInit(names, rng.at("init"), {base_name(name) for name in spared})
-    inits: Any = nn.init
     thread = threading.get_ident()
-    before = {name: getattr(inits, name) for name in _OWN_DRAWING}
 
-    def whole(func: Callable[..., Any]) -> Callable[..., Any]:
+    def whole(func: Function) -> Function:
         @functools.wraps(func)
-        def draw(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def draw(tensor: Tensor, *args: object, **kwargs: object) -> object:
             foreign = threading.get_ident() != thread  # builds a model of its own meanwhile
             if foreign or (id(tensor) not in names and not isinstance(tensor, DTensor)):
                 return func(tensor, *args, **kwargs)
@@ -210,14 +186,9 @@ def seeded_init(
 
         return draw
 
-    for name, func in before.items():
-        setattr(inits, name, whole(func))
-    try:
-        with mode:
-            yield mode
-    finally:
-        for name, func in before.items():
-            setattr(inits, name, func)
+    replaced: Kwargs = {name: whole(getattr(nn.init, name)) for name in _OWN_DRAWING}
+    with patch.multiple(nn.init, **replaced), mode:
+        yield mode
 
 
 def initialise(module: nn.Module, prefix: str, rng: Randomness, spared: Collection[str] = ()) -> None:
@@ -238,7 +209,9 @@ def initialise(module: nn.Module, prefix: str, rng: Randomness, spared: Collecti
     }
     integers = [n for n, tensor in found.items() if not _is_float(tensor) and base_name(n) not in filled]
     once = {name: _bits(found[name]).clone() for name in integers}
-    if _on_any_rank(bool(once), found.values()):
+    # Ranks hold other rows of a sharded tensor. All begin again, or none: authors may gather.
+    sharded = any(isinstance(tensor, DTensor) and not _is_float(tensor) for tensor in found.values())
+    if on_any_rank(bool(once)) if sharded else once:
         _over_marks(module, prefix, rng, spared, 1)
         found = dict(_tensors(module, prefix, spared))
         unset |= {name for name, bits in once.items() if not torch.equal(bits, _bits(found[name]))}
@@ -277,13 +250,6 @@ def _bits(tensor: Tensor) -> Tensor:
     if _is_float(share) or share.dtype == torch.bool:
         return share
     return share.view(_SIGNED[share.element_size()])
-
-
-def _on_any_rank(doubt: bool, tensors: Iterable[Tensor]) -> bool:
-    """Ranks hold other rows of a sharded tensor. All begin again, or none: authors may gather."""
-    if not any(isinstance(tensor, DTensor) and not _is_float(tensor) for tensor in tensors):
-        return doubt
-    return on_any_rank(doubt)
 
 
 def _unset(module: nn.Module, prefix: str, names: Sequence[str]) -> ContractError:

@@ -1,4 +1,5 @@
-"""The path grammar of module patterns: one for wrap, ignore, recompute (later freeze and LoRA).
+"""The path grammar of module patterns, and parameters by it: those that a pattern names, or that lie below a
+module it names. One for wrap, ignore, recompute, freeze and LoRA.
 
 `predictor.blocks.{*}` any one name; `{0-23}` a range, ends included; `{1,3,5}` a list;
 `{0-20,22-40}` both; several braces in a path.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from mm_core.contracts import TaskModule
 from mm_core.errors import PlanError, nearest
 
 _BRACE = re.compile(r"\{([^{}]*)\}")
@@ -27,20 +29,52 @@ def match(patterns: Sequence[str], paths: Iterable[str], key: str) -> list[str]:
     return [path for path in known if path in chosen]
 
 
+def freeze(task: TaskModule, patterns: Sequence[str]) -> list[str]:
+    """Takes the parameters that `patterns` cover out of training; returns their paths in the task.
+
+    To be called on the task before the engine plans.
+
+    Raises:
+        PlanError: a pattern that matches nothing, or nothing left to train.
+    """
+    parameters = dict(task.named_parameters())
+    names = select_parameters(patterns, parameters, "train.freeze")
+    for name in names:
+        parameters[name].requires_grad_(False)
+    if names and not any(parameter.requires_grad for parameter in parameters.values()):
+        raise PlanError(
+            "every parameter is frozen, so there is nothing to train",
+            where="train.freeze",
+            hint="leave some modules out of train.freeze",
+        )
+    return names
+
+
+def select_parameters(patterns: Sequence[str], names: Iterable[str], key: str) -> list[str]:
+    """The names of parameters that any pattern matches, by themselves or by a module above them.
+
+    Raises PlanError, naming `key`, for a pattern that matches nothing.
+    """
+    names = list(names)
+    paths = dict.fromkeys(path for name in names for path in (*above(name), name))
+    found = set(match(patterns, paths, key)) if patterns else set()
+    return [name for name in names if name in found or not found.isdisjoint(above(name))]
+
+
+def above(name: str) -> list[str]:
+    """The paths of the modules that hold `a.b.weight`: `a` and `a.b`."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
 def _match_one(pattern: str, paths: list[str], key: str) -> set[str]:
     braces = [_parse(text, pattern, key) for text in _BRACE.findall(pattern)]
-    literal = [re.escape(part) for part in _BRACE.split(pattern)[::2]]
-    if any(brace in part for part in _BRACE.split(pattern)[::2] for brace in "{}"):
+    outside = _BRACE.split(pattern)[::2]
+    if any(brace in part for part in outside for brace in "{}"):
         raise _bad_grammar(pattern, key)
-    expression = re.compile("([^.]+)".join(literal) + r"\Z")
-    seen: list[set[str]] = [set() for _ in braces]
-    found: set[str] = set()
-    for path in paths:
-        hit = expression.match(path)
-        if hit and all(_admits(brace, value) for brace, value in zip(braces, hit.groups(), strict=True)):
-            found.add(path)
-            for values, value in zip(seen, hit.groups(), strict=True):
-                values.add(value)
+    expression = re.compile("([^.]+)".join(map(re.escape, outside)) + r"\Z")
+    hits = {path: hit.groups() for path in paths if (hit := expression.match(path))}
+    found = {path: values for path, values in hits.items() if all(map(_admits, braces, values))}
     if not found:
         near = _examples(pattern, paths)
         raise PlanError(
@@ -48,7 +82,7 @@ def _match_one(pattern: str, paths: list[str], key: str) -> set[str]:
             where=key,
             accepted=f"a path such as {', '.join(near)}" if near else "nothing: there is no module to name",
         )
-    for brace, values in zip(braces, seen, strict=True):
+    for brace, values in zip(braces, map(set, zip(*found.values(), strict=True)), strict=True):
         absent = [item for item in brace or () if not any(_admits([item], value) for value in values)]
         over = [item for item in brace or () if isinstance(item, tuple) and str(item[1]) not in values]
         if absent or over:
@@ -59,7 +93,7 @@ def _match_one(pattern: str, paths: list[str], key: str) -> set[str]:
                 accepted=f"{', '.join(sorted(values, key=_natural))}",
                 hint="write {*} for all of them",
             )
-    return found
+    return set(found)
 
 
 Item = str | tuple[int, int]

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
-def local(tensor: Any) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
     """This rank's share."""
     held: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return held.detach()
 
 
-def like(tensor: Any, share: Tensor) -> Any:
+def like(tensor: Tensor, share: Tensor) -> Tensor:
     """`share`, laid out over the ranks as `tensor` is, on the device that `share` is on.
 
     `DTensor.from_local` would move it to the mesh's device at once: what is copied into `share` afterwards

@@ -1,21 +1,18 @@
-"""Built-in optimizers."""
+"""AdamW, by the fastest kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import torch
 from torch import nn
 
+from mm_core.optim.parameter_groups import Group
+
 
 def adamw(
-    groups: Sequence[Mapping[str, Any]],
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
+    groups: Sequence[Group], lr: float, betas: tuple[float, float], eps: float, weight_decay: float
 ) -> torch.optim.AdamW:
     """AdamW over parameter groups (plain tensors or DTensors), by the fastest kernel that their device has.
 

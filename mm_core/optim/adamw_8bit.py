@@ -5,24 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Any
 
 import torch
 import torch._functorch.config
 from torch import nn
 
 from mm_core.errors import PluginError
+from mm_core.optim.parameter_groups import Group
 
 with suppress(ImportError):  # torch then reads the tensors that it packs: `adamw_8bit` says what is missing
     import torchao.optim  # noqa: F401
 
 
 def adamw_8bit(
-    groups: Sequence[Mapping[str, Any]],
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
+    groups: Sequence[Group], lr: float, betas: tuple[float, float], eps: float, weight_decay: float
 ) -> torch.optim.Optimizer:
     """AdamW whose moments are quantised in blocks of 256 numbers; shards of less than 4096 numbers, or of no
     multiple of 256, keep moments of full precision. torchao compiles the update on the first step.
@@ -36,21 +32,21 @@ def adamw_8bit(
     for device in {parameter.device for group in groups for parameter in group["params"]}:
         _check_runs(kind, device)
     first, second = betas  # a YAML gives a list
-    optimizer: torch.optim.Optimizer = kind(
+    optimizer = kind(
         [dict(group) for group in groups], lr=lr, betas=(first, second), eps=eps, weight_decay=weight_decay
     )
     optimizer.register_step_pre_hook(_rates_as_tensors)
     return optimizer
 
 
-def _rates_as_tensors(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _rates_as_tensors(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """torchao compiles for a rate that is a tensor; a schedule sets numbers."""
     for group in optimizer.param_groups:
         group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32)
 
 
 @cache
-def _optimizer_class() -> Any:
+def _optimizer_class() -> Callable[..., torch.optim.Optimizer]:
     """torchao's class, whose quantised tensors are taught the copies that saving in the background makes."""
     try:
         from torchao.optim import AdamW8bit
@@ -62,7 +58,9 @@ def _optimizer_class() -> Any:
             hint="pip install 'mm-core[low-bit]', or set optimizer.type to adamw",
         ) from None
 
-    def copied(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def copied(
+        func: object, types: object, args: Sequence[OptimState8bit], kwargs: Mapping[str, object]
+    ) -> OptimState8bit:
         held = args[0]
         where = kwargs.get("device") or held.device
         parts = (part.to(where, copy=True) for part in (held.codes, held.scale, held.qmap))
@@ -73,7 +71,7 @@ def _optimizer_class() -> Any:
     OptimState8bit.implements([aten.clone.default, aten.empty_like.default, aten._to_copy.default])(copied)
 
     class OwnKernels(AdamW8bit):  # type: ignore[misc]
-        def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        def step(self, closure: Callable[[], float] | None = None) -> object:
             # torch 2.13 names what it has compiled for a DTensor by its whole shape, and takes it again on
             # a rank whose shard has another size: memory that is not the tensor's would be written.
             with torch._functorch.config.patch(enable_autograd_cache=False):
@@ -83,7 +81,7 @@ def _optimizer_class() -> Any:
 
 
 @cache
-def _check_runs(kind: Any, device: torch.device) -> None:
+def _check_runs(kind: Callable[..., torch.optim.Optimizer], device: torch.device) -> None:
     """PluginError when a step on a small tensor fails: torchao needs a compiler for the device."""
     probe = nn.Parameter(torch.zeros(64, 64, device=device))
     probe.grad = torch.ones_like(probe)

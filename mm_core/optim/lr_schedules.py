@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TypedDict, Unpack
 
 from mm_core.errors import ConfigError
 
@@ -50,79 +51,58 @@ class Schedule:
         return self.floor + (1.0 - self.floor) * self.fall(progress)
 
 
-def constant(
-    total_steps: int,
-    base_lr: float,
-    warmup_steps: int = 0,
-    warmup_fraction: float | None = None,
-    warmup_init: float = 0.0,
-) -> Schedule:
+class Shared(TypedDict, total=False):
+    """What every schedule may be given beside the steps of its warm-up.
+
+    Attributes:
+        warmup_fraction: the warm-up's share of the run, instead of its steps.
+        warmup_init: the rate at step 0 of a warm-up.
+        min_lr: the rate that a decay ends at.
+    """
+
+    warmup_fraction: float | None
+    warmup_init: float
+    min_lr: float
+
+
+def constant(total_steps: int, base_lr: float, warmup_steps: int = 0, **shared: Unpack[Shared]) -> Schedule:
     """Linear warm-up, then the base rate."""
-    warmup = warmup_length(total_steps, warmup_steps, warmup_fraction)
-    return Schedule(warmup, share(warmup_init, base_lr, "warmup_init"))
+    return schedule(total_steps, base_lr, warmup_steps, **shared)
 
 
-def linear(
-    total_steps: int,
-    base_lr: float,
-    warmup_steps: int = 0,
-    warmup_fraction: float | None = None,
-    warmup_init: float = 0.0,
-    min_lr: float = 0.0,
-) -> Schedule:
+def linear(total_steps: int, base_lr: float, warmup_steps: int = 0, **shared: Unpack[Shared]) -> Schedule:
     """Linear warm-up, then a straight line down to `min_lr`."""
-    warmup = warmup_length(total_steps, warmup_steps, warmup_fraction)
-    start, floor = share(warmup_init, base_lr, "warmup_init"), share(min_lr, base_lr, "min_lr")
-    return Schedule(warmup, start, warmup, total_steps, floor, line)
+    return schedule(total_steps, base_lr, warmup_steps, line, **shared)
 
 
-def cosine(
-    total_steps: int,
-    base_lr: float,
-    warmup_steps: int = 0,
-    warmup_fraction: float | None = None,
-    warmup_init: float = 0.0,
-    min_lr: float = 0.0,
-) -> Schedule:
+def cosine(total_steps: int, base_lr: float, warmup_steps: int = 0, **shared: Unpack[Shared]) -> Schedule:
     """Linear warm-up, then half a cosine down to `min_lr`.
 
     Reference: https://arxiv.org/abs/1608.03983 (equation 5, one cycle).
     """
-    warmup = warmup_length(total_steps, warmup_steps, warmup_fraction)
-    start, floor = share(warmup_init, base_lr, "warmup_init"), share(min_lr, base_lr, "min_lr")
-    return Schedule(warmup, start, warmup, total_steps, floor, half_cosine)
+    return schedule(total_steps, base_lr, warmup_steps, half_cosine, **shared)
 
 
 def polynomial(
-    total_steps: int,
-    base_lr: float,
-    warmup_steps: int = 0,
-    warmup_fraction: float | None = None,
-    warmup_init: float = 0.0,
-    min_lr: float = 0.0,
-    power: float = 2.0,
+    total_steps: int, base_lr: float, warmup_steps: int = 0, power: float = 2.0, **shared: Unpack[Shared]
 ) -> Schedule:
     """Linear warm-up, then (1 - progress)^power down to `min_lr`."""
-    warmup = warmup_length(total_steps, warmup_steps, warmup_fraction)
-    start, floor = share(warmup_init, base_lr, "warmup_init"), share(min_lr, base_lr, "min_lr")
-    return Schedule(warmup, start, warmup, total_steps, floor, partial(falling_power, power))
+    return schedule(total_steps, base_lr, warmup_steps, partial(falling_power, power), **shared)
 
 
 def wsd(
     total_steps: int,
     base_lr: float,
     warmup_steps: int = 0,
-    warmup_fraction: float | None = None,
-    warmup_init: float = 0.0,
-    min_lr: float = 0.0,
     decay_fraction: float = 0.1,
     decay_shape: str = "sqrt",
+    **shared: Unpack[Shared],
 ) -> Schedule:
     """Warm-up, stable, decay: the base rate until the last `decay_fraction` of the run falls to `min_lr`.
 
     Reference: https://arxiv.org/abs/2405.18392 (its "1-sqrt" is the shape `sqrt`).
     """
-    warmup = warmup_length(total_steps, warmup_steps, warmup_fraction)
+    warmup = warmup_length(total_steps, warmup_steps, shared.get("warmup_fraction"))
     decay = round(decay_fraction * total_steps)
     if warmup + decay > total_steps:
         raise ConfigError(
@@ -131,8 +111,22 @@ def wsd(
             accepted=f"0 to {(total_steps - warmup) / max(1, total_steps):g}",
             hint="lower lr_schedule.decay_fraction or shorten the warm-up",
         )
-    start, floor = share(warmup_init, base_lr, "warmup_init"), share(min_lr, base_lr, "min_lr")
-    return Schedule(warmup, start, total_steps - decay, total_steps, floor, SHAPES[decay_shape])
+    return schedule(total_steps, base_lr, warmup_steps, SHAPES[decay_shape], total_steps - decay, **shared)
+
+
+def schedule(
+    total_steps: int,
+    base_lr: float,
+    warmup_steps: int,
+    fall: Fall | None = None,
+    decay_from: int | None = None,
+    **shared: Unpack[Shared],
+) -> Schedule:
+    """The schedule for rates as a config gives them. decay_from: None where the warm-up ends."""
+    warmup = warmup_length(total_steps, warmup_steps, shared.get("warmup_fraction"))
+    start = share(shared.get("warmup_init", 0.0), base_lr, "warmup_init")
+    floor = share(shared.get("min_lr", 0.0), base_lr, "min_lr")
+    return Schedule(warmup, start, warmup if decay_from is None else decay_from, total_steps, floor, fall)
 
 
 def line(progress: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,26 +10,27 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mm_core.errors import PlanError, PluginError
-from mm_core.modules.selection import covered
+from mm_core.modules.patterns import select_parameters
 from mm_core.modules.shards import like
 from mm_core.optim.adamw import adamw
+from mm_core.optim.parameter_groups import Group
 from mm_core.weights.streaming import shard_of
 
 
 def muon(
-    groups: Sequence[Mapping[str, Any]],
+    groups: Sequence[Group],
     lr: float,
-    momentum: float,
-    nesterov: bool,
-    ns_steps: int,
-    adjust_lr: str,
     weight_decay: float,
     adamw_for: Sequence[str],
     adamw_lr: float | None,
     betas: tuple[float, float],
     eps: float,
+    **own: float | str,
 ) -> MuonWithAdamW:
     """Muon over the parameters of two and more dimensions, AdamW over the rest.
+
+    Args:
+        own: settings that Muon alone has: momentum, nesterov, ns_steps, adjust_lr.
 
     Raises:
         PluginError: this torch has no Muon.
@@ -43,7 +44,7 @@ def muon(
             hint="install a newer torch, or set optimizer.type to adamw",
         )
     names = [name for group in groups for name in group["names"]]
-    spared = set(covered(adamw_for, names, "optimizer.adamw_for"))
+    spared = set(select_parameters(adamw_for, names, "optimizer.adamw_for"))
     matrices = [_part(group, lambda name, p: p.dim() >= 2 and name not in spared) for group in groups]
     others = [_part(group, lambda name, p: p.dim() < 2 or name in spared) for group in groups]
     if not any(group["params"] for group in matrices):
@@ -52,20 +53,13 @@ def muon(
             where="optimizer",
             accepted="parameters of two or more dimensions that optimizer.adamw_for does not match",
         )
-    settings = {
-        "lr": lr,
-        "weight_decay": weight_decay,
-        "momentum": momentum,
-        "nesterov": nesterov,
-        "ns_steps": ns_steps,
-        "adjust_lr": adjust_lr,
-    }
+    settings = {"lr": lr, "weight_decay": weight_decay, **own}
     rest = [group for group in others if group["params"]]
     second = adamw(rest, lr if adamw_lr is None else adamw_lr, betas, eps, weight_decay) if rest else None
     return MuonWithAdamW([group for group in matrices if group["params"]], settings, second)
 
 
-def _part(group: Mapping[str, Any], wanted: Callable[[str, Tensor], bool]) -> dict[str, Any]:
+def _part(group: Group, wanted: Callable[[str, Tensor], bool]) -> Group:
     """The group with only those of its parameters that are wanted."""
     pairs = [(n, p) for n, p in zip(group["names"], group["params"], strict=True) if wanted(n, p)]
     return {**group, "names": [name for name, _ in pairs], "params": [p for _, p in pairs]}
@@ -82,20 +76,15 @@ class MuonWithAdamW(torch.optim.Optimizer):
     `match_rms_adamw`). Tensors of more than two dimensions count as (first, all others).
     """
 
-    def __init__(
-        self,
-        matrices: Sequence[dict[str, Any]],
-        settings: dict[str, Any],
-        rest: torch.optim.Optimizer | None,
-    ) -> None:
-        super().__init__(list(matrices), settings)
+    def __init__(self, matrices: list[Group], settings: Group, rest: torch.optim.Optimizer | None) -> None:
+        super().__init__(matrices, settings)
         self._matrix_groups = len(self.param_groups)
         self._rest = rest
         if rest is not None:
             self.param_groups.extend(rest.param_groups)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """One update of both parts; `closure` computes the loss anew, as in torch's optimizers."""
         loss = None
         if closure is not None:
@@ -112,7 +101,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             self._rest.step()
         return loss
 
-    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: Mapping[str, Any]) -> None:
+    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: Group) -> None:
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
@@ -123,7 +112,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         parameter.add_(_orthogonal_step(direction, group))
 
 
-def _orthogonal_step(direction: Tensor, group: Mapping[str, Any]) -> Tensor:
+def _orthogonal_step(direction: Tensor, group: Group) -> Tensor:
     """The change of a parameter along `direction`, sharded as that is. Collective for DTensors."""
     whole = direction.full_tensor() if isinstance(direction, DTensor) else direction
     # Without momentum, decay and a start, torch's Muon leaves just its step in the parameter.

@@ -9,10 +9,13 @@ from torch import nn
 
 from mm_core.config.schema import ParameterGroup, TrainSection
 from mm_core.errors import PlanError
-from mm_core.modules.selection import covered
+from mm_core.modules.patterns import select_parameters
+
+Group = dict[str, Any]
+"""What torch's optimizers take: `params`, here with their `names`, and settings of their own."""
 
 
-def groups_of(parameters: Mapping[str, nn.Parameter], train: TrainSection) -> list[dict[str, Any]]:
+def groups_of(parameters: Mapping[str, nn.Parameter], train: TrainSection) -> list[Group]:
     """Parameter groups for an optimizer's target; those of no group of the config come first.
 
     Args:
@@ -29,7 +32,7 @@ def groups_of(parameters: Mapping[str, nn.Parameter], train: TrainSection) -> li
     owners: dict[str, int] = {}
     for index, section in enumerate(train.parameter_groups):
         key = f"train.parameter_groups.{index}.match"
-        own = [name for name in covered(section.match, parameters, key) if name not in owners]
+        own = [name for name in select_parameters(section.match, parameters, key) if name not in owners]
         if not own:
             raise PlanError(
                 "earlier groups have taken every parameter that this one matches",
@@ -37,7 +40,7 @@ def groups_of(parameters: Mapping[str, nn.Parameter], train: TrainSection) -> li
                 hint="the first group that matches a parameter counts: put the narrower group first",
             )
         owners |= dict.fromkeys(own, index)
-    groups: dict[tuple[int, bool], dict[str, Any]] = {}
+    groups: dict[tuple[int, bool], Group] = {}
     # Parameters of no group of the config have the index -1, which sorts first.
     for name in sorted(parameters, key=lambda name: owners.get(name, -1)):
         index = owners.get(name, -1)

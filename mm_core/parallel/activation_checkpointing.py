@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -20,10 +19,10 @@ def recompute(module: nn.Module, use_reentrant: bool) -> None:
     forward = module.forward
 
     @functools.wraps(forward)  # input casting reads the names of positions from the signature
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
+    def recomputed(*args: object, **kwargs: object) -> object:
         names, values = tuple(kwargs), tuple(kwargs.values())
 
-        def run(_: torch.Tensor, *flat: Any) -> Any:
+        def run(_: torch.Tensor, *flat: object) -> object:
             # Keywords travel as positions: the reentrant form tracks gradients of positions only.
             split = len(flat) - len(names)
             return forward(*flat[:split], **dict(zip(names, flat[split:], strict=True)))
@@ -32,5 +31,5 @@ def recompute(module: nn.Module, use_reentrant: bool) -> None:
         anchor = torch.empty(0, requires_grad=torch.is_grad_enabled())
         return checkpoint(run, anchor, *args, *values, use_reentrant=use_reentrant)
 
-    replacement: Callable[..., Any] = recomputed
+    replacement: Callable[..., object] = recomputed
     module.forward = replacement

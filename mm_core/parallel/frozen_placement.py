@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from mm_core.contracts import FrozenPlan, InitialWeights, Streamed, TaskModule
@@ -110,7 +110,7 @@ def place(
     plan: FrozenPlan,
     device: torch.device,
     weights: InitialWeights,
-    mesh: Any = None,
+    mesh: DeviceMesh | None = None,
 ) -> None:
     """Gives an empty component its memory and fills it.
 
@@ -169,25 +169,25 @@ def _materialise(component: nn.Module, home: torch.device, device: torch.device)
 # -- shards ----------------------------------------------------------------------------------------
 
 
-def _shard(component: nn.Module, name: str, blocks: Sequence[str], mesh: Any) -> None:
+def _shard(component: nn.Module, name: str, blocks: Sequence[str], mesh: DeviceMesh | None) -> None:
     assert isinstance(component, Streamed)
     scalars = {p for p in component.parameters() if p.dim() == 0}  # they can not be cut, and stay whole
-    common: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": True, "ignored_params": scalars}
+    shard = functools.partial(fully_shard, mesh=mesh, reshard_after_forward=True, ignored_params=scalars)
     for path in sorted(blocks, key=lambda path: -path.count(".")):
-        fully_shard(component.get_submodule(path[len(name) + 1 :]), **common)
-    root: Any = fully_shard(component, **common)
+        shard(component.get_submodule(path[len(name) + 1 :]))
+    root = shard(component)
     for entry in component.entry_points:
-        register_fsdp_forward_method(root, entry)
-        _around(root, entry, lambda: None, root.reshard)
+        register_fsdp_forward_method(component, entry)
+        _around(component, entry, lambda: None, root.reshard)
 
 
 def _around(component: nn.Module, entry: str, before: Callable[[], None], after: Callable[[], None]) -> None:
     """Makes a method of the component do more. FSDP leaves its root gathered after a forward, for a backward
     that never comes here."""
-    method: Callable[..., Any] = getattr(component, entry)
+    method: Callable[..., object] = getattr(component, entry)
 
     @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         before()
         try:
             return method(*args, **kwargs)
@@ -210,12 +210,12 @@ class _Unit:
         self._device = device
         self.leave()
 
-    def come(self, *_: Any) -> None:
+    def come(self, *_: object) -> None:
         """Onto the device."""
         for parameter, kept in self._kept:
             parameter.data = kept.to(self._device, non_blocking=True)
 
-    def leave(self, *_: Any) -> None:
+    def leave(self, *_: object) -> None:
         """Off the device; nothing is copied back, since nothing changes."""
         for parameter, kept in self._kept:
             parameter.data = torch.empty((), dtype=kept.dtype, device=self._device).expand(kept.shape)

@@ -9,7 +9,6 @@ setting; the older one divides apart only for a device named `mtia`, so that nam
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -47,7 +46,7 @@ def _divide_apart() -> None:
     if original.__module__ == __name__:
         return
 
-    def divide_apart(scatter: Any, reduce: Any, dtype: torch.dtype, device_type: str = "") -> Any:
+    def divide_apart(scatter: object, reduce: object, dtype: torch.dtype, device_type: str = "") -> object:
         return original(scatter, reduce, dtype, "mtia" if device_type == "cpu" else device_type)
 
     setattr(_fsdp_collectives, _FACTORS, divide_apart)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,8 +46,8 @@ def decide_layout(
         )
     ignored = resolve(ignore, "engine.ignored_modules")
     for path in ignored:
-        trained = list(_trained(task, path, trainable))
-        if trained:
+        inside = task.get_submodule(path).named_parameters(prefix=path)
+        if trained := [name for name, p in inside if p.requires_grad and _inside(f"{name}.", trainable)]:
             raise PlanError(
                 f"{path!r} holds {len(trained)} trained parameters, such as {trained[0]!r}; "
                 "ignoring it would leave their gradients out of the reduction",
@@ -67,8 +67,7 @@ def decide_layout(
         wrapped = tuple(path for path in wrapped if path not in tied)
     recomputed = resolve(recompute, "engine.recompute_modules")
     for key, chosen in (("sub_modules_to_wrap", wrapped), ("recompute_modules", recomputed)):
-        outside = [p for p in chosen if not any(p == r or p.startswith(r + ".") for r in trainable)]
-        if outside:
+        if outside := [path for path in chosen if not _inside(f"{path}.", trainable)]:
             raise PlanError(
                 f"{outside[0]!r} is not part of a trained module",
                 where=f"engine.{key}",
@@ -104,7 +103,7 @@ def gathered_bytes(task: TaskModule, layout: Layout, dtype: torch.dtype | None, 
 
 
 def _inside(name: str, modules: Iterable[str]) -> list[str]:
-    """The modules that a dotted name lies in."""
+    """The modules that a dotted name lies in; that of a module itself ends in a dot."""
     return [path for path in modules if name.startswith(f"{path}.")]
 
 
@@ -149,13 +148,6 @@ def like_blocks(module: nn.Module, prefix: str) -> list[str]:
         if isinstance(child, nn.ModuleList) and len(child) > 1 and len({type(m) for m in child}) == 1:
             lists[name] = len(child)
     return [f"{prefix}.{name}.{index}" for name, length in lists.items() for index in range(length)]
-
-
-def _trained(task: TaskModule, path: str, trainable: Sequence[str]) -> Iterator[str]:
-    for name, parameter in task.get_submodule(path).named_parameters(prefix=path):
-        inside = any(name == root or name.startswith(root + ".") for root in trainable)
-        if inside and parameter.requires_grad:
-            yield name
 
 
 def mesh_shape(world: int, sharding_size: int | Literal["auto"]) -> tuple[int, int]:

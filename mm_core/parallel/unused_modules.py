@@ -21,7 +21,7 @@ class Resting:
         for module in self._modules:
             module.register_forward_pre_hook(self._ran)
 
-    def _ran(self, module: Any, _: Any) -> None:
+    def _ran(self, module: Any, _: object) -> None:
         self._modules.discard(module)
 
     def spare(self) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +25,11 @@ from mm_core.contracts import (
 from mm_core.data.loading.sampler import BatchPlan
 from mm_core.data.loading.seeding import build_dataset
 from mm_core.errors import PlanError
-from mm_core.modules.casting import hold_frozen
-from mm_core.modules.selection import freeze
+from mm_core.modules.casting import cast_frozen
+from mm_core.modules.patterns import freeze
 from mm_core.plan.run_plan import ComponentFact, MissingFile, ModuleFact, RunPlan
 from mm_core.plugin.schema.fields import ComponentConfig
+from mm_core.plugin.schema.nodes import inside
 from mm_core.weights.adapters.inject import Structure, add_adapters
 from mm_core.weights.fitting import formats_of
 from mm_core.weights.stored import missing_at
@@ -54,7 +52,7 @@ def build_task(config: RunConfig, adapters: Structure | None = None) -> TaskModu
     add_adapters(task, train.adapters, formats, train.also_train, adapters)
     freeze(task, train.freeze)
     if train.base_dtype is not None:
-        hold_frozen(task, torch_dtype(train.base_dtype))
+        cast_frozen(task, torch_dtype(train.base_dtype))
     return task
 
 
@@ -71,7 +69,7 @@ def check_data(config: RunConfig, task: TaskModule) -> None:
     registry = config.registry
     for data in config.data.splits.values():
         task.check(data.options)
-        class_: Any = registry.resolve("dataset", data.type).load_target()
+        class_: object = registry.resolve("dataset", data.type).load_target()
         if isinstance(class_, LimitedDataset):
             class_.check_micro_batch(config.train.micro_batch_size, data.options)
 
@@ -87,12 +85,12 @@ def make_plan(
 
     num_samples: of data.train; None has them counted where `train.epochs` asks for it.
     """
+    registry = config.registry
     task = build_task(config) if task is None else task
-    engine = config.registry.build("engine", config.engine) if engine is None else engine
+    engine = registry.build("engine", config.engine) if engine is None else engine
     assert engine is not None
     check_data(config, task)
     build_frozen(task)
-    registry = config.registry
     optimizer = registry.resolve("optimizer", config.optimizer.type)
     states = optimizer.component.capabilities.get("state_tensors", 2)
     assert isinstance(states, (int, float))
@@ -208,35 +206,25 @@ def _missing(config: RunConfig, task: TaskModule) -> list[MissingFile]:
     for name in (*frozen, *others):
         part = getattr(task, name, None)  # not every option of a task is a part of it
         if isinstance(part, Frozen):
-            needed: Literal["to train", "to sample"] = (
-                "to train" if name in frozen or samples else "to sample"
-            )
-            found += [MissingFile(path, name, needed) for path in part.missing_files()]
+            now = name in frozen or samples
+            paths = part.missing_files()
+            found += [MissingFile(path, name, "to train" if now else "to sample") for path in paths]
     return found
 
 
 def _components(config: RunConfig) -> list[ComponentFact]:
-    registry = config.registry
-    facts = []
-    for key, component in walk_components(config):
-        found = registry.resolve(component.kind, component.type)
-        facts.append(ComponentFact(key, component.type, found.distribution or "", found.version or ""))
-    return facts
+    found = [
+        (key, each.type, config.registry.resolve(each.kind, each.type))
+        for key, each in walk_components(config)
+    ]
+    return [ComponentFact(key, type_, r.distribution or "", r.version or "") for key, type_, r in found]
 
 
-def walk_components(value: Any, key: str = "") -> list[tuple[str, ComponentConfig]]:
+def walk_components(value: object, key: str = "") -> list[tuple[str, ComponentConfig]]:
     """Every component of a config with its key path, outer ones first."""
-    inner: list[tuple[str, Any]] = []
-    found: list[tuple[str, ComponentConfig]] = []
-    if isinstance(value, ComponentConfig):
-        found.append((key, value))
-        inner = list(value.options.items())
-    elif is_dataclass(value):
-        inner = [(f.name, getattr(value, f.name)) for f in fields(value)]
-    elif isinstance(value, Mapping):
-        inner = list(value.items())
-    elif isinstance(value, (tuple, list)):
-        inner = [(str(index), item) for index, item in enumerate(value)]
-    for name, item in inner:
+    found = [(key, value)] if isinstance(value, ComponentConfig) else []
+    held = inside(value)
+    items = held.items() if isinstance(held, dict) else enumerate(held or ())
+    for name, item in items:
         found += walk_components(item, f"{key}.{name}" if key else str(name))
     return found

@@ -115,11 +115,8 @@ class RunPlan:
         for component in dict.fromkeys(f.component for f in self.missing if f.component not in named):
             lines += [f"  {component}", *self._missing_of(component)]
         lines += ["", "sharding"]
-        for label, paths in (
-            ("wrapped", engine.wrapped),
-            ("recomputed", engine.recomputed),
-            ("ignored", engine.ignored),
-        ):
+        sharding = {"wrapped": engine.wrapped, "recomputed": engine.recomputed, "ignored": engine.ignored}
+        for label, paths in sharding.items():
             lines.append(f"  {label:<11} {len(paths):>4}  {_abridged(paths)}")
         for frozen in engine.frozen:
             by = f", {len(frozen.blocks)} blocks one at a time" if frozen.blocks else ""

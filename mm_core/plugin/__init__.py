@@ -8,8 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mm_core.plugin.component import KINDS, Component
-from mm_core.plugin.hookspecs import hookimpl
+from mm_core.plugin.component import Component
+from mm_core.plugin.hookspecs import KINDS, hookimpl
 from mm_core.plugin.schema.fields import ComponentConfig, DType, Kind, Range
 
 if TYPE_CHECKING:
@@ -30,10 +30,8 @@ __all__ = [
     "hookimpl",
 ]
 
-_LAZY = frozenset({"PluginRecord", "Registered", "Registry", "build", "get_registry"})
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+    if name not in __all__:
         raise AttributeError(f"module 'mm_core.plugin' has no attribute {name!r}")
     return getattr(import_module("mm_core.plugin.registry"), name)

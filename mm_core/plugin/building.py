@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mm_core.errors import ConfigError, ContractError
 from mm_core.plugin.schema.fields import ComponentConfig
+from mm_core.plugin.schema.nodes import default_of, rebuilt
 from mm_core.plugin.trust.foreign import foreign_code
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from mm_core.plugin.registry import Registry
 
 
-def build_component(config: ComponentConfig, registry: Registry, args: tuple[Any, ...] = ()) -> Any:
+def build_component(config: ComponentConfig, registry: Registry, args: tuple[object, ...] = ()) -> Any:
     """What a checked reference stands for. args: what the core passes by position (see hookspecs)."""
     registered = registry.resolve(config.kind, config.type)
     fields = built_fields(config, registry)
     target = registered.load_target()
-    _check_call(
-        target, args, fields, f"plugin {registered.namespace!r}, {config.kind} {registered.qualified!r}"
-    )
+    _check_call(target, args, fields, registered.short_place)
     with foreign_code():  # a target that calls sys.exit(0) would end a run as if it had succeeded
         return target(*args, **fields)
 
 
-def built_fields(config: ComponentConfig, registry: Registry) -> dict[str, Any]:
+def built_fields(config: ComponentConfig, registry: Registry) -> dict[str, object]:
     """The fields of a checked reference, every default filled and every component in them built."""
     registered = registry.resolve(config.kind, config.type)
     options = dict(config.options)
@@ -36,17 +37,15 @@ def built_fields(config: ComponentConfig, registry: Registry) -> dict[str, Any]:
     return {name: _built(value, registry) for name, value in options.items()}
 
 
-def _complete(options: dict[str, Any], cls: type[Any], where: str) -> dict[str, Any]:
+def _complete(options: dict[str, object], cls: type[DataclassInstance], where: str) -> dict[str, object]:
     """Fills defaults of a reference that was written in Python with some options left out."""
-    complete: dict[str, Any] = {}
+    complete: dict[str, object] = {}
     faults = []
     for field in dataclasses.fields(cls):
         if field.name in options:
             complete[field.name] = options.pop(field.name)
-        elif field.default is not dataclasses.MISSING:
-            complete[field.name] = field.default
-        elif field.default_factory is not dataclasses.MISSING:
-            complete[field.name] = field.default_factory()
+        elif (default := default_of(field)) is not dataclasses.MISSING:
+            complete[field.name] = default
         else:
             faults.append(ConfigError(f"the key {field.name!r} is missing", where=where))
     faults += [ConfigError(f"there is no key {name!r}", where=where) for name in options]
@@ -55,34 +54,37 @@ def _complete(options: dict[str, Any], cls: type[Any], where: str) -> dict[str, 
     return complete
 
 
-def _built(value: Any, registry: Registry) -> Any:
+def _built(value: object, registry: Registry) -> object:
     """`value` with every ComponentConfig in it built, within tuples, lists, mappings, dataclasses."""
     if isinstance(value, ComponentConfig):
         return build_component(value, registry)
-    if type(value) in (tuple, list):
-        return type(value)(_built(item, registry) for item in value)
     if isinstance(value, Mapping):
         return {key: _built(item, registry) for key, item in value.items()}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.replace(
-            value,
-            **{f.name: _built(getattr(value, f.name), registry) for f in dataclasses.fields(value) if f.init},
-        )
-    return value
+    return rebuilt(value, lambda item, key: _built(item, registry))
 
 
-def _check_call(
-    target: Callable[..., Any], args: tuple[Any, ...], fields: Mapping[str, Any], where: str
-) -> None:
-    """ContractError when the call does not fit the signature. What the target itself raises stays
-    as it is: it is a bug to be seen, or a sentence of the component's own."""
+def call_fault(
+    target: Callable[..., object], args: Sequence[object], fields: Mapping[str, object]
+) -> tuple[str, TypeError] | None:
+    """The signature of a target that a call does not fit, and why; None for a call that does."""
     try:
         signature = inspect.signature(target)
     except (TypeError, ValueError):
-        return  # some built-in callables have none
+        return None  # some built-in callables have none
     try:
         signature.bind(*args, **fields)
     except TypeError as error:
+        return str(signature), error
+    return None
+
+
+def _check_call(
+    target: Callable[..., object], args: tuple[object, ...], fields: Mapping[str, object], where: str
+) -> None:
+    """ContractError when the call does not fit the signature. What the target itself raises stays
+    as it is: it is a bug to be seen, or a sentence of the component's own."""
+    if (fault := call_fault(target, args, fields)) is not None:
+        signature, error = fault
         raise ContractError(
             f"the target can not be called with its config's fields: {error}",
             where=where,

@@ -5,30 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from mm_core.errors import PluginError
-
-KINDS: Mapping[str, str] = MappingProxyType(
-    {
-        "predictor": "mm_predictors",
-        "autoencoder": "mm_autoencoders",
-        "text_encoder": "mm_text_encoders",
-        "image_encoder": "mm_image_encoders",
-        "scheduler": "mm_schedulers",
-        "dataset": "mm_datasets",
-        "task": "mm_tasks",
-        "engine": "mm_engines",
-        "optimizer": "mm_optimizers",
-        "lr_schedule": "mm_lr_schedules",
-        "tracker": "mm_trackers",
-        "video_reader": "mm_video_readers",
-        "weight_format": "mm_weight_formats",
-        "metric": "mm_metrics",
-        "callback": "mm_callbacks",
-    }
-)
-"""Each kind of component and the hook that lists the components of that kind."""
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.\-]*\Z")
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*\Z")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FunctionType, ModuleType
-from typing import Any
 
 from mm_core.errors import nearest
-from mm_core.plugin.component import KINDS, Component
+from mm_core.plugin.component import Component
+from mm_core.plugin.hookspecs import KINDS
 
 _HOOKS = frozenset(KINDS.values())
 _MARK = "mm_core_impl"  # the attribute that pluggy's hookimpl marker sets
@@ -31,12 +31,8 @@ def check_hooks(module: ModuleType) -> None:
             continue
         options = getattr(value, _MARK, None)
         if options is None:
-            if (
-                name.startswith("mm_")
-                and isinstance(value, FunctionType)
-                and value.__module__ == module.__name__
-            ):
-                faults.append(_unmarked(name))
+            own = isinstance(value, FunctionType) and value.__module__ == module.__name__
+            faults += [_unmarked(name)] if own and name.startswith("mm_") else []
             continue
         hook = options.get("specname") or name
         if options.get("wrapper") or options.get("hookwrapper"):
@@ -68,7 +64,7 @@ def _unmarked(name: str) -> str:
     return f"function {name!r} is no hook: {hint or 'names that begin with mm_ are for hooks'}"
 
 
-def _argument_faults(hook: str, function: Any) -> list[str]:
+def _argument_faults(hook: str, function: Callable[..., object]) -> list[str]:
     """The hooks take no arguments, so every one without a default is wrong."""
     wrong = [
         parameter.name
@@ -81,7 +77,7 @@ def _argument_faults(hook: str, function: Any) -> list[str]:
     return [f"hook {hook!r} takes no arguments, and this one asks for {', '.join(map(repr, wrong))}"]
 
 
-def checked_components(hook: str, returned: Any) -> list[Component]:
+def checked_components(hook: str, returned: object) -> list[Component]:
     """What a hook returned, as a list. HookFault when it is not an iterable of Component."""
     if isinstance(returned, Component):
         raise HookFault(f"hook {hook!r} returned one Component: put it in a list")
@@ -97,17 +93,15 @@ def checked_components(hook: str, returned: Any) -> list[Component]:
     return components
 
 
-def _described(value: Any) -> str:
+def _described(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def check_names(kind: str, components: Iterable[Component]) -> None:
+def check_names(offered: Iterable[tuple[str, Component]]) -> None:
     """HookFault when two components of a kind claim one name or alias."""
-    owners: dict[str, str] = {}
-    for component in components:
+    owners: dict[tuple[str, str], str] = {}
+    for kind, component in offered:
         for name in (component.name, *component.aliases):
-            if name in owners:
-                raise HookFault(
-                    f"{kind} {component.name!r} claims the name {name!r} of {kind} {owners[name]!r}"
-                )
-            owners[name] = component.name
+            if (owner := owners.get((kind, name))) is not None:
+                raise HookFault(f"{kind} {component.name!r} claims the name {name!r} of {kind} {owner!r}")
+            owners[kind, name] = component.name

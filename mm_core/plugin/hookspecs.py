@@ -7,7 +7,8 @@ this file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import pluggy
 
@@ -103,3 +104,9 @@ def mm_metrics() -> Iterable[Component]:
 @hookspec
 def mm_callbacks() -> Iterable[Component]:
     """Observers of a run: `target(**fields)` -> `mm_core.contracts.Callback` (on every rank)."""
+
+
+KINDS: Mapping[str, str] = MappingProxyType(
+    {hook.removeprefix("mm_").removesuffix("s"): hook for hook in dict(globals()) if hook.startswith("mm_")}
+)
+"""Each kind of component and the hook that lists the components of that kind."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Literal
 
 from mm_core.errors import MMError
+from mm_core.plugin.building import call_fault
 from mm_core.plugin.locate import fault_of
 from mm_core.plugin.records import PluginRecord, Registered, one_line
 from mm_core.plugin.registry import Registry
@@ -94,15 +94,9 @@ def _import_fault(registered: Registered) -> str | None:
         return None
     leading = [None] * LEADING.get(registered.kind, 0)
     names = dict.fromkeys(field.name for field in fields(registered.config_class()))
-    try:
-        signature = inspect.signature(target)
-    except (TypeError, ValueError):
-        return None  # some built-in callables have none
-    try:
-        signature.bind(*leading, **names)
-    except TypeError as error:
-        return (
-            f"{registered.place}: the target {registered.component.target!r} does not take the fields of "
-            f"{registered.component.config!r}: {error}"
-        )
-    return None
+    if (fault := call_fault(target, leading, names)) is None:
+        return None
+    return (
+        f"{registered.place}: the target {registered.component.target!r} does not take the fields of "
+        f"{registered.component.config!r}: {fault[1]}"
+    )

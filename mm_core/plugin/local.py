@@ -56,28 +56,21 @@ def local_record(file: LocalFile) -> PluginRecord:
     """The record of a one-file plugin before its import. Its version is its content, so that ranks
     that see different files notice."""
     path, digest = file.path, digest_of(file.source)[:12]
+    fault = None
     if file.fault is not None:
-        return PluginRecord(
-            NAMESPACE,
-            path.stem,
-            str(path),
-            "?",
-            "failed",
-            f"plugin file {str(path)!r} can not be read: {file.fault}",
-            file=str(path),
-        )
-    record = PluginRecord(NAMESPACE, module_name(path, digest), path.name, f"sha256:{digest}", file=str(path))
-    if path.suffix != ".py" or not path.stem.isidentifier():
-        return PluginRecord(
-            NAMESPACE,
-            path.stem,
-            path.name,
-            record.version,
-            "failed",
-            f"plugin file {str(path)!r} must be named like a Python module: letters, digits, '_', then '.py'",
-            file=str(path),
-        )
-    return record
+        fault = f"plugin file {str(path)!r} can not be read: {file.fault}"
+    elif path.suffix != ".py" or not path.stem.isidentifier():
+        what = f"plugin file {str(path)!r} must be named like a Python module"
+        fault = f"{what}: letters, digits, '_', then '.py'"
+    return PluginRecord(
+        NAMESPACE,
+        module_name(path, digest) if fault is None else path.stem,
+        path.name if file.fault is None else str(path),
+        f"sha256:{digest}" if file.fault is None else "?",
+        "ok" if fault is None else "failed",
+        fault,
+        file=str(path),
+    )
 
 
 def module_name(path: Path, digest: str) -> str:

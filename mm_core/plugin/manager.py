@@ -19,11 +19,12 @@ import pluggy
 from mm_core import __version__ as CORE_VERSION
 from mm_core.errors import PluginError, TrustError, did_you_mean
 from mm_core.plugin import hookspecs
-from mm_core.plugin.component import KINDS, Component
+from mm_core.plugin.component import Component
 from mm_core.plugin.hooks import HookFault, check_hooks, check_names, checked_components
+from mm_core.plugin.hookspecs import KINDS
 from mm_core.plugin.local import NAMESPACE as LOCAL
 from mm_core.plugin.local import LocalFile, import_file, local_record, read_local, resolved_file
-from mm_core.plugin.records import PluginRecord, Registered, one_line
+from mm_core.plugin.records import PluginRecord, Registered, Status, one_line
 from mm_core.plugin.requirements import admits, read_identity
 from mm_core.plugin.trust.foreign import foreign_code
 from mm_core.plugin.trust.known import check_known
@@ -49,8 +50,8 @@ class _Found:
         """Of a one-file plugin."""
         return self.file.path if self.file is not None else None
 
-    def stop(self, status: str, error: str) -> None:
-        self.record = replace(self.record, status=status, error=error, components=())  # type: ignore[arg-type]
+    def stop(self, status: Status, error: str) -> None:
+        self.record = replace(self.record, status=status, error=error, components=())
 
 
 def local_files(paths: Sequence[str], stored: Collection[str] = ()) -> tuple[LocalFile, ...]:
@@ -178,17 +179,14 @@ def _refuse(installed: list[_Found]) -> None:
         if record.namespace in (CORE, LOCAL) and record.module != CORE_MODULE:
             f.stop("refused", f"the entry-point name {record.namespace!r} is reserved")
         elif not _NAMESPACE.match(record.namespace):
-            f.stop(
-                "refused",
-                f"the entry-point name {record.namespace!r} is no name: lower-case letters, digits, '_-.'",
-            )
+            what = f"the entry-point name {record.namespace!r} is no name"
+            f.stop("refused", f"{what}: lower-case letters, digits, '_-.'")
         else:
             owners[record.namespace].append(f)
     for namespace, claimants in owners.items():
         if len(claimants) > 1:
-            who = " and ".join(
-                f"{f.record.distribution} {f.record.version} ({f.record.module})" for f in claimants
-            )
+            records = [f.record for f in claimants]
+            who = " and ".join(f"{r.distribution} {r.version} ({r.module})" for r in records)
             for f in claimants:
                 f.stop("refused", f"the entry-point name {namespace!r} is claimed by {who}: uninstall one")
 
@@ -257,21 +255,12 @@ def _import(f: _Found) -> ModuleType:
     return import_module(f.record.module)
 
 
-def _complete(f: _Found, pairs: list[tuple[str, Component]]) -> None:
-    by_kind: dict[str, list[Component]] = defaultdict(list)
-    for kind, component in pairs:
-        by_kind[kind].append(component)
-    for kind, components in by_kind.items():
-        check_names(kind, components)
+def _complete(f: _Found, offered: list[tuple[str, Component]]) -> None:
+    check_names(offered)
     modules = {f.path.stem: f.record.module} if f.path is not None else {}
-    record = f.record
-    f.record = replace(
-        record,
-        components=tuple(
-            Registered(kind, component, record.namespace, record.distribution, record.version, modules)
-            for kind, component in pairs
-        ),
-    )
+    plugin = (f.record.namespace, f.record.distribution, f.record.version)
+    components = tuple(Registered(kind, component, *plugin, modules) for kind, component in offered)
+    f.record = replace(f.record, components=components)
 
 
 def _refuse_shared_local_names(local: list[_Found]) -> None:

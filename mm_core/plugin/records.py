@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mm_core.errors import MMError, PluginError, did_you_mean
 from mm_core.plugin.component import Component
 from mm_core.plugin.signatures import signature_config
 from mm_core.plugin.trust.foreign import ForeignExit, foreign_code
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Status = Literal["ok", "failed", "disabled", "refused"]
 
@@ -73,13 +76,11 @@ class Registered:
         """Imports and returns the target. PluginError naming plugin and target when it can not."""
         target = self._load("target", self.component.target)
         if not callable(target):
-            raise PluginError(
-                f"the target {self.component.target!r} is not callable: it is {type(target).__name__}",
-                where=self.place,
-            )
-        return target  # type: ignore[no-any-return]
+            kind = type(target).__name__
+            raise self._fault(f"the target {self.component.target!r} is not callable: it is {kind}")
+        return target
 
-    def config_class(self) -> type[Any]:
+    def config_class(self) -> type[DataclassInstance]:
         """The dataclass of the component's fields.
 
         Without `config=`, it is made from the target's signature, which imports the target.
@@ -87,51 +88,48 @@ class Registered:
         if self.component.config is None:
             return signature_config(self)
         cls = self._load("config", self.component.config)
-        if not isinstance(cls, type) or "__dataclass_fields__" not in vars(cls):
-            raise PluginError(
-                f"the config {self.component.config!r} is not a dataclass",
-                where=self.place,
-                hint="decorate it with @dataclass(frozen=True)",
-            )
+        if not isinstance(cls, type) or "__dataclass_fields__" not in vars(cls) or not is_dataclass(cls):
+            what = f"the config {self.component.config!r} is not a dataclass"
+            raise self._fault(what, "decorate it with @dataclass(frozen=True)")
         return cls
 
     @property
     def place(self) -> str:
-        """How messages call it."""
+        """How messages of loading call it."""
         return (
             f"plugin {self.namespace!r} ({self.distribution} {self.version}), {self.kind} {self.qualified!r}"
         )
 
-    def _load(self, role: str, path: str) -> Any:
+    @property
+    def short_place(self) -> str:
+        """How messages of building call it."""
+        return f"plugin {self.namespace!r}, {self.kind} {self.qualified!r}"
+
+    def _fault(self, what: str, hint: str | None = None) -> PluginError:
+        return PluginError(what, where=self.place, hint=hint)
+
+    def _load(self, role: str, path: str) -> object:
         try:
             with foreign_code():
-                found: Any = import_module(self.module_of(path))
+                found: object = import_module(self.module_of(path))
                 for part in path.partition(":")[2].split("."):
                     if not hasattr(found, part):
-                        raise self._no_attribute(role, path, part, found)
+                        owner = getattr(found, "__name__", found)
+                        near = did_you_mean(part, [n for n in dir(found) if not n.startswith("_")])
+                        raise self._fault(
+                            f"the {role} {path!r} does not exist: {owner} has no {part!r}", near
+                        )
                     found = getattr(found, part)
         except MMError:
             raise
         except Exception as error:
             missing = error.name if isinstance(error, ModuleNotFoundError) else None
             if missing is not None and f"{self.module_of(path)}.".startswith(f"{missing}."):
-                raise PluginError(
-                    f"the {role} {path!r} does not exist: there is no module {missing!r}", where=self.place
-                ) from error
-            raise PluginError(
-                f"the {role} {path!r} can not be imported: {one_line(error)}",
-                where=self.place,
-                hint=f"is the package of {missing!r} installed?" if missing else None,
-            ) from error
+                what = f"the {role} {path!r} does not exist: there is no module {missing!r}"
+                raise self._fault(what) from error
+            hint = f"is the package of {missing!r} installed?" if missing else None
+            raise self._fault(f"the {role} {path!r} can not be imported: {one_line(error)}", hint) from error
         return found
-
-    def _no_attribute(self, role: str, path: str, part: str, owner: Any) -> PluginError:
-        public = [name for name in dir(owner) if not name.startswith("_")]
-        return PluginError(
-            f"the {role} {path!r} does not exist: {owner.__name__} has no {part!r}",
-            where=self.place,
-            hint=did_you_mean(part, public),
-        )
 
 
 @dataclass(frozen=True)

@@ -13,23 +13,13 @@ from typing import Any
 
 from mm_core.errors import PluginError, did_you_mean
 from mm_core.plugin.building import build_component, built_fields
-from mm_core.plugin.component import KINDS
+from mm_core.plugin.hookspecs import KINDS
 from mm_core.plugin.manager import discover, entry_point_records, local_files
-from mm_core.plugin.ranks import check_ranks_agree
 from mm_core.plugin.records import PluginRecord, Registered
 from mm_core.plugin.schema.checking import check_component
 from mm_core.plugin.schema.fields import ComponentConfig
 
-__all__ = [
-    "PluginRecord",
-    "Registered",
-    "Registry",
-    "build",
-    "check_ranks_agree",
-    "clear_cache",
-    "get_registry",
-    "survey",
-]
+__all__ = ["PluginRecord", "Registered", "Registry", "build", "clear_cache", "get_registry", "survey"]
 
 
 class Registry:
@@ -67,11 +57,9 @@ class Registry:
         if len(matches) == 1 or len(own) == 1:
             return (own or matches)[0]
         if matches:
-            raise PluginError(
-                f"the {kind} name {name!r} is ambiguous: {len(matches)} plugins have one",
-                accepted=", ".join(sorted(match.qualified for match in matches)),
-                hint="write the qualified name",
-            )
+            what = f"the {kind} name {name!r} is ambiguous: {len(matches)} plugins have one"
+            accepted = ", ".join(sorted(match.qualified for match in matches))
+            raise PluginError(what, accepted=accepted, hint="write the qualified name")
         raise self._not_found(kind, name)
 
     def build(self, kind: str, config: ComponentConfig | Mapping[str, Any] | str, *args: Any) -> Any:
@@ -99,15 +87,10 @@ class Registry:
 
     def _not_found(self, kind: str, name: str) -> PluginError:
         known = self._by_name[kind]
-        qualified = "/" in name
-        hints = [did_you_mean(name, [other for other in known if ("/" in other) == qualified])]
-        for other, table in self._by_name.items():
-            if other != kind and name in table:
-                article = "an" if other[0] in "aeiou" else "a"
-                hints.insert(
-                    0, f"{name!r} is {article} {other}, not {'an' if kind[0] in 'aeiou' else 'a'} {kind}"
-                )
-        hints += self._lost_hints(name)
+        near = did_you_mean(name, [other for other in known if ("/" in other) == ("/" in name)])
+        kinds = [other for other, table in self._by_name.items() if other != kind and name in table]
+        others = [f"{name!r} is {_a(other)}, not {_a(kind)}" for other in reversed(kinds)]
+        hints = [*others, near, *self._lost_hints(name)]
         names = sorted({registered.qualified for registered in self.components(kind)})
         return PluginError(
             f"no {kind} is named {name!r}",
@@ -117,47 +100,34 @@ class Registry:
 
     def _lost_hints(self, name: str) -> list[str]:
         """Which plugins did not load that may hold `name`: all of them, or the one of its namespace."""
+        namespace = name.partition("/")[0] if "/" in name else None
         lost = [plugin for plugin in self.plugins if plugin.status != "ok"]
-        if "/" in name:
-            namespace = name.partition("/")[0]
-            if any(plugin.namespace == namespace for plugin in self.plugins):
-                lost = [plugin for plugin in lost if plugin.namespace == namespace]
-            else:
-                return [f"no plugin {namespace!r} is installed"] + [_state(plugin) for plugin in lost]
-        return [_state(plugin) for plugin in lost]
+        if namespace in (None, *(plugin.namespace for plugin in self.plugins)):
+            return [_state(plugin) for plugin in lost if namespace in (None, plugin.namespace)]
+        return [f"no plugin {namespace!r} is installed", *map(_state, lost)]
 
     def find(self, name: str) -> tuple[Registered, ...]:
         """The components of any kind that `name` may stand for. PluginError when there is none."""
-        found = tuple(r for table in self._by_name.values() for r in table.get(name, ()))
-        if not found:
-            known = {
-                other
-                for table in self._by_name.values()
-                for other in table
-                if ("/" in other) == ("/" in name)
-            }
-            raise PluginError(
-                f"no component is named {name!r}",
-                hint="; ".join(filter(None, [did_you_mean(name, sorted(known)), *self._lost_hints(name)]))
-                or None,
-            )
-        return found
+        tables = self._by_name.values()
+        if found := tuple(r for table in tables for r in table.get(name, ())):
+            return found
+        known = {other for table in tables for other in table if ("/" in other) == ("/" in name)}
+        hints = filter(None, [did_you_mean(name, sorted(known)), *self._lost_hints(name)])
+        raise PluginError(f"no component is named {name!r}", hint="; ".join(hints) or None)
 
     def fingerprint_table(self) -> dict[str, str]:
         """One line a plugin that is not disabled: distribution, version, status, hash of its components."""
-        table = {}
-        for plugin in self.plugins:
-            if plugin.status == "disabled":
-                continue
-            key = f"{plugin.namespace} ({plugin.distribution})"
-            table[key] = (
+        return {
+            f"{plugin.namespace} ({plugin.distribution})": (
                 f"{plugin.version}, {plugin.status}, components {_digest(_component_rows(plugin))[:8]}"
             )
-        return table
+            for plugin in self.plugins
+            if plugin.status != "disabled"
+        }
 
-    def fingerprint(self) -> str:
-        """A hash that is equal on all ranks when they have the same plugins and components."""
-        return _digest(sorted(self.fingerprint_table().items()))
+
+def _a(kind: str) -> str:
+    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
 
 
 def _state(plugin: PluginRecord) -> str:
@@ -166,13 +136,9 @@ def _state(plugin: PluginRecord) -> str:
 
 
 def _component_rows(plugin: PluginRecord) -> list[str]:
-    return sorted(
-        json.dumps(
-            [r.kind, c.name, c.target, c.config, sorted(c.aliases), dict(c.capabilities)], default=_plain
-        )
-        for r in plugin.components
-        for c in [r.component]
-    )
+    offers = [(r.kind, r.component) for r in plugin.components]
+    rows = [[kind, c.name, c.target, c.config, sorted(c.aliases), dict(c.capabilities)] for kind, c in offers]
+    return sorted(json.dumps(row, default=_plain) for row in rows)
 
 
 def _plain(value: object) -> object:
@@ -227,24 +193,18 @@ def clear_cache() -> None:
     entry_point_records.cache_clear()
 
 
-def lines_of(plugins: tuple[PluginRecord, ...]) -> list[str]:
-    """What a person is told: one line a broken plugin and one a plugin that imports torch."""
-    lines = [_state(plugin) for plugin in plugins if plugin.broken]
-    for plugin in plugins:
-        if plugin.imports_torch and plugin.file is None:
-            lines.append(
-                f"{plugin.label} imports torch when it is listed, which makes every command slow: "
-                "import it in the target's module only"
-            )
-    return lines
-
-
 def _report(plugins: tuple[PluginRecord, ...]) -> None:
-    """Tells a person once, on the first rank only."""
+    """Tells a person once, on the first rank only: a line for each broken plugin, and for each that imports
+    torch."""
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) != "0":
         return
-    for line in lines_of(plugins):
-        _tell(line)
+    for plugin in plugins:
+        if plugin.broken:
+            _tell(_state(plugin))
+    for plugin in plugins:
+        if plugin.imports_torch and plugin.file is None:
+            what = f"{plugin.label} imports torch when it is listed, which makes every command slow"
+            _tell(f"{what}: import it in the target's module only")
 
 
 @cache

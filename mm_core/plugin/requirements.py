@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import operator
 import re
+from functools import cache
 from typing import NamedTuple
 
 _MM_CORE = re.compile(r"mm[-_.]core(?![\w.-])", re.IGNORECASE)
-_PLAIN = re.compile(r"(>=|<=|==|!=|>|<)\s*(\d+(?:\.\d+)*)\Z")
+_PLAIN = re.compile(r"\s*(>=|<=|==|!=|>|<)\s*(\d+(?:\.\d+)*)\s*\Z")
 _RELEASE = re.compile(r"\d+(?:\.\d+)*\Z")
+_COMPARE = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">": operator.gt,
+    "<": operator.lt,
+}
 
 
 class Identity(NamedTuple):
@@ -37,6 +47,7 @@ def read_identity(metadata: str) -> Identity:
     return Identity(name, version, tuple(requirements))
 
 
+@cache  # most plugins ask for the same
 def admits(requirement: str, version: str) -> bool | None:
     """Whether a requirement of mm-core admits `version`; None when its marker does not apply here."""
     plain = _plain_admits(requirement, version)
@@ -52,34 +63,14 @@ def admits(requirement: str, version: str) -> bool | None:
 
 def _plain_admits(requirement: str, version: str) -> bool | None:
     """The answer for `mm-core>=0.1,<0.2` and its like; None for anything less plain."""
-    if not _RELEASE.match(version):
+    clauses = [
+        _PLAIN.match(part) for part in _MM_CORE.sub("", requirement, count=1).split(",") if part.strip()
+    ]
+    if not _RELEASE.match(version) or None in clauses:
         return None
-    rest = _MM_CORE.sub("", requirement, count=1).strip()
-    if rest.startswith("(") and rest.endswith(")"):  # how old metadata wrote it
-        rest = rest[1:-1]
     here = _release(version)
-    answer = True
-    for clause in filter(None, (part.strip() for part in rest.split(","))):
-        match = _PLAIN.match(clause)
-        if match is None:
-            return None
-        there = _release(match[2])
-        answer = (
-            answer
-            and {
-                ">=": here >= there,
-                "<=": here <= there,
-                "==": here == there,
-                "!=": here != there,
-                ">": here > there,
-                "<": here < there,
-            }[match[1]]
-        )
-    return answer
+    return all(_COMPARE[m[1]](here, _release(m[2])) for m in clauses if m)
 
 
 def _release(text: str) -> tuple[int, ...]:
-    numbers = [int(part) for part in text.split(".")]
-    while len(numbers) > 1 and numbers[-1] == 0:  # 0.1 equals 0.1.0
-        numbers.pop()
-    return tuple(numbers)
+    return tuple(map(int, re.sub(r"(\.0+)+\Z", "", text).split(".")))  # 0.1 equals 0.1.0

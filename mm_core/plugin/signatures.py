@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from mm_core.errors import PluginError
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from mm_core.plugin.records import Registered
 
 LEADING: Mapping[str, int] = MappingProxyType({"optimizer": 1, "lr_schedule": 2, "tracker": 1})
 """How many arguments the core passes by position before the fields (see hookspecs)."""
 
 
-def signature_config(registered: Registered) -> type[Any]:
+def signature_config(registered: Registered) -> type[DataclassInstance]:
     """The dataclass that a target's signature amounts to: one field a parameter.
 
     An annotation that can not be resolved counts as Any: the target then checks the value itself.
@@ -30,28 +32,26 @@ def signature_config(registered: Registered) -> type[Any]:
     except (TypeError, ValueError) as error:
         raise PluginError(
             f"the signature of {registered.component.target!r} can not serve as its config: {error}",
-            where=f"plugin {registered.namespace!r}, {registered.kind} {registered.qualified!r}",
+            where=registered.short_place,
             hint="give the component a config= dataclass",
         ) from error
 
 
 @cache
-def _from_signature(target: Callable[..., Any], leading: int) -> type[Any]:
-    parameters = list(inspect.signature(target).parameters.values())[leading:]
+def _from_signature(target: Callable[..., object], leading: int) -> type[DataclassInstance]:
     hints = _hints(target)
-    fields: list[tuple[str, Any, Any]] = []
-    for parameter in parameters:
+    fields: list[tuple[str, object, object]] = []
+    for parameter in list(inspect.signature(target).parameters.values())[leading:]:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise TypeError(f"parameter {parameter.name!r} can not be passed by keyword")
-        annotation = hints.get(parameter.name, Any)
-        fields.append((parameter.name, annotation, _default(parameter.default)))
+        fields.append((parameter.name, hints.get(parameter.name, Any), _default(parameter.default)))
     name = f"{target.__name__}Config" if isinstance(target, type) else "SignatureConfig"
     return dataclasses.make_dataclass(name, fields, frozen=True, kw_only=True)
 
 
-def _default(value: Any) -> Any:
+def _default(value: object) -> object:
     if value is inspect.Parameter.empty:
         return dataclasses.field()
     if type(value).__hash__ is None:  # a dataclass refuses mutable defaults
@@ -59,8 +59,8 @@ def _default(value: Any) -> Any:
     return dataclasses.field(default=value)
 
 
-def _hints(target: Callable[..., Any]) -> dict[str, Any]:
-    owner = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
+def _hints(target: Callable[..., object]) -> dict[str, object]:
+    owner = getattr(target, "__init__") if isinstance(target, type) else target  # noqa: B009
     try:
         return get_type_hints(owner, include_extras=True)
     except (NameError, AttributeError):  # names that exist only for type checkers

@@ -5,12 +5,11 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from mm_core.report.reading import Run, Shot
 
 
-def embed(run: Run, budget: int) -> tuple[list[dict[str, Any]], int]:
+def embed(run: Run, budget: int) -> tuple[list[dict[str, object]], int]:
     """Each step's clips for the page, and the bytes of text that they take.
 
     A step's clips are carried together. Where they do not fit, its contact sheet may; where that does
@@ -23,9 +22,11 @@ def embed(run: Run, budget: int) -> tuple[list[dict[str, Any]], int]:
     carried: dict[int, dict[str, str]] = {}
     left = budget
     order = spread(len(run.shots))
-    for wanted in (_clips, _sheet):
+    for only_sheets in (False, True):
         for place in order:
-            files = wanted(run.shots[place])
+            shot = run.shots[place]
+            sheets = [shot.sheet] if shot.sheet is not None else []
+            files = sheets if only_sheets else [path for _, path in shot.clips]
             if place in carried or not files:
                 continue
             try:
@@ -34,7 +35,7 @@ def embed(run: Run, budget: int) -> tuple[list[dict[str, Any]], int]:
                     carried[place] = {path.name: _data_uri(path) for path in files}
                     left -= size
             except OSError as error:
-                run.remarks.append(f"samples of step {run.shots[place].step}: {error.strerror}")
+                run.remarks.append(f"samples of step {shot.step}: {error.strerror}")
     return [_shot(shot, carried.get(place, {})) for place, shot in enumerate(run.shots)], budget - left
 
 
@@ -56,20 +57,12 @@ def encoded_size(path: Path) -> int:
     return -(-path.stat().st_size // 3) * 4
 
 
-def _clips(shot: Shot) -> list[Path]:
-    return [path for _, path in shot.clips]
-
-
-def _sheet(shot: Shot) -> list[Path]:
-    return [shot.sheet] if shot.sheet is not None else []
-
-
 def _data_uri(path: Path) -> str:
     kind = "video/mp4" if path.suffix == ".mp4" else "image/png"
     return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode('ascii')}"
 
 
-def _shot(shot: Shot, carried: dict[str, str]) -> dict[str, Any]:
+def _shot(shot: Shot, carried: dict[str, str]) -> dict[str, object]:
     clips = [
         {"prompt": prompt, "file": f"{path.parent.name}/{path.name}", "src": carried.get(path.name)}
         for prompt, path in shot.clips

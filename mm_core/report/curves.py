@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 from mm_core.report.reading import Density, Run, Series
 
@@ -18,36 +17,29 @@ COLUMNS = 140
 _LISTED = 200  # steps with values that are not finite, a curve
 
 
-def curve(series: Series, points: int = POINTS) -> dict[str, Any]:
+def curve(series: Series, points: int = POINTS) -> dict[str, object]:
     """The series in at most `points` buckets: `x` the last step, `y` the mean; `low` and `high` where a
     bucket holds more than one point. A bucket without finite values is a gap (None); `bad` lists steps
     whose values are not finite."""
-    size = max(1, math.ceil(len(series.steps) / points))
-    steps: list[int] = []
-    means: list[float | None] = []
-    lows: list[float | None] = []
-    highs: list[float | None] = []
-    bad: list[int] = []
-    for begin in range(0, len(series.steps), size):
-        values: Sequence[float] = series.values[begin : begin + size]
-        if not math.isfinite(sum(values)):
-            bad += [
-                step
-                for step, value in zip(series.steps[begin : begin + size], values, strict=True)
-                if not math.isfinite(value)
-            ]
-            values = [value for value in values if math.isfinite(value)]
-        steps.append(series.steps[min(begin + size, len(series.steps)) - 1])
+    steps, size = series.steps, max(1, math.ceil(len(series.steps) / points))
+    begins = range(0, len(steps), size)
+    values = [_finite(series.values[begin : begin + size]) for begin in begins]
+    found: dict[str, object] = {
+        "x": [steps[min(begin + size, len(steps)) - 1] for begin in begins],
         # Divided first: a sum of large values may overflow where their mean does not.
-        means.append(short(math.fsum(value / len(values) for value in values)) if values else None)
-        lows.append(short(min(values)) if values else None)
-        highs.append(short(max(values)) if values else None)
-    found: dict[str, Any] = {"x": steps, "y": means}
+        "y": [short(math.fsum(v / len(some) for v in some)) if some else None for some in values],
+    }
     if size > 1:
-        found |= {"low": lows, "high": highs}
-    if bad:
+        found["low"] = [short(min(some)) if some else None for some in values]
+        found["high"] = [short(max(some)) if some else None for some in values]
+    if sum(map(len, values)) < len(steps):
+        bad = [step for step, value in zip(steps, series.values, strict=True) if not math.isfinite(value)]
         found |= {"bad": bad[:_LISTED], "bad_count": len(bad)}
     return found
+
+
+def _finite(values: Iterable[float]) -> list[float]:
+    return [value for value in values if math.isfinite(value)]
 
 
 def short(value: float) -> float:
@@ -81,7 +73,7 @@ def _thinned(samples: Series) -> dict[str, list[float]]:
     return {"samples_x": [step for step, _ in points], "samples": [value for _, value in points]}
 
 
-def binned(run: Run, prefix: str) -> dict[str, Any] | None:
+def binned(run: Run, prefix: str) -> dict[str, object] | None:
     """The metrics `<prefix>/<low>-<high>` as a table: bins from low to high, buckets of steps, means."""
     names = [name for name in run.series if name.startswith(f"{prefix}/")]
     if not names:
@@ -114,17 +106,19 @@ def buckets(many: Sequence[Series], columns: int = COLUMNS) -> list[int]:
 
 def means_at(series: Series, columns: Sequence[int]) -> list[float | None]:
     """The mean of the finite points in each bucket; None for one without."""
-    found: list[float | None] = []
+    return [short(sum(some) / len(some)) if some else None for some in _in_buckets(series, columns)]
+
+
+def _in_buckets(series: Series, columns: Sequence[int]) -> Iterator[list[float]]:
+    """The finite values of each bucket of steps, whose last ones `columns` are."""
     begin = 0
     for last in columns:
         end = bisect_right(series.steps, last, begin)
-        values = [value for value in series.values[begin:end] if math.isfinite(value)]
-        found.append(short(sum(values) / len(values)) if values else None)
+        yield _finite(series.values[begin:end])
         begin = end
-    return found
 
 
-def density(run: Run, declared: Density | None) -> dict[str, Any] | None:
+def density(run: Run, declared: Density | None) -> dict[str, object] | None:
     """Realised share of each bin, over everything logged, beside the declared one."""
     if declared is None:
         return None
@@ -134,9 +128,7 @@ def density(run: Run, declared: Density | None) -> dict[str, Any] | None:
     if not lines:
         return None
     # A bin that a line leaves out had no sample then: it counts as 0.
-    shares = [
-        sum(v for v in series.values if math.isfinite(v)) / len(lines) if series else 0.0 for series in named
-    ]
+    shares = [sum(_finite(series.values)) / len(lines) if series else 0.0 for series in named]
     return {
         "name": declared.name,
         "bins": labels,
@@ -145,37 +137,22 @@ def density(run: Run, declared: Density | None) -> dict[str, Any] | None:
     }
 
 
-def time_split(run: Run) -> dict[str, Any] | None:
-    """Seconds a step by phase, in buckets of steps, and the mean of each phase."""
+def time_split(run: Run) -> dict[str, object] | None:
+    """Seconds a step by phase, in buckets of steps, and the mean of each phase. A line that leaves a phase
+    out spent no time in it."""
     phases = {name.removeprefix("time/"): s for name, s in run.series.items() if name.startswith("time/")}
     if not phases:
         return None
-    lines = {step for series in phases.values() for step in series.steps}
+    lines = sorted({step for series in phases.values() for step in series.steps})
     columns = buckets(list(phases.values()))
-    means: Mapping[str, float] = {
-        name: sum(v for v in series.values if math.isfinite(v)) / len(lines)
-        for name, series in phases.items()
-    }
+    ends = [bisect_right(lines, last) for last in columns]
+    counts = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
     return {
         "phases": list(phases),
         "x": columns,
-        "rows": [_rates(series, lines_in(lines, columns), columns) for series in phases.values()],
-        "means": [short(means[name]) for name in phases],
+        "rows": [
+            [short(sum(some) / n) for some, n in zip(_in_buckets(series, columns), counts, strict=True)]
+            for series in phases.values()
+        ],
+        "means": [short(sum(_finite(series.values)) / len(lines)) for series in phases.values()],
     }
-
-
-def lines_in(lines: set[int], columns: Sequence[int]) -> list[int]:
-    """How many of the lines fall into each bucket."""
-    ordered = sorted(lines)
-    ends = [bisect_right(ordered, last) for last in columns]
-    return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
-
-
-def _rates(series: Series, lines: Sequence[int], columns: Sequence[int]) -> list[float]:
-    """The mean over a bucket's lines; a line that leaves a phase out spent no time in it."""
-    found, begin = [], 0
-    for last, count in zip(columns, lines, strict=True):
-        end = bisect_right(series.steps, last, begin)
-        found.append(short(sum(v for v in series.values[begin:end] if math.isfinite(v)) / count))
-        begin = end
-    return found

@@ -10,14 +10,11 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
-from typing import Any
 
 from mm_core.errors import MMError
 from mm_core.report import clips, curves
 from mm_core.report.reading import Run
 
-_SCRIPTS = ("charts.js", "page.js")
-_STYLE = "page.css"
 _SHOWN_ELSEWHERE = re.compile(r"samples|(loss|grad_norm|timesteps)_by_.*|time/.*|.*/rows")
 
 
@@ -37,7 +34,7 @@ def render(runs: Sequence[Run], media_bytes: int) -> str:
     return _page(", ".join(run.label for run in runs), data)
 
 
-def describe(run: Run) -> dict[str, Any]:
+def describe(run: Run) -> dict[str, object]:
     """Everything that the page shows of one run, but its clips."""
     names = [name for name in run.series if not _SHOWN_ELSEWHERE.fullmatch(name)]
     scale = run.density.name if run.density is not None else _scale(run)
@@ -122,7 +119,7 @@ def differing(runs: Sequence[Run]) -> list[str]:
     return [key for key in keys if len({config.get(key) for config in configs}) > 1]
 
 
-def flatten(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+def flatten(value: object, key: str = "") -> Iterator[tuple[str, str]]:
     """Dotted keys and their values as text; what a run left empty is left out."""
     if isinstance(value, Mapping):
         for name, item in value.items():
@@ -131,35 +128,30 @@ def flatten(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
         yield key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _page(title: str, data: Mapping[str, Any]) -> str:
-    style = _asset(_STYLE)
-    script = "\n".join(_asset(name) for name in _SCRIPTS)
+def _page(title: str, data: Mapping[str, object]) -> str:
+    style, script = _asset("page.css"), "\n".join([_asset("charts.js"), _asset("page.js")])
     # Nothing is loaded, and nothing runs but the script above: a prompt that holds markup stays a text.
     policy = (
         "default-src 'none'; img-src data:; media-src data:; "
         f"style-src '{_digest(style)}'; script-src '{_digest(script)}'; base-uri 'none'; form-action 'none'"
     )
-    return "\n".join(
-        [
-            "<!doctype html>",
-            '<html lang="en"><head><meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            '<meta name="color-scheme" content="light dark">',
-            '<link rel="icon" href="data:,">',
-            f"<title>{html.escape(title)}: mm report</title>",
-            f"<style>{style}</style></head><body>",
-            "<noscript>This page draws its charts by a script of its own; allow it.</noscript>",
-            '<main id="page"></main>',
-            f'<script type="application/json" id="data">{to_json(data)}</script>',
-            f"<script>{script}</script>",
-            "</body></html>",
-            "",
-        ]
-    )
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<link rel="icon" href="data:,">
+<title>{html.escape(title)}: mm report</title>
+<style>{style}</style></head><body>
+<noscript>This page draws its charts by a script of its own; allow it.</noscript>
+<main id="page"></main>
+<script type="application/json" id="data">{to_json(data)}</script>
+<script>{script}</script>
+</body></html>
+"""
 
 
-def to_json(data: Mapping[str, Any]) -> str:
+def to_json(data: Mapping[str, object]) -> str:
     """JSON that can stand in an HTML page: no text in it ends the script or opens a comment."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for mark in "<>&\u2028\u2029":

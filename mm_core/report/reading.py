@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from mm_core.errors import MMError, did_you_mean
 
@@ -66,7 +66,7 @@ class Run:
     series: dict[str, Series]
     written: float
     density: Density | None = None
-    manifest: Mapping[str, Any] = field(default_factory=dict)
+    manifest: Mapping[str, object] = field(default_factory=dict)
     config_text: str = ""
     shots: list[Shot] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
@@ -86,11 +86,9 @@ class Run:
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
     """The runs, in the order given, each once. MMError for what is no run, or has logged nothing yet."""
-    unique = list({folder.resolve(): folder for folder in folders}.values())
-    return [
-        read_run(folder, label)
-        for folder, label in zip(unique, labels([f.resolve() for f in unique]), strict=True)
-    ]
+    unique = {folder.resolve(): folder for folder in folders}
+    named = zip(unique.values(), labels(list(unique)), strict=True)
+    return [read_run(folder, label) for folder, label in named]
 
 
 def labels(folders: Sequence[Path]) -> list[str]:
@@ -156,9 +154,8 @@ def _check(folder: Path) -> None:
             accepted=accepted,
             hint=f"name those to show: mm report {names}",
         )
-    what = (
-        "this run has logged nothing yet" if (folder / "config.yaml").is_file() else "this folder is no run"
-    )
+    begun = (folder / "config.yaml").is_file()
+    what = "this run has logged nothing yet" if begun else "this folder is no run"
     raise MMError(f"{what}: it holds no {METRICS}", where=str(folder), accepted=accepted)
 
 
@@ -172,25 +169,24 @@ def read_series(path: Path) -> tuple[dict[str, Series], int]:
             if row is None:
                 torn += bool(line.strip())
                 continue
-            step = row.pop("step")
-            for name, value in row.items():
+            step, figures = row
+            for name, value in figures.items():
                 if (number := _number(value)) is not None:
-                    if name not in series:
-                        series[name] = Series()
-                    series[name].add(step, number)
+                    series.setdefault(name, Series()).add(step, number)
     return series, torn
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
+def _row(line: bytes) -> tuple[int, dict[str, object]] | None:
+    """Its step, and what else stands in it."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    step = row.get("step") if isinstance(row, dict) else None
-    return row if type(step) is int and 0 <= step < _LARGEST_STEP else None
+    step = row.pop("step", None) if isinstance(row, dict) else None
+    return (step, row) if type(step) is int and 0 <= step < _LARGEST_STEP else None
 
 
-def _number(value: Any) -> float | None:
+def _number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     if isinstance(value, str):
@@ -201,7 +197,7 @@ def _number(value: Any) -> float | None:
         return math.inf if value > 0 else -math.inf
 
 
-def _document(path: Path, remarks: list[str]) -> dict[str, Any]:
+def _document(path: Path, remarks: list[str]) -> dict[str, object]:
     """A JSON object; {} where there is none, with a remark where it can not be read."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -215,7 +211,7 @@ def _document(path: Path, remarks: list[str]) -> dict[str, Any]:
     return {}
 
 
-def _density(telemetry: Mapping[str, Any]) -> Density | None:
+def _density(telemetry: Mapping[str, object]) -> Density | None:
     bins = telemetry.get("bins")
     if not isinstance(bins, dict):
         return None
@@ -225,7 +221,7 @@ def _density(telemetry: Mapping[str, Any]) -> Density | None:
     return Density(name, tuple(edges), tuple(declared)) if len(edges) == len(declared) + 1 else None
 
 
-def _numbers(values: Any) -> TypeGuard[list[float]]:
+def _numbers(values: object) -> TypeGuard[list[float]]:
     return isinstance(values, list) and all(
         isinstance(value, (int, float)) and math.isfinite(value) for value in values
     )

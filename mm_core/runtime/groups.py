@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -83,18 +82,19 @@ def _not_met(fault: RuntimeError) -> MMError | None:
 
 def cpu_group() -> dist.ProcessGroup | None:
     """A new group of all ranks for tensors on CPU. Called by all of them."""
-    return cast("dist.ProcessGroup | None", dist.new_group(backend=CPU_BACKEND, timeout=_patience[0]))
+    group: dist.ProcessGroup | None = dist.new_group(backend=CPU_BACKEND, timeout=_patience[0])
+    return group
 
 
 def device_mesh(shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
     """All ranks in a mesh of that shape. Unlike torch's `init_device_mesh`, its groups wait as long as the
     default one."""
     mesh = torch.arange(dist.get_world_size()).view(*shape)
-    groups = []
+    groups: list[dist.ProcessGroup] = []
     for dimension, size in enumerate(shape):
         rows = mesh.swapdims(-1, dimension).reshape(-1, size).tolist()
         group, _ = dist.new_subgroups_by_enumeration(rows, timeout=_patience[0])  # type: ignore[no-untyped-call]
-        groups.append(cast("dist.ProcessGroup", group))
+        groups.append(group)
     return DeviceMesh.from_group(groups, device_type(), mesh, mesh_dim_names=tuple(names))
 
 

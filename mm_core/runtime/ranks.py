@@ -24,7 +24,7 @@ class Ranks:
     rank: int
     count: int
     alone: bool
-    group: Any = None
+    group: dist.ProcessGroup | None = None
     """The process group that they speak in; None for the default one."""
 
     @classmethod
@@ -71,10 +71,10 @@ class Ranks:
         A fault on any rank raises one CheckpointError, with the same text on all of them: no rank goes on
         alone, and none waits for one that has given up.
         """
-        given: T | None = None
+        given: list[T] = []
         culprit, fault, cause = self.rank, None, None
         try:
-            given = work()
+            given.append(work())
         except (Exception, CheckpointException) as raised:
             culprit, cause = blame(raised, self.rank)
             fault = cause if isinstance(cause, CheckpointError) else explain(doing, cause)
@@ -82,7 +82,7 @@ class Ranks:
         if failed:
             rank, error = min(failed, key=lambda pair: pair[0])
             raise (error if self.count == 1 else at_rank(rank, error)) from cause
-        return cast(T, given)
+        return given[0]
 
     def first(self, doing: str, work: Callable[[], T]) -> T:
         """Runs `work` on rank 0 alone and returns what it gave, on every rank; faults as in `agree`."""

@@ -18,7 +18,7 @@ from mm_core.modules.flops import step_operations
 from mm_core.modules.initialise import initialise
 from mm_core.plugin.registry import build as build_component
 
-Build = Callable[[], Any] | Mapping[str, Any] | str
+Build = Callable[[], object] | Mapping[str, object] | str
 """A function that makes a small predictor, or what `mm_core.build("predictor", ...)` takes."""
 
 
@@ -264,23 +264,12 @@ def operations(probe: PredictorProbe) -> None:
             )
 
 
+_CHECKS = (
+    *(attributes, meta_build, initialisation, output, gradients, determinism, independence),
+    *(text_padding, timestep_precision, unknown_conditions, operations),
+)
 PREDICTOR_CHECKS: Mapping[str, Callable[[PredictorProbe], None]] = MappingProxyType(
-    {
-        check.__name__: check
-        for check in (
-            attributes,
-            meta_build,
-            initialisation,
-            output,
-            gradients,
-            determinism,
-            independence,
-            text_padding,
-            timestep_precision,
-            unknown_conditions,
-            operations,
-        )
-    }
+    {check.__name__: check for check in _CHECKS}
 )
 """Each check by its name, for those who would rather have one test a check."""
 

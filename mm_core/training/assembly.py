@@ -8,11 +8,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mm_core.checkpoint.files.host_copies import State
+from mm_core.checkpoint.files.layout import Document
 from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.checkpoint.run_manifest import check_plugins, run_manifest
 from mm_core.checkpoint.store import CheckpointStore
@@ -41,7 +42,7 @@ from mm_core.runtime.launch.watchdog import Watchdog
 from mm_core.runtime.ranks import Ranks
 from mm_core.telemetry.profiler import ProfileWindow
 from mm_core.telemetry.reporter import RunReporter
-from mm_core.training.between_steps import BetweenSteps, Stopping
+from mm_core.training.between_steps import BetweenSteps
 from mm_core.training.callback_list import CallbackList
 from mm_core.training.evaluating import Evaluating
 from mm_core.training.guard import UpdateGuard
@@ -158,9 +159,7 @@ def build_parts(run: OpenedRun) -> RunParts:
     return RunParts(task, engine, datasets, plan, weights, weights.left_out(), ema)
 
 
-def restore_parts(
-    run: OpenedRun, parts: RunParts, allow: Sequence[str]
-) -> tuple[Mapping[str, Any], Restored]:
+def restore_parts(run: OpenedRun, parts: RunParts, allow: Sequence[str]) -> tuple[Document, Restored]:
     """Fills the parts from the run's checkpoint, if there is one, and writes what the run is made of: its
     manifest, which a resume compares."""
     config, plan, weights = run.config, parts.plan, parts.weights
@@ -181,12 +180,7 @@ def restore_parts(
 
 
 def equip(
-    run: OpenedRun,
-    parts: RunParts,
-    manifest: Mapping[str, Any],
-    restored: Restored,
-    stop: StopFlag,
-    undo: ExitStack,
+    run: OpenedRun, parts: RunParts, manifest: Document, restored: Restored, stop: StopFlag, undo: ExitStack
 ) -> Assembly:
     """Adds what reads, watches, measures, evaluates and saves."""
     config, plan, task, engine = run.config, parts.plan, parts.task, parts.engine
@@ -199,7 +193,7 @@ def equip(
     ledger = SkipLedger(run.folder, config.data.loader.max_failed_share)
     guard = make_guard(config, parts, restored, reporter)
     callbacks = CallbackList([(c.type, config.registry.build("callback", c)) for c in config.callbacks])
-    facts = partial(facts_of, config, plan, reporter, order, guard, parts.ema, restored.facts.get("imported"))
+    facts = partial(facts_of, parts, restored, config.run.seed, order, reporter, guard)
     between = BetweenSteps(
         run_dir=run.folder,
         steps=plan.steps,
@@ -214,7 +208,7 @@ def equip(
             callbacks=callbacks,
         ),
         evaluating=make_evaluating(run, parts, reporter, callbacks, stop),
-        stopping=Stopping(stop),
+        flag=stop,
         reporter=reporter,
         callbacks=callbacks,
         profile=ProfileWindow(config.profile, run.folder, run.ranks.rank),
@@ -328,7 +322,7 @@ def sample_lengths(config: RunConfig, dataset: Dataset) -> Tensor | None:
 
 
 def make_loader(
-    config: RunConfig, plan: RunPlan, dataset: Dataset, task: Any, start: int, device: torch.device
+    config: RunConfig, plan: RunPlan, dataset: Dataset, task: TaskModule, start: int, device: torch.device
 ) -> tuple[BatchPlan, MicroBatchLoader]:
     """The order of the samples, and this rank's micro-batches from step `start` to the end."""
     section = config.data.loader
@@ -362,7 +356,7 @@ def make_store(config: RunConfig) -> CheckpointStore:
     )
 
 
-def state_of(engine: Engine, ema: EMA | None, left_out: Collection[str] = ()) -> dict[str, Any]:
+def state_of(engine: Engine, ema: EMA | None, left_out: Collection[str] = ()) -> State:
     """The tensors of a checkpoint: live ones, not copies. left_out: of the model."""
     state = engine.state_dict()
     state["model"] = {name: tensor for name, tensor in state["model"].items() if name not in left_out}
@@ -370,27 +364,26 @@ def state_of(engine: Engine, ema: EMA | None, left_out: Collection[str] = ()) ->
 
 
 def facts_of(
-    config: RunConfig,
-    plan: RunPlan,
-    reporter: RunReporter,
+    parts: RunParts,
+    restored: Restored,
+    seed: int,
     order: BatchPlan,
+    reporter: RunReporter,
     guard: UpdateGuard,
-    ema: EMA | None,
-    imported: Any = None,
-) -> dict[str, Any]:
+) -> Document:
     """What a checkpoint holds beside its tensors; where the data stood is a function of the step."""
     return {
-        **({"imported": imported} if imported is not None else {}),
-        "seed": config.run.seed,
+        **({"imported": imported} if (imported := restored.facts.get("imported")) is not None else {}),
+        "seed": seed,
         "samples": reporter.window.samples_seen,
         "order": order.facts(),
-        "world": plan.engine.world,
+        "world": parts.plan.engine.world,
         "guard": guard.state(),
-        "ema_updates": ema.updates if ema is not None else 0,
+        "ema_updates": parts.ema.updates if parts.ema is not None else 0,
     }
 
 
-def write_run_files(run_dir: Path, config: RunConfig, plan: RunPlan, manifest: Mapping[str, Any]) -> None:
+def write_run_files(run_dir: Path, config: RunConfig, plan: RunPlan, manifest: Document) -> None:
     """config.yaml (every default filled) and manifest.json."""
     run_dir.mkdir(parents=True, exist_ok=True)
     document = {**manifest, "plan": plan.to_mapping()}

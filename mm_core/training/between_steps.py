@@ -18,28 +18,13 @@ from mm_core.training.saving import Saving
 
 
 @dataclass
-class Stopping:
-    """Whether this rank was asked to save and end before the run's last step.
-
-    Attributes:
-        flag: notes signals.
-        after: the step to end after; None: the last one.
-    """
-
-    flag: StopFlag
-    after: int | None = None
-
-    def requested(self, step: int) -> bool:
-        """Whether to end after `step` steps."""
-        return self.flag.requested is not None or step == self.after
-
-
-@dataclass
 class BetweenSteps:
     """Everything that a run does beside its steps, in its order.
 
     Attributes:
         steps: of the whole run.
+        flag: notes signals that ask this rank to save and end.
+        stop_after: the step to end after; None: the last one.
         evaluated: whether the validation and samples of the step that the run resumes at are there.
         step: steps taken.
         interrupted: whether the run has ended before its end.
@@ -49,12 +34,13 @@ class BetweenSteps:
     steps: int
     saving: Saving
     evaluating: Evaluating
-    stopping: Stopping
+    flag: StopFlag
     reporter: RunReporter
     callbacks: CallbackList
     profile: ProfileWindow
     watchdog: Watchdog
     ema: EMA | None = None
+    stop_after: int | None = None
     evaluated: bool = True
     step: int = 0
     interrupted: bool = False
@@ -96,7 +82,7 @@ class BetweenSteps:
     @property
     def stop(self) -> bool:
         """Whether this rank was asked to save and end after the step that is being taken."""
-        return self.stopping.requested(self.step + 1)
+        return self.flag.requested is not None or self.step + 1 == self.stop_after
 
     @property
     def save_due(self) -> bool:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
-from typing import Any
 
+from mm_core.checkpoint.files.layout import Document
 from mm_core.config.schema import TrainSection
 from mm_core.contracts import Batch, Loss
 from mm_core.errors import PeerError, TrainingError
@@ -33,7 +33,7 @@ class UpdateGuard:
     def __init__(
         self,
         settings: TrainSection,
-        state: Mapping[str, Any] | None = None,
+        state: Document | None = None,
         locate: Callable[[Rerun], str | None] = lambda rerun: None,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
@@ -44,7 +44,7 @@ class UpdateGuard:
         self._in_a_row, self._in_all = int(found.get("in_a_row", 0)), int(found.get("in_all", 0))
         self._spikes = int(found.get("spikes", 0))  # left out in a row
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Document:
         """What a checkpoint keeps, as JSON."""
         return {
             "norms": list(self._norms),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +31,14 @@ def first_non_finite(
     if on_any_rank(bad is not None):  # it may lie on another rank's shard: all of them leave here together
         return f"the parameter {bad} had been so before this step" if bad is not None else None
     watch = _Watch()
-    handles = watch.attach(task, trained)
+    handles = [
+        module.register_forward_hook(watch.hook(path))
+        for root in trained
+        for path, module in task.get_submodule(root).named_modules(prefix=root)
+    ]
     try:
         for loss in rerun():
-            loss.total.backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward(loss.total)
     finally:
         for handle in handles:
             handle.remove()
@@ -62,18 +65,12 @@ class _Watch:
         self.output: str | None = None
         self.gradient: str | None = None
 
-    def attach(self, task: TaskModule, trained: Sequence[str]) -> list[Any]:
-        """Hooks on every module below the roots, inner ones first to speak."""
-        return [
-            module.register_forward_hook(self._hook(path))
-            for root in trained
-            for path, module in task.get_submodule(root).named_modules(prefix=root)
-        ]
+    def hook(self, path: str) -> Callable[[nn.Module, object, object], None]:
+        """What a module calls after its forward, inner modules first."""
 
-    def _hook(self, path: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+        def hook(module: nn.Module, inputs: object, output: object) -> None:
             for tensor in _tensors(output):
-                if self.output is None and not bool(torch.isfinite(tensor.detach()).all()):
+                if self.output is None and not _finite(tensor):
                     self.output = path if _finite(inputs) else f"{path} (its inputs were not finite either)"
                 if tensor.requires_grad:
                     tensor.register_hook(lambda gradient: self._note(path, gradient))  # type: ignore[no-untyped-call]
@@ -85,11 +82,11 @@ class _Watch:
             self.gradient = path
 
 
-def _finite(values: Any) -> bool:
+def _finite(values: object) -> bool:
     return all(bool(torch.isfinite(tensor.detach()).all()) for tensor in _tensors(values))
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def _tensors(values: object) -> Iterator[Tensor]:
     """The floating tensors of a module's input or output."""
     if isinstance(values, Tensor):
         if values.is_floating_point():

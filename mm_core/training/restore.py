@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from mm_core.checkpoint.files.layout import Document
 from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.checkpoint.resume_check import check_resume
 from mm_core.checkpoint.store import CheckpointStore
@@ -21,7 +21,7 @@ class Restored:
     """Steps already taken, the facts of the checkpoint, and what a person should know of it."""
 
     step: int = 0
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: Document = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
@@ -31,7 +31,7 @@ def restore(
     refused: Sequence[CheckpointError],
     engine: Engine,
     ema: EMA | None,
-    manifest: Mapping[str, Any],
+    manifest: Document,
     allow: Sequence[str],
     steps: int,
     absent: Collection[str] = (),
@@ -49,35 +49,22 @@ def restore(
     for fault in refused:
         restored.notes.append(f"warning: {fault.where} is passed over: {fault.what}")
     if source is not None:
-        _fill(store, source, engine, ema, manifest, allow, restored, absent)
-        restored.notes.insert(len(refused), f"resumed {source.folder} at step {restored.step} of {steps}")
+        restored.facts = source.facts
+        restored.step = int(source.facts["step"])
+        restored.notes.append(f"resumed {source.folder} at step {restored.step} of {steps}")
+        restored.notes += check_resume(source.manifest, manifest, allow, say=Ranks.current().rank == 0)
+        state = engine.state_template({name.rpartition(".")[0] for name in source.names("optimizer")})
+        state["model"] = {name: tensor for name, tensor in state["model"].items() if name not in absent}
+        averaged = "ema" in source.parts
+        if ema is not None and averaged:
+            state["ema"] = ema.state_dict()
+        store.load(source, state, verified=True)
+        if ema is not None and averaged:
+            ema.updates = int(source.facts.get("ema_updates", 0))
+        elif ema is not None:
+            ema.reset()
+            restored.notes.append(
+                "the checkpoint holds no average of the weights: it begins with the weights"
+            )
     store.begin(restored.step, [Path(str(fault.where)) for fault in refused])
     return restored
-
-
-def _fill(
-    store: CheckpointStore,
-    source: OpenedCheckpoint,
-    engine: Engine,
-    ema: EMA | None,
-    manifest: Mapping[str, Any],
-    allow: Sequence[str],
-    restored: Restored,
-    absent: Collection[str],
-) -> None:
-    """Fills model, optimizer and average in place."""
-    ranks = Ranks.current()
-    restored.facts = source.facts
-    restored.step = int(restored.facts["step"])
-    restored.notes += check_resume(source.manifest, manifest, allow, say=ranks.rank == 0)
-    state = engine.state_template({name.rpartition(".")[0] for name in source.names("optimizer")})
-    state["model"] = {name: tensor for name, tensor in state["model"].items() if name not in absent}
-    averaged = "ema" in source.parts
-    if ema is not None and averaged:
-        state["ema"] = ema.state_dict()
-    store.load(source, state, verified=True)
-    if ema is not None and averaged:
-        ema.updates = int(restored.facts.get("ema_updates", 0))
-    elif ema is not None:
-        ema.reset()
-        restored.notes.append("the checkpoint holds no average of the weights: it begins with the weights")

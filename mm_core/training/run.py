@@ -69,7 +69,7 @@ def train(
                 run = assemble(config, resume, stop, allow)
         except StopAsked:
             return RunResult(folder, None, None, (stop and stop.requested) or _OTHER_RANK)
-        run.between.stopping.after = stop_after
+        run.between.stop_after = stop_after
         steps, step = run.training.plan.steps, run.start
         with running(run):
             if not run.between.interrupted and (stop_after is None or step < stop_after):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
+from mm_core.checkpoint.files.host_copies import State
+from mm_core.checkpoint.files.layout import Document
 from mm_core.checkpoint.store import CheckpointStore
 from mm_core.config.schema import RunConfig
 from mm_core.files import json_numbers
@@ -31,10 +32,10 @@ class Saving:
 
     config: RunConfig
     store: CheckpointStore
-    state: Callable[[], Mapping[str, Mapping[str, Any]]]
-    facts: Callable[[], dict[str, Any]]
+    state: Callable[[], State]
+    facts: Callable[[], Document]
     config_yaml: str
-    manifest: Mapping[str, Any]
+    manifest: Document
     reporter: RunReporter
     callbacks: CallbackList
     step: int = 0

@@ -7,10 +7,10 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from mm_core.checkpoint.files import dcp
 from mm_core.checkpoint.files import layout as files
@@ -123,14 +123,14 @@ def compare_runs(one: Path, other: Path) -> tuple[list[PartResult], list[str]]:
     return compare_checkpoints(a, b), remarks
 
 
-def _series(run: Path, name: str) -> dict[int, Any]:
+def _series(run: Path, name: str) -> dict[int, object]:
     return {row["step"]: row[name] for row in read_metrics(run) if name in row}
 
 
 def compare_checkpoints(one: Path, other: Path) -> list[PartResult]:
     """Every bit of every tensor of two checkpoints. MMError when they hold other tensors."""
-    names = set(_names(one))
-    if odd := sorted(names ^ set(_names(other))):
+    held, also = (set(OpenedCheckpoint(path).metadata.state_dict_metadata) for path in (one, other))
+    if odd := sorted(held ^ also):
         raise MMError(f"only one of the checkpoints holds {files.listed(odd)}", where=f"{one}, {other}")
     results: dict[str, PartResult] = {}
     for (name, a), (_, b) in zip(_tensors(one), _tensors(other), strict=True):
@@ -150,10 +150,6 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def _names(checkpoint: Path) -> list[str]:
-    return sorted(OpenedCheckpoint(checkpoint).metadata.state_dict_metadata)
-
-
 def _tensors(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
     """Every tensor, whole, in the order of their names; about a gigabyte of them in memory at a time."""
     metadata = OpenedCheckpoint(checkpoint).metadata
@@ -161,7 +157,8 @@ def _tensors(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
     size = 0
     for name in sorted(metadata.state_dict_metadata):
         entry = metadata.state_dict_metadata[name]
-        held[name] = torch.empty(entry.size, dtype=entry.properties.dtype)  # type: ignore[union-attr]
+        assert isinstance(entry, TensorStorageMetadata)  # `read_metadata` refuses any other
+        held[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
         size += held[name].nbytes
         if size > _AT_ONCE:
             yield from _filled(checkpoint, metadata, held)
@@ -169,7 +166,7 @@ def _tensors(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
     yield from _filled(checkpoint, metadata, held)
 
 
-def _filled(checkpoint: Path, metadata: Any, held: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _filled(checkpoint: Path, metadata: Metadata, held: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     nested: dict[str, dict[str, Tensor]] = {}
     for name, tensor in held.items():
         part, _, rest = name.partition(".")

@@ -6,9 +6,12 @@ import io
 import os
 import struct
 import zipfile
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING
 
 from mm_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 _ZIP = b"PK\x03\x04"
 _END = struct.Struct("<4s4H2LH")  # signature, disks and counts, size and place of the directory, comment
@@ -91,9 +94,10 @@ class _Piece(io.RawIOBase):
     def tell(self) -> int:
         return self._at
 
-    def readinto(self, buffer: Any) -> int:
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        target = memoryview(buffer)
         self._file.seek(self._start + self._at)
-        found = self._file.read(max(0, min(len(buffer), self._size - self._at)))
-        buffer[: len(found)] = found
+        found = self._file.read(max(0, min(len(target), self._size - self._at)))
+        target[: len(found)] = found
         self._at += len(found)
         return len(found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from mm_core.errors import CheckpointError, ContractError, MMError
 from mm_core.modules.adapter_layers import without_adapters
 from mm_core.plugin.registry import Registry
 from mm_core.weights.formats.format import Layout, StoredTensors, WeightFormat, divided, of_component
-from mm_core.weights.formats.key_map import Copy, KeyMap
+from mm_core.weights.formats.key_map import Copy, KeyMap, Shape, box_of
 from mm_core.weights.stored import open_stored
 from mm_core.weights.streaming import chunks, overlap, read_box
 
@@ -48,15 +48,15 @@ class Fit:
     tensor that the component shares and files hold several times, what is read and what is not.
     """
 
-    format: str
-    folders: tuple[str, ...]
-    pieces: tuple[Piece, ...]
-    missing: tuple[str, ...]
-    unexpected: tuple[tuple[StoredTensors, str], ...]
-    misshapen: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = field(default=())
-    absent: tuple[str, ...] = field(default=())
-    spared: tuple[str, ...] = field(default=())
-    twins: tuple[tuple[tuple[Piece, ...], tuple[Piece, ...]], ...] = field(default=())
+    format: str = ""
+    folders: tuple[str, ...] = ()
+    pieces: tuple[Piece, ...] = ()
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[tuple[StoredTensors, str], ...] = ()
+    misshapen: tuple[tuple[str, Shape, Shape], ...] = ()
+    absent: tuple[str, ...] = ()
+    spared: tuple[str, ...] = ()
+    twins: tuple[tuple[tuple[Piece, ...], tuple[Piece, ...]], ...] = ()
 
     @property
     def found(self) -> int:
@@ -94,12 +94,11 @@ def fit(keys: KeyMap, shapes: Mapping[str, Sequence[int]], stored: StoredTensors
     wanted = {copy.stored for copy in copies}
     left = (n for n in (*stored.shapes, *stored.others) if n not in wanted and not keys.ignores(n))
     return Fit(
-        "",
-        ("",),
-        tuple((c, stored) for c in copies if c.component not in absent and c.component not in misshapen),
-        tuple(name for name in shapes if name in absent),
-        tuple((stored, name) for name in left),
-        tuple(misshapen.values()),
+        folders=("",),
+        pieces=tuple((c, stored) for c in copies if c.component not in absent | misshapen.keys()),
+        missing=tuple(name for name in shapes if name in absent),
+        unexpected=tuple((stored, name) for name in left),
+        misshapen=tuple(misshapen.values()),
     )
 
 
@@ -122,8 +121,7 @@ def ways_to_read(
     faults: list[MMError] = []
     with without_adapters(component):  # a format knows what its author wrote
         for label, known in formats.items():
-            # A single file tells no format: whatever map fits its names will do.
-            lone = path.is_file()
+            lone = path.is_file()  # which tells no format: whatever map fits its names will do
             if not lone and not known.recognises(path):
                 continue
             try:
@@ -133,19 +131,16 @@ def ways_to_read(
                 continue
             folders = [""] if lone else known.folders(path)
             for places in _places(path, layouts, folders):
-                for folder in {folder for folder in places if folder is not None}:
-                    place = path / folder if folder else path
-                    if place not in seen:
-                        seen[place] = open_stored(path) if lone else known.open(path, folder)
-                opened = [
-                    None if place is None else seen[path / place if place else path] for place in places
-                ]
+                found = tuple(folder for folder in places if folder is not None)
+                for folder in found:
+                    if path / folder not in seen:
+                        seen[path / folder] = open_stored(path) if lone else known.open(path, folder)
+                opened = [None if folder is None else seen[path / folder] for folder in places]
                 try:
                     way = _fit_parts(layouts, shapes, opened)
                 except ContractError as fault:  # a map for another shape of model
                     faults.append(fault)
                     continue
-                found = tuple(folder for folder in places if folder is not None)
                 ways.append(replace(way, format=label, folders=found))
     if not ways and faults:
         raise faults[0]
@@ -174,22 +169,22 @@ def _fit_parts(
     layouts: Sequence[Layout], shapes: Mapping[str, Sequence[int]], opened: Sequence[StoredTensors | None]
 ) -> Fit:
     """How a component lies in the files of its parts; None for those of a part that is not there."""
-    way = Fit("", (), (), (), ())
+    ways: list[Fit] = []
     for layout, names, stored in zip(layouts, divided(layouts, shapes), opened, strict=True):
         if stored is not None:
-            one = _fit_layout(layout, {name: shapes[name] for name in names}, stored)
-            way = replace(
-                way,
-                pieces=way.pieces + one.pieces,
-                missing=way.missing + one.missing,
-                unexpected=way.unexpected + one.unexpected,
-                misshapen=way.misshapen + one.misshapen,
-            )
+            ways.append(_fit_layout(layout, {name: shapes[name] for name in names}, stored))
         elif layout.optional:
-            way = replace(way, spared=way.spared + tuple(names))
+            ways.append(Fit(spared=tuple(names)))
         else:
-            way = replace(way, missing=way.missing + tuple(names), absent=(*way.absent, layout.folder))
-    return way
+            ways.append(Fit(missing=tuple(names), absent=(layout.folder,)))
+    return Fit(
+        pieces=tuple(piece for way in ways for piece in way.pieces),
+        missing=tuple(name for way in ways for name in way.missing),
+        unexpected=tuple(name for way in ways for name in way.unexpected),
+        misshapen=tuple(name for way in ways for name in way.misshapen),
+        absent=tuple(folder for way in ways for folder in way.absent),
+        spared=tuple(name for way in ways for name in way.spared),
+    )
 
 
 def _fit_layout(layout: Layout, shapes: Mapping[str, Sequence[int]], stored: StoredTensors) -> Fit:
@@ -244,19 +239,15 @@ def untied(way: Fit, tied: Mapping[str, str]) -> Fit:
     missing = set(way.missing)
     twins: list[tuple[tuple[Piece, ...], tuple[Piece, ...]]] = []
     for first, names in groups.items():
-        present = sorted(name for name in names if name in by_name)
-        chosen = first if first in present else (present[0] if present else None)
-        pieces = [(replace(copy, component=first), stored) for copy, stored in by_name.get(chosen or "", ())]
-        for name in present:
-            if name != chosen:
-                twins.append((tuple(by_name[chosen or ""]), tuple(by_name[name])))
-        for name in names:
-            by_name.pop(name, None)
-        if chosen is not None:
-            by_name[first] = pieces
-            missing -= names
-        else:
+        present = {name: by_name.pop(name) for name in sorted(names) if name in by_name}
+        if not present:
             missing -= names - {first}
+            continue
+        chosen = first if first in present else next(iter(present))
+        taken = tuple(present.pop(chosen))
+        twins += [(taken, tuple(pieces)) for pieces in present.values()]
+        by_name[first] = [(replace(copy, component=first), stored) for copy, stored in taken]
+        missing -= names
     kept = tuple(piece for pieces in by_name.values() for piece in pieces)
     left = tuple(name for name in way.missing if name in missing)
     return replace(way, pieces=kept, missing=left, twins=tuple(twins))
@@ -275,8 +266,7 @@ def unlike(way: Fit) -> list[tuple[str, str]]:
 def _alike(one: Piece, other: Piece) -> bool:
     """Whether two pieces hold the same numbers where they meet."""
     (copy, stored), (second, beside) = one, other
-    place = tuple(slice(s, s + n) for s, n in zip(copy.start, copy.size, strict=True))
-    if (region := overlap(second, place)) is None:
+    if (region := overlap(second, box_of(copy.start, copy.size))) is None:
         return True
     width = max(stored.dtypes[copy.stored].itemsize, beside.dtypes[second.stored].itemsize)
     for box in chunks(region, width):

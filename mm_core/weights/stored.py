@@ -6,6 +6,8 @@ import json
 import re
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ INDEX = ".safetensors.index.json"
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 
 _NESTED = ("state_dict", "model", "module")
+_DAMAGED = (ValueError, LookupError, TypeError, AttributeError, OSError, RecursionError)
 _DEPTH = 8  # a mapping of a file that nobody vouches for may hold itself
 DTYPES = {
     "BOOL": torch.bool,
@@ -98,7 +101,7 @@ class SafetensorsFiles:
         self.shapes: dict[str, Shape] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self._files: dict[str, Path] = {}
-        self._open: dict[Path, Any] = {}
+        self._opened = cache(open_whole)
         for path in paths:
             stored = self._opened(path)
             for name in stored.keys():  # noqa: SIM118  # not a mapping
@@ -119,10 +122,6 @@ class SafetensorsFiles:
                     )
                 self.dtypes[name] = DTYPES[kind]
 
-    def file_of(self, name: str) -> Path:
-        """The file that holds a tensor."""
-        return self._files[name]
-
     def metadata(self) -> dict[str, str]:
         """The texts in the headers."""
         return {k: v for path in self.paths for k, v in (self._opened(path).metadata() or {}).items()}
@@ -130,14 +129,8 @@ class SafetensorsFiles:
     def read(self, name: str, box: tuple[slice, ...]) -> Tensor:
         """A box of a stored tensor: a view of the mapped file."""
         stored = self._opened(self._files[name])
-        # A scalar has no slice.
-        found: Tensor = stored.get_slice(name)[box] if box else stored.get_tensor(name)
+        found: Tensor = stored.get_slice(name)[box] if box else stored.get_tensor(name)  # a scalar: no slice
         return found
-
-    def _opened(self, path: Path) -> Any:
-        if path not in self._open:
-            self._open[path] = open_whole(path)
-        return self._open[path]
 
 
 def open_whole(path: Path) -> Any:
@@ -186,21 +179,24 @@ def missing_at(path: Path) -> list[str]:
     found = path.glob(f"*{INDEX}") if path.is_dir() else [path] if path.name.endswith(INDEX) else []
     missing = []
     for index in sorted(found):
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, LookupError, TypeError, AttributeError, OSError, RecursionError):
-            continue  # a damaged index: reading says so
-        missing += [str(index.parent / name) for name in names if not (index.parent / str(name)).is_file()]
+        with suppress(*_DAMAGED):  # what is wrong with an index, reading says
+            files = [index.parent / name for name in _names_in(index)]
+            missing += [str(file) for file in files if not file.is_file()]
     return missing
+
+
+def _names_in(index: Path) -> list[str]:
+    """The files that an index lists, as it says itself; one of `_DAMAGED` where it is none."""
+    return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
 
 
 def indexed(index: Path) -> list[Path]:
     """The files that an index lists; CheckpointError for one that names a file outside of its folder, or
     none at all."""
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = _names_in(index)
         odd = [name for name in names if Path(name).name != name or name in {"", ".", ".."}]
-    except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as fault:
+    except _DAMAGED as fault:
         raise CheckpointError(
             f"this index can not be read ({type(fault).__name__})", where=str(index)
         ) from None
@@ -230,7 +226,7 @@ def _why(fault: Exception) -> str:
     return text[:200]
 
 
-def _load(path: Path) -> Any:
+def _load(path: Path) -> object:
     """A torch file, without running anything in it."""
     try:
         with warnings.catch_warnings():
@@ -276,10 +272,10 @@ def _other_kind(tensor: Tensor) -> str:
     return "on the meta device, without numbers" if tensor.is_meta else ""
 
 
-def _unnested(found: Any, path: Path) -> Mapping[str, Any]:
+def _unnested(found: object, path: Path) -> Mapping[str, object]:
     """The mapping that holds the tensors, also below `state_dict`, `model` or `module`: what lies beside
     it (a step that is a tensor) is none of the model's."""
-    held: Mapping[str, Any] | None = None
+    held: Mapping[object, object] | None = None
     for _ in range(_DEPTH):
         if not isinstance(found, Mapping):
             break

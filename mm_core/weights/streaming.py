@@ -10,17 +10,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from mm_core.weights.formats.format import StoredTensors
-from mm_core.weights.formats.key_map import Copy
+from mm_core.weights.formats.key_map import Box, Copy, box_of
 
 _CHUNK = 64 * 2**20  # bytes that are held on their way into a shard, where they can not be mapped
-
-Box = tuple[slice, ...]
 
 
 def stream(
     targets: Mapping[str, Tensor],
     copies: Iterable[tuple[Copy, StoredTensors]],
-    advance: Callable[[int], None] | None = None,
+    advance: Callable[[int], None] = lambda size: None,
 ) -> None:
     """Fills tensors in place, cast to their dtype.
 
@@ -42,23 +40,19 @@ def stream(
             read = read_box(copy, stored, piece)
             inside = [slice(p.start - o.start, p.stop - o.start) for p, o in zip(piece, place, strict=True)]
             local[tuple(inside)] = read
-            if advance is not None:
-                advance(read.numel() * read.dtype.itemsize)
+            advance(read.numel() * read.dtype.itemsize)
 
 
 def read_box(copy: Copy, stored: StoredTensors, box: Box) -> Tensor:
     """A box of the component's tensor (which lies within `copy`), from the file: a view where it can be."""
-    inner = [
+    inner = tuple(
         slice(part.start - start + offset, part.stop - start + offset)
         for part, start, offset in zip(box, copy.start, copy.stored_start, strict=True)
-    ]
-    theirs = inner
-    if copy.dims is not None:
-        theirs = [slice(0)] * len(inner)
-        for ours, dim in enumerate(copy.dims):
-            theirs[dim] = inner[ours]
-    found = _read_seen(copy, stored, tuple(theirs))
-    return found if copy.dims is None else found.permute(copy.dims)
+    )
+    if copy.dims is None:
+        return _read_seen(copy, stored, inner)
+    theirs = tuple(inner[copy.dims.index(dim)] for dim in range(len(inner)))
+    return _read_seen(copy, stored, theirs).permute(copy.dims)
 
 
 def _read_seen(copy: Copy, stored: StoredTensors, box: Box) -> Tensor:
@@ -80,8 +74,7 @@ def shard_of(tensor: Tensor) -> tuple[Tensor, Box]:
     if not isinstance(tensor, DTensor):
         return tensor.detach(), tuple(slice(0, size) for size in tensor.shape)
     sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    place = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
-    return tensor.to_local().detach(), place
+    return tensor.to_local().detach(), box_of(tuple(starts), tuple(sizes))
 
 
 def overlap(copy: Copy, place: Box) -> Box | None:

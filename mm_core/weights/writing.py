@@ -20,12 +20,10 @@ from torch import Tensor
 
 from mm_core.errors import MMError
 from mm_core.files import durable
-from mm_core.weights.formats.key_map import Copy, Shape
+from mm_core.weights.formats.key_map import Copy, Shape, box_of
 from mm_core.weights.stored import DTYPES, INDEX
 
 _NAMES = {kind: name for name, kind in DTYPES.items()}
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?)B|B?)\s*\Z", re.IGNORECASE)
 
 
@@ -57,8 +55,8 @@ def parse_size(text: str | int) -> int:
     found = _SIZE.match(str(text))
     size = 0
     if found is not None:
-        units = _BINARY if found[3] else _UNITS
-        size = int(float(found[1]) * units[(found[2] or "").upper()])
+        power = " KMGT".index((found[2] or " ").upper())
+        size = int(float(found[1]) * (1024 if found[3] else 1000) ** power)
     if size < 1:
         raise MMError(f"{text!r} is no size of a file", accepted="5GB, 4.5GiB, 500MB, ...")
     return size
@@ -93,10 +91,9 @@ def write_shards(
     folder: Path,
     shards: Sequence[Shard],
     produce: Callable[[str], Tensor],
-    *,
     stem: str = "model",
     metadata: Mapping[str, str] | None = None,
-    advance: Callable[[int], None] | None = None,
+    advance: Callable[[int], None] = lambda size: None,
 ) -> list[Path]:
     """Writes the files of a model, and an index where there are several; they are on disk when it returns.
 
@@ -113,8 +110,7 @@ def write_shards(
             file.write(header(shard.tensors, metadata or {}))
             for spec in shard.tensors:
                 _write_tensor(file, spec, produce(spec.name))
-                if advance is not None:
-                    advance(spec.nbytes)
+                advance(spec.nbytes)
         written.append(path)
     if len(shards) > 1:
         total = sum(spec.nbytes for shard in shards for spec in shard.tensors)
@@ -168,14 +164,8 @@ def assemble(copies: Sequence[Copy], read: Callable[[str], Tensor]) -> Tensor:
         return tensor
     stored = torch.empty(first.stored_shape, dtype=tensor.dtype)
     for copy in copies:
-        _place(copy, stored, tensor if copy is first else read(copy.component))
+        seen = stored if copy.view is None else stored.view(copy.view)
+        seen = seen if copy.dims is None else seen.permute(copy.dims)
+        held = tensor if copy is first else read(copy.component)
+        seen[box_of(copy.stored_start, copy.size)].copy_(held[box_of(copy.start, copy.size)])
     return stored
-
-
-def _place(copy: Copy, stored: Tensor, tensor: Tensor) -> None:
-    """Puts a copy's box of the component's tensor to its place in the stored one."""
-    seen = stored if copy.view is None else stored.view(copy.view)
-    seen = seen if copy.dims is None else seen.permute(copy.dims)
-    theirs = tuple(slice(s, s + n) for s, n in zip(copy.stored_start, copy.size, strict=True))
-    ours = tuple(slice(s, s + n) for s, n in zip(copy.start, copy.size, strict=True))
-    seen[theirs].copy_(tensor[ours])

@@ -16,8 +16,7 @@ import torch
 from mm_core.checkpoint.background import WriterThread
 from mm_core.checkpoint.files import dcp
 from mm_core.checkpoint.files import layout as files
-from mm_core.checkpoint.opening import verify
-from mm_core.checkpoint.reading import open_checkpoint
+from mm_core.checkpoint.reading import open_checkpoint, verify
 from mm_core.checkpoint.retention import complete_steps
 from mm_core.checkpoint.store import CheckpointStore
 from mm_core.errors import CheckpointError

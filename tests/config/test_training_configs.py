@@ -12,7 +12,7 @@ import torch
 
 from mm_core.config.load import load_config
 from mm_core.errors import ConfigError
-from mm_core.modules.selection import freeze
+from mm_core.modules.patterns import freeze
 from mm_core.optim.lr_schedules import Schedule
 from mm_core.optim.parameter_groups import groups_of
 from mm_core.plan import build_task

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mm_core.errors import ContractError
-from mm_core.modules.casting import cast_inputs, round_frozen, uncast_inputs
+from mm_core.modules.casting import cast_inputs, quantise_frozen_values, uncast_inputs
 from mm_core.parallel.activation_checkpointing import recompute
 
 
@@ -43,7 +43,7 @@ def test_frozen_weights_are_rounded_where_they_lie_and_trained_ones_are_left():
 
     task = Task()
     before = {name: tensor.clone() for name, tensor in task.predictor.state_dict().items()}
-    round_frozen(task, torch.bfloat16)
+    quantise_frozen_values(task, torch.bfloat16)
     assert torch.equal(task.predictor.weight, before["weight"].bfloat16().float())
     assert not torch.equal(task.predictor.weight, before["weight"])
     assert torch.equal(task.predictor.bias, before["bias"])

@@ -10,7 +10,7 @@ from mm_core.config.schema import ParameterGroup, TrainSection
 from mm_core.contracts import Loss, Randomness
 from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.errors import PlanError
-from mm_core.modules.selection import freeze
+from mm_core.modules.patterns import freeze
 from mm_core.optim.adamw import adamw
 from mm_core.optim.parameter_groups import groups_of
 from mm_core.runtime.process_group import process_group

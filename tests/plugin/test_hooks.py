@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mm_core.plugin import hookspecs
-from mm_core.plugin.component import KINDS
+from mm_core.plugin.hookspecs import KINDS
 from mm_core.plugin.registry import PluginRecord
 
 HEAD = "from mm_core import Component, hookimpl\nc = Component(name='dit', target='m:DiT')\n"

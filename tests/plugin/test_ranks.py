@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mm_core.errors import PluginError
-from mm_core.plugin.registry import check_ranks_agree
+from mm_core.plugin.ranks import check_ranks_agree
 
 A = {"core (mm-core)": "0.1.0, ok, components aaaa", "dit (mm-dit)": "1.0, ok, components bbbb"}
 B = {**A, "dit (mm-dit)": "1.1, ok, components cccc"}
@@ -57,7 +57,7 @@ def test_the_fingerprint_is_the_same_in_every_process_and_changes_with_the_compo
         " capabilities={'tasks': {'t2v', 'i2v', 'v2v'}, 'o': object()})]\n"
     )
     site.plugin("alpha", source)
-    code = "from mm_core.plugin import get_registry; print(get_registry().fingerprint())"
+    code = "from mm_core.plugin import get_registry; print(get_registry().fingerprint_table())"
     prints = {site.run("-c", code, PYTHONHASHSEED=seed).stdout for seed in ("1", "2", "3")}
     assert len(prints) == 1
     assert prints != {""}

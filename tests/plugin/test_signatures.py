@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import mm_core
-from mm_core.plugin.component import KINDS
+from mm_core.plugin.hookspecs import KINDS
 from mm_core.plugin.inspection import inspect_plugins
 from mm_core.plugin.manager import discover, local_files
 from mm_core.plugin.registry import Registry, clear_cache, get_registry

@@ -13,7 +13,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from mm_core.plugin.component import KINDS
+from mm_core.plugin.hookspecs import KINDS
 from mm_core.runtime.launch.signals import SIGNALS, STOPPED
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch.distributed.fsdp import fully_shard
 
+from mm_core.builtin.configs.pretrained import PretrainedConfig
 from mm_core.contracts import Decoding
 from mm_core.runtime.groups import start_process_group
 from mm_core.runtime.launch.rank_process import leave
@@ -27,7 +28,9 @@ def main() -> None:
     own = lengths[torch.distributed.get_rank()]
     rows = [{"input_ids": torch.arange(5, 5 + length)[None]} for length in own]
     with torch.no_grad():
-        said = Answers(model, folder, 20).to(rows, Decoding(), list(range(len(rows))))
+        wanted = PretrainedConfig(folder, "AutoModelForCausalLM")
+        answers = Answers(model, wanted, 20, "task.max_new_tokens")
+        said = answers.to(rows, Decoding(), list(range(len(rows))))
     print(json.dumps(said), flush=True)
     leave(0)
 

@@ -10,9 +10,10 @@ import torch
 import transformers
 from transformers.generation import logits_process
 
+from mm_core.builtin.configs.pretrained import PretrainedConfig
 from mm_core.contracts import Decoding, TextBatch
 from mm_core.errors import DataError
-from mm_core.tasks.pretrained.answer_tokens import Drawn, joined
+from mm_core.tasks.pretrained.answer_tokens import SeededTokenSampler, joined
 from mm_core.tasks.pretrained.answers import Answers
 from support import pretrained_models as models
 from support.ranks import run_ranks
@@ -41,7 +42,7 @@ def test_tokens_are_drawn_with_the_probabilities_of_the_library(top_p):
     count = 20_000
     scores = torch.randn(1, 12, generator=torch.Generator().manual_seed(0))
     scores[0, 3] = -torch.inf
-    drawn = Drawn(Decoding(temperature=0.7, top_p=top_p, seed=5), range(count))
+    drawn = SeededTokenSampler(Decoding(temperature=0.7, top_p=top_p, seed=5), range(count))
     chosen = drawn(torch.zeros(count, 1), scores.expand(count, -1))
     assert torch.equal(chosen.isfinite().sum(1), torch.ones(count, dtype=torch.int64))
     found = torch.bincount(chosen.argmax(1), minlength=12) / count
@@ -54,18 +55,19 @@ def test_tokens_are_drawn_with_the_probabilities_of_the_library(top_p):
 
 def test_a_row_is_drawn_by_its_number_whatever_stands_beside_it():
     scores = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
-    together = Drawn(Decoding(temperature=1.0, seed=2), [4, 5, 6])
-    alone = Drawn(Decoding(temperature=1.0, seed=2), [5])
+    together = SeededTokenSampler(Decoding(temperature=1.0, seed=2), [4, 5, 6])
+    alone = SeededTokenSampler(Decoding(temperature=1.0, seed=2), [5])
     for _ in range(5):  # token after token
         assert torch.equal(together(None, scores)[1:2], alone(None, scores[1:2]))
-    others = [Drawn(Decoding(temperature=1.0, seed=seed), [5])(None, scores[1:2]) for seed in range(20)]
+    decodings = [Decoding(temperature=1.0, seed=seed) for seed in range(20)]
+    others = [SeededTokenSampler(decoding, [5])(None, scores[1:2]) for decoding in decodings]
     assert len({int(other.argmax()) for other in others}) > 5
 
 
 @pytest.mark.parametrize("temperature", [1e-320, 1e-3])
 def test_hardly_any_temperature_is_greedy(temperature):
     scores = torch.randn(4, 50, generator=torch.Generator().manual_seed(1))
-    drawn = Drawn(Decoding(temperature=temperature), range(4))(None, scores)
+    drawn = SeededTokenSampler(Decoding(temperature=temperature), range(4))(None, scores)
     assert torch.equal(drawn.argmax(1), scores.argmax(1))
 
 
@@ -95,7 +97,7 @@ def test_prompts_of_a_batch_are_answered_as_alone(tmp_path, name, temperature):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3)  # so that answers differ
-    answers = Answers(model.eval(), str(folder), 6)
+    answers = answers_of(model.eval(), folder, 6)
     prompts = [[5, 9, 12], [7, 7, 30, 31, 8, 20, 40], [11]]
     rows = [{"input_ids": torch.tensor([each])} for each in prompts]
     rows = [{**row, "attention_mask": torch.ones_like(row["input_ids"])} for row in rows]
@@ -113,6 +115,11 @@ def row(length: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
+def answers_of(model: transformers.PreTrainedModel, folder: Path, max_new_tokens: int) -> Answers:
+    wanted = PretrainedConfig(str(folder), "AutoModelForCausalLM")
+    return Answers(model, wanted, max_new_tokens, "task.max_new_tokens")
+
+
 def with_a_table(folder: Path) -> Answers:
     """Of a model of 16 positions, which ends no answer by itself."""
     torch.manual_seed(0)
@@ -120,7 +127,7 @@ def with_a_table(folder: Path) -> Answers:
     model.generation_config.suppress_tokens = [0, 1, 2]
     model.save_pretrained(folder)
     models.save_words(folder)
-    return Answers(model, str(folder), 20)
+    return answers_of(model, folder, 20)
 
 
 def test_an_answer_ends_where_the_model_has_no_more_positions(tmp_path):
@@ -178,7 +185,7 @@ def test_an_answer_that_is_stopped_ends_at_that_token(tmp_path):
     models.save_words(folder)
     model = transformers.Qwen3ForCausalLM.from_pretrained(folder).eval()
     model.generation_config.suppress_tokens = [0, 1, 2]  # words alone
-    answers, asked = Answers(model, str(folder), 20), iter([False, False, True])
+    answers, asked = answers_of(model, folder, 20), iter([False, False, True])
     heard: list[str] = []
     rows = [{"input_ids": torch.tensor([[5, 9, 12]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}]
     (stopped,) = answers.to(rows, Decoding(), [0], heard.append, lambda: next(asked))

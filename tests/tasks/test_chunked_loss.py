@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from mm_core.errors import ContractError
-from mm_core.tasks.pretrained.chunked_loss import HeldBackLogits, hold_back
+from mm_core.tasks.pretrained.chunked_loss import DeferredLogits, defer_logits
 from mm_core.tasks.pretrained.loss import RowLosses, follow
 
 VOCABULARY, WIDTH = 97, 16
@@ -68,7 +68,7 @@ MODELS = {
 def test_loss_and_gradients_are_those_of_all_logits(name, chunk):
     model = Language(**MODELS[name])
     theirs = copy.deepcopy(model)
-    within = hold_back(model.head, chunk)
+    within = defer_logits(model.head, chunk)
     ids, labels = rows()
     count = int((labels[:, 1:] != -100).sum())
     loss = theirs(ids, labels) * count
@@ -93,7 +93,7 @@ def test_rows_weigh_what_they_weigh():
     for weights, keep in ((torch.tensor([0.0, 2.0, 1.0]), slice(None)), (torch.tensor([2.0]), slice(1, 2))):
         model.zero_grad()
         record = RowLosses(weights)
-        with hold_back(model.head, 4)():
+        with defer_logits(model.head, 4)():
             model(ids[keep], follow(labels[keep], record)).backward()
         gradients.append([p.grad.clone() for p in model.parameters()])
         model = copy.deepcopy(model)
@@ -110,7 +110,7 @@ def test_parameters_in_bf16_give_the_loss_in_fp32():
     loss = theirs(ids, labels) * count
     loss.backward()
     record = RowLosses(torch.ones(3))
-    with hold_back(model.head, 5)():
+    with defer_logits(model.head, 5)():
         total = model(ids, follow(labels, record))
     total.backward()
     assert total.dtype == torch.float32
@@ -129,7 +129,7 @@ def test_a_frozen_head_gets_no_gradient_and_passes_one_on():
     model = Language()
     model.head.weight.requires_grad_(False)
     ids, labels = rows()
-    with hold_back(model.head, 4)():
+    with defer_logits(model.head, 4)():
         model(ids, follow(labels, RowLosses(torch.ones(3)))).backward()
     assert model.head.weight.grad is None and model.embedding.weight.grad.norm() > 0
 
@@ -137,16 +137,16 @@ def test_a_frozen_head_gets_no_gradient_and_passes_one_on():
 def test_outside_of_its_context_a_head_is_as_it_was():
     model, (ids, labels) = Language(), rows()
     before = model(ids, labels)
-    within = hold_back(model.head, 4)
+    within = defer_logits(model.head, 4)
     assert torch.equal(model(ids, labels), before)
     with within():
-        assert isinstance(model.head(torch.zeros(2, WIDTH)), HeldBackLogits)
+        assert isinstance(model.head(torch.zeros(2, WIDTH)), DeferredLogits)
     assert type(model.head(torch.zeros(2, WIDTH))) is Tensor
 
 
 def test_operations_are_counted_as_those_of_a_forward():
     model, (ids, labels) = Language(), rows()
-    within = hold_back(model.head, 4)
+    within = defer_logits(model.head, 4)
     found = []
     for context in (nullcontext, within):
         with FlopCounterMode(display=False) as mode, context():
@@ -162,7 +162,7 @@ def test_operations_are_counted_as_those_of_a_forward():
 def test_what_can_not_wait_for_the_chunks_is_refused(between, what):
     model, (ids, labels) = Language(between=between), rows()
     with (
-        hold_back(model.head, 4)(),
+        defer_logits(model.head, 4)(),
         pytest.raises(ContractError, match=f"the model does `{what}` to its logits") as e,
     ):
         model(ids, follow(labels, RowLosses(torch.ones(3))))
@@ -173,5 +173,5 @@ def test_what_can_not_wait_for_the_chunks_is_refused(between, what):
 def test_a_scale_that_is_trained_is_refused():
     scale = nn.Parameter(torch.tensor(2.0))
     model, (ids, labels) = Language(between=lambda logits: logits * scale), rows()
-    with hold_back(model.head, 4)(), pytest.raises(ContractError, match="the model does `mul`"):
+    with defer_logits(model.head, 4)(), pytest.raises(ContractError, match="the model does `mul`"):
         model(ids, follow(labels, RowLosses(torch.ones(3))))

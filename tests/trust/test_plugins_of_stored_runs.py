@@ -26,7 +26,7 @@ from mm_core.loading.left_out import open_run
 from mm_core.loading.provenance import origins_of
 from mm_core.plugin.trust.known import KnownCode, digest_of
 from mm_core.runtime.launch.signals import StopFlag
-from mm_core.training.between_steps import BetweenSteps, Stopping
+from mm_core.training.between_steps import BetweenSteps
 from mm_core.training.callback_list import CallbackList
 from mm_core.training.evaluating import Evaluating
 from mm_core.training.run import train
@@ -481,7 +481,7 @@ def test_what_a_plugin_imports_between_saves_is_recorded(stranger, monkeypatch):
         9,
         saving,
         Evaluating(config, stranger.run, reporter, callbacks),
-        Stopping(StopFlag()),
+        StopFlag(),
         reporter,
         callbacks,
         profile=quiet,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from mm_core.builtin.configs.adapters import AdapterConfig
 from mm_core.contracts import SampleKey, TextBatch
@@ -26,7 +27,7 @@ def no_inputs() -> None:
 
 
 def no_layers() -> None:
-    raise _no_target(AdapterConfig(targets=("to_q",)), "to_q", ())
+    raise _no_target(nn.Module(), AdapterConfig(targets=("to_q",)), "to_q", (), ())
 
 
 @pytest.mark.parametrize(

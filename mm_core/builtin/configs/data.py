@@ -74,7 +74,5 @@ class PyAVConfig:
 
 
 @dataclass(frozen=True)
-class DecordConfig:
+class DecordConfig(PyAVConfig):
     """Decoding by decord."""
-
-    max_pixels: Annotated[int, Range(ge=1)] = 4096 * 4096  # of a frame; larger ones are refused undecoded

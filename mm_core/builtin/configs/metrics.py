@@ -9,30 +9,10 @@ from mm_core.plugin.schema.fields import Range
 
 
 @dataclass(frozen=True)
-class LatentPSNRConfig:
-    """`latent_psnr` has nothing to set."""
-
-
-@dataclass(frozen=True)
-class FrameChangeConfig:
-    """`frame_change` has nothing to set."""
-
-
-@dataclass(frozen=True)
-class AccuracyConfig:
-    """`accuracy` has nothing to set."""
-
-
-@dataclass(frozen=True)
 class F1Config:
     """The F1 score of rows."""
 
     average: Literal["macro", "micro", "weighted"] = "macro"  # over classes; the figure is f1_macro, ...
-
-
-@dataclass(frozen=True)
-class PerplexityConfig:
-    """`perplexity` has nothing to set."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from mm_core.plugin.schema.fields import ComponentConfig, Guidance, Kind, Range
 
 _Size = Annotated[int, Range(ge=1)]
+_Share = Annotated[float, Range(ge=0, le=1)]
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,7 @@ class TextToVideoConfig:
     autoencoder: Annotated[ComponentConfig, Kind("autoencoder")]  # pixels <-> latents, frozen
     text_encoder: Annotated[ComponentConfig, Kind("text_encoder")]  # captions -> hidden states, frozen
     scheduler: Annotated[ComponentConfig, Kind("scheduler")]  # noise, targets, sampling
-    caption_dropout: Annotated[float, Range(ge=0, le=1)] = (
-        0.0  # share of captions replaced by ""; needed for guidance
-    )
+    caption_dropout: _Share = 0.0  # share of captions replaced by ""; needed for guidance
     latents: Literal["mode", "sample"] | None = (
         None  # of the autoencoder's posterior; none: as the autoencoder's options say, else mode
     )

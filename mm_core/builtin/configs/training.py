@@ -64,25 +64,21 @@ class LinearConfig(ConstantConfig):
 
 
 @dataclass(frozen=True)
-class CosineConfig(ConstantConfig):
+class CosineConfig(LinearConfig):
     """Linear warm-up, then half a cosine."""
-
-    min_lr: Annotated[float, Range(ge=0)] = 0.0  # learning rate that the run ends at
 
 
 @dataclass(frozen=True)
-class PolynomialConfig(ConstantConfig):
+class PolynomialConfig(LinearConfig):
     """Linear warm-up, then a power of what is left of the run."""
 
-    min_lr: Annotated[float, Range(ge=0)] = 0.0  # learning rate that the run ends at
     power: Annotated[float, Range(gt=0)] = 2.0  # 1 is a straight line
 
 
 @dataclass(frozen=True)
-class WSDConfig(ConstantConfig):
+class WSDConfig(LinearConfig):
     """Warm-up, stable, decay."""
 
-    min_lr: Annotated[float, Range(ge=0)] = 0.0  # learning rate that the run ends at
     decay_fraction: Annotated[float, Range(ge=0, le=1)] = 0.1  # of the run, at its end
     decay_shape: Literal["linear", "sqrt", "cosine"] = "sqrt"  # sqrt: 1 - sqrt(progress)
 
@@ -92,8 +88,3 @@ class TensorBoardConfig:
     """Scalars under `<run>/tensorboard`."""
 
     flush_secs: Annotated[int, Range(ge=1)] = 30  # seconds until what was logged is on disk
-
-
-@dataclass(frozen=True)
-class JsonlConfig:
-    """`<run>/metrics.jsonl` has nothing to set."""

@@ -12,20 +12,22 @@ from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any, NoReturn
+from typing import IO, NoReturn
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from mm_core.checkpoint.files.fingerprints import Fingerprint
+from mm_core.checkpoint.files.host_copies import State
 from mm_core.checkpoint.files.layout import Checksum, DamagedError
 from mm_core.checkpoint.files.mismatch import Mismatch, size_text
 from mm_core.checkpoint.files.tensor_files import check_finite, write_file
@@ -49,13 +51,14 @@ class _Writer(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         done: Future[list[WriteResult]] = Future()
         name = f"{plan.storage_data.prefix}0.distcp"
-        tensors = [planner.resolve_data(item) for item in plan.items]
+        # Nothing else is among them: `check_tensors` has seen to that.
+        tensors = [data for item in plan.items if isinstance(data := planner.resolve_data(item), Tensor)]
         final = self._folder.name.partition(".tmp-")[0]
-        check_finite([item.index.fqn for item in plan.items], tensors, final)  # type: ignore[arg-type]
+        check_finite([item.index.fqn for item in plan.items], tensors, final)
         results = []
         if tensors:
             expected = [self._expected.get(item.index.fqn) for item in plan.items]
-            written = write_file(self._folder / name, tensors, expected)  # type: ignore[arg-type]
+            written = write_file(self._folder / name, tensors, expected)
             self.sums[name] = Checksum(written.size, written.crc32)
             for item, (offset, length) in zip(plan.items, written.places, strict=True):
                 place = filesystem._StorageInfo(name, offset, length)
@@ -71,10 +74,10 @@ class _Reader(FileSystemReader):
         super().__init__(folder)
         self._checked = checked
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         return self._checked
 
-    def _slice_file(self, file: Any, sinfo: filesystem._StorageInfo) -> IO[bytes]:
+    def _slice_file(self, file: IO[bytes], sinfo: filesystem._StorageInfo) -> IO[bytes]:
         check_archive(file, sinfo.offset, sinfo.length)
         return super()._slice_file(file, sinfo)
 
@@ -82,16 +85,12 @@ class _Reader(FileSystemReader):
 class _LoadPlanner(DefaultLoadPlanner):
     """Loads tensors only."""
 
-    def load_bytes(self, read_item: Any, value: io.BytesIO) -> NoReturn:
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> NoReturn:
         raise CheckpointError(f"{read_item.storage_index.fqn} is not a tensor")
 
 
 def write_tensors(
-    folder: Path,
-    tensors: Mapping[str, Mapping[str, Any]],
-    *,
-    ranks: Ranks,
-    expected: Mapping[str, Fingerprint] = MappingProxyType({}),
+    folder: Path, tensors: State, *, ranks: Ranks, expected: Mapping[str, Fingerprint] = MappingProxyType({})
 ) -> dict[str, Checksum]:
     """This rank's share of the tensors, and on rank 0 `.metadata`; files are on disk when it returns.
 
@@ -124,9 +123,7 @@ def check_archives(folder: Path, checked: Metadata, own: Collection[str]) -> Non
                     raise DamagedError(what, where=str(folder), hint="do not trust this checkpoint") from None
 
 
-def read_tensors(
-    folder: Path, checked: Metadata, tensors: Mapping[str, Mapping[str, Any]], *, alone: bool
-) -> None:
+def read_tensors(folder: Path, checked: Metadata, tensors: State, *, alone: bool) -> None:
     """Fills `tensors` in place from a checkpoint whose metadata has been checked against them."""
     with _quiet(alone):
         load(
@@ -134,9 +131,7 @@ def read_tensors(
         )
 
 
-def compare(
-    checked: Metadata, tensors: Mapping[str, Mapping[str, Any]], folder: Path, *, exact: bool
-) -> None:
+def compare(checked: Metadata, tensors: State, folder: Path, *, exact: bool) -> None:
     """CheckpointError that lists every missing, unexpected and misshapen tensor; nothing is touched.
 
     exact: also compares dtypes, and refuses tensors of the checkpoint that are not asked for, but for
@@ -148,12 +143,13 @@ def compare(
     stored = {
         name: entry
         for name, entry in checked.state_dict_metadata.items()
-        if (exact and not name.startswith(spared)) or name.startswith(parts)
+        if isinstance(entry, TensorStorageMetadata)
+        and ((exact and not name.startswith(spared)) or name.startswith(parts))
     }
     misshapen = [
         f"{name} ({found} in the checkpoint, {needed} in the model)"
         for name in sorted(wanted.keys() & stored.keys())
-        if (found := _kind(stored[name].size, stored[name].properties.dtype, exact))  # type: ignore[union-attr]
+        if (found := _kind(stored[name].size, stored[name].properties.dtype, exact))
         != (needed := _kind(wanted[name].shape, wanted[name].dtype, exact))
     ]
     missing, unexpected = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())
@@ -169,11 +165,11 @@ def _kind(shape: torch.Size, dtype: torch.dtype, exact: bool) -> str:
     return f"{size_text(shape)} {str(dtype).removeprefix('torch.')}" if exact else size_text(shape)
 
 
-def _sections(tensors: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _sections(tensors: State) -> dict[str, dict[str, Tensor]]:
     # An empty dict would count as a leaf that is no tensor.
     return {part: dict(named) for part, named in tensors.items() if named}
 
 
-def _quiet(alone: bool) -> AbstractContextManager[Any]:
+def _quiet(alone: bool) -> AbstractContextManager[object]:
     """Without torch's warning that there is no process group: here that is meant."""
     return warnings.catch_warnings(action="ignore", category=UserWarning) if alone else nullcontext()

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TypeGuard
 
 from mm_core.checkpoint.files import layout as files
 from mm_core.errors import CheckpointError
@@ -33,59 +33,58 @@ def step_of(folder: Path) -> int | None:
     return int(match[1]) if match and step_name(int(match[1])) == folder.name else None
 
 
-def _whole(value: Any, least: int = -_MOST) -> bool:
+def _whole(value: object, least: int = -_MOST) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= _MOST
 
 
-def _number(value: Any) -> bool:
+def _number(value: object) -> bool:
     return (isinstance(value, float) and value >= 0) or _whole(value, 0)
 
 
-def _count(value: Any) -> bool:
+def _count(value: object) -> bool:
     return _whole(value, 0)
 
 
-def _mapping(value: Any) -> bool:
+def _mapping(value: object) -> TypeGuard[files.Document]:
     return isinstance(value, dict)
 
 
-def _rows(value: Any) -> bool:
+def _text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _rows(value: object) -> bool:
     return isinstance(value, list) and all(map(_mapping, value))
 
 
-def _texts(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+def _texts(value: object) -> bool:
+    return isinstance(value, dict) and all(map(_text, value.values()))
 
 
-def _metrics(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(one, str | float) or _whole(one) for one in value.values()
-    )
+def _metrics(value: object) -> bool:
+    return _mapping(value) and all(isinstance(one, str | float) or _whole(one) for one in value.values())
 
 
-def _guard(value: Any) -> bool:
-    if value is None:
-        return True
-    counts = ("in_a_row", "in_all", "spikes")
-    if not isinstance(value, dict) or not all(_count(value.get(name, 0)) for name in counts):
-        return False
-    norms = value.get("norms", [])
-    return isinstance(norms, list) and all(map(_number, norms))
+def _guard(value: object) -> bool:
+    if not _mapping(value):
+        return value is None
+    counts, norms = (value.get(name, 0) for name in ("in_a_row", "in_all", "spikes")), value.get("norms", [])
+    return all(map(_count, counts)) and isinstance(norms, list) and all(map(_number, norms))
 
 
-def _data(value: Any) -> bool:
+def _data(value: object) -> bool:
     return isinstance(value, dict) and all(
         _mapping(row) and _mapping(row.get("files", {})) for row in value.values()
     )
 
 
-def _config(value: Any) -> bool:
+def _config(value: object) -> bool:
     return isinstance(value, dict) and _mapping(value.get("train", {}))
 
 
-_Rules = Mapping[str, tuple[Callable[[Any], bool], str]]
+_Rules = Mapping[str, tuple[Callable[[object], bool], str]]
 _FACTS: _Rules = {
-    "torch": (lambda value: isinstance(value, str), "text"),
+    "torch": (_text, "text"),
     "seed": (_whole, "a whole number"),
     "samples": (_number, "a number from 0 on"),
     "world": (_count, "a whole number from 0 on"),
@@ -109,7 +108,7 @@ _MANIFEST: _Rules = {
 }
 
 
-def read_facts(folder: Path) -> dict[str, Any]:
+def read_facts(folder: Path) -> files.Document:
     """facts.json. DamagedError for facts that cannot be true, or are of another step than the folder."""
     facts = files.read_json(folder / files.FACTS)
     step = facts.get("step")
@@ -124,14 +123,14 @@ def read_facts(folder: Path) -> dict[str, Any]:
     return facts
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> files.Document:
     """manifest.json. DamagedError for one that no run has written."""
     manifest = files.read_json(folder / files.MANIFEST)
     _check(folder, files.MANIFEST, manifest, _MANIFEST)
     return manifest
 
 
-def read_later(folder: Path) -> dict[str, Any]:
+def read_later(folder: Path) -> files.Document:
     """Facts that became known after the save, `metrics` and `looked`; {} where there are none to read."""
     with suppress(CheckpointError):
         later = files.read_json(folder / files.LATER)
@@ -141,13 +140,13 @@ def read_later(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def _check(folder: Path, name: str, document: Mapping[str, Any], rules: _Rules) -> None:
+def _check(folder: Path, name: str, document: files.Document, rules: _Rules) -> None:
     for key, (holds, accepted) in rules.items():
         if key in document and not holds(document[key]):
             raise _untrue(folder, name, key, document[key], accepted)
 
 
-def _untrue(folder: Path, name: str, key: str, value: Any, accepted: str) -> files.DamagedError:
+def _untrue(folder: Path, name: str, key: str, value: object, accepted: str) -> files.DamagedError:
     shown = json.dumps(value)
     shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
     return files.DamagedError(

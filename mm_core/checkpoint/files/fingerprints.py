@@ -10,7 +10,6 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, reduce
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +44,7 @@ class Fingerprint:
             )
 
 
-def fingerprints(step: int, state: Mapping[str, Mapping[str, Any]]) -> dict[str, Fingerprint]:
+def fingerprints(step: int, state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Fingerprint]:
     """Fingerprints of a sample of the state, by `part.name`. Waits for each device once.
 
     Which tensors: an eighth of each part and at least one, drawn by `step` and name; the same on all ranks.
@@ -77,7 +76,7 @@ def _sums(tensor: Tensor) -> Tensor:
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
     """The tensor, or what a packed kind of tensor (8-bit moments) is made of."""
-    packed: Any = tensor
+    packed: object = tensor
     if not is_traceable_wrapper_subclass(packed):
         yield tensor
         return

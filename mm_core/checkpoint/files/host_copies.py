@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from mm_core.device import synchronize
 from mm_core.errors import CheckpointError
 from mm_core.modules.shards import like, local
 
-State = Mapping[str, Mapping[str, Any]]
+State = Mapping[str, Mapping[str, Tensor]]
 """{"model": {name: tensor}, "optimizer": {name: tensor}, ...}: plain tensors or DTensors."""
 
 
@@ -44,27 +43,23 @@ class HostCopies:
                             hint="checkpoint.async=false needs none; more ranks need less each",
                         ) from fault
 
-    def take(self, state: State) -> dict[str, dict[str, Any]]:
+    def take(self, state: State) -> State:
         """The state as it is now: what changes later does not reach it. DTensors stay DTensors."""
-        with self._lock:
-            return self._take(state)
-
-    def _take(self, state: State) -> dict[str, dict[str, Any]]:
         pairs: list[tuple[Tensor, Tensor]] = []
-        copied: dict[str, dict[str, Any]] = {part: {} for part in state}
-        for part, named in state.items():
-            for name, tensor in named.items():
-                source = local(tensor)
-                if type(source) is not Tensor:  # a packed kind of tensor (8-bit moments): it copies itself
-                    copied[part][name] = like(tensor, source.clone().cpu())
-                    continue
-                target = self._buffer((part, name), source)
-                pairs.append((target, source))
-                copied[part][name] = like(tensor, target)
-        with torch.no_grad():
+        copied: dict[str, dict[str, Tensor]] = {part: {} for part in state}
+        with self._lock, torch.no_grad():
+            for part, named in state.items():
+                for name, tensor in named.items():
+                    source = local(tensor)
+                    if type(source) is Tensor:
+                        target = self._buffer((part, name), source)
+                        pairs.append((target, source))
+                    else:  # a packed kind of tensor (8-bit moments): it copies itself
+                        target = source.clone().cpu()
+                    copied[part][name] = like(tensor, target)
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
-        synchronize()
+            synchronize()
         return copied
 
     def _buffer(self, key: tuple[str, str], tensor: Tensor) -> Tensor:
@@ -76,7 +71,7 @@ class HostCopies:
         return held
 
 
-def check_tensors(tensors: State) -> None:
+def check_tensors(tensors: Mapping[str, Mapping[str, object]]) -> None:
     """CheckpointError for state that is no tensor: such state belongs into the facts."""
     for part, named in tensors.items():
         for name, value in named.items():

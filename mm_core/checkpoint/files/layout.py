@@ -13,6 +13,9 @@ from typing import Any
 from mm_core.errors import CheckpointError
 from mm_core.files import write_durably
 
+Document = Mapping[str, Any]
+"""An object of JSON, such as facts and manifests are. `facts` refuses values that cannot be true."""
+
 CHECKSUMS = "checksums.json"
 METADATA = ".metadata"
 FACTS = "facts.json"
@@ -139,7 +142,7 @@ def check_contents(folder: Path, files: Mapping[str, Checksum], names: Iterable[
     _refuse(folder, faults)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> Document:
     """An object from a file of a checkpoint. DamagedError where it holds none."""
     try:
         document = _parsed(path)
@@ -173,7 +176,7 @@ def _finite(text: str) -> float:
     return number
 
 
-def _check_depth(value: Any, left: int) -> None:
+def _check_depth(value: object, left: int) -> None:
     if left < 0:
         raise RecursionError(f"more than {_DEEPEST} levels")
     if isinstance(value, dict | list):

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
@@ -30,17 +30,6 @@ from mm_core.checkpoint.files.layout import ABSENT, METADATA, Checksum, DamagedE
 from mm_core.errors import CheckpointError
 
 _DTYPES = {name: kind for name, kind in vars(torch).items() if isinstance(kind, torch.dtype)}
-_RECORDS = {
-    (metadata.__name__, kind.__name__): kind
-    for kind in (
-        Metadata,
-        MetadataIndex,
-        StorageMeta,
-        TensorStorageMetadata,
-        ChunkStorageMetadata,
-        TensorProperties,
-    )
-} | {(filesystem.__name__, "_StorageInfo"): _StorageInfo}
 _FIELDS: dict[type, frozenset[str]] = {
     kind: frozenset(names.split())
     for kind, names in (
@@ -52,6 +41,7 @@ _FIELDS: dict[type, frozenset[str]] = {
     )
 }
 """What any supported torch writes: what a newer one than the installed has written is not damaged."""
+_RECORDS = {(kind.__module__, kind.__name__): kind for kind in (*_FIELDS, StorageMeta, TensorProperties)}
 
 
 class _Record:
@@ -60,27 +50,28 @@ class _Record:
     kind: type
     state: Any = None
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         self.state = state
 
-    def values(self, kind: type) -> dict[str, Any]:
-        """The fields of a `kind`. CheckpointError for another kind, or for what is none of its fields."""
-        if self.kind is not kind or not isinstance(self.state, dict):
-            raise CheckpointError(".metadata does not describe a checkpoint")
-        for name in self.state:
-            if name not in _FIELDS[kind]:
-                raise CheckpointError(f".metadata gives a {kind.__name__} the attribute {str(name)[:60]!r}")
-        return self.state
+
+def _values(found: object, kind: type) -> dict[str, Any]:
+    """The fields of a `kind`. CheckpointError for anything else, or for what is none of its fields."""
+    if not isinstance(found, _Record) or found.kind is not kind or not isinstance(found.state, dict):
+        raise CheckpointError(".metadata does not describe a checkpoint")
+    for name in found.state:
+        if name not in _FIELDS[kind]:
+            raise CheckpointError(f".metadata gives a {kind.__name__} the attribute {str(name)[:60]!r}")
+    return found.state
 
 
 class _Unpickler(pickle.Unpickler):
     """Finds only the names that a `.metadata` is made of, as stand-ins of its own."""
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: IO[bytes]) -> None:
         super().__init__(stream)
-        self._stand_ins: dict[tuple[str, str], Any] = {}
+        self._stand_ins: dict[tuple[str, str], object] = {}
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if module == "torch" and name in _DTYPES:
             return _DTYPES[name]  # neither a dtype nor a layout takes an attribute
         if (module, name) not in self._stand_ins:
@@ -88,10 +79,10 @@ class _Unpickler(pickle.Unpickler):
         return self._stand_ins[module, name]
 
 
-def _stand_in(module: str, name: str) -> Any:
+def _stand_in(module: str, name: str) -> object:
     if (kind := _RECORDS.get((module, name))) is not None:
         return type(name, (_Record,), {"kind": kind})
-    calls: dict[tuple[str, str], Callable[[Any], Any]] = {
+    calls: dict[tuple[str, str], Callable[..., object]] = {
         ("torch", "Size"): lambda sizes: torch.Size(sizes),
         ("torch.serialization", "_get_layout"): lambda layout: torch.serialization._get_layout(layout),  # type: ignore[no-untyped-call]
         # An enumeration's member would take attributes; of these numbers the memory formats are made anew.
@@ -119,11 +110,9 @@ def read_metadata(folder: Path, files: Mapping[str, Checksum]) -> Metadata:
     return found
 
 
-def _metadata(found: Any, files: Mapping[str, Checksum]) -> Metadata:
+def _metadata(found: object, files: Mapping[str, Checksum]) -> Metadata:
     """Every entry a tensor, wholly covered by chunks, in a file of this checkpoint."""
-    if not isinstance(found, _Record):
-        raise CheckpointError(".metadata does not describe a checkpoint")
-    held = found.values(Metadata)
+    held = _values(found, Metadata)
     entries: dict[str, STORAGE_TYPES] = {
         str(name): _entry(str(name), one) for name, one in _items(held["state_dict_metadata"])
     }
@@ -131,22 +120,22 @@ def _metadata(found: Any, files: Mapping[str, Checksum]) -> Metadata:
     return Metadata(state_dict_metadata=entries, storage_data=places)
 
 
-def _items(value: Any) -> Any:
+def _items(value: object) -> Iterable[tuple[object, object]]:
     if not isinstance(value, Mapping):
         raise CheckpointError(".metadata does not describe a checkpoint")
     return value.items()
 
 
-def _entry(name: str, entry: Any) -> TensorStorageMetadata:
+def _entry(name: str, entry: object) -> TensorStorageMetadata:
     if not isinstance(entry, _Record) or entry.kind is not TensorStorageMetadata:
         raise CheckpointError(f".metadata lists {name!r}, which is not a tensor")
-    held = entry.values(TensorStorageMetadata)
+    held = _values(entry, TensorStorageMetadata)
     dtype, layout, *_ = held["properties"].state
     if not isinstance(dtype, torch.dtype) or not isinstance(layout, torch.layout):
         raise CheckpointError(f".metadata does not tell the dtype of {name!r}")
     # The other properties tell how the tensor lay in the memory that was saved: nothing is read by them.
     properties = TensorProperties(dtype=dtype, layout=layout)
-    chunks = [chunk.values(ChunkStorageMetadata) for chunk in held["chunks"]]
+    chunks = [_values(chunk, ChunkStorageMetadata) for chunk in held["chunks"]]
     size = _size(held["size"])
     places = [ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks]
     if sum(math.prod(place.sizes) for place in places) != math.prod(size):
@@ -154,8 +143,10 @@ def _entry(name: str, entry: Any) -> TensorStorageMetadata:
     return TensorStorageMetadata(properties=properties, size=size, chunks=places)
 
 
-def _place(index: Any, stored: Any, files: Mapping[str, Checksum]) -> tuple[MetadataIndex, _StorageInfo]:
-    named, held = index.values(MetadataIndex), stored.values(_StorageInfo)
+def _place(
+    index: object, stored: object, files: Mapping[str, Checksum]
+) -> tuple[MetadataIndex, _StorageInfo]:
+    named, held = _values(index, MetadataIndex), _values(stored, _StorageInfo)
     if held["relative_path"] not in files or held.get("transform_descriptors"):
         raise CheckpointError(".metadata points outside the files of this checkpoint")
     start, length = held["offset"], held["length"]
@@ -170,7 +161,7 @@ def _place(index: Any, stored: Any, files: Mapping[str, Checksum]) -> tuple[Meta
     )
 
 
-def _size(value: Any) -> torch.Size:
+def _size(value: object) -> torch.Size:
     if not isinstance(value, torch.Size) or any(number < 0 for number in value):
         raise CheckpointError(".metadata does not describe a checkpoint")
     return value

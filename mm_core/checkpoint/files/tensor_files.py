@@ -35,7 +35,7 @@ class WrittenFile:
 class _Summing(io.RawIOBase):
     """Writes to a file and sums what it is given, in another thread at the same time."""
 
-    def __init__(self, file: Any, summer: ThreadPoolExecutor) -> None:
+    def __init__(self, file: io.RawIOBase, summer: ThreadPoolExecutor) -> None:
         self._file, self._summer = file, summer
         self.size = self.crc32 = 0
 

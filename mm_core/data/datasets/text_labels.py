@@ -25,7 +25,7 @@ class Labels:
         self._rating = wanted.label_type == "number"
         self._unknown: dict[str, list[str]] = {}
 
-    def read(self, value: Any, place: str) -> tuple[float | None, str | None]:
+    def read(self, value: object, place: str) -> tuple[float | None, str | None]:
         """The class or number, and None; or None and what is wrong with the row."""
         missing = value is None or value != value  # null, and the NaN that some libraries write for it
         if missing or (isinstance(value, str) and not value.strip()):
@@ -36,7 +36,7 @@ class Labels:
             return None, f"the label {str(value)[:60]!r} is unknown"
         return number, None
 
-    def _number(self, value: Any) -> float | None:
+    def _number(self, value: object) -> float | None:
         """None for what is no label."""
         name = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
         named = self._names.get(name, self._names.get(name.strip()))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from mm_core.contracts import Question, Turn
 from mm_core.data.rows.json_rows import kind_of
 from mm_core.data.rows.tables import Cells, read_table
 from mm_core.errors import ContractError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class TextQuestions:
     """
 
     wanted: TextRowsConfig
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
 
     def __post_init__(self) -> None:
         if self.wanted.label is not None:
@@ -52,9 +55,8 @@ class TextQuestions:
     def questions(self, file: Path) -> Sequence[Callable[[], Question]]:
         """Rows with the dataset's own columns; where `text` follows a prompt, it is right."""
         columns = [self.wanted.text, *([] if self.wanted.prompt is None else [self.wanted.prompt])]
-        return [
-            partial(self._question, file, cells) for cells in read_table(file, columns, self.wanted.quotes)
-        ]
+        rows = read_table(file, columns, self.wanted.quotes)
+        return [partial(self._question, file, cells) for cells in rows]
 
     def _question(self, file: Path, cells: Cells) -> Question:
         name = f"{file.name}, {cells.place}"

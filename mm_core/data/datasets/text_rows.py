@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,13 +15,18 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mm_core.builtin.configs.data import TextRowsConfig
 from mm_core.contracts import IGNORED_LABEL, Randomness, TextBatch
+from mm_core.data.datasets import Sample
 from mm_core.data.datasets.text_labels import Labels
 from mm_core.data.datasets.text_questions import TextQuestions
+from mm_core.data.rows.captions import half_character
 from mm_core.data.rows.json_rows import kind_of
 from mm_core.data.rows.packed_rows import PackedRows
 from mm_core.data.rows.tables import Cells, read_table
 from mm_core.errors import DataError, RunWarning
 from mm_core.tokenizer import open_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -54,14 +59,15 @@ class TextRowsDataset:
         if wanted.trust_remote_code:
             what = f"text_rows.trust_remote_code is on: Python files of {wanted.tokenizer} are run"
             warnings.warn(what, RunWarning, stacklevel=2)
-        self._tokenizer: Any = open_tokenizer(wanted.tokenizer, wanted.trust_remote_code)
+        self._tokenizer: PreTrainedTokenizerBase | None = open_tokenizer(
+            wanted.tokenizer, wanted.trust_remote_code
+        )
         sizes = array("q")
         self.rows = PackedRows(self._read(sizes), TextRow)
         self._places = _part(len(self.rows), wanted)
         if not len(self._places):
-            raise DataError(
-                f"part {list(wanted.part)} of {len(self.rows)} rows holds none", where=str(self.file)
-            )
+            none = f"part {list(wanted.part)} of {len(self.rows)} rows holds none"
+            raise DataError(none, where=str(self.file))
         self._sizes = torch.frombuffer(sizes, dtype=torch.int64)[self._places]
 
     def __len__(self) -> int:
@@ -75,7 +81,7 @@ class TextRowsDataset:
         """`labels`, for the task to compare with its own."""
         return self.wanted.labels
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> Sample:
         """The tokens and labels of a row. DataError for one that can not be used."""
         row = self.rows[int(self._places[index])]
         if row.fault is not None:
@@ -85,7 +91,7 @@ class TextRowsDataset:
             raise DataError("the tokenizer makes no tokens of the text", where=f"{self.file}, {row.place}")
         return {**sample, "id": f"{self.file.name}, {row.place}"}
 
-    def collate(self, samples: Sequence[dict[str, Any]]) -> TextBatch:
+    def collate(self, samples: Sequence[Sample]) -> TextBatch:
         """Samples, to which the loader has added `key` and `weight`, padded on the right."""
         rows = [sample["ids"] for sample in samples]
         inputs = {
@@ -113,7 +119,7 @@ class TextRowsDataset:
         wanted = TextRowsConfig(str(file), str(tokenizer), **others)
         return TextQuestions(wanted, open_tokenizer(wanted.tokenizer, wanted.trust_remote_code))
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_tokenizer": None}
 
     # -- reading -------------------------------------------------------------------------------
@@ -140,14 +146,14 @@ class TextRowsDataset:
                 hint="data.<split>.text, prompt, pair and label name the columns",
             )
 
-    def _open(self) -> Any:
+    def _open(self) -> PreTrainedTokenizerBase:
         if self._tokenizer is None:
             self._tokenizer = open_tokenizer(self.wanted.tokenizer, self.wanted.trust_remote_code)
         return self._tokenizer
 
     # -- tokens --------------------------------------------------------------------------------
 
-    def _labelled(self, row: TextRow) -> dict[str, Any]:
+    def _labelled(self, row: TextRow) -> Sample:
         tokenizer, longest = self._open(), self.wanted.max_length
         types = row.other is not None and "token_type_ids" in tokenizer.model_input_names
         found = tokenizer(
@@ -156,7 +162,7 @@ class TextRowsDataset:
         segments = found["token_type_ids"] if types else None
         return {"ids": found["input_ids"], "types": segments, "labels": row.label}
 
-    def _learnt(self, row: TextRow) -> dict[str, Any]:
+    def _learnt(self, row: TextRow) -> Sample:
         """A text is followed by the token that ends it, unless it fills the whole length."""
         tokenizer, longest = self._open(), self.wanted.max_length
         end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -170,9 +176,8 @@ class TextRowsDataset:
                     where=f"{self.file}, {row.place}",
                 )
         special = row.other is None
-        ids = tokenizer(row.text, add_special_tokens=special, truncation=True, max_length=longest)[
-            "input_ids"
-        ]
+        found = tokenizer(row.text, add_special_tokens=special, truncation=True, max_length=longest)
+        ids = found["input_ids"]
         if ids and ids[-1:] != end:
             ids = ids + end
         learnt = ids[: longest - len(before)]
@@ -201,10 +206,7 @@ def _row(cells: Cells, other: bool, labels: Labels) -> TextRow:
         if not isinstance(value, str) or not value.strip():
             found = "empty" if isinstance(value, str) else kind_of(value)
             return TextRow(cells.place, fault=f"the text is {found}")
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            half = ascii(value[error.start])[1:-1]
+        if half := half_character(value):
             return TextRow(cells.place, fault=f"the text holds {half}, half of a character")
     number, fault = labels.read(rest[0], cells.place) if rest else (None, None)
     return TextRow(cells.place, text, second, number, fault)

@@ -11,10 +11,11 @@ import torch
 
 from mm_core.builtin.configs.data import VideoTextConfig
 from mm_core.contracts import Randomness, VideoInfo, VideoReader, VideoTextBatch
+from mm_core.data.datasets import Sample
 from mm_core.data.media.readers import PyAVReader
-from mm_core.data.media.transforms import Interpolation, resize_centre_crop
+from mm_core.data.media.transforms import resize_centre_crop
 from mm_core.data.rows.annotations import Annotation, inside, read_annotations
-from mm_core.data.rows.captions import clean_caption
+from mm_core.data.rows.captions import clean_caption, half_character
 from mm_core.data.rows.packed_rows import PackedRows
 from mm_core.data.rows.paths import check_folder
 from mm_core.errors import DataError
@@ -25,7 +26,8 @@ class VideoTextDataset:
 
     A sample is {"pixels": float32 [3,F,Y,X] in [-1,1], "caption": str, "id": path in the folder}.
     Frames are taken at `fps`, by time, or at the video's own rate. Facts in the annotation only
-    save time: a row that declares fewer frames than a clip needs is refused unopened.
+    save time: a row that declares fewer frames than a clip needs is refused unopened. Fields are those of
+    `VideoTextConfig`.
 
     Raises:
         DataError: in the constructor for annotations that can not be used; per sample for videos
@@ -38,34 +40,30 @@ class VideoTextDataset:
         num_frames: int,
         height: int,
         width: int,
-        folder: str | Path | None = VideoTextConfig.folder,
-        fps: float | None = VideoTextConfig.fps,
-        random_start: bool = VideoTextConfig.random_start,
-        interpolation: Interpolation = VideoTextConfig.interpolation,
+        *,
         reader: VideoReader | None = None,
+        **others: Any,
     ) -> None:
-        file = Path(annotations)
+        self.wanted = VideoTextConfig(str(annotations), num_frames, height, width, **others)
+        file, folder = Path(annotations), self.wanted.folder
         self.folder = file.parent if folder is None else Path(folder)
         self.rows: Sequence[Annotation] = PackedRows(read_annotations(file), Annotation)
-        self.num_frames, self.height, self.width = num_frames, height, width
-        self.fps = fps
-        self.random_start = random_start
-        self.interpolation = interpolation
         self.reader = PyAVReader() if reader is None else reader
         check_folder(self.folder, "the folder of the videos")
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> Sample:
         """The sample without chance: its first frames and its first caption."""
         return self._sample(index, 0.0, 0.0)
 
-    def sample_at(self, index: int, rng: Randomness) -> dict[str, Any]:
+    def sample_at(self, index: int, rng: Randomness) -> Sample:
         """The sample whose start (with `random_start`) and caption are drawn from `rng`."""
-        return self._sample(index, rng.uniform("start") if self.random_start else 0.0, rng.uniform("caption"))
+        start = rng.uniform("start") if self.wanted.random_start else 0.0
+        return self._sample(index, start, rng.uniform("caption"))
 
-    def collate(self, samples: Sequence[dict[str, Any]]) -> VideoTextBatch:
+    def collate(self, samples: Sequence[Sample]) -> VideoTextBatch:
         """Samples, to which the loader has added `key` and `weight`, as a batch."""
         return VideoTextBatch(
             keys=[sample["key"] for sample in samples],
@@ -75,17 +73,19 @@ class VideoTextDataset:
             captions=[sample["caption"] for sample in samples],
         )
 
-    def _sample(self, index: int, start: float, caption: float) -> dict[str, Any]:
+    def _sample(self, index: int, start: float, caption: float) -> Sample:
         """start, caption: uniform numbers in [0, 1) that choose among what is possible."""
-        row = self.rows[index]
+        row, wanted = self.rows[index], self.wanted
         path = inside(self.folder, row.path)
-        _check_text(row.captions, path)
-        if self.fps is None and row.num_frames is not None and row.num_frames < self.num_frames:
+        for text in row.captions:
+            if half := half_character(text):
+                raise DataError(f"the caption holds {half}, half of a character", where=str(path))
+        if wanted.fps is None and row.num_frames is not None and row.num_frames < wanted.num_frames:
             raise self._short(path, row.num_frames, "the annotation declares")
         times = self._times(path, self.reader.probe(path), start)
         frames = self.reader.read(path, times)
         return {
-            "pixels": resize_centre_crop(frames, self.height, self.width, self.interpolation),
+            "pixels": resize_centre_crop(frames, wanted.height, wanted.width, wanted.interpolation),
             "caption": clean_caption(row.captions[int(caption * len(row.captions))]),
             "id": row.path,
         }
@@ -93,28 +93,18 @@ class VideoTextDataset:
     def _times(self, path: Path, info: VideoInfo, start: float) -> list[float]:
         """The seconds to read at: the middle of a source frame, so that rounded timestamps do not matter."""
         period = 1.0 / info.fps
-        spacing = period if self.fps is None else 1.0 / self.fps
-        spare = info.num_frames * period - period - (self.num_frames - 1) * spacing
+        spacing = period if self.wanted.fps is None else 1.0 / self.wanted.fps
+        spare = info.num_frames * period - period - (self.wanted.num_frames - 1) * spacing
         if spare < -1e-6:
             available = math.floor((info.num_frames - 1) * period / spacing + 1e-6) + 1
             raise self._short(path, available, "it holds")
         first = int(start * (math.floor(spare / period + 1e-6) + 1))
-        return [(first + 0.5) * period + frame * spacing for frame in range(self.num_frames)]
+        return [(first + 0.5) * period + frame * spacing for frame in range(self.wanted.num_frames)]
 
     def _short(self, path: Path, available: int, verb: str) -> DataError:
-        rate = "" if self.fps is None else f" at {self.fps:g} a second"
+        rate = "" if self.wanted.fps is None else f" at {self.wanted.fps:g} a second"
         return DataError(
             f"the video is too short: {verb} {available} frame{'s' if available != 1 else ''}{rate}, "
-            f"a clip needs {self.num_frames}",
+            f"a clip needs {self.wanted.num_frames}",
             where=str(path),
         )
-
-
-def _check_text(captions: Sequence[str], path: Path) -> None:
-    """DataError for a caption that no tokenizer takes: JSON can also write half of a surrogate pair."""
-    for caption in captions:
-        try:
-            caption.encode()
-        except UnicodeEncodeError as error:
-            half = ascii(caption[error.start])[1:-1]
-            raise DataError(f"the caption holds {half}, half of a character", where=str(path)) from None

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pickle
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, get_worker_info
@@ -35,8 +34,6 @@ from mm_core.data.loading.workers import (
 )
 from mm_core.errors import DataError, MMError, PartsError
 from mm_core.plugin.local import LocalFile, import_again, imported_files
-
-T = TypeVar("T")
 
 ATTEMPTS = 8
 """Samples tried in place of an unreadable one before the run is stopped."""
@@ -109,14 +106,14 @@ class MicroBatchLoader:
         self._length = max(0, end_step - start_step) * self.per_step
         self._sent = (dataset, batch_transform, rng)
         # The server goes first: it may move the folder that workers note themselves in.
-        context = start_server(_modules(dataset, batch_transform)) if workers else None
-        self._loader: DataLoader[Any] = DataLoader(
+        needed = [__name__, type(dataset).__module__, type(batch_transform).__module__]
+        context = start_server(needed) if workers else None
+        self._loader: DataLoader[Batch | _Fault] = DataLoader(
             _Reading(*self._sent),
             batch_size=None,
             sampler=_Slots(plan, rank, data_parallel, range(start_step, end_step)),
             num_workers=workers,
             prefetch_factor=prefetch if workers else None,
-            collate_fn=_unchanged,
             pin_memory=pin_memory and device_type != "cpu",
             worker_init_fn=StartWorker() if workers else None,
             multiprocessing_context=context,
@@ -133,7 +130,7 @@ class MicroBatchLoader:
         with starting(), script_for(self._sent), starts_explained():
             return self._drain(iter(self._loader))
 
-    def _drain(self, reading: Iterator[Any]) -> Iterator[Batch]:
+    def _drain(self, reading: Iterator[Batch | _Fault]) -> Iterator[Batch]:
         try:
             with deaths_explained(reading):
                 for item in reading:
@@ -155,7 +152,7 @@ class _Slots:
             yield from self.plan.micro_batches(step, self.rank, self.data_parallel)
 
 
-class _Reading(TorchDataset[Any]):
+class _Reading(TorchDataset[Batch | _Fault]):
     """What runs in a worker: rows -> samples -> batch -> transformed batch."""
 
     def __init__(self, dataset: Dataset, transform: Callable[[Batch], Batch] | None, rng: Randomness) -> None:
@@ -193,16 +190,16 @@ class _Reading(TorchDataset[Any]):
         samples = [self._sample(slot, failures) for slot in slots]
         rows = [number for slot in slots for number in slot.key]
         seed_generators(self.rng.at("collate", *rows))
-        batch = self._guard(lambda: self.dataset.collate(samples), "the dataset's collate")
+        with self._guarded("the dataset's collate"):
+            batch = self.dataset.collate(samples)
         if self.transform is not None:
-            transform = self.transform
-            collated = batch
             seed_generators(self.rng.at("transform", *rows))
-            batch = self._guard(lambda: transform(collated), "the task's batch transform")
+            with self._guarded("the task's batch transform"):
+                batch = self.transform(batch)
         batch.failures = failures
         return batch
 
-    def _sample(self, slot: SlotSpec, failures: list[FailureRecord]) -> dict[str, Any]:
+    def _sample(self, slot: SlotSpec, failures: list[FailureRecord]) -> dict[str, object]:
         """The slot's sample or, where it is unreadable, the first readable replacement."""
         tried: list[FailureRecord] = []
         for index in self._candidates(slot):
@@ -240,18 +237,18 @@ class _Reading(TorchDataset[Any]):
             tried.add(index)
             yield index
 
-    def _read(self, index: int, epoch: int) -> dict[str, Any]:
-        dataset = self.dataset
+    def _read(self, index: int, epoch: int) -> dict[str, object]:
         seed_generators(self.rng.at("draws", epoch, index))
-        if isinstance(dataset, RandomisedDataset):
-            rng = self.rng.at("data", epoch, index)
-            return self._guard(lambda: dataset.sample_at(index, rng), f"sample {index}")
-        return self._guard(lambda: dataset[index], f"sample {index}")
+        with self._guarded(f"sample {index}"):
+            if isinstance(self.dataset, RandomisedDataset):
+                return self.dataset.sample_at(index, self.rng.at("data", epoch, index))
+            return self.dataset[index]
 
-    def _guard(self, call: Callable[[], T], who: str) -> T:
+    @contextmanager
+    def _guarded(self, who: str) -> Iterator[None]:
         """A fault of the dataset's code is no unreadable sample: it stops the run, and says where it is."""
         try:
-            return call()
+            yield
         except MMError:
             raise
         except Exception as error:
@@ -270,12 +267,3 @@ def _records(error: DataError, index: int, replaced: bool) -> list[FailureRecord
         FailureRecord(fault.where or f"part {part}", index, fault.what, part, error.of, replaced)
         for part, fault in error.faults.items()
     ]
-
-
-def _unchanged(item: Any) -> Any:
-    return item
-
-
-def _modules(dataset: Dataset, transform: Callable[[Batch], Batch] | None) -> list[str]:
-    """What every worker will need to import."""
-    return [__name__, type(dataset).__module__, type(transform).__module__]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,18 +81,12 @@ class BatchPlan:
         epoch, batch = divmod(step, self.batches_per_epoch)
         order = self._epoch(epoch)
         first = batch * self.global_batch_size
-        real = min(self.global_batch_size, self.num_samples - first)
-        places = [
-            first + slot if slot < real else (slot - real) % self.num_samples
-            for slot in range(self.global_batch_size)
-        ]
-        indices = order[torch.tensor(places)].tolist()
-        return [
-            SlotSpec(SampleKey(epoch, index), 1.0 if slot < real else 0.0)
-            for slot, index in enumerate(indices)
-        ]
+        own = order[first : first + self.global_batch_size].tolist()
+        repeats = order[torch.arange(self.global_batch_size - len(own)) % self.num_samples].tolist()
+        weighted = [(index, 1.0) for index in own] + [(index, 0.0) for index in repeats]
+        return [SlotSpec(SampleKey(epoch, index), weight) for index, weight in weighted]
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """What the order follows from, beside the samples' lengths."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "lengths"}
         return {**plain, "group_by_length": self.lengths is not None}

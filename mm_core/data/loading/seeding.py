@@ -6,13 +6,12 @@ is, and a resumed run draws from the start again.
 
 from __future__ import annotations
 
-from typing import Any
-
 from mm_core.contracts import Dataset, Randomness, seeded
 from mm_core.plugin.registry import Registry
+from mm_core.plugin.schema.fields import ComponentConfig
 
 
-def build_dataset(registry: Registry, section: Any, seed: int) -> Dataset:
+def build_dataset(registry: Registry, section: ComponentConfig, seed: int) -> Dataset:
     """The dataset that a section of the config names; what its constructor draws depends on `seed` alone.
 
     All ranks and every resume draw the same there, and so do the training, validation and test datasets: a

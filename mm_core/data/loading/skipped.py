@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 from mm_core.contracts import Batch, FailureRecord
 from mm_core.errors import DataError
@@ -48,7 +48,7 @@ class SkipLedger:
         self._failed: set[tuple[bool, int]] = set()
         self._failed_share = Fraction(0)
         self._seen = bytearray()  # one byte a sample of the dataset
-        self._seen_count = 0
+        self.seen = 0  # distinct samples met, readable or not
         self._written: set[tuple[str, int]] = set()
         self._offset = 0
 
@@ -56,11 +56,6 @@ class SkipLedger:
     def failed(self) -> float:
         """Distinct samples that could not be read, and distinct parts as shares of samples."""
         return float(self._failed_share)
-
-    @property
-    def seen(self) -> int:
-        """Distinct samples met, readable or not."""
-        return self._seen_count
 
     def watch(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """The same batches, each entered in the ledger before it is handed on."""
@@ -114,7 +109,7 @@ class SkipLedger:
             os.fsync(file.fileno())
             self._offset = file.tell()
 
-    def _catch_up(self, file: Any) -> None:
+    def _catch_up(self, file: IO[bytes]) -> None:
         """Reads the lines that other ranks, or an earlier start of this run, have written."""
         file.seek(self._offset)
         added = file.read()
@@ -130,7 +125,7 @@ class SkipLedger:
             self._seen.extend(bytes(index + 1 - len(self._seen)))
         if not self._seen[index]:
             self._seen[index] = 1
-            self._seen_count += 1
+            self.seen += 1
 
 
 def _number(failure: FailureRecord) -> int:

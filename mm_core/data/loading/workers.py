@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -97,7 +98,7 @@ def script_for(sent: object) -> Iterator[None]:
     if _names_script(sent):
         yield
         return
-    kept: dict[str, Any] = {name: script.pop(name) for name in ("__file__", "__spec__") if name in script}
+    kept: dict[str, object] = {name: script.pop(name) for name in ("__file__", "__spec__") if name in script}
     script["__spec__"] = None
     try:
         yield
@@ -150,9 +151,8 @@ class StartWorker:
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """A training process that is killed while it takes a batch breaks the connection to multiprocessing's
     thread that hands batches over, which prints a traceback by this function. It explains nothing."""
-    if threading.current_thread() is threading.main_thread() or not isinstance(
-        error, EOFError | ConnectionError
-    ):
+    aside = threading.current_thread() is not threading.main_thread()
+    if not (aside and isinstance(error, EOFError | ConnectionError)):
         sys.__excepthook__(kind, error, trace)
 
 
@@ -166,7 +166,7 @@ def _let_server_end() -> None:
 
 
 @contextmanager
-def deaths_explained(reading: Any) -> Iterator[None]:
+def deaths_explained(reading: object) -> Iterator[None]:
     """Turns what torch and the operating system tell of a lost worker into a DataError.
 
     reading: torch's iterator, which knows its processes.
@@ -205,11 +205,11 @@ def starts_explained() -> Iterator[None]:
         ) from error
 
 
-def _ended(reading: Any) -> list[Any]:
+def _ended(reading: object) -> list[BaseProcess]:
     return [worker for worker in getattr(reading, "_workers", ()) if worker.exitcode is not None]
 
 
-def _death(reading: Any) -> DataError:
+def _death(reading: object) -> DataError:
     ended = _ended(reading)
     where = ", ".join(f"process {worker.pid}, exit status {worker.exitcode}" for worker in ended) or None
     _abandon(reading)
@@ -217,7 +217,7 @@ def _death(reading: Any) -> DataError:
         return DataError(
             "the process that starts the data workers was killed, and they have ended with it", hint=_MEMORY
         )
-    if any(worker.exitcode > 0 for worker in ended):
+    if any((worker.exitcode or 0) > 0 for worker in ended):
         return DataError(
             "a data worker ended unexpectedly",
             where=where,

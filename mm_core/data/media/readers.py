@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fractions import Fraction
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import av
 import numpy as np
@@ -16,11 +18,18 @@ from av.video.reformatter import Colorspace
 from PIL import UnidentifiedImageError
 from torch import Tensor
 
-from mm_core.builtin.configs.data import DecordConfig, PyAVConfig
+from mm_core.builtin.configs.data import PyAVConfig
 from mm_core.contracts import VideoInfo
 from mm_core.data.media.images import opened_image, read_image
 from mm_core.data.rows.paths import plain_file
-from mm_core.errors import DataError, MMError
+from mm_core.errors import DataError, MMError, plain_reason
+
+if TYPE_CHECKING:
+    from av import VideoFrame, VideoStream
+    from av.container import InputContainer
+
+Pixels = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+"""uint8 [Y,X,3]."""
 
 _SEEK_FROM = 1.0  # seconds; below, decoding from the start costs less than a second index look-up
 _EPSILON = 1e-3  # seconds; times and timestamps are compared within this (Matroska rounds to it)
@@ -37,13 +46,8 @@ _FAULTS = (av.FFmpegError, OSError, ValueError, ArithmeticError, RuntimeError)
 """What PyAV raises for damaged files: FFmpeg's errors, and those of a header's odd numbers."""
 
 
-class PyAVReader:
-    """Decodes with FFmpeg, one thread, by timestamps.
-
-    Times count from the first frame; a still picture is one frame of 1/25 s. Variable frame rates are
-    honoured, display rotation is applied, and a frame that the decoder flags as damaged is refused (it would
-    conceal the damage).
-    """
+class _Reader:
+    """What readers share: FFmpeg reads the header, through PyAV, so that all refuse the same files."""
 
     def __init__(self, max_pixels: int = PyAVConfig.max_pixels) -> None:
         self.max_pixels = max_pixels
@@ -53,7 +57,35 @@ class PyAVReader:
 
         DataError for a file that is missing, empty, no video, or larger than `max_pixels` a frame.
         """
-        return probe(path, self.max_pixels)
+        with _opened(path, self.max_pixels) as (container, stream):
+            picture = _picture(container, path)
+            if picture is not None:
+                _, height, width, _ = picture.shape
+                return VideoInfo(width, height, _PICTURE_RATE, 1, 1.0 / _PICTURE_RATE)
+            if stream.frames and stream.duration:
+                first = next(_decode(container, stream, path), None)
+                frames, seconds = stream.frames, float(stream.duration * stream.time_base)
+            else:
+                first, frames, seconds = _counted(container, stream, path)
+            if first is None or frames < 1 or seconds <= 0:
+                raise DataError("the video stream holds no frames", where=str(path))
+            width, height = stream.width, stream.height
+            if _quarter_turns(first) % 2:
+                width, height = height, width
+            declared = float(stream.average_rate or 0)
+            # A rate that does not fit the count is a guess from the first packets (Matroska does that);
+            # that of a lone picture may be missing.
+            fits = declared > 0 and abs(declared * seconds - frames) <= 1
+            return VideoInfo(width, height, declared if fits else frames / seconds, frames, seconds)
+
+
+class PyAVReader(_Reader):
+    """Decodes with FFmpeg, one thread, by timestamps.
+
+    Times count from the first frame; a still picture is one frame of 1/25 s. Variable frame rates are
+    honoured, display rotation is applied, and a frame that the decoder flags as damaged is refused (it would
+    conceal the damage).
+    """
 
     def read(self, path: Path, seconds: Sequence[float]) -> Tensor:
         """Frames shown at the given times -> uint8 [F,Y,X,3] RGB, in the order asked for.
@@ -69,9 +101,7 @@ class PyAVReader:
                 if wanted[-1] >= 1.0 / _PICTURE_RATE + _EPSILON:
                     raise _too_short(path, wanted[-1], 1.0 / _PICTURE_RATE)
                 return picture.expand(len(times), -1, -1, -1).clone()
-            frames = None
-            if wanted[0] >= _SEEK_FROM:
-                frames = _from_keyframe(container, stream, wanted, path)
+            frames = _from_keyframe(container, stream, wanted, path) if wanted[0] >= _SEEK_FROM else None
             if frames is None:
                 frames = _pick(_decode(container, stream, path), stream, wanted, path, seeked=False)
         assert frames is not None
@@ -81,24 +111,14 @@ class PyAVReader:
         return result
 
 
-class DecordReader:
-    """Decodes with decord 0.6. It does not notice bit rot, knows no AV1, and has x86_64 Linux wheels only.
-
-    The header is read by FFmpeg through PyAV, so that both readers refuse the same files.
-    """
-
-    def __init__(self, max_pixels: int = DecordConfig.max_pixels) -> None:
-        self.max_pixels = max_pixels
-
-    def probe(self, path: Path) -> VideoInfo:
-        """As PyAVReader.probe."""
-        return probe(path, self.max_pixels)
+class DecordReader(_Reader):
+    """Decodes with decord 0.6. It does not notice bit rot, knows no AV1, and has x86_64 Linux wheels only."""
 
     def read(self, path: Path, seconds: Sequence[float]) -> Tensor:
         """Frames shown at the given times -> uint8 [F,Y,X,3] RGB, in the order asked for."""
         times = _checked(seconds, path)
         decord = _import_decord()
-        info = probe(path, self.max_pixels)
+        info = self.probe(path)
         if info.num_frames == 1:  # pictures, of which decord opens none
             return PyAVReader(self.max_pixels).read(path, times)
         try:
@@ -118,32 +138,8 @@ class DecordReader:
         return torch.from_numpy(np.ascontiguousarray(frames))
 
 
-def probe(path: Path, max_pixels: int) -> VideoInfo:
-    """VideoInfo of a file; see PyAVReader.probe."""
-    with _opened(path, max_pixels) as (container, stream):
-        picture = _picture(container, path)
-        if picture is not None:
-            _, height, width, _ = picture.shape
-            return VideoInfo(width, height, _PICTURE_RATE, 1, 1.0 / _PICTURE_RATE)
-        if stream.frames and stream.duration:
-            first = next(_decode(container, stream, path), None)
-            frames, seconds = stream.frames, float(stream.duration * stream.time_base)
-        else:
-            first, frames, seconds = _counted(container, stream, path)
-        if first is None or frames < 1 or seconds <= 0:
-            raise DataError("the video stream holds no frames", where=str(path))
-        width, height = stream.width, stream.height
-        if _quarter_turns(first) % 2:
-            width, height = height, width
-        declared = float(stream.average_rate or 0)
-        # A rate that does not fit the count is a guess from the first packets (Matroska does that); that of a
-        # lone picture may be missing.
-        fits = declared > 0 and abs(declared * seconds - frames) <= 1
-        return VideoInfo(width, height, declared if fits else frames / seconds, frames, seconds)
-
-
 @contextmanager
-def _opened(path: Path, max_pixels: int) -> Iterator[tuple[Any, Any]]:
+def _opened(path: Path, max_pixels: int) -> Iterator[tuple[InputContainer, VideoStream]]:
     """(container, its first real video stream), refused by header before anything is decoded. DataError also
     for what FFmpeg's own numbers of a damaged file lead to in the block."""
     if plain_file(path, "video") == 0:
@@ -152,7 +148,7 @@ def _opened(path: Path, max_pixels: int) -> Iterator[tuple[Any, Any]]:
         container = av.open(_name(path), metadata_errors="replace", options=_OPTIONS)
     except _FAULTS as error:
         raise DataError(
-            f"this is no readable video: {_reason(error)}",
+            f"this is no readable video: {plain_reason(error)}",
             where=str(path),
             hint="it may be truncated, damaged, or of a format that FFmpeg does not know",
         ) from None
@@ -162,7 +158,7 @@ def _opened(path: Path, max_pixels: int) -> Iterator[tuple[Any, Any]]:
     except MMError:
         raise
     except _FAULTS as error:
-        raise DataError(f"the video can not be decoded: {_reason(error)}", where=str(path)) from error
+        raise DataError(f"the video can not be decoded: {plain_reason(error)}", where=str(path)) from error
 
 
 def _name(path: Path) -> str:
@@ -170,7 +166,7 @@ def _name(path: Path) -> str:
     return str(path.absolute())
 
 
-def _stream(container: Any, path: Path, max_pixels: int) -> Any:
+def _stream(container: InputContainer, path: Path, max_pixels: int) -> VideoStream:
     """The container's first real video stream, ready to be decoded. DataError where none can be."""
     covers = av.stream.Disposition.attached_pic  # an audio file's cover picture is no video
     streams = [s for s in container.streams.video if not s.disposition & covers]
@@ -194,7 +190,7 @@ def _stream(container: Any, path: Path, max_pixels: int) -> Any:
     return stream
 
 
-def _picture(container: Any, path: Path) -> Tensor | None:
+def _picture(container: InputContainer, path: Path) -> Tensor | None:
     """uint8 [1,Y,X,3] of a still picture, read as every other image is: FFmpeg ignores mirrored orientations
     and fills what is cut off with grey. None for videos, and for pictures of kinds that Pillow does not
     know."""
@@ -219,10 +215,12 @@ def _picture(container: Any, path: Path) -> Tensor | None:
         raise
 
 
-def _counted(container: Any, stream: Any, path: Path) -> tuple[Any, int, float]:
+def _counted(
+    container: InputContainer, stream: VideoStream, path: Path
+) -> tuple[VideoFrame | None, int, float]:
     """(first frame, frames, seconds) of a stream whose header does not say: counted over the packets, of
     which no more are decoded than the first frame takes. One pass: not every container can go back."""
-    first: Any = None
+    first: VideoFrame | None = None
     spans: list[tuple[int, int]] = []
     for packet in container.demux(stream):
         if packet.size and packet.pts is not None:
@@ -238,12 +236,12 @@ def _counted(container: Any, stream: Any, path: Path) -> tuple[Any, int, float]:
     return first, len(spans), float(ticks * stream.time_base)
 
 
-def _decode(container: Any, stream: Any, path: Path) -> Iterator[Any]:
+def _decode(container: InputContainer, stream: VideoStream, path: Path) -> Iterator[VideoFrame]:
     """Decoded frames from the container's position on, as `_sound` has them."""
     return _sound(container.decode(stream), stream, path)
 
 
-def _sound(frames: Iterable[Any], stream: Any, path: Path) -> Iterator[Any]:
+def _sound(frames: Iterable[VideoFrame], stream: VideoStream, path: Path) -> Iterator[VideoFrame]:
     """The same frames. DataError at one that the decoder flags as damaged, or of another size."""
     for frame in frames:
         if frame.is_corrupt:
@@ -254,8 +252,8 @@ def _sound(frames: Iterable[Any], stream: Any, path: Path) -> Iterator[Any]:
 
 
 def _from_keyframe(
-    container: Any, stream: Any, wanted: list[float], path: Path
-) -> list[np.ndarray[Any, Any]] | None:
+    container: InputContainer, stream: VideoStream, wanted: list[float], path: Path
+) -> list[Pixels] | None:
     """The wanted frames after a seek; None (and back at the start) when the seek did not serve.
 
     A seek may land too late (an index by decoding time) or on frames that refer to what was
@@ -264,29 +262,28 @@ def _from_keyframe(
     start = stream.start_time
     if start is None or stream.time_base is None:
         return None
-    try:
+    # The reading from the start raises a fault again, DataError among them, if it is the file's.
+    with suppress(*_FAULTS):
         container.seek(start + int(Fraction(wanted[0]) / stream.time_base), stream=stream, backward=True)
         frames = _pick(_decode(container, stream, path), stream, wanted, path, seeked=True)
         if frames is not None:
             return frames
-    except _FAULTS:  # DataError among them
-        pass  # the reading from the start raises it again, if it is the file's fault
     container.seek(start, stream=stream, backward=True)
     return None
 
 
 def _pick(
-    frames: Iterator[Any], stream: Any, wanted: list[float], path: Path, *, seeked: bool
-) -> list[np.ndarray[Any, Any]] | None:
+    frames: Iterator[VideoFrame], stream: VideoStream, wanted: list[float], path: Path, *, seeked: bool
+) -> list[Pixels] | None:
     """For every time (ascending) the last frame that begins at or before it.
 
     None when decoding began after the first time that is wanted; DataError when it ends too early.
     """
     base = stream.time_base
     first = stream.start_time if seeked else None
-    shown: Any = None
-    pixels: np.ndarray[Any, Any] | None = None
-    picked: list[np.ndarray[Any, Any]] = []
+    shown: VideoFrame | None = None
+    pixels: Pixels | None = None
+    picked: list[Pixels] = []
     for frame in frames:
         if frame.pts is None:
             raise DataError("a frame carries no timestamp", where=str(path))
@@ -311,15 +308,15 @@ def _pick(
     return picked + [pixels] * (len(wanted) - len(picked))
 
 
-def _rgb(frame: Any) -> np.ndarray[Any, Any]:
-    """uint8 [Y,X,3], upright, by the colour matrix that the frame names."""
+def _rgb(frame: VideoFrame) -> Pixels:
+    """The frame's pixels, upright, by the colour matrix that the frame names."""
     # The library's default matrix is BT.601 whatever the frame says in some of its versions.
     matrix = Colorspace.ITU709 if frame.colorspace == _BT709 else None
     array = frame.to_ndarray(format="rgb24", src_colorspace=matrix)
     return np.ascontiguousarray(np.rot90(array, _quarter_turns(frame)))
 
 
-def _quarter_turns(frame: Any) -> int:
+def _quarter_turns(frame: VideoFrame) -> int:
     """Counter-clockwise quarter turns that make the frame upright."""
     turns: int = round(frame.rotation / 90)
     return turns % 4
@@ -342,18 +339,12 @@ def _too_short(path: Path, time: float, end: float) -> DataError:
     )
 
 
-def _reason(error: BaseException) -> str:
-    """FFmpeg's own words without the errno and the path around them."""
-    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-
-
-def _import_decord() -> Any:
+def _import_decord() -> ModuleType:
     try:
-        import decord
+        return import_module("decord")
     except ImportError:
         raise DataError(
             "the video reader `decord` was asked for, but the package decord is not installed",
             accepted="`core/pyav`, which is always there",
             hint="pip install decord (x86_64 Linux), or set `reader: {type: pyav}`",
         ) from None
-    return decord

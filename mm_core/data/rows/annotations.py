@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -15,6 +16,7 @@ ACCEPTED = (
     'optionally with "num_frames": 49, "fps": 24, "resolution": {"height": 480, "width": 832}; '
     "other keys are ignored"
 )
+_SIDES = ("height", "width")
 _SHOWN = 10  # faults spelled out in one error; the rest are counted
 
 
@@ -76,7 +78,7 @@ def _hint(line: str) -> str | None:
     return named if "resolution" in line else None
 
 
-def _fault(row: Any) -> str | None:
+def _fault(row: object) -> str | None:
     """What is wrong with a row, worded without its number so that like faults can be gathered."""
     if not isinstance(row, dict):
         return f"{kind_of(row)} instead of a row"
@@ -95,21 +97,18 @@ def _fault(row: Any) -> str | None:
     return _fact_fault(row)
 
 
-def _fact_fault(row: dict[str, Any]) -> str | None:
-    facts: list[tuple[str, Any, bool]] = [
-        ("num_frames", row.get("num_frames"), True),
-        ("fps", row.get("fps"), False),
-    ]
+def _fact_fault(row: Mapping[str, object]) -> str | None:
+    facts = [("num_frames", row.get("num_frames"), True), ("fps", row.get("fps"), False)]
     resolution = row.get("resolution")
     if resolution is not None:
-        if not isinstance(resolution, dict) or not {"height", "width"} <= set(resolution):
+        if not isinstance(resolution, dict) or not set(_SIDES) <= set(resolution):
             return f'resolution is {kind_of(resolution)}, not {{"height": .., "width": ..}}'
-        facts += [(f"resolution.{side}", resolution[side], True) for side in ("height", "width")]
+        facts += [(f"resolution.{side}", resolution[side], True) for side in _SIDES]
     for name, value, whole in facts:
         if value is None:
             continue
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not 0 < value < float("inf") or (whole and value != int(value)):
+        number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else 0
+        if not 0 < number < float("inf") or (whole and number != int(number)):
             return f"{name} is {value!r}, not a positive {'whole ' if whole else ''}number"
     return None
 
@@ -119,19 +118,17 @@ def _escapes(path: str) -> bool:
     return PurePosixPath(path).is_absolute() or bool(windows.drive) or ".." in PurePosixPath(path).parts
 
 
-def _annotation(row: int, value: dict[str, Any]) -> Annotation:
+def _annotation(row: int, value: Mapping[str, Any]) -> Annotation:
     captions = value["cap"] if isinstance(value["cap"], list) else [value["cap"]]
     resolution = value.get("resolution") or {}
-    frames, fps = value.get("num_frames"), value.get("fps")
-    height, width = resolution.get("height"), resolution.get("width")
+    whole = {"num_frames": value.get("num_frames"), **{name: resolution.get(name) for name in _SIDES}}
+    fps = value.get("fps")
     return Annotation(
         row=row,
         path=value["path"],
         captions=tuple(captions),
-        num_frames=None if frames is None else int(frames),
         fps=None if fps is None else float(fps),
-        height=None if height is None else int(height),
-        width=None if width is None else int(width),
+        **{name: int(number) for name, number in whole.items() if number is not None},
     )
 
 

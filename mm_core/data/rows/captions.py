@@ -1,12 +1,9 @@
-"""Cleaning of captions as they come from the web."""
+"""Texts of rows: what no tokenizer takes, and captions as they come from the web."""
 
 from __future__ import annotations
 
 import html
-import re
 import unicodedata
-
-_SPACE = re.compile(r"\s+")
 
 
 def clean_caption(text: str) -> str:
@@ -17,4 +14,14 @@ def clean_caption(text: str) -> str:
     """
     text = html.unescape(html.unescape(text))
     text = "".join(" " if unicodedata.category(letter) == "Cc" else letter for letter in text)
-    return _SPACE.sub(" ", text).strip()
+    return " ".join(text.split())
+
+
+def half_character(text: str) -> str | None:
+    """Spelt out, the first half of a surrogate pair that stands alone: JSON can write one, and no tokenizer
+    takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return ascii(text[error.start])[1:-1]
+    return None

@@ -12,11 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mm_core.data.rows.paths import plain_file, refusal, status
-from mm_core.errors import DataError, did_you_mean
-
-
-def _no_hint(line: str) -> str | None:
-    return None
+from mm_core.errors import DataError, MMError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -27,24 +23,25 @@ class RowFile:
     path: Path
     role: str
     accepted: str
-    hint: Callable[[str], str | None] = _no_hint
+    hint: Callable[[str], str | None] = lambda line: None
 
     @contextmanager
-    def _opened(self) -> Iterator[TextIO]:
+    def opened(self, newline: str | None = None) -> Iterator[TextIO]:
         """DataError where the file is not there, or refused, also while it is read."""
         try:
-            file = self.path.open(encoding="utf-8-sig")
+            with self.path.open(encoding="utf-8-sig", newline=newline) as file:
+                yield file
+        except MMError:
+            raise
         except FileNotFoundError:
             raise self.missing() from None
+        except UnicodeDecodeError as error:
+            place = _torn(self.path)  # the error counts from what was read last
+            what = f"the {self.role} is not UTF-8 text (byte {error.start if place is None else place})"
+            raise DataError(what, where=str(self.path), accepted=self.accepted) from None
         except (OSError, ValueError) as error:  # ValueError: what is no path
-            raise self.unreadable(error) from None
-        with file:
-            try:
-                yield file
-            except UnicodeDecodeError as error:
-                raise self.not_text(error) from None
-            except OSError as error:
-                raise self.unreadable(error) from None
+            what = f"the {self.role} can not be read: {refusal(error)}"
+            raise DataError(what, where=str(self.path)) from None
 
     def check_file(self) -> None:
         """DataError where there is no plain file."""
@@ -63,16 +60,6 @@ class RowFile:
                 hint = f"the folder {folder} does not exist either"
         return DataError(f"the {self.role} does not exist", where=str(self.path), hint=hint)
 
-    def not_text(self, error: UnicodeDecodeError) -> DataError:
-        """The file is in another encoding than UTF-8, or no text."""
-        place = _torn(self.path)  # the error counts from what was read last
-        what = f"the {self.role} is not UTF-8 text (byte {error.start if place is None else place})"
-        return DataError(what, where=str(self.path), accepted=self.accepted)
-
-    def unreadable(self, error: OSError | ValueError) -> DataError:
-        """The system refuses the file."""
-        return DataError(f"the {self.role} can not be read: {refusal(error)}", where=str(self.path))
-
     def empty(self) -> DataError:
         """The file holds nothing."""
         return DataError(f"the {self.role} is empty", where=str(self.path), accepted=self.accepted)
@@ -81,7 +68,7 @@ class RowFile:
         """(a name for the row's place, its parsed value) for every row; a DataError is the value of a line
         that is not JSON, and of a row that is nested too deeply. DataError for a file that as a whole is
         none. Of JSONL, one line at a time is in memory."""
-        with self._opened() as file:
+        with self.opened() as file:
             head = _head(file)  # read once: it may be a pipe
             if self._is_jsonl([line.strip() for line in head if line.strip()]):
                 for number, line in enumerate(chain(head, file), 1):
@@ -113,13 +100,11 @@ class RowFile:
             return False
         try:
             json.loads(filled[0])
-        except json.JSONDecodeError:
-            return False
-        except (ValueError, RecursionError):  # a row as far as it was read
-            return True
+        except (ValueError, RecursionError) as error:  # but for bad JSON: a row as far as it was read
+            return not isinstance(error, json.JSONDecodeError)
         return True
 
-    def _parse(self, text: str, line: int | None) -> Any:
+    def _parse(self, text: str, line: int | None) -> object:
         """line: its number; None for the text of a whole file."""
         try:
             return json.loads(text)
@@ -127,25 +112,24 @@ class RowFile:
             number = (line or 1) + error.lineno - 1
             shown = next(islice(StringIO(text), error.lineno - 1, None), "").strip()
             what = f"this is not JSON: {error.msg} at column {error.colno} of `{shown[:120]}`"
-            where, hint = f"{self.path}:{number}", self.hint(shown)
-            return DataError(what, where=where, accepted=self.accepted, hint=hint)
+            return self._unfit(what, number, self.hint(shown))
         except ValueError:  # of Python's own: digits beyond sys.get_int_max_str_digits()
             return self._unfit("a whole number has too many digits", line)
         except RecursionError:
             return self._unfit(_TOO_DEEP, line)
 
-    def _flat(self, value: Any, line: int | None) -> Any:
+    def _flat(self, value: object, line: int | None) -> object:
         """The value, or the DataError of one that could be read and not be packed for data workers."""
-        level = [value]
+        level: list[object] = [value]
         for _ in range(_DEEPEST):
             level = [inner for outer in level if isinstance(outer, (dict, list)) for inner in _inside(outer)]
             if not level:
                 return value
         return self._unfit(_TOO_DEEP, line)
 
-    def _unfit(self, what: str, line: int | None) -> DataError:
+    def _unfit(self, what: str, line: int | None, hint: str | None = None) -> DataError:
         where = str(self.path) if line is None else f"{self.path}:{line}"
-        return DataError(what, where=where, accepted=self.accepted)
+        return DataError(what, where=where, accepted=self.accepted, hint=hint)
 
 
 _TOO_DEEP = "the JSON is nested too deeply"
@@ -154,7 +138,7 @@ _DEEPEST = 100
 """Levels of lists and objects in a row; Python's pickle follows less than 500."""
 
 
-def _inside(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
+def _inside(value: dict[str, object] | list[object]) -> Iterable[object]:
     return value.values() if isinstance(value, dict) else value
 
 
@@ -184,7 +168,7 @@ def _torn(path: Path) -> int | None:
     return None
 
 
-def kind_of(value: Any) -> str:
+def kind_of(value: object) -> str:
     """What a value of JSON or another table is, for sentences."""
     names = {dict: "an object", list: "a list", str: "text", bool: "true/false", type(None): "null"}
     if isinstance(value, (list, str, dict)) and not value:

@@ -6,11 +6,14 @@ import pickle
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
-from typing import Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Generic, TypeVar, overload
 
 import torch
 
-R = TypeVar("R")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+R = TypeVar("R", bound="DataclassInstance")
 
 
 class PackedRows(Sequence[R], Generic[R]):
@@ -25,7 +28,7 @@ class PackedRows(Sequence[R], Generic[R]):
     def __init__(self, rows: Iterable[R], kind: Callable[..., R]) -> None:
         packed, ends = bytearray(), array("q", [0])
         for row in rows:
-            values = tuple(getattr(row, field.name) for field in fields(row))  # type: ignore[arg-type]
+            values = tuple(getattr(row, field.name) for field in fields(row))
             packed += pickle.dumps(values)
             ends.append(len(packed))
         self._kind = kind
@@ -44,5 +47,5 @@ class PackedRows(Sequence[R], Generic[R]):
             return [self[place] for place in range(*index.indices(len(self)))]
         place = range(len(self))[index]  # negative ones too; IndexError outside
         start, end = self._ends[place : place + 2].tolist()
-        values: tuple[Any, ...] = pickle.loads(self._bytes[start:end].numpy().tobytes())
+        values: tuple[object, ...] = pickle.loads(self._bytes[start:end].numpy().tobytes())
         return self._kind(*values)

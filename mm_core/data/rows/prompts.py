@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -44,7 +43,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     return prompts
 
 
-def _prompt_of(row: Any, path: Path) -> Prompt:
+def _prompt_of(row: object, path: Path) -> Prompt:
     if isinstance(row, str):
         return Prompt(row)
     if isinstance(row, dict):
@@ -58,7 +57,7 @@ def _prompt_of(row: Any, path: Path) -> Prompt:
     )
 
 
-def _file(row: Mapping[str, Any], key: str, path: Path) -> Path | None:
+def _file(row: Mapping[str, object], key: str, path: Path) -> Path | None:
     """A file that a row names, as seen from the file of the rows."""
     name = row.get(key)
     if name is None:

@@ -7,10 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from mm_core.data.rows.json_rows import RowFile, kind_of
 from mm_core.errors import DataError, did_you_mean
+
+if TYPE_CHECKING:
+    from _csv import Reader
 
 Column = str | int
 """The name of a column, or its number from 0."""
@@ -57,15 +60,14 @@ def read_table(file: Path, columns: Sequence[Column], quotes: bool = True) -> It
         found = _separated(rows, columns, "," if suffix == ".csv" else "\t", quotes)
     else:
         found = (_json_cells(place, value, columns) for place, value in rows.json_values())
-    none = True
-    for cells in found:
-        none = False
-        yield cells
-    if none:
+    first = next(found, None)
+    if first is None:
         raise DataError("the table has no rows", where=str(file), accepted=_ACCEPTED)
+    yield first
+    yield from found
 
 
-def _json_cells(place: str, value: Any, columns: Sequence[Column]) -> Cells:
+def _json_cells(place: str, value: object, columns: Sequence[Column]) -> Cells:
     if isinstance(value, DataError):
         return Cells(place, fault=value.what)
     if not isinstance(value, (dict, list)):
@@ -88,20 +90,6 @@ def _json_cells(place: str, value: Any, columns: Sequence[Column]) -> Cells:
     return Cells(place, tuple(cells))
 
 
-def _separated(rows: RowFile, columns: Sequence[Column], separator: str, quotes: bool) -> Iterator[Cells]:
-    """CSV and TSV. Their first line is a head where a column is asked for by name."""
-    try:
-        with rows.path.open(encoding="utf-8-sig", newline="") as file:
-            quoting: Any = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
-            reader = csv.reader(file, delimiter=separator, quoting=quoting, strict=True)
-            with _long_fields():
-                yield from _lines(rows, reader, columns)
-    except UnicodeDecodeError as error:
-        raise rows.not_text(error) from None
-    except OSError as error:
-        raise rows.unreadable(error) from None
-
-
 @contextmanager
 def _long_fields() -> Iterator[None]:
     """The csv module refuses fields from 128 KB on, and texts are longer."""
@@ -112,7 +100,15 @@ def _long_fields() -> Iterator[None]:
         csv.field_size_limit(before)
 
 
-def _lines(rows: RowFile, reader: Any, columns: Sequence[Column]) -> Iterator[Cells]:
+def _separated(rows: RowFile, columns: Sequence[Column], separator: str, quotes: bool) -> Iterator[Cells]:
+    """CSV and TSV. Their first line is a head where a column is asked for by name."""
+    quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
+    with rows.opened(newline="") as file, _long_fields():
+        reader = csv.reader(file, delimiter=separator, quoting=quoting, strict=True)
+        yield from _lines(rows, reader, columns)
+
+
+def _lines(rows: RowFile, reader: Reader, columns: Sequence[Column]) -> Iterator[Cells]:
     head: list[str] | None = None
     named = any(isinstance(column, str) for column in columns)
     places: list[int] = []
@@ -178,7 +174,7 @@ def _parquet(rows: RowFile, columns: Sequence[Column]) -> Iterator[Cells]:
             names = [head[_place(rows, column, head)] for column in columns]
             number = 0
             for batch in file.iter_batches(columns=sorted(set(names))):
-                table: Mapping[str, list[Any]] = batch.to_pydict()
+                table: Mapping[str, list[object]] = batch.to_pydict()
                 for values in zip(*(table[name] for name in names), strict=True):
                     number += 1
                     yield Cells(f"row {number}", values)

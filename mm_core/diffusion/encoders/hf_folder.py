@@ -6,7 +6,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -14,6 +14,9 @@ from torch import nn
 from mm_core.contracts import WeightsFrom, empty_parameters
 from mm_core.errors import CheckpointError, MMError, first_line
 from mm_core.plugin.trust.remote_code import RemoteCode
+
+if TYPE_CHECKING:
+    from transformers import AutoModel, PretrainedConfig, PreTrainedModel
 
 _PICKLED = ("*.bin", "*.pt", "*.pth")
 
@@ -43,7 +46,7 @@ class ModelFolder:
         pickled = any(path for pattern in _PICKLED for path in self.path.glob(pattern))
         return pickled and not any(self.path.glob("*.safetensors"))
 
-    def config(self) -> Any:
+    def config(self) -> PretrainedConfig:
         """The model's config. CheckpointError for none, or one that Transformers does not know."""
         from transformers import AutoConfig
 
@@ -84,19 +87,18 @@ class ModelFolder:
         """Where the core finds the weights; the folder may hold a larger model."""
         return WeightsFrom(str(self.path), "core/transformers", part=True)
 
-    def empty(self, kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
+    def empty(self, kind: type[AutoModel], config: PretrainedConfig, dtype: torch.dtype) -> nn.Module:
         """The model that `kind.from_config` makes, in evaluation mode, without memory for its parameters.
         They have the dtype that `from_pretrained` would keep them in. CheckpointError for pickled weights,
         weights that are not all there, or a config.json that nothing can be made of."""
         self.check()
         try:
             with empty_parameters():
-                model = kind.from_config(config, **{dtype_key(): dtype})
+                model: nn.Module = kind.from_config(config, **{dtype_key(): dtype})
         except (OSError, ValueError, TypeError, AttributeError, LookupError, RuntimeError) as fault:
             raise CheckpointError(
                 f"no {self.role} can be made of config.json: {first_line(fault)}", where=str(self.path)
             ) from fault
-        assert isinstance(model, nn.Module)
         for name in _kept_in_fp32(model, dtype):
             parameter = model.get_parameter(name)
             parameter.data = parameter.data.float()
@@ -126,7 +128,7 @@ def dtype_key() -> str:
     return "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
 
 
-def _kept_in_fp32(model: Any, dtype: torch.dtype) -> list[str]:
+def _kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> list[str]:
     """Names of the parameters that Transformers leaves in fp32 in a model of this dtype."""
     parts: set[str] = set()
     if dtype is torch.float16:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from einops import rearrange
@@ -12,18 +13,16 @@ from mm_core.builtin.configs.diffusion import PixelConfig
 from mm_core.errors import ContractError
 
 
+@dataclass
 class PixelPosterior:
     """A distribution without spread: latents[B,C,T,H,W] themselves are its moments."""
 
-    def __init__(self, moments: Tensor) -> None:
-        self.moments = moments
+    moments: Tensor
 
     def sample(self, generators: Sequence[torch.Generator]) -> Tensor:
-        """The latents."""
         return self.moments
 
     def mode(self) -> Tensor:
-        """The latents."""
         return self.moments
 
 

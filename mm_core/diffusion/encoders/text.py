@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from mm_core.diffusion.encoders.hf_folder import ModelFolder
 from mm_core.errors import CheckpointError
 from mm_core.plugin.schema.fields import DType
 from mm_core.tokenizer import open_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import AutoModel, PretrainedConfig, PreTrainedTokenizerBase
 
 END, PAD = 256, 257
 """Tokens beside the 256 bytes: the end of every caption, and padding."""
@@ -109,7 +112,7 @@ class HFTokenizer:
     folder: str
     max_length: int
     padding: Literal["longest", "max_length"] = "longest"
-    _opened: Any = field(default=None, init=False, repr=False, compare=False)
+    _opened: PreTrainedTokenizerBase | None = field(default=None, init=False, repr=False, compare=False)
 
     def __call__(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
         """ids[B,L] int64, mask[B,L] bool; rows are padded on the right."""
@@ -125,7 +128,7 @@ class HFTokenizer:
         )
         return rows["input_ids"].long(), rows["attention_mask"].bool()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_opened": None}
 
 
@@ -197,7 +200,7 @@ class HFTextEncoder(nn.Module):
         """Stays in evaluation mode: a frozen encoder has no dropout."""
         return super().train(False)
 
-    def _config(self) -> Any:
+    def _config(self) -> PretrainedConfig:
         """The model's config, of the text part where there are several. CheckpointError for none."""
         config = self._files.config()
         if not hasattr(config, "vocab_size") or not hasattr(config, "hidden_size"):
@@ -209,7 +212,7 @@ class HFTextEncoder(nn.Module):
         return config
 
 
-def _kind(config: Any, folder: Path) -> Any:
+def _kind(config: PretrainedConfig, folder: Path) -> type[AutoModel]:
     """The Transformers class that makes the encoder alone."""
     from transformers import AutoModel, AutoModelForTextEncoding
     from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING
@@ -221,4 +224,5 @@ def _kind(config: Any, folder: Path) -> Any:
             where=str(folder),
             accepted="T5, MT5, UMT5, T5Gemma, or a model that is an encoder only",
         )
-    return AutoModelForTextEncoding if known else AutoModel
+    kind: type[AutoModel] = AutoModelForTextEncoding if known else AutoModel
+    return kind

@@ -9,17 +9,29 @@ from __future__ import annotations
 import dataclasses
 import math
 import types
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from mm_core.errors import ConfigError, MMError, PluginError, did_you_mean
 from mm_core.plugin.schema.fields import ComponentConfig, Kind, Range, dtype_hint, yaml_key
 from mm_core.plugin.schema.nodes import (
     FAILED,
     SCALARS,
+    Failed,
     Node,
+    default_of,
     describe,
     from_python,
     is_component,
@@ -28,6 +40,7 @@ from mm_core.plugin.schema.nodes import (
     is_plain,
     read_loose,
     read_number,
+    rebuilt,
     show,
     to_python,
     unwrap,
@@ -35,21 +48,25 @@ from mm_core.plugin.schema.nodes import (
 from mm_core.plugin.trust.foreign import ForeignExit, foreign_code
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from mm_core.plugin.registry import Registry
+
+T = TypeVar("T")
+D = TypeVar("D", bound="DataclassInstance")
 
 MAX_FAULTS = 100
 """Faults of one config that are listed: each costs a search for what was meant."""
 
-__all__ = ["FAILED", "MAX_FAULTS", "Checker", "Node", "check_component", "from_python", "to_python"]
 
-
-def check_component(kind: str, mapping: Mapping[str, Any], registry: Registry, where: str) -> ComponentConfig:
+def check_component(
+    kind: str, mapping: Mapping[str, object], registry: Registry, where: str
+) -> ComponentConfig:
     """A plain mapping with `type` as a checked reference. ConfigError with every fault."""
     checker = Checker(registry)
     result = checker.checked(lambda: checker.component(kind, from_python(mapping, "", where)))
-    if checker.faults:
+    if isinstance(result, Failed):
         raise ConfigError(checker.faults)
-    assert isinstance(result, ComponentConfig)
     return result
 
 
@@ -69,7 +86,7 @@ class Checker:
         self.faults: list[MMError] = []
         self._infinite = infinite  # whether the field that is read may hold what is not finite
 
-    def checked(self, check: Callable[[], Any]) -> Any:
+    def checked(self, check: Callable[[], T]) -> T | Failed:
         """What `check` returns, or FAILED when it finds more faults than are listed."""
         try:
             return check()
@@ -77,31 +94,28 @@ class Checker:
             return FAILED
 
     def fault(
-        self,
-        node: Node,
-        what: str,
-        *,
-        key: bool = False,
-        accepted: str | None = None,
-        hint: str | None = None,
-    ) -> Any:
-        """Notes a fault at a node; FAILED, which the value then is."""
+        self, node: Node, what: str, accepted: str | None = None, hint: str | None = None, key: bool = False
+    ) -> Failed:
+        """Notes a fault at a node, or at its key; FAILED, which the value then is."""
         self.faults.append(ConfigError(what, where=node.place(key), accepted=accepted, hint=hint))
         if len(self.faults) > MAX_FAULTS:
             raise _TooManyFaults
         return FAILED
 
+    def _wrong(self, node: Node, accepted: str, hint: str | None = None) -> Failed:
+        return self.fault(node, f"found {show(node)}", accepted, hint)
+
     # -- structures ------------------------------------------------------------------------------
 
     def dataclass(
         self,
-        cls: type[Any],
+        cls: type[D],
         node: Node,
         *,
         skip: Sequence[str] = (),
         further: Sequence[str] = (),
         owner: str = "",
-    ) -> Any:
+    ) -> D | Failed:
         """An instance of `cls` from a mapping.
 
         Args:
@@ -113,7 +127,7 @@ class Checker:
             owner: what faults call the mapping.
         """
         if not isinstance(node.value, dict):
-            return self._wrong(node, cls)
+            return self._wrong(node, describe(cls))
         try:
             with foreign_code():
                 hints = get_type_hints(cls, include_extras=True)
@@ -126,56 +140,50 @@ class Checker:
         aliases = {name: field.metadata.get("aliases", ()) for name, field in fields.items()}
         known = {*skip, *(old for names in aliases.values() for old in names)}
         self._unknown_keys(node, [*fields], (*skip, *further), owner, known)
-        values: dict[str, Any] = {}
+        values: dict[str, object] = {}
         for name, field in fields.items():
             given = [key for key in (name, *aliases[name]) if key in node.value]
             for other in given[1:]:
                 what = f"{other!r} is an older name of {given[0]!r}, and both are set"
                 hint = "set one of them; an override uses the name that the file has"
-                self.fault(node.value[other], what, key=True, hint=hint)
+                self.fault(node.value[other], what, hint=hint, key=True)
             if given:
-                values[field.name] = self._field(field, hints[field.name], node.value[given[0]])
-            elif field.default is not dataclasses.MISSING:
-                values[field.name] = self._default(field.default, node, name)
-            elif field.default_factory is not dataclasses.MISSING:
-                values[field.name] = self._default(field.default_factory(), node, name)
+                values[field.name] = self._field(field.default, hints[field.name], node.value[given[0]])
+            elif (default := default_of(field)) is not dataclasses.MISSING:
+                values[field.name] = self._default(default, node, name)
             else:
                 accepted = f"{name}: {describe(hints[field.name])}"
-                self.fault(node, f"the key {name!r} is missing", key=True, accepted=accepted)
-        if len(self.faults) > before or any(value is FAILED for value in values.values()):
+                self.fault(node, f"the key {name!r} is missing", accepted, key=True)
+        if len(self.faults) > before or _any_failed(values.values()):
             return FAILED
         return self._construct(cls, values, node)
 
-    def _field(self, field: dataclasses.Field[Any], annotation: Any, node: Node) -> Any:
-        before, self._infinite = self._infinite, not _finite(field.default)
+    def _field(self, default: object, annotation: object, node: Node) -> object:
+        before, self._infinite = self._infinite, not _finite(default)
         try:
-            return self.value(annotation, _with_default(node, field.default))
+            return self.value(annotation, _with_default(node, default))
         finally:
             self._infinite = before
 
     def _unknown_keys(
-        self, node: Node, fields: list[str], others: Sequence[str], owner: str, known: Collection[str]
+        self, node: Node, fields: list[str], others: Sequence[str], owner: str, known: set[str]
     ) -> None:
         for name, child in node.value.items():
             if name not in fields and name not in known:
-                self.fault(
-                    child,
-                    f"{owner} has no key {name!r}" if owner else f"unknown key {name!r}",
-                    key=True,
-                    accepted=", ".join(fields) or "no keys",
-                    hint=did_you_mean(name, [*fields, *others]),
-                )
+                what = f"{owner} has no key {name!r}" if owner else f"unknown key {name!r}"
+                hint = did_you_mean(name, [*fields, *others])
+                self.fault(child, what, ", ".join(fields) or "no keys", hint, key=True)
 
-    def _construct(self, cls: type[Any], values: dict[str, Any], node: Node) -> Any:
+    def _construct(self, cls: type[D], values: dict[str, object], node: Node) -> D | Failed:
         """The instance, or the fault that the class's own `__post_init__` finds. One whose message
         starts with the name of a key is placed there."""
+        make: Callable[..., D] = cls
         try:
             with foreign_code():
-                return cls(**values)
+                return make(**values)
         except MMError as error:
             for fault in getattr(error, "faults", ()) or (error,):
-                subject = _subject(fault.what, node)
-                self.fault(subject, fault.what, key=True, accepted=fault.accepted, hint=fault.hint)
+                self.fault(_subject(fault.what, node), fault.what, fault.accepted, fault.hint, key=True)
         except (ValueError, TypeError) as error:
             what = str(error) or f"{cls.__name__} refuses it"
             self.fault(_subject(what, node), what, key=True)
@@ -183,36 +191,26 @@ class Checker:
             said = str(error) if isinstance(error, ForeignExit) else f"{type(error).__name__}: {error}"
             what = f"{cls.__module__}.{cls.__qualname__} can not be made: {said}"
             hint = "this is a bug in the plugin: its config should raise ValueError"
-            self.fault(node, what, key=True, hint=hint)
+            self.fault(node, what, hint=hint, key=True)
         return FAILED
 
-    def _default(self, value: Any, node: Node, name: str) -> Any:
+    def _default(self, value: object, node: Node, name: str) -> object:
         """A default, with the options of the components in it filled."""
         path = node.child_path(name)
         if isinstance(value, ComponentConfig):
             return self.component(value.kind, from_python(value, node.where, path))
-        inner = Node(None, node.where, path)
-        if type(value) in (tuple, list):
-            items = [self._default(item, inner, str(i)) for i, item in enumerate(value)]
-            return FAILED if any(item is FAILED for item in items) else type(value)(items)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            filled = {
-                f.name: self._default(getattr(value, f.name), inner, f.name)
-                for f in dataclasses.fields(value)
-                if f.init
-            }
-            failed = any(item is FAILED for item in filled.values())
-            return FAILED if failed else dataclasses.replace(value, **filled)
-        return value
+        before, inner = len(self.faults), Node(None, node.where, path)
+        filled = rebuilt(value, lambda item, key: self._default(item, inner, key))
+        return FAILED if len(self.faults) > before else filled
 
-    def component(self, kind: str, node: Node) -> Any:
+    def component(self, kind: str, node: Node) -> ComponentConfig | Failed:
         """A ComponentConfig from a mapping with `type`, or from a bare name."""
-        if node.value is FAILED:
+        if isinstance(node.value, Failed):
             return FAILED
         if isinstance(node.value, str):
-            node = dataclasses.replace(node, value={"type": dataclasses.replace(node, loose=False)})
+            node = node.holding({"type": dataclasses.replace(node, loose=False)})
         if not isinstance(node.value, dict):
-            return self._wrong(node, Annotated[Any, Kind(kind)])
+            return self._wrong(node, describe(Annotated[Any, Kind(kind)]))
         named = node.value.get("type")
         if named is None or not isinstance(named.value, str):
             return self._no_type(kind, node, named)
@@ -221,9 +219,9 @@ class Checker:
             cls = found.config_class()
         except PluginError as error:
             what = f"{error.where}: {error.what}" if error.where else error.what
-            return self.fault(named, what, accepted=error.accepted, hint=error.hint)
+            return self.fault(named, what, error.accepted, error.hint)
         options = self.dataclass(cls, node, skip=("type",), owner=f"{kind} {found.qualified!r}")
-        if options is FAILED:
+        if isinstance(options, Failed):
             return FAILED
         values = {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if f.init}
         # A target's signature may have defaults that no YAML can hold (a module, a dtype). They are
@@ -231,20 +229,20 @@ class Checker:
         kept = {name: value for name, value in values.items() if name in node.value or is_plain(value)}
         return ComponentConfig(kind, found.qualified, kept)
 
-    def _no_type(self, kind: str, node: Node, named: Node | None) -> Any:
-        if named is not None and named.value is FAILED:
+    def _no_type(self, kind: str, node: Node, named: Node | None) -> Failed:
+        if named is not None and isinstance(named.value, Failed):
             return FAILED
         names = ", ".join(sorted(c.qualified for c in self.registry.components(kind)))
         accepted = f"type: {names}" if names else f"nothing: no plugin offers a {kind}"
         if named is not None:
-            return self.fault(named, f"found {show(named)} as the type", accepted=accepted)
+            return self.fault(named, f"found {show(named)} as the type", accepted)
         meant = did_you_mean("type", node.value)
         hint = f"{meant[:-1]} meant as 'type'?".replace("did you mean", "is") if meant else None
-        return self.fault(node, "the key 'type' is missing", key=True, accepted=accepted, hint=hint)
+        return self.fault(node, "the key 'type' is missing", accepted, hint, key=True)
 
     # -- values ----------------------------------------------------------------------------------
 
-    def value(self, annotation: Any, node: Node) -> Any:
+    def value(self, annotation: object, node: Node) -> object:
         """`node` as a value of `annotation`, or FAILED with the fault noted."""
         if node.value is FAILED:
             return FAILED
@@ -255,20 +253,20 @@ class Checker:
         if origin is Annotated:
             return self._annotated(args[0], args[1:], node)
         if origin in (Union, types.UnionType):
-            return self._union(args, node, annotation)
+            return self._union(args, node, describe(annotation))
         if origin is Literal:
-            return self._literal(args, node, annotation)
+            return self._literal(args, node, describe(annotation))
         if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
             return self.dataclass(annotation, node)
         if is_list(annotation):
-            return self._list(origin or annotation, args, node, annotation)
+            return self._list(origin or annotation, args, node, describe(annotation))
         if is_mapping(annotation):
-            return self._mapping(args, node)
+            return self._mapping(args or (Any, Any), node)
         if annotation is None or annotation is types.NoneType:
-            return None if node.value is None else self._wrong(node, annotation)
-        return self._scalar(annotation, node)
+            return None if node.value is None else self._wrong(node, describe(annotation))
+        return self._scalar(annotation, node, describe(annotation))
 
-    def _annotated(self, base: Any, marks: tuple[Any, ...], node: Node) -> Any:
+    def _annotated(self, base: object, marks: tuple[object, ...], node: Node) -> object:
         for mark in marks:
             if isinstance(mark, Kind):
                 return self.component(mark.name, node)
@@ -278,10 +276,10 @@ class Checker:
         words = " ".join([describe(base), *map(str, ranges)])
         value = self._scalar(base, node, words, any(mark.infinite for mark in ranges))
         inside = all(mark.admits(value) for mark in ranges if isinstance(value, (int, float)))
-        return value if inside else self.fault(node, f"found {show(node)}", accepted=words)
+        return value if inside else self._wrong(node, words)
 
-    def _union(self, options: tuple[Any, ...], node: Node, annotation: Any) -> Any:
-        trials: list[tuple[Any, list[MMError]]] = []
+    def _union(self, options: tuple[object, ...], node: Node, accepted: str) -> object:
+        trials: list[tuple[object, list[MMError]]] = []
         for option in options:
             trial = Checker(self.registry, self._infinite)
             value = trial.checked(partial(trial.value, option, node))
@@ -293,19 +291,13 @@ class Checker:
         if len(meant) == 1:
             self.faults += meant[0]
             return FAILED
-        hints = [fault.hint for _, faults in trials for fault in faults if fault.hint]
-        infinite = [
-            faults for _, faults in trials if len(faults) == 1 and faults[0].what.endswith(_NOT_FINITE)
-        ]
-        if infinite:
-            return self.fault(
-                node, infinite[0][0].what, accepted=describe(annotation), hint=infinite[0][0].hint
-            )
-        return self.fault(
-            node, f"found {show(node)}", accepted=describe(annotation), hint=hints[0] if hints else None
-        )
+        for _, faults in trials:
+            if len(faults) == 1 and faults[0].what.endswith(_NOT_FINITE):
+                return self.fault(node, faults[0].what, accepted, faults[0].hint)
+        hints = (fault.hint for _, faults in trials for fault in faults if fault.hint)
+        return self._wrong(node, accepted, next(hints, None))
 
-    def _literal(self, choices: tuple[Any, ...], node: Node, annotation: Any) -> Any:
+    def _literal(self, choices: tuple[object, ...], node: Node, accepted: str) -> object:
         for choice in choices:
             value = read_loose(type(choice), node.value) if _is_loose(node) else node.value
             if type(choice) is type(value) and choice == value:
@@ -314,72 +306,68 @@ class Checker:
         hint = None
         if isinstance(node.value, str):
             hint = dtype_hint(node.value, words) or did_you_mean(node.value, words)
-        return self.fault(node, f"found {show(node)}", accepted=describe(annotation), hint=hint)
+        return self._wrong(node, accepted, hint)
 
-    def _list(self, origin: Any, args: tuple[Any, ...], node: Node, annotation: Any) -> Any:
+    def _list(self, origin: object, args: tuple[object, ...], node: Node, accepted: str) -> object:
         if not isinstance(node.value, list):
-            return self._wrong(node, annotation)
+            return self._wrong(node, accepted)
         fixed = origin is tuple and args and args[-1] is not Ellipsis
         if fixed and len(node.value) != len(args):
-            return self.fault(
-                node, f"found {len(node.value)} values: {show(node)}", accepted=describe(annotation)
-            )
+            return self.fault(node, f"found {len(node.value)} values: {show(node)}", accepted)
         kinds = args if fixed else [args[0] if args else Any] * len(node.value)
         items = [self.value(kind, child) for kind, child in zip(kinds, node.value, strict=True)]
-        if any(item is FAILED for item in items):
+        if _any_failed(items):
             return FAILED
         return items if origin is list else tuple(items)
 
-    def _mapping(self, args: tuple[Any, ...], node: Node) -> Any:
+    def _mapping(self, args: tuple[object, ...], node: Node) -> object:
         if not isinstance(node.value, dict):
-            return self.fault(node, f"found {show(node)}", accepted="a mapping of keys to values")
-        of_key, of_value = args or (Any, Any)
-        items: dict[Any, Any] = {}
+            return self._wrong(node, "a mapping of keys to values")
+        items: dict[object, object] = {}
         for key, child in node.value.items():
             # Keys are texts in the tree: they are read by their type, as texts of the environment are.
-            name = self.value(of_key, dataclasses.replace(child, value=key, loose=True))
-            items[name] = self.value(of_value, child)
-        return FAILED if any(item is FAILED for pair in items.items() for item in pair) else items
+            name = self.value(args[0], dataclasses.replace(child, value=key, loose=True))
+            items[name] = self.value(args[1], child)
+        return FAILED if _any_failed(items) or _any_failed(items.values()) else items
 
-    def _scalar(self, annotation: Any, node: Node, words: str | None = None, infinite: bool = False) -> Any:
-        """`words` describe what is accepted, where the annotation alone does not."""
-        value, words = node.value, words or describe(annotation)
+    def _scalar(self, annotation: object, node: Node, accepted: str, infinite: bool = False) -> object:
+        value = node.value
         if annotation is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
             number = value if isinstance(value, float) else read_number(value)
             if number is None:
-                return self.fault(node, f"found {show(node)}", accepted=words)
+                return self._wrong(node, accepted)
             if math.isfinite(number) or infinite or self._infinite:
                 return number
-            return self.fault(node, f"found {show(node)}{_NOT_FINITE}", accepted=words, hint=_INFINITE_HINT)
+            return self.fault(node, f"found {show(node)}{_NOT_FINITE}", accepted, _INFINITE_HINT)
         if _is_loose(node):
             value = read_loose(annotation, value)
         if annotation is Path and isinstance(value, str):
             return Path(value)
         if annotation in SCALARS and type(value) is not annotation and not isinstance(value, Path):
             quotable = annotation is str and isinstance(value, (int, float))
-            hint = "put it in quotes" if quotable else None
-            return self.fault(node, f"found {show(node)}", accepted=words, hint=hint)
+            return self._wrong(node, accepted, "put it in quotes" if quotable else None)
         if isinstance(annotation, type) and not isinstance(value, annotation):
-            return self.fault(node, f"found {show(node)}", accepted=words)
+            return self._wrong(node, accepted)
         return value if not isinstance(value, (dict, list)) else to_python(node)
 
-    def _wrong(self, node: Node, annotation: Any) -> Any:
-        return self.fault(node, f"found {show(node)}", accepted=describe(annotation))
 
-
-def _finite(default: Any) -> bool:
+def _finite(default: object) -> bool:
     """Whether a field's default is: one that is not may be set to infinity too."""
     if isinstance(default, (tuple, list)):
         return all(map(_finite, default))
     return not isinstance(default, float) or math.isfinite(default)
 
 
-def _with_default(node: Node, default: Any) -> Node:
+def _with_default(node: Node, default: object) -> Node:
     """A mapping that leaves out `type` means its field's default component, with its options."""
     if isinstance(default, ComponentConfig) and isinstance(node.value, dict) and "type" not in node.value:
         given = from_python(default, node.where, node.path)
-        return dataclasses.replace(node, value={**given.value, **node.value})
+        return node.holding({**given.value, **node.value})
     return node
+
+
+def _any_failed(values: Iterable[object]) -> bool:
+    return any(value is FAILED for value in values)
 
 
 def _is_loose(node: Node) -> bool:
@@ -392,7 +380,7 @@ def _subject(what: str, node: Node) -> Node:
     return child if isinstance(child, Node) else node
 
 
-def _shaped(option: Any, node: Node) -> bool:
+def _shaped(option: object, node: Node) -> bool:
     if is_component(option):
         return isinstance(node.value, (dict, str))
     return (isinstance(node.value, dict) and is_mapping(option)) or (

@@ -7,12 +7,15 @@ import dataclasses
 import inspect
 import io
 import tokenize
-import typing
 from dataclasses import dataclass
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from mm_core.plugin.schema.fields import ComponentConfig, Kind, Range
+from mm_core.plugin.schema.nodes import default_of
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 @dataclass(frozen=True)
@@ -25,21 +28,23 @@ class FieldInfo:
     comment: str
 
 
-def describe_fields(cls: type[Any]) -> tuple[FieldInfo, ...]:
+def describe_fields(cls: type[DataclassInstance]) -> tuple[FieldInfo, ...]:
     """The fields of a config dataclass, in order, with the comment that stands beside each."""
     hints = get_type_hints(cls, include_extras=True)
     comments: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if dataclasses.is_dataclass(base):
             comments |= _comments(base)
-    return tuple(
-        FieldInfo(f.name, type_text(hints[f.name]), _default_text(f), comments.get(f.name, ""))
-        for f in dataclasses.fields(cls)
-        if f.init
-    )
+    found = []
+    for f in dataclasses.fields(cls):
+        default = default_of(f)
+        text = None if default is dataclasses.MISSING else _value_text(default)
+        if f.init:
+            found.append(FieldInfo(f.name, type_text(hints[f.name]), text, comments.get(f.name, "")))
+    return tuple(found)
 
 
-def type_text(hint: Any) -> str:
+def type_text(hint: object) -> str:
     """A type as a person reads it: `int >= 1`, `'a' or 'b'`, `predictor`, `list of str`, `none`."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
@@ -63,15 +68,7 @@ def type_text(hint: Any) -> str:
     return str(hint).replace("typing.", "").replace("collections.abc.", "")
 
 
-def _default_text(f: dataclasses.Field[Any]) -> str | None:
-    if f.default is not dataclasses.MISSING:
-        return _value_text(f.default)
-    if f.default_factory is not dataclasses.MISSING:
-        return _value_text(f.default_factory())
-    return None
-
-
-def _value_text(value: Any) -> str:
+def _value_text(value: object) -> str:
     """A default as a YAML would write it."""
     if isinstance(value, ComponentConfig):
         return f"{{type: {value.type}}}"
@@ -80,13 +77,12 @@ def _value_text(value: Any) -> str:
         return f"{{{', '.join(f'{name}: {_value_text(item)}' for name, item in pairs)}}}"
     if isinstance(value, (tuple, list)):
         return f"[{', '.join(map(_value_text, value))}]"
-    words = {None: "none", True: "true", False: "false"}
     if value is None or isinstance(value, bool):
-        return words[value]
+        return repr(value).lower()
     return value if isinstance(value, str) and value else repr(value)
 
 
-def _comments(cls: type[Any]) -> dict[str, str]:
+def _comments(cls: type[DataclassInstance]) -> dict[str, str]:
     """Field -> the comment on its line, or the string below it. {} when there is no source."""
     try:
         source = inspect.getsource(cls)
@@ -100,7 +96,8 @@ def _comments(cls: type[Any]) -> dict[str, str]:
     }
     found: dict[str, str] = {}
     definition = ast.parse(source).body[0]
-    body = typing.cast(ast.ClassDef, definition).body
+    assert isinstance(definition, ast.ClassDef)
+    body = definition.body
     for statement, following in zip(body, [*body[1:], None], strict=True):
         if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
             continue

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
-from mm_core.plugin.schema.fields import ComponentConfig, Kind, Range
+from mm_core.plugin.schema.fields import ComponentConfig, Kind, Range, yaml_key
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,49 @@ class Node:
     key_where: str = ""
     loose: bool = False
 
+    @property
+    def children(self) -> list[Node]:
+        """What a mapping or list holds; [] of anything else."""
+        if isinstance(self.value, dict):
+            return list(self.value.values())
+        return self.value if isinstance(self.value, list) else []
+
+    def at(self, *keys: str) -> Node | None:
+        """What stands at a path of keys; None where nothing does, or no mapping is on the way."""
+        found: Node | None = self
+        for key in keys:
+            found = found.value.get(key) if found is not None and isinstance(found.value, dict) else None
+        return found
+
+    def items(self, *keys: str) -> list[Node]:
+        """The list at a path of keys; [] where there is none."""
+        found = self.at(*keys)
+        return found.value if found is not None and isinstance(found.value, list) else []
+
+    def leaves(self) -> Iterator[Node]:
+        """The values below this one that hold no others; itself, where it holds none."""
+        if isinstance(self.value, (dict, list)):
+            for child in self.children:
+                yield from child.leaves()
+        else:
+            yield self
+
+    def mapped(self, change: Callable[[Node], Node]) -> Node:
+        """The same mapping or list of changed children; anything else as it is."""
+        if isinstance(self.value, dict):
+            return self.holding({key: change(child) for key, child in self.value.items()})
+        if isinstance(self.value, list):
+            return self.holding([change(child) for child in self.value])
+        return self
+
+    def put(self, key: str, child: Node) -> Node:
+        """The same mapping with another value at a key."""
+        return self.holding({**self.value, key: child})
+
+    def holding(self, value: object) -> Node:
+        """The same place with another value."""
+        return dataclasses.replace(self, value=value)
+
     def place(self, key: bool = False) -> str:
         """`file:line: key.path`."""
         where = self.key_where or self.where if key else self.where
@@ -39,12 +82,12 @@ class Node:
         return f"{self.path}.{key}" if self.path else str(key)
 
 
-class _Failed:
+class Failed:
     """What a value that did not check becomes."""
 
 
-FAILED: Final = _Failed()
-SCALARS: Mapping[type, str] = {
+FAILED: Final = Failed()
+SCALARS: Mapping[object, str] = {
     bool: "true or false",
     int: "an integer",
     float: "a number",
@@ -70,50 +113,68 @@ _BOOLEANS: Mapping[str, bool] = {
 }
 
 
-def from_python(value: Any, where: str, path: str = "", loose: bool = False) -> Node:
-    """A tree of a plain Python value."""
+def inside(value: object) -> dict[str, object] | list[object] | None:
+    """What a component, dataclass, mapping or list holds, as a YAML would write it; None of anything else."""
     if isinstance(value, ComponentConfig):
-        value = {"type": value.type, **value.options}
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    here = Node(value, where, path, loose=loose)
+        return {"type": value.type, **value.options}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [f for f in dataclasses.fields(value) if f.init and f.metadata.get("yaml", True)]
+        return {yaml_key(f.name): getattr(value, f.name) for f in fields}
     if isinstance(value, Mapping):
-        inner = {str(k): from_python(v, where, here.child_path(k), loose) for k, v in value.items()}
-        return dataclasses.replace(here, value=inner)
-    if isinstance(value, (list, tuple)):
-        items = [from_python(v, where, here.child_path(i), loose) for i, v in enumerate(value)]
-        return dataclasses.replace(here, value=items)
+        return {str(key): item for key, item in value.items()}
+    return list(value) if isinstance(value, (list, tuple)) else None
+
+
+def rebuilt(value: object, change: Callable[[object, str], object]) -> object:
+    """A tuple, list or dataclass of what `change` makes of each value that it holds and of its key; anything
+    else as it is."""
+    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
+        return type(value)(change(item, str(index)) for index, item in enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [f.name for f in dataclasses.fields(value) if f.init]
+        return dataclasses.replace(value, **{name: change(getattr(value, name), name) for name in names})
+    return value
+
+
+def default_of(field: dataclasses.Field[Any]) -> object:
+    """A field's default; MISSING where it has none."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def from_python(value: object, where: str, path: str = "", loose: bool = False) -> Node:
+    """A tree of a plain Python value."""
+    held, here = inside(value), Node(value, where, path, loose=loose)
+    if isinstance(held, dict):
+        return here.holding({k: from_python(v, where, here.child_path(k), loose) for k, v in held.items()})
+    if isinstance(held, list):
+        return here.holding([from_python(v, where, here.child_path(i), loose) for i, v in enumerate(held)])
     return here
 
 
-def to_python(node: Node) -> Any:
+def to_python(node: Node) -> object:
     """The plain value of a tree."""
     if isinstance(node.value, dict):
         return {key: to_python(child) for key, child in node.value.items()}
-    if isinstance(node.value, list):
-        return [to_python(child) for child in node.value]
-    return node.value
+    return [*map(to_python, node.value)] if isinstance(node.value, list) else node.value
 
 
-def is_plain(value: Any) -> bool:
+def is_plain(value: object) -> bool:
     """Whether a YAML can hold the value."""
-    if isinstance(value, ComponentConfig):
-        return is_plain(value.options)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return all(is_plain(getattr(value, f.name)) for f in dataclasses.fields(value))
-    if isinstance(value, Mapping):
-        return all(map(is_plain, value.values()))
-    if type(value) in (list, tuple):
-        return all(map(is_plain, value))
+    if isinstance(value, (list, tuple)) and type(value) not in (list, tuple):
+        return False
+    if (held := inside(value)) is not None:
+        return all(map(is_plain, held.values() if isinstance(held, dict) else held))
     return value is None or type(value) in (bool, int, float, str) or isinstance(value, Path)
 
 
-def read_loose(annotation: Any, text: str) -> Any:
+def read_loose(annotation: object, text: str) -> bool | int | float | str:
     """A text from the environment as the scalar that its field wants; unchanged when it is none."""
     if annotation is bool:
         return _BOOLEANS.get(text.strip().lower(), text)
     try:
-        return annotation(text) if annotation in (int, float) else text
+        return int(text) if annotation is int else float(text) if annotation is float else text
     except ValueError:
         return text
 
@@ -137,7 +198,7 @@ def show(node: Node) -> str:
     return f"{text if len(text) <= 60 else text[:57] + '...'}, {name}"
 
 
-def _beginning(node: Node, left: Iterator[int]) -> Any:
+def _beginning(node: Node, left: Iterator[int]) -> object:
     """The plain value, or as much of a large one as a fault quotes: there may be many faults."""
     value = node.value
     if isinstance(value, dict):
@@ -159,7 +220,7 @@ def unwritable(text: str) -> str | None:
     return None
 
 
-def describe(annotation: Any) -> str:
+def describe(annotation: object) -> str:
     """What a field accepts, in words."""
     annotation = unwrap(annotation)
     origin, args = get_origin(annotation), get_args(annotation)
@@ -183,32 +244,29 @@ def describe(annotation: Any) -> str:
         return f"a list, each {describe(args[0])}" if args else "a list"
     if is_mapping(annotation):
         return "a mapping of keys to values"
-    return SCALARS.get(annotation, getattr(annotation, "__name__", str(annotation)))
+    return SCALARS.get(annotation) or str(getattr(annotation, "__name__", annotation))
 
 
-def unwrap(annotation: Any) -> Any:
+def unwrap(annotation: object) -> object:
     """What a NewType, or an alias made by Python 3.12's `type` statement, stands for."""
-    while True:
-        if type(annotation).__name__ == "TypeAliasType":
-            annotation = annotation.__value__
-        elif type(annotation).__name__ == "NewType":
-            annotation = annotation.__supertype__
-        else:
-            return annotation
+    held_by = {"TypeAliasType": "__value__", "NewType": "__supertype__"}
+    while (name := held_by.get(type(annotation).__name__)) is not None:
+        annotation = getattr(annotation, name)
+    return annotation
 
 
-def is_list(annotation: Any) -> bool:
+def is_list(annotation: object) -> bool:
     """Whether a field takes a list."""
     return (get_origin(annotation) or annotation) in (list, tuple, Sequence)
 
 
-def is_mapping(annotation: Any) -> bool:
+def is_mapping(annotation: object) -> bool:
     """Whether a field takes a mapping."""
     plain = (get_origin(annotation) or annotation) in (dict, Mapping)
     return plain or (isinstance(annotation, type) and dataclasses.is_dataclass(annotation))
 
 
-def is_component(annotation: Any) -> bool:
+def is_component(annotation: object) -> bool:
     """Whether a field takes a component."""
     marks = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
     return any(isinstance(mark, Kind) for mark in marks)

@@ -20,8 +20,7 @@ from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import spec_from_file_location
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import CodeType, ModuleType
 
 from mm_core.plugin.trust.known import Piece, check_known, digest_of, read_source, untrusted
 
@@ -41,7 +40,7 @@ class SourceBytes(importlib.abc.InspectLoader):
     def __init__(self, source: bytes, path: str) -> None:
         self.source, self.path = source, path
 
-    def get_code(self, fullname: str) -> Any:
+    def get_code(self, fullname: str) -> CodeType:
         """The compiled bytes."""
         return compile(self.source, self.path, "exec", dont_inherit=True)
 
@@ -93,9 +92,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         """None leaves a module to the finders that follow. TrustError for one that may not be imported."""
         top = fullname.partition(".")[0]
         places = [each for each in self.places.values() if each.checked and top not in each.loaded]
-        if not places:
-            return None
-        if _of_another_finder(top):
+        if not places or _of_another_finder(top):
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is None or not any(place.has(spec) for place in places):

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from mm_core.errors import CheckpointError, plain_reason
 from mm_core.plugin.trust.known import Piece, check_known, digest_of, read_source, untrusted
@@ -84,11 +84,8 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
         seen.add(real)
         count += len(folders) + len(names)
         if count > MAX_FILES:
-            raise CheckpointError(
-                f"more than {MAX_FILES:,} files lie in the folder of a model, so its code cannot be told",
-                where=str(folder),
-                accepted="a folder of the model alone",
-            )
+            what = f"more than {MAX_FILES:,} files lie in the folder of a model, so its code cannot be told"
+            raise CheckpointError(what, where=str(folder), accepted="a folder of the model alone")
         for name in sorted(names):
             path = Path(place) / name
             yield str(path.relative_to(folder)), path
@@ -112,7 +109,7 @@ def code_pieces(folder: Path) -> list[Piece]:
     return _pieces(folder, code_files(folder))
 
 
-def check_overrides(changes: Mapping[str, Any], trust: RemoteCode) -> None:
+def check_overrides(changes: Mapping[str, object], trust: RemoteCode) -> None:
     """TrustError, with `known`, for keys laid upon config.json that would have other code run."""
     if trust == "known" and (keys := sorted(_keys(changes) & _CHOOSING)):
         names = [f"what {key} names" for key in keys]
@@ -143,7 +140,7 @@ def _chooses(content: bytes) -> bool:
         return True
 
 
-def _keys(value: Any) -> set[str]:
+def _keys(value: object) -> set[str]:
     if isinstance(value, Mapping):
         return set(map(str, value)).union(*map(_keys, value.values()))
     if isinstance(value, list | tuple):

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from mm_core.runtime.launch.launch_folder import LaunchFolder
 from mm_core.runtime.output import BestEffort
@@ -76,7 +76,7 @@ class _Copied(BestEffort):
     """A stream that also writes its whole lines to the log, as a terminal shows them in the end: of what is
     drawn over itself, such as a progress bar, the last, and without colours."""
 
-    def __init__(self, stream: Any, log: RankLog) -> None:
+    def __init__(self, stream: TextIO | None, log: RankLog) -> None:
         super().__init__(open(os.devnull, "w") if stream is None else stream)  # noqa: SIM115, PTH123 - closed
         self._log, self._rest = log, ""
 
@@ -88,17 +88,6 @@ class _Copied(BestEffort):
             shown = (line.rstrip("\r").rpartition("\r")[2] for line in lines)
             self._log.write(_ESCAPES.sub("", "\n".join(shown)))
         return len(text)
-
-
-class _Handler(logging.Handler):
-    """Logging records of which no other handler writes to the standard streams."""
-
-    def __init__(self, log: RankLog) -> None:
-        super().__init__()
-        self._log = log
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._log.write(self.format(record))
 
 
 @contextmanager
@@ -116,7 +105,7 @@ def rank_log(run_dir: Path, rank: int, world: int) -> Iterator[RankLog]:
     )
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = _Copied(streams[0], log), _Copied(streams[1], log)
-    handler = _Handler(log)
+    handler = logging.StreamHandler(log)
     logger = logging.getLogger()
     if logger.handlers:  # else Python's last resort writes to the copied stream already
         logger.addHandler(handler)

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from sysconfig import get_path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from mm_core.errors import TrainingError
 from mm_core.files import replace_text
@@ -68,7 +68,7 @@ class Watchdog:
         world: int,
         stuck_after: float | None,
         log: RankLog | None = None,
-        end: Callable[[TrainingError], Any] | None = None,
+        end: Callable[[TrainingError], object] | None = None,
     ) -> None:
         self._folder, self._rank, self._world = Path(run_dir) / "logs", rank, world
         self._limit, self._log, self._end = stuck_after, log, end or _leave

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ def _padded(row: Tensor, count: int, value: int, left: bool) -> Tensor:
     return functional.pad(row, (count, 0) if left else (0, count), value=value)
 
 
-class Drawn:
+class SeededTokenSampler:
     """Draws each row's next token, by a number from the row's own generator: what a row is answered depends
     on no other. What Transformers' `generate` takes for a logits processor; it then takes the likeliest.
 
@@ -69,12 +69,12 @@ class Drawn:
         return shares.where(shares >= least, 0.0)
 
 
-class Stopped:
+@dataclass(frozen=True)
+class StopWhenAsked:
     """Ends all answers once it is asked for: what Transformers' `generate` takes for a stopping criterion."""
 
-    def __init__(self, asked: Callable[[], bool]) -> None:
-        self.asked = asked
+    asked: Callable[[], bool]
 
-    def __call__(self, tokens: Tensor, scores: Any, **others: Any) -> Tensor:
+    def __call__(self, tokens: Tensor, scores: object, **others: object) -> Tensor:
         """[B]: whether a row has ended."""
         return torch.full((len(tokens),), self.asked(), dtype=torch.bool, device=tokens.device)

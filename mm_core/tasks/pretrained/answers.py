@@ -5,20 +5,25 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
+from mm_core.builtin.configs.pretrained import PretrainedConfig
 from mm_core.contracts import IGNORED_LABEL, Decoding, Heard, TextBatch
 from mm_core.errors import ContractError, DataError
-from mm_core.plugin.trust.remote_code import RemoteCode
 from mm_core.runtime.ranks import Ranks
-from mm_core.tasks.pretrained.answer_tokens import Drawn, Stopped, joined
+from mm_core.tasks.pretrained.answer_tokens import SeededTokenSampler, StopWhenAsked, joined
 from mm_core.tasks.pretrained.batches import limits_of
 from mm_core.tokenizer import open_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig as ModelConfig
 
 Words = tuple[list[str], list[tuple[str, ...]]]
 """A text of each row, and its references."""
@@ -30,17 +35,12 @@ class Answers:
     generation_config.json says beside the choice of tokens (a penalty of repetition, say) holds here too.
 
     Args:
-        model: of Transformers. folder: its own, with a tokenizer. max_new_tokens: of an answer.
-        trust_remote_code: Python files of the folder may run. where: the key that asks for answers.
+        model: of Transformers. wanted: names its folder, which has a tokenizer. max_new_tokens: of an answer.
+        where: the key that asks for answers.
     """
 
     def __init__(
-        self,
-        model: Any,
-        folder: str,
-        max_new_tokens: int,
-        trust_remote_code: RemoteCode = False,
-        where: str = "task.max_new_tokens",
+        self, model: PreTrainedModel, wanted: PretrainedConfig, max_new_tokens: int, where: str
     ) -> None:
         if not model.can_generate():
             raise ContractError(
@@ -49,7 +49,7 @@ class Answers:
                 accepted="none; or a class that does: AutoModelForCausalLM, AutoModelForSeq2SeqLM, ...",
             )
         self.model, self.max_new_tokens = model, max_new_tokens
-        self.tokenizer = open_tokenizer(folder, trust_remote_code)
+        self.tokenizer = open_tokenizer(wanted.from_pretrained, wanted.trust_remote_code)
         self._composite = bool(getattr(model.config, "is_encoder_decoder", False))
         self._ends = sorted(_ends(model, self.tokenizer))
         self._gathers = False
@@ -63,10 +63,11 @@ class Answers:
         labels = batch.inputs["labels"]
         given = given if self._composite else prompts(given, labels, self.tokenizer.pad_token_id)
         found = self._after(given)
+        answered = labels != IGNORED_LABEL if self._composite else _last_labels(labels)
         given_answers = batch.references or [()] * len(labels)
         wanted = [
-            known or (self._text(row[last]),)
-            for known, row, last in zip(given_answers, labels, self._answered(labels), strict=True)
+            known or (self.text(row[last].tolist()),)
+            for known, row, last in zip(given_answers, labels, answered, strict=True)
         ]
         return found, wanted
 
@@ -82,10 +83,6 @@ class Answers:
             return given if whole else {name: tensor[rows, -width:] for name, tensor in given.items()}
 
         return self._texts(lengths, self.max_new_tokens, taken)
-
-    def _answered(self, labels: Tensor) -> Tensor:
-        """[B,L] bool: which labels the answers are held against."""
-        return labels != IGNORED_LABEL if self._composite else _last_labels(labels)
 
     def to(
         self,
@@ -103,12 +100,12 @@ class Answers:
             chosen = [questions[row] for row in rows]
             return joined(chosen, self.tokenizer.pad_token_id, left=not self._composite)
 
-        def listening(rows: list[int]) -> dict[str, Any]:
-            drawn = Drawn(decoding, [numbers[row] for row in rows]) if decoding.temperature > 0 else None
+        def listening(rows: list[int]) -> dict[str, object]:
+            drawn = SeededTokenSampler(decoding, [numbers[row] for row in rows])
             return {
                 "streamer": _Listener(self, heard) if heard is not None and rows[0] == 0 else None,
-                "logits_processor": [drawn] if drawn is not None else None,
-                "stopping_criteria": [Stopped(stopped)] if stopped is not None else None,
+                "logits_processor": [drawn] if decoding.temperature > 0 else None,
+                "stopping_criteria": [StopWhenAsked(stopped)] if stopped is not None else None,
             }
 
         return self._texts(lengths, decoding.max_new_tokens or self.max_new_tokens, taken, listening)
@@ -118,7 +115,7 @@ class Answers:
         lengths: Sequence[int],
         max_new_tokens: int,
         taken: Callable[[list[int]], Mapping[str, Tensor]],
-        listening: Callable[[list[int]], Mapping[str, Any]] = lambda rows: {},
+        listening: Callable[[list[int]], Mapping[str, object]] = lambda rows: {},
     ) -> list[str]:
         """The answers to prompts of these lengths. Those for which the model has positions for as many tokens
         are answered together, so that how long one is says nothing of how far another is answered.
@@ -135,13 +132,13 @@ class Answers:
                 continue
             answers = self._generate(taken(rows), room, **listening(rows))
             for row, tokens in zip(rows, answers, strict=True):
-                found[row] = self._text(tokens)
+                found[row] = self.text(tokens.tolist())
         return found
 
     def _rooms(self, own: Collection[int]) -> list[int]:
         """This rank's and those of others: all take part in each generation, for as many forwards. One whose
         answers end earlier goes on, so that its prompts have to leave the model as many positions."""
-        if self._positions is None or self._composite or not _several_ranks():
+        if self._positions is None or self._composite or Ranks.current().count == 1:
             return list(own)
         return sorted(set().union(*Ranks.current().gather(set(own))))
 
@@ -149,7 +146,7 @@ class Answers:
         """DataError for a prompt that leaves the model no room for an answer."""
         self._room(question["input_ids"].shape[1])
 
-    def _generate(self, given: Mapping[str, Tensor], max_new_tokens: int, **listening: Any) -> Tensor:
+    def _generate(self, given: Mapping[str, Tensor], max_new_tokens: int, **listening: object) -> Tensor:
         """[B, up to max_new_tokens]: what follows the prompts."""
         sharded = isinstance(self.model, FSDPModule)
         if sharded and not self._gathers:
@@ -161,7 +158,7 @@ class Answers:
         # As an argument, they would be filled from the folder's where they are the library's defaults.
         own, self.model.generation_config = self.model.generation_config, settings
         try:
-            found: Tensor = self.model.generate(**given, **listening, synced_gpus=_several_ranks())
+            found: Tensor = self.model.generate(**given, **listening, synced_gpus=Ranks.current().count > 1)
         finally:
             self.model.generation_config = own
         # A decoder of its own begins with one token, which for some models is also the end.
@@ -181,22 +178,20 @@ class Answers:
             )
         return room
 
-    def _text(self, row: Tensor) -> str:
-        return self.text(row.tolist())
-
     def text(self, row: Sequence[int]) -> str:
         """Tokens as words, up to the first that ends an answer."""
         tokens = list(takewhile(lambda token: token not in self._ends, row))
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True)).strip()
 
 
+@dataclass
 class _Listener:
     """What Transformers' `generate` takes for a streamer: tells an answer on, word by word."""
 
-    def __init__(self, answers: Answers, heard: Heard) -> None:
-        self.answers, self.heard = answers, heard
-        self._tokens: list[int] | None = None  # until the prompt has come
-        self._told = ""
+    answers: Answers
+    heard: Heard
+    _tokens: list[int] | None = None  # until the prompt has come
+    _told: str = ""
 
     def put(self, tokens: Tensor) -> None:
         """The prompt first, then each token, of the first row. What may still change is held back: half a
@@ -217,7 +212,7 @@ class _Listener:
             self._told = text
 
 
-def class_names(config: Any, predictions: Tensor, labels: Tensor, batch: TextBatch) -> Words:
+def class_names(config: ModelConfig, predictions: Tensor, labels: Tensor, batch: TextBatch) -> Words:
     """The names of classes [B] that were found, and of those that are right."""
     names: Mapping[int, str] = config.id2label
     found, wanted = (
@@ -289,11 +284,7 @@ def _briefest(given: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return {name: tensor[:, -1:] for name, tensor in given.items()}
 
 
-def _several_ranks() -> bool:
-    return Ranks.current().count > 1
-
-
-def _settings(model: Any) -> Any:
+def _settings(model: PreTrainedModel) -> GenerationConfig:
     """What the model's folder says of its generation, without its choice of tokens."""
     found = copy.deepcopy(model.generation_config)
     found.do_sample, found.num_beams, found.max_length = False, 1, None
@@ -301,7 +292,7 @@ def _settings(model: Any) -> Any:
     return found
 
 
-def _ends(model: Any, tokenizer: Any) -> set[int]:
+def _ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """The tokens that end an answer, wherever the folder names them."""
     return {
         int(token)

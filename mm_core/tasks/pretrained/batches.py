@@ -1,22 +1,27 @@
-"""What data workers do with batches of task `pretrained`: count labels, refuse what the model can not take.
+"""What is asked of batches of task `pretrained`, mostly by data workers, who also count labels.
 
-An accelerator would stop at most of these without a word of it.
+An accelerator would stop at most of what is refused here without a word of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from mm_core.contracts import IGNORED_LABEL, Batch, TextBatch
 from mm_core.errors import ContractError
+from mm_core.runtime.ranks import Ranks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _POSITIONS = {"position_embeddings", "embed_positions", "wpe"}
 """What Transformers' models call a table of as many rows as a text may have tokens."""
 
+_SAME_NAMES = "the same names in every batch: a blank image, say, where a row has none"
 _TOKENS = {"ForCausalLM", "ForConditionalGeneration", "ForMaskedLM", "ForTokenClassification"}
 
 
@@ -41,9 +46,8 @@ class Limits:
         if self.classes is not None and inputs["labels"].dim() == 1:
             self._check_classes(inputs["labels"], self.classes)
         if self.tokens and inputs["labels"].dim() == 1:
-            raise ContractError(
+            raise _misfit(
                 "a row has one label, and the model learns a label for each token",
-                where="data",
                 accepted="labels [B, L] (text_rows: without `label`)",
                 hint="task.auto_class: AutoModelForSequenceClassification learns one a row",
             )
@@ -51,15 +55,13 @@ class Limits:
         if ids is None or ids.dim() != 2 or not ids.numel():
             return inputs
         if self.positions is not None and ids.shape[1] > self.positions:
-            raise ContractError(
+            raise _misfit(
                 f"a batch is {ids.shape[1]} tokens long, and the model has positions for {self.positions}",
-                where="data",
                 hint=f"cut longer rows: max_length: {self.positions} of text_rows",
             )
         if self.vocabulary is not None and (largest := int(ids.max())) >= self.vocabulary:
-            raise ContractError(
+            raise _misfit(
                 f"a row has the token {largest}, and the model has {self.vocabulary} tokens, from 0",
-                where="data",
                 hint="the tokenizer is another model's: point `tokenizer` at the folder of this one",
             )
         return self._padded(inputs, ids) if self.rows else inputs
@@ -67,25 +69,22 @@ class Limits:
     def _check_classes(self, labels: Tensor, classes: int) -> None:
         if classes == 1:
             if not labels.is_floating_point():
-                raise ContractError(
+                raise _misfit(
                     "a row's label is a class, and the model's one output would estimate the class's number",
-                    where="data",
                     accepted="a number a row (text_rows: label_type: number)",
                     hint="task.labels, or task.overrides: {num_labels: ...}, makes a model of classes",
                 )
             return
         if labels.is_floating_point():
-            raise ContractError(
+            raise _misfit(
                 f"the labels are numbers, and the model has {classes} classes",
-                where="data",
                 accepted="a class a row, from 0 (text_rows: label_type: class)",
                 hint="task.overrides: {num_labels: 1} makes a model that estimates a number",
             )
         strange = [label for label in labels.tolist() if label != IGNORED_LABEL and not 0 <= label < classes]
         if strange:
-            raise ContractError(
+            raise _misfit(
                 f"a row's class is {strange[0]}, and the model has {classes} classes",
-                where="data",
                 accepted=f"classes from 0 to {classes - 1}",
                 hint="task.labels names the classes of the model, and so how many it has",
             )
@@ -104,7 +103,7 @@ class Limits:
         return {**inputs, "input_ids": ids.masked_fill(mask == 0, self.pad)}
 
 
-def limits_of(model: Any) -> Limits:
+def limits_of(model: PreTrainedModel) -> Limits:
     """Those of a model of Transformers."""
     config = model.config.get_text_config()
     kind = getattr(model, "loss_type", None)
@@ -119,7 +118,7 @@ def limits_of(model: Any) -> Limits:
     )
 
 
-def _vocabulary(model: Any) -> int | None:
+def _vocabulary(model: PreTrainedModel) -> int | None:
     """None where a token of the config's has no row of the table: the model puts images in its place."""
     try:
         table = model.get_input_embeddings()
@@ -132,7 +131,7 @@ def _vocabulary(model: Any) -> int | None:
     return None if beyond else table.num_embeddings
 
 
-def _positions(model: nn.Module, longest: Any) -> int | None:
+def _positions(model: nn.Module, longest: object) -> int | None:
     """How many tokens a text may have. RoBERTa's first position comes after that of padding."""
     if not isinstance(longest, int):
         return None
@@ -159,22 +158,19 @@ class CountLabels:
     def __call__(self, batch: Batch) -> Batch:
         """The batch with `counts` and `tokens`. ContractError for one that the model can not take."""
         if not isinstance(batch, TextBatch):
-            raise ContractError(
+            raise _misfit(
                 f"the dataset makes a {type(batch).__name__}, and the task pretrained takes a TextBatch",
-                where="data",
                 hint="choose a dataset of tokens (text_rows), or the task that the dataset is for",
             )
         if "labels" not in batch.inputs:
-            raise ContractError(
+            raise _misfit(
                 "the dataset gives no `labels`, so there is nothing to learn",
-                where="data",
                 accepted=f"inputs with labels; these are {', '.join(batch.inputs) or 'none'}",
             )
         strange = sorted(set(batch.inputs) - {*(self.accepted or batch.inputs), "labels"})
         if strange:
-            raise ContractError(
+            raise _misfit(
                 f"the model's forward takes no {', '.join(strange)}",
-                where="data",
                 accepted=", ".join(self.accepted or ()),
             )
         inputs = self.limits.checked(batch.inputs)
@@ -191,7 +187,51 @@ class CountLabels:
         return [int(count) for count in (labels != IGNORED_LABEL).flatten(1).sum(1)]
 
 
+def _misfit(what: str, accepted: str | None = None, hint: str | None = None) -> ContractError:
+    return ContractError(what, where="data", accepted=accepted, hint=hint)
+
+
 def _tokens(inputs: Mapping[str, Tensor]) -> int:
     if "attention_mask" in inputs and inputs["attention_mask"].dim() == 2:
         return int((inputs["attention_mask"] > 0).sum())
     return inputs["input_ids"].numel() if "input_ids" in inputs else 0
+
+
+@dataclass
+class BatchSchema:
+    """Batches with other inputs run other modules of a model, and ranks that run other modules wait for one
+    another for ever. where: the data's place in the config."""
+
+    where: str
+    _seen: frozenset[str] | None = None
+    _agreed: bool = False
+
+    def check(self, names: Iterable[str]) -> None:
+        """ContractError for a batch with other inputs than those before it on this rank."""
+        found = frozenset(names)
+        if self._seen is None:
+            self._seen = found
+        elif found != self._seen:
+            raise ContractError(
+                f"a batch has other inputs than those before it: {', '.join(sorted(found ^ self._seen))} "
+                "only in some",
+                where=self.where,
+                accepted=_SAME_NAMES,
+            )
+
+    def agree(self, names: Iterable[str]) -> None:
+        """Before the first forward the ranks compare theirs: ContractError, on all of them, where they
+        differ. Called by all ranks, at the same place of their work."""
+        self.check(names)
+        if self._agreed:
+            return
+        self._agreed = True
+        everyone = Ranks.current().gather(sorted(self._seen or ()))
+        other = next((rank for rank, own in enumerate(everyone) if own != everyone[0]), None)
+        if other is not None:
+            only = ", ".join(sorted(set(everyone[0]) ^ set(everyone[other])))
+            raise ContractError(
+                f"the batches of rank 0 and rank {other} have other inputs: {only} only in one",
+                where=self.where,
+                accepted=_SAME_NAMES,
+            )

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from mm_core.errors import ContractError, first_line
-from mm_core.tasks.pretrained.chunked_loss import hold_back
+from mm_core.modules.torch_calls import Args, Function, Kwargs
+from mm_core.tasks.pretrained.chunked_loss import defer_logits
 from mm_core.tasks.pretrained.loss import RowLosses, follow
 from mm_core.tasks.pretrained.model import forward_names
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class _Reached(Exception):
@@ -21,11 +26,11 @@ class _Reached(Exception):
 
 @dataclass
 class _Reaching(RowLosses):
-    def of_model(self, function: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Tensor:
+    def of_model(self, function: Function, args: Args, given: Kwargs) -> Tensor:
         raise _Reached
 
 
-def obstacle(model: Any, options: dict[str, Any]) -> str | None:
+def obstacle(model: PreTrainedModel, options: Mapping[str, object]) -> str | None:
     """What a model does to its logits that a chunked loss cannot follow; None where none is known.
 
     A copy of the model is run on four tokens. What cannot be run so (memory that is not meta, inputs other
@@ -41,7 +46,7 @@ def obstacle(model: Any, options: dict[str, Any]) -> str | None:
     labels = follow(ids.clone(), _Reaching(torch.ones(1, device="meta")))
     try:
         _attend_plainly(trial)
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), hold_back(head, 4)():
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), defer_logits(head, 4)():
             trial(input_ids=ids, labels=labels, **options)
     except ContractError as fault:
         return fault.what if fault.where == "task.loss" else None
@@ -52,11 +57,10 @@ def obstacle(model: Any, options: dict[str, Any]) -> str | None:
         if suspect or hasattr(model, "final_logits_bias"):
             kind = type(fault).__name__
             return f"{type(model).__name__} can not be tried without memory ({kind}: {first_line(fault)})"
-        return None
     return None
 
 
-def _attend_plainly(model: Any) -> None:
+def _attend_plainly(model: PreTrainedModel) -> None:
     """Other attentions look into masks, which have no values on the meta device."""
     if hasattr(model, "set_attn_implementation"):
         model.set_attn_implementation("eager")

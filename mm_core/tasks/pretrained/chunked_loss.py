@@ -9,7 +9,7 @@ chunked losses of https://arxiv.org/abs/2410.10989, go the same way in kernels o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from math import prod
 from typing import Any
 
@@ -21,11 +21,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from mm_core.contracts import IGNORED_LABEL
 from mm_core.errors import ContractError
+from mm_core.modules.torch_calls import Args, Function, Kwargs
 
 Step = Callable[[Tensor], Tensor]
+Steps = Sequence[Step]
 
 
-class HeldBackLogits(Tensor):
+class DeferredLogits(Tensor):
     """The logits [..., V] of a linear layer that was not run. They have a shape, a dtype and a device, and no
     memory. Reshaping goes to the hidden states; scales, tanh and casts wait for the chunks."""
 
@@ -35,30 +37,30 @@ class HeldBackLogits(Tensor):
     chunk_tokens: int
 
     @staticmethod
-    def of(hidden: Tensor, head: nn.Linear, chunk: int, steps: tuple[Step, ...] = ()) -> HeldBackLogits:
+    def of(hidden: Tensor, head: nn.Linear, chunk: int, steps: tuple[Step, ...] = ()) -> DeferredLogits:
         """Those of `head` for hidden[..., D]."""
         dtype = head.weight.dtype
         for step in steps:
             dtype = step(torch.empty(0, dtype=dtype)).dtype
         made = Tensor._make_wrapper_subclass(
-            HeldBackLogits, (*hidden.shape[:-1], head.out_features), dtype=dtype, device=hidden.device
+            DeferredLogits, (*hidden.shape[:-1], head.out_features), dtype=dtype, device=hidden.device
         )
         made.hidden, made.head, made.steps, made.chunk_tokens = hidden, head, steps, chunk
-        assert isinstance(made, HeldBackLogits)
+        assert isinstance(made, DeferredLogits)
         return made
 
-    def later(self, step: Step) -> HeldBackLogits:
+    def later(self, step: Step) -> DeferredLogits:
         """The same after an elementwise step."""
-        return HeldBackLogits.of(self.hidden, self.head, self.chunk_tokens, (*self.steps, step))
+        return DeferredLogits.of(self.hidden, self.head, self.chunk_tokens, (*self.steps, step))
 
-    def shaped(self, hidden: Tensor) -> HeldBackLogits:
+    def shaped(self, hidden: Tensor) -> DeferredLogits:
         """The same of these hidden states."""
-        return HeldBackLogits.of(hidden, self.head, self.chunk_tokens, self.steps)
+        return DeferredLogits.of(hidden, self.head, self.chunk_tokens, self.steps)
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         given = kwargs or {}
         if func is functional.cross_entropy:
             target = args[1] if len(args) > 1 else given["target"]
@@ -66,7 +68,7 @@ class HeldBackLogits(Tensor):
             if handler is not Tensor.__torch_function__:
                 return handler(func, types, args, given)
         own = args[0] if args else None
-        if isinstance(own, HeldBackLogits):
+        if isinstance(own, DeferredLogits):
             made = _reshaped(own, func, args[1:], given)
             made = _computed(own, func, args[1:], given) if made is None else made
             if made is not None:
@@ -84,8 +86,8 @@ class HeldBackLogits(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        cls, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         raise ContractError(
             f"the logits of a chunked loss were never computed, and {func} asks for them",
             where="task.loss",
@@ -93,17 +95,12 @@ class HeldBackLogits(Tensor):
         )
 
 
-def _tells(func: Any) -> bool:
+def _tells(func: Function) -> bool:
     """Whether a function asks only what is known: shape, dtype, device."""
-    if getattr(func, "__name__", "") == "__get__":
-        return True
-    asked = (Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_contiguous)
-    return func in {*asked, Tensor.is_floating_point}
+    return func in _TOLD or getattr(func, "__name__", "") == "__get__"
 
 
-def _reshaped(
-    logits: HeldBackLogits, func: Any, args: Sequence[Any], given: dict[str, Any]
-) -> HeldBackLogits | None:
+def _reshaped(logits: DeferredLogits, func: Function, args: Args, given: Kwargs) -> DeferredLogits | None:
     """The logits in another shape that has the vocabulary last, as it was."""
     if func is Tensor.contiguous:
         return logits
@@ -122,15 +119,14 @@ def _reshaped(
     return None
 
 
+_TOLD = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_contiguous, Tensor.is_floating_point}
 _ELEMENTWISE = {
     *(getattr(Tensor, name) for name in ("mul", "__mul__", "__rmul__", "div", "__truediv__", "true_divide")),
     *(torch.mul, torch.div, torch.true_divide, torch.tanh, Tensor.tanh),
 }
 
 
-def _computed(
-    logits: HeldBackLogits, func: Any, args: Sequence[Any], given: dict[str, Any]
-) -> HeldBackLogits | None:
+def _computed(logits: DeferredLogits, func: Function, args: Args, given: Kwargs) -> DeferredLogits | None:
     """The logits after an elementwise step with constants."""
     if func is Tensor.to:
         places = [value for value in (*args, *given.values()) if not isinstance(value, torch.dtype)]
@@ -152,33 +148,31 @@ def _computed(
     return None
 
 
-def hold_back(head: nn.Linear, chunk: int) -> Callable[[], Any]:
+def defer_logits(head: nn.Linear, chunk: int) -> Callable[[], AbstractContextManager[None]]:
     """Changes a model's output embedding: within the context that is returned, it holds its logits back.
 
     chunk: tokens whose logits are in memory at a time.
     """
-    forward, active = head.forward, [False]
+    forward, active = head.forward, False
 
     def held(hidden: Tensor) -> Tensor:
-        if not active[0]:
-            return forward(hidden)
-        return HeldBackLogits.of(hidden, head, chunk)
+        return DeferredLogits.of(hidden, head, chunk) if active else forward(hidden)
 
     @contextmanager
     def within() -> Iterator[None]:
-        active[0] = True
+        nonlocal active
+        active = True
         try:
             yield
         finally:
-            active[0] = False
+            active = False
 
-    replacement: Callable[..., Any] = held
-    head.forward = replacement  # type: ignore[method-assign]
+    vars(head)["forward"] = held
     return within
 
 
 def chunked_cross_entropy(
-    logits: HeldBackLogits, target: Tensor, weights: Tensor, predict: bool = False
+    logits: DeferredLogits, target: Tensor, weights: Tensor, predict: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(weighted sum, loss of each label [N] without gradients, most likely labels [N] if `predict`).
 
@@ -209,7 +203,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         target: Tensor,
         weights: Tensor,
-        steps: Sequence[Step],
+        steps: Steps,
         chunk: int,
         predict: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -224,7 +218,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return (losses * weights).sum(), losses, best
 
     @staticmethod
-    def backward(ctx: Any, of_total: Tensor, *_: Any) -> Any:
+    def backward(ctx: Any, of_total: Tensor, *_: object) -> tuple[Tensor | None, ...]:
         head, ctx.head = ctx.head, None
         assert head is not None, "the gradients of a chunked loss are there for one backward"
         return (*head.gradients(of_total), None, None, None, None, None)
@@ -234,12 +228,7 @@ class _Head:
     """An output embedding on hidden states [N,D], and the gradients of both, each where it is wanted."""
 
     def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        steps: Sequence[Step],
-        wanted: Sequence[bool],
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, steps: Steps, wanted: Sequence[bool]
     ) -> None:
         self.hidden, self.weight, self.bias, self.steps = hidden, weight, bias, steps
         self.differentiable = any(wanted)
@@ -288,7 +277,7 @@ class _Head:
         return [g.mul_(factor).to(dtype) if g is not None else None for g, dtype in found]
 
 
-def _after(raw: Tensor, steps: Sequence[Step], differentiable: bool) -> tuple[Tensor, Step]:
+def _after(raw: Tensor, steps: Steps, differentiable: bool) -> tuple[Tensor, Step]:
     """(logits in float32 that may be overwritten, from their gradient to that of `raw`)."""
     while steps and steps[-1] is Tensor.float:  # as is done at the end in any case
         steps = steps[:-1]

@@ -11,15 +11,18 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import count
+from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from mm_core.contracts import Randomness
+from mm_core.modules.torch_calls import Args, Function, Kwargs
 
 _UNFILLED = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"}
 _UNFILLED |= {"aten::new_empty_strided"}
@@ -50,7 +53,7 @@ class _Call:
 
 @dataclass(eq=False)
 class _Storage:
-    held: Any  # keeps its address from being used again
+    held: UntypedStorage  # keeps its address from being used again
     home: nn.Module | None  # the module whose parameter it is
     writers: list[_Node] = field(default_factory=list)
     unread: list[_Node] = field(default_factory=list)  # writers since another storage depended on it
@@ -62,12 +65,16 @@ class _Node:
 
     order: int
     call: _Call | None
-    function: Callable[..., Any]
-    leaves: list[Any]  # arguments; tensors of the tape as `Place`
-    spec: Any
+    function: Function
+    leaves: list[object]  # arguments; tensors of the tape as `Place`
+    spec: TreeSpec
     made: list[tuple[int, int]]  # (index of an output, new storage)
     uses: set[int]  # storages read or written
-    group: Any = None
+    group: Group | None = None
+
+
+Group = tuple[_Call | None, nn.Module | int]
+"""Draws that share a generator: of a call, into the parameters of a module, or of one operation."""
 
 
 class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -80,12 +87,12 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._nodes = 0
+        self._order = count()
         self._storages: dict[int, _Storage] = {}
         self._numbers: dict[int, int] = {}  # address of a storage -> its number
-        self._unfilled: dict[int, Any] = {}  # real memory that nobody has written yet, by address
-        self._groups: dict[Any, list[_Node]] = {}
-        self._settled: dict[Any, int] = {}  # groups that were drawn during the recording
+        self._unfilled: dict[int, UntypedStorage] = {}  # real memory that nobody has written yet, by address
+        self._groups: dict[Group, list[_Node]] = {}
+        self._settled: dict[Group, int] = {}  # groups that were drawn during the recording
         self._call: _Call | None = None
 
     # -- recording -------------------------------------------------------------------------------
@@ -93,34 +100,33 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Within it, parameters are recorded from their registration on."""
-        register, truncated = nn.Module.register_parameter, nn.init._no_grad_trunc_normal_
-        kinds: Any = nn.Module
-        inits: Any = nn.init
+        register = nn.Module.register_parameter
+        truncated: Function = nn.init._no_grad_trunc_normal_
         thread = threading.get_ident()  # others build their models meanwhile
 
         def register_recorded(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
             register(module, name, param)
-            if threading.get_ident() != thread:
-                return
-            if param is not None and not isinstance(param, FakeTensor):
+            own = threading.get_ident() == thread
+            if own and param is not None and not isinstance(param, FakeTensor):
                 module._parameters[name] = self._adopt(param, module)
 
-        def draw_truncated(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def draw_truncated(tensor: Tensor, *args: object, **kwargs: object) -> object:
             # It looks at what it draws, and draws again.
             if not isinstance(tensor, FakeTensor):
                 return truncated(tensor, *args, **kwargs)
             self._record(truncated, (tensor, *args), kwargs, [tensor], None, random=True, whole=True)
             return tensor
 
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.device("cpu"),
+            patch.object(nn.Module, "register_parameter", register_recorded),
+            patch.object(nn.init, "_no_grad_trunc_normal_", draw_truncated),
+        ):
             torch.default_generator.manual_seed(0)
-            kinds.register_parameter, inits._no_grad_trunc_normal_ = register_recorded, draw_truncated
-            try:
-                with self:
-                    yield
-            finally:
-                kinds.register_parameter, inits._no_grad_trunc_normal_ = register, truncated
-                self._unfilled.clear()
+            with self:
+                yield
+        self._unfilled.clear()
 
     @contextmanager
     def initialising(self, module: nn.Module) -> Iterator[None]:
@@ -132,8 +138,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._call = before
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, func: OpOverload[..., object], types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         recorded = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
@@ -157,7 +163,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._record(func, args, kwargs, written, found, random, whole=name in _WHOLE)
         return found
 
-    def _follow(self, name: str, inputs: list[Tensor], written: list[Tensor], found: Any) -> None:
+    def _follow(self, name: str, inputs: list[Tensor], written: list[Tensor], found: object) -> None:
         """Keeps the list of memory that nobody has written."""
         empty = name in _UNFILLED or (
             name in _COPIES and any(_address(tensor) in self._unfilled for tensor in inputs)
@@ -169,15 +175,15 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _record(
         self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        function: Function,
+        args: Args,
+        kwargs: Kwargs,
         written: list[Tensor],
-        found: Any,
+        found: object,
         random: bool = False,
         whole: bool = False,
     ) -> None:
-        leaves, spec = tree_flatten((args, dict(kwargs)))
+        leaves, spec = tree_flatten((args, kwargs))
         leaves = [self._place(leaf) if isinstance(leaf, FakeTensor) else leaf for leaf in leaves]
         uses = {leaf.storage for leaf in leaves if isinstance(leaf, Place)}
         outputs = [(i, t) for i, t in enumerate(tree_flatten(found)[0]) if isinstance(t, FakeTensor)]
@@ -186,14 +192,13 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return  # a view
         home = self._call.module if self._call else None
         made = [(i, self._keep(t, home)) for i, t in new]
-        node = _Node(self._nodes, self._call, function, leaves, spec, made, uses)
-        self._nodes += 1
+        node = _Node(next(self._order), self._call, function, leaves, spec, made, uses)
         changed = [self._place(tensor) for tensor in written]
         sources = [leaf for leaf in leaves if isinstance(leaf, Place) and leaf not in changed]
         for place in changed:
             storage = self._storages[place.storage]
-            covers = whole and self._covers(place)
-            if covers and all(source.storage != place.storage for source in sources):
+            covers = torch.Size(place.size).numel() * place.dtype.itemsize == storage.held.nbytes()
+            if whole and covers and all(source.storage != place.storage for source in sources):
                 self._forget(storage)
             storage.writers.append(node)
             storage.unread.append(node)
@@ -215,10 +220,6 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._groups[node.group].remove(node)
         storage.unread = [node for node in storage.unread if node.call is self._call]
 
-    def _covers(self, place: Place) -> bool:
-        count = torch.Size(place.size).numel() * place.dtype.itemsize
-        return bool(count == self._storages[place.storage].held.nbytes())
-
     def _keep(self, tensor: Tensor, home: nn.Module | None) -> int:
         number = len(self._storages)
         self._storages[number] = _Storage(tensor.untyped_storage(), home)
@@ -237,13 +238,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _constant(self, value: Tensor, home: nn.Module | None) -> Tensor:
         """A tensor of the tape that begins with a value."""
         tensor = self._empty(value)
-        number = self._keep(tensor, home)
-        node = _Node(self._nodes, self._call, _same, [value], tree_flatten(((value,), {}))[1], [], set())
-        node.made = [(0, number)]
-        self._nodes += 1
-        storage = self._storages[number]
-        storage.writers.append(node)
-        storage.unread.append(node)
+        self._keep(tensor, home)
+        self._record(Tensor.copy_, (tensor, value), {}, [tensor], None, whole=True)
         return tensor
 
     def _adopt(self, param: nn.Parameter, module: nn.Module) -> nn.Parameter:
@@ -271,7 +267,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._storages[storage].unread.clear()
             return _at(place, self._play([place.storage], self._settle))
 
-    def _settle(self, group: Any) -> int:
+    def _settle(self, group: Group) -> int:
         return Randomness(0).seed32("settled", self._settled.setdefault(group, len(self._settled)))
 
     def _needed(self, numbers: Iterable[int]) -> tuple[list[_Node], set[int]]:
@@ -289,16 +285,13 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     todo += further
         return sorted(nodes, key=lambda node: node.order), known
 
-    def _play(self, numbers: Iterable[int], seed: Callable[[Any], int]) -> dict[int, Tensor]:
+    def _play(self, numbers: Iterable[int], seed: Callable[[Group], int]) -> dict[int, Tensor]:
         """The storages, and what they depend on, each as a flat tensor that is its owner."""
         nodes, known = self._needed(numbers)
-        held = {number: self._storages[number].held for number in known}
         made = {number for node in nodes for _, number in node.made}
-        found = {
-            number: torch.empty(held[number].nbytes(), dtype=torch.uint8, device="cpu")
-            for number in known - made
-        }
-        states: dict[Any, Tensor] = {}
+        sizes = {number: self._storages[number].held.nbytes() for number in known - made}
+        found = {n: torch.empty(size, dtype=torch.uint8, device="cpu") for n, size in sizes.items()}
+        states: dict[Group, Tensor] = {}
         with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
             for node in nodes:
                 leaves = [_at(leaf, found) if isinstance(leaf, Place) else leaf for leaf in node.leaves]
@@ -321,38 +314,31 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def places(self, model: nn.Module) -> dict[str, Place]:
         """Where the parameters of a model that was recorded are, by every of their names, and its buffers
-        that are made of them."""
+        that are made of them; of what nothing has been written to, nothing."""
         for module in model.modules():
             for name, param in module._parameters.items():
                 if param is not None and not isinstance(param, FakeTensor):  # put there by other means
                     module._parameters[name] = self._adopt(param, module)
         named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
-        return {name: self._place(tensor) for name, tensor in named if isinstance(tensor, FakeTensor)}
+        found = {name: self._place(tensor) for name, tensor in named if isinstance(tensor, FakeTensor)}
+        return {name: place for name, place in found.items() if self._storages[place.storage].writers}
 
     def home(self, place: Place) -> nn.Module | None:
         """The module whose parameter the tensor is."""
         return self._storages[place.storage].home
 
-    def is_set(self, place: Place) -> bool:
-        """Whether anything has been written to it."""
-        return bool(self._storages[place.storage].writers)
-
-    def play(self, places: Mapping[str, Place], seed: Callable[[Any], int]) -> dict[str, Tensor]:
+    def play(self, places: Mapping[str, Place], seed: Callable[[Group], int]) -> dict[str, Tensor]:
         """These tensors. `seed`: that of a group of draws: (call, module or number)."""
 
-        def of_group(group: Any) -> int:
+        def of_group(group: Group) -> int:
             return self._settle(group) if group in self._settled else seed(group)
 
         found = self._play([place.storage for place in places.values()], of_group)
         return {name: _at(place, found) for name, place in places.items()}
 
-    def groups(self) -> list[Any]:
+    def groups(self) -> list[Group]:
         """All groups of draws, in their order."""
         return [group for group, nodes in self._groups.items() if nodes]
-
-
-def _same(value: Tensor) -> Tensor:
-    return value.clone(memory_format=torch.contiguous_format)
 
 
 def _address(tensor: Tensor) -> int:
@@ -365,7 +351,7 @@ def _at(place: Place, found: Mapping[int, Tensor]) -> Tensor:
     return empty.set_(memory, place.offset, place.size, place.stride)
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+def _written(func: OpOverload[..., object], args: Args, kwargs: Kwargs) -> list[Tensor]:
     """The arguments that an operation changes."""
     found: list[Tensor] = []
     for index, argument in enumerate(func._schema.arguments):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +16,10 @@ from torch import Tensor, nn
 from mm_core.contracts import Randomness
 from mm_core.errors import ContractError
 from mm_core.modules.initialise import fill_whole
-from mm_core.tasks.pretrained.init_tape import Tape
+from mm_core.tasks.pretrained.init_tape import Group, Tape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _SEED = "mm_seed"
 
@@ -25,24 +30,21 @@ def recorded() -> Iterator[Tape]:
     they begin."""
     from transformers import PreTrainedModel
 
-    kind: Any = PreTrainedModel
-    before, tape, thread = kind._initialize_weights, Tape(), threading.get_ident()
+    before, tape, thread = PreTrainedModel._initialize_weights, Tape(), threading.get_ident()
 
     @functools.wraps(before)
-    def initialise_recorded(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def initialise_recorded(
+        self: PreTrainedModel, module: nn.Module, *args: object, **kwargs: object
+    ) -> None:
         own = threading.get_ident() == thread  # others build models of their own meanwhile
         with tape.initialising(module) if own else nullcontext():
             before(self, module, *args, **kwargs)
 
-    kind._initialize_weights = initialise_recorded
-    try:
-        with tape.recording():
-            yield tape
-    finally:
-        kind._initialize_weights = before
+    with patch.object(PreTrainedModel, "_initialize_weights", initialise_recorded), tape.recording():
+        yield tape
 
 
-def prepare_initialisation(model: Any, make: Callable[[], Any]) -> None:
+def prepare_initialisation(model: PreTrainedModel, make: Callable[[], PreTrainedModel]) -> None:
     """Has the engine fill the model as its authors do: tables as computed, weights as they draw them.
 
     Args:
@@ -100,25 +102,23 @@ class Recipe:
     def __init__(self, tape: Tape, model: nn.Module) -> None:
         self.model = type(model).__name__
         self._tape = tape
-        self._places = places = tape.places(model)
+        self._places = tape.places(model)
         paths = {id(module): path for path, module in model.named_modules()}
         self._units: dict[int, list[str]] = {}
-        for name, place in places.items():
-            if tape.is_set(place):
-                self._units.setdefault(id(tape.home(place)), []).append(name)
-        self._keys: dict[Any, tuple[str | int, ...]] = {}
-        counts: dict[tuple[str | int, ...], int] = {}
+        for name, place in self._places.items():
+            self._units.setdefault(id(tape.home(place)), []).append(name)
+        self._keys: dict[Group, tuple[str | int, ...]] = {}
+        counts: Counter[tuple[str | int, ...]] = Counter()
         for group in tape.groups():
             key = _key(group, paths)
-            counts[key] = counts.get(key, 0) + 1
+            counts[key] += 1
             self._keys[group] = key if counts[key] == 1 else (*key, counts[key])
 
     def unit(self, name: str) -> list[str]:
         """Names of the parameters of the same module, which are drawn by one generator; [] for one that
         nothing sets."""
-        if name not in self._places or not self._tape.is_set(self._places[name]):
-            return []
-        return self._units[id(self._tape.home(self._places[name]))]
+        place = self._places.get(name)
+        return self._units[id(self._tape.home(place))] if place is not None else []
 
     def draw(self, names: Iterable[str], rng: Randomness) -> dict[str, Tensor]:
         """These parameters, whole, on the CPU: a function of the seed and the model alone."""
@@ -126,7 +126,7 @@ class Recipe:
         return self._tape.play(places, lambda group: rng.seed32(*self._keys[group]))
 
 
-def _key(group: Any, paths: Mapping[int, str]) -> tuple[str | int, ...]:
+def _key(group: Group, paths: Mapping[int, str]) -> tuple[str | int, ...]:
     call, home = group
     at = home if isinstance(home, int) else paths.get(id(home), "")
     if call is None:

@@ -8,9 +8,7 @@ answers when a loss of it is asked for. There the loss of each label is known, a
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,14 +16,11 @@ from torch.nn import functional
 
 from mm_core.contracts import IGNORED_LABEL
 from mm_core.errors import ContractError
-from mm_core.tasks.pretrained.chunked_loss import HeldBackLogits, chunked_cross_entropy
+from mm_core.modules.torch_calls import Args, Function, Kwargs
+from mm_core.tasks.pretrained.chunked_loss import DeferredLogits, chunked_cross_entropy
 
-_LOSSES: dict[Callable[..., Any], str] = {
-    functional.cross_entropy: "cross_entropy",
-    functional.mse_loss: "mse_loss",
-    functional.l1_loss: "l1_loss",
-    functional.binary_cross_entropy_with_logits: "binary_cross_entropy_with_logits",
-}
+_NAMES = ("cross_entropy", "mse_loss", "l1_loss", "binary_cross_entropy_with_logits")
+_LOSSES: dict[Function, str] = {getattr(functional, name): name for name in _NAMES}
 _RESHAPING = {
     functional.pad,
     *(getattr(Tensor, name) for name in ("view", "reshape", "flatten", "contiguous", "squeeze", "unsqueeze")),
@@ -52,7 +47,7 @@ class RowLosses:
     sums: int = 0
     version: int = 0
 
-    def of_model(self, function: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any]) -> Tensor:
+    def of_model(self, function: Function, args: Args, given: Kwargs) -> Tensor:
         """The loss that a model asks for: the weighted sum in the place of its mean."""
         call = inspect.signature(function).bind(*args, **given)
         call.apply_defaults()
@@ -68,7 +63,7 @@ class RowLosses:
             losses, total = self._cross_entropy(found, target, options)
             counted = target != IGNORED_LABEL
         else:
-            if isinstance(found, HeldBackLogits):
+            if isinstance(found, DeferredLogits):
                 raise _unsummable(f"its {name} is of the output embedding", "set task.loss: plain")
             losses = function(found.float(), target.float(), reduction="none")
             # A row with several values counts once, as in the mean.
@@ -80,17 +75,16 @@ class RowLosses:
         self.version = self.total._version
         return self.total
 
-    def _cross_entropy(
-        self, found: Tensor, target: Tensor, options: dict[str, Any]
-    ) -> tuple[Tensor, Tensor | None]:
+    def _cross_entropy(self, found: Tensor, target: Tensor, options: Kwargs) -> tuple[Tensor, Tensor | None]:
         """The loss of each label; where gradients do not go through that, also the weighted sum."""
         if options["ignore_index"] != IGNORED_LABEL:
             raise _unsummable(f"it ignores the label {options['ignore_index']}, and -100 is what counts here")
         total: Tensor | None = None
-        if isinstance(found, HeldBackLogits):
+        if isinstance(found, DeferredLogits):
             if options["label_smoothing"]:
                 raise _unsummable("it smooths its labels", "set task.loss: plain")
-            weights = self._of_labels(target)
+            each = target.numel() // len(self.weights)  # labels of a row, which have its weight
+            weights = self.weights[:, None].expand(-1, each).reshape(-1)
             total, losses, best = chunked_cross_entropy(found, target, weights, self.keep_predictions)
         else:
             smoothing = options["label_smoothing"]
@@ -101,10 +95,6 @@ class RowLosses:
         if best is not None:
             self.predictions, self.labels = self._by_row(best), self._by_row(target)
         return losses, total
-
-    def _of_labels(self, target: Tensor) -> Tensor:
-        """The weight of each label: that of its row."""
-        return self.weights[:, None].expand(-1, target.numel() // len(self.weights)).reshape(-1)
 
     def _by_row(self, values: Tensor) -> Tensor:
         if values.numel() % len(self.weights):
@@ -119,8 +109,8 @@ class FollowedLabels(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         given = kwargs or {}
         followed = next((a for a in (*args, *given.values()) if isinstance(a, FollowedLabels)), None)
         if func in _LOSSES and followed is not None:
@@ -151,7 +141,7 @@ def plain(tensor: Tensor) -> Tensor:
     return tensor.as_subclass(Tensor) if isinstance(tensor, FollowedLabels) else tensor
 
 
-def check_returned(record: RowLosses, returned: Any) -> None:
+def check_returned(record: RowLosses, returned: object) -> None:
     """ContractError where a model's loss is another thing than the sum that `record` has noted."""
     if record.total is None:
         raise _unsummable(

@@ -7,7 +7,7 @@ import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -16,15 +16,19 @@ from mm_core.builtin.configs.pretrained import PretrainedConfig
 from mm_core.contracts import WeightsFrom, empty_parameters
 from mm_core.diffusion.encoders.hf_folder import ModelFolder, dtype_key
 from mm_core.errors import CheckpointError, ContractError, MMError, RunWarning, first_line, nearest
-from mm_core.modules.selection import covered
+from mm_core.modules.patterns import select_parameters
 from mm_core.plugin.trust.foreign import foreign_code
 from mm_core.plugin.trust.remote_code import check_overrides, code_folder
 from mm_core.tasks.pretrained import packed_attention
 from mm_core.tasks.pretrained.initial import prepare_initialisation
 from mm_core.weights.formats.libraries import read_mapping
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig as ModelConfig
+    from transformers import PreTrainedModel
 
-def build_model(wanted: PretrainedConfig, name: str) -> Any:
+
+def build_model(wanted: PretrainedConfig, name: str) -> PreTrainedModel:
     """The model of a folder, called `name` in its task: parameters on the meta device, tables computed.
 
     It has what the core asks of a component: `init_weights`, and `weights_from` where files hold weights.
@@ -47,7 +51,7 @@ def build_model(wanted: PretrainedConfig, name: str) -> Any:
     with torch.device("cpu"):  # modules that are imported now may hold tensors of their own
         kind = _class_of(wanted.auto_class)  # its module may make further types of config.json known
 
-        def make() -> tuple[Any, Any]:
+        def make() -> tuple[ModelConfig, PreTrainedModel]:
             with code_folder(folder, wanted.trust_remote_code) as place:
                 config = _config_of(place, wanted)
                 model = _made(kind, config, wanted, place)
@@ -61,7 +65,9 @@ def build_model(wanted: PretrainedConfig, name: str) -> Any:
             config, model = make()
         _read_generation(model, folder)
         prepare_initialisation(model, lambda: make()[1])
-    new = _new_parameters(model, wanted, name)
+    paths = [path for path, _ in model.named_parameters(prefix=name)]
+    begun = select_parameters(wanted.new_modules, paths, "task.new_modules")
+    new = tuple(path.removeprefix(f"{name}.") for path in begun)
     model.weights_from = None
     if wanted.weights == "files":
         # A config.json that was read as another type than it states is of another layout.
@@ -71,7 +77,7 @@ def build_model(wanted: PretrainedConfig, name: str) -> Any:
     return model
 
 
-def _config_of(folder: Path, wanted: PretrainedConfig) -> Any:
+def _config_of(folder: Path, wanted: PretrainedConfig) -> ModelConfig:
     try:
         config = ModelFolder(folder, "model", trust_remote_code=wanted.trust_remote_code).config()
     except CheckpointError as fault:
@@ -84,7 +90,7 @@ def _config_of(folder: Path, wanted: PretrainedConfig) -> Any:
     return config
 
 
-def _override(config: Any, changes: Mapping[str, Any], where: str) -> None:
+def _override(config: ModelConfig, changes: Mapping[str, object], where: str) -> None:
     """Changes keys of a config, and of those in it. ContractError for one that there is not."""
     known = config.to_dict()
     for key, value in changes.items():
@@ -100,7 +106,7 @@ def _override(config: Any, changes: Mapping[str, Any], where: str) -> None:
             setattr(config, key, value)
 
 
-def _class_of(auto_class: str) -> Any:
+def _class_of(auto_class: str) -> type[PreTrainedModel]:
     """A class of models, or an auto class that chooses one by a config."""
     import transformers
 
@@ -133,8 +139,10 @@ def _class_of(auto_class: str) -> Any:
     return kind
 
 
-def _made(kind: Any, config: Any, wanted: PretrainedConfig, folder: Path) -> Any:
-    options: dict[str, Any] = {dtype_key(): torch.float32}
+def _made(
+    kind: type[PreTrainedModel], config: ModelConfig, wanted: PretrainedConfig, folder: Path
+) -> PreTrainedModel:
+    options: dict[str, object] = {dtype_key(): torch.float32}
     if wanted.attn_implementation is not None:
         packed_attention.register()
         options["attn_implementation"] = wanted.attn_implementation
@@ -165,7 +173,7 @@ def _made(kind: Any, config: Any, wanted: PretrainedConfig, folder: Path) -> Any
         raise _no_model(kind, folder, fault) from fault
 
 
-def _read_generation(model: Any, folder: Path) -> None:
+def _read_generation(model: PreTrainedModel, folder: Path) -> None:
     """What the folder says of the model's generation. CheckpointError where that can not be read."""
     file = folder / "generation_config.json"
     # One that the library made of config.json says no more than that, and often less.
@@ -180,13 +188,13 @@ def _read_generation(model: Any, folder: Path) -> None:
             ) from fault
 
 
-def _no_model(kind: Any, folder: Path, fault: Exception) -> ContractError:
+def _no_model(kind: type[PreTrainedModel], folder: Path, fault: Exception) -> ContractError:
     return ContractError(
         f"{kind.__name__} makes no model of this folder: {first_line(fault)}", where=str(folder)
     )
 
 
-def _code_of(folder: Path) -> Mapping[str, Any]:
+def _code_of(folder: Path) -> Mapping[str, object]:
     """What config.json says of Python files in the folder: auto class -> class."""
     found = read_mapping(folder / "config.json").get("auto_map")
     return found if isinstance(found, dict) else {}
@@ -203,7 +211,7 @@ def _untrusted(folder: Path, wanted: PretrainedConfig, otherwise: MMError) -> MM
     )
 
 
-def _other_kind(kind: Any, config: Any, folder: Path) -> ContractError:
+def _other_kind(kind: type[PreTrainedModel], config: ModelConfig, folder: Path) -> ContractError:
     listed = ", ".join(config.architectures or ())
     return ContractError(
         f"{kind.__name__} makes no model of this folder, whose config.json is of {config.model_type!r}",
@@ -211,13 +219,6 @@ def _other_kind(kind: Any, config: Any, folder: Path) -> ContractError:
         accepted=f"an auto class for it, or its own class: {listed}" if listed else "an auto class for it",
         hint="set task.auto_class, or task.from_pretrained",
     )
-
-
-def _new_parameters(model: nn.Module, wanted: PretrainedConfig, name: str) -> tuple[str, ...]:
-    """What `new_modules` covers, by path in the model."""
-    paths = [path for path, _ in model.named_parameters(prefix=name)]
-    found = covered(wanted.new_modules, paths, "task.new_modules")
-    return tuple(path.removeprefix(f"{name}.") for path in found)
 
 
 def forward_names(model: nn.Module) -> tuple[Sequence[str], bool]:

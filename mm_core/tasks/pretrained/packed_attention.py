@@ -19,13 +19,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from mm_core.device import attention_of_any_length
 from mm_core.errors import ContractError, RunWarning
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 NAME = "packed_sdpa"
 _DENSE = {"sdpa", "eager"}
@@ -58,7 +62,7 @@ def check(model: nn.Module) -> None:
         )
 
 
-def _own_attention(model: nn.Module) -> Any:
+def _own_attention(model: nn.Module) -> PreTrainedModel | None:
     """The first model within a model whose attention can not be chosen; None where there is none."""
     from transformers import PreTrainedModel
 
@@ -66,7 +70,7 @@ def _own_attention(model: nn.Module) -> Any:
     return next((m for m in within if not (m._supports_sdpa and m._supports_attention_backend)), None)
 
 
-def packed_mask(*sizes: Any, **asked: Any) -> Tensor | CausalPieces | None:
+def packed_mask(*sizes: object, **asked: object) -> Tensor | CausalPieces | None:
     """The mask of a forward, as `AttentionMaskInterface` asks for it: `CausalPieces` for a packed row, else
     what `sdpa` takes."""
     from transformers import AttentionMaskInterface
@@ -84,7 +88,7 @@ def packed_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | CausalPieces | None,
-    **options: Any,
+    **options: object,
 ) -> tuple[Tensor, None]:
     """Attention of a layer, as `AttentionInterface` asks for it.
 
@@ -112,13 +116,12 @@ def packed_attention(
     return torch.cat(rows, dim=1), None
 
 
-def warn_of_dense(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
+def warn_of_dense(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> None:
     """RunWarning where a batch's rows are packed and the model computes all of a row's L*L."""
     positions = inputs.get("position_ids")
     if positions is None or positions.dim() != 2 or "attention_mask" in inputs:
         return
-    config: Any = model.config
-    chosen = config.get_text_config()._attn_implementation
+    chosen = model.config.get_text_config()._attn_implementation
     packed = chosen in _DENSE and bool((positions[:, 1:] != positions[:, :-1] + 1).any())
     if packed and _own_attention(model) is None:
         length = positions.shape[1]
@@ -133,7 +136,7 @@ def warn_of_dense(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
 # -- what a mask function of Transformers consists of ----------------------------------------------
 
 
-def _pieces(mask_function: Any) -> Tensor | None:
+def _pieces(mask_function: object) -> Tensor | None:
     """[B,L] int: the number of the piece that a token is in, where a mask is causal within pieces and
     nothing else; None where it is another, or can not be told."""
     from transformers import masking_utils
@@ -146,7 +149,7 @@ def _pieces(mask_function: Any) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
-def _conditions(mask_function: Any) -> list[Any]:
+def _conditions(mask_function: object) -> list[object]:
     """The conditions that must all hold."""
     from transformers import masking_utils
 
@@ -157,13 +160,14 @@ def _conditions(mask_function: Any) -> list[Any]:
     return [condition for part in parts for condition in _conditions(part)] or [mask_function]
 
 
-def _held(mask_function: Any, factory: str) -> dict[str, Any]:
+def _held(mask_function: object, factory: str) -> dict[str, Any]:
     """The variables that a mask function holds, where this function of Transformers made it; {} elsewhere."""
     from transformers import masking_utils
 
-    code = getattr(mask_function, "__code__", None)
     made = getattr(getattr(masking_utils, factory, None), "__code__", None)
-    if code is None or made is None or code not in made.co_consts:
+    if not isinstance(mask_function, FunctionType) or made is None:
         return {}
-    cells = mask_function.__closure__ or ()
+    code, cells = mask_function.__code__, mask_function.__closure__ or ()
+    if code not in made.co_consts:
+        return {}
     return {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}

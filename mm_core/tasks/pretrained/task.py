@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +25,16 @@ from mm_core.contracts import (
 )
 from mm_core.errors import ContractError, MMError, first_line
 from mm_core.tasks.pretrained.answers import Answers, Words, class_names
-from mm_core.tasks.pretrained.batches import CountLabels, limits_of
+from mm_core.tasks.pretrained.batches import BatchSchema, CountLabels, limits_of
 from mm_core.tasks.pretrained.chunk_probe import obstacle
-from mm_core.tasks.pretrained.chunked_loss import hold_back
-from mm_core.tasks.pretrained.input_names import InputNames
+from mm_core.tasks.pretrained.chunked_loss import defer_logits
 from mm_core.tasks.pretrained.loss import RowLosses, check_returned, follow
 from mm_core.tasks.pretrained.model import build_model, forward_names
 from mm_core.tasks.pretrained.packed_attention import warn_of_dense
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.utils import ModelOutput
 
 _NEW_TOKENS = 512  # of an answer at most, where neither the request nor `max_new_tokens` says
 _SHIFTED = {"ForCausalLM", "ForConditionalGeneration", None}
@@ -62,8 +65,8 @@ class PretrainedTask(nn.Module):
 
     def __init__(self, from_pretrained: str, auto_class: str, **others: Any) -> None:
         super().__init__()
-        wanted = PretrainedConfig(from_pretrained, auto_class, **others)
-        self.model: Any = build_model(wanted, "model")
+        self._wanted = wanted = PretrainedConfig(from_pretrained, auto_class, **others)
+        self.model: PreTrainedModel = build_model(wanted, "model")
         names, others_too = forward_names(self.model)
         if "labels" not in names:
             raise ContractError(
@@ -71,30 +74,30 @@ class PretrainedTask(nn.Module):
                 where="task.auto_class",
                 accepted="a class with a head: AutoModelForCausalLM, AutoModelForSequenceClassification, ...",
             )
-        self._options = _without_cache(self.model, names, others_too)
+        # Decoders would cache keys and values, and recomputed blocks add to them.
+        text = self.model.config.get_text_config()
+        caches = "use_cache" in names or (others_too and hasattr(text, "use_cache"))
+        self._options = {"use_cache": False} if caches else {}
         composite = getattr(self.model.config, "is_encoder_decoder", False)
         self._labels = CountLabels(
             shifted=not composite and getattr(self.model, "loss_type", None) in _SHIFTED,
             accepted=None if others_too else tuple(names),
             limits=limits_of(self.model),
         )
-        self._loss, self._notes = wanted.loss, list[str]()
+        self._notes: list[str] = []
         # In a tuple: as an attribute, it would be a module of the task and its weights would have two names.
         self._head = _head_of_chunks(self.model, wanted)
         if self._head and wanted.loss == "auto" and (why := obstacle(self.model, self._options)):
             self._without_chunks(why)
         self._holding: Callable[[], AbstractContextManager[None]] = nullcontext
         if self._head:
-            self._holding = hold_back(self._head[0], wanted.chunk_tokens)
+            self._holding = defer_logits(self._head[0], wanted.chunk_tokens)
         self._answers: Answers | None = None
         if wanted.max_new_tokens is not None:
-            self._answers = Answers(
-                self.model, from_pretrained, wanted.max_new_tokens, wanted.trust_remote_code
-            )
-        self._asking = (from_pretrained, wanted.trust_remote_code)
+            self._answers = Answers(self.model, wanted, wanted.max_new_tokens, "task.max_new_tokens")
         self._asked = self._answers
         # In training, and in evaluations.
-        self._names = {True: InputNames("data.train"), False: InputNames("data.validation")}
+        self._schemas = {True: BatchSchema("data.train"), False: BatchSchema("data.validation")}
         self._checked: set[bool] = set()  # in training, in evaluation
         self._record: RowLosses | None = None
         # Before the engine's own hooks, which may cast what the model returns.
@@ -110,7 +113,7 @@ class PretrainedTask(nn.Module):
         """What `auto` has chosen that is not the best. ContractError where `chunked` cannot be."""
         if self._head and self.model.get_output_embeddings() is not self._head[0]:
             why = "the output embedding has an adapter, and a chunked loss is of its weight alone"
-            if self._loss == "chunked":
+            if self._wanted.loss == "chunked":
                 raise ContractError(
                     why,
                     where="task.loss",
@@ -129,9 +132,12 @@ class PretrainedTask(nn.Module):
     def weight(self, batch: Batch) -> float:
         """The number of labels that the loss is over, each times the weight of its row."""
         assert isinstance(batch, TextBatch)
-        self._names[True].check(batch.inputs)
-        counts = batch.counts if batch.counts is not None else self._labels.counts(batch.inputs["labels"])
-        return float(sum(w * n for w, n in zip(batch.sample_weights.tolist(), counts, strict=True)))
+        self._schemas[True].check(batch.inputs)
+        return _weight(batch, self._counts(batch))
+
+    def _counts(self, batch: TextBatch) -> list[int]:
+        """Labels of each row that the loss is over: as data workers have counted them, where they have."""
+        return batch.counts if batch.counts is not None else self._labels.counts(batch.inputs["labels"])
 
     def batch_transform(self) -> Callable[[Batch], Batch]:
         """Counting labels, for data workers."""
@@ -141,21 +147,19 @@ class PretrainedTask(nn.Module):
         """The batch as it is: nothing is drawn and nothing encoded. ContractError for one whose inputs have
         other names than the others, those of other ranks among them."""
         assert isinstance(batch, TextBatch)
-        self._names[self.model.training].agree(batch.inputs)
+        self._schemas[self.model.training].agree(batch.inputs)
         if self.model.training and True not in self._checked:
             warn_of_dense(self.model, batch.inputs)
-        counts = batch.counts if batch.counts is not None else self._labels.counts(batch.inputs["labels"])
-        weight = float(sum(w * n for w, n in zip(batch.sample_weights.tolist(), counts, strict=True)))
+        counts = self._counts(batch)
         weights = batch.sample_weights.to(next(iter(batch.inputs.values())).device, non_blocking=True)
-        return PretrainedInputs(batch.inputs, weights, counts, weight, batch.tokens)
+        return PretrainedInputs(batch.inputs, weights, counts, _weight(batch, counts), batch.tokens)
 
     def loss(self, inputs: PretrainedInputs) -> Loss:
         """The model's own loss, in float32, as a weighted sum over labels."""
-        record = RowLosses(inputs.weights)
-        returned = self._forward(inputs, record)
+        returned = self._forward(inputs, RowLosses(inputs.weights))
         return Loss(returned.loss, inputs.weight, tokens=inputs.tokens)
 
-    def _forward(self, inputs: PretrainedInputs, record: RowLosses) -> Any:
+    def _forward(self, inputs: PretrainedInputs, record: RowLosses) -> ModelOutput:
         given = dict(inputs.inputs)
         given["labels"] = follow(given["labels"], record)
         self._record = record
@@ -174,7 +178,7 @@ class PretrainedTask(nn.Module):
             self._checked.add(self.model.training)
         return returned
 
-    def _look(self, model: nn.Module, args: Any, returned: Any) -> Any:
+    def _look(self, model: nn.Module, args: object, returned: object) -> ModelOutput | None:
         """Checks what the first forward returns: the loss is the sum that was asked for, and nothing else.
         Of a loss's forward, no more is handed on: FSDP2 warns of views, such as InternVL's image features."""
         if self._record is None:
@@ -218,17 +222,15 @@ class PretrainedTask(nn.Module):
 
     # -- answers -------------------------------------------------------------------------------
 
-    def check_answers(self) -> None:
-        """ContractError for a model that generates no text."""
+    def check_answers(self) -> Answers:
+        """What answers prompts. ContractError for a model that generates no text."""
         if self._asked is None:
-            folder, trusted = self._asking
-            self._asked = Answers(self.model, folder, _NEW_TOKENS, trusted, where="task.auto_class")
+            self._asked = Answers(self.model, self._wanted, _NEW_TOKENS, "task.auto_class")
+        return self._asked
 
     def check_question(self, question: Mapping[str, Tensor]) -> None:
         """DataError for a prompt that leaves no room for an answer."""
-        self.check_answers()
-        assert self._asked is not None
-        self._asked.check(question)
+        self.check_answers().check(question)
 
     def answer(
         self,
@@ -239,25 +241,27 @@ class PretrainedTask(nn.Module):
         stopped: Callable[[], bool] | None = None,
     ) -> list[str]:
         """What the model says to prompts, by its own `generate`."""
-        self.check_answers()
-        assert self._asked is not None
-        return self._asked.to(questions, decoding, numbers, heard, stopped)
+        return self.check_answers().to(questions, decoding, numbers, heard, stopped)
 
     # -- the rest of the contract --------------------------------------------------------------
 
     def sample(self, request: SampleRequest) -> list[Clip]:
         """ContractError: these models make no clips."""
-        raise _no_clips()
+        self.check_request(request)
 
-    def check_request(self, request: SampleRequest) -> None:
+    def check_request(self, request: SampleRequest) -> NoReturn:
         """ContractError, before any training."""
-        raise _no_clips()
+        raise ContractError(
+            "a Transformers model generates no clips",
+            where="task.type",
+            hint="leave validation.samples out; `mm sample --run DIR --prompt ..` answers in words",
+        )
 
     def check(self, batch_spec: Mapping[str, Any]) -> None:
         """What fits is seen in the first batch: datasets name their inputs only there."""
 
 
-def _head_of_chunks(model: Any, wanted: PretrainedConfig) -> tuple[nn.Linear, ...]:
+def _head_of_chunks(model: PreTrainedModel, wanted: PretrainedConfig) -> tuple[nn.Linear, ...]:
     """The model's output embedding, if it is to hold its logits back."""
     head = model.get_output_embeddings() if wanted.loss != "plain" else None
     if type(head) is nn.Linear:
@@ -272,13 +276,6 @@ def _head_of_chunks(model: Any, wanted: PretrainedConfig) -> tuple[nn.Linear, ..
     return ()
 
 
-def _without_cache(model: Any, names: Sequence[str], others_too: bool) -> dict[str, Any]:
-    """The option that keeps a decoder from caching keys and values: recomputed blocks would add to it."""
-    text = model.config.get_text_config()
-    takes = "use_cache" in names or (others_too and hasattr(text, "use_cache"))
-    return {"use_cache": False} if takes else {}
-
-
 def _check_counts(record: RowLosses, counts: Sequence[int]) -> None:
     """ContractError where the model's loss is over other labels than `weight` has counted."""
     assert record.counted is not None
@@ -291,7 +288,7 @@ def _check_counts(record: RowLosses, counts: Sequence[int]) -> None:
         )
 
 
-def _unfit(model: Any, inputs: Mapping[str, Tensor], fault: Exception) -> ContractError:
+def _unfit(model: nn.Module, inputs: Mapping[str, Tensor], fault: Exception) -> ContractError:
     """What the model's authors say of a batch."""
     shapes = ", ".join(f"{name} {[*tensor.shape]}" for name, tensor in inputs.items())
     return ContractError(
@@ -302,9 +299,6 @@ def _unfit(model: Any, inputs: Mapping[str, Tensor], fault: Exception) -> Contra
     )
 
 
-def _no_clips() -> ContractError:
-    return ContractError(
-        "a Transformers model generates no clips",
-        where="task.type",
-        hint="leave validation.samples out; `mm sample --run DIR --prompt ..` answers in words",
-    )
+def _weight(batch: TextBatch, counts: Sequence[int]) -> float:
+    """The rows' numbers of labels, each times the row's weight."""
+    return float(sum(w * n for w, n in zip(batch.sample_weights.tolist(), counts, strict=True)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -25,52 +26,50 @@ class TokenizeCaptions:
         return replace(batch, text_ids=ids, text_mask=mask)
 
 
+@dataclass(eq=False)
 class Captions:
     """Encodes captions. padding: `Predictor.text_padding`."""
 
-    def __init__(self, encoder: TextEncoder, padding: str | tuple[str, int]) -> None:
-        self._encoder = encoder
-        self._padding = padding
-        self._empty_caption: tuple[Tensor, Tensor] | None = None
+    encoder: TextEncoder
+    padding: str | tuple[str, int]
 
     def encoded(self, batch: VideoTextBatch, dropped: Sequence[bool] = ()) -> tuple[Tensor, Tensor]:
         """text[B,L,D], mask[B,L] of a batch, on the device of its pixels, with the empty caption in the
         `dropped` rows."""
         ids, mask = batch.text_ids, batch.text_mask
         if ids is None or mask is None:
-            ids, mask = self._encoder.tokenizer()(batch.captions)
+            ids, mask = self.encoder.tokenizer()(batch.captions)
         device = batch.pixels.device
         return self._encode(*self._without(dropped, ids.to(device), mask.to(device)))
 
     def encoded_texts(self, captions: Sequence[str], device: torch.device) -> tuple[Tensor, Tensor]:
         """text[B,L,D], mask[B,L] of captions."""
-        ids, mask = self._encoder.tokenizer()(captions)
+        ids, mask = self.encoder.tokenizer()(captions)
         return self._encode(ids.to(device), mask.to(device))
 
     def _without(self, dropped: Sequence[bool], ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """The same tokens, with the empty caption in the `dropped` rows."""
         if not any(dropped):
             return ids, mask
-        empty_ids, empty_mask = self._empty()
+        empty_ids, empty_mask = self._empty
         length = max(ids.shape[1], empty_ids.shape[1])
         ids, mask = _pad(ids, length), _pad(mask, length)
         rows = torch.tensor(dropped, device=ids.device)[:, None]
         empty_ids, empty_mask = _pad(empty_ids, length).to(ids), _pad(empty_mask, length).to(mask)
         return torch.where(rows, empty_ids, ids), torch.where(rows, empty_mask, mask)
 
+    @cached_property
     def _empty(self) -> tuple[Tensor, Tensor]:
-        if self._empty_caption is None:
-            self._empty_caption = self._encoder.tokenizer()([""])
-        return self._empty_caption
+        return self.encoder.tokenizer()([""])
 
     def _encode(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden states in float32 (the engine lowers them), padded as the predictor wants."""
         rows = len(ids)
-        text, mask = self._encoder.encode(ids, mask)
+        text, mask = self.encoder.encode(ids, mask)
         check_text(text, mask, rows)
         text = text.float().masked_fill(~mask[..., None], 0)
-        if isinstance(self._padding, tuple):
-            length = self._padding[1]
+        if isinstance(self.padding, tuple):
+            length = self.padding[1]
             text, mask = _pad(text[:, :length], length), _pad(mask[:, :length], length)
         return text, mask
 

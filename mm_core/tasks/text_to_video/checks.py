@@ -2,53 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
-from mm_core.contracts import (
-    Autoencoder,
-    ChoosesLatents,
-    FrameNames,
-    ImageEncoder,
-    NoiseScheduler,
-    Predictor,
-    TextEncoder,
-)
+from mm_core.contracts import Autoencoder, ChoosesLatents
 from mm_core.errors import ContractError
 from mm_core.tasks.text_to_video.frames import choices, describe, image_dim
 from mm_core.tasks.text_to_video.returned_shapes import scheduler_faults
 
+if TYPE_CHECKING:
+    from mm_core.tasks.text_to_video.task import TextToVideo
 
-class Parts(Protocol):
-    """The components that are checked."""
-
-    predictor: Predictor
-    autoencoder: Autoencoder
-    text_encoder: TextEncoder
-    image_encoder: ImageEncoder | None
-    scheduler: NoiseScheduler
-    frames: FrameNames
-    latents: str
-
-
+SIZES = ("num_frames", "height", "width")
 Sizes = Mapping[str, int | None]
-"""num_frames, height, width in pixels; None where the data do not say."""
+"""By `SIZES`, in pixels; None where the data do not say."""
 
 
-def collect_faults(
-    parts: Parts, sizes: Mapping[str, Sizes], *, sizes_only: bool = False
-) -> list[ContractError]:
+def collect_faults(task: TextToVideo, sizes: Mapping[str, Sizes]) -> list[ContractError]:
     """Every misfit. `sizes` maps the place that clip sizes are written in to the sizes."""
-    faults = [] if sizes_only else [*_channel_faults(parts), *_text_faults(parts), *_frame_faults(parts)]
-    if not sizes_only:
-        faults += [
-            *_latents_faults(parts),
-            *scheduler_faults(parts.scheduler, parts.autoencoder.latent_channels),
-        ]
+    faults = [*_channel_faults(task), *_text_faults(task), *_frame_faults(task), *_latents_faults(task)]
+    faults += scheduler_faults(task.scheduler, task.autoencoder.latent_channels)
     for where, clip in sizes.items():
-        if all(value is not None for value in clip.values()):
-            known = {name: value for name, value in clip.items() if value is not None}
-            faults += _size_faults(parts, where, known)
+        known = {name: value for name, value in clip.items() if value is not None}
+        if len(known) == len(clip):
+            faults += size_faults(task, where, known)
     return faults
 
 
@@ -59,133 +36,109 @@ def latents_of(autoencoder: Autoencoder, given: str | None) -> str:
     return "sample" if isinstance(autoencoder, ChoosesLatents) and autoencoder.do_sample else "mode"
 
 
-def _latents_faults(parts: Parts) -> list[ContractError]:
+def _latents_faults(task: TextToVideo) -> Iterator[ContractError]:
     """Two options that say opposite things of the latents."""
-    own = parts.autoencoder.do_sample if isinstance(parts.autoencoder, ChoosesLatents) else None
-    if own is None or own == (parts.latents == "sample"):
-        return []
-    return [
-        ContractError(
-            f"latents is {parts.latents}, and the autoencoder's do_sample is {str(own).lower()}",
+    own = task.autoencoder.do_sample if isinstance(task.autoencoder, ChoosesLatents) else None
+    if own is not None and own != (task.latents == "sample"):
+        yield ContractError(
+            f"latents is {task.latents}, and the autoencoder's do_sample is {str(own).lower()}",
             where="task.latents",
             accepted="sample" if own else "mode",
             hint="leave one of the two out",
         )
-    ]
 
 
-def _channel_faults(parts: Parts) -> list[ContractError]:
-    predictor, channels = parts.predictor, parts.autoencoder.latent_channels
-    return [
-        ContractError(
-            f"{name} is {value}, but the autoencoder's latents have {channels} channels",
-            where=f"task.predictor.{name}",
-            accepted=str(channels),
-        )
-        for name, value in (("in_channels", predictor.in_channels), ("out_channels", predictor.out_channels))
-        if value != channels
-    ]
+def _channel_faults(task: TextToVideo) -> Iterator[ContractError]:
+    predictor, channels = task.predictor, task.autoencoder.latent_channels
+    for name, value in (("in_channels", predictor.in_channels), ("out_channels", predictor.out_channels)):
+        if value != channels:
+            yield ContractError(
+                f"{name} is {value}, but the autoencoder's latents have {channels} channels",
+                where=f"task.predictor.{name}",
+                accepted=str(channels),
+            )
 
 
-def _text_faults(parts: Parts) -> list[ContractError]:
-    predictor, encoder = parts.predictor, parts.text_encoder
-    faults = []
+def _text_faults(task: TextToVideo) -> Iterator[ContractError]:
+    predictor, encoder = task.predictor, task.text_encoder
     # The width stands in the encoder's files, which a dry run may do without.
     if not encoder.missing_files() and predictor.text_dim != encoder.hidden_size:
-        faults.append(
-            ContractError(
-                f"text_dim is {predictor.text_dim}, but the text encoder's hidden states are "
-                f"{encoder.hidden_size} wide",
-                where="task.predictor.text_dim",
-                accepted=str(encoder.hidden_size),
-            )
+        yield ContractError(
+            f"text_dim is {predictor.text_dim}, but the text encoder's hidden states are "
+            f"{encoder.hidden_size} wide",
+            where="task.predictor.text_dim",
+            accepted=str(encoder.hidden_size),
         )
     padding = predictor.text_padding
     if isinstance(padding, tuple) and encoder.max_length > padding[1]:
-        faults.append(
-            ContractError(
-                f"max_length is {encoder.max_length}, but the predictor takes {padding[1]} tokens",
-                where="task.text_encoder.max_length",
-                accepted=f"at most {padding[1]}",
-            )
+        yield ContractError(
+            f"max_length is {encoder.max_length}, but the predictor takes {padding[1]} tokens",
+            where="task.text_encoder.max_length",
+            accepted=f"at most {padding[1]}",
         )
-    return faults
 
 
-def _frame_faults(parts: Parts) -> list[ContractError]:
+def _frame_faults(task: TextToVideo) -> Iterator[ContractError]:
     """Frames that the predictor can not be given, or an image encoder that it needs, or does not."""
-    possible, dim, encoder = choices(parts.predictor), image_dim(parts.predictor), parts.image_encoder
-    faults = []
-    if parts.frames not in possible:
-        faults.append(
-            ContractError(
-                f"frames asks to show the predictor {describe(parts.frames)} of each clip",
-                where="task.frames",
-                accepted=" or ".join(f"[{', '.join(names)}]" for names in possible),
-                hint="leave it out: the predictor says what it is made for",
-            )
+    possible, dim, encoder = choices(task.predictor), image_dim(task.predictor), task.image_encoder
+    if task.frames not in possible:
+        yield ContractError(
+            f"frames asks to show the predictor {describe(task.frames)} of each clip",
+            where="task.frames",
+            accepted=" or ".join(f"[{', '.join(names)}]" for names in possible),
+            hint="leave it out: the predictor says what it is made for",
         )
     if dim is not None and encoder is None:
-        faults.append(
-            ContractError(
-                f"the predictor takes image features {dim} wide, and there is no image encoder",
-                where="task.image_encoder",
-                accepted="a component, such as `image_encoder: {type: ..., from_pretrained: ...}`",
-            )
+        yield ContractError(
+            f"the predictor takes image features {dim} wide, and there is no image encoder",
+            where="task.image_encoder",
+            accepted="a component, such as `image_encoder: {type: ..., from_pretrained: ...}`",
         )
     if dim is None and encoder is not None:
-        faults.append(
-            ContractError(
-                "there is an image encoder, and the predictor takes no image features",
-                where="task.image_encoder",
-                hint="leave it out",
-            )
+        yield ContractError(
+            "there is an image encoder, and the predictor takes no image features",
+            where="task.image_encoder",
+            hint="leave it out",
         )
     # The width stands in the encoder's files, which a dry run may do without.
     if dim is not None and encoder is not None and not encoder.missing_files() and encoder.hidden_size != dim:
-        faults.append(
-            ContractError(
-                f"the image encoder's hidden states are {encoder.hidden_size} wide, but the predictor "
-                f"takes {dim}",
-                where="task.image_encoder",
-                accepted=str(dim),
-            )
+        yield ContractError(
+            f"the image encoder's hidden states are {encoder.hidden_size} wide, but the predictor "
+            f"takes {dim}",
+            where="task.image_encoder",
+            accepted=str(dim),
         )
-    return faults
 
 
-def _size_faults(parts: Parts, where: str, sizes: Mapping[str, int]) -> list[ContractError]:
+def size_faults(task: TextToVideo, where: str, sizes: Mapping[str, int]) -> Iterator[ContractError]:
     """What the autoencoder says of the clip, or what does not divide into the predictor's patches."""
     try:
-        shape = parts.autoencoder.latent_shape(**sizes)
+        shape = task.autoencoder.latent_shape(**sizes)
     except ContractError as fault:
-        hint = fault.hint or _fitting(parts, sizes)
-        return [ContractError(fault.what, where=where, accepted=fault.accepted, hint=hint)]
-    faults = []
-    patches = parts.predictor.patch_size
-    for place, (name, stride) in enumerate(zip(sizes, parts.autoencoder.stride, strict=True)):
+        hint = fault.hint or _fitting(task, sizes)
+        yield ContractError(fault.what, where=where, accepted=fault.accepted, hint=hint)
+        return
+    patches = task.predictor.patch_size
+    for place, (name, stride) in enumerate(zip(sizes, task.autoencoder.stride, strict=True)):
         patch = patches[place]
         if shape[1 + place] % patch:
-            near = _near(sizes[name], stride * patch, _divides(parts, sizes, name, place))
-            faults.append(
-                ContractError(
-                    f"{name} {sizes[name]} makes {shape[1 + place]} latents, which do not divide into "
-                    f"patches of {patch}",
-                    where=f"{where}.{name}",
-                    accepted=f"{' or '.join(map(str, near))}, for example" if near else None,
-                )
+            near = _near(sizes[name], stride * patch, _divides(task, sizes, name, place))
+            yield ContractError(
+                f"{name} {sizes[name]} makes {shape[1 + place]} latents, which do not divide into "
+                f"patches of {patch}",
+                where=f"{where}.{name}",
+                accepted=f"{' or '.join(map(str, near))}, for example" if near else None,
             )
-    return faults
 
 
-def _fitting(parts: Parts, sizes: Mapping[str, int]) -> str | None:
+def _fitting(task: TextToVideo, sizes: Mapping[str, int]) -> str | None:
     """The nearest sizes that the autoencoder takes and that divide into patches, each for itself; None where
     there are none, or where it refuses the sizes together and each of them alone would do."""
-    periods = [s * p for s, p in zip(parts.autoencoder.stride, parts.predictor.patch_size, strict=True)]
+    periods = [s * p for s, p in zip(task.autoencoder.stride, task.predictor.patch_size, strict=True)]
     names = list(sizes)
     for frames in (1, periods[0]):  # beside sizes that fit, one that does not is found out
         fitting = dict(zip(names, (frames, *periods[1:]), strict=True))
-        tests = [_divides(parts, fitting, name, place) for place, name in enumerate(names)]
+        tests = [_divides(task, fitting, name, place) for place, name in enumerate(names)]
         if all(test(fitting[name]) for name, test in zip(names, tests, strict=True)):
             wrong = [place for place, name in enumerate(names) if not tests[place](sizes[name])]
             near = {names[p]: _near(sizes[names[p]], periods[p], tests[p]) for p in wrong}
@@ -194,13 +147,13 @@ def _fitting(parts: Parts, sizes: Mapping[str, int]) -> str | None:
     return None
 
 
-def _divides(parts: Parts, sizes: Mapping[str, int], name: str, place: int) -> Callable[[int], bool]:
+def _divides(task: TextToVideo, sizes: Mapping[str, int], name: str, place: int) -> Callable[[int], bool]:
     def valid(size: int) -> bool:
         try:
-            shape = parts.autoencoder.latent_shape(**{**sizes, name: size})
+            shape = task.autoencoder.latent_shape(**{**sizes, name: size})
         except ContractError:
             return False
-        return shape[1 + place] % parts.predictor.patch_size[place] == 0
+        return shape[1 + place] % task.predictor.patch_size[place] == 0
 
     return valid
 

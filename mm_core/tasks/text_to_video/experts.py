@@ -8,7 +8,6 @@ steps the timesteps then are distributed as for one model that is trained on all
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -16,9 +15,7 @@ from torch import Tensor
 
 from mm_core.contracts import Expert, NoiseScheduler, Predictor, Randomness, Routed, TruncatedScheduler
 from mm_core.errors import ContractError
-
-Guidance = float | Sequence[float]
-"""One scale, or one for each expert, from noise to clean."""
+from mm_core.plugin.schema.fields import Guidance
 
 
 class Experts:

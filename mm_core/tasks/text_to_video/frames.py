@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mm_core.contracts import (
-    Autoencoder,
-    FrameConditioned,
-    FrameNames,
-    GivenFrames,
-    ImageEncoder,
-    Predictor,
-    PredictorInputs,
-)
+from mm_core.contracts import FrameConditioned, FrameNames, GivenFrames, Predictor, PredictorInputs
 from mm_core.data.media.images import fit_image
 from mm_core.errors import ContractError
 from mm_core.tasks.text_to_video.returned_shapes import encoded
 
+if TYPE_CHECKING:
+    from mm_core.tasks.text_to_video.task import TextToVideo
+
 _PLACES = {"first": 0, "last": -1}
 _BY_COUNT: tuple[FrameNames, ...] = ((), ("first",), ("first", "last"))
-
-
-class Parts(Protocol):
-    """The components that it takes."""
-
-    predictor: Predictor
-    autoencoder: Autoencoder
-    image_encoder: ImageEncoder | None
 
 
 def choices(predictor: Predictor) -> tuple[FrameNames, ...]:
@@ -48,19 +35,19 @@ def image_dim(predictor: Predictor) -> int | None:
     return predictor.image_dim if isinstance(predictor, FrameConditioned) else None
 
 
-def frames_of_clips(parts: Parts, pixels: Tensor, names: FrameNames) -> GivenFrames | None:
+def clip_frames(task: TextToVideo, pixels: Tensor, names: FrameNames) -> GivenFrames | None:
     """The frames of pixels[B,3,F,Y,X] in [-1,1] themselves, encoded. None where none are given."""
     if not names:
         return None
     frames = [pixels[:, :, _PLACES[name]] for name in names]
     originals = None
-    if image_dim(parts.predictor) is not None:
+    if image_dim(task.predictor) is not None:
         originals = [list(((f + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)) for f in frames]
-    return _encode(parts, names, frames, originals, pixels.shape[2])
+    return _encode(task, names, frames, originals, pixels.shape[2])
 
 
-def frames_of_images(
-    parts: Parts, images: Sequence[Sequence[Tensor]], size: tuple[int, int, int], device: torch.device
+def image_frames(
+    task: TextToVideo, images: Sequence[Sequence[Tensor]], size: tuple[int, int, int], device: torch.device
 ) -> GivenFrames | None:
     """The images of each clip, encoded. None where none are given.
 
@@ -73,23 +60,23 @@ def frames_of_images(
         return None
     originals = [[clip[place] for clip in images] for place in range(len(names))]
     frames = [torch.stack([fit_image(i, *size[1:]) for i in column]).to(device) for column in originals]
-    return _encode(parts, names, frames, originals, size[0])
+    return _encode(task, names, frames, originals, size[0])
 
 
 def _encode(
-    parts: Parts,
+    task: TextToVideo,
     names: FrameNames,
     frames: Sequence[Tensor],
     originals: Sequence[Sequence[Tensor]] | None,
     num_frames: int,
 ) -> GivenFrames:
-    predictor = parts.predictor
+    predictor = task.predictor
     assert isinstance(predictor, FrameConditioned)
-    latents = encoded(parts.autoencoder, predictor.frames_clip(frames, num_frames))
+    latents = encoded(task.autoencoder, predictor.frames_clip(frames, num_frames))
     features = None
     if predictor.image_dim is not None:
-        assert parts.image_encoder is not None and originals is not None
-        features = torch.cat([parts.image_encoder.encode(column).float() for column in originals], dim=1)
+        assert task.image_encoder is not None and originals is not None
+        features = torch.cat([task.image_encoder.encode(column).float() for column in originals], dim=1)
     return GivenFrames(names, latents, features)
 
 

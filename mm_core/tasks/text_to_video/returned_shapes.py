@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -36,47 +36,37 @@ def check_text(text: Tensor, mask: Tensor, rows: int) -> None:
     expect(mask, text.shape[:2], "text_encoder", "the mask of encode")
 
 
-def scheduler_faults(scheduler: NoiseScheduler, channels: int) -> list[ContractError]:
+def scheduler_faults(scheduler: NoiseScheduler, channels: int) -> Iterator[ContractError]:
     """What a scheduler answers to three tiny rows of latents whose sizes are all different, so that what fits
     there by chance fits everywhere. None of its functions is called twice for one fault."""
     rows, shape = 3, (3, channels, 2, 5, 7)
     latents = torch.zeros(shape, device="cpu")
-    timestep: Tensor = torch.zeros(rows, device="cpu")
-
-    def sample_timesteps() -> Tensor:
-        nonlocal timestep
-        generators = [torch.Generator().manual_seed(row) for row in range(rows)]
-        timestep = scheduler.sample_timesteps(generators)
-        return timestep
-
+    timestep, half = torch.zeros(rows, device="cpu"), torch.full((rows,), 0.5, device="cpu")
+    generators = [torch.Generator().manual_seed(row) for row in range(rows)]
     calls: dict[str, tuple[Callable[[], Tensor], tuple[int, ...]]] = {
-        "sample_timesteps": (sample_timesteps, (rows,)),
-        "timestep_quantile": (
-            lambda: scheduler.timestep_quantile(torch.full((rows,), 0.5, device="cpu")),
-            (rows,),
-        ),
+        "sample_timesteps": (lambda: scheduler.sample_timesteps(generators), (rows,)),
+        "timestep_quantile": (lambda: scheduler.timestep_quantile(half), (rows,)),
         "add_noise": (lambda: scheduler.add_noise(latents, latents, timestep), shape),
         "target": (lambda: scheduler.target(latents, latents, timestep), shape),
         "loss_weight": (lambda: scheduler.loss_weight(timestep), (rows,)),
         "model_timestep": (lambda: scheduler.model_timestep(timestep), (rows,)),
     }
-    faults = []
     for name, (call, wanted) in calls.items():
         try:
-            expect(call(), wanted, "scheduler", name)
+            found = expect(call(), wanted, "scheduler", name)
+            if name == "sample_timesteps":
+                timestep = found
+            continue
         except MMError as fault:
-            faults.append(fault if isinstance(fault, ContractError) else ContractError(str(fault)))
+            yield fault if isinstance(fault, ContractError) else ContractError(str(fault))
         except RuntimeError as fault:  # torch's answer to shapes that do not broadcast
-            faults.append(
-                ContractError(
-                    f"{name} does not take timesteps [{rows}] with latents {[*shape]}: {first_line(fault)}",
-                    where="task.scheduler",
-                    hint="give factors of a timestep the shape [B, 1, 1, 1, 1]",
-                )
+            yield ContractError(
+                f"{name} does not take timesteps [{rows}] with latents {[*shape]}: {first_line(fault)}",
+                where="task.scheduler",
+                hint="give factors of a timestep the shape [B, 1, 1, 1, 1]",
             )
-        if faults and name == "sample_timesteps":
-            break  # the others are functions of these
-    return faults
+        if name == "sample_timesteps":
+            return  # the others are functions of these
 
 
 def _wrong_shape(component: str, what: str, found: Tensor, wanted: Sequence[int] | str) -> ContractError:

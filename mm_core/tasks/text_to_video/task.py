@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from math import prod
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +21,12 @@ from mm_core.contracts import (
     Clip,
     Evaluation,
     FrameNames,
-    GivenFrames,
     ImageEncoder,
     Loss,
     NoiseScheduler,
     Predictor,
     PredictorInputs,
     Randomness,
-    SampleKey,
     SampleRequest,
     StepOperations,
     TextEncoder,
@@ -38,16 +36,10 @@ from mm_core.diffusion.mixture import clean_estimate, noise_share
 from mm_core.errors import ContractError
 from mm_core.tasks.text_to_video.bins import declared_bins, sum_by_bin
 from mm_core.tasks.text_to_video.captions import Captions, TokenizeCaptions
-from mm_core.tasks.text_to_video.checks import collect_faults, latents_of
+from mm_core.tasks.text_to_video.checks import SIZES, collect_faults, latents_of, size_faults
 from mm_core.tasks.text_to_video.experts import Experts
-from mm_core.tasks.text_to_video.frames import (
-    check_images,
-    choices,
-    frames_of_clips,
-    frames_of_images,
-    inputs_of,
-)
-from mm_core.tasks.text_to_video.operations import TrainedOperations, sample_operations
+from mm_core.tasks.text_to_video.flops import TrainedFlops, sample_flops
+from mm_core.tasks.text_to_video.frames import check_images, choices, clip_frames, image_frames, inputs_of
 from mm_core.tasks.text_to_video.returned_shapes import encoded, expect
 
 Images = Sequence[Sequence[Tensor]]
@@ -107,7 +99,7 @@ class TextToVideo(nn.Module):
         self.autoencoder = autoencoder
         self.text_encoder = text_encoder
         self.experts = Experts(predictor, scheduler)
-        self.operations = TrainedOperations(predictor)
+        self.flops = TrainedFlops(predictor)
         self.scheduler = self.experts.scheduler
         self._step = 0
         self.image_encoder = image_encoder
@@ -151,7 +143,8 @@ class TextToVideo(nn.Module):
         expert, scheduler = self.experts.of_step(rng, self._step)
         timestep = scheduler.sample_timesteps([rng.generator("timestep", *key) for key in batch.keys])
         timestep = timestep.to(device)
-        dropped = [self._drops_caption(rng, key) for key in batch.keys]
+        share = self.caption_dropout
+        dropped = [share > 0 and rng.uniform("caption_dropout", *key) < share for key in batch.keys]
         text, mask = self._captions.encoded(batch, dropped)
         weights = batch.sample_weights.to(device)
         return TextToVideoInputs(
@@ -159,7 +152,7 @@ class TextToVideo(nn.Module):
                 self.predictor,
                 self.scheduler.add_noise(latents, noise, timestep),
                 self.scheduler.model_timestep(timestep),
-                frames_of_clips(self, batch.pixels, self.frames),
+                clip_frames(self, batch.pixels, self.frames),
             ),
             text=text,
             text_mask=mask,
@@ -176,20 +169,14 @@ class TextToVideo(nn.Module):
         predicted = self._predict(inputs.given, inputs.text, inputs.text_mask, inputs.expert)
         losses = _squared_error(predicted, inputs.target, inputs.given.counts) * inputs.factors
         bins = sum_by_bin(inputs.sigma, losses, inputs.weights)
-        tokens = self._tokens_of(inputs.given.latents)
-        flops = self.operations.of(inputs.given, inputs.text, inputs.expert)
+        latents = inputs.given.latents
+        tokens = len(latents) * prod(latents.shape[2:]) // prod(self.predictor.patch_size)
+        flops = self.flops.of(inputs.given, inputs.text, inputs.expert)
         return Loss(losses.sum(), inputs.weight, bins=bins, tokens=tokens, flops=flops)
-
-    def _tokens_of(self, latents: Tensor) -> int:
-        """Tokens of the predictor: patches of latents[B,C,T,H,W]."""
-        return len(latents) * prod(latents.shape[2:]) // prod(self.predictor.patch_size)
-
-    def _drops_caption(self, rng: Randomness, key: SampleKey) -> bool:
-        return self.caption_dropout > 0 and rng.uniform("caption_dropout", *key) < self.caption_dropout
 
     def _predict(self, given: PredictorInputs, text: Tensor, mask: Tensor, expert: str | None) -> Tensor:
         # Sharded parameters are float32 here and the engine casts; a lone bf16 predictor needs it done.
-        dtype = _main_dtype(cast(nn.Module, self.predictor))
+        dtype = _main_dtype(self.get_submodule("predictor"))
         routed: dict[str, Any] = {} if expert is None else {"expert": expert}
         return self.predictor(
             latents=given.latents.to(dtype),
@@ -217,7 +204,7 @@ class TextToVideo(nn.Module):
         noise = torch.stack([rng.normal(shape, "validation noise", key.index) for key in batch.keys])
         noise = noise.to(device)
         text, mask = self._captions.encoded(batch)
-        frames = frames_of_clips(self, batch.pixels, self.frames)
+        frames = clip_frames(self, batch.pixels, self.frames)
         middle = sorted(quantiles)[len(quantiles) // 2]
         losses, estimate = {}, clean
         for quantile in quantiles:
@@ -251,7 +238,8 @@ class TextToVideo(nn.Module):
         self.check_request(wanted)
         shape = self._sample_shape(wanted)
         with self.experts.complete(self._device()):
-            for first, prompts in _chunks(wanted.prompts, self.sample_defaults.batch_size):
+            for first in range(0, len(wanted.prompts), self.sample_defaults.batch_size):
+                prompts = wanted.prompts[first : first + self.sample_defaults.batch_size]
                 numbers = range(wanted.first + first, wanted.first + first + len(prompts))
                 noise = torch.stack([Randomness(wanted.seed).normal(shape, "sample", i) for i in numbers])
                 images = wanted.images[first : first + len(prompts)]
@@ -271,7 +259,7 @@ class TextToVideo(nn.Module):
 
     def _complete(self, request: SampleRequest) -> SampleRequest:
         """The request with the task's own defaults. ContractError when one is set nowhere."""
-        names = ("steps", "guidance", "num_frames", "height", "width", "fps")
+        names = ("steps", "guidance", *SIZES, "fps")
         values = {name: getattr(request, name) for name in names}
         values |= {name: getattr(self.sample_defaults, name) for name in names if values[name] is None}
         if unset := [name for name, value in values.items() if value is None]:
@@ -285,9 +273,9 @@ class TextToVideo(nn.Module):
         return replace(request, **values)
 
     def _sample_shape(self, request: SampleRequest) -> tuple[int, int, int, int]:
-        sizes = {name: getattr(request, name) for name in ("num_frames", "height", "width")}
-        if faults := collect_faults(self, {"clip to sample": sizes}, sizes_only=True):
-            raise faults[0]
+        sizes = dict(zip(SIZES, _size_of(request), strict=True))
+        for fault in size_faults(self, "clip to sample", sizes):
+            raise fault
         return self.autoencoder.latent_shape(**sizes)
 
     def _generate(
@@ -301,7 +289,8 @@ class TextToVideo(nn.Module):
         guided = any(scale > 1 for scale in scales.values())
         captions = [*prompts, *[request.negative_prompt] * (len(prompts) if guided else 0)]
         text, mask = self._captions.encoded_texts(captions, device)
-        frames = self._given_frames(images, request)
+        size = _size_of(request)
+        frames = image_frames(self, images, size, device)
 
         def velocity(latents: Tensor, timestep: Tensor) -> Tensor:
             expert = self.experts.of(timestep)
@@ -321,13 +310,7 @@ class TextToVideo(nn.Module):
         expect(clean, noise.shape, "scheduler", "integrate")
         # What was given in the place of noisy latents is in the clip as it was given.
         clean = inputs_of(self.predictor, clean, clean.new_zeros(len(clean)), frames).latents
-        size = (request.num_frames, request.height, request.width)
-        return expect(self.autoencoder.decode(clean), (len(clean), 3, *size), "autoencoder", "decode")  # type: ignore[arg-type]
-
-    def _given_frames(self, images: Images, request: SampleRequest) -> GivenFrames | None:
-        frames, height, width = request.num_frames, request.height, request.width
-        assert frames is not None and height is not None and width is not None
-        return frames_of_images(self, images, (frames, height, width), self._device())
+        return expect(self.autoencoder.decode(clean), (len(clean), 3, *size), "autoencoder", "decode")
 
     def _device(self) -> torch.device:
         """Where it is computed: the frozen parts lie there, a predictor's parameters may be offloaded."""
@@ -342,14 +325,13 @@ class TextToVideo(nn.Module):
     def sample_operations(
         self, batch_spec: Mapping[str, Any], recomputed: Collection[str]
     ) -> StepOperations | None:
-        """Operations of a training sample, for the plan."""
-        return sample_operations(self, batch_spec, recomputed)
+        """Flops of a training sample, for the plan."""
+        return sample_flops(self, batch_spec, recomputed)
 
     def check(self, batch_spec: Mapping[str, Any]) -> None:
         """ContractError with every misfit of the components, the data's sizes and the sizes to sample."""
-        names = ("num_frames", "height", "width")
-        sizes = {"data.train": {name: batch_spec.get(name) for name in names}}
-        own = {name: getattr(self.sample_defaults, name) or batch_spec.get(name) for name in names}
+        sizes = {"data.train": {name: batch_spec.get(name) for name in SIZES}}
+        own = {name: getattr(self.sample_defaults, name) or batch_spec.get(name) for name in SIZES}
         if own != sizes["data.train"]:
             sizes["task.sample"] = own
         faults = collect_faults(self, sizes)
@@ -363,6 +345,12 @@ class TextToVideo(nn.Module):
             raise ContractError(
                 "\n".join([f"{len(faults)} components do not fit:", *(fault.render() for fault in faults)])
             )
+
+
+def _size_of(request: SampleRequest) -> tuple[int, int, int]:
+    """(F, Y, X) of a request that is complete."""
+    assert request.num_frames is not None and request.height is not None and request.width is not None
+    return request.num_frames, request.height, request.width
 
 
 def _squared_error(predicted: Tensor, target: Tensor, counts: Tensor | None) -> Tensor:
@@ -387,8 +375,3 @@ def _main_dtype(module: nn.Module) -> torch.dtype:
         if parameter.is_floating_point():
             sizes[parameter.dtype] += parameter.numel()
     return sizes.most_common(1)[0][0]
-
-
-def _chunks(prompts: Sequence[str], size: int) -> Iterator[tuple[int, Sequence[str]]]:
-    for first in range(0, len(prompts), size):
-        yield first, prompts[first : first + size]

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePath
 
 from torch import Tensor
 
 from mm_core.errors import CheckpointError, ContractError
 from mm_core.modules.adapter_layers import row_lengths
-from mm_core.weights.formats.format import AdapterLayout, StoredTensors
+from mm_core.weights.formats.format import AdapterLayout, Layout, StoredTensors
+from mm_core.weights.formats.key_map import Copy, KeyMap
 from mm_core.weights.formats.libraries import PEFT_ADAPTER, read_mapping
-from mm_core.weights.stored import open_stored
+from mm_core.weights.stored import SafetensorsFiles
 
 DIFFUSERS_ADAPTER = "pytorch_lora_weights.safetensors"
 _FLAT = ("lora_unet_", "lora_transformer_")  # kohya's scripts: behind these, dots are underscores
@@ -52,18 +52,13 @@ class AdapterScale:
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """An adapter on disk. keys: (module's stored path, part) -> stored name. scales: by stored module. flat:
-    whether the dots of paths are underscores in it."""
+    """An adapter on disk. keys: (module's stored path, part) -> stored name. scales: by stored module, in the
+    file's order. flat: whether the dots of paths are underscores in it."""
 
     stored: StoredTensors
     keys: Mapping[tuple[str, str], str]
     scales: Mapping[str, AdapterScale]
     flat: bool = False
-
-    @property
-    def modules(self) -> list[str]:
-        """The adapted modules by their paths in the file, in its order."""
-        return list(self.scales)
 
 
 def open_adapter(path: Path) -> AdapterFile:
@@ -76,8 +71,8 @@ def open_adapter(path: Path) -> AdapterFile:
         CheckpointError: no such file, a pickle, another kind of adapter, keys that are none of a LoRA.
     """
     file, settings = _find(path)
-    stored = open_stored(file)
-    texts = stored.metadata()  # type: ignore[attr-defined]  # safetensors files have texts
+    stored = SafetensorsFiles(file, [file])
+    texts = stored.metadata()
     if not settings and "lora_adapter_metadata" in texts:
         settings = _unprefixed(texts["lora_adapter_metadata"], file)
     if (kind := settings.get("peft_type", "LORA")) != "LORA":
@@ -93,12 +88,17 @@ def open_adapter(path: Path) -> AdapterFile:
         )
     start = next(p for p in _PREFIXES if all(name.startswith(p) for name in stored.shapes))
     keys, alphas = _keys(stored, start, file)
-    modules = dict.fromkeys(module for module, _ in keys)
-    scales = {module: _scale(module, settings, stored, keys, alphas.get(module)) for module in modules}
+    scales: dict[str, AdapterScale] = {}
+    for module in dict.fromkeys(module for module, _ in keys):
+        rank, dora = stored.shapes[keys[module, "lora_A"]][0], (module, "lora_magnitude_vector") in keys
+        alpha = _alpha(module, settings, rank, alphas, file)
+        scales[module] = AdapterScale(rank, alpha, dora, settings.get("use_rslora") is True)
     return AdapterFile(stored, keys, scales, flat=start in _FLAT)
 
 
-def _keys(stored: Any, start: str, file: Path) -> tuple[dict[tuple[str, str], str], dict[str, float]]:
+def _keys(
+    stored: StoredTensors, start: str, file: Path
+) -> tuple[dict[tuple[str, str], str], dict[str, float]]:
     """(module, part) -> stored name, and the alphas that the file holds. start: of all its names."""
     if beside := [name for name in stored.shapes if name.endswith(_BESIDE)]:
         raise CheckpointError(
@@ -135,7 +135,7 @@ def _keys(stored: Any, start: str, file: Path) -> tuple[dict[tuple[str, str], st
     return keys, alphas
 
 
-def _find(path: Path) -> tuple[Path, Mapping[str, Any]]:
+def _find(path: Path) -> tuple[Path, Mapping[str, object]]:
     if path.is_file() and path.suffix == ".safetensors":
         return path, read_mapping(path.with_name("adapter_config.json")) if path.name == PEFT_ADAPTER else {}
     if (path / PEFT_ADAPTER).is_file():
@@ -153,7 +153,7 @@ def _find(path: Path) -> tuple[Path, Mapping[str, Any]]:
     )
 
 
-def _unprefixed(text: str, file: Path) -> Mapping[str, Any]:
+def _unprefixed(text: str, file: Path) -> Mapping[str, object]:
     """Diffusers' settings, whose keys begin with the component's name."""
     try:
         found = json.loads(text)
@@ -162,26 +162,19 @@ def _unprefixed(text: str, file: Path) -> Mapping[str, Any]:
         raise CheckpointError("its lora_adapter_metadata is no JSON object", where=str(file)) from None
 
 
-def _scale(
-    module: str,
-    settings: Mapping[str, Any],
-    stored: StoredTensors,
-    keys: Mapping[tuple[str, str], str],
-    alpha: Any,
-) -> AdapterScale:
-    """alpha: as the file holds it for the module; None where it does not."""
-    rank = stored.shapes[keys[module, "lora_A"]][0]
-    if alpha is None:
-        alpha = _pattern(settings.get("alpha_pattern"), module, settings.get("lora_alpha", rank), stored)
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha < float("inf"):
-        raise CheckpointError(
-            f"lora_alpha is {alpha!r}", where=str(stored.where), accepted="a number above 0"
-        )
-    dora = (module, "lora_magnitude_vector") in keys
-    return AdapterScale(rank, float(alpha), dora, settings.get("use_rslora") is True)
+def _alpha(
+    module: str, settings: Mapping[str, object], rank: int, own: Mapping[str, float], file: Path
+) -> float:
+    """own: what the file itself holds for modules, which goes before the settings."""
+    found: object = own.get(module)
+    if found is None:
+        found = _pattern(settings.get("alpha_pattern"), module, settings.get("lora_alpha", rank), file)
+    if not isinstance(found, int | float) or isinstance(found, bool) or not 0 < found < float("inf"):
+        raise CheckpointError(f"lora_alpha is {found!r}", where=str(file), accepted="a number above 0")
+    return float(found)
 
 
-def _pattern(table: Any, module: str, otherwise: Any, stored: StoredTensors) -> Any:
+def _pattern(table: object, module: str, otherwise: object, file: Path) -> object:
     """PEFT's patterns: a regular expression of a module's path or of its end -> its own value."""
     for key, value in table.items() if isinstance(table, dict) else ():
         loops = len(re.findall(r"[*+{]", key))
@@ -192,7 +185,7 @@ def _pattern(table: Any, module: str, otherwise: Any, stored: StoredTensors) -> 
         if found is None:
             raise CheckpointError(
                 f"the pattern {key!r} in its alpha_pattern is not understood",
-                where=str(stored.where),
+                where=str(file),
                 accepted=f"regular expressions with at most {_LOOPS} repetitions, none of them of a group",
             )
         if found.match(module):
@@ -201,6 +194,11 @@ def _pattern(table: Any, module: str, otherwise: Any, stored: StoredTensors) -> 
 
 
 # -- out -----------------------------------------------------------------------------------------
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether it is an adapter's file or a folder with one, by its name alone."""
+    return any((path / name).is_file() or path.name == name for name in (PEFT_ADAPTER, DIFFUSERS_ADAPTER))
 
 
 def stored_module(layout: AdapterLayout, module: str) -> str:
@@ -232,13 +230,38 @@ def beside_key(layout: AdapterLayout, module: str, name: str) -> str:
     return f"{layout.module_prefix}{stored}"
 
 
+def adapter_files(
+    layout: AdapterLayout,
+    placed: Mapping[str, tuple[Copy, ...]],
+    scales: Mapping[str, AdapterScale],
+    beside: Sequence[str],
+    folder: str,
+) -> Layout:
+    """How one adapter lies in its file.
+
+    Args:
+        layout: of the component's adapters. placed: the file's tensors. folder: that `layout.file` is below.
+        scales: of the adapted modules. beside: modules that the file holds whole.
+    """
+    settings = peft_settings(layout, scales, beside)
+    texts, metadata = {}, {"format": "pt"}
+    if layout.config is not None:
+        texts[layout.config] = json.dumps(settings, indent=2) + "\n"
+    if layout.metadata_key is not None:
+        held = {f"{layout.module_prefix}{key}": settings[key] for key in scale_settings(scales)}
+        metadata[layout.metadata_key] = json.dumps(held, indent=2, sort_keys=True)
+    file = PurePath(folder, layout.file)
+    keys, stem = KeyMap(placed=placed), file.name.removesuffix(".safetensors")
+    about = (layout.library, layout.loading, layout.part)
+    return Layout(keys, str(file.parent), stem, texts, metadata, *about)
+
+
 def peft_settings(
     layout: AdapterLayout, scales: Mapping[str, AdapterScale], beside: Sequence[str] = ()
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """adapter_config.json: PEFT's LoraConfig for modules by their paths in the component. beside: those
     that the file holds whole."""
     names = {stored_module(layout, module): scale for module, scale in scales.items()}
-    first = next(iter(names.values()))
     return {
         "peft_type": "LORA",
         "base_model_name_or_path": None,
@@ -249,27 +272,27 @@ def peft_settings(
         "init_lora_weights": True,
         "lora_dropout": 0.0,
         "modules_to_save": [stored_module(layout, module) for module in beside] or None,
-        "r": first.rank,
-        "lora_alpha": _plain(first.alpha),
-        "rank_pattern": {whole_pattern(name): s.rank for name, s in names.items() if s.rank != first.rank},
-        "alpha_pattern": {
-            whole_pattern(name): _plain(s.alpha) for name, s in names.items() if s.alpha != first.alpha
-        },
-        "use_dora": first.dora,
-        "use_rslora": first.rslora,
-        "target_modules": sorted(names),
+        **scale_settings(names),
     }
 
 
-def header_text(layout: AdapterLayout, scales: Mapping[str, AdapterScale]) -> str:
-    """The settings as Diffusers keeps them in a file's header."""
-    wanted = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules", "use_dora", "use_rslora")
-    settings = peft_settings(layout, scales)
-    prefix = layout.module_prefix
-    return json.dumps({f"{prefix}{key}": settings[key] for key in wanted}, indent=2, sort_keys=True)
+def scale_settings(scales: Mapping[str, AdapterScale]) -> dict[str, object]:
+    """Of PEFT's LoraConfig, what says which modules an adapter is in, and how it counts in each."""
+    first = next(iter(scales.values()))
+    ranks = {_whole_pattern(name): s.rank for name, s in scales.items() if s.rank != first.rank}
+    alphas = {_whole_pattern(name): _plain(s.alpha) for name, s in scales.items() if s.alpha != first.alpha}
+    return {
+        "r": first.rank,
+        "lora_alpha": _plain(first.alpha),
+        "rank_pattern": ranks,
+        "alpha_pattern": alphas,
+        "use_dora": first.dora,
+        "use_rslora": first.rslora,
+        "target_modules": sorted(scales),
+    }
 
 
-def whole_pattern(name: str) -> str:
+def _whole_pattern(name: str) -> str:
     """A pattern of PEFT for this module alone: without the mark it would fit the end of other paths."""
     return f"^{re.escape(name)}"
 
@@ -278,20 +301,22 @@ def _plain(number: float) -> float:
     return int(number) if number == int(number) else number
 
 
-def merge(
-    weight: Tensor, first: Tensor, second: Tensor, scale: AdapterScale, length: Tensor | None = None
-) -> Tensor:
-    """A linear layer's weight with an adapter in it.
+def merge(weight: Tensor, adapters: Iterable[tuple[AdapterScale, Mapping[str, Tensor]]]) -> Tensor:
+    """A linear layer's weight with its adapters in it, as PEFT's layer computes with all of them.
 
     Args:
-        weight: [out, in]. first: lora_A [rank, in]. second: lora_B [out, rank].
-        length: DoRA's lengths [out].
+        weight: [out, in].
+        adapters: in the order in which they count; how each does, and its tensors by part: lora_A [rank, in],
+            lora_B [out, rank], for DoRA lora_magnitude_vector [out].
 
     Returns:
-        [out, in] float32. LoRA: W + f B A. DoRA (https://arxiv.org/abs/2402.09353, eq. 5): its rows at
-        those lengths.
+        [out, in] float32. LoRA: W + f B A. DoRA (https://arxiv.org/abs/2402.09353, eq. 5) scales what came
+        before it, by lengths of the weight and its own change alone.
     """
-    merged = weight.float() + scale.factor * (second.float() @ first.float())
-    if length is not None:
-        merged = merged * (length.float() / row_lengths(merged))[:, None]
-    return merged
+    weight = total = weight.float()
+    for scale, parts in adapters:
+        changed = weight + scale.factor * (parts["lora_B"].float() @ parts["lora_A"].float())
+        total = changed if total is weight else total + (changed - weight)
+        if scale.dora:
+            total = total * (parts["lora_magnitude_vector"].float() / row_lengths(changed))[:, None]
+    return total

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,9 @@ from mm_core.builtin.configs.adapters import AdapterConfig
 from mm_core.contracts import TaskModule
 from mm_core.errors import CheckpointError, ContractError, PlanError, nearest
 from mm_core.modules.adapter_layers import adapted_layers, adapter_of, base_name, row_lengths
-from mm_core.modules.patterns import match
-from mm_core.modules.selection import covered
+from mm_core.modules.patterns import match, select_parameters
 from mm_core.modules.tying import tied_names
-from mm_core.weights.adapters.files import AdapterScale, whole_pattern
+from mm_core.weights.adapters.files import AdapterScale, scale_settings
 from mm_core.weights.adapters.locate import locate
 from mm_core.weights.fitting import Formats
 from mm_core.weights.formats.format import StoredTensors
@@ -32,6 +31,9 @@ from mm_core.weights.streaming import shard_of, stream
 
 KEY = "train.adapters"
 BESIDE = "train.also_train"
+
+_END = re.compile(r"[^.]+(\.\d+)*\Z")
+"""The last name of a path, with the numbers behind it."""
 
 Structure = Mapping[str, Mapping[str, AdapterScale]]
 """Adapter -> path of a module in the task -> how it counts there."""
@@ -61,40 +63,42 @@ def add_adapters(
     """
     if not adapters:
         return
-    for adapter in adapters:
-        if hasattr(nn.ModuleDict, adapter.name):
-            raise PlanError(
-                f"an adapter can not be called {adapter.name!r}, which torch's modules keep for themselves",
-                where=KEY,
-                hint="give it another name",
-            )
+    if reserved := [adapter.name for adapter in adapters if hasattr(nn.ModuleDict, adapter.name)]:
+        raise PlanError(
+            f"an adapter can not be called {reserved[0]!r}, which torch's modules keep for themselves",
+            where=KEY,
+            hint="give it another name",
+        )
     roots = task.trainable
     wanted: dict[str, list[tuple[AdapterConfig, dict[str, AdapterScale]]]] = {root: [] for root in roots}
     linear = {root: linear_layers(task.get_submodule(root)) for root in roots}
+    layers = {f"{root}.{module}": (root, module) for root, modules in linear.items() for module in modules}
     for adapter in adapters:
+        begun = (known or {}).get(adapter.name)
         if adapter.from_ is None:
             scale = AdapterScale(adapter.rank, adapter.alpha or adapter.rank, adapter.dora, adapter.rslora)
-            for root, names in _targets(task, adapter, linear).items():
-                wanted[root].append((adapter, dict.fromkeys(names, scale)))
-        elif adapter.name in (known or {}):
-            for root, scales in _placed(adapter.name, known[adapter.name], linear).items():  # type: ignore[index]
-                wanted[root].append((adapter, scales))
+            scales: Mapping[str, AdapterScale] = dict.fromkeys(_targets(task, adapter, layers), scale)
+        elif begun is not None:
+            _check_begun(adapter.name, begun, layers)
+            scales = begun
         else:
             found = locate(task, adapter.from_, linear, formats)
-            scales = {name: file.scales[stored] for name, (file, stored) in found.modules.items()}
-            wanted[found.root].append((adapter, scales))
-    for root, given in wanted.items():
-        _check_tied(root, task.get_submodule(root), {name: a.name for a, held in given for name in held})
-        for adapter, scales in given:
-            _inject(task.get_submodule(root), adapter, scales)
+            scales = {f"{found.root}.{n}": file.scales[stored] for n, (file, stored) in found.modules.items()}
+        for root in roots:
+            if held := {layers[path][1]: scales[path] for path in scales if layers[path][0] == root}:
+                wanted[root].append((adapter, held))
     trained = {adapter.name for adapter in adapters if adapter.train}
-    for root in roots:
-        for layer in adapted_layers(task.get_submodule(root)).values():
+    for root, given in wanted.items():
+        component = task.get_submodule(root)
+        _check_tied(root, component, {name: adapter.name for adapter, held in given for name in held})
+        for adapter, held in given:
+            _inject(component, adapter, held)
+        for layer in adapted_layers(component).values():
             layer.set_adapter(list(layer.adapter_scales))
-        for name, parameter in task.get_submodule(root).named_parameters():
+        for name, parameter in component.named_parameters():
             place = adapter_of(name)
             parameter.requires_grad_(place is not None and place[2] in trained)
-    _train_beside(task, roots, beside)
+    _train_beside(task, beside)
 
 
 def linear_layers(component: nn.Module) -> list[str]:
@@ -154,43 +158,32 @@ def trained_beside(component: nn.Module) -> dict[str, list[str]]:
 # -- where they go -------------------------------------------------------------------------------
 
 
-def _targets(
-    task: TaskModule, adapter: AdapterConfig, linear: Mapping[str, Sequence[str]]
-) -> dict[str, list[str]]:
-    """Component -> its linear layers that an adapter's targets name."""
-    layers = {f"{root}.{name}": (root, name) for root, names in linear.items() for name in names}
-    modules = [f"{root}.{name}".rstrip(".") for root in linear for name, _ in _modules(task, root)]
-    paths = [path for path in modules if not _inside_adapted(path)]
-    chosen: dict[str, None] = {}
-    for target in adapter.targets:
-        above = _named_by(target, paths, adapter.name)
+def _targets(task: TaskModule, adapter: AdapterConfig, layers: Collection[str]) -> list[str]:
+    """Those of the linear layers that an adapter's targets name, in their order."""
+    chosen: set[str] = set()
+    for target, above in _named(task, adapter):
         hit = [path for path in layers if any(path == a or path.startswith(f"{a}.") for a in above)]
         if not hit:
-            kinds = {kind for path in above for kind in _other_layers(task, path).values()}
-            raise _no_target(adapter, target, layers, sorted(kinds), _read_only(task, above))
-        chosen |= dict.fromkeys(hit)
-    found: dict[str, list[str]] = {}
-    for path in layers:
-        if path in chosen:
-            root, name = layers[path]
-            found.setdefault(root, []).append(name)
-    return found
+            raise _no_target(task, adapter, target, above, layers)
+        chosen.update(hit)
+    return [path for path in layers if path in chosen]
 
 
-def _named_by(target: str, paths: Sequence[str], adapter: str) -> list[str]:
-    """The modules that a pattern, or the end of a path, names."""
-    if "{" in target:
-        return match([target], paths, f"{KEY} ({adapter}): targets")
-    return [path for path in paths if path == target or path.endswith(f".{target}")]
+def _named(task: TaskModule, adapter: AdapterConfig) -> Iterator[tuple[str, list[str]]]:
+    """Each target of an adapter, and the modules that it names: a pattern, or the end of a path."""
+    held = (task.get_submodule(root).named_modules(prefix=root) for root in task.trainable)
+    paths = [path for modules in held for path, _ in modules if not _inside_adapted(path)]
+    for target in adapter.targets:
+        if "{" in target:
+            yield target, match([target], paths, f"{KEY} ({adapter.name}): targets")
+        else:
+            yield target, [path for path in paths if path == target or path.endswith(f".{target}")]
 
 
 def passed_over(task: TaskModule, adapter: AdapterConfig) -> dict[str, str]:
     """Layers that the targets of an adapter stand for and that it can not change, by path in the task, with
     their kinds: adapters are of linear layers alone. task: with its adapters in place."""
-    roots = task.trainable
-    modules = [f"{root}.{name}".rstrip(".") for root in roots for name, _ in _modules(task, root)]
-    paths = [path for path in modules if not _inside_adapted(path)]
-    above = [path for target in adapter.targets for path in _named_by(target, paths, adapter.name)]
+    above = [path for _, named in _named(task, adapter) for path in named]
     return {name: kind for path in above for name, kind in _other_layers(task, path).items()}
 
 
@@ -198,20 +191,13 @@ def _other_layers(task: TaskModule, path: str) -> dict[str, str]:
     """Convolutions and embeddings at or below a path."""
     return {
         f"{path}.{name}".rstrip("."): type(module).__name__
-        for name, module in _modules(task, path)
+        for name, module in task.get_submodule(path).named_modules()
         if isinstance(module, _ConvNd | nn.Embedding | nn.EmbeddingBag)
     }
 
 
-def _modules(task: TaskModule, path: str) -> Iterator[tuple[str, nn.Module]]:
-    yield from task.get_submodule(path).named_modules()
-
-
-def _placed(
-    name: str, held: Mapping[str, AdapterScale], linear: Mapping[str, Sequence[str]]
-) -> dict[str, dict[str, AdapterScale]]:
-    """Component -> module -> how an adapter counts there that a run has begun with."""
-    layers = {f"{root}.{module}": (root, module) for root, modules in linear.items() for module in modules}
+def _check_begun(name: str, held: Collection[str], layers: Collection[str]) -> None:
+    """CheckpointError for an adapter that a run has begun with, in modules that are none of its layers."""
     if absent := [path for path in held if path not in layers]:
         raise CheckpointError(
             f"{len(absent)} of the {len(held)} modules that the adapter {name!r} has in the checkpoint are no"
@@ -219,25 +205,21 @@ def _placed(
             where=KEY,
             hint="the model must have the options that the run began with",
         )
-    found: dict[str, dict[str, AdapterScale]] = {}
-    for path, scale in held.items():
-        root, module = layers[path]
-        found.setdefault(root, {})[module] = scale
-    return found
 
 
 def _inside_adapted(path: str) -> bool:
     return "base_layer" in path.split(".") or adapter_of(f"{path}.x.weight") is not None
 
 
-def _train_beside(task: TaskModule, roots: Iterable[str], patterns: Sequence[str]) -> None:
+def _train_beside(task: TaskModule, patterns: Sequence[str]) -> None:
+    roots = task.trainable
     own = {
         base_name(path): (path, parameter)
         for root in roots
         for path, parameter in task.get_submodule(root).named_parameters(prefix=root)
         if adapter_of(path) is None
     }
-    for name in covered(patterns, own, BESIDE):
+    for name in select_parameters(patterns, own, BESIDE):
         path, parameter = own[name]
         if path != name:
             raise PlanError(
@@ -248,29 +230,21 @@ def _train_beside(task: TaskModule, roots: Iterable[str], patterns: Sequence[str
         parameter.requires_grad_(True)
 
 
-def _read_only(task: TaskModule, above: Sequence[str]) -> bool:
-    """Whether all that a target names are layers whose weights are read and that are never called."""
-    return bool(above) and all(
-        isinstance(task.get_submodule(path), NonDynamicallyQuantizableLinear) for path in above
-    )
-
-
 def _no_target(
-    adapter: AdapterConfig,
-    target: str,
-    layers: Iterable[str],
-    kinds: Sequence[str] = (),
-    read_only: bool = False,
+    task: TaskModule, adapter: AdapterConfig, target: str, above: Sequence[str], layers: Iterable[str]
 ) -> PlanError:
-    ends = list(dict.fromkeys(re.search(r"[^.]+(\.\d+)*\Z", path)[0] for path in layers))  # type: ignore[index]
-    near = nearest(target.rpartition(".")[2], ends, 3) or ends[:5]
-    if read_only:
+    """The error for a target without linear layers. above: the modules that it names."""
+    named = [task.get_submodule(path) for path in above]
+    if named and all(isinstance(module, NonDynamicallyQuantizableLinear) for module in named):
         return PlanError(
             f"the target {target!r} of the adapter {adapter.name!r} is a layer that nn.MultiheadAttention"
             " reads and never calls: an adapter there would do nothing",
             where=KEY,
             hint="leave it out",
         )
+    kinds = sorted({kind for path in above for kind in _other_layers(task, path).values()})
+    ends = list(dict.fromkeys(found[0] for path in layers if (found := _END.search(path)) is not None))
+    near = nearest(target.rpartition(".")[2], ends, 3) or ends[:5]
     return PlanError(
         f"the target {target!r} of the adapter {adapter.name!r} is no linear layer, and holds none"
         + (f", but {' and '.join(kinds)}: adapters are of linear layers alone" if kinds else ""),
@@ -297,16 +271,10 @@ def _check_tied(root: str, component: nn.Module, adapters: Mapping[str, str]) ->
 def _inject(component: nn.Module, adapter: AdapterConfig, scales: Mapping[str, AdapterScale]) -> None:
     """PEFT's layers in the place of the modules that `scales` names."""
     peft = _peft()
-    first = next(iter(scales.values()))
+    # Targets as one text are matched as a whole, and a list by ends.
     config = peft.LoraConfig(
-        r=first.rank,
-        lora_alpha=first.alpha,
+        **scale_settings(scales) | {"target_modules": "|".join(map(re.escape, scales))},
         lora_dropout=adapter.dropout,
-        use_dora=first.dora,
-        use_rslora=first.rslora,
-        target_modules="|".join(map(re.escape, scales)),  # a text is matched as a whole, a list by ends
-        rank_pattern={whole_pattern(n): s.rank for n, s in scales.items() if s.rank != first.rank},
-        alpha_pattern={whole_pattern(n): s.alpha for n, s in scales.items() if s.alpha != first.alpha},
     )
     with warnings.catch_warnings():
         # Several adapters are what was asked for.
@@ -314,7 +282,7 @@ def _inject(component: nn.Module, adapter: AdapterConfig, scales: Mapping[str, A
         peft.inject_adapter_in_model(config, component, adapter.name, low_cpu_mem_usage=True)
     layers = adapted_layers(component)
     for name, scale in scales.items():
-        layer: Any = layers[name]
+        layer = layers[name]
         if layer.scaling[adapter.name] != scale.factor or layer.r[adapter.name] != scale.rank:
             raise ContractError(f"PEFT has given {name} another scale than {scale}")
         known = dict(layer.__dict__)
@@ -322,7 +290,7 @@ def _inject(component: nn.Module, adapter: AdapterConfig, scales: Mapping[str, A
         layer.adapter_inits = {**known.get("adapter_inits", {}), adapter.name: adapter.init}
 
 
-def _peft() -> Any:
+def _peft() -> ModuleType:
     try:
         import peft
     except ImportError as fault:

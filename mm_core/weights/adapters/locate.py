@@ -8,10 +8,9 @@ from pathlib import Path
 
 from mm_core.contracts import TaskModule
 from mm_core.errors import CheckpointError, ContractError
-from mm_core.weights.adapters.files import DIFFUSERS_ADAPTER, AdapterFile, open_adapter, stored_module
+from mm_core.weights.adapters.files import AdapterFile, is_adapter, open_adapter, stored_module
 from mm_core.weights.fitting import Formats
 from mm_core.weights.formats.format import AdapterLayout, of_component
-from mm_core.weights.formats.libraries import PEFT_ADAPTER
 
 Placed = tuple[AdapterLayout, Path]
 """How an adapter of a component, or of its part, lies in a format, and the file or folder where it does."""
@@ -50,7 +49,7 @@ def locate(task: TaskModule, path: str, linear: Mapping[str, Sequence[str]], for
     files = list({id(file): file for file, _ in best.modules.values()}.values())
     files = files or [*opened.values()] or [open_adapter(Path(path))]
     held = {(id(file), stored) for file, stored in best.modules.values()}
-    modules = [(id(file), name) for file in files for name in file.modules]
+    modules = [(id(file), name) for file in files for name in file.scales]
     if absent := [name for file, name in modules if (file, name) not in held]:
         raise CheckpointError(
             f"{len(absent)} of the {len(modules)} modules of this adapter are no linear layers of"
@@ -83,7 +82,7 @@ def _candidates(
             tail = path.absolute().as_posix()
             named = [layout for layout in layouts if path.is_file() and tail.endswith(f"/{layout.file}")]
             alone += [(root, [(layout, path)]) for layout in (named if len(named) == 1 else layouts)]
-    own = path.is_file() or any((path / name).is_file() for name in (PEFT_ADAPTER, DIFFUSERS_ADAPTER))
+    own = path.is_file() or is_adapter(path)
     return together + alone if own or not together else together
 
 

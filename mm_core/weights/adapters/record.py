@@ -4,6 +4,7 @@ goes on does not need the files that its adapters began with."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from mm_core.weights.adapters.files import AdapterScale
 from mm_core.weights.adapters.inject import Structure, scales_of
 
 
-def record_of(task: TaskModule, adapters: Sequence[AdapterConfig]) -> list[dict[str, Any]]:
+def record_of(task: TaskModule, adapters: Sequence[AdapterConfig]) -> list[dict[str, object]]:
     """A row an adapter, in the order in which they count.
 
     Args:
@@ -26,29 +27,15 @@ def record_of(task: TaskModule, adapters: Sequence[AdapterConfig]) -> list[dict[
     """
     roots = task.trainable
     found = {root: scales_of(task.get_submodule(root)) for root in roots}
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, object]] = []
     for adapter in adapters:
         layers: dict[AdapterScale, list[str]] = {}
         for root in roots:
             for module, scale in found[root].get(adapter.name, {}).items():
                 layers.setdefault(scale, []).append(f"{root}.{module}")
-        rows.append(
-            {
-                "name": adapter.name,
-                "train": adapter.train,
-                "dropout": adapter.dropout,
-                "layers": [
-                    {
-                        "rank": scale.rank,
-                        "alpha": scale.alpha,
-                        "dora": scale.dora,
-                        "rslora": scale.rslora,
-                        "modules": modules,
-                    }
-                    for scale, modules in layers.items()
-                ],
-            }
-        )
+        alike = [{**asdict(scale), "modules": modules} for scale, modules in layers.items()]
+        own = {"name": adapter.name, "train": adapter.train, "dropout": adapter.dropout}
+        rows.append({**own, "layers": alike})
     return rows
 
 
@@ -62,12 +49,8 @@ def structure_in(rows: Any, where: Path) -> Structure:
         for row in rows or ():
             held: dict[str, AdapterScale] = {}
             for layer in row["layers"]:
-                scale = AdapterScale(
-                    _whole(layer["rank"]),
-                    float(layer["alpha"]),
-                    layer["dora"] is True,
-                    layer["rslora"] is True,
-                )
+                rank, alpha = _whole(layer["rank"]), float(layer["alpha"])
+                scale = AdapterScale(rank, alpha, layer["dora"] is True, layer["rslora"] is True)
                 held |= dict.fromkeys(map(str, layer["modules"]), scale)
             found[str(row["name"])] = held
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
@@ -79,7 +62,7 @@ def structure_in(rows: Any, where: Path) -> Structure:
     return found
 
 
-def _whole(value: Any) -> int:
+def _whole(value: object) -> int:
     if not isinstance(value, int) or value < 1:
         raise ValueError(f"{value!r} is no rank")
     return value

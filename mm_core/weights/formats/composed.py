@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 from mm_core.errors import ContractError
-from mm_core.weights.formats.key_map import Copy, KeyMap, Rename, Template
+from mm_core.weights.formats.key_map import Copy, KeyMap, Rename, Template, box_of
+from mm_core.weights.streaming import overlap
 
 
 def composed(first: KeyMap, second: KeyMap) -> KeyMap:
@@ -16,10 +17,8 @@ def composed(first: KeyMap, second: KeyMap) -> KeyMap:
     it or leaves it as it is. ContractError, when copies are asked for, where `first` reshapes what `second`
     turns or cuts along another dimension than the first: no box of that is a box in the file.
     """
-    given = {one.name: getattr(first, one.name) for one in fields(KeyMap)}
-    if isinstance(first, ComposedKeyMap):
-        return ComposedKeyMap(**given, after=composed(first.after, second))
-    return ComposedKeyMap(**given, after=second)
+    after = composed(first.after, second) if isinstance(first, ComposedKeyMap) else second
+    return ComposedKeyMap(first.rules, first.prefix, first.ignored, first.placed, after)
 
 
 @dataclass(frozen=True)
@@ -64,19 +63,17 @@ def _joined(first: Copy, second: Copy) -> Copy | None:
     first: of the component and a tensor between. second: of that and the file.
     """
     other = _turned(_seen(second, first), first.dims)
-    low = [max(a, b) for a, b in zip(first.stored_start, other.start, strict=True)]
-    ends = zip(first.stored_start, first.size, other.start, other.size, strict=True)
-    high = [min(a + n, b + m) for a, n, b, m in ends]
-    if any(a >= b for a, b in zip(low, high, strict=True)):
+    common = overlap(other, box_of(first.stored_start, first.size))
+    if common is None:
         return None
-    rest = zip(low, first.start, first.stored_start, strict=True)
-    theirs = zip(low, other.stored_start, other.start, strict=True)
+    ours = zip(common, first.start, first.stored_start, strict=True)
+    theirs = zip(common, other.stored_start, other.start, strict=True)
     return replace(
         other,
         component=first.component,
-        start=tuple(at + begin - offset for at, begin, offset in rest),
-        size=tuple(b - a for a, b in zip(low, high, strict=True)),
-        stored_start=tuple(at + begin - offset for at, begin, offset in theirs),
+        start=tuple(part.start + begin - offset for part, begin, offset in ours),
+        size=tuple(part.stop - part.start for part in common),
+        stored_start=tuple(part.start + begin - offset for part, begin, offset in theirs),
     )
 
 

@@ -24,22 +24,18 @@ class StoredTensors(Protocol):
     @property
     def shapes(self) -> Mapping[str, Shape]:
         """The shape of every stored tensor."""
-        ...
 
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """The dtype of every stored tensor."""
-        ...
 
     @property
     def others(self) -> Sequence[str]:
         """Names of what is stored and is no tensor."""
-        ...
 
     def read(self, name: str, box: tuple[slice, ...]) -> Tensor:
         """A box of a stored tensor, on CPU in its dtype; often a view of mapped memory: not to be
         written to. CheckpointError when the file can not give it."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -126,33 +122,27 @@ class WeightFormat(Protocol):
     def recognises(self, path: Path) -> bool:
         """Whether the file or folder is laid out so; by names and JSON alone. Never raises for what a
         hostile folder may hold: then it is not recognised."""
-        ...
 
     def folders(self, path: Path) -> Sequence[str]:
         """Below `path`, the folders that hold a model's weights; [""] for a lone model."""
-        ...
 
     def open(self, path: Path, folder: str = "") -> StoredTensors:
         """The tensors of one model. CheckpointError for damaged or hostile files."""
-        ...
 
     def layout(self, name: str, component: nn.Module) -> Layout | Sequence[Layout] | None:
         """How the task's sub-module `name` lies in this format; None where it can not hold it. Where it
         lies in several folders, a layout for each: their parts cover the component, and do not overlap.
         `component` may be on the meta device: it is asked for names and settings alone."""
-        ...
 
     def adapter(self, name: str, component: nn.Module) -> AdapterLayout | Sequence[AdapterLayout] | None:
         """How an adapter of that component lies in this format; None where it has none. Where it lies in
         several files, a layout for each: a part that is not adapted has no file."""
-        ...
 
     def companions(self, task: TaskModule, written: Sequence[Written]) -> Companions:
         """What a finished export also needs: tokenizers, schedulers, an index of the pipeline.
 
         written: what is written of the task's components, all of them. CheckpointError for an origin that
         can not be made sense of."""
-        ...
 
 
 AnyLayout = TypeVar("AnyLayout", Layout, AdapterLayout)
@@ -161,13 +151,7 @@ AnyLayout = TypeVar("AnyLayout", Layout, AdapterLayout)
 def of_component(found: AnyLayout | Sequence[AnyLayout] | None) -> tuple[AnyLayout, ...]:
     """What a format says of a component as layouts whose key maps take the component's own names; () where
     it can not hold it. ContractError for two layouts of one part, or in one place."""
-    given: Sequence[AnyLayout]
-    if found is None:
-        given = ()
-    elif isinstance(found, Layout | AdapterLayout):
-        given = (found,)
-    else:
-        given = tuple(found)
+    given = (found,) if isinstance(found, Layout | AdapterLayout) else tuple(found or ())
     places = [one.folder if isinstance(one, Layout) else one.file for one in given]
     parts = [f"{one.part}." if one.part else "" for one in given]
     inside = any(a.startswith(b) for i, a in enumerate(parts) for j, b in enumerate(parts) if i != j)

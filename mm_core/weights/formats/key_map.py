@@ -10,6 +10,7 @@ that a shard can be read without its whole, and a file written without a model.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,6 +19,7 @@ from math import prod
 from mm_core.errors import ContractError
 
 Shape = tuple[int, ...]
+Box = tuple[slice, ...]
 
 _BRACE = re.compile(r"\{(\w+)(\.\.\.)?\}")
 
@@ -112,15 +114,12 @@ class Template:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.names = [found[1] for found in _BRACE.finditer(text)]
-        pieces, end = [], 0
-        for found in _BRACE.finditer(text):
-            pieces += [
-                re.escape(text[end : found.start()]),
-                f"(?P<{found[1]}>{'.+' if found[2] else '[^.]+'})",
-            ]
-            end = found.end()
-        self._expression = re.compile("".join(pieces) + re.escape(text[end:]) + r"\Z")
+        start, *rest = _BRACE.split(text)
+        self.names = rest[::3]
+        expression = re.escape(start)
+        for name, dots, literal in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
+            expression += f"(?P<{name}>{'.+' if dots else '[^.]+'}){re.escape(literal)}"
+        self._expression = re.compile(expression + r"\Z")
 
     def match(self, name: str) -> dict[str, str] | None:
         """What stands in the braces where `name` fits."""
@@ -155,21 +154,19 @@ class KeyMap:
 
     def __post_init__(self) -> None:
         for rule in self.rules:
-            sides = [*_component_sides(rule), *_stored_sides(rule)]
+            ours, theirs = _component_sides(rule), _stored_sides(rule)
             counted = {rule.index} if isinstance(rule, Stack) else set()
-            names = {frozenset(Template(side).names) | counted for side in _component_sides(rule)}
-            names |= {frozenset(Template(side).names) for side in _stored_sides(rule)}
-            if len(names) > 1 or len(sides) != len(set(_component_sides(rule))) + len(
-                set(_stored_sides(rule))
-            ):
+            names = {frozenset(Template(side).names) | counted for side in ours}
+            names |= {frozenset(Template(side).names) for side in theirs}
+            if len(names) > 1 or len(set(ours)) < len(ours) or len(set(theirs)) < len(theirs):
                 raise ContractError(
                     f"the sides of {rule} do not have the same braces, or name one thing twice",
                     accepted="the same {names} in the templates of all sides; a Stack's index in the stored",
                 )
 
     @cached_property
-    def _by_component(self) -> list[tuple[Rule, int, Template]]:
-        return [(rule, i, Template(t)) for rule in self.rules for i, t in enumerate(_component_sides(rule))]
+    def _by_component(self) -> list[tuple[Rule, Template]]:
+        return [(rule, Template(side)) for rule in self.rules for side in _component_sides(rule)]
 
     @cached_property
     def _ignored(self) -> list[Template]:
@@ -185,7 +182,7 @@ class KeyMap:
         if bare in self.placed:
             found = self.placed[bare]
             return found[0].stored if found == (whole(bare, found[0].stored, found[0].size),) else None
-        for rule, _, template in self._by_component:
+        for rule, template in self._by_component:
             values = template.match(bare)
             if values is not None:
                 return Template(rule.stored).fill(values) if isinstance(rule, Rename) else None
@@ -205,19 +202,16 @@ class KeyMap:
         found: list[Copy] = []
         done: set[str] = set()
         for name in shapes:
-            if name in done:
-                continue
-            copies = self._of(name, shapes)
-            done |= {copy.component for copy in copies}
-            found += copies
-        owners: dict[str, set[int]] = {}
-        volumes: dict[str, int] = {}
+            if name not in done:
+                copies = self._of(name, shapes)
+                done |= {copy.component for copy in copies}
+                found += copies
+        volumes: Counter[str] = Counter()
         for copy in found:
-            volumes[copy.stored] = volumes.get(copy.stored, 0) + prod(copy.size)
-            owners.setdefault(copy.stored, set()).add(prod(copy.stored_shape))
-        for stored, sizes in owners.items():
-            if sizes != {volumes[stored]}:
-                raise ContractError(f"two tensors of the component would be stored as {stored!r}")
+            volumes[copy.stored] += prod(copy.size)
+        for copy in found:
+            if prod(copy.stored_shape) != volumes[copy.stored]:
+                raise ContractError(f"two tensors of the component would be stored as {copy.stored!r}")
         return found
 
     def stored_shapes(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, Shape]:
@@ -229,12 +223,11 @@ class KeyMap:
             raise ContractError(f"{name!r} does not begin with {self.prefix!r}, as this map wants")
         if (bare := name[len(self.prefix) :]) in self.placed:
             return self._placed(bare, name, tuple(shapes[name]))
-        for rule, index, template in self._by_component:
+        for rule, template in self._by_component:
             values = template.match(bare)
             if values is not None:
-                return self._copies_of(rule, index, values, name, shapes)
-        shape = tuple(shapes[name])
-        return [whole(name, bare, shape)]
+                return self._copies_of(rule, values, name, shapes)
+        return [whole(name, bare, tuple(shapes[name]))]
 
     def _placed(self, bare: str, name: str, shape: Shape) -> list[Copy]:
         copies = self.placed[bare]
@@ -244,34 +237,26 @@ class KeyMap:
         return [replace(copy, component=name) for copy in copies]
 
     def _copies_of(
-        self,
-        rule: Rule,
-        index: int,
-        values: Mapping[str, str],
-        name: str,
-        shapes: Mapping[str, Sequence[int]],
+        self, rule: Rule, values: Mapping[str, str], name: str, shapes: Mapping[str, Sequence[int]]
     ) -> list[Copy]:
         shape = tuple(shapes[name])
-        if isinstance(rule, Rename):
-            return [whole(name, Template(rule.stored).fill(values), shape)]
-        if isinstance(rule, Transpose):
-            if sorted(rule.dims) != list(range(len(shape))):
-                raise ContractError(f"{rule} does not fit {name!r} of {len(shape)} dimensions")
-            stored = [0] * len(shape)
-            for ours, theirs in enumerate(rule.dims):
-                stored[theirs] = shape[ours]
-            entire = whole(name, Template(rule.stored).fill(values), shape)
-            return [replace(entire, stored_shape=tuple(stored), dims=rule.dims)]
-        if isinstance(rule, Reshape):
-            if prod(shape[1:]) != prod(rule.shape):
-                raise ContractError(f"{rule} does not fit {name!r} of shape {list(shape)}")
-            entire = whole(name, Template(rule.stored).fill(values), shape)
-            return [replace(entire, stored_shape=(shape[0], *rule.shape), view=shape)]
+        if isinstance(rule, Fuse):
+            return self._fuse(rule, values, shapes)
         if isinstance(rule, Split):
             return _split(rule, values, name, shape)
         if isinstance(rule, Stack):
             return _stack(rule, values, name, shape)
-        return self._fuse(rule, values, shapes)
+        entire = whole(name, Template(rule.stored).fill(values), shape)
+        if isinstance(rule, Transpose):
+            if sorted(rule.dims) != list(range(len(shape))):
+                raise ContractError(f"{rule} does not fit {name!r} of {len(shape)} dimensions")
+            stored = tuple(shape[rule.dims.index(dim)] for dim in range(len(shape)))
+            return [replace(entire, stored_shape=stored, dims=rule.dims)]
+        if isinstance(rule, Reshape):
+            if prod(shape[1:]) != prod(rule.shape):
+                raise ContractError(f"{rule} does not fit {name!r} of shape {list(shape)}")
+            return [replace(entire, stored_shape=(shape[0], *rule.shape), view=shape)]
+        return [entire]
 
     def _fuse(self, rule: Fuse, values: Mapping[str, str], shapes: Mapping[str, Sequence[int]]) -> list[Copy]:
         names = [self.prefix + Template(text).fill(values) for text in rule.components]
@@ -319,6 +304,11 @@ def _stack(rule: Stack, values: Mapping[str, str], name: str, shape: Shape) -> l
         for number in range(shape[0])
         for copy in _split(rule, {**values, rule.index: str(number)}, name, shape[1:])
     ]
+
+
+def box_of(start: Shape, size: Shape) -> Box:
+    """The box that begins at `start`."""
+    return tuple(slice(first, first + length) for first, length in zip(start, size, strict=True))
 
 
 def whole(component: str, stored: str, shape: Shape) -> Copy:

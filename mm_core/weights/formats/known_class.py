@@ -5,14 +5,20 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from mm_core.errors import first_line
 
+if TYPE_CHECKING:
+    from diffusers import ModelMixin
+    from transformers import PreTrainedModel
 
-def known_class(model: Any, library: str, base: type) -> type:
+    LibraryModel: TypeAlias = PreTrainedModel | ModelMixin
+
+
+def known_class(model: LibraryModel, library: str, base: type) -> type[LibraryModel]:
     """The nearest class of a model that `library` exports. A model that is derived from `base` alone stays of
     its own class: that is what loads it."""
     own = type(model)
@@ -25,7 +31,7 @@ def known_class(model: Any, library: str, base: type) -> type:
     return own
 
 
-def difference(model: Any, kind: type) -> str:
+def difference(model: LibraryModel, kind: type[LibraryModel]) -> str:
     """Why files of a model are no `kind` that its library could load; "" where they are."""
     own = type(model)
     if own is kind:
@@ -34,7 +40,7 @@ def difference(model: Any, kind: type) -> str:
     return f"{own.__name__} is no {kind.__name__} any more: {why}" if why else ""
 
 
-def _other_config(model: Any, kind: Any) -> str:
+def _other_config(model: LibraryModel, kind: type[LibraryModel]) -> str:
     """Of Diffusers: options that the class does not take. Of Transformers: another class of config."""
     wanted = getattr(kind, "config_class", None)
     if wanted is not None:
@@ -45,7 +51,7 @@ def _other_config(model: Any, kind: Any) -> str:
     return f"it has options of its own: {', '.join(added[:3])}" if added else ""
 
 
-def _other_tensors(model: Any, kind: Any) -> str:
+def _other_tensors(model: LibraryModel, kind: type[LibraryModel]) -> str:
     try:
         with torch.device("meta"):
             fresh = kind(model.config) if getattr(kind, "config_class", None) else kind(**_fields(model))
@@ -63,6 +69,6 @@ def _other_tensors(model: Any, kind: Any) -> str:
     return ""
 
 
-def _fields(model: Any) -> Mapping[str, Any]:
+def _fields(model: LibraryModel) -> Mapping[str, object]:
     """A Diffusers model's options, without what the library notes beside them."""
     return {key: value for key, value in model.config.items() if not key.startswith("_")}

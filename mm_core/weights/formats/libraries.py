@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -18,6 +18,11 @@ from mm_core.weights.formats.key_map import KeyMap
 from mm_core.weights.formats.known_class import difference, known_class
 from mm_core.weights.formats.transformers_names import keys_as_loaded, keys_as_saved
 from mm_core.weights.stored import INDEX, open_stored
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from mm_core.weights.formats.known_class import LibraryModel
 
 PEFT_ADAPTER = "adapter_model.safetensors"
 PIPELINE = "model_index.json"
@@ -61,7 +66,7 @@ class Safetensors:
 
     def open(self, path: Path, folder: str = "") -> StoredTensors:
         """The tensors of the file or folder."""
-        return open_stored(path / folder if folder else path)
+        return open_stored(path / folder)
 
     def layout(self, name: str, component: nn.Module) -> Layout:
         """Any component, as it is."""
@@ -95,11 +100,7 @@ class Diffusers:
 
     def open(self, path: Path, folder: str = "") -> StoredTensors:
         """The tensors of one model."""
-        place = path / folder if folder else path
-        pickled = sorted(found.name for found in place.glob("*.bin")) if place.is_dir() else []
-        if pickled and not any(place.glob("*.safetensors")):
-            raise only_pickled(place, pickled)
-        return open_stored(place, self.stem)
+        return _open_model(path / folder, self.stem, "*.bin")
 
     def layout(self, name: str, component: nn.Module) -> Layout | None:
         """A Diffusers model, or a component that is a wrapper of one."""
@@ -152,11 +153,7 @@ class Transformers:
 
     def open(self, path: Path, folder: str = "") -> StoredTensors:
         """The tensors of the model."""
-        place = path / folder if folder else path
-        pickled = sorted(found.name for found in place.glob("pytorch_model*.bin"))
-        if pickled and not any(place.glob("*.safetensors")):
-            raise only_pickled(place, pickled)
-        return open_stored(place, self.stem)
+        return _open_model(path / folder, self.stem, "pytorch_model*.bin")
 
     def layout(self, name: str, component: nn.Module) -> Layout | None:
         """A Transformers model, or a component that is a wrapper of one."""
@@ -187,9 +184,7 @@ class Transformers:
     def adapter(self, name: str, component: nn.Module) -> AdapterLayout | None:
         """PEFT's layout, whose names are those in memory."""
         found = wrapped_model(component, "transformers", "PreTrainedModel")
-        if found is None:
-            return None
-        return peft_layout(KeyMap(prefix=found[0]))
+        return None if found is None else peft_layout(KeyMap(prefix=found[0]))
 
     def companions(self, task: TaskModule, written: Sequence[Written]) -> Companions:
         """Tokenizer and processor files of the folders that the trained models were made of, and the Python
@@ -206,7 +201,15 @@ class Transformers:
         return Companions(copies=copies)
 
 
-def _origin(model: Any) -> Path | None:
+def _open_model(place: Path, stem: str, pickles: str) -> StoredTensors:
+    """The tensors of a model's folder. pickles: pattern of files that are refused where nothing else is."""
+    pickled = sorted(found.name for found in place.glob(pickles))
+    if pickled and not any(place.glob("*.safetensors")):
+        raise only_pickled(place, pickled)
+    return open_stored(place, stem)
+
+
+def _origin(model: PreTrainedModel) -> Path | None:
     """The folder that a model of Transformers was made of, by its files or by its config alone."""
     if isinstance(model, Pretrained) and model.weights_from is not None:
         return Path(model.weights_from.path)
@@ -285,7 +288,7 @@ def only_pickled(folder: Path, names: Sequence[str]) -> CheckpointError:
     )
 
 
-def wrapped_model(component: nn.Module, library: str, base: str) -> tuple[str, Any] | None:
+def wrapped_model(component: nn.Module, library: str, base: str) -> tuple[str, LibraryModel] | None:
     """(prefix of its names, model): the component itself where it is a model of `library`, or the only
     one in it, where that holds all its tensors. The library is not imported: nobody can hold a model of a
     library that was never imported."""
@@ -303,7 +306,7 @@ def wrapped_model(component: nn.Module, library: str, base: str) -> tuple[str, A
     return (prefix, found[0][1]) if all(name.startswith(prefix) for name in names) else None
 
 
-def _from_pretrained(library: str, model: Any, kind: type) -> str:
+def _from_pretrained(library: str, model: LibraryModel, kind: type[LibraryModel]) -> str:
     """Python that loads the model; its class may be the library's, a package's or in the folder itself."""
     where, name = kind.__module__, kind.__name__
     if where.partition(".")[0] != "transformers_modules":

@@ -10,17 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from mm_core.contracts import TaskModule
 from mm_core.errors import ContractError
-from mm_core.weights.formats.format import (
-    AdapterLayout,
-    Companions,
-    Layout,
-    StoredTensors,
-    WeightFormat,
-    Written,
-    of_component,
-)
+from mm_core.weights.formats.format import StoredTensors, WeightFormat, of_component
 from mm_core.weights.formats.key_map import Shape
 
 
@@ -57,10 +48,12 @@ class PartOf:
 
 
 class FormatOfPart:
-    """A weight format whose files may hold more than the component that is read. Satisfies `WeightFormat`."""
+    """A weight format whose files may hold more than the component that is read: all but `open` is as the
+    format has it. Satisfies `WeightFormat`."""
 
     def __init__(self, whole: WeightFormat, name: str, component: nn.Module) -> None:
-        self._whole = whole
+        self.recognises, self.folders, self.layout = whole.recognises, whole.folders, whole.layout
+        self.adapter, self.companions, self._open_whole = whole.adapter, whole.companions, whole.open
         self._layouts = of_component(whole.layout(name, component))
         shapes = {key: tuple(tensor.shape) for key, tensor in component.state_dict().items()}
         tables = {key: tuple(t.shape) for key, t in component.named_buffers() if key not in shapes}
@@ -70,7 +63,7 @@ class FormatOfPart:
     def open(self, path: Path, folder: str = "") -> StoredTensors:
         """The component's tensors alone. Where they are is by its own names, by those of the format for
         other files, or by its own below a name of the larger model (`bert.`): what finds most."""
-        stored = self._whole.open(path, folder)
+        stored = self._open_whole(path, folder)
         ways = [(self._wanted, ""), (self._wanted_of_others(stored), "")]
         starts = dict.fromkeys(name.partition(".")[0] for name in stored.shapes)
         ways += [(self._wanted, f"{start}.") for start in starts]
@@ -85,23 +78,3 @@ class FormatOfPart:
                     placed = layout.reading(stored).placed.values()
                     found |= {copy.stored for copies in placed for copy in copies}
         return found
-
-    def recognises(self, path: Path) -> bool:
-        """As the format does."""
-        return self._whole.recognises(path)
-
-    def folders(self, path: Path) -> Sequence[str]:
-        """As the format has them."""
-        return self._whole.folders(path)
-
-    def layout(self, name: str, component: nn.Module) -> Layout | Sequence[Layout] | None:
-        """As the format has it."""
-        return self._whole.layout(name, component)
-
-    def adapter(self, name: str, component: nn.Module) -> AdapterLayout | Sequence[AdapterLayout] | None:
-        """As the format has it."""
-        return self._whole.adapter(name, component)
-
-    def companions(self, task: TaskModule, written: Sequence[Written]) -> Companions:
-        """As the format has them."""
-        return self._whole.companions(task, written)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import count
+from typing import NoReturn
 
 from mm_core.weights.formats.key_map import Copy, Shape
 
@@ -73,14 +74,18 @@ class Probe:
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+        cls,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         known = _FUNCTIONS.get(func.__name__)
         if known is None:
             raise Untraceable(func.__name__)
         return known(*args, **(kwargs or {}))
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         raise Untraceable(name)
 
     @property
@@ -92,7 +97,7 @@ class Probe:
         """Number of dimensions."""
         return len(self.shape)
 
-    def size(self, dim: int | None = None) -> Any:
+    def size(self, dim: int | None = None) -> Shape | int:
         """The shape, or its length along one dimension."""
         return self.shape if dim is None else self.shape[dim]
 
@@ -153,7 +158,7 @@ class Probe:
             raise Untraceable(f"permute of {list(self.shape)} by {dims}")
         return self._along(order)
 
-    def __getitem__(self, key: Any) -> Probe:
+    def __getitem__(self, key: object) -> Probe:
         """A box; whole numbers, slices without steps, and `...`."""
         keys = list(key) if isinstance(key, tuple) else [key]
         if Ellipsis in keys:
@@ -201,7 +206,7 @@ def _stack(tensors: Sequence[Probe], dim: int = 0) -> Probe:
 
 
 _METHODS = ("narrow", "split", "chunk", "unbind", "squeeze", "unsqueeze", "transpose", "permute")
-_FUNCTIONS: Mapping[str, Callable[..., Any]] = {name: getattr(Probe, name) for name in _METHODS} | {
+_FUNCTIONS: Mapping[str, Callable[..., object]] = {name: getattr(Probe, name) for name in _METHODS} | {
     "cat": _cat,
     "concat": _cat,
     "stack": _stack,
@@ -214,15 +219,10 @@ def stored_from(name: str, probe: Probe) -> list[Copy]:
     for piece in probe.pieces:
         if None in piece.axes:
             raise Untraceable("stack")
-        dropped = [axis for axis in range(len(piece.size)) if axis not in piece.axes]
-        places: list[tuple[int, int]] = []  # for each dimension of the component: in the view, and the start
-        for axis in range(len(piece.size)):
-            if axis in dropped:
-                places.append((dropped.index(axis), 0))
-            else:
-                dim = piece.axes.index(axis)
-                places.append((len(dropped) + dim, piece.at[dim]))
-        copies.append(_copy(piece.source, piece.start, piece.size, name, probe.shape, places, len(dropped)))
+        dims = {axis: dim for dim, axis in enumerate(piece.axes)}
+        places = [(dims[a], piece.at[dims[a]]) if a in dims else None for a in range(len(piece.size))]
+        copy = Copy(piece.source, piece.start, piece.size, name, probe.shape, ())
+        copies.append(_placed(copy, places))
     return copies
 
 
@@ -235,36 +235,25 @@ def component_from(name: str, probe: Probe, shapes: Mapping[str, Shape]) -> list
     for piece in probe.pieces:
         if len([axis for axis in piece.axes if axis is not None]) < len(piece.size):
             raise Untraceable("unbind")
-        added = [dim for dim, axis in enumerate(piece.axes) if axis is None]
-        places = [
-            (added.index(dim), 0) if axis is None else (len(added) + axis, piece.start[axis])
-            for dim, axis in enumerate(piece.axes)
-        ]
+        places = [None if axis is None else (axis, piece.start[axis]) for axis in piece.axes]
         size = tuple(piece.extent(dim) for dim in range(len(piece.axes)))
-        stored = shapes[piece.source]
-        copies.append(_copy(name, piece.at, size, piece.source, stored, places, len(added)))
+        copy = Copy(name, piece.at, size, piece.source, shapes[piece.source], ())
+        copies.append(_placed(copy, places))
     return copies
 
 
-def _copy(
-    component: str,
-    start: Shape,
-    size: Shape,
-    stored: str,
-    stored_shape: Shape,
-    places: Sequence[tuple[int, int]],
-    ones: int,
-) -> Copy:
-    """places: for each dimension of the component, that of the stored tensor seen with `ones` before its
-    own, and where the box begins along it."""
-    dims = tuple(dim for dim, _ in places)
-    return Copy(
-        component,
-        start,
-        size,
-        stored,
-        stored_shape,
-        tuple(begin for _, begin in places),
+def _placed(copy: Copy, places: Sequence[tuple[int, int] | None]) -> Copy:
+    """A copy with its place in the stored tensor.
+
+    places: for each dimension of the component, that of the stored tensor and where the box begins along it;
+        None for one that the stored tensor lacks: it is seen with as many of length 1 before its own.
+    """
+    ones, added = places.count(None), count()
+    seen = [(next(added), 0) if place is None else (ones + place[0], place[1]) for place in places]
+    dims = tuple(dim for dim, _ in seen)
+    return replace(
+        copy,
+        stored_start=tuple(begin for _, begin in seen),
         dims=None if dims == tuple(range(len(dims))) else dims,
-        view=(1,) * ones + stored_shape if ones else None,
+        view=(1,) * ones + copy.stored_shape if ones else None,
     )

@@ -15,8 +15,10 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from mm_core.errors import ContractError
@@ -24,11 +26,15 @@ from mm_core.weights.formats.format import StoredTensors
 from mm_core.weights.formats.key_map import Copy, KeyMap, whole
 from mm_core.weights.formats.traced import Probe, Untraceable, component_from, stored_from
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.core_model_loading import WeightConverter
+
 # Of a conversion that reckons with a probe, that has no way back, or that the library itself refuses.
 _FAULTS = (Untraceable, TypeError, ValueError, NotImplementedError)
 
 
-def keys_as_saved(model: Any, prefix: str = "") -> KeyMap:
+def keys_as_saved(model: PreTrainedModel, prefix: str = "") -> KeyMap:
     """The names under which `save_pretrained` stores a model.
 
     Args:
@@ -37,19 +43,17 @@ def keys_as_saved(model: Any, prefix: str = "") -> KeyMap:
     Raises:
         ContractError: the library changes a tensor as it saves by more than cutting, joining and turning.
     """
-    with _own_classes(model):
-        return _as_saved(model, prefix)
-
-
-def _as_saved(model: Any, prefix: str) -> KeyMap:
     own = {name: Probe.of(name, tensor.shape) for name, tensor in model.state_dict().items()}
-    if not (loading := _loading_room()):
-        names = {name: _older_name(model, name) for name in own}
-        return KeyMap(prefix=prefix, placed=_renamed(own, names))
-    try:
-        found = loading.revert_weight_conversion(model, dict(own))
-    except _FAULTS as fault:
-        raise _beyond(model, _culprit(loading, model, own), fault) from None
+    with _own_classes(model):
+        if not (loading := _loading_room()):
+            names = {name: _older_name(model, name) for name in own}
+            changed = any(name != stored for name, stored in names.items())
+            renamed = {name: (whole(name, stored, own[name].shape),) for name, stored in names.items()}
+            return KeyMap(prefix=prefix, placed=renamed if changed else {})
+        try:
+            found = loading.revert_weight_conversion(model, dict(own))
+        except _FAULTS as fault:
+            raise _beyond(model, _culprit(loading, model, own), fault) from None
     if all(found.get(name) is probe for name, probe in own.items()):
         return KeyMap(prefix=prefix)
     placed: dict[str, list[Copy]] = {name: [] for name in own}
@@ -63,28 +67,22 @@ def _as_saved(model: Any, prefix: str) -> KeyMap:
     return KeyMap(prefix=prefix, placed={name: tuple(copies) for name, copies in placed.items()})
 
 
-def keys_as_loaded(model: Any, stored: StoredTensors) -> KeyMap:
+def keys_as_loaded(model: PreTrainedModel, stored: StoredTensors) -> KeyMap:
     """The map by which `from_pretrained` would read these tensors: files of other versions of the library,
     and of models that share a body with this one, have other names than it saves.
 
     What the library has no use for has no place in the map. ContractError as of `keys_as_saved`.
     """
-    with _own_classes(model):
-        return _as_loaded(model, stored)
-
-
-def _as_loaded(model: Any, stored: StoredTensors) -> KeyMap:
-    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    own = model.state_dict()
     probes = {name: Probe.of(name, shape) for name, shape in stored.shapes.items()}
-    if not (loading := _loading_room()):
-        table = getattr(type(model), "_checkpoint_conversion_mapping", {})
-        names = {name: _replaced(table.items(), name) for name in probes}
-        found = {names[name]: probe for name, probe in reversed(probes.items())}
-    else:
-        found = _converted(loading, model, own, probes)
     placed = {}
-    for name in own:
-        if name in found:
+    with _own_classes(model):
+        if loading := _loading_room():
+            found = _converted(loading, model, own, probes)
+        else:
+            table = getattr(type(model), "_checkpoint_conversion_mapping", {})
+            found = {_replaced(table.items(), name): probe for name, probe in reversed(probes.items())}
+        for name in (name for name in own if name in found):
             try:
                 placed[name] = tuple(component_from(name, found[name], stored.shapes))
             except Untraceable as fault:
@@ -93,7 +91,7 @@ def _as_loaded(model: Any, stored: StoredTensors) -> KeyMap:
 
 
 def _converted(
-    loading: Any, model: Any, own: Mapping[str, Any], probes: Mapping[str, Probe]
+    loading: ModuleType, model: PreTrainedModel, own: Mapping[str, Tensor], probes: Mapping[str, Probe]
 ) -> dict[str, Probe]:
     """The model's tensors by name, made of stored ones by the library's rules."""
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -103,7 +101,7 @@ def _converted(
     converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     found: dict[str, Probe] = {}
-    groups: dict[str, Any] = {}
+    groups: dict[str, WeightConverter] = {}
     for name in sorted(probes, key=loading.dot_natural_key):
         given = (renamings, converters, model.base_model_prefix, own)
         renamed, pattern = loading.rename_source_key(name, *given)
@@ -126,9 +124,9 @@ def _converted(
 
 
 @contextmanager
-def _own_classes(model: Any) -> Iterator[None]:
+def _own_classes(model: PreTrainedModel) -> Iterator[None]:
     """The library finds its rules by class, and takes those that FSDP2 makes for code of the user's."""
-    sharded: dict[Any, type] = {m: type(m) for m in model.modules() if isinstance(m, FSDPModule)}
+    sharded: dict[object, type] = {m: type(m) for m in model.modules() if isinstance(m, FSDPModule)}
     try:
         for module, kind in sharded.items():
             module.__class__ = next(own for own in kind.__mro__ if not issubclass(own, FSDPModule))
@@ -138,16 +136,17 @@ def _own_classes(model: Any) -> Iterator[None]:
             module.__class__ = kind
 
 
-def _loading_room() -> Any:
+def _loading_room() -> ModuleType | None:
     """The library's module of conversions; None before 5.0."""
     try:
         from transformers import core_model_loading
     except ImportError:
         return None
-    return core_model_loading
+    room: ModuleType = core_model_loading
+    return room
 
 
-def _older_name(model: Any, name: str) -> str:
+def _older_name(model: PreTrainedModel, name: str) -> str:
     """The stored name before 5.0: the table of the model's class backwards, for those classes that the
     library itself saves so."""
     listed = getattr(sys.modules["transformers.modeling_utils"], "VLMS", [])
@@ -168,13 +167,7 @@ def _replaced(table: Iterable[tuple[str, str]], name: str) -> str:
     return name
 
 
-def _renamed(own: Mapping[str, Probe], names: Mapping[str, str]) -> dict[str, tuple[Copy, ...]]:
-    if all(name == stored for name, stored in names.items()):
-        return {}
-    return {name: (whole(name, stored, own[name].shape),) for name, stored in names.items()}
-
-
-def _culprit(loading: Any, model: Any, own: Mapping[str, Probe]) -> str:
+def _culprit(loading: ModuleType, model: PreTrainedModel, own: Mapping[str, Probe]) -> str:
     """The first tensor that the library can not save alone."""
     for name, probe in own.items():
         try:
@@ -184,7 +177,7 @@ def _culprit(loading: Any, model: Any, own: Mapping[str, Probe]) -> str:
     return next(iter(own))
 
 
-def _operations(model: Any, name: str) -> str:
+def _operations(model: PreTrainedModel, name: str) -> str:
     """What the library does to a tensor, by its own words."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -199,7 +192,7 @@ def _operations(model: Any, name: str) -> str:
     return "a rule of its own"
 
 
-def _beyond(model: Any, name: str, fault: Exception) -> ContractError:
+def _beyond(model: PreTrainedModel, name: str, fault: Exception) -> ContractError:
     """The error for a conversion that has no place in a map."""
     one_way = isinstance(fault, NotImplementedError)
     return ContractError(

@@ -84,8 +84,8 @@ def test_an_answer_comes_word_by_word(place, run):
 def test_half_a_character_and_the_last_white_space_wait(run):
     heard: list[str] = []
     with speaker(run) as opened:
-        tokenizer = opened.task._asked.tokenizer
-        listener = _Listener(opened.task._asked, heard.append)
+        tokenizer = opened.task.check_answers().tokenizer
+        listener = _Listener(opened.task.check_answers(), heard.append)
         listener.put(torch.tensor([[1, 2]]))  # the prompt
         for token in tokenizer("a 猫 is red \n")["input_ids"]:
             listener.put(torch.tensor([token]))

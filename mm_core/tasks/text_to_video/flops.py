@@ -1,31 +1,33 @@
-"""Operations of what `text_to_video` trains, from the shapes of a forward's arguments."""
+"""Flops of what `text_to_video` trains, from the shapes of a forward's arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from mm_core.contracts import (
-    Autoencoder,
     CountsProducts,
     FrameConditioned,
-    FrameNames,
     GivenFrames,
-    ImageEncoder,
     Predictor,
     PredictorInputs,
     Routed,
     StepOperations,
-    TextEncoder,
 )
 from mm_core.modules.flops import step_operations
+from mm_core.tasks.text_to_video.checks import SIZES
 from mm_core.tasks.text_to_video.frames import image_dim, inputs_of
 
+if TYPE_CHECKING:
+    from mm_core.tasks.text_to_video.task import TextToVideo
 
-class TrainedOperations:
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class TrainedFlops:
     """Of the forward and backward of a predictor. Reckoned once for each set of shapes: what is trained does
     not change in a run."""
 
@@ -34,29 +36,19 @@ class TrainedOperations:
         self._known: dict[tuple[object, ...], float] = {}
 
     def of(self, given: PredictorInputs, text: Tensor, expert: str | None = None) -> float:
-        """Operations that MFU counts, of a forward with these arguments and its backward; 0 where the
-        predictor does not say what it multiplies."""
+        """Flops that MFU counts, of a forward with these arguments and its backward; 0 where the predictor
+        does not say what it multiplies."""
         if not isinstance(self._predictor, CountsProducts):
             return 0.0
         shapes = _shapes(given, text)
         key = (expert, *sorted(shapes.items()))
         if key not in self._known:
-            self._known[key] = _operations(self._predictor, shapes, expert, ()).useful
+            self._known[key] = _flops(self._predictor, shapes, expert, ()).useful
         return self._known[key]
 
 
-class Parts(Protocol):
-    """What of a task a sample's operations follow from."""
-
-    predictor: Predictor
-    autoencoder: Autoencoder
-    text_encoder: TextEncoder
-    frames: FrameNames
-    image_encoder: ImageEncoder | None
-
-
-def sample_operations(
-    parts: Parts, batch_spec: Mapping[str, Any], recomputed: Collection[str]
+def sample_flops(
+    task: TextToVideo, batch_spec: Mapping[str, Any], recomputed: Collection[str]
 ) -> StepOperations | None:
     """Of one sample, with text as long as it may be. None where the clips' size, the predictor's products or
     the tokens of an image encoder are not known.
@@ -65,36 +57,35 @@ def sample_operations(
         batch_spec: the dataset's fields.
         recomputed: module paths in the task.
     """
-    predictor = parts.predictor
-    sizes = [batch_spec.get(name) for name in ("num_frames", "height", "width")]
-    tokens = _feature_tokens(parts)
-    if tokens is None or None in sizes or not isinstance(predictor, CountsProducts):
+    predictor, tokens = task.predictor, _feature_tokens(task)
+    known = all(batch_spec.get(name) is not None for name in SIZES)
+    if tokens is None or not known or not isinstance(predictor, CountsProducts):
         return None
-    num_frames, height, width = cast(list[int], sizes)
+    num_frames, height, width = (batch_spec[name] for name in SIZES)
     padding = predictor.text_padding
-    length = padding[1] if isinstance(padding, tuple) else parts.text_encoder.max_length
+    length = padding[1] if isinstance(padding, tuple) else task.text_encoder.max_length
     with torch.device("meta"):
-        latents = torch.empty(1, *parts.autoencoder.latent_shape(num_frames, height, width))
+        latents = torch.empty(1, *task.autoencoder.latent_shape(num_frames, height, width))
         given = None
-        if parts.frames:
+        if task.frames:
             assert isinstance(predictor, FrameConditioned)
-            frames = [torch.empty(1, 3, height, width) for _ in parts.frames]
+            frames = [torch.empty(1, 3, height, width) for _ in task.frames]
             count = predictor.frames_clip(frames, num_frames).shape[2]
-            shown = torch.empty(1, *parts.autoencoder.latent_shape(count, height, width))
+            shown = torch.empty(1, *task.autoencoder.latent_shape(count, height, width))
             features = torch.empty(1, tokens, image_dim(predictor) or 0) if tokens else None
-            given = GivenFrames(parts.frames, shown, features)
+            given = GivenFrames(task.frames, shown, features)
         inputs = inputs_of(predictor, latents, torch.empty(1), given)
         shapes = _shapes(inputs, torch.empty(1, length, predictor.text_dim))
     own = [path.removeprefix("predictor").removeprefix(".") for path in recomputed]
-    return _operations(predictor, shapes, _trained_expert(predictor), own)
+    return _flops(predictor, shapes, _trained_expert(predictor), own)
 
 
-def _feature_tokens(parts: Parts) -> int | None:
+def _feature_tokens(task: TextToVideo) -> int | None:
     """Tokens of the given frames' image features; 0 without, None where their number is not known."""
-    if not parts.frames or image_dim(parts.predictor) is None:
+    if not task.frames or image_dim(task.predictor) is None:
         return 0
-    each = parts.image_encoder.tokens if parts.image_encoder is not None else None
-    return None if each is None else each * len(parts.frames)
+    each = task.image_encoder.tokens if task.image_encoder is not None else None
+    return None if each is None else each * len(task.frames)
 
 
 def _trained_expert(predictor: object) -> str | None:
@@ -103,17 +94,14 @@ def _trained_expert(predictor: object) -> str | None:
     return next((expert.name for expert in experts if expert.trained), None)
 
 
-def _shapes(given: PredictorInputs, text: Tensor) -> dict[str, tuple[int, ...]]:
+def _shapes(given: PredictorInputs, text: Tensor) -> Shapes:
     tensors = {"latents": given.latents, "timestep": given.timestep, "text": text, **given.conditions}
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def _operations(
-    predictor: CountsProducts,
-    shapes: Mapping[str, tuple[int, ...]],
-    expert: str | None,
-    recomputed: Collection[str],
+def _flops(
+    predictor: CountsProducts, shapes: Shapes, expert: str | None, recomputed: Collection[str]
 ) -> StepOperations:
-    routed = {} if expert is None else {"expert": expert}
-    products = predictor.products(**shapes, **routed)  # type: ignore[arg-type]
-    return step_operations(cast(nn.Module, predictor), products, recomputed)
+    assert isinstance(predictor, nn.Module)
+    routed: dict[str, Any] = {} if expert is None else {"expert": expert}
+    return step_operations(predictor, predictor.products(**shapes, **routed), recomputed)
