@@ -62,7 +62,7 @@ class WeightsFrom:
 
 
 @runtime_checkable
-class Pretrained(Protocol):
+class SupportsWeightsFrom(Protocol):
     """A component with weights of its own that is built from settings alone: the core streams the weights
     into it, each rank what it keeps."""
 
@@ -99,7 +99,7 @@ class SelfLoading(Frozen, Protocol):
 
 
 @runtime_checkable
-class Streamed(Frozen, Pretrained, Protocol):
+class Streamed(Frozen, SupportsWeightsFrom, Protocol):
     """A frozen `torch.nn.Module` that the core fills: `engine.frozen` says whether each rank keeps all of
     it, a shard, or keeps it in host memory.
 
@@ -136,7 +136,7 @@ class Autoencoder(Frozen, Protocol):
 
 
 @runtime_checkable
-class ChoosesLatents(Protocol):
+class SupportsDoSample(Protocol):
     """An autoencoder whose own options say which latents are trained on, where the task's say nothing.
 
     do_sample: true: samples of the posterior; false: its mode; None: it does not say.

@@ -62,7 +62,7 @@ class Conversing(Protocol):
 
 
 @runtime_checkable
-class ConversingDataset(Protocol):
+class SupportsConversing(Protocol):
     """A dataset whose model can be asked, without the rows that it was trained on."""
 
     @classmethod
@@ -71,7 +71,7 @@ class ConversingDataset(Protocol):
 
 
 @runtime_checkable
-class AnswersInWords(Protocol):
+class SupportsAnswer(Protocol):
     """A task that answers in words, where others make clips."""
 
     def check_answers(self) -> None:

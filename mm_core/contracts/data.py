@@ -39,7 +39,7 @@ class VideoReader(Protocol):
 
 
 class Dataset(Protocol):
-    """Map-style samples: plain dicts. One that draws at random also is a RandomisedDataset."""
+    """Map-style samples: plain dicts. One that draws at random also is a SupportsSampleAt."""
 
     def __len__(self) -> int: ...
 
@@ -56,7 +56,7 @@ class Dataset(Protocol):
 
 
 @runtime_checkable
-class RandomisedDataset(Protocol):
+class SupportsSampleAt(Protocol):
     """A dataset whose samples depend on chance (random start frame, crop, flip)."""
 
     def sample_at(self, index: int, rng: Randomness) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class RandomisedDataset(Protocol):
 
 
 @runtime_checkable
-class MeasuredDataset(Protocol):
+class SupportsLengths(Protocol):
     """A dataset that knows how long its samples are, so that batches of like ones can be made of them."""
 
     def lengths(self) -> Tensor:
@@ -72,7 +72,7 @@ class MeasuredDataset(Protocol):
 
 
 @runtime_checkable
-class LimitedDataset(Protocol):
+class SupportsCheckMicroBatch(Protocol):
     """A dataset class whose options limit how many samples a batch may hold. The plan asks the class itself,
     before anything is opened or measured."""
 
@@ -82,7 +82,7 @@ class LimitedDataset(Protocol):
 
 
 @runtime_checkable
-class EvaluatedDataset(Protocol):
+class SupportsEvaluated(Protocol):
     """A dataset class with options that suit training alone."""
 
     @classmethod
@@ -91,7 +91,7 @@ class EvaluatedDataset(Protocol):
 
 
 @runtime_checkable
-class NamesClasses(Protocol):
+class SupportsClassNames(Protocol):
     """A dataset or a task that has names for classes. Those of a run's datasets must be its task's."""
 
     def class_names(self) -> tuple[str, ...]:

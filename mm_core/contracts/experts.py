@@ -28,7 +28,7 @@ class Expert:
 
 
 @runtime_checkable
-class Routed(Protocol):
+class SupportsExperts(Protocol):
     """A predictor of several experts, each for timesteps of its own.
 
     experts: all of them, from noise to clean; guidance scales are listed in this order. What is not trained
@@ -55,7 +55,7 @@ class Routed(Protocol):
 
 
 @runtime_checkable
-class TruncatedScheduler(NoiseScheduler, Protocol):
+class SupportsTruncated(NoiseScheduler, Protocol):
     """A noise scheduler whose training timesteps can be cut to an interval: what experts are trained with."""
 
     def truncated(self, low: float, high: float | None = None) -> NoiseScheduler:

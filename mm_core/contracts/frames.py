@@ -23,7 +23,7 @@ class GivenFrames:
     """Frames of a clip, encoded.
 
     names: which ones, at least one. latents: [B,C,T',H,W] float32, what the autoencoder makes of
-    `FrameConditioned.frames_clip` (its mode). features: [B,K,D] float32 of the image encoder, the frames'
+    `SupportsFrames.frames_clip` (its mode). features: [B,K,D] float32 of the image encoder, the frames'
     one behind the other; None where the predictor takes none.
     """
 
@@ -61,7 +61,7 @@ def _repeat(rows: Tensor, times: int) -> Tensor:
 
 
 @runtime_checkable
-class FrameConditioned(Protocol):
+class SupportsFrames(Protocol):
     """A predictor that may be shown frames of the clip that it predicts. Both methods are pure: they read no
     parameter, and are called outside the forward.
 

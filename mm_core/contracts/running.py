@@ -59,7 +59,7 @@ class TaskModule(nn.Module, Task):
 
 
 @runtime_checkable
-class Stepped(Protocol):
+class SupportsBeginStep(Protocol):
     """A task that has a choice of its own for each step, made from (seed, step)."""
 
     def begin_step(self, step: int) -> None:
@@ -67,7 +67,7 @@ class Stepped(Protocol):
 
 
 @runtime_checkable
-class ChecksRequests(Protocol):
+class SupportsCheckRequest(Protocol):
     """A task that can say before any training whether it will be able to sample."""
 
     def check_request(self, request: SampleRequest) -> None:
@@ -75,7 +75,7 @@ class ChecksRequests(Protocol):
 
 
 @runtime_checkable
-class TellsNotes(Protocol):
+class SupportsNotes(Protocol):
     """A task that has chosen something that its user may not expect."""
 
     def notes(self) -> Sequence[str]:
@@ -83,7 +83,7 @@ class TellsNotes(Protocol):
 
 
 @runtime_checkable
-class SamplesInTurn(Protocol):
+class SupportsClips(Protocol):
     """A task that gives each clip as soon as it is made: the next ones need no memory beside it."""
 
     def clips(self, request: SampleRequest) -> Iterator[Clip]:

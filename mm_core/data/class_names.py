@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mm_core.contracts import Dataset, NamesClasses
+from mm_core.contracts import Dataset, SupportsClassNames
 from mm_core.errors import ContractError
 
 
 def check_class_names(task: object, datasets: Mapping[str, Dataset]) -> None:
     """ContractError where a dataset (by its name under `data`) gives a class's number another name than the
     task does: what is learnt would be exported and predicted under wrong names."""
-    known = task.class_names() if isinstance(task, NamesClasses) else ()
+    known = task.class_names() if isinstance(task, SupportsClassNames) else ()
     if not known:
         return
     for split, dataset in datasets.items():
-        named = dataset.class_names() if isinstance(dataset, NamesClasses) else ()
+        named = dataset.class_names() if isinstance(dataset, SupportsClassNames) else ()
         if named == known[: len(named)]:
             continue
         pairs = enumerate(zip(named, known, strict=False))

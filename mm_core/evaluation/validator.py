@@ -16,13 +16,13 @@ from torch import Tensor
 from mm_core.config.schema import RunConfig, ValidationSection
 from mm_core.contracts import (
     Batch,
-    ChecksRequests,
     Clip,
     Dataset,
     Evaluation,
     Metric,
     Randomness,
     SampleRequest,
+    SupportsCheckRequest,
     TaskModule,
 )
 from mm_core.data.rows.prompts import Prompt, read_images, with_images
@@ -268,7 +268,7 @@ class Validator:
             return
         if not callable(getattr(self._task, "sample", None)):
             raise no_clips(type(self._task).__name__)
-        if isinstance(self._task, ChecksRequests):
+        if isinstance(self._task, SupportsCheckRequest):
             self._task.check_request(self._request)
 
     @cached_property

@@ -16,12 +16,12 @@ from torch import Tensor
 from mm_core.checkpoint.reading import StoredRun, Weights, Which, stored_run
 from mm_core.config.schema import RunConfig
 from mm_core.contracts import (
-    AnswersInWords,
     Conversing,
-    ConversingDataset,
     Decoding,
     Heard,
     Question,
+    SupportsAnswer,
+    SupportsConversing,
     Turn,
 )
 from mm_core.device import current_device
@@ -64,7 +64,7 @@ class Answer:
 class AnswerSession:
     """A run's model that answers. All ranks call `rows` and `led`."""
 
-    task: AnswersInWords
+    task: SupportsAnswer
     conversing: Conversing
     device: torch.device
     ranks: Ranks
@@ -229,7 +229,7 @@ def speaker(
     conversing = conversing_of(config)
     with among_ranks(patient):
         task, ranks = task_of(config, source), Ranks.current()
-        assert isinstance(task, AnswersInWords)
+        assert isinstance(task, SupportsAnswer)
         task.check_answers()
         with load_as_rank(task, config, source, weights).evaluating():
             yield AnswerSession(task, conversing, current_device(), ranks)
@@ -296,7 +296,7 @@ def checked(decoding: Decoding) -> Decoding:
 def makes_words(config: RunConfig) -> bool:
     """Whether the run's task answers in words, seen from its class."""
     target = config.registry.resolve("task", config.task.type).load_target()
-    return isinstance(target, type) and issubclass(target, AnswersInWords)
+    return isinstance(target, type) and issubclass(target, SupportsAnswer)
 
 
 def check_words(config: RunConfig) -> None:
@@ -314,7 +314,7 @@ def conversing_of(config: RunConfig) -> Conversing:
     """What lays out questions as the rows that the run was trained on. ContractError where nothing does."""
     dataset = config.data.train
     target, fields = config.registry.target_of(dataset)
-    if not isinstance(target, ConversingDataset):
+    if not isinstance(target, SupportsConversing):
         raise ContractError(
             f"the run was trained on {dataset.type}, which lays out no questions in words",
             where="data.train.type",

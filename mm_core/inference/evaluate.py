@@ -16,7 +16,7 @@ from mm_core.checkpoint.reading import StoredRun, Weights, Which, checkpoint_at
 from mm_core.config.dump import to_mapping, to_yaml
 from mm_core.config.load import load_config
 from mm_core.config.schema import RunConfig, ValidationSection
-from mm_core.contracts import EvaluatedDataset, Metric
+from mm_core.contracts import Metric, SupportsEvaluated
 from mm_core.data.class_names import check_class_names
 from mm_core.data.loading.seeding import build_dataset
 from mm_core.errors import MMError
@@ -208,7 +208,7 @@ def _without_data(run: str | Path, file: Path, config: RunConfig, split: Split) 
     options = to_mapping(config)["data"]["train"]
     dataset = config.data.train.type
     class_: object = config.registry.resolve("dataset", dataset).load_target()
-    if isinstance(class_, EvaluatedDataset):
+    if isinstance(class_, SupportsEvaluated):
         options = class_.evaluated(options)
     # What was cut off for training is nothing of another file.
     train = {key: value for key, value in options.items() if value is not None and key not in _CUT}

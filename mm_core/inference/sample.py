@@ -16,12 +16,12 @@ from mm_core.checkpoint.reading import StoredRun, Weights, Which, open_checkpoin
 from mm_core.checkpoint.run_manifest import check_plugins
 from mm_core.config.schema import RunConfig
 from mm_core.contracts import (
-    ChecksRequests,
     Clip,
     Engine,
     Randomness,
     SampleRequest,
-    SamplesInTurn,
+    SupportsCheckRequest,
+    SupportsClips,
     TaskModule,
     torch_dtype,
 )
@@ -144,9 +144,9 @@ def _sample(
     out = None if folder is None else Path(folder)
     source, config = stored.checkpoint, stored.config
     ranks, task = Ranks.current(), task_of(config, source)
-    if not isinstance(task, SamplesInTurn) and not callable(getattr(task, "sample", None)):
+    if not isinstance(task, SupportsClips) and not callable(getattr(task, "sample", None)):
         raise no_clips(config.task.type)
-    if isinstance(task, ChecksRequests):
+    if isinstance(task, SupportsCheckRequest):
         task.check_request(request)  # before anything is read
     engine = load_as_rank(task, config, source, weights)
     if out is not None:
@@ -155,7 +155,7 @@ def _sample(
     kept: list[Clip] = []
     previews: list[Clip] = []
     with engine.evaluating():
-        clips = task.clips(share) if isinstance(task, SamplesInTurn) else task.sample(share)
+        clips = task.clips(share) if isinstance(task, SupportsClips) else task.sample(share)
         made = 0
         for number, clip in enumerate(clips or ()):
             made = number + 1

@@ -19,7 +19,7 @@ from mm_core.checkpoint.external_rows import RECIPE, ExternalRow
 from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.config.load import load_config
 from mm_core.config.schema import InitFromSection, RunConfig
-from mm_core.contracts import Pretrained, TaskModule, WeightsFrom
+from mm_core.contracts import SupportsWeightsFrom, TaskModule, WeightsFrom
 from mm_core.errors import CheckpointError, MMError, TrustError
 from mm_core.loading.checkpoint_source import CheckpointSource
 from mm_core.loading.matching import MatchedWeights, WeightMatch
@@ -181,7 +181,7 @@ def _own(task: TaskModule, root: str) -> InitFromSection | None:
 
 def _given(task: TaskModule, root: str) -> WeightsFrom | None:
     component = task.get_submodule(root) if root in task.trainable else None
-    return component.weights_from if isinstance(component, Pretrained) else None
+    return component.weights_from if isinstance(component, SupportsWeightsFrom) else None
 
 
 def _start(key: str, init: InitFromSection, task: TaskModule, config: RunConfig) -> WeightMatch:

@@ -11,7 +11,7 @@ from torch import nn
 from mm_core.checkpoint.reading import open_checkpoint
 from mm_core.config.load import load_config
 from mm_core.config.schema import RunConfig
-from mm_core.contracts import Pretrained, TaskModule
+from mm_core.contracts import SupportsWeightsFrom, TaskModule
 from mm_core.errors import MMError, TrustError
 from mm_core.loading.run_adapters import task_of
 
@@ -29,7 +29,7 @@ def given_weights(config: RunConfig, facts: Mapping[str, Any]) -> str | None:
 
 def own_weights(component: nn.Module) -> str | None:
     """What a component names itself."""
-    named = component.weights_from if isinstance(component, Pretrained) else None
+    named = component.weights_from if isinstance(component, SupportsWeightsFrom) else None
     return named.path if named is not None else None
 
 

@@ -7,15 +7,15 @@ from typing import Any
 
 from torch import nn
 
-from mm_core.contracts.operations import Product, StepOperations
+from mm_core.contracts.flops import ModuleFlops, StepFlops
 from mm_core.modules.adapter_layers import adapted_layers
 from mm_core.modules.patterns import above
 
 
-def step_operations(
-    module: nn.Module, products: Sequence[Product], recomputed: Collection[str] = ()
-) -> StepOperations:
-    """What a forward of `products` and its backward cost.
+def step_flops(
+    module: nn.Module, products: Sequence[ModuleFlops], recomputed: Collection[str] = ()
+) -> StepFlops:
+    """What a forward of `module_flops` and its backward cost.
 
     A product with a weight costs as much again in backward for the weight's gradient, if it is trained, and
     for its input's, if anything trained lies before it; one of two activations likewise for each of them.
@@ -55,7 +55,7 @@ def step_operations(
             differentiable.update(_paths(place))
         if "" in recomputed or any(path in recomputed for path in _paths(place)):
             again += product.flops * (1 + extra)
-    return StepOperations(forward, backward, again)
+    return StepFlops(forward, backward, again)
 
 
 def _paths(name: str) -> list[str]:

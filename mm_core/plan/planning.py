@@ -10,16 +10,16 @@ from torch import Tensor, nn
 
 from mm_core.config.schema import RunConfig
 from mm_core.contracts import (
-    CountsSamples,
     Engine,
     EnginePlan,
     Frozen,
-    LimitedDataset,
-    Pretrained,
-    StepOperations,
+    StepFlops,
     Streamed,
+    SupportsCheckMicroBatch,
+    SupportsNotes,
+    SupportsSampleFlops,
+    SupportsWeightsFrom,
     TaskModule,
-    TellsNotes,
     torch_dtype,
 )
 from mm_core.data.loading.sampler import BatchPlan
@@ -70,7 +70,7 @@ def check_data(config: RunConfig, task: TaskModule) -> None:
     for data in config.data.splits.values():
         task.check(data.options)
         class_: object = registry.resolve("dataset", data.type).load_target()
-        if isinstance(class_, LimitedDataset):
+        if isinstance(class_, SupportsCheckMicroBatch):
             class_.check_micro_batch(config.train.micro_batch_size, data.options)
 
 
@@ -117,19 +117,19 @@ def make_plan(
         micro_batch_size=micro,
         global_batch_size=size,
         accumulation=size // wave,
-        notes=tuple(task.notes()) if isinstance(task, TellsNotes) else (),
-        operations=_operations(config, task, layout, size),
+        notes=tuple(task.notes()) if isinstance(task, SupportsNotes) else (),
+        flops=_step_flops(config, task, layout, size),
         ema_bytes=layout.gradient_bytes if config.ema is not None else 0,
         ema_on_host=config.ema is not None and (config.ema.device == "cpu" or bool(layout.offloaded_bytes)),
     )
 
 
-def _operations(
+def _step_flops(
     config: RunConfig, task: TaskModule, layout: EnginePlan, global_batch_size: int
-) -> StepOperations | None:
-    if not isinstance(task, CountsSamples):
+) -> StepFlops | None:
+    if not isinstance(task, SupportsSampleFlops):
         return None
-    sample = task.sample_operations(config.data.train.options, layout.recomputed)
+    sample = task.sample_flops(config.data.train.options, layout.recomputed)
     return None if sample is None else sample * global_batch_size
 
 
@@ -198,7 +198,7 @@ def _missing(config: RunConfig, task: TaskModule) -> list[MissingFile]:
     found = []
     for name in trained:
         component = task.get_submodule(name)
-        given = component.weights_from if isinstance(component, Pretrained) else None
+        given = component.weights_from if isinstance(component, SupportsWeightsFrom) else None
         paths = missing_at(Path(given.path)) if given is not None else []
         found += [MissingFile(path, name, "to begin") for path in paths]
     others = [name for name in config.task.options if name not in (*trained, *frozen)]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from mm_core.contracts import EnginePlan, StepOperations
+from mm_core.contracts import EnginePlan, StepFlops
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class RunPlan:
     accumulation: int
     ema_bytes: int = 0
     ema_on_host: bool = False
-    operations: StepOperations | None = None  # of a step, over all ranks, where they are known
+    flops: StepFlops | None = None  # of a step, over all ranks, where they are known
     missing: tuple[MissingFile, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -130,9 +130,9 @@ class RunPlan:
             "",
             *self._memory(),
         ]
-        if self.operations is not None:
-            lines += ["", "operations a step, of all ranks together"]
-            lines += [f"  {label:<11} {_flop(count):>24}" for label, count in asdict(self.operations).items()]
+        if self.flops is not None:
+            lines += ["", "FLOPs a step, of all ranks together"]
+            lines += [f"  {label:<11} {_flop(count):>24}" for label, count in asdict(self.flops).items()]
         lines += ["", *(f"note: {sentence}" for sentence in self.notes)] if self.notes else []
         return "\n".join(lines)
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from mm_core.contracts import CountsProducts, Randomness
+from mm_core.contracts import Randomness, SupportsModuleFlops
 from mm_core.errors import ContractError, MMError
-from mm_core.modules.flops import step_operations
+from mm_core.modules.flops import step_flops
 from mm_core.modules.initialise import initialise
 from mm_core.plugin.registry import build as build_component
 
@@ -241,14 +241,14 @@ def unknown_conditions(probe: PredictorProbe) -> None:
     )
 
 
-def operations(probe: PredictorProbe) -> None:
-    """If it says what it multiplies (`products`), that is what torch counts, within a hundredth."""
+def flops(probe: PredictorProbe) -> None:
+    """If it says what it multiplies (`module_flops`), that is what torch counts, within a hundredth."""
     module = probe.trained()
     inputs = probe.inputs(module)
-    if not isinstance(module, CountsProducts):
+    if not isinstance(module, SupportsModuleFlops):
         return
     shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items() if name != "text_mask"}
-    said = step_operations(module, module.products(**shapes))
+    said = step_flops(module, module.module_flops(**shapes))
     # torch has no formula for attention's own kernels on a CPU.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         predicted = module(**inputs)
@@ -258,7 +258,7 @@ def operations(probe: PredictorProbe) -> None:
     for name, claimed, found in (("forward", said.forward, forward), ("backward", said.backward, backward)):
         if abs(claimed - found) > 0.01 * found:
             raise ContractError(
-                f"`products` makes {claimed:,.0f} operations of the {name}, and torch counts {found:,}",
+                f"`module_flops` makes {claimed:,.0f} operations of the {name}, and torch counts {found:,}",
                 accepted="within a hundredth",
                 hint="compare each product with its layer, and `after` with where its input comes from",
             )
@@ -266,7 +266,7 @@ def operations(probe: PredictorProbe) -> None:
 
 _CHECKS = (
     *(attributes, meta_build, initialisation, output, gradients, determinism, independence),
-    *(text_padding, timestep_precision, unknown_conditions, operations),
+    *(text_padding, timestep_precision, unknown_conditions, flops),
 )
 PREDICTOR_CHECKS: Mapping[str, Callable[[PredictorProbe], None]] = MappingProxyType(
     {check.__name__: check for check in _CHECKS}

@@ -19,7 +19,7 @@ from mm_core.checkpoint.run_manifest import check_plugins, run_manifest
 from mm_core.checkpoint.store import CheckpointStore
 from mm_core.config.dump import to_yaml
 from mm_core.config.schema import RunConfig
-from mm_core.contracts import Dataset, Engine, MeasuredDataset, Randomness, TaskModule, seeded
+from mm_core.contracts import Dataset, Engine, Randomness, SupportsLengths, TaskModule, seeded
 from mm_core.data.class_names import check_class_names
 from mm_core.data.loading.loader import MicroBatchLoader
 from mm_core.data.loading.sampler import BatchPlan
@@ -303,7 +303,7 @@ def sample_lengths(config: RunConfig, dataset: Dataset) -> Tensor | None:
     """What batches are grouped by; None where they are not. PlanError for a dataset that does not know."""
     if not config.data.loader.group_by_length:
         return None
-    if not isinstance(dataset, MeasuredDataset):
+    if not isinstance(dataset, SupportsLengths):
         raise PlanError(
             f"{type(dataset).__name__} does not say how long its samples are",
             where="data.loader.group_by_length",

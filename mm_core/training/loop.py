@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mm_core.contracts import Batch, Engine, Loss, LRSchedule, Randomness, Stepped, Task
+from mm_core.contracts import Batch, Engine, Loss, LRSchedule, Randomness, SupportsBeginStep, Task
 from mm_core.errors import CheckpointError, MMError, PeerError, TrainingError
 from mm_core.plan import RunPlan
 from mm_core.runtime.ranks import Ranks, gather_rows
@@ -70,7 +70,7 @@ def run_steps(training: Training, start: int) -> int:
     plan, engine, reporter = training.plan, training.engine, training.reporter
     for step in range(start, plan.steps):
         training.between.step_begins(step)
-        if isinstance(training.task, Stepped):
+        if isinstance(training.task, SupportsBeginStep):
             training.task.begin_step(step)
         reporter.enter("data")
         began = perf_counter()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mm_core
-from mm_core.contracts import Dataset, RandomisedDataset, Randomness, SampleKey
+from mm_core.contracts import Dataset, Randomness, SampleKey, SupportsSampleAt
 from mm_core.data.datasets.video_text import VideoTextDataset
 from mm_core.data.media.readers import DecordReader
 from mm_core.errors import DataError
@@ -37,7 +37,7 @@ def build(tmp_path: Path, encode, annotate):
 
 def test_a_sample_is_pixels_caption_and_id(build) -> None:
     dataset = build({"cap": "  a&amp;b\n c"})
-    assert isinstance(dataset, RandomisedDataset) and len(dataset) == 1
+    assert isinstance(dataset, SupportsSampleAt) and len(dataset) == 1
     sample = dataset[0]
     assert sample["pixels"].shape == (3, 8, 24, 32) and sample["pixels"].dtype == torch.float32
     assert sample["pixels"].min() >= -1 and sample["pixels"].max() <= 1

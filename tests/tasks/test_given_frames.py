@@ -11,12 +11,12 @@ from PIL import Image
 from torch import Tensor, nn
 
 from mm_core.contracts import (
-    FrameConditioned,
     GivenFrames,
     PredictorInputs,
     Randomness,
     SampleKey,
     SampleRequest,
+    SupportsFrames,
     VideoTextBatch,
 )
 from mm_core.data.rows.prompts import Prompt, read_images, read_prompts, with_images
@@ -112,7 +112,7 @@ def request(images, prompts=("a", "b"), **options) -> SampleRequest:
 
 def test_training_shows_the_first_choice_of_frames_and_counts_the_rest():
     predictor = Repeats()
-    assert isinstance(predictor, FrameConditioned)
+    assert isinstance(predictor, SupportsFrames)
     task, pixels = task_of(predictor), clips()
     inputs = task.prepare(batch_of(pixels), RNG)
     shown = task.autoencoder.encode(pixels[:, :, :1]).mode()

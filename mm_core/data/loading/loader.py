@@ -17,8 +17,8 @@ from mm_core.contracts import (
     Batch,
     Dataset,
     FailureRecord,
-    RandomisedDataset,
     Randomness,
+    SupportsSampleAt,
     generators_kept,
     seed_generators,
 )
@@ -70,7 +70,7 @@ class MicroBatchLoader:
     (seed, epoch, index), and before each batch is collated and transformed, at the keys of its rows.
 
     Args:
-        dataset: map-style; one that satisfies RandomisedDataset gets rng.at("data", epoch, index).
+        dataset: map-style; one that satisfies SupportsSampleAt gets rng.at("data", epoch, index).
         plan: which samples, in which order.
         batch_transform: applied to each collated batch in the worker (`Task.batch_transform()`).
         rng: the run's root.
@@ -240,7 +240,7 @@ class _Reading(TorchDataset[Batch | _Fault]):
     def _read(self, index: int, epoch: int) -> dict[str, object]:
         seed_generators(self.rng.at("draws", epoch, index))
         with self._guarded(f"sample {index}"):
-            if isinstance(self.dataset, RandomisedDataset):
+            if isinstance(self.dataset, SupportsSampleAt):
                 return self.dataset.sample_at(index, self.rng.at("data", epoch, index))
             return self.dataset[index]
 

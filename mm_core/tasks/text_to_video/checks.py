@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from mm_core.contracts import Autoencoder, ChoosesLatents
+from mm_core.contracts import Autoencoder, SupportsDoSample
 from mm_core.errors import ContractError
 from mm_core.tasks.text_to_video.frames import choices, describe, image_dim
 from mm_core.tasks.text_to_video.returned_shapes import scheduler_faults
@@ -33,12 +33,12 @@ def latents_of(autoencoder: Autoencoder, given: str | None) -> str:
     """`sample` or `mode`: as the task says, else as the autoencoder's options do, else the mode."""
     if given is not None:
         return given
-    return "sample" if isinstance(autoencoder, ChoosesLatents) and autoencoder.do_sample else "mode"
+    return "sample" if isinstance(autoencoder, SupportsDoSample) and autoencoder.do_sample else "mode"
 
 
 def _latents_faults(task: TextToVideo) -> Iterator[ContractError]:
     """Two options that say opposite things of the latents."""
-    own = task.autoencoder.do_sample if isinstance(task.autoencoder, ChoosesLatents) else None
+    own = task.autoencoder.do_sample if isinstance(task.autoencoder, SupportsDoSample) else None
     if own is not None and own != (task.latents == "sample"):
         yield ContractError(
             f"latents is {task.latents}, and the autoencoder's do_sample is {str(own).lower()}",

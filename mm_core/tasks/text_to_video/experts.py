@@ -13,7 +13,14 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from mm_core.contracts import Expert, NoiseScheduler, Predictor, Randomness, Routed, TruncatedScheduler
+from mm_core.contracts import (
+    Expert,
+    NoiseScheduler,
+    Predictor,
+    Randomness,
+    SupportsExperts,
+    SupportsTruncated,
+)
 from mm_core.errors import ContractError
 from mm_core.plugin.schema.fields import Guidance
 
@@ -27,14 +34,14 @@ class Experts:
         ContractError: a scheduler that can not be cut to an expert's timesteps, or never draws them.
     """
 
-    def __init__(self, predictor: Predictor | Routed, scheduler: NoiseScheduler) -> None:
+    def __init__(self, predictor: Predictor | SupportsExperts, scheduler: NoiseScheduler) -> None:
         self.scheduler = scheduler
-        self._routed = predictor if isinstance(predictor, Routed) else None
-        self._experts = tuple(predictor.experts) if isinstance(predictor, Routed) else ()
+        self._routed = predictor if isinstance(predictor, SupportsExperts) else None
+        self._experts = tuple(predictor.experts) if isinstance(predictor, SupportsExperts) else ()
         self._trained: list[tuple[Expert, NoiseScheduler, float]] = []
         if not self._experts:
             return
-        if not isinstance(scheduler, TruncatedScheduler):
+        if not isinstance(scheduler, SupportsTruncated):
             raise ContractError(
                 f"the predictor has {len(self._experts)} experts, and the timesteps of a "
                 f"{type(scheduler).__name__} can not be cut to those of one",

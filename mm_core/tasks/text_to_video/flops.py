@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from mm_core.contracts import (
-    CountsProducts,
-    FrameConditioned,
     GivenFrames,
     Predictor,
     PredictorInputs,
-    Routed,
-    StepOperations,
+    StepFlops,
+    SupportsExperts,
+    SupportsFrames,
+    SupportsModuleFlops,
 )
-from mm_core.modules.flops import step_operations
+from mm_core.modules.flops import step_flops
 from mm_core.tasks.text_to_video.checks import SIZES
 from mm_core.tasks.text_to_video.frames import image_dim, inputs_of
 
@@ -38,7 +38,7 @@ class TrainedFlops:
     def of(self, given: PredictorInputs, text: Tensor, expert: str | None = None) -> float:
         """Flops that MFU counts, of a forward with these arguments and its backward; 0 where the predictor
         does not say what it multiplies."""
-        if not isinstance(self._predictor, CountsProducts):
+        if not isinstance(self._predictor, SupportsModuleFlops):
             return 0.0
         shapes = _shapes(given, text)
         key = (expert, *sorted(shapes.items()))
@@ -49,7 +49,7 @@ class TrainedFlops:
 
 def sample_flops(
     task: TextToVideo, batch_spec: Mapping[str, Any], recomputed: Collection[str]
-) -> StepOperations | None:
+) -> StepFlops | None:
     """Of one sample, with text as long as it may be. None where the clips' size, the predictor's products or
     the tokens of an image encoder are not known.
 
@@ -59,7 +59,7 @@ def sample_flops(
     """
     predictor, tokens = task.predictor, _feature_tokens(task)
     known = all(batch_spec.get(name) is not None for name in SIZES)
-    if tokens is None or not known or not isinstance(predictor, CountsProducts):
+    if tokens is None or not known or not isinstance(predictor, SupportsModuleFlops):
         return None
     num_frames, height, width = (batch_spec[name] for name in SIZES)
     padding = predictor.text_padding
@@ -68,7 +68,7 @@ def sample_flops(
         latents = torch.empty(1, *task.autoencoder.latent_shape(num_frames, height, width))
         given = None
         if task.frames:
-            assert isinstance(predictor, FrameConditioned)
+            assert isinstance(predictor, SupportsFrames)
             frames = [torch.empty(1, 3, height, width) for _ in task.frames]
             count = predictor.frames_clip(frames, num_frames).shape[2]
             shown = torch.empty(1, *task.autoencoder.latent_shape(count, height, width))
@@ -90,7 +90,7 @@ def _feature_tokens(task: TextToVideo) -> int | None:
 
 def _trained_expert(predictor: object) -> str | None:
     """One that is trained, which stands for all: experts are alike. None for a predictor without."""
-    experts = predictor.experts if isinstance(predictor, Routed) else ()
+    experts = predictor.experts if isinstance(predictor, SupportsExperts) else ()
     return next((expert.name for expert in experts if expert.trained), None)
 
 
@@ -100,8 +100,8 @@ def _shapes(given: PredictorInputs, text: Tensor) -> Shapes:
 
 
 def _flops(
-    predictor: CountsProducts, shapes: Shapes, expert: str | None, recomputed: Collection[str]
-) -> StepOperations:
+    predictor: SupportsModuleFlops, shapes: Shapes, expert: str | None, recomputed: Collection[str]
+) -> StepFlops:
     assert isinstance(predictor, nn.Module)
     routed: dict[str, Any] = {} if expert is None else {"expert": expert}
-    return step_operations(predictor, predictor.products(**shapes, **routed), recomputed)
+    return step_flops(predictor, predictor.module_flops(**shapes, **routed), recomputed)

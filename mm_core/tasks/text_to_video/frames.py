@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mm_core.contracts import FrameConditioned, FrameNames, GivenFrames, Predictor, PredictorInputs
+from mm_core.contracts import FrameNames, GivenFrames, Predictor, PredictorInputs, SupportsFrames
 from mm_core.data.media.images import fit_image
 from mm_core.errors import ContractError
 from mm_core.tasks.text_to_video.returned_shapes import encoded
@@ -22,7 +22,7 @@ _BY_COUNT: tuple[FrameNames, ...] = ((), ("first",), ("first", "last"))
 
 def choices(predictor: Predictor) -> tuple[FrameNames, ...]:
     """The sets of frames that a predictor can be given; the first is what it is trained with."""
-    return predictor.frame_choices if isinstance(predictor, FrameConditioned) else ((),)
+    return predictor.frame_choices if isinstance(predictor, SupportsFrames) else ((),)
 
 
 def describe(names: FrameNames) -> str:
@@ -32,7 +32,7 @@ def describe(names: FrameNames) -> str:
 
 def image_dim(predictor: Predictor) -> int | None:
     """Width of the image features that it takes; None for none."""
-    return predictor.image_dim if isinstance(predictor, FrameConditioned) else None
+    return predictor.image_dim if isinstance(predictor, SupportsFrames) else None
 
 
 def clip_frames(task: TextToVideo, pixels: Tensor, names: FrameNames) -> GivenFrames | None:
@@ -71,7 +71,7 @@ def _encode(
     num_frames: int,
 ) -> GivenFrames:
     predictor = task.predictor
-    assert isinstance(predictor, FrameConditioned)
+    assert isinstance(predictor, SupportsFrames)
     latents = encoded(task.autoencoder, predictor.frames_clip(frames, num_frames))
     features = None
     if predictor.image_dim is not None:
@@ -86,7 +86,7 @@ def inputs_of(
     """What the forward takes beside the text: latents[B,C,T,H,W], timestep[B] in model units."""
     if given is None:
         return PredictorInputs(latents, timestep)
-    assert isinstance(predictor, FrameConditioned)
+    assert isinstance(predictor, SupportsFrames)
     return predictor.with_frames(latents, timestep, given)
 
 

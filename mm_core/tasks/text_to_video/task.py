@@ -28,7 +28,7 @@ from mm_core.contracts import (
     PredictorInputs,
     Randomness,
     SampleRequest,
-    StepOperations,
+    StepFlops,
     TextEncoder,
     VideoTextBatch,
 )
@@ -72,7 +72,7 @@ class TextToVideo(nn.Module):
     """Trains a predictor on latents of clips, conditioned on their captions. Satisfies `Task`.
 
     The loss is the mean squared error over (C,T,H,W) of each sample, times its weights, summed over
-    the batch. A predictor that is `FrameConditioned` is shown frames of the clip itself (`frames`), and what
+    the batch. A predictor that is `SupportsFrames` is shown frames of the clip itself (`frames`), and what
     it is shown in the place of noisy latents counts for nothing. Noise, timesteps and dropped captions derive
     from (seed, purpose, epoch, sample).
     Classifier-free guidance: Ho and Salimans 2022, https://arxiv.org/abs/2207.12598.
@@ -322,9 +322,7 @@ class TextToVideo(nn.Module):
 
     # -- checks --------------------------------------------------------------------------------
 
-    def sample_operations(
-        self, batch_spec: Mapping[str, Any], recomputed: Collection[str]
-    ) -> StepOperations | None:
+    def sample_flops(self, batch_spec: Mapping[str, Any], recomputed: Collection[str]) -> StepFlops | None:
         """Flops of a training sample, for the plan."""
         return sample_flops(self, batch_spec, recomputed)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from mm_core.contracts import Pretrained, TaskModule
+from mm_core.contracts import SupportsWeightsFrom, TaskModule
 from mm_core.errors import CheckpointError
 from mm_core.weights.formats.format import AdapterLayout, Companions, Layout, StoredTensors, Written
 from mm_core.weights.formats.key_map import KeyMap
@@ -211,7 +211,7 @@ def _open_model(place: Path, stem: str, pickles: str) -> StoredTensors:
 
 def _origin(model: PreTrainedModel) -> Path | None:
     """The folder that a model of Transformers was made of, by its files or by its config alone."""
-    if isinstance(model, Pretrained) and model.weights_from is not None:
+    if isinstance(model, SupportsWeightsFrom) and model.weights_from is not None:
         return Path(model.weights_from.path)
     return Path(model.config.name_or_path) if model.config.name_or_path else None
 

@@ -25,7 +25,7 @@ from diffusers.models.transformers.transformer_wan import (
 from einops import rearrange
 from torch import Tensor, nn
 
-from mm_core.contracts import Product, attention, linear
+from mm_core.contracts import ModuleFlops, attention_flops, linear_flops
 from mm_core.errors import ContractError
 from mm_custom_dit.config import CustomDiTConfig
 
@@ -153,10 +153,10 @@ class CustomDiT(nn.Module):
         for name, table in tables.named_buffers():
             self.rope.get_buffer(name).copy_(table)
 
-    def products(
+    def module_flops(
         self, latents: Sequence[int], timestep: Sequence[int], text: Sequence[int]
-    ) -> Sequence[Product]:
-        """What a forward of arguments of these shapes multiplies. Satisfies `CountsProducts`."""
+    ) -> Sequence[ModuleFlops]:
+        """What a forward of arguments of these shapes multiplies. Satisfies `SupportsModuleFlops`."""
         batch, width, patch = latents[0], self.sizes.width, prod(self.patch_size)
         tokens = prod(latents[2:]) // patch
         rows, length, times = batch * tokens, prod(text[:2]), prod(timestep)
@@ -167,12 +167,12 @@ class CustomDiT(nn.Module):
 
         time, words = "condition_embedder.time_embedder", "condition_embedder.text_embedder"
         found = [
-            linear("patch_embedding", rows, self.in_channels * patch, width, after=()),
-            linear(f"{time}.linear_1", times, self.sizes.freq_dim, width, after=()),
-            linear(f"{time}.linear_2", times, width, width, after=(f"{time}.linear_1",)),
-            linear("condition_embedder.time_proj", times, width, 6 * width, after=(time,)),
-            linear(f"{words}.linear_1", length, self.text_dim, width, after=()),
-            linear(f"{words}.linear_2", length, width, width, after=(f"{words}.linear_1",)),
+            linear_flops("patch_embedding", rows, self.in_channels * patch, width, after=()),
+            linear_flops(f"{time}.linear_1", times, self.sizes.freq_dim, width, after=()),
+            linear_flops(f"{time}.linear_2", times, width, width, after=(f"{time}.linear_1",)),
+            linear_flops("condition_embedder.time_proj", times, width, 6 * width, after=(time,)),
+            linear_flops(f"{words}.linear_1", length, self.text_dim, width, after=()),
+            linear_flops(f"{words}.linear_2", length, width, width, after=(f"{words}.linear_1",)),
         ]
         given: tuple[str, ...] = ("patch_embedding", "condition_embedder.time_proj")  # to the first block
         for index in range(len(self.blocks)):
@@ -180,21 +180,24 @@ class CustomDiT(nn.Module):
             itself, across, inner = f"{block}.attn1", f"{block}.attn2", f"{block}.ffn.net"
             given += (f"{block}.scale_shift_table",)
             found += [
-                linear(f"{itself}.{name}", rows, width, width, given) for name in ("to_q", "to_k", "to_v")
+                linear_flops(f"{itself}.{name}", rows, width, width, given)
+                for name in ("to_q", "to_k", "to_v")
             ]
-            found += attention(itself, (batch, tokens, tokens, width), *qkv)
-            found += [linear(f"{itself}.to_out.0", rows, width, width, below(itself))]
+            found += attention_flops(itself, (batch, tokens, tokens, width), *qkv)
+            found += [linear_flops(f"{itself}.to_out.0", rows, width, width, below(itself))]
             given += (itself, f"{block}.norm2")
-            found += [linear(f"{across}.to_q", rows, width, width, given)]
-            found += [linear(f"{across}.{name}", length, width, width, (words,)) for name in ("to_k", "to_v")]
-            found += attention(across, (batch, tokens, text[1], width), *qkv)
-            found += [linear(f"{across}.to_out.0", rows, width, width, below(across))]
+            found += [linear_flops(f"{across}.to_q", rows, width, width, given)]
+            found += [
+                linear_flops(f"{across}.{name}", length, width, width, (words,)) for name in ("to_k", "to_v")
+            ]
+            found += attention_flops(across, (batch, tokens, text[1], width), *qkv)
+            found += [linear_flops(f"{across}.to_out.0", rows, width, width, below(across))]
             given += (across,)
-            found += [linear(f"{inner}.0.proj", rows, width, self.sizes.ffn_dim, given)]
-            found += [linear(f"{inner}.2", rows, self.sizes.ffn_dim, width, (*given, f"{inner}.0"))]
+            found += [linear_flops(f"{inner}.0.proj", rows, width, self.sizes.ffn_dim, given)]
+            found += [linear_flops(f"{inner}.2", rows, self.sizes.ffn_dim, width, (*given, f"{inner}.0"))]
             given = (block,)
         given += (time, "scale_shift_table")
-        return [*found, linear("proj_out", rows, width, self.out_channels * patch, given)]
+        return [*found, linear_flops("proj_out", rows, width, self.out_channels * patch, given)]
 
     def _rotary_tables(self) -> WanRotaryPosEmbed:
         return WanRotaryPosEmbed(self.sizes.head_dim, self.patch_size, self.sizes.rope_max_seq_len)

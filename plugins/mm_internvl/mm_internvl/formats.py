@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import nn
 
-from mm_core.contracts import Pretrained, TaskModule
+from mm_core.contracts import SupportsWeightsFrom, TaskModule
 from mm_core.weights import (
     AdapterLayout,
     Companions,
@@ -90,7 +90,7 @@ class InternVLOriginal:
         if config.get("model_type") != "internvl":
             return None
         base = None
-        if isinstance(component, Pretrained) and component.weights_from is not None:
+        if isinstance(component, SupportsWeightsFrom) and component.weights_from is not None:
             began = Path(component.weights_from.path)
             base = read_mapping(began / "config.json") if is_original(began) else tiles_of(began)
         text = json.dumps(to_original(config, base), indent=2) + "\n"

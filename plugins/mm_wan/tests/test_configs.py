@@ -109,7 +109,7 @@ def test_operations_of_image_to_video_are_known_before_its_files_are_there(name,
     latents = (16, 1 + (data["num_frames"] - 1) // 4, data["height"] // 8, data["width"] // 8)
     preset = PRESETS[config.task.options["predictor"].options["preset"]]
     plan = make_plan(config, 8)
-    assert plan.operations.forward == plan.global_batch_size * forward_flops(
+    assert plan.flops.forward == plan.global_batch_size * forward_flops(
         preset.architecture, latents, image_tokens=tokens
     )
 

@@ -72,8 +72,8 @@ def test_the_table_is_what_the_plan_says(name, row, tmp_path, monkeypatch):
     engine = plan.engine
     state = engine.parameter_bytes + engine.gradient_bytes + engine.optimizer_bytes
     cost = "-"
-    if plan.operations is not None:
-        cost = f"{plan.operations.useful / plan.global_batch_size / 1e12:,.0f} TFLOP"
+    if plan.flops is not None:
+        cost = f"{plan.flops.useful / plan.global_batch_size / 1e12:,.0f} TFLOP"
     found = (f"{plan.modules[0].parameters:,}", f"{state / 2**30:.2f}", cost)
     assert found == row[1:]
 

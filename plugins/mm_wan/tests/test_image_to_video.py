@@ -245,7 +245,7 @@ def test_the_plan_and_the_loss_say_the_operations_that_torch_counts(made, varian
         loss = at.task.loss(inputs)
         loss.total.backward()
     plan = make_plan(at.config, 1)
-    assert plan.operations.useful == loss.flops == counter.get_total_flops()
+    assert plan.flops.useful == loss.flops == counter.get_total_flops()
 
 
 def test_what_ti2v_predicts_of_the_given_frame_counts_for_nothing(made):

@@ -11,7 +11,7 @@ import wan_frames as frames
 
 import mm_core
 from mm_core.cli.main import main
-from mm_core.contracts import FrameConditioned
+from mm_core.contracts import SupportsFrames
 from mm_core.data.rows.prompts import Prompt, read_prompts
 from mm_core.errors import ContractError, DataError, MMError
 from mm_core.interchange.import_weights import import_weights
@@ -69,7 +69,7 @@ def test_an_image_for_a_text_to_video_model(tmp_path):
     ):
         mm_core.sample(tmp_path / "runs/t2v", PROMPT, images=[image])
     predictor = build_task(config).predictor
-    assert isinstance(predictor, FrameConditioned) and predictor.frame_choices == ((),)
+    assert isinstance(predictor, SupportsFrames) and predictor.frame_choices == ((),)
 
 
 def test_clips_given_different_numbers_of_images(made):

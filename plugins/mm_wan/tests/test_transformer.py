@@ -19,10 +19,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from wan_variants import DISTINCT, TINY, inputs, published, theirs, tiny
 
 import mm_core
-from mm_core.contracts import CountsProducts, Predictor, Pretrained, Randomness, WeightsFrom
+from mm_core.contracts import Predictor, Randomness, SupportsModuleFlops, SupportsWeightsFrom, WeightsFrom
 from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.errors import CheckpointError, ConfigError, ContractError
-from mm_core.modules.flops import step_operations
+from mm_core.modules.flops import step_flops
 from mm_core.runtime.process_group import process_group
 from mm_core.testing import PREDICTOR_CHECKS, PredictorProbe, check_predictor
 from support.ranks import run_ranks
@@ -108,7 +108,8 @@ def test_it_keeps_the_contract(check):
 def test_it_is_built_by_its_names(name):
     check_predictor({"type": name, **TINY, "patch_size": [2, 1, 2]})
     model = mm_core.build("predictor", {"type": name, **TINY})
-    assert isinstance(model, Predictor) and isinstance(model, Pretrained) and model.weights_from is None
+    assert isinstance(model, Predictor) and isinstance(model, SupportsWeightsFrom)
+    assert model.weights_from is None
     assert model.text_padding == ("fixed", 512)
     assert (model.in_channels, model.out_channels, model.text_dim) == (4, 4, 16)
     assert model._no_split_modules == ["WanTransformerBlock"]
@@ -327,8 +328,8 @@ def test_operations_are_those_that_torch_counts(preset, latents, text, image, ea
         model = WanTransformer(preset=preset)
         reference = WanTransformer3DModel(**PRESETS[preset].architecture.fields)
     forward, backward = counted(reference, latents, text, image, each)
-    assert isinstance(model, CountsProducts)
-    step = step_operations(model, model.products(**shapes(model, latents, text, image, each)))
+    assert isinstance(model, SupportsModuleFlops)
+    step = step_flops(model, model.module_flops(**shapes(model, latents, text, image, each)))
     assert (step.forward, step.backward) == (forward, backward)
     assert model.forward_flops(latents, text, image, each) == forward
     assert model.forward_flops(latents[1:], text, image, each) * latents[0] == forward

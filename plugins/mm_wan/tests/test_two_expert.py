@@ -30,17 +30,17 @@ from wan_variants import TINY, inputs
 import mm_core
 from mm_core.config.load import load_config
 from mm_core.contracts import (
-    CountsProducts,
-    FrameConditioned,
     Predictor,
-    Pretrained,
     Randomness,
-    Routed,
     SampleRequest,
+    SupportsExperts,
+    SupportsFrames,
+    SupportsModuleFlops,
+    SupportsWeightsFrom,
     WeightsFrom,
 )
 from mm_core.errors import CheckpointError, ConfigError, ContractError
-from mm_core.modules.flops import step_operations
+from mm_core.modules.flops import step_flops
 from mm_core.testing import PREDICTOR_CHECKS, PredictorProbe, check_predictor
 
 PROMPTS = ("a red circle moves left", "a cat and a dog bake a cake")
@@ -69,7 +69,7 @@ def test_it_keeps_the_contract(check):
 def test_it_is_built_by_its_name():
     check_predictor({"type": "wan/two_expert", **TINY})
     model = mm_core.build("predictor", {"type": "wan/two_expert", **TINY})
-    for contract in (Predictor, Routed, Pretrained, FrameConditioned, CountsProducts):
+    for contract in (Predictor, SupportsExperts, SupportsWeightsFrom, SupportsFrames, SupportsModuleFlops):
         assert isinstance(model, contract), contract
     assert [(e.name, e.low, e.high, e.trained) for e in model.experts] == [
         ("high", 875.0, None, True),
@@ -144,13 +144,13 @@ def test_operations_are_within_a_hundredth_of_torchs_count(preset, image):
     assert model.forward_flops(shape) == pytest.approx(counter.get_total_flops(), rel=0.01)
     for expert in ("high", "low"):
         conditions = {"image_latents": (1, 20, *shape[2:])} if image else {}
-        products = model.products(shape, (1,), (1, 512, 4096), expert, **conditions)
+        products = model.module_flops(shape, (1,), (1, 512, 4096), expert, **conditions)
         assert sum(product.flops for product in products) == model.forward_flops(shape)
         paths = dict(model.named_modules())
         assert all(product.module.startswith(expert) and product.module in paths for product in products)
         lone = model.get_submodule(expert)
-        alone = step_operations(lone, lone.products(shape, (1,), (1, 512, 4096), **conditions), ["blocks.0"])
-        assert step_operations(model, products, [f"{expert}.blocks.0"]) == alone
+        alone = step_flops(lone, lone.module_flops(shape, (1,), (1, 512, 4096), **conditions), ["blocks.0"])
+        assert step_flops(model, products, [f"{expert}.blocks.0"]) == alone
         assert alone.backward > 1.9 * alone.forward
 
 

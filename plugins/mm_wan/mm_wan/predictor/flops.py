@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from mm_core.contracts import Product, attention, linear
+from mm_core.contracts import ModuleFlops, attention_flops, linear_flops
 from mm_wan.presets import Architecture
 
 _EMBEDDER = "condition_embedder"
@@ -18,13 +18,13 @@ _QKV = (("to_q", "norm_q"), ("to_k", "norm_k"), ("to_v",))
 _IMAGE_QKV = (("to_q", "norm_q"), ("add_k_proj", "norm_added_k"), ("add_v_proj",))
 
 
-def forward_products(
+def module_flops(
     architecture: Architecture,
     latents: Sequence[int],
     text_length: int = 512,
     image_tokens: int = 0,
     timesteps_per_token: bool = False,
-) -> list[Product]:
+) -> list[ModuleFlops]:
     """The products of a forward, by modules of Diffusers' class (models/transformers/transformer_wan.py).
 
     Args:
@@ -47,28 +47,30 @@ def forward_products(
         block = f"blocks.{index}"
         given += (f"{block}.scale_shift_table",)
         itself, across, inner = f"{block}.attn1", f"{block}.attn2", f"{block}.ffn.net"
-        found += [linear(f"{itself}.{name}", N, M, M, given) for name in ("to_q", "to_k", "to_v")]
-        found += attention(itself, (B, tokens, tokens, M), *_QKV)
-        found += [linear(f"{itself}.to_out.0", N, M, M, _below(itself, *_QKV))]
+        found += [linear_flops(f"{itself}.{name}", N, M, M, given) for name in ("to_q", "to_k", "to_v")]
+        found += attention_flops(itself, (B, tokens, tokens, M), *_QKV)
+        found += [linear_flops(f"{itself}.to_out.0", N, M, M, _below(itself, *_QKV))]
         given += (itself, f"{block}.norm2")
-        found += [linear(f"{across}.to_q", N, M, M, given)]
-        found += [linear(f"{across}.{name}", L, M, M, (text,)) for name in ("to_k", "to_v")]
-        found += attention(across, (B, tokens, text_length, M), *_QKV)
+        found += [linear_flops(f"{across}.to_q", N, M, M, given)]
+        found += [linear_flops(f"{across}.{name}", L, M, M, (text,)) for name in ("to_k", "to_v")]
+        found += attention_flops(across, (B, tokens, text_length, M), *_QKV)
         if K:
             assert architecture.added_kv_proj_dim is not None, "of a model that takes images"
             added = [f"{across}.{name}" for name in ("add_k_proj", "add_v_proj")]
-            found += [linear(name, K, architecture.added_kv_proj_dim, M, (image,)) for name in added]
-            found += attention(across, (B, tokens, image_tokens, M), *_IMAGE_QKV)
-        found += [linear(f"{across}.to_out.0", N, M, M, _below(across, *_QKV, *(_IMAGE_QKV if K else ())))]
+            found += [linear_flops(name, K, architecture.added_kv_proj_dim, M, (image,)) for name in added]
+            found += attention_flops(across, (B, tokens, image_tokens, M), *_IMAGE_QKV)
+        found += [
+            linear_flops(f"{across}.to_out.0", N, M, M, _below(across, *_QKV, *(_IMAGE_QKV if K else ())))
+        ]
         given += (across,)
-        found += [linear(f"{inner}.0.proj", N, M, architecture.ffn_dim, given)]
-        found += [linear(f"{inner}.2", N, architecture.ffn_dim, M, (*given, f"{inner}.0"))]
+        found += [linear_flops(f"{inner}.0.proj", N, M, architecture.ffn_dim, given)]
+        found += [linear_flops(f"{inner}.2", N, architecture.ffn_dim, M, (*given, f"{inner}.0"))]
         given = (block,)
     given += (time, "scale_shift_table")
-    return [*found, linear("proj_out", N, M, architecture.out_channels * prod(patch), given)]
+    return [*found, linear_flops("proj_out", N, M, architecture.out_channels * prod(patch), given)]
 
 
-def _embedders(architecture: Architecture, tokens: tuple[int, int, int], times: int) -> list[Product]:
+def _embedders(architecture: Architecture, tokens: tuple[int, int, int], times: int) -> list[ModuleFlops]:
     """The products before the blocks.
 
     Args:
@@ -80,19 +82,21 @@ def _embedders(architecture: Architecture, tokens: tuple[int, int, int], times: 
     M = architecture.width
     time, text, image = (f"{_EMBEDDER}.{name}_embedder" for name in ("time", "text", "image"))
     found = [
-        linear("patch_embedding", N, architecture.in_channels * prod(architecture.patch_size), M, after=()),
-        linear(f"{time}.linear_1", times, architecture.freq_dim, M, after=()),
-        linear(f"{time}.linear_2", times, M, M, after=(f"{time}.linear_1",)),
-        linear(f"{_EMBEDDER}.time_proj", times, M, 6 * M, after=(time,)),
-        linear(f"{text}.linear_1", L, architecture.text_dim, M, after=()),
-        linear(f"{text}.linear_2", L, M, M, after=(f"{text}.linear_1",)),
+        linear_flops(
+            "patch_embedding", N, architecture.in_channels * prod(architecture.patch_size), M, after=()
+        ),
+        linear_flops(f"{time}.linear_1", times, architecture.freq_dim, M, after=()),
+        linear_flops(f"{time}.linear_2", times, M, M, after=(f"{time}.linear_1",)),
+        linear_flops(f"{_EMBEDDER}.time_proj", times, M, 6 * M, after=(time,)),
+        linear_flops(f"{text}.linear_1", L, architecture.text_dim, M, after=()),
+        linear_flops(f"{text}.linear_2", L, M, M, after=(f"{text}.linear_1",)),
     ]
     if K:
         assert architecture.image_dim is not None, "of a model that takes images"
         wide, inner = architecture.image_dim, f"{image}.ff.net"
         found += [
-            linear(f"{inner}.0.proj", K, wide, wide, after=(f"{image}.norm1",)),
-            linear(f"{inner}.2", K, wide, M, after=(f"{image}.norm1", f"{inner}.0")),
+            linear_flops(f"{inner}.0.proj", K, wide, wide, after=(f"{image}.norm1",)),
+            linear_flops(f"{inner}.2", K, wide, M, after=(f"{image}.norm1", f"{inner}.0")),
         ]
     return found
 
@@ -108,6 +112,6 @@ def forward_flops(
     image_tokens: int = 0,
     timesteps_per_token: bool = False,
 ) -> int:
-    """Operations of a forward: arguments as of `forward_products`."""
-    found = forward_products(architecture, latents, text_length, image_tokens, timesteps_per_token)
+    """Operations of a forward: arguments as of `module_flops`."""
+    found = module_flops(architecture, latents, text_length, image_tokens, timesteps_per_token)
     return sum(product.flops for product in found)

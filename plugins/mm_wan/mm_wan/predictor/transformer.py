@@ -23,10 +23,10 @@ from diffusers.models.transformers.transformer_wan import (
 )
 from torch import Tensor, nn
 
-from mm_core.contracts import FrameNames, GivenFrames, PredictorInputs, Product, WeightsFrom
+from mm_core.contracts import FrameNames, GivenFrames, ModuleFlops, PredictorInputs, WeightsFrom
 from mm_core.errors import ContractError, did_you_mean
 from mm_wan.predictor.architecture import CLASS, resolve
-from mm_wan.predictor.flops import forward_flops, forward_products
+from mm_wan.predictor.flops import forward_flops, module_flops
 from mm_wan.predictor.frames import beside, frame_choices, in_place, padded_clip
 from mm_wan.presets import Architecture
 
@@ -35,8 +35,8 @@ TEXT_LENGTH = 512
 
 
 class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers has no types
-    """Predicts the velocity of noisy latents. Satisfies `mm_core.contracts.Predictor`, `Pretrained` and
-    `FrameConditioned`.
+    """Predicts the velocity of noisy latents. Satisfies `Predictor`, `SupportsWeightsFrom` and
+    `SupportsFrames` of `mm_core.contracts`.
 
     Fields are those of `WanTransformerConfig`, where each is described. Text is padded with zeros to 512
     tokens; the mask is ignored, as in Diffusers' pipelines.
@@ -135,16 +135,16 @@ class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers 
         """Operations of a forward of latents of shape (B,C,T,H,W) or (C,T,H,W): see `flops`."""
         return forward_flops(self.architecture, latents, text_length, image_tokens, timesteps_per_token)
 
-    def products(
+    def module_flops(
         self,
         latents: Sequence[int],
         timestep: Sequence[int],
         text: Sequence[int],
         **conditions: Sequence[int],
-    ) -> Sequence[Product]:
+    ) -> Sequence[ModuleFlops]:
         """What a forward of arguments of these shapes multiplies: see `flops`."""
         images = conditions.get("image_embeds")
-        return forward_products(
+        return module_flops(
             self.architecture, latents, text[1], 0 if images is None else images[1], len(timestep) == 2
         )
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mm_core.contracts import Expert, FrameNames, GivenFrames, PredictorInputs, Product, WeightsFrom
+from mm_core.contracts import Expert, FrameNames, GivenFrames, ModuleFlops, PredictorInputs, WeightsFrom
 from mm_core.errors import CheckpointError, ConfigError, ContractError
 from mm_wan.predictor.architecture import expert_folders, resolve, stored_boundary
 from mm_wan.predictor.expert_files import ExpertFiles, open_expert
@@ -28,7 +28,7 @@ TIMESTEPS = 1000
 
 class TwoExpert(nn.Module):
     """Two `WanTransformer`s of one architecture, `high` and `low`. Satisfies `mm_core.contracts.Predictor`,
-    `Routed`, `Pretrained`, `FrameConditioned` and `CountsProducts`.
+    `SupportsExperts`, `SupportsWeightsFrom`, `SupportsFrames` and `SupportsModuleFlops`.
 
     `high` is responsible for timesteps from 1000 * boundary on, `low` for those below it. With `train: high`
     the other is not built: while clips are sampled (`complete`), it is read from `from_pretrained`.
@@ -165,17 +165,17 @@ class TwoExpert(nn.Module):
         """See `WanTransformer.with_frames`."""
         return self._any().with_frames(latents, timestep, given)
 
-    def products(
+    def module_flops(
         self,
         latents: Sequence[int],
         timestep: Sequence[int],
         text: Sequence[int],
         expert: str | None = None,
         **conditions: Sequence[int],
-    ) -> Sequence[Product]:
+    ) -> Sequence[ModuleFlops]:
         """What a forward by one expert multiplies (None: by any of them, for they are alike)."""
         name = expert or next(e.name for e in self.experts if e.trained)
-        found = self._any().products(latents, timestep, text, **conditions)
+        found = self._any().module_flops(latents, timestep, text, **conditions)
         return [product.below(name) for product in found]
 
     def forward_flops(

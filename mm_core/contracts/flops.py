@@ -19,7 +19,7 @@ Paths = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Product:
+class ModuleFlops:
     """Matrix products of one module in a forward.
 
     module: its path in the predictor. flops: operations, of all rows. after: what the input comes from; None:
@@ -32,21 +32,23 @@ class Product:
     after: Paths | None = None
     second: Paths | None = None
 
-    def below(self, path: str) -> Product:
+    def below(self, path: str) -> ModuleFlops:
         """The same product where the predictor that it is of lies at `path` of another."""
 
         def moved(paths: Paths | None) -> Paths | None:
             return None if paths is None else tuple(f"{path}.{one}" for one in paths)
 
-        return Product(f"{path}.{self.module}", self.flops, moved(self.after), moved(self.second))
+        return ModuleFlops(f"{path}.{self.module}", self.flops, moved(self.after), moved(self.second))
 
 
-def linear(module: str, rows: int, into: int, out: int, after: Paths | None = None) -> Product:
+def linear_flops(module: str, rows: int, into: int, out: int, after: Paths | None = None) -> ModuleFlops:
     """A linear layer of [out, into] on `rows` rows, or a convolution whose stride is its kernel."""
-    return Product(module, 2 * rows * into * out, after)
+    return ModuleFlops(module, 2 * rows * into * out, after)
 
 
-def attention(module: str, sizes: tuple[int, int, int, int], q: Paths, k: Paths, v: Paths) -> list[Product]:
+def attention_flops(
+    module: str, sizes: tuple[int, int, int, int], q: Paths, k: Paths, v: Paths
+) -> list[ModuleFlops]:
     """Scores of queries and keys, and their product with the values, of all heads.
 
     Args:
@@ -57,23 +59,23 @@ def attention(module: str, sizes: tuple[int, int, int, int], q: Paths, k: Paths,
     batch, queries, keys, width = sizes
     flops = 2 * batch * queries * keys * width
     of_q, of_k, of_v = (tuple(f"{module}.{name}" for name in names) for names in (q, k, v))
-    return [Product(module, flops, of_q, of_k), Product(module, flops, of_q + of_k, of_v)]
+    return [ModuleFlops(module, flops, of_q, of_k), ModuleFlops(module, flops, of_q + of_k, of_v)]
 
 
 @runtime_checkable
-class CountsProducts(Protocol):
+class SupportsModuleFlops(Protocol):
     """A predictor that says what its forward multiplies. Without it, torch counts the first forward of a
     run, which knows nothing of compiled regions and of kernels from outside."""
 
-    def products(
+    def module_flops(
         self, latents: Shape, timestep: Shape, text: Shape, **conditions: Shape
-    ) -> Sequence[Product]:
-        """The products of a forward of arguments of these shapes, in the order of the forward. One that is
-        `Routed` also takes `expert`, as its forward does."""
+    ) -> Sequence[ModuleFlops]:
+        """The products of a forward of arguments of these shapes, in the order of the forward. One of several
+        experts (`SupportsExperts`) also takes `expert`, as its forward does."""
 
 
 @dataclass(frozen=True)
-class StepOperations:
+class StepFlops:
     """Operations of a forward and its backward.
 
     forward: of all that is computed, frozen or not. backward: gradients of what is trained, and of the
@@ -89,17 +91,15 @@ class StepOperations:
         """What MFU counts."""
         return self.forward + self.backward
 
-    def __mul__(self, times: float) -> StepOperations:
-        return StepOperations(self.forward * times, self.backward * times, self.recomputed * times)
+    def __mul__(self, times: float) -> StepFlops:
+        return StepFlops(self.forward * times, self.backward * times, self.recomputed * times)
 
 
 @runtime_checkable
-class CountsSamples(Protocol):
+class SupportsSampleFlops(Protocol):
     """A task that says what a training sample costs before one is read, for the plan."""
 
-    def sample_operations(
-        self, batch_spec: Mapping[str, Any], recomputed: Collection[str]
-    ) -> StepOperations | None:
+    def sample_flops(self, batch_spec: Mapping[str, Any], recomputed: Collection[str]) -> StepFlops | None:
         """Of one sample of a dataset with these fields; None where that can not be known.
 
         recomputed: module paths in the task.

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from mm_core.contracts import CountsProducts, StepOperations, attention, linear
-from mm_core.modules.flops import step_operations
+from mm_core.contracts import StepFlops, SupportsModuleFlops, attention_flops, linear_flops
+from mm_core.modules.flops import step_flops
 from mm_core.parallel.activation_checkpointing import recompute
 
 TINY = {"num_layers": 3, "num_heads": 2, "head_dim": 16, "in_channels": 4, "out_channels": 4}
@@ -43,9 +43,9 @@ def counted(model: nn.Module, given: dict[str, torch.Tensor]) -> tuple[int, int]
     return forward, counter.get_total_flops() - forward
 
 
-def said(model: CustomDiT, given: dict[str, torch.Tensor], *recomputed: str) -> StepOperations:
-    assert isinstance(model, CountsProducts)
-    return step_operations(model, model.products(**{n: t.shape for n, t in given.items()}), recomputed)
+def said(model: CustomDiT, given: dict[str, torch.Tensor], *recomputed: str) -> StepFlops:
+    assert isinstance(model, SupportsModuleFlops)
+    return step_flops(model, model.module_flops(**{n: t.shape for n, t in given.items()}), recomputed)
 
 
 TRAINED = {
@@ -106,8 +106,8 @@ def test_what_is_recomputed_is_the_forward_of_those_modules_once_more():
 
 def test_a_predictor_within_another_says_its_products_by_its_place_there():
     alone, holder = dit(), nn.ModuleDict({"high": dit()})
-    products = [product.below("high") for product in alone.products((2, 4, 3, 8, 10), (2,), (2, 7, 24))]
-    assert step_operations(holder, products, ["high.blocks.1"]) == said(alone, arguments(), "blocks.1")
+    products = [product.below("high") for product in alone.module_flops((2, 4, 3, 8, 10), (2,), (2, 7, 24))]
+    assert step_flops(holder, products, ["high.blocks.1"]) == said(alone, arguments(), "blocks.1")
 
 
 def test_products_are_said_by_hand():
@@ -115,16 +115,16 @@ def test_products_are_said_by_hand():
     each for scores and values."""
     model = nn.ModuleDict({"one": nn.Linear(3, 6), "two": nn.Linear(6, 6), "three": nn.ModuleDict()})
     model["three"]["q"], model["three"]["k"] = nn.Linear(6, 6), nn.Linear(6, 6)
-    products = [linear("one", 4, 3, 6), linear("two", 4, 6, 6)]
-    assert step_operations(model, products) == StepOperations(144 + 288, 144 + 2 * 288)
-    assert step_operations(model, products, ["two"]) * 2 == StepOperations(864, 1440, 576)
-    apart = [linear("one", 4, 3, 6), linear("two", 4, 6, 6, after=())]
-    assert step_operations(model, apart).backward == 144 + 288
-    scores, values = attention("three", (2, 4, 5, 6), ("q",), ("k",), ("k",))
+    products = [linear_flops("one", 4, 3, 6), linear_flops("two", 4, 6, 6)]
+    assert step_flops(model, products) == StepFlops(144 + 288, 144 + 2 * 288)
+    assert step_flops(model, products, ["two"]) * 2 == StepFlops(864, 1440, 576)
+    apart = [linear_flops("one", 4, 3, 6), linear_flops("two", 4, 6, 6, after=())]
+    assert step_flops(model, apart).backward == 144 + 288
+    scores, values = attention_flops("three", (2, 4, 5, 6), ("q",), ("k",), ("k",))
     assert scores.flops == values.flops == 2 * 2 * 4 * 5 * 6
     for frozen, times in (((), 4), (("q",), 3), (("k",), 2), (("q", "k"), 0)):
         model.requires_grad_(True)
         for name in frozen:
             model["three"][name].requires_grad_(False)
-        found = step_operations(model, [scores, values])
-        assert found == StepOperations(2 * scores.flops, times * scores.flops)
+        found = step_flops(model, [scores, values])
+        assert found == StepFlops(2 * scores.flops, times * scores.flops)

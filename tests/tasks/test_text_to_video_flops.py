@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from mm_core.config.load import load_config
-from mm_core.contracts import Randomness, SampleKey, StepOperations, VideoTextBatch
+from mm_core.contracts import Randomness, SampleKey, StepFlops, VideoTextBatch
 from mm_core.plan import RunPlan, build_task, make_plan
 from mm_core.tasks.text_to_video.task import TextToVideo
 
@@ -64,7 +64,7 @@ def test_a_predictor_that_does_not_say_them_leaves_them_to_torchs_count(tiny):
     given = ready(build_task(load_config(tiny)))
     task = TextToVideo(Silent(12, 12), given.autoencoder, given.text_encoder, given.scheduler)
     assert task.loss(task.prepare(batch(1, 8), Randomness(1))).flops == 0
-    assert task.sample_operations({"num_frames": 8, "height": 16, "width": 16}, ()) is None
+    assert task.sample_flops({"num_frames": 8, "height": 16, "width": 16}, ()) is None
 
 
 def test_the_plan_says_those_of_a_step(tiny):
@@ -74,20 +74,20 @@ def test_the_plan_says_those_of_a_step(tiny):
     task = ready(build_task(config))
     samples = replace(batch(8, 8), captions=["x" * 500] * 8)
     loss = task.loss(task.prepare(samples, Randomness(1)))
-    assert plan.operations is not None and plan.operations.useful == loss.flops
-    assert 0 < plan.operations.recomputed < plan.operations.forward / 2
-    assert make_plan(load_config(tiny), 2).operations == replace(plan.operations, recomputed=0.0)
-    assert plan.to_mapping()["operations"]["forward"] == plan.operations.forward
+    assert plan.flops is not None and plan.flops.useful == loss.flops
+    assert 0 < plan.flops.recomputed < plan.flops.forward / 2
+    assert make_plan(load_config(tiny), 2).flops == replace(plan.flops, recomputed=0.0)
+    assert plan.to_mapping()["flops"]["forward"] == plan.flops.forward
 
 
 def test_the_plan_prints_them(tiny):
     plan = make_plan(load_config(tiny), 1)
-    shown = replace(plan, operations=StepOperations(2.5e12, 5.125e12, 1.5e6)).render().splitlines()
+    shown = replace(plan, flops=StepFlops(2.5e12, 5.125e12, 1.5e6)).render().splitlines()
     assert shown[-4:] == [
-        "operations a step, of all ranks together",
+        "FLOPs a step, of all ranks together",
         "  forward                    2.5 TFLOP",
         "  backward                 5.125 TFLOP",
         "  recomputed                 1.5 MFLOP",
     ]
     assert isinstance(plan, RunPlan)
-    assert "operations" not in replace(plan, operations=None).render()
+    assert "FLOPs" not in replace(plan, flops=None).render()

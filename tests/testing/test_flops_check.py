@@ -1,4 +1,4 @@
-"""The kit's check of `products` finds numbers that are not torch's, and asks nobody who says none."""
+"""The kit's check of `module_flops` finds numbers that are not torch's, and asks nobody who says none."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from mm_core.testing import PREDICTOR_CHECKS, PredictorProbe
 
 TINY = {"num_layers": 1, "num_heads": 2, "head_dim": 8, "in_channels": 4, "out_channels": 4}
 TINY |= {"text_dim": 8, "freq_dim": 8, "ffn_dim": 16, "rope_max_seq_len": 16}
-operations = PREDICTOR_CHECKS["operations"]
+flops = PREDICTOR_CHECKS["flops"]
 
 
 class Twice(CustomDiT):
-    def products(self, *shapes, **named):
-        return [replace(product, flops=2 * product.flops) for product in super().products(*shapes, **named)]
+    def module_flops(self, *shapes, **named):
+        return [replace(one, flops=2 * one.flops) for one in super().module_flops(*shapes, **named)]
 
 
 class Apart(CustomDiT):
     """As if no input came from a layer before."""
 
-    def products(self, *shapes, **named):
-        return [replace(product, after=()) for product in super().products(*shapes, **named)]
+    def module_flops(self, *shapes, **named):
+        return [replace(product, after=()) for product in super().module_flops(*shapes, **named)]
 
 
 @pytest.mark.parametrize(("faulty", "part"), [(Twice, "forward"), (Apart, "backward")])
 def test_numbers_that_are_not_torchs_are_a_sentence(faulty, part):
     with pytest.raises(ContractError, match=f"operations of the {part}, and torch counts") as caught:
-        operations(PredictorProbe(lambda: faulty(**TINY)))
+        flops(PredictorProbe(lambda: faulty(**TINY)))
     assert caught.value.accepted == "within a hundredth"
 
 
@@ -49,5 +49,5 @@ def test_a_predictor_may_leave_them_to_torch():
         def forward(self, latents, timestep, text, text_mask):
             return self.inner(latents, timestep, text, text_mask)
 
-    operations(PredictorProbe(Silent))
-    operations(PredictorProbe(lambda: CustomDiT(**TINY)))
+    flops(PredictorProbe(Silent))
+    flops(PredictorProbe(lambda: CustomDiT(**TINY)))
