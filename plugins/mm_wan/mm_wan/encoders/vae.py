@@ -89,7 +89,8 @@ class WanVAE(nn.Module):
 
     Satisfies `Autoencoder`, `Streamed` and `SupportsDoSample`. F = 4k+1 frames become T = k+1 latents;
     Y and X are divided by 8 (Wan 2.1, 16 channels) or 16 (Wan 2.2 TI2V, 48 channels).
-    Time is taken in pieces of four frames, so that memory does not grow with the clip. Fields are those of `WanVAEConfig`.
+    Time is taken in pieces of four frames, so that memory does not grow with the clip.
+    Fields are those of `WanVAEConfig`.
 
     The constructor opens no file. What config.json says is read when it is first asked for; where that file
     is not there yet, `latent_channels` tells which of the two published autoencoders is meant.
