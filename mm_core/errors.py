@@ -82,13 +82,9 @@ class ConfigError(MMError):
     """A config file or an override that does not check. `faults` holds every one that was found."""
 
     def __init__(self, faults: Sequence[MMError] | str, **details: str | None) -> None:
-        if isinstance(faults, str):
-            self.faults: tuple[MMError, ...] = ()
-            super().__init__(faults, **details)
-        else:
-            self.faults = tuple(faults)
-            count = len(self.faults)
-            super().__init__(f"{count} fault{'s' if count != 1 else ''} in the config", **details)
+        self.faults: tuple[MMError, ...] = () if isinstance(faults, str) else tuple(faults)
+        count = f"{len(self.faults)} fault{'s' if len(self.faults) != 1 else ''} in the config"
+        super().__init__(faults if isinstance(faults, str) else count, **details)
 
     def render(self) -> str:
         """Every fault, one below the other."""

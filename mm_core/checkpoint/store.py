@@ -19,7 +19,6 @@ from typing import Literal
 
 import torch
 
-from mm_core.checkpoint.background import WriterThread
 from mm_core.checkpoint.files import dcp
 from mm_core.checkpoint.files import layout as files
 from mm_core.checkpoint.files.facts import step_name
@@ -32,6 +31,7 @@ from mm_core.checkpoint.retention import Retention, complete_steps, put_aside, t
 from mm_core.checkpoint.run_lock import RunLock
 from mm_core.errors import CheckpointError
 from mm_core.files import remove_stale_stages, replace_text, stage_name, sync_folder
+from mm_core.runtime.background import BackgroundQueue
 from mm_core.runtime.ranks import Ranks
 
 _logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class CheckpointStore:
         self._asynchronous = asynchronous
         self._ranks: Ranks | None = None
         self._copies = HostCopies()
-        self._thread = WriterThread("mm_core checkpoint writer", "saving the checkpoint")
+        self._thread = BackgroundQueue("mm_core checkpoint writer", "saving the checkpoint")
         self._committed: threading.Event | None = None
         self._finished: list[Path] = []
         self._naming = threading.Lock()  # between a checkpoint that gets its name and what is told of it

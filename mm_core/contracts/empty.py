@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -33,7 +34,6 @@ def empty_parameters() -> Iterator[None]:
     """Within it, modules get their parameters on the meta device, and their buffers on the CPU as they are
     computed: files seldom hold tables. To build a component whose weights the core streams."""
     register = nn.Module.register_parameter
-    kind: Any = nn.Module
 
     def register_empty(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(module, name, param)
@@ -42,9 +42,5 @@ def empty_parameters() -> Iterator[None]:
             module._parameters[name] = empty
 
     # Buffers are made on the CPU also where the caller builds on meta.
-    with torch.device("cpu"), _EmptyData():
-        kind.register_parameter = register_empty
-        try:
-            yield
-        finally:
-            kind.register_parameter = register
+    with torch.device("cpu"), _EmptyData(), patch.object(nn.Module, "register_parameter", register_empty):
+        yield

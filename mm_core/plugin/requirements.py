@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from functools import cache
+from itertools import takewhile
 from typing import NamedTuple
 
 _MM_CORE = re.compile(r"mm[-_.]core(?![\w.-])", re.IGNORECASE)
@@ -31,20 +32,11 @@ class Identity(NamedTuple):
 def read_identity(metadata: str) -> Identity:
     """Reads the three headers that matter. (email.parser, behind `Distribution.metadata`, takes
     a hundred times as long on a long description.)"""
-    name = version = ""
-    requirements = []
-    for line in metadata.splitlines():
-        if not line:
-            break  # the description follows
-        header, _, value = line.partition(":")
-        header = header.lower()
-        if header == "name":
-            name = value.strip()
-        elif header == "version":
-            version = value.strip()
-        elif header == "requires-dist" and _MM_CORE.match(value.strip()):
-            requirements.append(value.strip())
-    return Identity(name, version, tuple(requirements))
+    lines = takewhile(bool, metadata.splitlines())  # the description follows
+    headers = [(name.lower(), value.strip()) for name, _, value in (line.partition(":") for line in lines)]
+    last = dict(headers)
+    required = (value for name, value in headers if name == "requires-dist")
+    return Identity(last.get("name", ""), last.get("version", ""), tuple(filter(_MM_CORE.match, required)))
 
 
 @cache  # most plugins ask for the same

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from mm_core.checkpoint.background import WriterThread
 from mm_core.checkpoint.files import dcp
 from mm_core.checkpoint.files import layout as files
 from mm_core.checkpoint.reading import open_checkpoint, verify
 from mm_core.checkpoint.retention import complete_steps
 from mm_core.checkpoint.store import CheckpointStore
 from mm_core.errors import CheckpointError
+from mm_core.runtime.background import BackgroundQueue
 from support.checkpoints import chosen, staged
 
 CONFIG = "run: {name: test}\n"
@@ -55,7 +55,7 @@ def failing(monkeypatch, name: str, number: int) -> None:
 
 
 def test_faults_of_a_thread_are_sentences_that_ranks_can_agree_on():
-    thread = WriterThread("test", "writing")
+    thread = BackgroundQueue("test", "writing")
 
     def work():
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -78,7 +78,7 @@ def test_a_host_without_memory_for_the_copy_is_told_so(store):
 
 def test_work_that_is_given_after_a_fault_is_done_as_well():
     """Ranks speak with each other in it: one that left its part out would keep the others waiting."""
-    thread = WriterThread("test", "writing")
+    thread = BackgroundQueue("test", "writing")
     done = threading.Event()
     thread.give(lambda: 1 / 0)
     thread.give(done.set)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import logging
 import queue
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +18,7 @@ import yaml
 from mm_core.contracts import Clip, Ending
 from mm_core.data.media.video_files import clip_name
 from mm_core.errors import MMError
+from mm_core.runtime.background import BackgroundQueue
 from mm_core.runtime.launch.signals import STOPPED
 
 _BACKLOG = 1000
@@ -168,18 +167,14 @@ class Courier:
     by the next `send`, or by `close`."""
 
     def __init__(self) -> None:
-        self._calls: queue.Queue[Callable[[], object] | None] = queue.Queue(_BACKLOG)
-        self._error: Exception | None = None
+        self._calls = BackgroundQueue("tracker", "telling the server", _BACKLOG)
         self._answered = False
-        self._thread = threading.Thread(target=self._work, name="tracker", daemon=True)
-        self._thread.start()
 
     def send(self, call: Callable[[], object]) -> None:
         """Queues a call. MMError when the queue is full."""
-        if self._error is not None:
-            raise self._error
+        self._raise_fault()
         try:
-            self._calls.put_nowait(call)
+            self._calls.give(partial(self._make, call))
         except queue.Full:
             raise MMError(f"the server is {_BACKLOG} messages behind") from None
 
@@ -187,25 +182,21 @@ class Courier:
         """Waits for the calls that are queued. MMError when they take longer than `timeout` seconds, or
         `_UNANSWERED` where not one has come back."""
         timeout = timeout if self._answered else min(timeout, _UNANSWERED)
-        ends = time.monotonic() + timeout
-        with contextlib.suppress(queue.Full):
-            self._calls.put(None, timeout=timeout)
-        self._thread.join(max(0.0, ends - time.monotonic()))
-        if self._error is not None:
-            raise self._error
-        if self._thread.is_alive():
-            if not self._answered:
-                raise MMError(f"the server has not answered, {timeout:g} seconds after the end of the run")
-            raise MMError(f"{self._calls.qsize()} messages were not sent within {timeout:g} seconds")
+        unsent = self._calls.finish(timeout)
+        self._raise_fault()
+        if unsent and not self._answered:
+            raise MMError(f"the server has not answered, {timeout:g} seconds after the end of the run")
+        if unsent:
+            raise MMError(f"{unsent} messages were not sent within {timeout:g} seconds")
 
-    def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
-            if self._error is None:
-                try:
-                    call()
-                    self._answered = True
-                except Exception as error:
-                    self._error = error
+    def _make(self, call: Callable[[], object]) -> None:
+        if self._calls.fault is None:
+            call()
+            self._answered = True
+
+    def _raise_fault(self) -> None:
+        if self._calls.fault is not None:
+            raise self._calls.fault
 
 
 def forget_runs(run_dir: Path) -> None:
