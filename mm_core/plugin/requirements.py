@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import re
-from functools import cache
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -39,7 +38,6 @@ def read_identity(metadata: str) -> Identity:
     return Identity(last.get("name", ""), last.get("version", ""), tuple(filter(_MM_CORE.match, required)))
 
 
-@cache  # most plugins ask for the same
 def admits(requirement: str, version: str) -> bool | None:
     """Whether a requirement of mm-core admits `version`; None when its marker does not apply here."""
     plain = _plain_admits(requirement, version)

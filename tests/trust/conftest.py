@@ -33,7 +33,8 @@ from mm_core import Component, hookimpl
 
 @hookimpl
 def mm_predictors():
-    return [Component(name="theirs", target="mm_custom_dit.model:CustomDiT")]
+    target, config = "mm_custom_dit.model:CustomDiT", "mm_custom_dit.config:CustomDiTConfig"
+    return [Component(name="theirs", target=target, config=config)]
 """
 
 CONFIG = {
