@@ -65,7 +65,7 @@ def load_model_only(
     }
     folder, metadata = checkpoint.folder, checkpoint.metadata
     if averaged:
-        dcp.compare(metadata, {"ema": tensors["ema"]}, folder, exact=False)
+        dcp.check_fits(metadata, {"ema": tensors["ema"]}, folder, exact=False)
     ranks.agree(DOING, lambda: dcp.read_tensors(folder, metadata, tensors, alone=ranks.alone))
     return facts
 
@@ -184,5 +184,5 @@ def checked_facts(checkpoint: OpenedCheckpoint, tensors: State, *, exact: bool) 
     """The facts of a checkpoint, of which everything was checked but the bytes of its tensors: it holds what
     `tensors` asks for."""
     facts = checkpoint.facts
-    dcp.compare(checkpoint.metadata, tensors, checkpoint.folder, exact=exact)
+    dcp.check_fits(checkpoint.metadata, tensors, checkpoint.folder, exact=exact)
     return facts

@@ -88,7 +88,7 @@ class ResumeDifference:
     why: str
 
 
-def compare(before: Document, after: Document) -> list[ResumeDifference]:
+def differences_of(before: Document, after: Document) -> list[ResumeDifference]:
     """The differences of two manifests (see `run_manifest`), those that matter most first.
 
     A key that only one of them has is none, since versions add keys; a section that was switched on or
@@ -156,7 +156,7 @@ def check_resume(
     """
     if not before:
         return ["the checkpoint does not say what it was made of: nothing was compared"] if say else []
-    differences = compare(before, after)
+    differences = differences_of(before, after)
     refused = [found for found in differences if found.verdict == "refused"]
     unmet = [found for found in differences if found.verdict == "allow" and not allowed(found.key, allow)]
     table = render_table(differences)

@@ -201,7 +201,7 @@ class AnswerSession:
 
 
 @contextmanager
-def speaker(
+def answer_session(
     run: str | Path | StoredRun,
     *,
     weights: Weights = "auto",
@@ -250,7 +250,7 @@ def answer(
     overrides: Sequence[str] = (),
     allow_code: bool = False,
 ) -> str:
-    """What a run's model says to a prompt, after these images. `speaker` opens a run for several questions.
+    """What a run's model says to a prompt, after these images. For several questions, `answer_session`.
 
     Args:
         images: files that are shown before the prompt.
@@ -258,10 +258,10 @@ def answer(
         temperature: 0 takes the likeliest token each time. top_p: of the likeliest tokens, the share of
             probability that is drawn from. seed: of what is drawn.
         heard: is told each piece of the answer as soon as it is there.
-        run, weights, checkpoint, overrides, allow_code: as of `speaker`.
+        run, weights, checkpoint, overrides, allow_code: as of `answer_session`.
     """
     decoding = checked(Decoding(max_new_tokens, temperature, top_p, seed))
-    with speaker(
+    with answer_session(
         run, weights=weights, checkpoint=checkpoint, overrides=overrides, allow_code=allow_code
     ) as opened:
         turns = [Turn("user", prompt, tuple(map(Path, images)))]

@@ -182,7 +182,7 @@ def _complete(saved: CheckpointSource, config: RunConfig, task: TaskModule, *, a
         state = {name: tensor for name, tensor in state.items() if name not in missing}
     else:
         saved.join(recorded(saved.checkpoint, config, task, state), state)
-    Ranks.current().agree(f"reading {saved.folder}", lambda: saved.compare(state))
+    Ranks.current().agree(f"reading {saved.folder}", lambda: saved.check_fits(state))
 
 
 def _roots(task: TaskModule, component: str | None) -> tuple[str, ...]:

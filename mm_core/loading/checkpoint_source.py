@@ -78,11 +78,11 @@ class CheckpointSource:
         self.checkpoint.check(Ranks.current())
         self._verified = True
 
-    def compare(self, state: Mapping[str, Tensor]) -> None:
+    def check_fits(self, state: Mapping[str, Tensor]) -> None:
         """CheckpointError that lists every name or shape of a model that differs from the checkpoint's."""
         base = self._base.names if self._base is not None else ()
         own = {name: tensor for name, tensor in state.items() if name not in base}
-        dcp.compare(self.checkpoint.metadata, {"model": own}, self.folder, exact=False)
+        dcp.check_fits(self.checkpoint.metadata, {"model": own}, self.folder, exact=False)
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
         """Copies stored tensors, by their names, into tensors of their shape (plain, or DTensors of which

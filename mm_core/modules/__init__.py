@@ -1,1 +1,1 @@
-"""Edits to modules: path patterns, freezing, tying, casting, initialisation, adapter layers, operations."""
+"""Edits to modules: path patterns, freezing, tying, casting, initialisation, adapter layers, FLOPs."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mm_core.checkpoint.resume_check import check_resume, compare
+from mm_core.checkpoint.resume_check import check_resume, differences_of
 from mm_core.checkpoint.run_manifest import environment_traces, fingerprint, library_versions, run_manifest
 from mm_core.config.load import load_config
 from mm_core.plan import make_plan
@@ -73,9 +73,9 @@ def test_what_comes_from_the_environment_is_not_told(yaml):
 
 def test_another_value_in_the_environment_is_noticed_at_a_resume(yaml, monkeypatch):
     before = manifest_of(yaml)
-    assert compare(before, manifest_of(yaml)) == []
+    assert differences_of(before, manifest_of(yaml)) == []
     monkeypatch.setenv("RATE", "2e-3")
-    (difference,) = compare(before, manifest_of(yaml))
+    (difference,) = differences_of(before, manifest_of(yaml))
     assert (difference.key, difference.verdict) == ("optimizer.lr", "allow")
 
 
@@ -128,9 +128,9 @@ def test_a_tokenizer_that_was_changed_in_place_is_noticed_at_a_resume(tmp_path):
     before = of()
     assert before["data"]["train"]["files"].keys() == {"tokenizer"}, "a folder without words is not read"
     (words / "model.safetensors").write_bytes(b"after")
-    assert compare(before, of()) == [], "weights are not read"
+    assert differences_of(before, of()) == [], "weights are not read"
     tokens.write_text('{"model": {"vocab": {"glad": 4, "sad": 3}}}')
-    (difference,) = compare(before, of())
+    (difference,) = differences_of(before, of())
     assert (difference.key, difference.verdict) == ("data.train.files.tokenizer", "allow")
 
 

@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 
-from mm_core.checkpoint.resume_check import allowed, check_resume, compare, rule
+from mm_core.checkpoint.resume_check import allowed, check_resume, differences_of, rule
 from mm_core.config.schema import RunConfig
 from mm_core.errors import CheckpointError
 
@@ -83,7 +83,7 @@ def test_nothing_changed_says_nothing():
     ],
 )
 def test_each_difference_has_a_verdict(path, value, verdict):
-    (difference,) = compare(BEFORE, changed(path, value))
+    (difference,) = differences_of(BEFORE, changed(path, value))
     assert difference.verdict == verdict
 
 
@@ -93,12 +93,12 @@ def test_adapters_are_compared_by_the_layers_that_they_have():
     row = {"name": "default", "train": True, "dropout": 0.0, "layers": [layer]}
     before = changed("config.train.adapters", [{"from": "gone"}]) | {"adapters": [row]}
     after = changed("config.train.adapters", [{"targets": ["a"]}])
-    assert compare(before, after | {"adapters": [row]}) == []
+    assert differences_of(before, after | {"adapters": [row]}) == []
     wider = after | {"adapters": [{**row, "layers": [{**layer, "alpha": 8.0}]}]}
-    (difference,) = compare(before, wider)
+    (difference,) = differences_of(before, wider)
     assert (difference.key, difference.verdict) == ("train.adapters", "allow")
     # A checkpoint of before such records.
-    (difference,) = compare({**before, "adapters": []}, wider)
+    (difference,) = differences_of({**before, "adapters": []}, wider)
     assert difference.before == [{"from": "gone"}]
 
 
@@ -123,7 +123,7 @@ def test_what_is_refused_is_refused_whatever_is_allowed():
 def test_another_value_from_the_environment_is_a_difference():
     before = {**BEFORE, "environment": {"optimizer.lr": "12ab", "run.dir": "0000", "gone": "1"}}
     after = {**BEFORE, "environment": {"optimizer.lr": "34cd", "run.dir": "ffff", "come": "2"}}
-    assert [(found.key, found.verdict) for found in compare(before, after)] == [
+    assert [(found.key, found.verdict) for found in differences_of(before, after)] == [
         ("optimizer.lr", "allow"),
         ("run.dir", "safe"),
     ]
@@ -133,7 +133,7 @@ def test_another_value_from_the_environment_is_a_difference():
 
 
 def test_a_key_that_a_newer_version_adds_is_no_difference():
-    assert compare(BEFORE, changed("config.train.new_key", 5)) == []
+    assert differences_of(BEFORE, changed("config.train.new_key", 5)) == []
 
 
 def test_a_checkpoint_that_says_nothing_is_noted():

@@ -16,7 +16,7 @@ from mm_core.cli.main import main
 from mm_core.cli.ranks import _while_read
 from mm_core.contracts import Decoding, Turn
 from mm_core.errors import ContractError, DataError
-from mm_core.inference.answer import speaker
+from mm_core.inference.answer import answer_session
 from mm_core.interchange.export import export
 from support import pretrained_models as models
 
@@ -101,7 +101,7 @@ def test_rows_of_text_are_no_conversation_and_show_nothing(place, capsys, monkey
     assert "rows of text are a prompt and what follows it, and no conversations" in said.err
     assert "begin anew with /new" in said.err
     shows = pytest.raises(DataError, match="rows of text show no images")
-    with speaker(place / "runs/qwen3") as opened, shows:
+    with answer_session(place / "runs/qwen3") as opened, shows:
         opened.say([Turn("user", "w5", (Path("a.png"),))], Decoding(max_new_tokens=2))
 
 

@@ -131,7 +131,7 @@ def read_tensors(folder: Path, checked: Metadata, tensors: State, *, alone: bool
         )
 
 
-def compare(checked: Metadata, tensors: State, folder: Path, *, exact: bool) -> None:
+def check_fits(checked: Metadata, tensors: State, folder: Path, *, exact: bool) -> None:
     """CheckpointError that lists every missing, unexpected and misshapen tensor; nothing is touched.
 
     exact: also compares dtypes, and refuses tensors of the checkpoint that are not asked for, but for

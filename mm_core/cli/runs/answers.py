@@ -90,10 +90,10 @@ def print_answers(args: argparse.Namespace, stored: StoredRun, samples: Path) ->
             accepted="rows of a file; prompts of the command line are answered one after the other",
         )
     _check_out(args)
-    from mm_core.inference.answer import speaker
+    from mm_core.inference.answer import answer_session
 
     decoding = decoding_of(args)
-    with speaker(stored, weights=args.weights) as opened:
+    with answer_session(stored, weights=args.weights) as opened:
         out = (
             Path(args.out)
             if args.out

@@ -69,12 +69,12 @@ def _choose(args: argparse.Namespace) -> None:
 
 def _chat(args: argparse.Namespace) -> int:
     """Alone, or as one of several ranks, of which the first reads and prints."""
-    from mm_core.inference.answer import speaker
+    from mm_core.inference.answer import answer_session
 
     if os.environ.get("RANK", "0") == "0":
         _check(args)
     decoding = decoding_of(args)
-    with speaker(open_stored(args), weights=args.weights, patient=True) as opened:
+    with answer_session(open_stored(args), weights=args.weights, patient=True) as opened:
         if "RANK" in os.environ:  # up to here, Ctrl-C ends a rank
             ours = signal.SIG_IGN if opened.ranks.rank else signal.default_int_handler
             signal.signal(signal.SIGINT, ours)
@@ -99,7 +99,7 @@ def _converse(chat: Chat) -> int:
 class Chat:
     """A conversation so far. images: those that the next line shows."""
 
-    speaker: AnswerSession
+    session: AnswerSession
     decoding: Decoding
     system: str | None = None
     images: list[Path] = field(default_factory=list)
@@ -135,7 +135,7 @@ class Chat:
         asked = [*self.turns, Turn("user", text, tuple(self.images))]
         self.images = []
         with _stoppable() as stopped:
-            said = self.speaker.say(asked, self.decoding, self.answers, heard, stopped)
+            said = self.session.say(asked, self.decoding, self.answers, heard, stopped)
             heard("\n")
             if stopped():
                 raise KeyboardInterrupt

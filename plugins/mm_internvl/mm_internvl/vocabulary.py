@@ -17,7 +17,7 @@ from typing import Any
 
 from mm_core.errors import CheckpointError
 from mm_core.tokenizer import open_tokenizer
-from mm_internvl.data.rows import PLACEHOLDER, Medium, Turn
+from mm_internvl.data.rows import PLACEHOLDER, Medium, RowTurn
 from mm_internvl.data.spans import THOUGHT_TAGS, Marks, Place, Said
 from mm_internvl.data.tiling import tokens_of_tile
 
@@ -155,7 +155,7 @@ class Vocabulary:
         return 0 if not token or self.head.lstrip().startswith(token) else gap + len(token)
 
 
-def message_of(turn: Turn, known: Vocabulary) -> dict[str, Any]:
+def message_of(turn: RowTurn, known: Vocabulary) -> dict[str, Any]:
     """A turn as the template takes it, placeholders as the tokens that they stand for."""
     names = {"image": known.names["context_image"], "video": known.names["video"]}
 

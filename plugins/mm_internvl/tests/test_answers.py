@@ -14,7 +14,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import mm_core
 from mm_core.contracts import Decoding, Turn
-from mm_core.inference.answer import speaker
+from mm_core.inference.answer import answer_session
 from mm_core.tasks.pretrained.answers import _Listener
 from support import warm
 
@@ -83,7 +83,7 @@ def test_an_answer_comes_word_by_word(place, run):
 
 def test_half_a_character_and_the_last_white_space_wait(run):
     heard: list[str] = []
-    with speaker(run) as opened:
+    with answer_session(run) as opened:
         tokenizer = opened.task.check_answers().tokenizer
         listener = _Listener(opened.task.check_answers(), heard.append)
         listener.put(torch.tensor([[1, 2]]))  # the prompt
@@ -95,7 +95,7 @@ def test_half_a_character_and_the_last_white_space_wait(run):
 
 
 def test_drawn_answers_follow_the_seed_and_the_number(place, run):
-    with speaker(run) as opened:
+    with answer_session(run) as opened:
         turns = [Turn("user", "what?", (place / "files" / "a.png",))]
         warm = Decoding(max_new_tokens=8, temperature=1.5, seed=3)
         before = torch.random.get_rng_state()
@@ -159,7 +159,7 @@ def test_a_batch_says_what_its_rows_say_alone(place, run, tmp_path, capsys, temp
 def test_rows_of_like_length_share_a_batch(place, run, monkeypatch):
     """Four batches are laid out at once: what is padded is what they differ by within."""
     rows = data.write(place / "files" / "alike.jsonl", [data.asked("a " * n) for n in (9, 1, 8, 2, 7, 3)])
-    with speaker(run) as opened:
+    with answer_session(run) as opened:
         given: list[list[int]] = []
         answer = opened.task.answer
 

@@ -21,7 +21,7 @@ import torch
 from mm_core.cli.main import main
 from mm_core.contracts import Decoding, Turn
 from mm_core.errors import DataError
-from mm_core.inference.answer import speaker
+from mm_core.inference.answer import answer_session
 from mm_core.tasks.pretrained.answers import _Listener
 from support import warm
 
@@ -41,7 +41,7 @@ def test_chat_keeps_the_conversation(place, run, capsys, monkeypatch):
     image = place / "files" / "a.png"
     text = f"what is red?\n/image {image}\nand this?\n/new\nwhat is red?\n/quit\nnever read\n"
     said, _ = chat(capsys, monkeypatch, text, "--run", run)
-    with speaker(run) as opened:
+    with answer_session(run) as opened:
         shown = Decoding(max_new_tokens=6)
         turns = [Turn("user", "what is red?")]
         first = opened.say(turns, shown)
@@ -81,7 +81,7 @@ def test_lines_that_are_no_text_end_no_chat(place, run, capsys, monkeypatch):
 
 def test_a_placeholder_that_the_model_says_is_a_sentence(run):
     turns = [Turn("user", "what?"), Turn("assistant", "an <image>"), Turn("user", "why?")]
-    with speaker(run) as opened, pytest.raises(DataError, match="says <image>") as fault:
+    with answer_session(run) as opened, pytest.raises(DataError, match="says <image>") as fault:
         opened.say(turns, Decoding(max_new_tokens=2))
     assert fault.value.hint == "begin anew: the model itself has said it"
 
@@ -191,7 +191,7 @@ def test_a_terminal_is_asked_line_by_line(place, run, capsys, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     said = mm(capsys, "chat", "--run", run, "--max-new-tokens", 6, "--system", "a system")
-    with speaker(run) as opened:
+    with answer_session(run) as opened:
         turns = [Turn("system", "a system"), Turn("user", "what is red?")]
         wanted = opened.say(turns, Decoding(max_new_tokens=6))
     assert said.count("/image FILE   shows an image") == 2 and said.endswith(f"{wanted}\n")

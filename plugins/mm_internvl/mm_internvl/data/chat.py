@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mm_core.contracts import IGNORED_LABEL
 from mm_core.errors import DataError
-from mm_internvl.data.rows import PLACEHOLDER, Conversation, Medium, Turn
+from mm_internvl.data.rows import PLACEHOLDER, Conversation, Medium, RowTurn
 from mm_internvl.vocabulary import NEEDED, Fault, Vocabulary, message_of
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class Chat:
             )
         return Tokens(ids[:length].clone(), labels[:length].clone(), kept, whole=length == len(ids))
 
-    def prompt(self, turns: Sequence[Turn], shown: Sequence[Shown], where: str) -> Tensor:
+    def prompt(self, turns: Sequence[RowTurn], shown: Sequence[Shown], where: str) -> Tensor:
         """[L] int64: the tokens of turns, up to where the assistant goes on. DataError as of `tokens`, and
         for more of them than `max_length`."""
         known = self._vocabulary
@@ -123,16 +123,16 @@ class Chat:
             )
         return ids
 
-    def _begun(self, turns: Sequence[Turn]) -> dict[str, Turn]:
+    def _begun(self, turns: Sequence[RowTurn]) -> dict[str, RowTurn]:
         """The turns by what sentences call them, the system prompt of the row or the dataset among them."""
         begun = {}
         if turns[0].apart:
             begun["`system` of the row"], turns = turns[0], turns[1:]
         elif self.system is not None and turns[0].role != "system":
-            begun["`system` of the dataset"] = Turn("system", self.system)
+            begun["`system` of the dataset"] = RowTurn("system", self.system)
         return {**begun, **{f"turn {number}": turn for number, turn in enumerate(turns, 1)}}
 
-    def _rendered(self, known: Vocabulary, turns: Sequence[Turn], kinds: Sequence[Medium]) -> str:
+    def _rendered(self, known: Vocabulary, turns: Sequence[RowTurn], kinds: Sequence[Medium]) -> str:
         """The template's text of turns that are to be answered."""
         begun = self._begun(turns)
         self._check_words(known, begun)
@@ -157,7 +157,7 @@ class Chat:
         return sum(end <= self.max_length for _, end in blocks)
 
     def _laid_out(
-        self, known: Vocabulary, turns: Sequence[Turn], kinds: Sequence[Medium]
+        self, known: Vocabulary, turns: Sequence[RowTurn], kinds: Sequence[Medium]
     ) -> tuple[str, list[tuple[int, int]]]:
         """The template's text, each image and video one placeholder in it, and the spans to learn."""
         begun = self._begun(turns)
@@ -168,7 +168,7 @@ class Chat:
         _check_said(messages, text)
         return text, spans
 
-    def _check_words(self, known: Vocabulary, turns: Mapping[str, Turn]) -> None:
+    def _check_words(self, known: Vocabulary, turns: Mapping[str, RowTurn]) -> None:
         for name, turn in turns.items():
             words = "".join(PLACEHOLDER.sub("", text) for text in turn.texts)
             if own := next((token for token in known.structure if token in words), None):

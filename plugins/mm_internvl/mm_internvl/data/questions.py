@@ -10,13 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mm_core.contracts import Question
-from mm_core.contracts import Turn as Said
+from mm_core.contracts import Question, Turn
 from mm_core.data import inside
 from mm_core.errors import DataError
 from mm_internvl.data.chat import Chat
 from mm_internvl.data.pictures import Pictures
-from mm_internvl.data.rows import PLACEHOLDER, Medium, RawRow, Turn, conversation, read_rows
+from mm_internvl.data.rows import PLACEHOLDER, Medium, RawRow, RowTurn, conversation, read_rows
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Asking:
     chat: Chat
     pictures: Pictures
 
-    def prompt(self, turns: Sequence[Said]) -> Mapping[str, Tensor]:
+    def prompt(self, turns: Sequence[Turn]) -> Mapping[str, Tensor]:
         """Images of a turn stand before its text, or where the text says `<image>`. DataError for files that
         can not be read, placeholders that do not fit them, and what is too long for an answer."""
         media: list[tuple[Medium, Path]] = [("image", path) for turn in turns for path in turn.images]
@@ -53,7 +52,7 @@ class Asking:
         return Question(name, asked, self._inputs(said.turns, media, name), said.answers)
 
     def _inputs(
-        self, turns: Sequence[Turn], media: Iterable[tuple[Medium, Path]], where: str
+        self, turns: Sequence[RowTurn], media: Iterable[tuple[Medium, Path]], where: str
     ) -> Mapping[str, Tensor]:
         files = list(media)
         shown = self.pictures.shown(files)
@@ -67,11 +66,11 @@ class Asking:
         return {"input_ids": ids[None], "attention_mask": seen[None], "pixel_values": pixels}
 
 
-def _placed(turn: Said) -> Turn:
+def _placed(turn: Turn) -> RowTurn:
     """DataError where placeholders of the text do not fit the turn's images."""
     found = [match[1] for match in PLACEHOLDER.finditer(turn.text)]
     if not found:
-        return Turn(turn.role, "<image>\n" * len(turn.images) + turn.text)
+        return RowTurn(turn.role, "<image>\n" * len(turn.images) + turn.text)
     if found != ["image"] * len(turn.images):
         given = len(turn.images)
         hint = "videos are shown by rows of a file" if "video" in found else None
@@ -82,4 +81,4 @@ def _placed(turn: Said) -> Turn:
             accepted="one <image> for each image, or none: then they stand before the text",
             hint="begin anew: the model itself has said it" if turn.role == "assistant" else hint,
         )
-    return Turn(turn.role, turn.text)
+    return RowTurn(turn.role, turn.text)

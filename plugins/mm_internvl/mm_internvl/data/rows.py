@@ -41,7 +41,7 @@ class RawRow:
 
 
 @dataclass(frozen=True)
-class Turn:
+class RowTurn:
     """What one side says: a text with placeholders, or parts as a chat template takes them. apart: it is the
     row's `system`, and no turn of its list."""
 
@@ -62,7 +62,7 @@ class Conversation:
     """Turns, and the files that they show, in the order of their placeholders. answers: all that an
     evaluation takes for right; () where the row names none."""
 
-    turns: tuple[Turn, ...]
+    turns: tuple[RowTurn, ...]
     media: tuple[tuple[Medium, str], ...]
     answers: tuple[str, ...] = ()
 
@@ -124,7 +124,7 @@ def _conversation(value: object, learnt: bool) -> Conversation:
     turns = _with_system(value.get("system"), turns)
     answers = _answers(value)
     if learnt and answers and turns[-1].role == "user":
-        turns += (Turn("assistant", answers[0]),)
+        turns += (RowTurn("assistant", answers[0]),)
     if learnt and not any(turn.role == "assistant" for turn in turns):
         raise _Fault(
             "no turn is the assistant's, so there is nothing to learn",
@@ -143,7 +143,7 @@ _ROLES_OF_TOOLS = ("tool", "function", "function_call", "tool_call", "tool_respo
 _NO_TOOLS = "conversations without tools"
 
 
-def _with_system(system: object, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
+def _with_system(system: object, turns: tuple[RowTurn, ...]) -> tuple[RowTurn, ...]:
     """With a system prompt that the row holds beside its turns."""
     if not isinstance(system, str | None):
         raise _Fault(f"`system` of the row is {kind_of(system)}, not text")
@@ -152,7 +152,7 @@ def _with_system(system: object, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
     if not _is_unicode(system):
         raise _Fault("`system` of the row holds half of a surrogate pair, which is no character")
     if turns[0].role != "system":
-        return (Turn("system", system, apart=True), *turns)
+        return (RowTurn("system", system, apart=True), *turns)
     if "".join(turns[0].texts).strip() != system.strip():
         raise _Fault("`system` of the row and its system turn say different things", "one of them")
     return turns
@@ -168,7 +168,7 @@ def _answers(row: Mapping[str, object]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _turn(turn: object, number: int, keys: tuple[str, str], own: list[tuple[Medium, str]]) -> Turn:
+def _turn(turn: object, number: int, keys: tuple[str, str], own: list[tuple[Medium, str]]) -> RowTurn:
     """own: gains the files that parts of the turn name themselves."""
     if isinstance(turn, Mapping):
         _check_tools(turn, number, keys[0])
@@ -181,12 +181,12 @@ def _turn(turn: object, number: int, keys: tuple[str, str], own: list[tuple[Medi
         content = tuple(_part(part, number, own) for part in content)
     elif not isinstance(content, str):
         raise _Fault(f"turn {number} says {kind_of(content)}, not text")
-    made = Turn(ROLES[role], content)
+    made = RowTurn(ROLES[role], content)
     if made.role == "assistant":
         thought = _thinking(turn.get("reasoning_content"), number)
         if any(_shown(made)) or PLACEHOLDER.search(thought):
             raise _Fault(f"turn {number}, which is the assistant's, shows an image or a video")
-        made = Turn(made.role, thought + "".join(made.texts))
+        made = RowTurn(made.role, thought + "".join(made.texts))
     if not all(map(_is_unicode, made.texts)):
         raise _Fault(f"turn {number} holds half of a surrogate pair, which is no character")
     return made
@@ -223,7 +223,7 @@ def _part(part: object, number: int, own: list[tuple[Medium, str]]) -> Mapping[s
     return {"type": kind, "named": "yes" if path is not None else ""}
 
 
-def _shown(turn: Turn) -> Iterator[tuple[Medium, bool]]:
+def _shown(turn: RowTurn) -> Iterator[tuple[Medium, bool]]:
     """What a turn shows, in order: its kind, and whether the part names its file itself."""
     whole = turn.content
     for part in ({"type": "text", "text": whole},) if isinstance(whole, str) else whole:
@@ -234,7 +234,7 @@ def _shown(turn: Turn) -> Iterator[tuple[Medium, bool]]:
 
 
 def _media(
-    row: Mapping[str, object], turns: Sequence[Turn], own: Sequence[tuple[Medium, str]]
+    row: Mapping[str, object], turns: Sequence[RowTurn], own: Sequence[tuple[Medium, str]]
 ) -> tuple[tuple[Medium, str], ...]:
     """The file of each placeholder, in order."""
     shown = [found for turn in turns for found in _shown(turn)]
