@@ -1,4 +1,4 @@
-"""Contracts between rooms: protocols, typed batches, derived randomness.
+"""What plugins and core agree on: protocols of every kind, typed batches, FLOPs of a forward, randomness.
 
 A protocol without `Supports` is what a kind of component must do; `SupportsX` is what it may do besides.
 """

@@ -1,4 +1,4 @@
-"""Reading samples: annotations, video readers, transforms, the sampler, the loader, the skip ledger.
+"""Samples: annotations, reading and writing images and video, transforms, sampler, loader, skip ledger.
 
 The names below are those that plugins use; each resolves, and its part of the room is imported, when it is
 first used.

@@ -1,4 +1,4 @@
-"""Flow matching, samplers, and the codecs and text encoders that the core ships."""
+"""Flow matching, samplers, the codecs and text encoders of the core and the model folders they read."""
 
 from mm_core.diffusion import rectified_flow
 from mm_core.diffusion.encoders.hf_folder import ModelFolder

@@ -1,1 +1,1 @@
-"""Held-out rows while training and after it: which rank takes which, losses, metrics and predictions."""
+"""Held-out rows while training and after: which rank takes which, losses, predictions, sampled clips."""

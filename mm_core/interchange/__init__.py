@@ -1,1 +1,1 @@
-"""Weights in and out: export to other libraries' formats, import of theirs, listing what files hold."""
+"""Weights in and out: exporting, importing, listing and comparing what files of libraries hold."""

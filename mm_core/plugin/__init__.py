@@ -1,4 +1,4 @@
-"""Plugins: what they may register, how they are found, and how their components are built.
+"""Plugins: what they register, how they are found and trusted, options checked, components built.
 
 Importing this room costs no discovery: the names of `registry` resolve when they are first used.
 """

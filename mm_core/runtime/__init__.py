@@ -1,1 +1,1 @@
-"""The processes of a run: ranks and what they agree on, launching, signals, logs, what a kill leaves."""
+"""The processes of a run: ranks, what they agree on, whose fault it is; launching, watching, output."""

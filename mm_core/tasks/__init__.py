@@ -1,1 +1,1 @@
-"""Tasks: what a training step computes. Each is an `nn.Module` that satisfies `mm_core.contracts.Task`."""
+"""Tasks: what a training step computes, from inputs to logits and losses; generating clips and words."""

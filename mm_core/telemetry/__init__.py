@@ -1,1 +1,1 @@
-"""What a run tells while it trains: windows of figures, times, FLOPs, progress, profiles."""
+"""What a run tells while it trains: figures, trackers, times, FLOPs torch counts, progress, profiles."""
