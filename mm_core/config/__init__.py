@@ -1,1 +1,1 @@
-"""The config of a run: schema, strict loading, and writing it again. Imports no torch."""
+"""The config of a run: its sections, reading YAML strictly, overrides, writing it again. Without torch."""

@@ -1,1 +1,1 @@
-"""A stored run at work: sampling clips, answering in words, evaluating a checkpoint."""
+"""A stored run at work: commands' and Python's ways to sample clips, answer and evaluate a checkpoint."""

@@ -1,4 +1,4 @@
-"""Plugins: what they register, how they are found and trusted, options checked, components built.
+"""Plugins: what they register, how they are found and trusted; checking their options, building them.
 
 Importing this room costs no discovery: the names of `registry` resolve when they are first used.
 """
