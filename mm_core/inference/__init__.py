@@ -1,1 +1,1 @@
-"""A stored run at work: commands' and Python's ways to sample clips, answer and evaluate a checkpoint."""
+"""A stored run at work: opening it to sample clips, to answer prompts, to evaluate a checkpoint."""

@@ -1,1 +1,1 @@
-"""Tasks: what a training step computes, from inputs to logits and losses; drawing words and clips."""
+"""Tasks: what a training step computes, from inputs to logits and losses; generating words and clips."""
