@@ -1,1 +1,1 @@
-"""The config of a run: its sections, reading YAML strictly, overrides, writing it again. Without torch."""
+"""The config of a run: sections, components named, YAML read strictly, overrides, writing. No torch."""

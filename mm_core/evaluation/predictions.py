@@ -9,8 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from mm_core.contracts import IGNORED_LABEL, Batch, Evaluation
-from mm_core.errors import MMError
-from mm_core.files import json_number, replace_text
+from mm_core.files import json_number, write_text
 from mm_core.runtime.ranks import Ranks
 
 Row = dict[str, object]
@@ -84,13 +83,3 @@ def _plain(row: Tensor) -> object:
 def write_predictions(rows: Sequence[Row], path: Path) -> None:
     """One JSON object a line, all of them or none. MMError where they can not be written."""
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-
-
-def write_text(path: Path, text: str) -> None:
-    """A file that is there whole or not at all; a name that is no text is written as JSON's escapes. MMError
-    where it can not be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, text)
-    except OSError as fault:
-        raise MMError(f"the file can not be written: {fault.strerror or fault}", where=str(path)) from fault

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from mm_core.config.components import walk_components
 from mm_core.config.schema import RunConfig
 from mm_core.config.stored import command_piece, setting_piece
 from mm_core.errors import MMError, TrustError
-from mm_core.plan import walk_components
 from mm_core.plugin.trust.beside import SourceBytes, imported_beside
 from mm_core.plugin.trust.known import ALLOW, KnownCode, Piece, digest_of
 from mm_core.plugin.trust.remote_code import code_pieces

@@ -6,7 +6,6 @@ from mm_core.plan.planning import (
     check_data,
     make_plan,
     sample_order,
-    walk_components,
 )
 from mm_core.plan.run_plan import ComponentFact, MissingFile, ModuleFact, RunPlan
 
@@ -20,5 +19,4 @@ __all__ = [
     "check_data",
     "make_plan",
     "sample_order",
-    "walk_components",
 ]

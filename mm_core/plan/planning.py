@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from mm_core.config.components import walk_components
 from mm_core.config.schema import RunConfig
 from mm_core.contracts import (
     Engine,
@@ -28,8 +29,6 @@ from mm_core.errors import PlanError
 from mm_core.modules.casting import cast_frozen
 from mm_core.modules.patterns import freeze
 from mm_core.plan.run_plan import ComponentFact, MissingFile, ModuleFact, RunPlan
-from mm_core.plugin.schema.fields import ComponentConfig
-from mm_core.plugin.schema.nodes import inside
 from mm_core.weights.adapters.inject import Structure, add_adapters
 from mm_core.weights.fitting import formats_of
 from mm_core.weights.stored import missing_at
@@ -218,13 +217,3 @@ def _components(config: RunConfig) -> list[ComponentFact]:
         for key, each in walk_components(config)
     ]
     return [ComponentFact(key, type_, r.distribution or "", r.version or "") for key, type_, r in found]
-
-
-def walk_components(value: object, key: str = "") -> list[tuple[str, ComponentConfig]]:
-    """Every component of a config with its key path, outer ones first."""
-    found = [(key, value)] if isinstance(value, ComponentConfig) else []
-    held = inside(value)
-    items = held.items() if isinstance(held, dict) else enumerate(held or ())
-    for name, item in items:
-        found += walk_components(item, f"{key}.{name}" if key else str(name))
-    return found

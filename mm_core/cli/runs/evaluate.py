@@ -72,7 +72,8 @@ def _choose(args: argparse.Namespace) -> None:
 
 def _evaluate(args: argparse.Namespace) -> int:
     """Alone, or as one of several ranks, of which the first prints and writes."""
-    from mm_core.evaluation.predictions import write_predictions, write_text
+    from mm_core.evaluation.predictions import write_predictions
+    from mm_core.files import write_text
     from mm_core.inference.evaluate import evaluate
 
     found = evaluate(

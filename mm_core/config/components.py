@@ -1,0 +1,16 @@
+"""The components that a config names."""
+
+from __future__ import annotations
+
+from mm_core.plugin.schema.fields import ComponentConfig
+from mm_core.plugin.schema.nodes import inside
+
+
+def walk_components(value: object, key: str = "") -> list[tuple[str, ComponentConfig]]:
+    """Every component of a config with its key path, outer ones first."""
+    found = [(key, value)] if isinstance(value, ComponentConfig) else []
+    held = inside(value)
+    items = held.items() if isinstance(held, dict) else enumerate(held or ())
+    for name, item in items:
+        found += walk_components(item, f"{key}.{name}" if key else str(name))
+    return found
