@@ -321,8 +321,8 @@ class CheckpointStore:
             own = ranks.agree(
                 doing, lambda: {**sums, **(files.write_texts(stage, texts) if ranks.rank == 0 else {})}
             )
-            manifest = {name: entry for share in ranks.gather(own) for name, entry in share.items()}
-            ranks.first("completing the checkpoint", lambda: _complete(stage, manifest))
+            checksums = {name: entry for share in ranks.gather(own) for name, entry in share.items()}
+            ranks.first("completing the checkpoint", lambda: _complete(stage, checksums))
             ranks.first("publishing the checkpoint", lambda: self._publish(stage, final))
         except BaseException:
             _discard(ranks, stage)
@@ -357,16 +357,16 @@ def _discard(ranks: Ranks, stage: Path) -> None:
         shutil.rmtree(stage, ignore_errors=True)
 
 
-def _complete(stage: Path, manifest: Mapping[str, files.Checksum]) -> None:
+def _complete(stage: Path, checksums: Mapping[str, files.Checksum]) -> None:
     """Rank 0 sees every rank's files, and lists them: from here on the checkpoint is complete."""
-    unseen = sorted(name for name in manifest if not (stage / name).is_file())
+    unseen = sorted(name for name in checksums if not (stage / name).is_file())
     if unseen:
         raise CheckpointError(
             f"files that other ranks wrote are not here: {files.listed(unseen)}",
             where=str(stage),
             hint="run.dir must lie on a file system that all nodes share",
         )
-    files.write_checksums(stage, manifest)
+    files.write_checksums(stage, checksums)
     sync_folder(stage)
 
 

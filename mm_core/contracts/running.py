@@ -165,7 +165,8 @@ class WeightPlan(Protocol):
 
     @property
     def names(self) -> Collection[str]:
-        """The parameters and buffers, by path in the task, that `fill` fills: they need no initialisation."""
+        """The parameters and buffers, by path in the task, that need no initialisation: `fill` fills them,
+        but for those that a checkpoint brings later, with the rest of its state."""
 
     def fill(self, state: Mapping[str, Tensor]) -> None:
         """Fills them in place, in a state of the same names; each rank its shards. Called by all ranks."""

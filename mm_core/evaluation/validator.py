@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from mm_core.optim.ema import EMA
 
 
-class Evaluating(Protocol):
+class EvaluatedEngine(Protocol):
     """What of an engine an evaluation needs."""
 
     device: torch.device
@@ -82,7 +82,7 @@ class Validator:
         self,
         config: RunConfig,
         task: TaskModule,
-        engine: Evaluating,
+        engine: EvaluatedEngine,
         dataset: Dataset | None,
         *,
         run_dir: Path,

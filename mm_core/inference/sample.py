@@ -36,7 +36,7 @@ from mm_core.evaluation.sampled_clips import (
     share_of,
     with_trained_size,
 )
-from mm_core.evaluation.validator import Evaluating
+from mm_core.evaluation.validator import EvaluatedEngine
 from mm_core.loading.frozen import load_frozen_alone, load_frozen_of
 from mm_core.loading.initial_weights import CheckpointWeights
 from mm_core.loading.run_adapters import task_of
@@ -209,7 +209,7 @@ class SingleProcess:
 
 def load_as_rank(
     task: TaskModule, config: RunConfig, checkpoint: OpenedCheckpoint, weights: Weights
-) -> Evaluating:
+) -> EvaluatedEngine:
     """Brings the weights of a checkpoint into the task: all in a lone process, else spread over all ranks,
     which all call this. Returns what it is evaluated by."""
     if Ranks.current().count > 1:

@@ -131,7 +131,7 @@ def recorded(
     return ExternalWeights(tuple(starts))
 
 
-def open_run(path: Path, weights: Literal["model", "ema"], allow_code: bool = False) -> CheckpointSource:
+def source_of_run(path: Path, weights: Literal["model", "ema"], allow_code: bool = False) -> CheckpointSource:
     """A checkpoint to begin with, together with what it has left out: its own task says where that goes.
     TrustError for code of that run that this user has not trained with, unless `allow_code`."""
     source = CheckpointSource(path, weights)
@@ -191,4 +191,4 @@ def _start(key: str, init: InitFromSection, task: TaskModule, config: RunConfig)
     for root, component in parts.items() if key != "init_from" else ():
         if (given := _given(task, root)) is not None and given.part:
             formats = {name: FormatOfPart(one, root, component) for name, one in formats.items()}
-    return WeightMatch(init, parts, formats, key, partial(open_run, allow_code=config.allow_code))
+    return WeightMatch(init, parts, formats, key, partial(source_of_run, allow_code=config.allow_code))

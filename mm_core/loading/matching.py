@@ -137,7 +137,7 @@ class WeightMatch:
             them. None compares stored names with paths in the task alone.
         formats: by qualified name; those to be tried.
         key: of the config, for errors.
-        open_run: opens a checkpoint of ours.
+        source_of_run: opens a checkpoint of ours.
     """
 
     def __init__(
@@ -146,9 +146,9 @@ class WeightMatch:
         parts: Mapping[str, nn.Module] | None = None,
         formats: Formats | None = None,
         key: str = "init_from",
-        open_run: Callable[[Path, Literal["model", "ema"]], CheckpointSource] = CheckpointSource,
+        source_of_run: Callable[[Path, Literal["model", "ema"]], CheckpointSource] = CheckpointSource,
     ) -> None:
-        self.init, self.key, self._open_run = init, key, open_run
+        self.init, self.key, self._open_run = init, key, source_of_run
         self._parts, self._formats = parts or {}, formats or {}
         self._tied = {
             root: {base_name(other): base_name(first) for other, first in tied_names(part).items()}
@@ -298,7 +298,7 @@ def _folders(way: Fit) -> str:
 def _open(
     path: Path,
     init: InitFromSection,
-    open_run: Callable[[Path, Literal["model", "ema"]], CheckpointSource],
+    source_of_run: Callable[[Path, Literal["model", "ema"]], CheckpointSource],
 ) -> StoredTensors | CheckpointSource:
     """Weights whose names are paths in the task, or are made so by `prefixes`."""
     if is_adapter(path):
@@ -317,7 +317,7 @@ def _open(
             )
         return open_stored(path)
     if path.is_dir():
-        return open_run(path, init.weights)
+        return source_of_run(path, init.weights)
     raise CheckpointError(
         "this is no file of weights" if path.exists() else "there is no such file or folder",
         where=str(path),

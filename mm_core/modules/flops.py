@@ -1,4 +1,4 @@
-"""Operations of a training step, from the products of a forward and from what is trained."""
+"""FLOPs of a training step, from the products of a forward and from what is trained."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How modules are spread: path patterns, sharding layout, recomputation, initialisation."""
+"""How modules are spread over ranks: sharding layout, placing of frozen parts, recomputation, averaging."""

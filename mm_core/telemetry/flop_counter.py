@@ -24,8 +24,8 @@ _FORWARD_AND_BACKWARD = 3
 
 
 @dataclass(frozen=True)
-class StepFlops:
-    """Operations of one step over all ranks. trained: forward and backward of what is trained. encode:
+class CountedFlops:
+    """FLOPs of one step over all ranks. trained: forward and backward of what is trained. encode:
     what prepares its inputs (frozen encoders)."""
 
     trained: float
@@ -70,8 +70,8 @@ class ForwardFlops:
         if self._mode is not None and phase == "forward_backward":
             self._encode = self._mode.get_total_flops()
 
-    def of_step(self, accumulation: int, gather: Gather = gather_rows) -> StepFlops | None:
-        """The operations of a step of `accumulation` micro-batches a rank, each as the one that was
+    def of_step(self, accumulation: int, gather: Gather = gather_rows) -> CountedFlops | None:
+        """The FLOPs of a step of `accumulation` micro-batches a rank, each as the one that was
         counted. Called by all ranks; None on all of them where one could not count."""
         encode, forward = self._counted or (0, 0)
         known = self.counted and not self._faults
@@ -79,11 +79,11 @@ class ForwardFlops:
         if not bool(rows[:, 2].all()):
             return None
         encode_all, forward_all = (float(value) * accumulation for value in rows[:, :2].sum(0))
-        return StepFlops(_FORWARD_AND_BACKWARD * forward_all, encode_all)
+        return CountedFlops(_FORWARD_AND_BACKWARD * forward_all, encode_all)
 
     @property
     def faults(self) -> Sequence[str]:
-        """Why the operations are not known: what torch's formulas said of the operators they failed on."""
+        """Why the FLOPs are not known: what torch's formulas said of the operators they failed on."""
         return tuple(self._faults)
 
 

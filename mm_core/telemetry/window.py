@@ -37,7 +37,7 @@ class MetricsWindow:
         clock: seconds.
         bins: the scale of `Loss.bins`, if the task has one.
         phases: where the time went.
-        peak: operations a second that one device can do at most, where that is known.
+        peak: FLOPs a second that one device can do at most, where that is known.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class MetricsWindow:
         return metrics
 
     def _exchange(self, names: Sequence[str]) -> list[list[float]]:
-        """One row a rank: weight, step time, data wait, memory, phases, operations, tokens, fingerprint,
+        """One row a rank: weight, step time, data wait, memory, phases, FLOPs, tokens, fingerprint,
         sums. Beyond the collective it is plain numbers: small tensor operations would cost more than that."""
         fingerprint = float(zlib.crc32("\n".join(names).encode()))
         spent = self._phases.take() if self._phases is not None else {}

@@ -39,7 +39,8 @@ class Training:
         rng: of the run; every draw is derived from it.
         guard: leaves out steps whose gradients are not finite or far too large.
         reporter: measures, logs and shows. Losses stay on the device until it asks for them.
-        between: the average, callbacks, evaluation and checkpoints.
+        between: what a run does beside its steps: average, callbacks, evaluation, checkpoints, profile,
+            watchdog, and whether to stop.
         clip_grad_norm: L2 norm that gradients are clipped to.
     """
 

@@ -1,4 +1,4 @@
-"""How a run begins: from a checkpoint, from the weights of another run, or from nothing."""
+"""Fills engine and average from the run's own checkpoint, and tells what a person should know of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights on disk: formats, key maps, pipelines, streaming to shards, out of checkpoints, adapters."""
+"""Weights on disk: formats, key maps, pipelines, files of adapters, streaming tensors into shards."""
 
 from mm_core.weights.fitting import Fit, best_way, fit, formats_of, no_way, ways_to_read
 from mm_core.weights.formats.composed import composed

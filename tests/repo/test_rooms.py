@@ -199,3 +199,26 @@ def test_no_function_is_longer_than_a_screen() -> None:
         if isinstance(node, kinds) and (lines := (node.end_lineno or 0) - node.lineno + 1) > 60
     }
     assert long == {}
+
+
+def test_torch_distributed_is_called_by_the_rooms_of_ranks_engines_and_layouts_alone() -> None:
+    allowed = {"runtime", "engines", "parallel"}
+    found = [
+        f"{file.relative_to(ROOT)}:{node.lineno}"
+        for file in PACKAGE.rglob("*.py")
+        if file.relative_to(PACKAGE).parts[0] not in allowed
+        for node in ast.walk(ast.parse(file.read_bytes()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("dist.", "torch.distributed."))
+    ]
+    assert found == []
+
+
+def test_no_room_holds_more_than_15_percent_of_the_lines() -> None:
+    lines = {file: len(file.read_text().splitlines()) for file in PACKAGE.rglob("*.py")}
+    rooms = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
+    shares = {
+        room: sum(count for file, count in lines.items() if file.is_relative_to(PACKAGE / room))
+        / sum(lines.values())
+        for room in rooms
+    }
+    assert len(rooms) <= 26 and max(shares.values()) <= 0.15, shares

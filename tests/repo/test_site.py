@@ -33,6 +33,15 @@ def test_the_page_of_hooks_is_what_its_generator_writes() -> None:
     assert headings == list(KINDS.values())
 
 
+def test_the_page_of_the_architecture_is_what_its_generator_writes() -> None:
+    check = [sys.executable, str(DOCS / "generate_architecture.py"), "--check"]
+    result = subprocess.run(check, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    rooms = {path.parent.name for path in (ROOT / "mm_core").glob("*/__init__.py")}
+    named = set(re.findall(r"^\| \d+ \| `(\w+)", (DOCS / "architecture.md").read_text(), re.M))
+    assert rooms <= named
+
+
 def test_every_page_is_in_the_navigation() -> None:
     def files(entry: object) -> list[str]:
         if isinstance(entry, str):

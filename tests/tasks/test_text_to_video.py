@@ -323,7 +323,7 @@ def test_components_that_fit_pass_and_build_on_meta():
     assert task.trainable == ("predictor",) and task.frozen == ("autoencoder", "text_encoder")
 
 
-def test_all_misfits_are_told_at_once_with_what_would_fit():
+def test_all_mismatchs_are_told_at_once_with_what_would_fit():
     task = make_task(SmallPredictor(channels=16, text_dim=10))
     with pytest.raises(ContractError) as caught:
         task.check({"num_frames": 2, "height": 8, "width": 830})
@@ -353,7 +353,7 @@ def test_a_text_encoder_whose_files_are_missing_does_not_stop_a_dry_run(tmp_path
     task.check(FITTING)
 
 
-def test_captions_longer_than_a_fixed_predictor_takes_are_a_misfit():
+def test_captions_longer_than_a_fixed_predictor_takes_are_a_mismatch():
     with pytest.raises(ContractError, match="max_length is 32, but the predictor takes 16 tokens"):
         make_task(SmallPredictor(text_padding=("fixed", 16))).check(FITTING)
 

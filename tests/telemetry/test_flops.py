@@ -10,7 +10,7 @@ import torch
 from mm_custom_dit.model import CustomDiT
 
 from mm_core.device import peak_flops, published_peak
-from mm_core.telemetry.flop_counter import ForwardFlops, StepFlops
+from mm_core.telemetry.flop_counter import CountedFlops, ForwardFlops
 from support.ranks import run_ranks
 
 SCRIPT = Path(__file__).with_name("flops_ranks.py")
@@ -59,7 +59,7 @@ def test_the_forward_of_the_dit_is_what_its_architecture_says():
         torch.randn(4, 6) @ torch.randn(6, 8)
         flops.enter("forward_backward")
         forward(CustomDiT(**TINY))
-    assert flops.of_step(4) == StepFlops(trained=3 * 4 * by_hand(3), encode=4 * 2 * 4 * 6 * 8)
+    assert flops.of_step(4) == CountedFlops(trained=3 * 4 * by_hand(3), encode=4 * 2 * 4 * 6 * 8)
     assert flops.faults == ()
 
 
@@ -76,7 +76,7 @@ def test_the_1_3b_dit_at_49x480x832_takes_386_tflop_a_step():
                 latents=torch.empty(1, 16, 13, 60, 104), timestep=torch.empty(1), text=text, text_mask=mask
             )
     step = flops.of_step(1)
-    assert step == StepFlops(trained=3 * by_hand(1, model, (13, 60, 104), 512), encode=0)
+    assert step == CountedFlops(trained=3 * by_hand(1, model, (13, 60, 104), 512), encode=0)
     assert step.trained == 385_799_494_828_032
 
 
@@ -86,7 +86,7 @@ def test_only_the_first_micro_batch_is_counted():
         with flops.counting():
             flops.enter("forward_backward")
             forward(CustomDiT(**TINY), rows)
-    assert flops.of_step(1) == StepFlops(trained=3 * by_hand(2), encode=0)
+    assert flops.of_step(1) == CountedFlops(trained=3 * by_hand(2), encode=0)
 
 
 def test_counting_changes_no_bit_of_loss_and_gradients():
@@ -112,7 +112,7 @@ def test_a_forward_that_fails_is_counted_when_it_runs_again():
     with flops.counting():
         flops.enter("forward_backward")
         torch.randn(2, 3) @ torch.randn(3, 4)
-    assert flops.of_step(1) == StepFlops(trained=3 * 2 * 2 * 3 * 4, encode=0)
+    assert flops.of_step(1) == CountedFlops(trained=3 * 2 * 2 * 3 * 4, encode=0)
 
 
 def test_a_formula_that_fails_leaves_the_forward_alone_and_the_number_unknown(monkeypatch):
@@ -135,7 +135,7 @@ def test_what_one_rank_can_not_count_is_unknown_on_all():
         pass
     assert flops.of_step(1, lambda row: [row, torch.tensor([0.0, 0.0, 0.0], dtype=torch.float64)]) is None
     assert flops.of_step(2, lambda row: [row, torch.tensor([1.0, 5.0, 1.0], dtype=torch.float64)]) == (
-        StepFlops(trained=30.0, encode=2.0)
+        CountedFlops(trained=30.0, encode=2.0)
     )
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import json
 import sys
 from types import CodeType, FrameType
 
 import pytest
 import torch
+import yaml
 
 from mm_core.config.load import load_config
 from mm_core.engines.fsdp2 import FSDP2Engine
@@ -17,24 +19,27 @@ pytestmark = pytest.mark.slow
 
 
 class Reading:
-    """What a real run has entered of mm_core from `train` to the first update of its weights.
+    """What a real run of one step has entered of mm_core, in the main thread.
 
     stack: the functions that the update was called from, innermost first. step: all functions that were
-    entered between the beginning of `run_steps` and the update, in the main thread.
+    entered between the beginning of `run_steps` and the update. whole: those until `run_steps` returns.
     """
 
     def __init__(self) -> None:
         self.stack: list[CodeType] = []
         self.step: set[CodeType] = set()
+        self.whole: set[CodeType] = set()
 
     def watch(self, frame: FrameType, event: str, argument: object) -> None:
-        if event != "call" or "/mm_core/" not in frame.f_code.co_filename:
-            return
-        if frame.f_code is loop.run_steps.__code__ or self.step:
-            self.step.add(frame.f_code)
+        own = frame.f_code is loop.run_steps.__code__
+        if event == "return" and own:
+            sys.setprofile(None)
+        if event == "call" and "/mm_core/" in frame.f_code.co_filename and (own or self.whole):
+            self.whole.add(frame.f_code)
+            if not self.stack:
+                self.step.add(frame.f_code)
 
     def updated(self, frame: FrameType | None) -> None:
-        sys.setprofile(None)
         while frame is not None:
             if "/mm_core/" in frame.f_code.co_filename:
                 self.stack.append(frame.f_code)
@@ -56,6 +61,9 @@ def reading(tiny, tmp_path_factory) -> Reading:
         "lr_schedule={type: constant}",
         f"run.dir={tmp_path_factory.mktemp('read')}",
         "data.loader.workers=0",
+        "ema={decay: 0.9}",
+        f"data.validation={json.dumps(yaml.safe_load(tiny.read_text())['data']['train'])}",
+        "validation={every: 1, rows: 2}",
     ]
     config = load_config(tiny, overrides)
     with pytest.MonkeyPatch.context() as patch:
@@ -95,13 +103,27 @@ def test_from_train_to_the_update_in_three_files_and_200_lines(reading):
 
 def test_all_that_a_step_runs_is_read_in_an_afternoon(reading):
     """Every function of mm_core that the first step enters before the update, in the main thread: task,
-    data, guard, reporter and what lies between steps included."""
+    data, guard and reporter included. The next test counts what comes after the update too."""
     found = [code for code in reading.step if "<" not in code.co_name]
     rooms = {code.co_filename.rpartition("/mm_core/")[2].partition("/")[0] for code in found}
     assert {"training", "tasks", "data", "engines", "telemetry"} <= rooms
     assert lines(found) <= 1400, sorted(
         (c.co_filename.rpartition("/mm_core/")[2], c.co_qualname) for c in found
     )
+
+
+def test_all_that_a_run_of_one_step_enters_is_read_in_a_day(reading):
+    """What lies between steps included: the average, a validation and a save, logging, the end."""
+    found = [code for code in reading.whole if "<" not in code.co_name]
+    entered = {code.co_qualname for code in found}
+    assert {
+        "BetweenSteps.updated",
+        "BetweenSteps.after_step",
+        "EMA.update",
+        "CheckpointStore.save",
+    } <= entered
+    assert {"Validator.run", "RunReporter.step"} <= entered
+    assert lines(found) <= 2700, sorted(entered)
 
 
 def test_the_whole_loop_is_read_at_a_sitting():

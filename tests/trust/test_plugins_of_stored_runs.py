@@ -22,7 +22,7 @@ from mm_core.errors import ConfigError, TrustError
 from mm_core.inference.evaluate import choose, evaluate
 from mm_core.interchange.export import export
 from mm_core.loading.known_code import remember
-from mm_core.loading.left_out import open_run
+from mm_core.loading.left_out import source_of_run
 from mm_core.loading.provenance import origins_of
 from mm_core.plugin.trust.known import KnownCode, digest_of
 from mm_core.runtime.launch.signals import StopFlag
@@ -355,7 +355,7 @@ def test_weights_to_begin_with_bring_no_code(stranger, monkeypatch):
     row |= {"strict": True, "include": [], "exclude": [], "prefixes": {}}
     monkeypatch.setattr(OpenedCheckpoint, "manifest", {"base": [row]})
     with pytest.raises(TrustError, match=r"theirs\.py"):
-        open_run(run, "model")
+        source_of_run(run, "model")
     assert not stranger.ran
     own = load_config(stranger.config(), [f"init_from.path={run}"])
     from mm_core.plan import build_task

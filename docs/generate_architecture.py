@@ -1,0 +1,72 @@
+"""Makes docs/architecture.md from the rooms' docstrings and the layers in pyproject.toml.
+
+python docs/generate_architecture.py            writes the page
+python docs/generate_architecture.py --check    exits 1 when the page is not what would be written
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = Path(__file__).with_name("architecture.md")
+
+_HEAD = """\
+# Architecture
+
+<!-- Made by docs/generate_architecture.py from the rooms' docstrings and pyproject.toml: do not edit. -->
+
+mm_core is a house of rooms: each folder at its top has one subject. A room imports only from the layers below
+its own; rooms of one layer do not know each other. `lint-imports` holds that, and
+[decision 002](decisions/002-rooms.md) says why.
+
+The way of a run: `cli` reads the command, `config` the YAML, `plugin` finds what it names; `plan` computes
+sizes; `training` puts the run together (`loading` brings the weights, `engines` spread them) and steps:
+`data` reads, `tasks` compute, `optim` updates, `telemetry` tells, `evaluation` judges, `checkpoint` keeps.
+`inference` and `interchange` take it from there.
+
+From the roof to the ground:
+
+| layer | room | what lives there |
+|---|---|---|
+"""
+
+
+def sentence_of(module: str) -> str:
+    """The first line of a room's docstring."""
+    place = ROOT.joinpath(*module.split("."))
+    file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    return (ast.get_docstring(ast.parse(file.read_bytes())) or "").partition("\n")[0]
+
+
+def render() -> str:
+    """The page as Markdown."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
+    (layers,) = [each["layers"] for each in contracts["contracts"] if each["type"] == "layers"]
+    rows = [
+        f"| {number} | `{room.removeprefix('mm_core.')}` | {sentence_of(room)} |\n"
+        for number, layer in enumerate(layers, 1)
+        for room in (name.strip(" ()") for name in layer.split("|"))
+    ]
+    return _HEAD + "".join(rows)
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    if parser.parse_args().check:
+        if PAGE.read_text(encoding="utf-8") != render():
+            print(f"{PAGE} is not up to date: run python docs/generate_architecture.py", file=sys.stderr)
+            return 1
+        return 0
+    PAGE.write_text(render(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
