@@ -6,11 +6,12 @@ python docs/generate_architecture.py --check    exits 1 when the page is not wha
 
 from __future__ import annotations
 
-import argparse
 import ast
 import sys
 import tomllib
 from pathlib import Path
+
+from generated_page import main
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = Path(__file__).with_name("architecture.md")
@@ -55,18 +56,5 @@ def render() -> str:
     return _HEAD + "".join(rows)
 
 
-def main() -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    if parser.parse_args().check:
-        if PAGE.read_text(encoding="utf-8") != render():
-            print(f"{PAGE} is not up to date: run python docs/generate_architecture.py", file=sys.stderr)
-            return 1
-        return 0
-    PAGE.write_text(render(), encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(PAGE, render, "generate_architecture.py", __doc__))

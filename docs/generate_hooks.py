@@ -6,10 +6,11 @@ python docs/generate_hooks.py --check    exits 1 when the page is not what would
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import sys
 from pathlib import Path
+
+from generated_page import main
 
 from mm_core.builtin import plugin as builtin
 from mm_core.plugin import KINDS, hookspecs
@@ -52,18 +53,5 @@ def render() -> str:
     return "".join(parts)
 
 
-def main() -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    if parser.parse_args().check:
-        if PAGE.read_text(encoding="utf-8") != render():
-            print("docs/hooks.md is out of date: run python docs/generate_hooks.py", file=sys.stderr)
-            return 1
-        return 0
-    PAGE.write_text(render(), encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(PAGE, render, "generate_hooks.py", __doc__))
