@@ -26,7 +26,7 @@ import torch.distributed as dist
 from mm_custom_dit.model import CustomDiT
 
 from mm_core.builtin.configs.training import AdamWConfig
-from mm_core.config.schema import TrainSection
+from mm_core.config.sections import TrainSection
 from mm_core.contracts import Loss, Randomness, SampleKey, VideoTextBatch
 from mm_core.device import device_stack, peak_flops, peak_memory_bytes, reset_peak_memory, synchronize
 from mm_core.diffusion.flow_match import FlowMatch

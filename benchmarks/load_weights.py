@@ -127,7 +127,7 @@ def load_sharded(folder: Path) -> int:
     from torch import nn
 
     from mm_core.builtin.configs.training import AdamWConfig
-    from mm_core.config.schema import InitFromSection
+    from mm_core.config.sections import InitFromSection
     from mm_core.contracts import Randomness
     from mm_core.engines.fsdp2 import FSDP2Engine
     from mm_core.loading.matching import WeightMatch

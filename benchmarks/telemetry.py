@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 
 import mm_core
-from mm_core.config.schema import RunConfig
+from mm_core.config.sections import RunConfig
 from mm_core.contracts import Batch, Loss
 from mm_core.device import device_type, synchronize
 from mm_core.runtime.groups import start_process_group

@@ -1,15 +1,20 @@
-"""Errors a user can cause. Each says what happened, where, what is accepted and what to do next."""
+"""Errors that users can cause: what, where, accepted, hint; catching what a plugin's code raises."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
 
 __all__ = [
     "CheckpointError",
     "ConfigError",
     "ContractError",
     "DataError",
+    "ForeignExit",
     "MMError",
     "PartsError",
     "PeerError",
@@ -20,6 +25,7 @@ __all__ = [
     "TrustError",
     "did_you_mean",
     "first_line",
+    "foreign_code",
     "nearest",
     "plain_reason",
 ]
@@ -139,6 +145,10 @@ class PeerError(MMError):
     """Another rank failed; its own sentence is the one to read, so this one stays quiet."""
 
 
+class ForeignExit(Exception):
+    """Code of a plugin raised SystemExit, KeyboardInterrupt or another BaseException: its `__cause__`."""
+
+
 class RunWarning(UserWarning):
     """A sentence for the person who starts a run: the commands print it as they print their other ones."""
 
@@ -167,3 +177,33 @@ def plain_reason(error: Exception) -> str:
 def first_line(fault: BaseException) -> str:
     """Of a library's message: the rest of it is advice for its own users."""
     return next(iter(str(fault).splitlines()), type(fault).__name__)
+
+
+@contextmanager
+def foreign_code() -> Iterator[None]:
+    """Turns what is no Exception into ForeignExit, but for the KeyboardInterrupt of a person's Ctrl-C.
+
+    `sys.exit(0)` in a module would otherwise be a success of the command that imports it.
+    """
+    asked: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+    handled = callable(before) and threading.current_thread() is threading.main_thread()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+        if callable(before):
+            before(number, frame)
+
+    if handled:
+        signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as error:
+        if asked:
+            raise
+        raise ForeignExit(f"{type(error).__name__}: {error}") from error
+    finally:
+        if handled and signal.getsignal(signal.SIGINT) is note:
+            signal.signal(signal.SIGINT, before)

@@ -160,13 +160,13 @@ def mm_weight_formats() -> list[Component]:
 @hookimpl
 def mm_metrics() -> list[Component]:
     return [
-        _core("latent_psnr", "metrics.video:LatentPSNR", "nothing:NothingConfig"),
-        _core("frame_change", "metrics.video:FrameChange", "nothing:NothingConfig"),
-        _core("accuracy", "metrics.classes:Accuracy", "nothing:NothingConfig"),
-        _core("f1", "metrics.classes:F1", "metrics:F1Config"),
-        _core("perplexity", "metrics.classes:Perplexity", "nothing:NothingConfig"),
-        _core("exact_match", "metrics.texts:exact_match", "metrics:ExactMatchConfig"),
-        _core("anls", "metrics.texts:anls", "metrics:ANLSConfig"),
+        _core("latent_psnr", "evaluation.metrics.video:LatentPSNR", "nothing:NothingConfig"),
+        _core("frame_change", "evaluation.metrics.video:FrameChange", "nothing:NothingConfig"),
+        _core("accuracy", "evaluation.metrics.classes:Accuracy", "nothing:NothingConfig"),
+        _core("f1", "evaluation.metrics.classes:F1", "metrics:F1Config"),
+        _core("perplexity", "evaluation.metrics.classes:Perplexity", "nothing:NothingConfig"),
+        _core("exact_match", "evaluation.metrics.texts:exact_match", "metrics:ExactMatchConfig"),
+        _core("anls", "evaluation.metrics.texts:anls", "metrics:ANLSConfig"),
     ]
 
 

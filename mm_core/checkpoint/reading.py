@@ -16,7 +16,7 @@ from mm_core.checkpoint.files.host_copies import State
 from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.checkpoint.retention import complete_steps
 from mm_core.config.load import load_config
-from mm_core.config.schema import RunConfig
+from mm_core.config.sections import RunConfig
 from mm_core.errors import CheckpointError
 from mm_core.runtime.ranks import Ranks
 from mm_core.weights.stored import TORCH_SUFFIXES

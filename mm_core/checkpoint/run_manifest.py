@@ -18,13 +18,13 @@ from packaging.requirements import Requirement
 import mm_core
 from mm_core.checkpoint.files.layout import Document
 from mm_core.config.dump import to_mapping
-from mm_core.config.schema import RunConfig
+from mm_core.config.sections import RunConfig
 from mm_core.contracts import Dataset
 from mm_core.device import device_stack
 from mm_core.plan import RunPlan
 from mm_core.plugin.ranks import check_ranks_agree
-from mm_core.plugin.schema.fields import ComponentConfig
 from mm_core.runtime.ranks import Ranks
+from mm_core.schema.fields import ComponentConfig
 
 _LIBRARIES = ("transformers", "diffusers", "peft", "accelerate", "tokenizers", "safetensors", "torchao")
 """What computes, converts or makes tokens beside torch; with what the plugins of a run require."""

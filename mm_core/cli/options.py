@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mm_core.config.schema import RunConfig
+    from mm_core.config.sections import RunConfig
 
 
 def add_allow_code(parser: argparse.ArgumentParser) -> None:

@@ -58,7 +58,7 @@ def _list(registry: Registry, kind: str | None, as_json: bool) -> int:
 
 
 def _show(found: Sequence[Registered], as_json: bool) -> int:
-    from mm_core.plugin.schema.describe import describe_fields
+    from mm_core.schema.describe import describe_fields
 
     described = [(r, describe_fields(r.config_class())) for r in found]
     if as_json:

@@ -1,1 +1,1 @@
-"""The config of a run: sections, components named, YAML read strictly, overrides, writing. No torch."""
+"""The YAML of a run: sections, strict reading, interpolation, overrides, the config of a stored run."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mm_core.plugin.schema.fields import ComponentConfig
-from mm_core.plugin.schema.nodes import inside
+from mm_core.schema.fields import ComponentConfig
+from mm_core.schema.nodes import inside
 
 
 def walk_components(value: object, key: str = "") -> list[tuple[str, ComponentConfig]]:

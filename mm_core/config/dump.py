@@ -9,10 +9,10 @@ from typing import Any
 import yaml
 
 from mm_core.config.interpolation import escape
-from mm_core.config.schema import RunConfig
+from mm_core.config.sections import RunConfig
 from mm_core.config.yaml_nodes import FLOAT, MAX_BYTES
 from mm_core.errors import ConfigError
-from mm_core.plugin.schema.nodes import inside
+from mm_core.schema.nodes import inside
 
 
 class _Dumper(yaml.SafeDumper):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from mm_core.config.stored import Sources
 from mm_core.errors import ConfigError, MMError
-from mm_core.plugin.schema.nodes import FAILED, Node
+from mm_core.schema.nodes import FAILED, Node
 
 _WRITERS = ("process", "thread")
 """What `checkpoint.async` took beside true and false."""

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from mm_core.errors import ConfigError, MMError, RunWarning, did_you_mean
-from mm_core.plugin.schema.nodes import FAILED, Node, from_python, to_python, unwritable
 from mm_core.plugin.trust.known import ALLOW
+from mm_core.schema.nodes import FAILED, Node, from_python, to_python, unwritable
 
 MAX_TEXTS = 2_000
 """Different texts with interpolations in a config: OmegaConf's parser takes a millisecond for each."""

@@ -11,13 +11,13 @@ from pathlib import Path
 from mm_core.config.former import without_former_values
 from mm_core.config.interpolation import resolve
 from mm_core.config.overrides import lay, merge
-from mm_core.config.schema import RunConfig
+from mm_core.config.sections import RunConfig
 from mm_core.config.stored import Sources, known_only, stored_plugins, unknown_commands
 from mm_core.config.yaml_nodes import Spent, read_file
 from mm_core.errors import ConfigError, MMError, TrustError, first_line
 from mm_core.plugin.registry import Registry, get_registry
-from mm_core.plugin.schema.checking import MAX_FAULTS, Checker
-from mm_core.plugin.schema.nodes import FAILED, Node, show
+from mm_core.schema.checking import MAX_FAULTS, Checker
+from mm_core.schema.nodes import FAILED, Node, show
 
 _LINE = re.compile(r"(.*?):(\d+)(?=: |\Z)")
 MAX_INCLUDES = 200

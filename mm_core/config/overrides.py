@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from mm_core.config.yaml_nodes import MAX_DEPTH, read_plain, read_quoted
 from mm_core.errors import ConfigError, MMError
-from mm_core.plugin.schema.nodes import Node, unwritable
+from mm_core.schema.nodes import Node, unwritable
 
 MAX_OVERRIDE = 16_384
 """Characters of one override."""

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mm_core.errors import MMError, TrustError
-from mm_core.plugin.schema.nodes import FAILED, Node
 from mm_core.plugin.trust.known import ALLOW, KnownCode, Piece, digest_of
+from mm_core.schema.nodes import FAILED, Node
 
 KNOWN = "known"
 """`trust_remote_code: known`: Python files of the folder run where this user has trained with them."""

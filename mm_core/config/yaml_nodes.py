@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from mm_core.errors import ConfigError, MMError, did_you_mean, first_line
-from mm_core.plugin.schema.nodes import FAILED, Node, unwritable
+from mm_core.schema.nodes import FAILED, Node, unwritable
 
 MAX_BYTES = 256 * 1024
 """Of a config's files together: a run takes a few thousand, and PyYAML some seconds for these."""

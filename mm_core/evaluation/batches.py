@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mm_core.config.schema import LoaderSection
+from mm_core.config.sections import LoaderSection
 from mm_core.contracts import Batch, Dataset, Randomness, SampleKey
 from mm_core.data.loading.loader import MicroBatchLoader
 from mm_core.data.loading.sampler import BatchPlan, SlotSpec

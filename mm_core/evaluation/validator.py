@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from mm_core.config.schema import RunConfig, ValidationSection
+from mm_core.config.sections import RunConfig, ValidationSection
 from mm_core.contracts import (
     Batch,
     Clip,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mm_core.checkpoint.reading import StoredRun, Weights, Which, stored_run
-from mm_core.config.schema import RunConfig
+from mm_core.config.sections import RunConfig
 from mm_core.contracts import (
     Conversing,
     Decoding,

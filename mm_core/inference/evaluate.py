@@ -15,7 +15,7 @@ from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.checkpoint.reading import StoredRun, Weights, Which, checkpoint_at
 from mm_core.config.dump import to_mapping, to_yaml
 from mm_core.config.load import load_config
-from mm_core.config.schema import RunConfig, ValidationSection
+from mm_core.config.sections import RunConfig, ValidationSection
 from mm_core.contracts import Metric, SupportsEvaluated
 from mm_core.data.class_names import check_class_names
 from mm_core.data.loading.seeding import build_dataset
@@ -26,8 +26,8 @@ from mm_core.files import json_numbers
 from mm_core.inference.sample import among_ranks, load_as_rank, stored_weights
 from mm_core.loading.run_adapters import task_of
 from mm_core.plugin.registry import Registry
-from mm_core.plugin.schema.fields import ComponentConfig
 from mm_core.runtime.ranks import Ranks
+from mm_core.schema.fields import ComponentConfig
 
 Split = Literal["train", "validation", "test"]
 

@@ -14,7 +14,7 @@ import torch
 from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.checkpoint.reading import StoredRun, Weights, Which, open_checkpoint, stored_run
 from mm_core.checkpoint.run_manifest import check_plugins
-from mm_core.config.schema import RunConfig
+from mm_core.config.sections import RunConfig
 from mm_core.contracts import (
     Clip,
     Engine,
@@ -44,9 +44,9 @@ from mm_core.modules.casting import cast_frozen, cast_inputs, quantise_frozen_va
 from mm_core.modules.initialise import initialise
 from mm_core.modules.tying import state_of, tie, tied_names
 from mm_core.plan import build_frozen
-from mm_core.plugin.schema.fields import ComponentConfig
 from mm_core.runtime.process_group import process_group
 from mm_core.runtime.ranks import Ranks
+from mm_core.schema.fields import ComponentConfig
 
 
 def sample(

@@ -13,7 +13,7 @@ from typing import Literal
 
 from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.checkpoint.reading import StoredRun, Weights, stored_run
-from mm_core.config.schema import RunConfig
+from mm_core.config.sections import RunConfig
 from mm_core.contracts import TaskModule, torch_dtype
 from mm_core.errors import ContractError, MMError, did_you_mean
 from mm_core.files import check_unused, staged_folder, write_durably

@@ -13,7 +13,7 @@ from mm_core import __version__
 from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.config.components import walk_components
 from mm_core.config.dump import to_mapping
-from mm_core.config.schema import RunConfig
+from mm_core.config.sections import RunConfig
 from mm_core.interchange.export_plan import ExportPlan
 from mm_core.interchange.model_card import Card, render
 from mm_core.loading.provenance import given_weights, own_weights

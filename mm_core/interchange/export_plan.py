@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mm_core.checkpoint.opened import OpenedCheckpoint
-from mm_core.config.schema import RunConfig
+from mm_core.config.sections import RunConfig
 from mm_core.contracts import TaskModule
 from mm_core.errors import ContractError, MMError
 from mm_core.loading.checkpoint_source import CheckpointSource

@@ -14,7 +14,7 @@ from mm_core.checkpoint.retention import complete_steps, torn_steps
 from mm_core.checkpoint.run_manifest import check_plugins, run_manifest
 from mm_core.checkpoint.store import CheckpointStore
 from mm_core.config.dump import to_yaml
-from mm_core.config.schema import InitFromSection, RunConfig
+from mm_core.config.sections import InitFromSection, RunConfig
 from mm_core.contracts import Engine, Randomness, TaskModule
 from mm_core.errors import CheckpointError
 from mm_core.loading.initial_weights import FileWeights

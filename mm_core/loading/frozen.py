@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from mm_core.config.schema import InitFromSection, RunConfig
+from mm_core.config.sections import InitFromSection, RunConfig
 from mm_core.contracts import Engine, EnginePlan, FrozenPlan, SelfLoading, Streamed, TaskModule, WeightPlan
 from mm_core.device import current_device
 from mm_core.errors import ContractError

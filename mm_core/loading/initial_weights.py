@@ -11,7 +11,7 @@ from mm_core.builtin.configs.adapters import AdapterConfig
 from mm_core.checkpoint.files.layout import listed
 from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.checkpoint.reading import load_model_only
-from mm_core.config.schema import RunConfig
+from mm_core.config.sections import RunConfig
 from mm_core.contracts import TaskModule
 from mm_core.loading.left_out import ExternalWeights, left_out, recorded, starts_of
 from mm_core.loading.matching import MatchedWeights

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mm_core.config.components import walk_components
-from mm_core.config.schema import RunConfig
+from mm_core.config.sections import RunConfig
 from mm_core.config.stored import command_piece, setting_piece
 from mm_core.errors import MMError, TrustError
 from mm_core.plugin.trust.beside import SourceBytes, imported_beside

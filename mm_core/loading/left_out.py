@@ -18,7 +18,7 @@ from torch import Tensor
 from mm_core.checkpoint.external_rows import RECIPE, ExternalRow
 from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.config.load import load_config
-from mm_core.config.schema import InitFromSection, RunConfig
+from mm_core.config.sections import InitFromSection, RunConfig
 from mm_core.contracts import SupportsWeightsFrom, TaskModule, WeightsFrom
 from mm_core.errors import CheckpointError, MMError, TrustError
 from mm_core.loading.checkpoint_source import CheckpointSource

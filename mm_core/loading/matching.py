@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mm_core.checkpoint.files.layout import listed
 from mm_core.checkpoint.files.mismatch import Mismatch, size_text
-from mm_core.config.schema import InitFromSection
+from mm_core.config.sections import InitFromSection
 from mm_core.errors import CheckpointError, PlanError
 from mm_core.loading.checkpoint_source import CheckpointSource
 from mm_core.loading.mismatch import mismatch_error

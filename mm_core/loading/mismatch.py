@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from mm_core.checkpoint.files.mismatch import Mismatch
-from mm_core.config.schema import InitFromSection
+from mm_core.config.sections import InitFromSection
 from mm_core.errors import CheckpointError, nearest
 from mm_core.modules.adapter_layers import adapter_of
 

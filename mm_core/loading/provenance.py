@@ -10,7 +10,7 @@ from torch import nn
 
 from mm_core.checkpoint.reading import open_checkpoint
 from mm_core.config.load import load_config
-from mm_core.config.schema import RunConfig
+from mm_core.config.sections import RunConfig
 from mm_core.contracts import SupportsWeightsFrom, TaskModule
 from mm_core.errors import MMError, TrustError
 from mm_core.loading.run_adapters import task_of

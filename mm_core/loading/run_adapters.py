@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.checkpoint.retention import complete_steps
-from mm_core.config.schema import RunConfig
+from mm_core.config.sections import RunConfig
 from mm_core.contracts import TaskModule
 from mm_core.plan import build_task
 from mm_core.weights.adapters.inject import Structure

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from mm_core.config.schema import EMASection
+from mm_core.config.sections import EMASection
 from mm_core.modules.shards import local
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from mm_core.config.schema import ParameterGroup, TrainSection
+from mm_core.config.sections import ParameterGroup, TrainSection
 from mm_core.errors import PlanError
 from mm_core.modules.patterns import select_parameters
 

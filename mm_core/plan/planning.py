@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mm_core.config.components import walk_components
-from mm_core.config.schema import RunConfig
+from mm_core.config.sections import RunConfig
 from mm_core.contracts import (
     Engine,
     EnginePlan,

@@ -1,4 +1,4 @@
-"""Plugins: what they register, how they are found, trusted, built; nodes of values checked by schemas.
+"""Plugins: hooks, discovery, the registry of components, building one from its config, trust in others' code.
 
 Importing this room costs no discovery: the names of `registry` resolve when they are first used.
 """
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mm_core.plugin.component import Component
 from mm_core.plugin.hookspecs import KINDS, hookimpl
-from mm_core.plugin.schema.fields import ComponentConfig, DType, Kind, Range
+from mm_core.schema.fields import ComponentConfig, DType, Kind, Range
 
 if TYPE_CHECKING:
     from mm_core.plugin.registry import PluginRecord, Registered, Registry, build, get_registry

@@ -7,10 +7,9 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mm_core.errors import ConfigError, ContractError
-from mm_core.plugin.schema.fields import ComponentConfig
-from mm_core.plugin.schema.nodes import default_of, rebuilt
-from mm_core.plugin.trust.foreign import foreign_code
+from mm_core.errors import ConfigError, ContractError, foreign_code
+from mm_core.schema.fields import ComponentConfig
+from mm_core.schema.nodes import default_of, rebuilt
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -12,8 +12,8 @@ from mm_core.plugin.building import call_fault
 from mm_core.plugin.locate import fault_of
 from mm_core.plugin.records import PluginRecord, Registered, one_line
 from mm_core.plugin.registry import Registry
-from mm_core.plugin.schema.describe import describe_fields
 from mm_core.plugin.signatures import LEADING
+from mm_core.schema.describe import describe_fields
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import pluggy
 
 from mm_core import __version__ as CORE_VERSION
-from mm_core.errors import PluginError, TrustError, did_you_mean
+from mm_core.errors import PluginError, TrustError, did_you_mean, foreign_code
 from mm_core.plugin import hookspecs
 from mm_core.plugin.component import Component
 from mm_core.plugin.hooks import HookFault, check_hooks, check_names, checked_components
@@ -26,7 +26,6 @@ from mm_core.plugin.local import NAMESPACE as LOCAL
 from mm_core.plugin.local import LocalFile, import_file, local_record, read_local, resolved_file
 from mm_core.plugin.records import PluginRecord, Registered, Status, one_line
 from mm_core.plugin.requirements import admits, read_identity
-from mm_core.plugin.trust.foreign import foreign_code
 from mm_core.plugin.trust.known import check_known
 
 if TYPE_CHECKING:

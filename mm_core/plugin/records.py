@@ -9,10 +9,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from mm_core.errors import MMError, PluginError, did_you_mean
+from mm_core.errors import ForeignExit, MMError, PluginError, did_you_mean, foreign_code
 from mm_core.plugin.component import Component
 from mm_core.plugin.signatures import signature_config
-from mm_core.plugin.trust.foreign import ForeignExit, foreign_code
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

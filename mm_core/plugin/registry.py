@@ -16,8 +16,8 @@ from mm_core.plugin.building import build_component, built_fields
 from mm_core.plugin.hookspecs import KINDS
 from mm_core.plugin.manager import discover, entry_point_records, local_files
 from mm_core.plugin.records import PluginRecord, Registered
-from mm_core.plugin.schema.checking import check_component
-from mm_core.plugin.schema.fields import ComponentConfig
+from mm_core.schema.checking import check_component
+from mm_core.schema.fields import ComponentConfig
 
 __all__ = ["PluginRecord", "Registered", "Registry", "build", "clear_cache", "get_registry", "survey"]
 

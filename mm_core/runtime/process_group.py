@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from mm_core.config.schema import RunSection
+from mm_core.config.sections import RunSection
 from mm_core.runtime.groups import set_patience, start_process_group, wait_for_ranks
 from mm_core.runtime.launch.signals import leaving_at_signals
 from mm_core.runtime.ranks import Ranks

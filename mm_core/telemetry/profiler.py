@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mm_core.config.schema import ProfileSection
+from mm_core.config.sections import ProfileSection
 from mm_core.device import MemoryRecorder, memory_recorder
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
-from mm_core.config.schema import RunConfig
+from mm_core.config.sections import RunConfig
 from mm_core.contracts import Bins, Clip, Ending, Loss
 from mm_core.device import peak_flops, peak_memory_bytes
 from mm_core.errors import ConfigError

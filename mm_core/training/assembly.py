@@ -18,7 +18,7 @@ from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.checkpoint.run_manifest import check_plugins, run_manifest
 from mm_core.checkpoint.store import CheckpointStore
 from mm_core.config.dump import to_yaml
-from mm_core.config.schema import RunConfig
+from mm_core.config.sections import RunConfig
 from mm_core.contracts import Dataset, Engine, Randomness, SupportsLengths, TaskModule, seeded
 from mm_core.data.class_names import check_class_names
 from mm_core.data.loading.loader import MicroBatchLoader

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mm_core.config.schema import RunConfig
+from mm_core.config.sections import RunConfig
 from mm_core.errors import ConfigError, did_you_mean
 from mm_core.evaluation.validator import Validator
 from mm_core.runtime.ranks import Ranks

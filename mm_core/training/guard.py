@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
 from mm_core.checkpoint.files.layout import Document
-from mm_core.config.schema import TrainSection
+from mm_core.config.sections import TrainSection
 from mm_core.contracts import Batch, Loss
 from mm_core.errors import PeerError, TrainingError
 from mm_core.runtime.ranks import Ranks, gather_rows

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from mm_core.config.schema import RunConfig
+from mm_core.config.sections import RunConfig
 from mm_core.data.loading.stopping import StopAsked, heeding
 from mm_core.device import set_deterministic
 from mm_core.runtime.launch.rank_logs import rank_log

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from mm_core.checkpoint.files.host_copies import State
 from mm_core.checkpoint.files.layout import Document
 from mm_core.checkpoint.store import CheckpointStore
-from mm_core.config.schema import RunConfig
+from mm_core.config.sections import RunConfig
 from mm_core.files import json_numbers
 from mm_core.loading.known_code import remember_imports
 from mm_core.runtime.ranks import Ranks

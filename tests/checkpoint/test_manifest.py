@@ -13,7 +13,7 @@ from mm_core.checkpoint.resume_check import check_resume, differences_of
 from mm_core.checkpoint.run_manifest import environment_traces, fingerprint, library_versions, run_manifest
 from mm_core.config.load import load_config
 from mm_core.plan import make_plan
-from mm_core.plugin.schema.fields import ComponentConfig
+from mm_core.schema.fields import ComponentConfig
 from support.ranks import run_ranks
 
 CAPTION = '[{"path": "a.mp4", "cap": "a red circle"}, {"path": "b.mp4", "cap": "a blue square"}]'

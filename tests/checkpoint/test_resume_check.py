@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 
 from mm_core.checkpoint.resume_check import allowed, check_resume, differences_of, rule
-from mm_core.config.schema import RunConfig
+from mm_core.config.sections import RunConfig
 from mm_core.errors import CheckpointError
 
 BEFORE = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mm_core.config.load import load_config
-from mm_core.config.schema import RunConfig
+from mm_core.config.sections import RunConfig
 from mm_core.errors import ConfigError
 from mm_core.plugin.registry import clear_cache
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mm_core.cli.main import main
 from mm_core.config.load import load_config
-from mm_core.config.schema import RunConfig
+from mm_core.config.sections import RunConfig
 
 PAGE = (Path(__file__).parents[2] / "docs/config.md").read_text(encoding="utf-8")
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mm_core.config.dump import to_mapping, to_yaml
 from mm_core.errors import ConfigError
-from mm_core.plugin.schema.fields import ComponentConfig
+from mm_core.schema.fields import ComponentConfig
 
 
 def test_every_default_is_written_with_qualified_types(place):

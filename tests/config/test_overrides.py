@@ -6,7 +6,7 @@ import pytest
 
 from mm_core.config.overrides import parse_override
 from mm_core.errors import ConfigError
-from mm_core.plugin.schema.nodes import to_python
+from mm_core.schema.nodes import to_python
 
 
 @pytest.mark.parametrize(

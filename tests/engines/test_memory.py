@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from mm_core.config.schema import EMASection
+from mm_core.config.sections import EMASection
 from mm_core.contracts import Loss, Randomness
 from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.optim.ema import EMA

@@ -13,7 +13,7 @@ from torch import nn
 from mm_core.builtin.configs.training import MuonConfig
 from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.checkpoint.store import CheckpointStore
-from mm_core.config.schema import TrainSection
+from mm_core.config.sections import TrainSection
 from mm_core.contracts import Loss, Randomness
 from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.errors import ContractError

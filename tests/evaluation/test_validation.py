@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mm_core.config.load import load_config
-from mm_core.config.schema import LoaderSection
+from mm_core.config.sections import LoaderSection
 from mm_core.contracts import Clip, Evaluation, Randomness, SampleKey, SampleRequest, VideoTextBatch
 from mm_core.errors import ContractError, DataError
+from mm_core.evaluation import LatentPSNR
 from mm_core.evaluation.batches import EvaluationData, EvenRows
 from mm_core.evaluation.sampled_clips import share_prompts, with_trained_size
 from mm_core.evaluation.validator import build_metrics
-from mm_core.metrics import LatentPSNR
 from mm_core.plugin.registry import build
 from mm_core.runtime.process_group import process_group
 from support import validation

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from mm_core.checkpoint.store import CheckpointStore
-from mm_core.config.schema import InitFromSection
+from mm_core.config.sections import InitFromSection
 from mm_core.errors import CheckpointError, PlanError
 from mm_core.loading.matching import MatchReport, WeightMatch
 from mm_core.loading.mismatch import likely_prefix

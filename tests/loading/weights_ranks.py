@@ -15,14 +15,14 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mm_core.builtin.configs.training import AdamWConfig
-from mm_core.config.schema import DataSection, RunConfig, RunSection, TrainSection
+from mm_core.config.sections import DataSection, RunConfig, RunSection, TrainSection
 from mm_core.contracts import Loss, Randomness, WeightsFrom
 from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.loading.initial_weights import FileWeights
 from mm_core.optim.adamw import adamw
-from mm_core.plugin.schema.fields import ComponentConfig
 from mm_core.runtime.groups import start_process_group
 from mm_core.runtime.launch.rank_process import leave
+from mm_core.schema.fields import ComponentConfig
 from support.tensors import all_whole
 from support.tiny_models import Task
 

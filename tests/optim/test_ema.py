@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from mm_core.config.schema import EMASection
+from mm_core.config.sections import EMASection
 from mm_core.optim.ema import EMA
 from support import parts_ranks
 from support.ranks import run_ranks

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mm_core.config.schema import ParameterGroup, TrainSection
+from mm_core.config.sections import ParameterGroup, TrainSection
 from mm_core.contracts import Loss, Randomness
 from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.errors import PlanError

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from mm_core import Component, hookimpl
-from mm_core.plugin.schema.fields import ComponentConfig, Kind, Range
+from mm_core.schema.fields import ComponentConfig, Kind, Range
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mm_core.builtin.configs.training import AdamWConfig, MuonConfig
-from mm_core.config.schema import EMASection, InitFromSection, TrainSection
+from mm_core.config.sections import EMASection, InitFromSection, TrainSection
 from mm_core.contracts import Batch, Loss, Randomness, SampleKey
 from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.errors import MMError

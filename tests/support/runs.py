@@ -11,7 +11,7 @@ import yaml
 
 from mm_core.checkpoint.store import CheckpointStore
 from mm_core.config.load import load_config
-from mm_core.config.schema import RunConfig
+from mm_core.config.sections import RunConfig
 from mm_core.inference.sample import load_task
 from mm_core.interchange.export_plan import own_state
 from mm_core.interchange.import_weights import import_weights

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import mm_core
-from mm_core.config.schema import RunConfig
+from mm_core.config.sections import RunConfig
 from mm_core.contracts import Randomness
 from mm_core.loading.initial_weights import FileWeights
 from mm_core.plan import build_task

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from mm_custom_dit.model import CustomDiT
 
 from mm_core.builtin.configs.training import AdamWConfig
-from mm_core.config.schema import TrainSection
+from mm_core.config.sections import TrainSection
 from mm_core.contracts import Loss, Randomness
 from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.optim.adamw import adamw

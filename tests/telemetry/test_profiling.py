@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mm_core.config.schema import ProfileSection
+from mm_core.config.sections import ProfileSection
 from mm_core.device import MemoryRecorder
 from mm_core.telemetry import profiler as profiling
 from mm_core.telemetry.profiler import ProfileWindow

@@ -23,7 +23,7 @@ from mm_core.contracts import Clip
 from mm_core.data.media.video_files import write_clips
 from mm_core.errors import MMError
 from mm_core.plugin.registry import get_registry
-from mm_core.plugin.schema.fields import ComponentConfig
+from mm_core.schema.fields import ComponentConfig
 from mm_core.telemetry.trackers.local import open_trackers, read_metrics
 from mm_core.telemetry.trackers.remote import Courier, MlflowTracker, WandbTracker
 
@@ -265,7 +265,7 @@ LOST = """
 import sys, time
 import mlflow, wandb  # which takes seconds, whatever the server does
 from pathlib import Path
-from mm_core.plugin.schema.fields import ComponentConfig
+from mm_core.schema.fields import ComponentConfig
 from mm_core.plugin.registry import get_registry
 from mm_core.telemetry.trackers import local, remote
 

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from mm_core.config.schema import NonFiniteSection, SpikeSection, TrainSection
+from mm_core.config.sections import NonFiniteSection, SpikeSection, TrainSection
 from mm_core.contracts import Batch, Loss, SampleKey
 from mm_core.errors import TrainingError
 from mm_core.runtime.groups import start_process_group

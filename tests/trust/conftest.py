@@ -14,7 +14,7 @@ import yaml
 from mm_core.checkpoint.store import CheckpointStore
 from mm_core.config.dump import to_yaml
 from mm_core.config.load import load_config
-from mm_core.config.schema import RunConfig
+from mm_core.config.sections import RunConfig
 from mm_core.contracts import Randomness
 from mm_core.loading.known_code import remember
 from mm_core.modules.initialise import initialise

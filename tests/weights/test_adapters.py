@@ -17,7 +17,7 @@ from torch import nn
 
 from mm_core.builtin.configs.adapters import AdapterConfig
 from mm_core.config.load import load_config
-from mm_core.config.schema import TrainSection
+from mm_core.config.sections import TrainSection
 from mm_core.contracts import Randomness
 from mm_core.errors import CheckpointError, PlanError
 from mm_core.loading.initial_weights import sentence_on

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from mm_core.config.schema import InitFromSection
+from mm_core.config.sections import InitFromSection
 from mm_core.errors import CheckpointError, PluginError
 from mm_core.loading.matching import MatchReport, WeightMatch
 from mm_core.modules.tying import tie, tied_names

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from mm_core.plugin.schema.fields import Range
+from mm_core.schema.fields import Range
 
 Event = Literal["run_started", "validated", "sampled", "saved", "run_ended"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from mm_core.plugin.schema.fields import ComponentConfig, Kind, Range
+from mm_core.schema.fields import ComponentConfig, Kind, Range
 
 _PYAV = ComponentConfig("video_reader", "core/pyav")
 _Column = str | Annotated[int, Range(ge=0)]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from mm_core.plugin.schema.fields import Range
+from mm_core.schema.fields import Range
 
 ComputeDType = Literal["fp32", "bf16"]
 """fp16 would need loss scaling, which the engine does not do."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from mm_core.plugin.schema.fields import Range
+from mm_core.schema.fields import Range
 
 
 @dataclass(frozen=True)

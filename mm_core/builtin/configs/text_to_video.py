@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from mm_core.plugin.schema.fields import ComponentConfig, Guidance, Kind, Range
+from mm_core.schema.fields import ComponentConfig, Guidance, Kind, Range
 
 _Size = Annotated[int, Range(ge=1)]
 _Share = Annotated[float, Range(ge=0, le=1)]

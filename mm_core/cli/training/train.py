@@ -16,7 +16,7 @@ from mm_core.cli.ranks import rank_command, refuse_among_ranks
 from mm_core.errors import MMError
 
 if TYPE_CHECKING:
-    from mm_core.config.schema import RunConfig
+    from mm_core.config.sections import RunConfig
     from mm_core.runtime.launch.signals import StopFlag
 
 _OF_LAUNCH = ("nproc", "nnodes", "rdzv_endpoint", "rdzv_id", "node_rank")

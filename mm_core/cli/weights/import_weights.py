@@ -13,7 +13,7 @@ from mm_core.cli.ranks import rank_command
 from mm_core.errors import MMError
 
 if TYPE_CHECKING:
-    from mm_core.config.schema import RunConfig
+    from mm_core.config.sections import RunConfig
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

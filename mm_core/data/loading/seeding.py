@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from mm_core.contracts import Dataset, Randomness, seeded
 from mm_core.plugin.registry import Registry
-from mm_core.plugin.schema.fields import ComponentConfig
+from mm_core.schema.fields import ComponentConfig
 
 
 def build_dataset(registry: Registry, section: ComponentConfig, seed: int) -> Dataset:

@@ -14,7 +14,7 @@ from mm_core.builtin.configs.diffusion import ByteTextConfig, HFTextConfig
 from mm_core.contracts import Randomness, Tokenizer, WeightsFrom, torch_dtype
 from mm_core.diffusion.encoders.hf_folder import ModelFolder
 from mm_core.errors import CheckpointError
-from mm_core.plugin.schema.fields import DType
+from mm_core.schema.fields import DType
 from mm_core.tokenizer import open_tokenizer
 
 if TYPE_CHECKING:

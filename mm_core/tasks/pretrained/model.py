@@ -15,9 +15,16 @@ from torch import nn
 from mm_core.builtin.configs.pretrained import PretrainedConfig
 from mm_core.contracts import WeightsFrom, empty_parameters
 from mm_core.diffusion.encoders.hf_folder import ModelFolder, dtype_key
-from mm_core.errors import CheckpointError, ContractError, MMError, RunWarning, first_line, nearest
+from mm_core.errors import (
+    CheckpointError,
+    ContractError,
+    MMError,
+    RunWarning,
+    first_line,
+    foreign_code,
+    nearest,
+)
 from mm_core.modules.patterns import select_parameters
-from mm_core.plugin.trust.foreign import foreign_code
 from mm_core.plugin.trust.remote_code import check_overrides, code_folder
 from mm_core.tasks.pretrained import packed_attention
 from mm_core.tasks.pretrained.initial import prepare_initialisation

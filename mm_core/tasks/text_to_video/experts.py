@@ -22,7 +22,7 @@ from mm_core.contracts import (
     SupportsTruncated,
 )
 from mm_core.errors import ContractError
-from mm_core.plugin.schema.fields import Guidance
+from mm_core.schema.fields import Guidance
 
 
 class Experts:

@@ -14,7 +14,7 @@ from mm_core.data.media.video_files import gif_bytes
 from mm_core.errors import MMError
 from mm_core.files import json_number, replace_text
 from mm_core.plugin.registry import Registry
-from mm_core.plugin.schema.fields import ComponentConfig
+from mm_core.schema.fields import ComponentConfig
 from mm_core.telemetry.trackers.remote import forget_runs
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import math
 import re
 from string import ascii_uppercase
 
-from mm_core.metrics import TextMetric
+from mm_core.evaluation import TextMetric
 
 _STRIPPED = " \n\t,.!?;:'"
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from mm_wan.predictor.two_expert import TwoExpert
 from mm_wan.schedulers.flow_match import WanFlowMatch
 
-from mm_core.config.schema import EMASection
+from mm_core.config.sections import EMASection
 from mm_core.contracts import Randomness, SampleKey, VideoTextBatch
 from mm_core.diffusion.encoders.pixel import PixelAutoencoder
 from mm_core.diffusion.encoders.text import ByteTextEncoder

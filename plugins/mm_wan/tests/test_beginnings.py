@@ -11,7 +11,7 @@ import wan_frames
 from mm_wan.testing import make_tiny_checkpoint
 from safetensors.torch import load_file
 
-from mm_core.config.schema import InitFromSection
+from mm_core.config.sections import InitFromSection
 from mm_core.errors import CheckpointError
 from mm_core.inference.sample import load_task
 from mm_core.interchange.import_weights import import_weights

@@ -16,7 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from mm_core.config.load import load_config
-from mm_core.config.schema import RunConfig
+from mm_core.config.sections import RunConfig
 from mm_core.inference.sample import load_task
 from mm_core.interchange.import_weights import import_weights
 

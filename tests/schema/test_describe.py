@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from mm_core.config.schema import RunConfig
-from mm_core.plugin.schema.describe import FieldInfo, describe_fields, type_text
-from mm_core.plugin.schema.fields import ComponentConfig, DType, Kind, Range
+from mm_core.config.sections import RunConfig
+from mm_core.schema.describe import FieldInfo, describe_fields, type_text
+from mm_core.schema.fields import ComponentConfig, DType, Kind, Range
 
 REFERENCE = ComponentConfig("predictor", "a/b")
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from mm_core.contracts import Batch, Evaluation
-from mm_core.metrics.needs import needed_texts
-from mm_core.metrics.summed import SummedMetric, mean
+from mm_core.evaluation.metrics.needs import needed_texts
+from mm_core.evaluation.metrics.summed import SummedMetric, mean
 
 Normalize = Literal["none", "case", "squad"]
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mm_core.contracts import Batch, Evaluation, SampleKey
-from mm_core.metrics import anls_score, edit_distance, squad_normalized
+from mm_core.evaluation import anls_score, edit_distance, squad_normalized
 from mm_core.plugin.registry import build
 
 
@@ -93,7 +93,7 @@ def test_exact_match_takes_any_reference_after_its_normalization(normalize, righ
 
 
 def test_the_metric_of_texts_of_the_documentation_works():
-    page = (Path(__file__).parents[2] / "docs/validation.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs/validation.md").read_text(encoding="utf-8")
     (code,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "TextMetric" in code)
     names: dict = {}
     exec(code, names)

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from mm_core.builtin.configs.adapters import AdapterConfig
 from mm_core.plugin.registry import Registry, get_registry
-from mm_core.plugin.schema.fields import ComponentConfig, Guidance, Kind, Range
+from mm_core.schema.fields import ComponentConfig, Guidance, Kind, Range
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from mm_core.contracts import IGNORED_LABEL, Batch, Evaluation
 from mm_core.errors import ContractError
-from mm_core.metrics.needs import needed_outputs
-from mm_core.metrics.summed import SummedMetric, mean
+from mm_core.evaluation.metrics.needs import needed_outputs
+from mm_core.evaluation.metrics.summed import SummedMetric, mean
 
 Average = Literal["macro", "micro", "weighted"]
 

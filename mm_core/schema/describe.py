@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from mm_core.plugin.schema.fields import ComponentConfig, Kind, Range
-from mm_core.plugin.schema.nodes import default_of
+from mm_core.schema.fields import ComponentConfig, Kind, Range
+from mm_core.schema.nodes import default_of
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -10,7 +10,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
-from mm_core.plugin.schema.fields import ComponentConfig, Kind, Range, yaml_key
+from mm_core.schema.fields import ComponentConfig, Kind, Range, yaml_key
 
 
 @dataclass(frozen=True)

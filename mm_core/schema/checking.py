@@ -24,9 +24,9 @@ from typing import (
     get_type_hints,
 )
 
-from mm_core.errors import ConfigError, MMError, PluginError, did_you_mean
-from mm_core.plugin.schema.fields import ComponentConfig, Kind, Range, dtype_hint, yaml_key
-from mm_core.plugin.schema.nodes import (
+from mm_core.errors import ConfigError, ForeignExit, MMError, PluginError, did_you_mean, foreign_code
+from mm_core.schema.fields import ComponentConfig, Kind, Range, dtype_hint, yaml_key
+from mm_core.schema.nodes import (
     FAILED,
     SCALARS,
     Failed,
@@ -45,7 +45,6 @@ from mm_core.plugin.schema.nodes import (
     to_python,
     unwrap,
 )
-from mm_core.plugin.trust.foreign import ForeignExit, foreign_code
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -1,1 +1,0 @@
-"""Config dataclasses of components: declared fields, checking of values, and their description."""
