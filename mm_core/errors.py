@@ -107,11 +107,11 @@ class TrustError(MMError):
 
 
 class DataError(MMError):
-    """Annotations or media that can not be read as described."""
+    """Annotations or media that cannot be read as described."""
 
 
 class PartsError(DataError):
-    """Parts of a sample that can not be read: raised where no other is left, else given beside the others
+    """Parts of a sample that cannot be read: raised where no other is left, else given beside the others
     under the sample's `missing`.
 
     faults: of each part, by its number among all parts of the dataset: the same in every epoch, whichever

@@ -180,9 +180,9 @@ def _failed(out: Path, fault: OSError) -> MMError:
 
 def write_text(path: Path, text: str) -> None:
     """A file that is there whole or not at all; a name that is no text is written as JSON's escapes. MMError
-    where it can not be written."""
+    where it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, text)
     except OSError as fault:
-        raise MMError(f"the file can not be written: {fault.strerror or fault}", where=str(path)) from fault
+        raise MMError(f"the file cannot be written: {fault.strerror or fault}", where=str(path)) from fault

@@ -8,7 +8,7 @@ from mm_core.checkpoint.files import dcp
 from mm_core.checkpoint.files import layout as files
 from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.checkpoint.reading import DOING, verify
-from mm_core.checkpoint.retention import complete_steps, torn_steps
+from mm_core.checkpoint.retention import complete_steps, incomplete_steps
 from mm_core.config.yaml_nodes import read_file
 from mm_core.errors import CheckpointError, ConfigError, MMError
 from mm_core.runtime.ranks import Ranks
@@ -20,8 +20,8 @@ def newest_whole(folder: Path) -> tuple[OpenedCheckpoint | None, list[Checkpoint
     """The newest checkpoint of a run that has no fault, and the faults of the newer ones, whose `where` is
     the checkpoint. Called by all ranks. CheckpointError where all of them are damaged."""
     ranks = Ranks.current()
-    steps, torn = ranks.first(
-        "reading the checkpoint folder", lambda: (complete_steps(folder), torn_steps(folder))
+    steps, torn = ranks.on_first(
+        "reading the checkpoint folder", lambda: (complete_steps(folder), incomplete_steps(folder))
     )
     refused = [
         CheckpointError("this checkpoint is incomplete: it has no checksums.json", where=str(path))

@@ -21,7 +21,7 @@ def complete_steps(folder: Path) -> dict[int, Path]:
     return {step: path for step, path in _named(folder) if (path / files.CHECKSUMS).is_file()}
 
 
-def torn_steps(folder: Path) -> list[Path]:
+def incomplete_steps(folder: Path) -> list[Path]:
     """Folders with a checkpoint's name that have lost the list of their checksums: no save leaves such."""
     torn = (path for _, path in _named(folder) if path.is_dir() and not (path / files.CHECKSUMS).is_file())
     return sorted(torn)
@@ -33,7 +33,7 @@ def _named(folder: Path) -> list[tuple[int, Path]]:
     return [(step, path) for path in paths if (step := step_of(path)) is not None]
 
 
-def put_aside(path: Path) -> Path:
+def quarantine(path: Path) -> Path:
     """Renames a damaged checkpoint, so that it is never counted again and still there to be looked at."""
     return path.rename(path.with_name(f"{path.name}.damaged-{secrets.token_hex(4)}"))
 

@@ -27,7 +27,7 @@ from mm_core.checkpoint.files.host_copies import HostCopies, State, check_tensor
 from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.checkpoint.opening import examine, newest_whole
 from mm_core.checkpoint.reading import DOING, checked_facts, find_checkpoint, open_checkpoint, verify
-from mm_core.checkpoint.retention import Retention, complete_steps, put_aside, torn_steps
+from mm_core.checkpoint.retention import Retention, complete_steps, incomplete_steps, quarantine
 from mm_core.checkpoint.run_lock import RunLock
 from mm_core.errors import CheckpointError
 from mm_core.files import remove_stale_stages, replace_text, stage_name, sync_folder
@@ -79,9 +79,9 @@ class CheckpointStore:
         """Called once by all ranks before a run that has taken `step` steps goes on: locks the run's
         folder, removes what dead runs left unfinished, puts `damaged` checkpoints aside, and refuses
         (CheckpointError) a run that would meet newer checkpoints."""
-        Ranks.current().first("preparing the checkpoint folder", lambda: self._begin(step, damaged))
+        Ranks.current().on_first("preparing the checkpoint folder", lambda: self._begin(step, damaged))
         if self._asynchronous:
-            self._speakers()  # while there is a launcher, through whom a group is made
+            self._background_ranks()  # while there is a launcher, through whom a group is made
 
     def reserve(self, tensors: State) -> None:
         """Makes the host buffers of asynchronous saves before the first of them, behind the caller's back."""
@@ -121,7 +121,7 @@ class CheckpointStore:
             files.MANIFEST: _to_json(manifest or {}),
             files.CONFIG: config_yaml,
         }
-        removed, stage = ranks.first("preparing the checkpoint folder", lambda: self._open_stage(final))
+        removed, stage = ranks.on_first("preparing the checkpoint folder", lambda: self._open_stage(final))
         if removed is not None:
             self._thread.record(removed)
         try:
@@ -132,7 +132,7 @@ class CheckpointStore:
         if not self._asynchronous:
             self._commit(ranks, stage, final, held, texts, live)
             return final
-        apart = self._speakers()
+        apart = self._background_ranks()
         done = self._committed = threading.Event()
 
         def work() -> None:
@@ -146,18 +146,18 @@ class CheckpointStore:
         self._thread.give(work)
         return final
 
-    def add(self, step: int, metrics: files.Document, *, looked: bool) -> None:
+    def add(self, step: int, metrics: files.Document, *, evaluated: bool) -> None:
         """Lays what became known after a save beside its checkpoint: now, or once that is complete.
         Called by all ranks; rank 0 writes, and talks to nobody.
 
         Args:
             step: of a checkpoint that was saved, or that the run began with.
             metrics: of its validation, as JSON.
-            looked: whether the validation and samples that were due are there.
+            evaluated: whether the validation and samples that were due are there.
         """
         if Ranks.current().rank:
             return
-        final, later = self._path(step), {"metrics": metrics, "looked": looked}
+        final, later = self._path(step), {"metrics": metrics, "evaluated": evaluated}
         with self._naming:
             if final.is_dir():
                 self._write_later(final, later)
@@ -257,10 +257,10 @@ class CheckpointStore:
 
     # -- parts ---------------------------------------------------------------------------------
 
-    def _speakers(self) -> Ranks:
+    def _background_ranks(self) -> Ranks:
         """The ranks in the group that the thread speaks in."""
         if self._ranks is None:
-            self._ranks = Ranks.apart()
+            self._ranks = Ranks.in_own_group()
         return self._ranks
 
     def _begin(self, step: int, damaged: Sequence[Path]) -> None:
@@ -274,8 +274,9 @@ class CheckpointStore:
     def _clear(self, step: int, damaged: Sequence[Path]) -> None:
         remove_stale_stages(self.folder)
         own = {path for path in damaged if path.parent == self.folder}
-        for path in own.union(torn_steps(self.folder)):  # a torn one would be in the way of its step's save
-            put_aside(path)
+        # An incomplete checkpoint would be in the way when its step is saved again.
+        for path in own.union(incomplete_steps(self.folder)):
+            quarantine(path)
         newer = sorted(found for found in complete_steps(self.folder) if found > step)
         if newer:
             raise CheckpointError(
@@ -322,8 +323,8 @@ class CheckpointStore:
                 doing, lambda: {**sums, **(files.write_texts(stage, texts) if ranks.rank == 0 else {})}
             )
             checksums = {name: entry for share in ranks.gather(own) for name, entry in share.items()}
-            ranks.first("completing the checkpoint", lambda: _complete(stage, checksums))
-            ranks.first("publishing the checkpoint", lambda: self._publish(stage, final))
+            ranks.on_first("completing the checkpoint", lambda: _complete(stage, checksums))
+            ranks.on_first("publishing the checkpoint", lambda: self._publish(stage, final))
         except BaseException:
             _discard(ranks, stage)
             raise
@@ -343,9 +344,9 @@ class CheckpointStore:
 
     def _write_later(self, final: Path, later: files.Document) -> None:
         try:
-            replace_text(final / files.LATER, _to_json(later), durable=True)
+            replace_text(final / files.EVALUATION_FILE, _to_json(later), durable=True)
         except OSError as fault:  # the checkpoint is as good; a resume looks again
-            _logger.warning("%s of %s could not be written: %s", files.LATER, final, fault)
+            _logger.warning("%s of %s could not be written: %s", files.EVALUATION_FILE, final, fault)
 
     def _path(self, step: int) -> Path:
         return self.folder / step_name(step)

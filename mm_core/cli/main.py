@@ -170,7 +170,7 @@ def _run(arguments: list[str], program: str) -> int:
         # Without abbreviations: an option added later never changes what a script means.
         parser = Parser(prog=prog, description=f"{summary[0].upper()}{summary[1:]}.", allow_abbrev=False)
         module.configure(parser)
-        # Overrides may stand between options; argparse can not mix them where there are subcommands.
+        # Overrides may stand between options; argparse cannot mix them where there are subcommands.
         parse = parser.parse_args if parser._subparsers else parser.parse_intermixed_args
         code: int = module.execute(parse(arguments[1:]))
         return code

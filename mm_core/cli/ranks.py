@@ -96,7 +96,7 @@ def refuse_among_ranks(args: argparse.Namespace, of_launch: Sequence[str]) -> No
     given = [f"--{name.replace('_', '-')}" for name in of_launch if getattr(args, name) is not None]
     if given:
         raise MMError(
-            f"{', '.join(given)} can not be met: this process is already rank {os.environ['RANK']} of"
+            f"{', '.join(given)} cannot be met: this process is already rank {os.environ['RANK']} of"
             f" {os.environ.get('WORLD_SIZE', '?')} (RANK is set in the environment)",
             where="command line",
             hint="leave the options to torchrun, or unset RANK and let the command start the ranks",

@@ -62,5 +62,5 @@ def _plain(value: object, path: str, literals: Mapping[str, str]) -> object:
         return escape(str(value))
     if value is None or isinstance(value, (bool, int, float)):
         return value
-    what = f"a YAML can not hold {value!r}, of type {type(value).__qualname__}"
+    what = f"a YAML cannot hold {value!r}, of type {type(value).__qualname__}"
     raise ConfigError(what, where=path, hint="config fields hold numbers, texts, lists and mappings")

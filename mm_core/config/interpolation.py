@@ -65,7 +65,7 @@ def resolve(
             cause = str(error)
         missing = _UNSET.search(cause) is not None
         if cause:  # else its fault was reported where it was read
-            what = f"{_brief(node.value)} can not be resolved: {cause}"
+            what = f"{_brief(node.value)} cannot be resolved: {cause}"
             (unset if missing else faults).append(ConfigError(what, where=node.place(), hint=_remedy(cause)))
         return node if missing and unset is not faults else node.holding(FAILED)
 

@@ -42,7 +42,7 @@ def load_config(
     Args:
         path: the YAML file. Its `include:` names files, relative to it, that are merged first.
         overrides: `key.path=value`, laid upon the file.
-        spare_environment: a variable that is not set is a fault only where the text that asks for it can not
+        spare_environment: a variable that is not set is a fault only where the text that asks for it cannot
             stand for its value; for a run that has trained, of which not all is needed any more.
         stored: the file is a stored run's; None: its folder tells (see `mm_core.config.stored`).
         allow_code: what a stored run's config names runs, and the environment that it asks for is read, also
@@ -102,7 +102,7 @@ class _Sources:
         try:
             real = path.resolve()
         except (OSError, ValueError, RuntimeError) as error:  # links in a circle, a NUL character
-            raise ConfigError(f"the file can not be read: {first_line(error)}", where=str(path)) from None
+            raise ConfigError(f"the file cannot be read: {first_line(error)}", where=str(path)) from None
         if real in above:
             chain = " -> ".join(p.name for p in (*above[above.index(real) :], real))
             raise ConfigError(f"files include each other: {chain}", where=str(path))

@@ -62,7 +62,7 @@ def _value(text: str, where: str, path: str) -> Node:
             name, inner = part[:cut].strip(), part[cut + 1 :]
             name = (read_quoted(name) if name[:1] in ("'", '"') else None) or name
             if what := unwritable(name):
-                raise ConfigError(f"the key {name!r} can not be used: {what}", where=f"{where}: {path}")
+                raise ConfigError(f"the key {name!r} cannot be used: {what}", where=f"{where}: {path}")
             if name in items:
                 raise ConfigError(f"the key {name!r} stands twice", where=f"{where}: {path}")
             items[name] = replace(_value(inner.strip(), where, f"{path}.{name}"), key_where=where)

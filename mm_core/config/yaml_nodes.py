@@ -136,7 +136,7 @@ def read_file(path: Path, faults: list[MMError], spent: Spent | None = None) -> 
         raise
     except (OSError, ValueError) as error:
         cause = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"the file can not be read: {cause}", where=str(path)) from None
+        raise ConfigError(f"the file cannot be read: {cause}", where=str(path)) from None
     spent.size += len(content)
     tree: Node = _parsed(text, str(path), lambda loader: _tree(loader, str(path), faults, spent))
     return tree
@@ -274,13 +274,13 @@ class _Reader:
         if source.tag in self.loader.yaml_constructors and tag not in _READS:
             return self._fault(where, path, f"the tag {tag!r} is not supported")
         if tag in _READS and not _READS[tag].match(source.value):
-            return self._fault(where, path, f"{shown} can not be read as {tag!r}")
+            return self._fault(where, path, f"{shown} cannot be read as {tag!r}")
         try:
             value = self.loader.construct_object(source)
         except yaml.MarkedYAMLError as error:
-            return self._fault(where, path, f"{shown} can not be read: {error.problem}")
+            return self._fault(where, path, f"{shown} cannot be read: {error.problem}")
         except ValueError as error:  # an integer of more digits than Python reads
-            return self._fault(where, path, f"{shown} can not be read: {error}")
+            return self._fault(where, path, f"{shown} cannot be read: {error}")
         if isinstance(value, str) and (what := unwritable(value)):
             return self._fault(where, path, what)
         if isinstance(value, int) and value.bit_length() > MAX_BITS:
@@ -301,7 +301,7 @@ class _Reader:
                 continue
             name = key.value
             if what := unwritable(name):
-                self._fault(where, path, f"the key {name[:60]!r} can not be used: {what}")
+                self._fault(where, path, f"the key {name[:60]!r} cannot be used: {what}")
                 continue
             if len(path) + len(name) > MAX_PATH:
                 what = f"the key {name[:40]!r}... and those above it are longer than {MAX_PATH:,} characters"

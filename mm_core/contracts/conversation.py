@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
-Heard = Callable[[str], None]
+OnText = Callable[[str], None]
 """Is told each piece of an answer as soon as it is there; the pieces joined are the answer."""
 
 
@@ -54,11 +54,11 @@ class Conversing(Protocol):
     def prompt(self, turns: Sequence[Turn]) -> Mapping[str, Tensor]:
         """Inputs by the names that the model's `forward` has for them, a batch of one, of a conversation
         whose next turn is the assistant's. They have the same names, and run the same modules, for every
-        conversation. DataError for one that can not be laid out, or a file that can not be read."""
+        conversation. DataError for one that cannot be laid out, or a file that cannot be read."""
 
     def questions(self, file: Path) -> Sequence[Callable[[], Question]]:
         """The rows of a file in the dataset's own style, each read when it is called: DataError for a row
-        that can not be, and at once for a file."""
+        that cannot be, and at once for a file."""
 
 
 @runtime_checkable
@@ -78,20 +78,20 @@ class SupportsAnswer(Protocol):
         """ContractError, before any weights are read, for a model that generates no text."""
 
     def check_question(self, question: Mapping[str, Tensor]) -> None:
-        """DataError for a question, a batch of one, that the model can not answer: it is too long, say."""
+        """DataError for a question, a batch of one, that the model cannot answer: it is too long, say."""
 
     def answer(
         self,
         questions: Sequence[Mapping[str, Tensor]],
         decoding: Decoding,
         numbers: Sequence[int],
-        heard: Heard | None = None,
+        on_text: OnText | None = None,
         stopped: Callable[[], bool] | None = None,
     ) -> list[str]:
         """The answers to questions, each a batch of one, which have these numbers. Called under no_grad with
         all modules on the device, by all ranks at once where several share the model. What is asked beside a
         question, here or on another rank, changes nothing of its answer.
 
-        heard: is told the answer to the first. stopped: asked after each token; once it says true, the
+        on_text: is told the answer to the first. stopped: asked after each token; once it says true, the
         answers end here, and no rank goes on alone.
         """

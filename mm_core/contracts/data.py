@@ -44,10 +44,10 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """One sample. DataError when it can not be read: it is then skipped, counted and listed.
+        """One sample. DataError when it cannot be read: it is then skipped, counted and listed.
 
-        One that is made of several parts (conversations that share a row) has a PartsError of those that can
-        not be read under `missing`, and holds the others; where none is left, it raises that error. The
+        One that is made of several parts (conversations that share a row) has a PartsError of those that
+        cannot be read under `missing`, and holds the others; where none is left, it raises that error. The
         loader takes `missing` off before `collate`; each part is listed, and counts as its share of the
         sample."""
 

@@ -51,7 +51,7 @@ class SupportsExperts(Protocol):
 
     def complete(self, device: torch.device) -> AbstractContextManager[None]:
         """For the length of the block the experts that are not trained are there as well, on `device`,
-        frozen, with the weights that the run began from. CheckpointError where these can not be read."""
+        frozen, with the weights that the run began from. CheckpointError where these cannot be read."""
 
 
 @runtime_checkable

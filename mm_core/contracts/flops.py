@@ -100,7 +100,7 @@ class SupportsSampleFlops(Protocol):
     """A task that says what a training sample costs before one is read, for the plan."""
 
     def sample_flops(self, batch_spec: Mapping[str, Any], recomputed: Collection[str]) -> StepFlops | None:
-        """Of one sample of a dataset with these fields; None where that can not be known.
+        """Of one sample of a dataset with these fields; None where that cannot be known.
 
         recomputed: module paths in the task.
         """

@@ -76,7 +76,7 @@ def _has_npu() -> bool:
         importlib.import_module("torch_npu")
     except Exception as fault:
         raise MMError(
-            f"torch_npu is installed but can not be imported: {' '.join(str(fault).split())}"[:400],
+            f"torch_npu is installed but cannot be imported: {' '.join(str(fault).split())}"[:400],
             where="environment",
             hint="load the CANN environment of this host, or set MM_DEVICE=cpu",
         ) from fault

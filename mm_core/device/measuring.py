@@ -40,7 +40,7 @@ def peak_memory_bytes() -> int:
 
 
 def reset_peak_memory() -> None:
-    """`peak_memory_bytes` counts from here on; a process on CPU can not forget."""
+    """`peak_memory_bytes` counts from here on; a process on CPU cannot forget."""
     if device_type() != "cpu":
         current_module().reset_peak_memory_stats()
 

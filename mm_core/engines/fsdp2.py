@@ -45,7 +45,7 @@ from mm_core.parallel.activation_checkpointing import recompute
 from mm_core.parallel.frozen_placement import place, plan_frozen
 from mm_core.parallel.gloo_averaging import average_by_sum, check_replicas
 from mm_core.parallel.layout import decide_layout, gathered_bytes, mesh_shape
-from mm_core.parallel.unused_modules import Resting
+from mm_core.parallel.unused_modules import UnusedModules
 from mm_core.runtime.groups import device_mesh
 
 
@@ -61,7 +61,7 @@ class FSDP2Engine:
         self._trained: dict[str, nn.Module] = {}
         self._tied: dict[str, dict[str, str]] = {}
         self._roots: list[FSDPModule] = []
-        self._resting = Resting(())
+        self._unused = UnusedModules(())
         self._parameters: dict[str, nn.Parameter] = {}
         self._optimizer: torch.optim.Optimizer | None = None
         self._base_lrs: list[float] = []
@@ -87,7 +87,7 @@ class FSDP2Engine:
             for name, parameter in task.get_submodule(root).named_parameters(prefix=root):
                 if parameter.dim() == 0:
                     raise PlanError(
-                        f"parameter {name!r} is a scalar, which can not be sharded",
+                        f"parameter {name!r} is a scalar, which cannot be sharded",
                         where="engine",
                         accepted="parameters of at least one dimension: shape (1,) instead of ()",
                     )
@@ -199,7 +199,7 @@ class FSDP2Engine:
         self._roots = [root for root in self._trained.values() if isinstance(root, FSDPModule)]
         chain = [m for p in plan.wrapped if isinstance(m := task.get_submodule(p), FSDPModule)]
         average_by_sum(self.device, [*chain, *self._roots])
-        self._resting = Resting([*chain, *self._trained.values()])
+        self._unused = UnusedModules([*chain, *self._trained.values()])
         self._prefetch(chain)
 
     def _prefetch(self, chain: Sequence[FSDPModule]) -> None:
@@ -220,7 +220,7 @@ class FSDP2Engine:
         with self._told_of_dtypes():
             loss = compute()
         if not last:
-            self._resting.spare()
+            self._unused.exempt_from_sync()
         # A total that is not finite may still have finite gradients (x + nan): they would update unseen.
         seed = torch.where(torch.isfinite(loss.total.detach()), scale, float("nan"))
         torch.autograd.backward(loss.total, seed.to(loss.total.dtype))

@@ -33,7 +33,7 @@ class EvaluationData:
     """The batches of one rank. Micro-batch m of the evaluation holds the same rows at any world size, and
     belongs to rank m % world; every rank has equally many.
 
-    A row that can not be read gets weight 0; `MicroBatchLoader` puts another one in its place, so that the
+    A row that cannot be read gets weight 0; `MicroBatchLoader` puts another one in its place, so that the
     shapes stay as they are, and lists it in `Batch.failures`.
 
     Args:

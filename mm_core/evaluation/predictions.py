@@ -81,5 +81,5 @@ def _plain(row: Tensor) -> object:
 
 
 def write_predictions(rows: Sequence[Row], path: Path) -> None:
-    """One JSON object a line, all of them or none. MMError where they can not be written."""
+    """One JSON object a line, all of them or none. MMError where they cannot be written."""
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

@@ -44,7 +44,7 @@ class EvaluatedEngine(Protocol):
     def evaluating(self) -> AbstractContextManager[None]: ...
 
 
-class Abandoned(Exception):
+class EvaluationStopped(Exception):
     """A rank was asked to stop; raised on all ranks at the same batch or forward."""
 
 
@@ -141,7 +141,7 @@ class Validator:
                     with applied(), self._engine.evaluating():
                         found = self._one_pass(islice(batches, self._data.batches), self._data.rows)
                     figures |= {f"{prefix}/{name}": value for name, value in found.items()}
-        except Abandoned:
+        except EvaluationStopped:
             self._note(f"the {self.split} after step {step} was left: a rank was asked to stop")
             return None
         return figures
@@ -189,7 +189,7 @@ class Validator:
         return batch
 
     def _go_on(self, fault: MMError | None = None) -> None:
-        """Agrees with the other ranks. Abandoned when one was asked to stop; a fault of one ends all."""
+        """Agrees with the other ranks: EvaluationStopped when one was asked to stop; one's fault ends all."""
         self._enter("validation")
         flags = torch.tensor([float(self._stop()), float(fault is not None)], dtype=torch.float64)
         stopping, failing = gather_rows(flags).unbind(1)
@@ -199,7 +199,7 @@ class Validator:
             raised.on_all_ranks = True
             raise raised
         if stopping.any():
-            raise Abandoned
+            raise EvaluationStopped
 
     def _tell(self, failures: Sequence[_Failure], lost: int, rows: int) -> None:
         """Names the rows, and parts of rows, that could not be read, once a process. Called by all ranks or
@@ -247,7 +247,7 @@ class Validator:
         try:
             with applied(), self._engine.evaluating(), self._agreeing_forwards():
                 clips = list(self._task.sample(request) or ())[:real]
-        except Abandoned:
+        except EvaluationStopped:
             self._note(f"the samples after step {step} were left: a rank was asked to stop")
             return None
         folder = self.run_dir / "samples" / f"step_{step:08d}"

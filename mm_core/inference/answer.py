@@ -18,7 +18,7 @@ from mm_core.config.sections import RunConfig
 from mm_core.contracts import (
     Conversing,
     Decoding,
-    Heard,
+    OnText,
     Question,
     SupportsAnswer,
     SupportsConversing,
@@ -77,13 +77,13 @@ class AnswerSession:
         turns: Sequence[Turn],
         decoding: Decoding,
         number: int = 0,
-        heard: Heard | None = None,
+        on_text: OnText | None = None,
         stopped: Callable[[], bool] | None = None,
     ) -> str:
         """The assistant's next turn; among several ranks, called within `led` alone. DataError for a
-        conversation that can not be laid out, or answered.
+        conversation that cannot be laid out, or answered.
 
-        heard: is told each piece of it as soon as it is there. stopped: asked after each token whether this
+        on_text: is told each piece of it as soon as it is there. stopped: asked after each token whether this
         is enough.
         """
         _check_text(turns)
@@ -91,11 +91,11 @@ class AnswerSession:
         self.task.check_question(inputs)
         self._saying = True
         self.ranks.from_first((_SAY, None))
-        (text,) = self._answer([inputs], decoding, [number], heard, stopped)
+        (text,) = self._answer([inputs], decoding, [number], on_text, stopped)
         self._saying = False
         return text
 
-    def led(self, work: Callable[[], T]) -> T:
+    def run_on_first_rank(self, work: Callable[[], T]) -> T:
         """What `work` gives on the first rank, on every rank. Meanwhile the others take part in each `say` of
         it. Where it fails, the first rank raises the fault and the others a PeerError."""
         if self.ranks.rank:
@@ -116,9 +116,9 @@ class AnswerSession:
                 return given
             if kind == _FAILED:
                 raise PeerError("the first rank has failed")
-            self._fill()
+            self._idle_generation()
 
-    def _fill(self) -> None:
+    def _idle_generation(self) -> None:
         """Other ranks answer meanwhile, and hold a part of the model here: forwards go on until all end."""
         if self.ranks.count > 1:
             self._answer([self.conversing.prompt([Turn("user", "?")])], Decoding(max_new_tokens=1), [0])
@@ -127,7 +127,7 @@ class AnswerSession:
 
     def rows(self, file: Path, decoding: Decoding, batch_size: int = 1) -> Iterator[Answer]:
         """The answers to the rows of a file, in their order; among several ranks, on the first of them alone.
-        A row that can not be read, or answered, is there with the reason.
+        A row that cannot be read, or answered, is there with the reason.
 
         batch_size: rows that a rank answers together, of like length. What they are answered does not depend
         on it, but for rounding.
@@ -165,7 +165,7 @@ class AnswerSession:
         read.sort(key=lambda each: each[1].inputs["input_ids"].shape[1])
         for first in range(0, rounds * size, size):
             if not (batch := read[first : first + size]):
-                self._fill()
+                self._idle_generation()
                 continue
             texts = self._answer(
                 [each.inputs for _, each in batch], decoding, [number for number, _ in batch]
@@ -183,12 +183,12 @@ class AnswerSession:
         questions: Sequence[Inputs],
         decoding: Decoding,
         numbers: Sequence[int],
-        heard: Heard | None = None,
+        on_text: OnText | None = None,
         stopped: Callable[[], bool] | None = None,
     ) -> list[str]:
         moved = [{name: tensor.to(self.device) for name, tensor in each.items()} for each in questions]
         try:
-            return self.task.answer(moved, decoding, numbers, heard, stopped)
+            return self.task.answer(moved, decoding, numbers, on_text, stopped)
         except (RuntimeError, MemoryError) as fault:
             if (said := out_of_memory(fault)) is None:
                 raise
@@ -244,7 +244,7 @@ def answer(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
-    heard: Heard | None = None,
+    on_text: OnText | None = None,
     weights: Weights = "auto",
     checkpoint: Which = "latest",
     overrides: Sequence[str] = (),
@@ -257,7 +257,7 @@ def answer(
         max_new_tokens: of the answer; None takes the task's own, else 512.
         temperature: 0 takes the likeliest token each time. top_p: of the likeliest tokens, the share of
             probability that is drawn from. seed: of what is drawn.
-        heard: is told each piece of the answer as soon as it is there.
+        on_text: is told each piece of the answer as soon as it is there.
         run, weights, checkpoint, overrides, allow_code: as of `answer_session`.
     """
     decoding = checked(Decoding(max_new_tokens, temperature, top_p, seed))
@@ -265,7 +265,7 @@ def answer(
         run, weights=weights, checkpoint=checkpoint, overrides=overrides, allow_code=allow_code
     ) as opened:
         turns = [Turn("user", prompt, tuple(map(Path, images)))]
-        return opened.led(lambda: opened.say(turns, decoding, heard=heard))
+        return opened.run_on_first_rank(lambda: opened.say(turns, decoding, on_text=on_text))
 
 
 def _check_text(turns: Sequence[Turn]) -> None:

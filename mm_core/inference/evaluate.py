@@ -69,7 +69,7 @@ class EvaluationResult:
 
 
 @dataclass(frozen=True)
-class Chosen(StoredRun):
+class EvaluationTarget(StoredRun):
     """A stored run and what it is evaluated on, found before anything heavy is read."""
 
     split: Split
@@ -101,7 +101,7 @@ def evaluate(
         metrics: beside the run's own, in the place of those of the same type: names, or `{type: f1, ...}`.
         predictions: also keep what was found of each row.
         overrides: `key=value` over the run's config, to evaluate on other data.
-        note: told, on rank 0, of rows that can not be read.
+        note: told, on rank 0, of rows that cannot be read.
         allow_code: code that the run names runs, also where this user has not trained with it.
 
     Raises:
@@ -133,7 +133,7 @@ def evaluate(
 
 
 def _pass(
-    chosen: Chosen,
+    chosen: EvaluationTarget,
     settings: ValidationSection,
     metrics: Sequence[tuple[str, Metric]],
     weights: Literal["model", "ema"],
@@ -170,7 +170,7 @@ def choose(
     checkpoint: Which = "latest",
     overrides: Sequence[str] = (),
     allow_code: bool = False,
-) -> Chosen:
+) -> EvaluationTarget:
     """The checkpoint, its config with the overrides, and the dataset. MMError where one is missing."""
     source = OpenedCheckpoint(checkpoint_at(run, checkpoint))
     file = source.folder / "config.yaml"
@@ -178,7 +178,7 @@ def choose(
     dataset = config.data.splits.get(split)
     if dataset is None:
         raise _without_data(run, file, config, split)
-    return Chosen(source, config, split, dataset)
+    return EvaluationTarget(source, config, split, dataset)
 
 
 def _metrics(

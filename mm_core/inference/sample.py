@@ -179,7 +179,7 @@ def _write(clip: Clip, path: Path) -> None:
     try:
         write_video(clip, path)
     except Exception as fault:  # PyAV's own errors are no OSError
-        raise DataError(f"the clip can not be written: {fault}", where=str(path)) from fault
+        raise DataError(f"the clip cannot be written: {fault}", where=str(path)) from fault
 
 
 # -- weights -------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def load_as_rank(
 def load_alone(task: TaskModule, config: RunConfig, checkpoint: OpenedCheckpoint, weights: Weights) -> None:
     """The same with a task that `task_of` has made."""
     device = current_device()
-    _hold_alike(task, config)
+    _undo_base_dtype(task, config)
     if _is_lowered(config, device):
         compute_as_trained(task, config)  # while it has no memory
     load_frozen_alone(task, device, config)
@@ -237,7 +237,7 @@ def load_alone(task: TaskModule, config: RunConfig, checkpoint: OpenedCheckpoint
         initialise(module, name, Randomness(config.run.seed), spared=own)
         state |= own
     stored.fill(state)
-    _round_base(task, config)
+    _round_base_weights(task, config)
     task.eval()
 
 
@@ -246,27 +246,27 @@ def load_sharded(
 ) -> Engine:
     """The same over all ranks, spread by the run's engine. Called by all of them."""
     check_plugins(config)
-    _hold_alike(task, config)
+    _undo_base_dtype(task, config)
     world, lowered = Ranks.current().count, _is_lowered(config, current_device())
     engine: Engine = config.registry.build("engine", _engine_of(config, world, lowered))
     build_frozen(task)
     plan = engine.plan(task, world, 0)
     if lowered:
-        _lower(task, plan.ignored, torch_dtype(config.engine.options["param_dtype"]))
+        _cast_parameters(task, plan.ignored, torch_dtype(config.engine.options["param_dtype"]))
     load_frozen_of(task, engine, plan, config)
     stored = CheckpointWeights(checkpoint, config, task, weights)
     engine.prepare(task, plan, None, Randomness(config.run.seed), stored)
-    _round_base(task, config)
+    _round_base_weights(task, config)
     return engine
 
 
-def _hold_alike(task: TaskModule, config: RunConfig) -> None:
+def _undo_base_dtype(task: TaskModule, config: RunConfig) -> None:
     """Unlike in training, weights below adapters have the dtype of the others. While they have no memory."""
     if config.train.base_dtype is not None:
         cast_frozen(task, torch.float32)
 
 
-def _round_base(task: TaskModule, config: RunConfig) -> None:
+def _round_base_weights(task: TaskModule, config: RunConfig) -> None:
     """Weights below adapters have the values that they were trained with."""
     if config.train.base_dtype is not None:
         quantise_frozen_values(task, torch_dtype(config.train.base_dtype))
@@ -288,7 +288,7 @@ def _engine_of(config: RunConfig, world: int, lowered: bool) -> ComponentConfig:
     return replace(config.engine, options=options)
 
 
-def _lower(task: TaskModule, ignored: Sequence[str], dtype: torch.dtype) -> None:
+def _cast_parameters(task: TaskModule, ignored: Sequence[str], dtype: torch.dtype) -> None:
     """Gives the parameters that the engine casts that dtype; what it leaves alone keeps its own, and so do
     buffers."""
     for root in task.trainable:
@@ -313,7 +313,7 @@ def compute_as_trained(task: TaskModule, config: RunConfig) -> None:
         return
     dtype = torch_dtype(name)
     plan = config.registry.build("engine", _engine_of(config, 1, True)).plan(task, 1, 0)
-    _lower(task, plan.ignored, dtype)
+    _cast_parameters(task, plan.ignored, dtype)
     if options.get("cast_forward_inputs", True):
         for path in (*plan.wrapped, *task.trainable):
             cast_inputs(task.get_submodule(path), dtype)

@@ -10,7 +10,7 @@ from mm_core.files import durable
 from mm_core.weights.stored import open_whole
 
 
-def take_over(origin: Path, target: Path) -> None:
+def copy_verbatim(origin: Path, target: Path) -> None:
     """Copies a file or a folder; what links point at is copied, never a link.
 
     Raises:
@@ -29,8 +29,8 @@ def take_over(origin: Path, target: Path) -> None:
 
 
 def check_taken(origin: Path) -> None:
-    """CheckpointError for what `take_over` would refuse, and for safetensors files that are cut off: known
-    before hours are spent on writing what stands beside them."""
+    """CheckpointError for what `copy_verbatim` would refuse, and for safetensors files that are cut off:
+    known before hours are spent on writing what stands beside them."""
     for path in _checked(origin):
         if path.suffix == ".safetensors":
             open_whole(path)

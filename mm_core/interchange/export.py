@@ -17,7 +17,7 @@ from mm_core.config.sections import RunConfig
 from mm_core.contracts import TaskModule, torch_dtype
 from mm_core.errors import ContractError, MMError, did_you_mean
 from mm_core.files import check_unused, staged_folder, write_durably
-from mm_core.interchange.copied_files import check_taken, take_over
+from mm_core.interchange.copied_files import check_taken, copy_verbatim
 from mm_core.interchange.export_card import card_of
 from mm_core.interchange.export_plan import ExportPlan, Part, Planner, own_state
 from mm_core.loading.checkpoint_source import CheckpointSource
@@ -71,7 +71,7 @@ def export(
         allow_code: code that the run names runs, also where this user has not trained with it.
 
     Raises:
-        MMError: no such checkpoint, or a damaged one; a format that can not hold a component; something at
+        MMError: no such checkpoint, or a damaged one; a format that cannot hold a component; something at
             `out` already; a full disk.
     """
     out = Path(out)
@@ -165,7 +165,7 @@ def _write(out: Path, plan: ExportPlan) -> None:
         for name, text in plan.companions.texts.items():
             write_durably(_inside(stage, name), text)
         for name, origin in plan.companions.copies.items():
-            take_over(Path(origin), _inside(stage, name))
+            copy_verbatim(Path(origin), _inside(stage, name))
         write_durably(_inside(stage, "README.md"), card_of(plan, out.name))
 
 

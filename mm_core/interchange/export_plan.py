@@ -103,7 +103,7 @@ class Planner:
     """Plans the parts of components in one format.
 
     Attributes:
-        registry: for the formats that could do what this one can not.
+        registry: for the formats that could do what this one cannot.
         label, form: the format and its qualified name.
         saved: the checkpoint.
         dtype: of all floating-point parameters; None keeps the checkpoint's.
@@ -170,7 +170,7 @@ class Planner:
         if beside and (len(adapters) > 1 or any(layout.config is None for layout in layouts)):
             raise _only_merged(
                 f"{root}.{next(iter(beside))} is trained beside the adapters, and"
-                f" {'this format' if len(adapters) == 1 else 'one of several'} can not hold it"
+                f" {'this format' if len(adapters) == 1 else 'one of several'} cannot hold it"
             )
         tensors: dict[tuple[str, str], dict[str, str]] = {}
         for name in own_state(module):
@@ -215,7 +215,7 @@ class Planner:
             able = [name for name, form in forms if _holds(form, root, module, adapter)]
             merged = adapter and _holds(self.form, root, module, adapter=False)
         return MMError(
-            f"the format {self.label} can not hold {'an adapter of ' * adapter}{root!r},"
+            f"the format {self.label} cannot hold {'an adapter of ' * adapter}{root!r},"
             f" of class {type(module).__name__}",
             where="--to",
             accepted=", ".join(sorted(able)) or "no installed format can: a plugin offers one",

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from mm_core.checkpoint.retention import complete_steps, torn_steps
+from mm_core.checkpoint.retention import complete_steps, incomplete_steps
 from mm_core.checkpoint.run_manifest import check_plugins, run_manifest
 from mm_core.checkpoint.store import CheckpointStore
 from mm_core.config.dump import to_yaml
@@ -37,12 +37,12 @@ def import_weights(config: RunConfig, path: Path, format: str | None = None) -> 
         path: file or folder. format: name of its weight format; None takes the one that fits best.
 
     Raises:
-        MMError: weights that can not be read or do not fit; a run that has checkpoints already.
+        MMError: weights that cannot be read or do not fit; a run that has checkpoints already.
     """
     with process_group():
         store = make_store(config)
         try:
-            Ranks.current().first("looking at the run's checkpoints", lambda: _refuse_begun(store.folder))
+            Ranks.current().on_first("looking at the run's checkpoints", lambda: _refuse_begun(store.folder))
             return _import(config, store, path, format)
         finally:
             store.close()
@@ -50,7 +50,7 @@ def import_weights(config: RunConfig, path: Path, format: str | None = None) -> 
 
 def _refuse_begun(folder: Path) -> None:
     """CheckpointError for a run that has checkpoints already."""
-    if found := [*complete_steps(folder).values(), *torn_steps(folder)]:
+    if found := [*complete_steps(folder).values(), *incomplete_steps(folder)]:
         raise CheckpointError(
             f"this run has checkpoints already: {max(found).name}",
             where=str(folder),

@@ -21,7 +21,7 @@ from mm_core.plugin.registry import Registry, get_registry
 from mm_core.weights.adapters.files import is_adapter
 from mm_core.weights.adapters.inject import linear_layers
 from mm_core.weights.adapters.locate import locate
-from mm_core.weights.fitting import formats_of, untied, ways_to_read
+from mm_core.weights.fitting import candidate_layouts, formats_of, with_ties_resolved
 from mm_core.weights.formats.format import StoredTensors
 from mm_core.weights.formats.key_map import box_of
 from mm_core.weights.stored import SafetensorsFiles, open_stored
@@ -90,11 +90,11 @@ def _fits(path: Path, config: Path, allow_code: bool) -> Iterator[str]:
         state = component.state_dict().items()
         shapes = {base_name(name): tuple(t.shape) for name, t in state if adapter_of(name) is None}
         tied = {base_name(other): base_name(first) for other, first in tied_names(component).items()}
-        ways = ways_to_read(path, root, component, shapes, formats_of(registry))
+        ways = candidate_layouts(path, root, component, shapes, formats_of(registry))
         if not ways or not ways[0].found:
             yield f"{root} ({type(component).__name__}): no"
             continue
-        way = untied(ways[0], tied)
+        way = with_ties_resolved(ways[0], tied)
         faults = (("missing", way.missing), ("unexpected", way.unexpected), ("misshapen", way.misshapen))
         words = [f"{len(names)} {kind}" for kind, names in faults if names]
         said = "yes, whole" if way.whole else f"{way.found} tensors; {', '.join(words)}"
@@ -157,7 +157,7 @@ def differences(first: Path, second: Path) -> Differences:
     """Compares two sides tensor by tensor, by name; numbers as they are, whatever their dtype. A
     checkpoint's names are compared without the component's where nothing else fits.
 
-    Raises CheckpointError for a side that can not be read.
+    Raises CheckpointError for a side that cannot be read.
     """
     registry = get_registry()
     sides = [_Side(path, registry) for path in (first, second)]

@@ -18,7 +18,7 @@ from mm_core.loading.matching import MatchedWeights
 from mm_core.modules.adapter_layers import adapter_of
 from mm_core.modules.tying import trained_state
 from mm_core.runtime.ranks import Ranks
-from mm_core.weights.adapters.inject import AdapterWeights, passed_over
+from mm_core.weights.adapters.inject import AdapterWeights, skipped_layers
 from mm_core.weights.fitting import formats_of
 
 
@@ -91,7 +91,7 @@ class FileWeights:
         task: its task, on meta: weight formats look at the components.
 
     Raises:
-        MMError: weights that can not be read, or do not fit.
+        MMError: weights that cannot be read, or do not fit.
     """
 
     def __init__(self, config: RunConfig, task: TaskModule) -> None:
@@ -136,7 +136,7 @@ class FileWeights:
 
 def sentence_on(task: TaskModule, adapter: AdapterConfig) -> str:
     """What an adapter's targets hold beside linear layers, for a person to know; "" for nothing."""
-    found = [f"{path} ({kind})" for path, kind in passed_over(task, adapter).items()]
+    found = [f"{path} ({kind})" for path, kind in skipped_layers(task, adapter).items()]
     if not found:
         return ""
     return f"adapter {adapter.name!r} is of linear layers alone; its targets also hold {listed(found, 5)}"

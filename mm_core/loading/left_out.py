@@ -156,7 +156,7 @@ def _places(row: ExternalRow, config: RunConfig, task: TaskModule) -> list[str]:
 
 
 def _contents(start: MatchedWeights, names: Collection[str]) -> str:
-    return Ranks.current().first(f"reading {start.init.path}", lambda: start.fingerprint(names))
+    return Ranks.current().on_first(f"reading {start.init.path}", lambda: start.fingerprint(names))
 
 
 def _lost(row: ExternalRow, checkpoint: Path, faults: Sequence[MMError]) -> CheckpointError:

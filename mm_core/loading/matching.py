@@ -22,7 +22,15 @@ from mm_core.modules.tying import tied_names
 from mm_core.runtime.ranks import Ranks
 from mm_core.weights.adapters.files import is_adapter
 from mm_core.weights.fingerprint import fingerprint
-from mm_core.weights.fitting import Fit, Formats, best_way, no_way, unlike, untied, ways_to_read
+from mm_core.weights.fitting import (
+    Fit,
+    Formats,
+    best_layout,
+    candidate_layouts,
+    conflicting_aliases,
+    no_layout_error,
+    with_ties_resolved,
+)
 from mm_core.weights.formats.format import StoredTensors
 from mm_core.weights.formats.key_map import Copy, whole
 from mm_core.weights.progress import byte_bar
@@ -38,9 +46,9 @@ class MatchReport:
 
     loaded, missing, skipped: paths in the task that were read, that kept their initialisation because the
     source has no such name, and that the patterns leave out. unexpected: names of the source that nothing
-    asked for. formats: that the files were read by; none where stored names are paths in the task. unlike:
-    of a tensor that the model shares and files hold twice, with other numbers, the stored name that was
-    read and the other; known to the first rank.
+    asked for. formats: that the files were read by; none where stored names are paths in the task.
+    conflicting_aliases: of a tensor that the model shares and files hold twice, with other numbers, the
+    stored name that was read and the other; known to the first rank.
     """
 
     loaded: tuple[str, ...]
@@ -48,7 +56,7 @@ class MatchReport:
     unexpected: tuple[str, ...]
     skipped: tuple[str, ...]
     formats: tuple[str, ...] = ()
-    unlike: tuple[tuple[str, str], ...] = ()
+    conflicting_aliases: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         kinds = (("missing", self.missing), ("unexpected", self.unexpected), ("left out", self.skipped))
@@ -57,7 +65,7 @@ class MatchReport:
         parts += [
             "the model shares one tensor where the files hold two that differ"
             f" ({taken} is read, {left} is not)"
-            for taken, left in self.unlike
+            for taken, left in self.conflicting_aliases
         ]
         return ", ".join([f"{len(self.loaded)} tensors loaded{read_by}", *parts])
 
@@ -163,7 +171,7 @@ class WeightMatch:
 
         Raises:
             PlanError: a pattern of `include` or `exclude` that matches nothing, or nothing left to read.
-            CheckpointError: on all ranks: weights that can not be read, and with `strict` a name that one
+            CheckpointError: on all ranks: weights that cannot be read, and with `strict` a name that one
                 side lacks; other shapes always.
         """
         init = self.init
@@ -223,11 +231,11 @@ class WeightMatch:
                 continue
             shapes = {name[len(root) + 1 :]: tuple(state[name].shape) for name in own}
             shapes |= {other: shapes[first] for other, first in self._tied[root].items() if first in shapes}
-            ways = ways_to_read(path, root, part, shapes, self._formats)
+            ways = candidate_layouts(path, root, part, shapes, self._formats)
             if ways:
-                fits[root] = untied(best_way(ways, path, root), self._tied[root])
+                fits[root] = with_ties_resolved(best_layout(ways, path, root), self._tied[root])
         if init.format is not None and not fits:
-            raise no_way(path, ", ".join(self._parts), self._formats)
+            raise no_layout_error(path, ", ".join(self._parts), self._formats)
         found = sum(way.found for way in fits.values())
         if init.format is None:
             named = {s for way in fits.values() for held in way.sources for s in held.shapes if s in state}
@@ -273,7 +281,7 @@ class WeightMatch:
         places = (" in ".join(filter(None, (way.format, _folders(way)))) for way in fits.values())
         kinds = tuple(dict.fromkeys(places))
         first = Ranks.current().rank == 0
-        pairs = tuple(pair for way in fits.values() for pair in (unlike(way) if first else ()))
+        pairs = tuple(pair for way in fits.values() for pair in (conflicting_aliases(way) if first else ()))
         return Found(MatchReport(names, tuple(missing), tuple(unexpected), skipped, kinds, pairs), pieces)
 
 

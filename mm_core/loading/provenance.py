@@ -50,7 +50,7 @@ def origins_of(
     given = given_weights(config, facts)
     before: Mapping[str, tuple[Path, ...]] = {}
     if given is not None and runs > 0:
-        before = _before(Path(given), config.allow_code, note, runs - 1)
+        before = _earlier_runs(Path(given), config.allow_code, note, runs - 1)
     found: dict[str, tuple[Path, ...]] = {}
     for root in task.trainable:
         named = (given, own_weights(task.get_submodule(root)))
@@ -58,7 +58,7 @@ def origins_of(
     return found
 
 
-def _before(
+def _earlier_runs(
     path: Path, allow_code: bool, note: Callable[[str], None], runs: int
 ) -> dict[str, tuple[Path, ...]]:
     """Of the run at `path`, where it is one that can still be read."""

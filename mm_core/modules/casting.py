@@ -54,14 +54,14 @@ def _frozen_of(task: TaskModule) -> Iterator[nn.Parameter]:
 
 
 def check_dtypes(task: TaskModule, roots: Iterable[str]) -> None:
-    """PlanError where trained parameters have another dtype than frozen ones, and this torch can not shard
+    """PlanError where trained parameters have another dtype than frozen ones, and this torch cannot shard
     both together."""
     for root in roots:
         kinds = {parameter.dtype for parameter in task.get_submodule(root).parameters()}
         if len(kinds) > 1 and not shards_mixed():
             names = " and ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
             raise PlanError(
-                f"{root} holds parameters of {names}, which torch {torch.__version__} can not shard together",
+                f"{root} holds parameters of {names}, which torch {torch.__version__} cannot shard together",
                 where="train.base_dtype",
                 hint="leave it out, or use a newer torch",
             )

@@ -53,7 +53,7 @@ def _optimizer_class() -> Callable[..., torch.optim.Optimizer]:
         from torchao.optim.subclass_8bit import OptimState8bit
     except ImportError as fault:
         raise PluginError(
-            f"adamw_8bit needs torchao, which can not be imported: {fault}",
+            f"adamw_8bit needs torchao, which cannot be imported: {fault}",
             where="optimizer",
             hint="pip install 'mm-core[low-bit]', or set optimizer.type to adamw",
         ) from None

@@ -53,7 +53,7 @@ def plan_frozen(
             over one, nothing is cut.
 
     Raises:
-        PlanError: a name that is no frozen component's, or one that can not be placed so.
+        PlanError: a name that is no frozen component's, or one that cannot be placed so.
     """
     names = task.frozen
     for name, placement in placements.items():
@@ -171,7 +171,7 @@ def _materialise(component: nn.Module, home: torch.device, device: torch.device)
 
 def _shard(component: nn.Module, name: str, blocks: Sequence[str], mesh: DeviceMesh | None) -> None:
     assert isinstance(component, Streamed)
-    scalars = {p for p in component.parameters() if p.dim() == 0}  # they can not be cut, and stay whole
+    scalars = {p for p in component.parameters() if p.dim() == 0}  # they cannot be cut, and stay whole
     shard = functools.partial(fully_shard, mesh=mesh, reshard_after_forward=True, ignored_params=scalars)
     for path in sorted(blocks, key=lambda path: -path.count(".")):
         shard(component.get_submodule(path[len(name) + 1 :]))

@@ -32,10 +32,10 @@ def average_by_sum(device: torch.device, modules: Iterable[FSDPModule]) -> None:
 
 
 def check_replicas(device: torch.device, replicas: int) -> None:
-    """PlanError where this torch can not replicate on CPU (2.7: an assertion inside fully_shard)."""
+    """PlanError where this torch cannot replicate on CPU (2.7: an assertion inside fully_shard)."""
     if device.type == "cpu" and replicas > 1 and not hasattr(FSDPModule, _SETTING):
         raise PlanError(
-            f"torch {torch.__version__} can not keep replicas on CPU",
+            f"torch {torch.__version__} cannot keep replicas on CPU",
             where="engine.sharding_size",
             accepted="auto (every rank a shard); replicas need torch 2.8 or newer on CPU, or an accelerator",
         )

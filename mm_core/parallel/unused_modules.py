@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 
-class Resting:
+class UnusedModules:
     """Those of `modules` that have never run."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -24,7 +24,7 @@ class Resting:
     def _ran(self, module: Any, _: object) -> None:
         self._modules.discard(module)
 
-    def spare(self) -> None:
+    def exempt_from_sync(self) -> None:
         """Between a forward and a backward that does not reduce gradients: these may, having none."""
         for module in self._modules:
             module.set_requires_gradient_sync(True, recurse=False)

@@ -80,7 +80,7 @@ def make_plan(
     engine: Engine | None = None,
     num_samples: int | None = None,
 ) -> RunPlan:
-    """The plan for `world` ranks. ContractError or PlanError for a run that can not work.
+    """The plan for `world` ranks. ContractError or PlanError for a run that cannot work.
 
     num_samples: of data.train; None has them counted where `train.epochs` asks for it.
     """

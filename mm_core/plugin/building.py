@@ -85,7 +85,7 @@ def _check_call(
     if (fault := call_fault(target, args, fields)) is not None:
         signature, error = fault
         raise ContractError(
-            f"the target can not be called with its config's fields: {error}",
+            f"the target cannot be called with its config's fields: {error}",
             where=where,
             accepted=f"{getattr(target, '__name__', target)}{signature}",
             hint="the fields of config= and the parameters of target= must have the same names",

@@ -15,7 +15,7 @@ _MARK = "mm_core_impl"  # the attribute that pluggy's hookimpl marker sets
 
 
 class HookFault(Exception):
-    """Why a plugin's hooks can not be used. `refused`: they must not be, rather than do not work."""
+    """Why a plugin's hooks cannot be used. `refused`: they must not be, rather than do not work."""
 
     def __init__(self, sentence: str, refused: bool = False) -> None:
         super().__init__(sentence)

@@ -58,7 +58,7 @@ def local_record(file: LocalFile) -> PluginRecord:
     path, digest = file.path, digest_of(file.source)[:12]
     fault = None
     if file.fault is not None:
-        fault = f"plugin file {str(path)!r} can not be read: {file.fault}"
+        fault = f"plugin file {str(path)!r} cannot be read: {file.fault}"
     elif path.suffix != ".py" or not path.stem.isidentifier():
         what = f"plugin file {str(path)!r} must be named like a Python module"
         fault = f"{what}: letters, digits, '_', then '.py'"

@@ -28,14 +28,14 @@ def find_module(name: str) -> ModuleSpec | None:
             return None
         try:
             folders = list(spec.submodule_search_locations)
-        except KeyError:  # a namespace package within one that is not imported can not be listed
+        except KeyError:  # a namespace package within one that is not imported cannot be listed
             return find_spec(name)
         spec = PathFinder.find_spec(f"{spec.name}.{part}", folders)
     return spec
 
 
 def fault_of(module: str, attribute: str) -> str | None:
-    """Why `module:attribute` can not be imported, as far as files tell; None when they see no reason."""
+    """Why `module:attribute` cannot be imported, as far as files tell; None when they see no reason."""
     spec = find_module(module)
     if spec is None:
         return f"there is no module {module!r}"

@@ -113,7 +113,7 @@ def _entry_point_record(point: EntryPoint) -> PluginRecord:
 
 
 def _records_one_by_one() -> list[PluginRecord]:
-    """The slow way: a distribution whose metadata can not be read becomes a failed record."""
+    """The slow way: a distribution whose metadata cannot be read becomes a failed record."""
     from importlib.metadata import distributions
 
     records = []
@@ -128,7 +128,7 @@ def _records_one_by_one() -> list[PluginRecord]:
             points = [point for point in distribution.entry_points if point.group == GROUP]
             records += [_entry_point_record(point) for point in points]
         except Exception as error:
-            sentence = f"the metadata in {folder} can not be read: {one_line(error)}"
+            sentence = f"the metadata in {folder} cannot be read: {one_line(error)}"
             records.append(PluginRecord(name, "?", name, "?", "failed", sentence))
     return records
 
@@ -150,7 +150,7 @@ def _switch_off(installed: list[_Found], local: list[_Found], environ: Mapping[s
                 f.stop("disabled", f"not in MM_PLUGINS={environ['MM_PLUGINS']}")
     disabled = _names(environ, "MM_PLUGINS_DISABLE", known)
     if CORE in disabled:
-        raise PluginError("the plugin 'core' can not be switched off", where="MM_PLUGINS_DISABLE")
+        raise PluginError("the plugin 'core' cannot be switched off", where="MM_PLUGINS_DISABLE")
     for f in installed + local:
         if f.record.namespace in disabled:
             f.stop("disabled", f"in MM_PLUGINS_DISABLE={environ['MM_PLUGINS_DISABLE']}")

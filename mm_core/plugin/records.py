@@ -72,7 +72,7 @@ class Registered:
         return self.modules.get(module, module)
 
     def load_target(self) -> Callable[..., Any]:
-        """Imports and returns the target. PluginError naming plugin and target when it can not."""
+        """Imports and returns the target. PluginError naming plugin and target when it cannot."""
         target = self._load("target", self.component.target)
         if not callable(target):
             kind = type(target).__name__
@@ -127,7 +127,7 @@ class Registered:
                 what = f"the {role} {path!r} does not exist: there is no module {missing!r}"
                 raise self._fault(what) from error
             hint = f"is the package of {missing!r} installed?" if missing else None
-            raise self._fault(f"the {role} {path!r} can not be imported: {one_line(error)}", hint) from error
+            raise self._fault(f"the {role} {path!r} cannot be imported: {one_line(error)}", hint) from error
         return found
 
 

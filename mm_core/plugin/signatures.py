@@ -24,14 +24,14 @@ LEADING: Mapping[str, int] = MappingProxyType({"optimizer": 1, "lr_schedule": 2,
 def signature_config(registered: Registered) -> type[DataclassInstance]:
     """The dataclass that a target's signature amounts to: one field a parameter.
 
-    An annotation that can not be resolved counts as Any: the target then checks the value itself.
+    An annotation that cannot be resolved counts as Any: the target then checks the value itself.
     """
     target = registered.load_target()
     try:
         return _from_signature(target, LEADING.get(registered.kind, 0))
     except (TypeError, ValueError) as error:
         raise PluginError(
-            f"the signature of {registered.component.target!r} can not serve as its config: {error}",
+            f"the signature of {registered.component.target!r} cannot serve as its config: {error}",
             where=registered.short_place,
             hint="give the component a config= dataclass",
         ) from error
@@ -45,7 +45,7 @@ def _from_signature(target: Callable[..., object], leading: int) -> type[Datacla
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         if parameter.kind is parameter.POSITIONAL_ONLY:
-            raise TypeError(f"parameter {parameter.name!r} can not be passed by keyword")
+            raise TypeError(f"parameter {parameter.name!r} cannot be passed by keyword")
         fields.append((parameter.name, hints.get(parameter.name, Any), _default(parameter.default)))
     name = f"{target.__name__}Config" if isinstance(target, type) else "SignatureConfig"
     return dataclasses.make_dataclass(name, fields, frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ def embed(run: Run, budget: int) -> tuple[list[dict[str, object]], int]:
     """Each step's clips for the page, and the bytes of text that they take.
 
     A step's clips are carried together. Where they do not fit, its contact sheet may; where that does
-    not either, the page names the files. What can not be read is remarked upon and named, too.
+    not either, the page names the files. What cannot be read is remarked upon and named, too.
 
     Args:
         run: the run.

@@ -1,7 +1,7 @@
 """What a run's folder says: figures, declared densities, manifest, sampled clips.
 
 A run may still be training, or have crashed: lines that are torn are counted and passed over, files that
-are missing leave their part of the page out, and files that can not be read are remarked upon.
+are missing leave their part of the page out, and files that cannot be read are remarked upon.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def read_run(folder: Path, label: str) -> Run:
         written = path.stat().st_mtime
         series, torn = read_series(path)
     except OSError as error:
-        raise MMError(f"the metrics can not be read: {error.strerror}", where=str(path)) from None
+        raise MMError(f"the metrics cannot be read: {error.strerror}", where=str(path)) from None
     if not series:
         raise MMError(
             "this run has logged nothing yet", where=str(path), hint="wait for its first step (log.every)"
@@ -126,7 +126,7 @@ def read_run(folder: Path, label: str) -> Run:
         try:
             run.config_text = config.read_text(encoding="utf-8", errors="replace")
         except OSError:
-            run.remarks.append(f"{config.name} can not be read and was left out")
+            run.remarks.append(f"{config.name} cannot be read and was left out")
     run.shots = read_shots(folder / "samples")
     return run
 
@@ -198,7 +198,7 @@ def _number(value: object) -> float | None:
 
 
 def _document(path: Path, remarks: list[str]) -> dict[str, object]:
-    """A JSON object; {} where there is none, with a remark where it can not be read."""
+    """A JSON object; {} where there is none, with a remark where it cannot be read."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -207,7 +207,7 @@ def _document(path: Path, remarks: list[str]) -> dict[str, object]:
         document = None
     if isinstance(document, dict):
         return document
-    remarks.append(f"{path.name} can not be read and was left out")
+    remarks.append(f"{path.name} cannot be read and was left out")
     return {}
 
 

@@ -41,7 +41,7 @@ def start_process_group() -> World:
         missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
         if missing:
             raise MMError(
-                f"RANK is set, {' and '.join(missing)} not: the ranks can not find each other",
+                f"RANK is set, {' and '.join(missing)} not: the ranks cannot find each other",
                 where="environment",
                 hint="let mm-train --nproc or torchrun set them, or unset RANK to train with one process",
             )

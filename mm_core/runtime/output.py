@@ -96,7 +96,7 @@ class Required(BestEffort):
         except OSError as fault:
             self.lose()
             raise MMError(
-                f"the output can not be written: {fault.strerror}",
+                f"the output cannot be written: {fault.strerror}",
                 where="standard output",
                 hint="free space where it is redirected to, or redirect it elsewhere",
             ) from None

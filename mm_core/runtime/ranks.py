@@ -35,7 +35,7 @@ class Ranks:
         return cls(0, 1, alone=True)
 
     @classmethod
-    def apart(cls) -> Ranks:
+    def in_own_group(cls) -> Ranks:
         """The same ranks in a group of their own, for a thread: the loop speaks in the default group
         meanwhile. Called by all ranks."""
         ranks = cls.current()
@@ -84,7 +84,7 @@ class Ranks:
             raise (error if self.count == 1 else at_rank(rank, error)) from cause
         return given[0]
 
-    def first(self, doing: str, work: Callable[[], T]) -> T:
+    def on_first(self, doing: str, work: Callable[[], T]) -> T:
         """Runs `work` on rank 0 alone and returns what it gave, on every rank; faults as in `agree`."""
         given = self.agree(doing, work if self.rank == 0 else lambda: None)
         return cast(T, self.gather(given)[0])

@@ -131,7 +131,7 @@ class Checker:
             with foreign_code():
                 hints = get_type_hints(cls, include_extras=True)
         except Exception as error:  # an annotation is code of the plugin's: it may raise anything
-            what = f"the annotations of {cls.__module__}.{cls.__qualname__} can not be resolved: {error}"
+            what = f"the annotations of {cls.__module__}.{cls.__qualname__} cannot be resolved: {error}"
             return self.fault(node, what, hint="annotate with names that exist when the module is imported")
         own = [f for f in dataclasses.fields(cls) if f.init and f.metadata.get("yaml", True)]
         fields = {yaml_key(f.name): f for f in own}
@@ -188,7 +188,7 @@ class Checker:
             self.fault(_subject(what, node), what, key=True)
         except Exception as error:
             said = str(error) if isinstance(error, ForeignExit) else f"{type(error).__name__}: {error}"
-            what = f"{cls.__module__}.{cls.__qualname__} can not be made: {said}"
+            what = f"{cls.__module__}.{cls.__qualname__} cannot be made: {said}"
             hint = "this is a bug in the plugin: its config should raise ValueError"
             self.fault(node, what, hint=hint, key=True)
         return FAILED

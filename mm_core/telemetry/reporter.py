@@ -70,7 +70,7 @@ class RunReporter:
             write_telemetry(run_dir, bins)
             self.trackers = open_trackers(run_dir, config.log.trackers, start, self.note, config.registry)
 
-        Ranks.current().first("opening metrics.jsonl", open_files)
+        Ranks.current().on_first("opening metrics.jsonl", open_files)
 
     def enter(self, phase: str) -> None:
         """A phase of the step begins."""

@@ -171,7 +171,7 @@ def restore_parts(run: OpenedRun, parts: RunParts, allow: Sequence[str]) -> tupl
         run.store, run.source, run.refused, parts.engine, parts.ema, manifest, allow, plan.steps, absent
     )
     restored.notes += [*weights.notes(), *plan.notes]
-    run.ranks.first(
+    run.ranks.on_first(
         "writing config.yaml and manifest.json", lambda: write_run_files(run.folder, config, plan, manifest)
     )
     if run.ranks.rank == 0 and (note := remember(config)) is not None:
@@ -214,7 +214,7 @@ def equip(
         profile=ProfileWindow(config.profile, run.folder, run.ranks.rank),
         watchdog=watchdog,
         ema=parts.ema,
-        evaluated=bool(restored.facts.get("looked", True)),
+        evaluated=bool(restored.facts.get("evaluated", True)),
     )
     training = Training(
         plan=plan,

@@ -110,7 +110,7 @@ class Evaluating:
             found = next((row for row in rows if f"{split}/loss" in row), {})
             return {name: float(value) for name, value in found.items() if name != "step"}
 
-        return Ranks.current().first("reading metrics.jsonl", read)
+        return Ranks.current().on_first("reading metrics.jsonl", read)
 
     def _check_best(self, metrics: Mapping[str, float]) -> None:
         best = best_metric(self.config)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mm_core.config.sections import RunConfig
-from mm_core.data.loading.stopping import StopAsked, heeding
+from mm_core.data.loading.stopping import StopRequested, stop_on
 from mm_core.device import set_deterministic
 from mm_core.runtime.launch.rank_logs import rank_log
 from mm_core.runtime.launch.signals import StopFlag, leaving_at_signals
@@ -63,11 +63,11 @@ def train(
     with process_group(config.run.stuck_after) as ranks, rank_log(folder, ranks.rank, ranks.count):
         try:
             with (
-                heeding(lambda: stop is not None and stop.requested is not None),
+                stop_on(lambda: stop is not None and stop.requested is not None),
                 leaving_at_signals("made the run ready", patience=UNREADY),
             ):
                 run = assemble(config, resume, stop, allow)
-        except StopAsked:
+        except StopRequested:
             return RunResult(folder, None, None, (stop and stop.requested) or _OTHER_RANK)
         run.between.stop_after = stop_after
         steps, step = run.training.plan.steps, run.start

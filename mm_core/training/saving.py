@@ -66,7 +66,7 @@ class Saving:
             evaluated: whether the validation and samples that were due are there.
         """
         self.reporter.enter("checkpoint")
-        facts = {**self.facts(), "metrics": json_numbers(metrics), "looked": evaluated}
+        facts = {**self.facts(), "metrics": json_numbers(metrics), "evaluated": evaluated}
         self.store.save(step, self.state(), facts, self.config_yaml, manifest=self.manifest)
         self.remember_code()
         self.step, self._at = step, time.monotonic()
@@ -77,7 +77,7 @@ class Saving:
     def add(self, step: int, metrics: Mapping[str, float], *, evaluated: bool) -> None:
         """Figures for the checkpoint of `step`, which was saved before they were there."""
         if metrics or evaluated:
-            self.store.add(step, json_numbers(metrics), looked=evaluated)
+            self.store.add(step, json_numbers(metrics), evaluated=evaluated)
 
     def rescue(self, step: int, *, evaluated: bool) -> None:
         """Saves what was trained since the last checkpoint, where a data worker or a sample ends the run."""

@@ -1,6 +1,6 @@
 """Weights on disk: formats, key maps, pipelines, files of adapters, streaming tensors into shards."""
 
-from mm_core.weights.fitting import Fit, best_way, fit, formats_of, no_way, ways_to_read
+from mm_core.weights.fitting import Fit, best_layout, candidate_layouts, fit, formats_of, no_layout_error
 from mm_core.weights.formats.composed import composed
 from mm_core.weights.formats.format import (
     AdapterLayout,
@@ -42,15 +42,15 @@ __all__ = [
     "Transpose",
     "WeightFormat",
     "Written",
-    "best_way",
+    "best_layout",
+    "candidate_layouts",
     "composed",
     "fit",
     "formats_of",
-    "no_way",
+    "no_layout_error",
     "only_pickled",
     "open_stored",
     "pipeline_parts",
     "read_mapping",
     "stream",
-    "ways_to_read",
 ]

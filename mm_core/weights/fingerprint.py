@@ -22,7 +22,7 @@ def fingerprint(tensors: Iterable[tuple[str, StoredTensors]]) -> str:
     A model that was trained on, or another one of the same architecture, differs in it; a file that was cut
     into other shards does not. Numbers that were changed between the pieces alone are not noticed.
 
-    Raises CheckpointError for a file that can not be read.
+    Raises CheckpointError for a file that cannot be read.
     """
     digest = hashlib.sha256()
     for name, stored in tensors:

@@ -27,7 +27,7 @@ def formats_of(registry: Registry, only: str | None = None) -> dict[str, WeightF
     """The weight formats of all plugins by qualified name, those of other plugins before the core's; or
     one of them.
 
-    Raises PluginError for a name that no format has, or a plugin whose format can not be imported.
+    Raises PluginError for a name that no format has, or a plugin whose format cannot be imported.
     """
     if only is not None:
         found = registry.resolve("weight_format", only)
@@ -82,7 +82,7 @@ class Fit:
 def fit(keys: KeyMap, shapes: Mapping[str, Sequence[int]], stored: StoredTensors) -> Fit:
     """How a component of these shapes lies in stored tensors, by a key map.
 
-    A tensor that several names share (tied weights) is asked for once: see `untied`.
+    A tensor that several names share (tied weights) is asked for once: see `with_ties_resolved`.
     """
     copies = keys.copies(shapes)
     absent = {copy.component for copy in copies if copy.stored not in stored.shapes}
@@ -102,7 +102,7 @@ def fit(keys: KeyMap, shapes: Mapping[str, Sequence[int]], stored: StoredTensors
     )
 
 
-def ways_to_read(
+def candidate_layouts(
     path: Path, name: str, component: nn.Module, shapes: Mapping[str, Sequence[int]], formats: Formats
 ) -> list[Fit]:
     """Every way that `formats` know to read a component from a file or folder, the best first.
@@ -199,8 +199,8 @@ def _fit_layout(layout: Layout, shapes: Mapping[str, Sequence[int]], stored: Sto
     return other if other.found > way.found else way
 
 
-def best_way(ways: Sequence[Fit], path: Path, name: str) -> Fit:
-    """The best of `ways_to_read`.
+def best_layout(ways: Sequence[Fit], path: Path, name: str) -> Fit:
+    """The best of `candidate_layouts`.
 
     Raises CheckpointError where several folders fit alike and none is called as the component is: two models
     of one architecture hold other numbers.
@@ -219,7 +219,7 @@ def best_way(ways: Sequence[Fit], path: Path, name: str) -> Fit:
     return best
 
 
-def untied(way: Fit, tied: Mapping[str, str]) -> Fit:
+def with_ties_resolved(way: Fit, tied: Mapping[str, str]) -> Fit:
     """The same for a component in which several names share a tensor.
 
     Args:
@@ -253,7 +253,7 @@ def untied(way: Fit, tied: Mapping[str, str]) -> Fit:
     return replace(way, pieces=kept, missing=left, twins=tuple(twins))
 
 
-def unlike(way: Fit) -> list[tuple[str, str]]:
+def conflicting_aliases(way: Fit) -> list[tuple[str, str]]:
     """Of the tensors that a component shares and files hold several times: the stored name that is read,
     and one that is not and holds other numbers. Reads both. CheckpointError as of reading."""
     return [
@@ -278,7 +278,7 @@ def _alike(one: Piece, other: Piece) -> bool:
     return True
 
 
-def no_way(path: Path, component: str, formats: Iterable[str]) -> CheckpointError:
+def no_layout_error(path: Path, component: str, formats: Iterable[str]) -> CheckpointError:
     """The error where no format can read a component from `path`."""
     return CheckpointError(
         f"no weight format reads {component!r} from this {'file' if path.is_file() else 'folder'}"

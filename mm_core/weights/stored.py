@@ -56,7 +56,7 @@ def open_stored(path: Path, stem: str | None = None) -> StoredTensors:
             takes the only index, or all files.
 
     Raises:
-        CheckpointError: nothing of that kind is there, or it can not be read, or asks for more than
+        CheckpointError: nothing of that kind is there, or it cannot be read, or asks for more than
             tensors.
     """
     name = path.name
@@ -116,7 +116,7 @@ class SafetensorsFiles:
                 self.shapes[name] = tuple(piece.get_shape())
                 if (kind := str(piece.get_dtype())) not in DTYPES:
                     raise CheckpointError(
-                        f"{name} is of dtype {kind}, which torch can not hold",
+                        f"{name} is of dtype {kind}, which torch cannot hold",
                         where=str(path),
                         accepted=", ".join(DTYPES),
                     )
@@ -198,7 +198,7 @@ def indexed(index: Path) -> list[Path]:
         odd = [name for name in names if Path(name).name != name or name in {"", ".", ".."}]
     except _DAMAGED as fault:
         raise CheckpointError(
-            f"this index can not be read ({type(fault).__name__})", where=str(index)
+            f"this index cannot be read ({type(fault).__name__})", where=str(index)
         ) from None
     if not names:
         raise CheckpointError("this index lists no file", where=str(index))

@@ -12,7 +12,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from mm_core.weights.formats.format import StoredTensors
 from mm_core.weights.formats.key_map import Box, Copy, box_of
 
-_CHUNK = 64 * 2**20  # bytes that are held on their way into a shard, where they can not be mapped
+_CHUNK = 64 * 2**20  # bytes that are held on their way into a shard, where they cannot be mapped
 
 
 def stream(
@@ -28,7 +28,7 @@ def stream(
         advance: told the number of bytes after each piece that was read.
 
     Raises:
-        CheckpointError: a file that can not be read.
+        CheckpointError: a file that cannot be read.
     """
     shards = {name: shard_of(tensor) for name, tensor in targets.items()}
     for copy, stored in copies:

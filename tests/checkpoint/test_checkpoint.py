@@ -243,7 +243,7 @@ def test_a_damaged_or_foreign_checksum_file(store, state, empty):
     path = store.save(1, state, {}, CONFIG)
     manifest = json.loads((path / "checksums.json").read_text())
     for text, words in (
-        ("{", r"checksums.json can not be read \(JSONDecodeError\)"),
+        ("{", r"checksums.json cannot be read \(JSONDecodeError\)"),
         (json.dumps(manifest | {"format": 2}), "this checkpoint has format 2\n  accepted: format 1"),
         (json.dumps({"format": 1, "files": {}}), "does not list .metadata, config.yaml, facts.json"),
         (

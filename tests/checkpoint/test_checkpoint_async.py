@@ -201,7 +201,7 @@ DAMAGES = {
     "missing shard": (lambda c: (c / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
     "torn checksums": (
         lambda c: (c / "checksums.json").write_text((c / "checksums.json").read_text()[:40]),
-        "checksums.json can not be read",
+        "checksums.json cannot be read",
     ),
     "lost checksums": (lambda c: (c / "checksums.json").unlink(), "this checkpoint is incomplete"),
     "flipped bit in the facts": (lambda c: flip(c / "facts.json"), "facts.json does not match its checksum"),

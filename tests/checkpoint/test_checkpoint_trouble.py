@@ -40,7 +40,7 @@ def path(store, state) -> Path:
 
 
 def failing(monkeypatch, name: str, number: int) -> None:
-    """Files of that name can not be opened: what no file system of a test's does when it is asked to."""
+    """Files of that name cannot be opened: what no file system of a test's does when it is asked to."""
     opened = Path.open
 
     def open_(self, *arguments, **settings):
@@ -111,7 +111,7 @@ def test_an_error_does_not_wait_for_what_else_the_thread_does(store):
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES, errno.EMFILE])
 @pytest.mark.parametrize("name", ["facts.json", "checksums.json", "__0_0.distcp"])
-def test_a_file_that_can_not_be_read_now_is_no_damage(name, number, path, store, state, monkeypatch):
+def test_a_file_that_cannot_be_read_now_is_no_damage(name, number, path, store, state, monkeypatch):
     """Neither passed over for an older checkpoint nor put aside: it is whole when the disk answers again."""
     newer = store.save(2, state, {}, CONFIG)
     store.wait()
@@ -121,7 +121,7 @@ def test_a_file_that_can_not_be_read_now_is_no_damage(name, number, path, store,
             store.open("auto")
     assert not isinstance(caught.value, files.DamagedError)
     assert str(caught.value) == (
-        f"{newer}: {name} can not be read now ({os.strerror(number)})\n"
+        f"{newer}: {name} cannot be read now ({os.strerror(number)})\n"
         "  hint: try again when the file system answers; if it never does, resume from another: --resume PATH"
     )
     assert chosen(store, "auto") == (newer, [])
@@ -131,7 +131,7 @@ def test_a_file_that_can_not_be_read_now_is_no_damage(name, number, path, store,
 @pytest.mark.parametrize("name", ["facts.json", ".metadata"])
 def test_nor_is_one_that_is_read_again_later(name, path, store, empty, monkeypatch):
     failing(monkeypatch, name, errno.ESTALE)
-    with pytest.raises(CheckpointError, match=rf"{name} can not be read now") as caught:
+    with pytest.raises(CheckpointError, match=rf"{name} cannot be read now") as caught:
         open_checkpoint(path).facts if name == "facts.json" else store.load(path, empty, verified=True)
     assert not isinstance(caught.value, files.DamagedError)
 
@@ -159,32 +159,32 @@ def test_figures_join_the_checkpoint_that_they_judge(early, tmp_path, state, mon
     figures = {1: 0.2, 2: 0.9, 3: 0.5}
     for step, loss in figures.items():
         go = held_back(monkeypatch)
-        final = store.save(step, state, {"metrics": {}, "looked": False}, CONFIG)
+        final = store.save(step, state, {"metrics": {}, "evaluated": False}, CONFIG)
         if not early:
             go.set()
             store.wait()
-        store.add(step, {"loss": loss}, looked=True)
+        store.add(step, {"loss": loss}, evaluated=True)
         assert final.exists() is not early
         go.set()
         store.wait()
         facts = open_checkpoint(final).facts
-        assert facts["metrics"] == {"loss": loss} and facts["looked"] is True
+        assert facts["metrics"] == {"loss": loss} and facts["evaluated"] is True
         assert (store.folder / "BEST").read_text() == "step_00000001\n"
     assert complete_steps(store.folder).keys() == {1, 3}
     verify(final)
     store.close()
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"metrics": 1, "looked": true}', '{"metrics": {}}', "\udcff"])
+@pytest.mark.parametrize("text", ["", "[]", '{"metrics": 1, "evaluated": true}', '{"metrics": {}}', "\udcff"])
 def test_figures_that_are_something_else_are_none(text, path):
     (path / "validation.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     facts = open_checkpoint(path).facts
-    assert "metrics" not in facts and "looked" not in facts
+    assert "metrics" not in facts and "evaluated" not in facts
 
 
 def test_figures_that_find_no_room_are_a_warning(path, store, caplog):
     staged(path / "validation.json").symlink_to("/dev/full")
-    store.add(1, {"loss": 0.5}, looked=True)
+    store.add(1, {"loss": 0.5}, evaluated=True)
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert said == f"validation.json of {path} could not be written: [Errno 28] No space left on device"
     assert "metrics" not in open_checkpoint(path).facts

@@ -62,13 +62,13 @@ FACTS = {
     "another step than the folder's": ('{"step": 11}', "facts.json has step: 11"),
     "a step that is true": ('{"step": true}', "facts.json does not say the step"),
     "a step beyond counting": ('{"step": ' + "9" * 400 + "}", "facts.json has step: 9999"),
-    "a step of more digits than Python reads": ('{"step": ' + "9" * 5000 + "}", "facts.json can not be read"),
+    "a step of more digits than Python reads": ('{"step": ' + "9" * 5000 + "}", "facts.json cannot be read"),
     "no step": ("{}", "facts.json does not say the step"),
     "samples that are not a number": (
         '{"step": 12, "samples": NaN}',
-        "facts.json can not be read (ValueError)",
+        "facts.json cannot be read (ValueError)",
     ),
-    "samples without end": ('{"step": 12, "samples": 1e999}', "facts.json can not be read (ValueError)"),
+    "samples without end": ('{"step": 12, "samples": 1e999}', "facts.json cannot be read (ValueError)"),
     "samples below zero": ('{"step": 12, "samples": -1}', "facts.json has samples: -1"),
     "samples as a list": ('{"step": 12, "samples": [48]}', "facts.json has samples: [48]"),
     "a guard that is a list": ('{"step": 12, "guard": [1]}', "facts.json has guard: [1]"),
@@ -90,7 +90,7 @@ FACTS = {
     "where the data stood": ('{"step": 12, "order": 3}', "facts.json has order: 3"),
     "deep": (
         '{"step": 12, "x": ' + "[" * 500 + "]" * 500 + "}",
-        "facts.json can not be read (RecursionError)",
+        "facts.json cannot be read (RecursionError)",
     ),
 }
 
@@ -124,10 +124,10 @@ MANIFESTS = {
         '{"base": [{"key": "init_from"}]}',
         "manifest.json: what this checkpoint says of the weights below is not understood",
     ),
-    "a number without end": ('{"base": [{"tensors": 1e999}]}', "manifest.json can not be read (ValueError)"),
+    "a number without end": ('{"base": [{"tensors": 1e999}]}', "manifest.json cannot be read (ValueError)"),
     "deep": (
         '{"config": ' + '{"a": ' * 300 + "1" + "}" * 301,
-        "manifest.json can not be read (RecursionError)",
+        "manifest.json cannot be read (RecursionError)",
     ),
 }
 
@@ -180,7 +180,7 @@ def test_metadata_of_bytes_that_are_not_there(store, newest, offset, words):
 def test_a_file_larger_than_any_of_its_kind_is_not_read(store, newest, monkeypatch):
     monkeypatch.setattr("mm_core.checkpoint.files.layout._LARGEST", 1000)
     forge(newest, "manifest.json", b'{"x": "' + b"a" * 2000 + b'"}')
-    refused(store, newest, "manifest.json can not be read (ValueError)")
+    refused(store, newest, "manifest.json cannot be read (ValueError)")
 
 
 def test_all_of_them_wrong_is_one_sentence(store):
@@ -215,10 +215,10 @@ def test_a_checkpoint_may_be_given_a_name_of_its_own(store, newest, tmp_path):
 @pytest.mark.parametrize(
     "text",
     [
-        '{"metrics": [], "looked": true}',
-        '{"metrics": {"loss": []}, "looked": true}',
-        '{"metrics": {}, "looked": 1}',
-        '{"metrics": {"loss": NaN}, "looked": true}',
+        '{"metrics": [], "evaluated": true}',
+        '{"metrics": {"loss": []}, "evaluated": true}',
+        '{"metrics": {}, "evaluated": 1}',
+        '{"metrics": {"loss": NaN}, "evaluated": true}',
         "[" * 100_000,
         "[]",
         "\xff",

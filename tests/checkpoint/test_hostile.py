@@ -94,12 +94,12 @@ def test_metadata_that_asks_for_any_other_name(path, empty, name):
 
 def test_metadata_that_calls_an_allowed_name_wrongly(path, empty):
     forge(path, ".metadata", b"\x80\x04\x8c\x05torch\x8c\x07float32\x93)R.")
-    refuse(path, empty, r"\.metadata can not be read \(TypeError")
+    refuse(path, empty, r"\.metadata cannot be read \(TypeError")
 
 
 def test_metadata_that_is_something_else(path, empty):
     for content, words in (
-        (b"", r"\.metadata can not be read \(EOFError"),
+        (b"", r"\.metadata cannot be read \(EOFError"),
         (pickle.dumps([1, 2]), r"\.metadata does not describe a checkpoint"),
         (pickle.dumps({"state_dict_metadata": {}}), r"\.metadata does not describe a checkpoint"),
     ):
@@ -167,7 +167,7 @@ def test_metadata_that_sets_an_attribute_on_a_class_or_function(path, empty, mod
     strings = b"".join(b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name))
     state = b"N}\x8c\x08smuggled\x4b\x01s\x86"  # (None, {"smuggled": 1}): set one by one
     forge(path, ".metadata", b"\x80\x04" + strings + b"\x93" + state + b"b.")
-    refuse(path, empty, r"\.metadata (does not describe a checkpoint|can not be read)")
+    refuse(path, empty, r"\.metadata (does not describe a checkpoint|cannot be read)")
     assert not hasattr(found, "smuggled")
 
 
@@ -177,7 +177,7 @@ def test_metadata_that_sets_an_attribute_on_a_memory_format(path, empty):
     strings = b"".join(b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name))
     build = b"}\x8c\x08smuggled\x4b\x01sb"
     forge(path, ".metadata", b"\x80\x04" + strings + b"\x93K\x00\x85R" + build + b".")
-    refuse(path, empty, r"\.metadata (does not describe a checkpoint|can not be read)")
+    refuse(path, empty, r"\.metadata (does not describe a checkpoint|cannot be read)")
     assert not any(hasattr(member, "smuggled") for member in torch_metadata._MEM_FORMAT_ENCODING)
 
 
@@ -217,7 +217,7 @@ def test_metadata_whose_numbers_are_none(path, empty, change):
     else:
         setattr(place, change, "many")
     forge(path, ".metadata", pickle.dumps(metadata))
-    refuse(path, empty, r"\.metadata (does not describe a checkpoint|can not be read \(ValueError)")
+    refuse(path, empty, r"\.metadata (does not describe a checkpoint|cannot be read \(ValueError)")
 
 
 def packed(numbers: int) -> bytes:
@@ -323,7 +323,7 @@ def test_checksums_that_name_files_elsewhere(path, empty, name):
 )
 def test_checksums_that_are_no_checksums(path, empty, text):
     (path / "checksums.json").write_bytes(text.encode("latin-1"))
-    refuse(path, empty, r"checksums\.json can not be read")
+    refuse(path, empty, r"checksums\.json cannot be read")
     with pytest.raises(CheckpointError, match="every checkpoint of this run is damaged"):
         CheckpointStore(path.parents[1], keep=1).open("auto")
 
@@ -332,10 +332,10 @@ def test_checksums_that_are_no_checksums(path, empty, text):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"[" * 100_000, r"can not be read \(RecursionError\)"),
-        (b"\xff\xfe", r"can not be read \(UnicodeDecodeError\)"),
+        (b"[" * 100_000, r"cannot be read \(RecursionError\)"),
+        (b"\xff\xfe", r"cannot be read \(UnicodeDecodeError\)"),
         (b"[1, 2]", "holds no object"),
-        (pickle.dumps({"step": 1}), "can not be read"),
+        (pickle.dumps({"step": 1}), "cannot be read"),
     ],
     ids=["deep", "no utf-8", "a list", "a pickle"],
 )

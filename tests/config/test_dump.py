@@ -58,7 +58,7 @@ def test_a_value_that_no_yaml_holds_is_named(place):
     with pytest.raises(ConfigError) as caught:
         to_mapping(config)
     assert str(caught.value).startswith(
-        "task.predictor.extra.a.0: a YAML can not hold <class 'object'>, of type type\n"
+        "task.predictor.extra.a.0: a YAML cannot hold <class 'object'>, of type type\n"
     )
 
 

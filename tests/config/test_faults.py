@@ -155,7 +155,7 @@ def test_a_batch_that_does_not_divide_is_a_fault_at_its_key(place):
 def test_a_bug_in_a_plugins_own_check_is_a_fault_and_not_a_traceback(place):
     fault = place.fault("task.predictor.name=bug")
     assert fault.startswith("run.yaml:5: task.predictor: mm_local_")
-    assert "ToyConfig can not be made: KeyError: 'lost'\n  hint: this is a bug in the plugin" in fault
+    assert "ToyConfig cannot be made: KeyError: 'lost'\n  hint: this is a bug in the plugin" in fault
 
 
 def test_a_component_of_a_plugin_that_failed_to_load_carries_the_plugins_error(place):
@@ -168,7 +168,7 @@ def test_a_component_of_a_plugin_that_failed_to_load_carries_the_plugins_error(p
     assert unknown.startswith("run.yaml:6: task.predictor.type: no predictor is named 'toy'")
 
 
-def test_a_config_class_that_can_not_be_imported_names_its_plugin(place):
+def test_a_config_class_that_cannot_be_imported_names_its_plugin(place):
     place.write("toy.py", (place.folder / "toy.py").read_text().replace("toy:ToyConfig", "toy:ToyConfg"))
     fault = place.fault()
     assert fault.startswith("run.yaml:6: task.predictor.type: plugin 'local' (toy.py sha256:")
@@ -183,7 +183,7 @@ def test_annotations_that_do_not_resolve_are_a_fault(place):
     assert fault.startswith(
         "override 'task.predictor.inner={left: 2}': task.predictor.inner: the annotations of"
     )
-    assert "Inner can not be resolved: name 'Nowhere' is not defined" in fault
+    assert "Inner cannot be resolved: name 'Nowhere' is not defined" in fault
 
 
 def test_a_list_of_components_is_checked_one_by_one(place):

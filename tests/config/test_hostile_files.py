@@ -36,16 +36,16 @@ def _with(place, line: str) -> None:
 @pytest.mark.parametrize(
     ("seed", "fault"),
     [
-        ("!!bool maybe", "'maybe' can not be read as 'bool'"),
-        ("!!int 1:30", "'1:30' can not be read as 'int'"),
-        ("!!int ''", "'' can not be read as 'int'"),
-        ("!!float x", "'x' can not be read as 'float'"),
+        ("!!bool maybe", "'maybe' cannot be read as 'bool'"),
+        ("!!int 1:30", "'1:30' cannot be read as 'int'"),
+        ("!!int ''", "'' cannot be read as 'int'"),
+        ("!!float x", "'x' cannot be read as 'float'"),
         ("!!timestamp soon", "the tag 'timestamp' is not supported"),
         ("!!omap x", "the tag 'omap' is not supported"),
-        ("!!python/name:os.system ''", "'' can not be read: could not determine a constructor"),
+        ("!!python/name:os.system ''", "'' cannot be read: could not determine a constructor"),
         ("!!map 3", "the tag 'map' is not supported"),
         ("0x" + "f" * 5000, "is an integer of more than 1024 bits"),
-        ("1" * 5000, "can not be read: Exceeds the limit"),
+        ("1" * 5000, "cannot be read: Exceeds the limit"),
     ],
 )
 def test_a_tag_that_its_text_does_not_fit_is_a_fault_at_its_line(place, seed, fault):
@@ -218,11 +218,11 @@ def test_a_pipe_a_device_and_a_circle_of_links_are_no_configs(place):
     assert place.fault(name="pipe.yaml") == "pipe.yaml: this is no file but a pipe, socket or device"
     with pytest.raises(ConfigError, match="this is no file but a pipe, socket or device"):
         load_config("/dev/zero")
-    assert "a.yaml: the file can not be read: " in place.fault(name="a.yaml")
-    assert "can not be read: File name too long" in place.fault(name="x" * 300 + ".yaml")
+    assert "a.yaml: the file cannot be read: " in place.fault(name="a.yaml")
+    assert "cannot be read: File name too long" in place.fault(name="x" * 300 + ".yaml")
     place.edit(("[toy.py]", "[toy.py, pipe.py]"))
     os.mkfifo(place.folder / "pipe.py")
-    assert "pipe.py' can not be read: it is not a regular file" in place.faults()[0]
+    assert "pipe.py' cannot be read: it is not a regular file" in place.faults()[0]
 
 
 def test_utf16_is_named(place):
@@ -323,7 +323,7 @@ def test_a_plugin_that_would_end_the_process_is_a_fault(place, raised, said):
     place.write(
         "toy.py", toy.replace("        if self.width % 2:", f"        {body}\n        if self.width % 2:")
     )
-    assert f"can not be made: {said.split(':')[0]}" in place.fault()
+    assert f"cannot be made: {said.split(':')[0]}" in place.fault()
 
 
 # -- a fuzz ----------------------------------------------------------------------------------------

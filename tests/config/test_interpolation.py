@@ -66,7 +66,7 @@ def test_a_variable_that_is_not_set_is_a_fault_at_its_line_and_only_there(place,
     monkeypatch.delenv("MM_NOT_SET", raising=False)
     place.edit(("    depth: 2", "    depth: ${oc.env:MM_NOT_SET}"))
     assert place.fault() == (
-        "run.yaml:7: task.predictor.depth: '${oc.env:MM_NOT_SET}' can not be resolved: "
+        "run.yaml:7: task.predictor.depth: '${oc.env:MM_NOT_SET}' cannot be resolved: "
         "Environment variable 'MM_NOT_SET' not found\n"
         "  hint: set MM_NOT_SET, or give a default: ${oc.env:MM_NOT_SET,default}"
     )
@@ -101,12 +101,12 @@ def test_what_is_no_interpolation_says_how_to_write_the_characters(place, text):
 
 def test_a_key_that_is_not_there_and_a_circle_are_faults(place):
     assert place.fault("run.name=${train.stps}") == (
-        "override 'run.name=${train.stps}': run.name: '${train.stps}' can not be resolved: "
+        "override 'run.name=${train.stps}': run.name: '${train.stps}' cannot be resolved: "
         "Interpolation key 'train.stps' not found\n"
         "  hint: it can refer to keys that the files or overrides write, not to defaults"
     )
     first, second = place.faults("run.name=${run.dir}", "run.dir=${run.name}")
-    assert "run.name: '${run.dir}' can not be resolved: Recursive interpolation detected" in first
+    assert "run.name: '${run.dir}' cannot be resolved: Recursive interpolation detected" in first
     assert "run.dir: '${run.name}'" in second
 
 

@@ -84,7 +84,7 @@ def test_a_key_that_stands_twice_is_a_fault_that_names_the_first(place):
         ("? [a]\n: 3", "run.yaml:2: the key a list or mapping is not a text\n  hint: put it in quotes"),
         (
             "seed: !!python/object:os.system 3",
-            "run.yaml:2: seed: '3' can not be read: could not determine a constr",
+            "run.yaml:2: seed: '3' cannot be read: could not determine a constr",
         ),
         ("seed: !!set {a, b}", "run.yaml:2: seed: the tag 'set' is not supported"),
         ("seed: !!binary aGk=", "run.yaml:2: seed: the tag 'binary' is not supported"),
@@ -183,7 +183,7 @@ def test_a_file_included_along_many_ways_is_read_once_and_its_faults_are_said_on
     assert place.fault() == "30.yaml:1: log: the key 'every' stands twice, first at 30.yaml:1"
 
 
-def test_every_include_that_can_not_be_read_is_reported_and_nothing_that_it_may_hold(place):
+def test_every_include_that_cannot_be_read_is_reported_and_nothing_that_it_may_hold(place):
     place.write("bad.yaml", "a: [\n")
     place.write("run.yaml", "include: [a.yaml, bad.yaml, 3]\nrun: {name: x}\n")
     missing, bad, three = sorted(place.faults(), key=lambda fault: fault.split(":")[0])
@@ -212,4 +212,4 @@ def test_one_file_plugins_are_found_relative_to_the_file_that_names_them(place, 
 def test_a_one_file_plugin_that_is_not_there_is_a_fault_at_its_line(place):
     place.edit(("[toy.py]", "[joy.py]"), ("    type: toy", "    type: bare"))
     assert place.faults()[0].startswith("run.yaml:2: plugins.path: plugin file ")
-    assert "joy.py' can not be read: No such file or directory" in place.faults()[0]
+    assert "joy.py' cannot be read: No such file or directory" in place.faults()[0]

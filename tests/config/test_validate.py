@@ -63,7 +63,7 @@ def test_json_holds_every_fault(place, capsys):
 
 
 @pytest.mark.parametrize("name", ["nope.yaml", "."])
-def test_json_of_a_file_that_can_not_be_read(place, capsys, name):
+def test_json_of_a_file_that_cannot_be_read(place, capsys, name):
     assert main(["validate", str(place.folder / name), "--json"]) == 1
     (fault,) = json.loads(capsys.readouterr().out)["faults"]
     assert fault["what"] in ("there is no such file", "this is a folder, not a YAML file")

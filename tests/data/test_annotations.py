@@ -93,7 +93,7 @@ def test_missing_keys_are_listed_with_their_rows(tmp_path: Path) -> None:
     rows = [{"path": "a", "cap": "b"}, {"video": "a", "cap": "b"}, {"path": "a"}, {"path": "a"}]
     error = fault(tmp_path, json.dumps(rows))
     assert error.what.splitlines() == [
-        "3 rows can not be used",
+        "3 rows cannot be used",
         "  row 2: no 'path' (found: cap, video)",
         "  row 3, row 4: no 'cap' (found: path)",
     ]
@@ -207,7 +207,7 @@ def test_of_many_rows_little_more_is_in_memory_than_what_is_kept(tmp_path: Path,
     assert peak < (0.05 if layout == "lines" else 2.5) * size
 
 
-def test_files_that_can_not_be_read(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "data.json").write_text("[]")
     with pytest.raises(DataError, match="does not exist") as caught:
         read_annotations(tmp_path / "dta.json")
@@ -218,7 +218,7 @@ def test_files_that_can_not_be_read(tmp_path: Path) -> None:
     (tmp_path / "latin.json").write_bytes('[{"path": "é"}]'.encode("latin-1"))
     with pytest.raises(DataError, match="not UTF-8"):
         read_annotations(tmp_path / "latin.json")
-    with pytest.raises(DataError, match="can not be read"):
+    with pytest.raises(DataError, match="cannot be read"):
         read_annotations(tmp_path)
 
 

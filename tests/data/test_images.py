@@ -66,15 +66,15 @@ def test_an_image_is_stretched_by_lanczos() -> None:
 
 def test_what_is_no_image_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.png").write_text("no image")
-    with pytest.raises(DataError, match="the image can not be read: cannot identify image file") as caught:
+    with pytest.raises(DataError, match="the image cannot be read: cannot identify image file") as caught:
         read_image(tmp_path / "a.png")
     assert str(tmp_path / "a.png") in str(caught.value)
     with pytest.raises(DataError, match="there is no such image"):
         read_image(tmp_path / "b.png")
     Image.fromarray(picture(40, 40)).save(tmp_path / "whole.png")
     (tmp_path / "cut.png").write_bytes((tmp_path / "whole.png").read_bytes()[:900])
-    with pytest.raises(DataError, match=r"the image can not be read: .*truncated"):
+    with pytest.raises(DataError, match=r"the image cannot be read: .*truncated"):
         read_image(tmp_path / "cut.png")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    with pytest.raises(DataError, match=r"the image can not be read: .*decompression bomb"):
+    with pytest.raises(DataError, match=r"the image cannot be read: .*decompression bomb"):
         read_image(tmp_path / "whole.png")

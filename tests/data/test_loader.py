@@ -28,7 +28,7 @@ from support import ranks, warm
 
 class Numbers:
     """Sample i is the number i plus chance, of its own generator and of the process's; the indices in `bad`
-    can not be read."""
+    cannot be read."""
 
     def __init__(self, size: int, bad: tuple[int, ...] = (), fault: Exception | None = None) -> None:
         self.size, self.bad, self.fault = size, bad, fault
@@ -285,11 +285,11 @@ def test_a_plain_script_may_train(tmp_path: Path) -> None:
     assert 'must stand under `if __name__ == "__main__":`' in done.stderr
 
 
-def test_a_dataset_that_can_not_be_sent_to_a_worker_is_a_sentence() -> None:
+def test_a_dataset_that_cannot_be_sent_to_a_worker_is_a_sentence() -> None:
     dataset = Numbers(8)
     with Path(__file__).open() as opened:
         dataset.opened = opened  # type: ignore[attr-defined]
-        with pytest.raises(DataError, match="can not be sent to a data worker: cannot pickle") as caught:
+        with pytest.raises(DataError, match="cannot be sent to a data worker: cannot pickle") as caught:
             iter(loader(dataset, workers=1))
     assert caught.value.where == "Numbers" and "opened on first use" in str(caught.value.accepted)
     assert "data.loader.workers=0" in str(caught.value.hint)

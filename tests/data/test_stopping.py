@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from mm_core.data.loading.stopping import StopAsked, check_stop, heeding
+from mm_core.data.loading.stopping import StopRequested, check_stop, stop_on
 
 
 def test_only_work_within_a_run_that_was_told_to_stop_is_left():
     check_stop()
     told = []
-    with heeding(lambda: bool(told)):
+    with stop_on(lambda: bool(told)):
         check_stop()
         told.append("SIGTERM")
-        with pytest.raises(StopAsked):
+        with pytest.raises(StopRequested):
             check_stop()
-        with heeding(lambda: False):
+        with stop_on(lambda: False):
             check_stop()
-        with pytest.raises(StopAsked):
+        with pytest.raises(StopRequested):
             check_stop()
     check_stop()

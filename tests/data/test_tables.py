@@ -1,4 +1,4 @@
-"""Tables: every kind of file gives the same cells, and what can not be read says why."""
+"""Tables: every kind of file gives the same cells, and what cannot be read says why."""
 
 from __future__ import annotations
 
@@ -93,13 +93,13 @@ FAULTS = [
     ("rows.csv", b"txt,label\na,1\n", "the table has no column 'text'"),
     ("rows.csv", b"text,text\na,b\n", "2 columns of the table are called 'text'"),
     ("rows.csv", b"text\n\xff\n", "the table is not UTF-8 text (byte 5)"),
-    ("rows.parquet", b"PAR1", "the table can not be read as Parquet: "),
+    ("rows.parquet", b"PAR1", "the table cannot be read as Parquet: "),
     ("rows.xlsx", b"", "the kind of the table is not known by its name, which ends in .xlsx"),
 ]
 
 
 @pytest.mark.parametrize(("name", "content", "sentence"), FAULTS)
-def test_what_can_not_be_read_is_one_sentence(tmp_path, name, content, sentence):
+def test_what_cannot_be_read_is_one_sentence(tmp_path, name, content, sentence):
     file = tmp_path / name
     file.write_bytes(content)
     with pytest.raises(DataError) as caught:

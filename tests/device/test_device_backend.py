@@ -37,7 +37,7 @@ def test_mock_torch_npu_that_does_not_load_is_one_sentence_and_nothing_on_cpu(
     else:
         assert (done.code, done.out) == (1, "")
         assert done.err == (
-            "mm: error: environment: torch_npu is installed but can not be imported: libascendcl.so: cannot"
+            "mm: error: environment: torch_npu is installed but cannot be imported: libascendcl.so: cannot"
             " open shared object file: No such file or directory\n"
             "  hint: load the CANN environment of this host, or set MM_DEVICE=cpu\n"
         )

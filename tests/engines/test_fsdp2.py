@@ -46,7 +46,7 @@ def test_every_split_equals_one_whole_batch(tmp_path, whole, world, micro, shard
         and world // shard > 1
         and not hasattr(FSDPModule, "set_force_sum_reduction_for_comms")
     ):
-        with pytest.raises(AssertionError, match="can not keep replicas on CPU"):
+        with pytest.raises(AssertionError, match="cannot keep replicas on CPU"):
             outcome(tmp_path, world, f"{micro},{shard}")
         return
     split = outcome(tmp_path, world, f"{micro},{shard}")

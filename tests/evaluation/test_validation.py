@@ -78,7 +78,7 @@ def test_a_subset_is_spread_over_the_dataset_under_its_own_indices():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
-def test_rows_that_can_not_be_read_weigh_nothing_in_every_pass(workers):
+def test_rows_that_cannot_be_read_weigh_nothing_in_every_pass(workers):
     found = data(validation.Clips(10, broken=(2, 5)), loader=LoaderSection(workers=workers))
     batches = list(found.read(passes=2))
     assert len(batches) == 6
@@ -86,7 +86,7 @@ def test_rows_that_can_not_be_read_weigh_nothing_in_every_pass(workers):
     assert weights == [1, 1, 0, 1, 1, 0, 1, 1, 1, 1, 0, 0] * 2
 
 
-def test_a_dataset_without_rows_and_one_that_can_not_be_read_are_sentences():
+def test_a_dataset_without_rows_and_one_that_cannot_be_read_are_sentences():
     with pytest.raises(DataError, match=r"data\.test: the dataset has no rows to evaluate"):
         data(validation.Clips(0), where="data.test")
     with pytest.raises(DataError, match=r"data\.validation: sample 0 and 2 others in its place"):
@@ -143,7 +143,7 @@ def test_every_row_of_a_test_set_is_evaluated_under_its_name(parts):
     assert parts.validator(validation.Clips(7)).run(1)["validation/rows"] == 2
 
 
-def test_rows_that_can_not_be_read_are_left_out_counted_and_named_once(parts):
+def test_rows_that_cannot_be_read_are_left_out_counted_and_named_once(parts):
     validator = parts.validator(validation.Clips(10, broken=(3,)))
     figures = validator.run(1)
     assert figures["validation/loss"] == pytest.approx(
@@ -283,7 +283,7 @@ def test_a_request_to_stop_is_heard_between_forwards_and_nothing_is_written(part
     assert parts.validator(None).sample(4) is not None  # the hooks are gone, the modules work
 
 
-def test_clips_that_can_not_be_written_are_told_and_end_no_run(parts):
+def test_clips_that_cannot_be_written_are_told_and_end_no_run(parts):
     samples = Path(parts.config.run.dir) / "tiny/samples"
     samples.parent.mkdir()
     samples.write_text("a file where the folder should be")

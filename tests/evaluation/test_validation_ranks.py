@@ -58,7 +58,7 @@ def test_each_rank_samples_its_share_and_the_first_puts_them_together(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_that_can_not_read_its_rows_ends_all_of_them(tmp_path):
+def test_a_rank_that_cannot_read_its_rows_ends_all_of_them(tmp_path):
     found = run(tmp_path, 2, "fault")
     errors = [rank["error"] for rank in found]
     kinds = sorted(kind for kind, _, _ in errors)

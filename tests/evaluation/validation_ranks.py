@@ -31,7 +31,7 @@ def main(config: Path, out: Path, case: str, *details: str) -> None:
         stop = stops_at(2) if rank == 1 else lambda: False
         found["sample"] = parts.validator(None, stop=stop).sample(4)
         found["after"] = parts.validator(Clips(8)).run(4)["validation/loss"]
-    elif case == "fault":  # a rank whose rows can not be read at all ends the others too
+    elif case == "fault":  # a rank whose rows cannot be read at all ends the others too
         try:
             parts.validator(Clips(16, broken=tuple(range(4, 16)))).run(4)
         except MMError as error:

@@ -145,8 +145,8 @@ def test_ranks_that_answer_at_different_lengths_wait_for_each_other(tmp_path, mm
         (["--run", "{run}-not"], "there is no such run"),
         (["--metric", "anlz"], "did you mean 'anls'?"),
         (["--metric", "latent_psnr"], "validation.metrics: latent_psnr: the metric needs 'clean' and"),
-        (["--predictions", "{run}"], "the file can not be written: this is a folder"),
-        (["--out", "{run}/config.yaml/x.json"], "the file can not be written: "),
+        (["--predictions", "{run}"], "the file cannot be written: this is a folder"),
+        (["--out", "{run}/config.yaml/x.json"], "the file cannot be written: "),
     ],
 )
 def test_what_is_wrong_is_said_in_a_sentence(run, capsys, arguments, sentence):

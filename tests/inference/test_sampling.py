@@ -239,7 +239,7 @@ def test_prompt_files_that_hold_none_are_sentences(tmp_path, name, text, sentenc
     [
         (["--run", "nowhere", "--prompt", "x"], "nowhere: there is no such run"),
         (["--run", "{run}"], "there is no prompt"),
-        (["--run", "{run}", "--prompts", "nowhere.txt"], "the prompts can not be read"),
+        (["--run", "{run}", "--prompts", "nowhere.txt"], "the prompts cannot be read"),
         (["--run", "{run}", "--prompt", "x", "--width", "7"], "width 7 (nearest: 6, 8)"),
         (["--run", "{empty}", "--prompt", "x"], "neither a checkpoint nor a run"),
     ],
@@ -317,12 +317,12 @@ def test_a_rank_that_fails_ends_all_with_one_sentence(run, tmp_path, monkeypatch
     assert main(["sample", "--run", str(run), *words, "--nproc", "2", "--out", str(tmp_path)]) == 1
     error = capfd.readouterr().err
     assert error.count("mm: error") == 1 and "Traceback" not in error
-    assert error.startswith(f"mm: error: rank 1: {tmp_path / NAMES[1]}: the clip can not be written: ")
+    assert error.startswith(f"mm: error: rank 1: {tmp_path / NAMES[1]}: the clip cannot be written: ")
 
 
 def test_each_clip_is_written_when_it_is_ready(run, tmp_path):
     (tmp_path / NAMES[1]).mkdir()
-    with pytest.raises(DataError, match=r"001-a-blue-square\.mp4: the clip can not be written: "):
+    with pytest.raises(DataError, match=r"001-a-blue-square\.mp4: the clip cannot be written: "):
         sample(run, prompts=PROMPTS, out=tmp_path)
     assert read_video(tmp_path / NAMES[0]).shape == (4, 8, 12, 3)
     (tmp_path / NAMES[1]).rmdir()
@@ -333,10 +333,10 @@ def test_each_clip_is_written_when_it_is_ready(run, tmp_path):
 def test_a_rank_starts_no_ranks(run, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     assert main(["sample", "--run", str(run), "--prompt", "x", "--nproc", "2"]) == 1
-    assert "--nproc can not be met: this process is already rank 0" in capsys.readouterr().err
+    assert "--nproc cannot be met: this process is already rank 0" in capsys.readouterr().err
 
 
-def test_what_can_not_be_sampled_is_said_before_weights_are_read(run, monkeypatch, capsys):
+def test_what_cannot_be_sampled_is_said_before_weights_are_read(run, monkeypatch, capsys):
     monkeypatch.setattr(initial_weights, "load_model_only", None)
     assert main(["sample", "--run", str(run), "--prompt", "x", "--height", "7"]) == 1
     assert "height 7 (nearest: 6, 8)" in capsys.readouterr().err

@@ -110,7 +110,7 @@ def test_a_module_of_another_form_there_has_no_adapter_there(tmp_path):
     with pytest.raises(MMError) as caught:
         export(tmp_path / "runs/tuned", tmp_path / "out", "wan_transformer")
     assert str(caught.value) == (
-        "an adapter of patch_embedding can not be written: its weight is stored in another form there\n"
+        "an adapter of patch_embedding cannot be written: its weight is stored in another form there\n"
         "  hint: export merged weights (--merge-lora), or leave the module out of the adapter's targets"
     )
     assert not (tmp_path / "out").exists()
@@ -162,7 +162,7 @@ def test_what_is_trained_beside_an_adapter_goes_with_it(tmp_path):
     ("kind", "beside", "adapters", "format", "said"),
     [
         ("qwen3_tied", "lm.inner.model.embed_tokens", 1, "transformers", "and shared with another module"),
-        ("qwen3", "lm.inner.lm_head", 2, "transformers", "and one of several can not hold it"),
+        ("qwen3", "lm.inner.lm_head", 2, "transformers", "and one of several cannot hold it"),
         (
             "bert",
             "lm.inner.cls.predictions.bias",
@@ -196,7 +196,7 @@ def test_diffusers_holds_nothing_beside_an_adapter(tmp_path):
     with pytest.raises(MMError) as caught:
         export(tmp_path / "runs/tuned", tmp_path / "out", "wan_transformer")
     assert str(caught.value) == (
-        "--to: predictor.proj_out is trained beside the adapters, and this format can not hold it\n"
+        "--to: predictor.proj_out is trained beside the adapters, and this format cannot hold it\n"
         "  hint: export merged weights (--merge-lora)"
     )
 
@@ -229,7 +229,7 @@ def test_what_has_no_adapter_and_what_can_hold_none(tmp_path):
     with pytest.raises(MMError) as caught:
         export(tmp_path / "runs/other", tmp_path / "out", "diffusers")
     assert str(caught.value) == (
-        "--to: the format core/diffusers can not hold an adapter of 'lm', of class Wrapped\n"
+        "--to: the format core/diffusers cannot hold an adapter of 'lm', of class Wrapped\n"
         "  accepted: core/safetensors, core/transformers"
     )
     assert not (tmp_path / "out").exists()

@@ -92,7 +92,7 @@ def test_what_freezing_keeps_is_left_out_where_the_config_says_so(tmp_path, monk
 
 
 def test_what_another_host_writes_is_left_for_a_day(tmp_path):
-    """Its processes can not be asked after; the last file that was written tells."""
+    """Its processes cannot be asked after; the last file that was written tells."""
     stages = {
         name: tmp_path / f".out.tmp-0{i}-1@{name}" for i, name in enumerate(("writing", "dead", "late"))
     }

@@ -24,7 +24,7 @@ from mm_core.config.dump import to_yaml
 from mm_core.config.load import load_config
 from mm_core.errors import CheckpointError, MMError
 from mm_core.files import staged_folder
-from mm_core.interchange.copied_files import take_over
+from mm_core.interchange.copied_files import copy_verbatim
 from mm_core.interchange.export import export
 from mm_core.loading.known_code import remember
 from support import out_parts
@@ -184,7 +184,7 @@ def test_a_checkpoint_of_another_architecture(small, tmp_path):
     assert not (tmp_path / "out").exists() and not stages(tmp_path)
 
 
-def test_what_fp16_can_not_hold(small, tmp_path):
+def test_what_fp16_cannot_hold(small, tmp_path):
     text = (small / "checkpoints/step_00000005/config.yaml").read_text()
     store = CheckpointStore(small, 9)
     model = {f"net.{i}.weight": torch.full((40, 40), 1e5) for i in range(2)}
@@ -274,8 +274,8 @@ def test_what_is_taken_over(tmp_path):
     (snapshot / "vocab.json").symlink_to("../../../blobs/123")
     (snapshot / "deep").mkdir()
     (snapshot / "deep/again.json").symlink_to("../vocab.json")
-    take_over(snapshot, tmp_path / "out/tokenizer")
-    take_over(snapshot / "vocab.json", tmp_path / "out/vocab.json")
+    copy_verbatim(snapshot, tmp_path / "out/tokenizer")
+    copy_verbatim(snapshot / "vocab.json", tmp_path / "out/vocab.json")
     copied = {
         str(path.relative_to(tmp_path / "out")): path.read_text()
         for path in (tmp_path / "out").rglob("*")
@@ -299,7 +299,7 @@ def test_what_is_not_taken_over(kind, tmp_path):
         goal = {"outside": secret / "key", "folder": secret, "dangling": tmp_path / "none"}[kind]
         odd.symlink_to(goal)
     with pytest.raises(CheckpointError, match="this is no file of its folder"):
-        take_over(folder, tmp_path / "out")
+        copy_verbatim(folder, tmp_path / "out")
     if kind in ("outside", "dangling"):
         with pytest.raises(CheckpointError):
-            take_over(odd, tmp_path / "copy.json")
+            copy_verbatim(odd, tmp_path / "copy.json")

@@ -126,7 +126,7 @@ def test_an_import_says_what_it_was_made_of(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["cut", "wide", "absent"])
-def test_an_import_that_can_not_be_leaves_nothing(damage, tmp_path):
+def test_an_import_that_cannot_be_leaves_nothing(damage, tmp_path):
     origin = published(tmp_path, "wide" if damage == "wide" else "bert")
     file = origin / "model.safetensors"
     if damage == "cut":
@@ -164,7 +164,7 @@ def test_formats_and_components_that_do_not_fit(tmp_path):
         (
             "wan_transformer",
             "lm",
-        ): "the format custom_dit/wan_transformer can not hold 'lm', of class Wrapped\n"
+        ): "the format custom_dit/wan_transformer cannot hold 'lm', of class Wrapped\n"
         "  accepted: core/safetensors, core/transformers",
         ("safetensors", None): "--to: 'lm' and 'head' would be files of the same name\n"
         "  hint: export one after another: --component lm",

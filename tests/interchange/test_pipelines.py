@@ -219,7 +219,7 @@ def test_a_part_alone_is_no_pipeline(origin, tmp_path):
 
 
 @pytest.mark.parametrize("what", ["gone", "link", "pipe", "cut"])
-def test_parts_that_can_not_be_taken_over_are_a_sentence(what, origin, tmp_path):
+def test_parts_that_cannot_be_taken_over_are_a_sentence(what, origin, tmp_path):
     import_weights(config_of(tmp_path, LTX), origin)
     part = origin / "vae"
     if what == "cut":

@@ -321,7 +321,7 @@ def test_an_index_may_not_lead_elsewhere_nor_name_what_is_not_there(tmp_path):
     index.write_text(json.dumps({"weight_map": {"w": "b.safetensors"}}))
     assert fault(folder, task()) == f"{index}: files of this index are missing: b.safetensors"
     index.write_text("[]")
-    assert fault(folder, task()) == f"{index}: this index can not be read (TypeError)"
+    assert fault(folder, task()) == f"{index}: this index cannot be read (TypeError)"
     (folder / "b.safetensors.index.json").write_text("{}")
     assert "this folder has several indexes: a.safetensors.index.json, b.saf" in fault(folder, task())
 

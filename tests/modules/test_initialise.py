@@ -315,7 +315,7 @@ def test_other_sums_of_plain_and_sharded_tensors_are_named(sharded):
 
 
 @pytest.mark.parametrize("draw", (by_name, lambda w: w[:2].normal_(), lambda w: w.data.normal_()))
-def test_draws_that_can_not_be_by_seed_on_shards_are_told_as_what_they_are(sharded, draw):
+def test_draws_that_cannot_be_by_seed_on_shards_are_told_as_what_they_are(sharded, draw):
     with pytest.raises(ContractError) as fault:
         sharded(draw)
     assert "draws into a view of a parameter, or into a tensor made of it, by normal_" in fault.value.what

@@ -208,7 +208,7 @@ def test_without_torchao_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "torchao.optim", None)
     with pytest.raises(PluginError) as caught:
         adamw_8bit(one_group([nn.Parameter(torch.ones(2))]), **SETTINGS)
-    assert "adamw_8bit needs torchao, which can not be imported" in str(caught.value)
+    assert "adamw_8bit needs torchao, which cannot be imported" in str(caught.value)
     assert "hint: pip install 'mm-core[low-bit]', or set optimizer.type to adamw" in str(caught.value)
 
 
@@ -271,7 +271,7 @@ def test_moments_of_8_bits_saved_in_the_background_resume_bit_for_bit(tmp_path, 
     """On two ranks, one of which has no row of a tensor and must not run what was compiled for the other."""
     pytest.importorskip("torchao.optim")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # both ranks compile
-    run_ranks(Path(__file__).with_name("low_bit_ranks.py"), 2, tmp_path / "run")
+    run_ranks(Path(__file__).with_name("adamw_8bit_ranks.py"), 2, tmp_path / "run")
 
 
 # -- over ranks --------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def test_an_empty_model_has_its_tables_and_shares_what_is_shared():
     assert not nn.Linear(2, 2).weight.is_meta  # outside, all is as it was
 
 
-def test_a_model_that_can_not_be_made_leaves_modules_as_they_were():
+def test_a_model_that_cannot_be_made_leaves_modules_as_they_were():
     with pytest.raises(TypeError), empty_parameters():
         nn.Linear("wide", 2)
     assert not nn.Linear(2, 2).weight.is_meta
@@ -212,7 +212,7 @@ def test_blocks_that_share_weights_are_moved_together():
         ),
     ],
 )
-def test_what_can_not_be_placed_so_is_a_sentence(placements, ignored, sentence):
+def test_what_cannot_be_placed_so_is_a_sentence(placements, ignored, sentence):
     with pytest.raises(PlanError) as caught:
         plan_frozen(built_task(), placements, ignored, 2)
     assert caught.value.what == sentence

@@ -155,7 +155,7 @@ def test_a_call_that_does_not_fit_names_the_component_and_the_signature(parts: R
     with pytest.raises(ContractError) as caught:
         build("autoencoder", ComponentConfig("autoencoder", "parts/misfit"))
     assert str(caught.value) == (
-        "plugin 'parts', autoencoder 'parts/misfit': the target can not be called with its config's fields: "
+        "plugin 'parts', autoencoder 'parts/misfit': the target cannot be called with its config's fields: "
         "missing a required argument: 'width'\n"
         "  accepted: Misfit(width)\n"
         "  hint: the fields of config= and the parameters of target= must have the same names"
@@ -179,7 +179,7 @@ def test_a_bug_inside_a_component_stays_visible(parts: Registry) -> None:
         ("no_call", "the target 'mm_parts.plugin:__name__' is not callable: it is str"),
         ("no_config", "the config 'mm_parts.plugin:Leaf' is not a dataclass"),
         ("needs", "ModuleNotFoundError: No module named 'no_such_library'"),
-        ("positional", "can not serve as its config: parameter 'a' can not be passed by keyword"),
+        ("positional", "cannot serve as its config: parameter 'a' cannot be passed by keyword"),
     ],
 )
 def test_what_a_component_lacks_is_said_with_its_plugin(parts: Registry, name: str, sentence: str) -> None:

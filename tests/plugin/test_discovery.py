@@ -196,7 +196,7 @@ def test_damaged_metadata_harms_no_other(site: Any, file: str, monkeypatch: pyte
     (torn,) = [plugin for plugin in registry.plugins if "torn" in plugin.namespace]
     assert torn.status == "failed"
     assert torn.error is not None
-    assert "mm_torn-1.0.dist-info can not be read: UnicodeDecodeError" in torn.error
+    assert "mm_torn-1.0.dist-info cannot be read: UnicodeDecodeError" in torn.error
     assert registry.resolve("predictor", "dit").namespace == "alpha"
     assert registry.resolve("optimizer", "adamw").namespace == "core"
 
@@ -308,9 +308,9 @@ def test_lists_that_name_an_absent_plugin_are_errors(
     assert "did you mean 'alpha'?" in str(caught.value)
 
 
-def test_the_core_can_not_be_switched_off(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_core_cannot_be_switched_off(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MM_PLUGINS_DISABLE", "core")
-    with pytest.raises(PluginError, match="MM_PLUGINS_DISABLE: the plugin 'core' can not be switched off"):
+    with pytest.raises(PluginError, match="MM_PLUGINS_DISABLE: the plugin 'core' cannot be switched off"):
         site.registry()
 
 

@@ -95,7 +95,7 @@ def test_a_file_that_is_missing_is_an_error(site: Any, tmp_path: Path) -> None:
     with pytest.raises(PluginError) as caught:
         site.registry(str(path))
     assert str(caught.value) == (
-        f"plugins.path: plugin file {str(path)!r} can not be read: No such file or directory\n"
+        f"plugins.path: plugin file {str(path)!r} cannot be read: No such file or directory\n"
         "  hint: `mm plugins check --path FILE` looks at such a file alone"
     )
 

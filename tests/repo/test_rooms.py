@@ -1,4 +1,4 @@
-"""Rules about the source that import-linter can not state."""
+"""Rules about the source that import-linter cannot state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""examples/text_classification: its README's commands run, and its texts can not be told by their words."""
+"""examples/text_classification: its README's commands run, and its texts cannot be told by their words."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_markup_of_a_run_stays_text(make_run):
     assert data["runs"][0]["config_text"] == HOSTILE
 
 
-def test_text_that_utf8_can_not_hold_is_replaced():
+def test_text_that_utf8_cannot_hold_is_replaced():
     assert json.loads(to_json({"prompt": "a\ud800b"})) == {"prompt": "a?b"}
 
 
@@ -177,10 +177,10 @@ def test_the_command_writes_the_page_and_says_where(make_run, tmp_path, monkeypa
     assert main(["report", str(a), "--out", "x.html", "--max-mb", "0.5"]) == 0 and Path("x.html").is_file()
 
 
-def test_what_the_command_can_not_do_is_a_sentence(make_run, tmp_path, capsys):
+def test_what_the_command_cannot_do_is_a_sentence(make_run, tmp_path, capsys):
     a = make_run("a")
     assert main(["report", str(a), "--out", str(tmp_path / "no/such/x.html")]) == 1
-    assert "the page can not be written: No such file or directory" in capsys.readouterr().err
+    assert "the page cannot be written: No such file or directory" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "b")]) == 1
     assert "there is no such run" in capsys.readouterr().err
     for bad in ("-1", "nan", "ten"):

@@ -60,7 +60,7 @@ def test_a_run_that_went_back_to_an_older_step_shows_its_later_life(tmp_path):
     assert (list(series["loss"].steps), list(series["loss"].values)) == ([1, 2, 3], [1.0, 20.0, 30.0])
 
 
-def test_files_that_can_not_be_read_are_remarked_upon(make_run):
+def test_files_that_cannot_be_read_are_remarked_upon(make_run):
     folder = make_run("a")
     (folder / "manifest.json").write_text('{"config": {')
     (folder / "telemetry.json").write_text("[]")
@@ -71,9 +71,9 @@ def test_files_that_can_not_be_read_are_remarked_upon(make_run):
     run = read_run(folder, "a")
     assert run.remarks == [
         "1 line of metrics.jsonl could not be read and were left out",
-        "manifest.json can not be read and was left out",
-        "telemetry.json can not be read and was left out",
-        "config.yaml can not be read and was left out",
+        "manifest.json cannot be read and was left out",
+        "telemetry.json cannot be read and was left out",
+        "config.yaml cannot be read and was left out",
     ]
     assert run.planned_steps is None and run.density is None
 

@@ -14,7 +14,7 @@ from mm_core.contracts import Callback
 
 class BrokenEnd(Callback):
     def run_ended(self, step, error):
-        raise OSError("the last word can not be written")
+        raise OSError("the last word cannot be written")
 
 class BrokenStep(Callback):
     def step_ended(self, step, metrics):

@@ -55,7 +55,7 @@ def test_nor_does_it_hide_the_error_that_ended_the_run(tiny, run, tmp_path, caps
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "manifest.json"])
-def test_a_run_that_can_not_write_down_what_it_is_says_so(name, tiny, run, tmp_path, capsys):
+def test_a_run_that_cannot_write_down_what_it_is_says_so(name, tiny, run, tmp_path, capsys):
     staged(run / name).symlink_to("/dev/full")
     assert train(tiny, tmp_path) == 1
     said = capsys.readouterr().err
@@ -64,7 +64,7 @@ def test_a_run_that_can_not_write_down_what_it_is_says_so(name, tiny, run, tmp_p
     assert "Traceback" not in said
 
 
-def test_nor_does_one_begin_that_can_not_log(tiny, run, tmp_path, capsys):
+def test_nor_does_one_begin_that_cannot_log(tiny, run, tmp_path, capsys):
     rows = [{"step": 0, "loss": 1.0}, {"step": 5, "loss": 0.5}]  # the second is to go
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     staged(run / "metrics.jsonl").symlink_to("/dev/full")

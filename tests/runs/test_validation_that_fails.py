@@ -53,7 +53,7 @@ def test_the_step_is_saved_and_validated_when_the_run_goes_on(asynchronous, best
     run = tmp_path / "run"
     assert checkpoints(run) == ["step_00000002"] and validated(run) == []
     facts = open_checkpoint(run).facts
-    assert facts["looked"] is False and facts["metrics"] == {}
+    assert facts["evaluated"] is False and facts["metrics"] == {}
 
     mended = config_of(tiny, tmp_path, {}, **checkpoint)
     assert main(["train", "--config", str(mended)]) == 0
@@ -61,7 +61,7 @@ def test_the_step_is_saved_and_validated_when_the_run_goes_on(asynchronous, best
     losses = {row["step"]: row["validation/loss"] for row in read_metrics(run) if "validation/loss" in row}
     for step, loss in losses.items():
         facts = open_checkpoint(run / f"checkpoints/step_{step:08d}").facts
-        assert facts["looked"] is True and facts["metrics"]["validation/loss"] == loss
+        assert facts["evaluated"] is True and facts["metrics"]["validation/loss"] == loss
     if best is not None:
         assert find_checkpoint(run, "best").name == f"step_{min(losses, key=lambda s: losses[s]):08d}"
 
@@ -79,7 +79,7 @@ def test_what_was_validated_before_the_samples_failed_is_not_validated_twice(tin
     assert {path.name for path in (run / "samples").iterdir()} == {"step_00000002", "step_00000004"}
     (row,) = [row for row in read_metrics(run) if row["step"] == 2 and "validation/loss" in row]
     facts = open_checkpoint(run / "checkpoints/step_00000002").facts
-    assert facts["looked"] is True and facts["metrics"]["validation/loss"] == row["validation/loss"]
+    assert facts["evaluated"] is True and facts["metrics"]["validation/loss"] == row["validation/loss"]
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ def told(what: str) -> bool:
 
 
 class FaultyDataset(VideoTextDataset):
-    """video_text that can not read anything on one rank."""
+    """video_text that cannot read anything on one rank."""
 
     def __getitem__(self, index):
         if told("data"):

@@ -171,7 +171,7 @@ def test_two_hosts_meet(tiny, tmp_path):
 def test_options_that_a_launcher_has_settled_are_refused(tiny, mm):
     done = mm("train", "--config", tiny, "--nproc", 2, RANK="3", WORLD_SIZE="8")
     assert done.code == 1
-    assert "--nproc can not be met: this process is already rank 3 of 8" in done.err
+    assert "--nproc cannot be met: this process is already rank 3 of 8" in done.err
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ def test_a_required_stream_is_a_sentence_for_a_full_disk_and_a_broken_pipe_for_a
     with pytest.raises(MMError) as caught:
         print("x", file=Required(full), flush=True)
     assert str(caught.value) == (
-        "standard output: the output can not be written: No space left on device\n"
+        "standard output: the output cannot be written: No space left on device\n"
         "  hint: free space where it is redirected to, or redirect it elsewhere"
     )
     full.close()
@@ -113,7 +113,7 @@ def test_a_full_disk_is_an_error_of_a_command_that_prints(command):
             text=True,
         )
     assert done.returncode == 1
-    assert done.stderr.startswith("mm: error: standard output: the output can not be written: No space left")
+    assert done.stderr.startswith("mm: error: standard output: the output cannot be written: No space left")
     assert len(done.stderr.splitlines()) == 2
 
 

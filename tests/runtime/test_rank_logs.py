@@ -128,7 +128,7 @@ def test_a_full_disk_loses_lines_and_nothing_else(tmp_path):
     assert out.getvalue() == "seen\n"
 
 
-def test_a_folder_that_can_not_be_made_is_no_fault_of_the_run(tmp_path):
+def test_a_folder_that_cannot_be_made_is_no_fault_of_the_run(tmp_path):
     (tmp_path / "logs").write_text("a file stands there")
     with streams() as (out, _), rank_log(tmp_path, 0, 1) as log:
         print("seen")

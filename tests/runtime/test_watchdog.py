@@ -139,7 +139,7 @@ def test_none_watches_nothing(tmp_path):
     watched.dog.close()
 
 
-def test_a_folder_that_can_not_be_written_does_not_blind_the_watch(tmp_path):
+def test_a_folder_that_cannot_be_written_does_not_blind_the_watch(tmp_path):
     (tmp_path / "logs").write_text("a file stands there")
     watched = Watched(tmp_path)
     watched.dog.start()

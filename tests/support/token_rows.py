@@ -14,7 +14,7 @@ class TokenRows:
     """kind: `tokens` (labels are the ids, the first third not learnt), `classes`, `numbers`, `marks` (several
     yes or no) or `images` (tokens with two small images a row, as Qwen-VL's processor gives them). segments:
     batches whose first row has an odd number have these among their inputs.
-    broken: a row that can not be read."""
+    broken: a row that cannot be read."""
 
     def __init__(
         self,

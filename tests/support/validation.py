@@ -52,7 +52,7 @@ CONFIG = {
 
 
 class Clips:
-    """Clips of noise and captions, by row; `broken` ones can not be read. Counts what is read."""
+    """Clips of noise and captions, by row; `broken` ones cannot be read. Counts what is read."""
 
     def __init__(self, rows: int, broken: tuple[int, ...] = ()) -> None:
         self.rows, self.broken, self.reads = rows, broken, Counter()

@@ -143,7 +143,7 @@ def test_answers_are_what_metrics_of_texts_compare(folders):
     assert figures == pytest.approx({"exact_match": 1 / 3, "anls": (1 + (length - 1) / length) / 3})
 
 
-def test_what_can_not_be_answered_is_a_sentence(folders, tmp_path):
+def test_what_cannot_be_answered_is_a_sentence(folders, tmp_path):
     head = "AutoModelForSequenceClassification"
     with pytest.raises(ContractError, match="BertForSequenceClassification generates no text") as fault:
         PretrainedTask(str(folders("bert_classes")), head, max_new_tokens=3)

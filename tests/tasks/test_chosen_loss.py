@@ -1,4 +1,4 @@
-"""`task.loss: auto` is chosen before the first step, also for models whose logits can not wait for chunks."""
+"""`task.loss: auto` is chosen before the first step, also for models whose logits cannot wait for chunks."""
 
 from __future__ import annotations
 

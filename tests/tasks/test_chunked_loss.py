@@ -159,7 +159,7 @@ def test_operations_are_counted_as_those_of_a_forward():
     ("between", "what"),
     [(lambda logits: logits.softmax(-1), "softmax"), (lambda logits: logits[..., :5], "__getitem__")],
 )
-def test_what_can_not_wait_for_the_chunks_is_refused(between, what):
+def test_what_cannot_wait_for_the_chunks_is_refused(between, what):
     model, (ids, labels) = Language(between=between), rows()
     with (
         defer_logits(model.head, 4)(),

@@ -221,7 +221,7 @@ def test_packed_rows_under_a_dense_mask_are_warned_of(tmp_path):
 
 SENTENCES = {
     "Bloom": "AutoModelForCausalLM makes no model of this folder: BloomForCausalLM does not support",
-    "Jamba": "JambaForCausalLM computes attention in a way of its own, which packed_sdpa can not replace",
+    "Jamba": "JambaForCausalLM computes attention in a way of its own, which packed_sdpa cannot replace",
     "Falcon": "the model of this folder knows no attention 'packed_sdpa'",
 }
 

@@ -277,7 +277,7 @@ def test_classes_that_there_are_not(folders):
     fault = refused(bert, "json:JSONDecoder")
     assert fault.what == "'json:JSONDecoder' is no model of Transformers"
     assert fault.accepted == "a child of transformers.PreTrainedModel"
-    assert "can not be imported: No module named 'nowhere'" in refused(bert, "nowhere:Model").what
+    assert "cannot be imported: No module named 'nowhere'" in refused(bert, "nowhere:Model").what
     assert "AutoModel" in refused(bert, "AutoTokenizer").accepted
     with pytest.raises(ConfigError, match="neither an auto class, such as AutoModelForCausalLM"):
         load_config(models.run_config("bert_classes", bert, bert.parent, task={"auto_class": "bert"}))
@@ -298,7 +298,7 @@ def test_options_that_do_not_fit_the_model(folders):
     assert fault.what == "BertModel computes no loss: its forward takes no `labels`"
 
 
-def test_batches_that_the_model_can_not_take(folders):
+def test_batches_that_the_model_cannot_take(folders):
     task = task_of(folders("bert_classes"), "bert_classes")
     count = task.batch_transform()
     key = SampleKey(0, 0)
@@ -356,7 +356,7 @@ TOO_MUCH = [
 
 
 @pytest.mark.parametrize(("ids", "labels", "sentence"), TOO_MUCH)
-def test_rows_that_a_model_can_not_take_are_refused_where_they_are_read(folders, ids, labels, sentence):
+def test_rows_that_a_model_cannot_take_are_refused_where_they_are_read(folders, ids, labels, sentence):
     task = task_of(folders("bert_classes"), "bert_classes")
     with pytest.raises(ContractError, match=sentence) as found:
         task.batch_transform()(class_batch(labels, ids))
@@ -478,7 +478,7 @@ class Silent(Weighted):
         ("Weighted", "its cross_entropy weighs the classes"),
         ("Twice", "it adds several losses of the labels"),
         ("Hinge", "it computes a loss that is none of cross entropy, squared or absolute error"),
-        ("Chosen", "it leaves labels out before the loss, so that rows can not be told apart"),
+        ("Chosen", "it leaves labels out before the loss, so that rows cannot be told apart"),
         ("Silent", "it computes no loss from `labels`"),
     ],
 )
@@ -491,7 +491,7 @@ def test_losses_that_are_no_sums_are_refused_with_the_reason(name, why, folders,
     initialise(task.model, "model", Randomness(1))
     with pytest.raises(ContractError) as found:
         loss_of(task, models.batch_of(TokenRows("classes"), range(4)))
-    assert found.value.what.startswith("the model's loss can not be made a sum over the global batch: ")
+    assert found.value.what.startswith("the model's loss cannot be made a sum over the global batch: ")
     assert why in found.value.what
 
 
@@ -555,5 +555,5 @@ def test_an_export_of_weights_by_chance_has_the_tokenizer_too(folders, tmp_path)
 def test_a_module_that_ends_the_process_or_fails_is_a_sentence(tmp_path, monkeypatch, text):
     (tmp_path / "own_failing.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ContractError, match="'own_failing:Model' can not be imported: "):
+    with pytest.raises(ContractError, match="'own_failing:Model' cannot be imported: "):
         pretrained_model._class_of("own_failing:Model")

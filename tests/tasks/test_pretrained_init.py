@@ -139,7 +139,7 @@ def test_two_ranks_begin_as_one_to_the_bit(tmp_path):
     tables = [found.pop("tables") for found in (one, first, second)]
     assert tables == [["", said], ["", ""], ["", said]]
     refused = {name: why for name, why in one.items() if isinstance(why, str)}
-    assert all("is a scalar, which can not be sharded" in why for why in refused.values()), refused
+    assert all("is a scalar, which cannot be sharded" in why for why in refused.values()), refused
     assert len(one) - len(refused) >= 25
     assert one == first == second
 

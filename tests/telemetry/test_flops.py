@@ -129,7 +129,7 @@ def test_a_formula_that_fails_leaves_the_forward_alone_and_the_number_unknown(mo
     assert flops.faults == ("aten.mm: AssertionError: shapes of another world",)
 
 
-def test_what_one_rank_can_not_count_is_unknown_on_all():
+def test_what_one_rank_cannot_count_is_unknown_on_all():
     flops = ForwardFlops()
     with flops.counting():
         pass

@@ -68,7 +68,7 @@ def test_every_rank_that_is_named_writes_its_own(tmp_path):
     }
 
 
-def test_a_profile_that_can_not_be_written_is_a_warning(tmp_path, caplog):
+def test_a_profile_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     (tmp_path / "profile").write_text("a file stands there")
     with caplog.at_level(logging.WARNING):
         steps(ProfileWindow(ProfileSection((1, 2)), tmp_path, 0), 1, 3)

@@ -228,7 +228,7 @@ def test_a_package_that_is_missing_is_a_sentence_and_the_run_goes_on(run, monkey
     assert read_metrics(run) == [{"step": 1, "loss": 0.5}]
 
 
-def test_a_tracker_that_can_not_start_says_why_and_the_others_work(run, monkeypatch):
+def test_a_tracker_that_cannot_start_says_why_and_the_others_work(run, monkeypatch):
     monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE", raising=False)
     notes: list[str] = []
     broken = MlflowConfig(tracking_uri="nowhere://at-all")

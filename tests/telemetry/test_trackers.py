@@ -176,7 +176,7 @@ def test_a_tracker_that_fails_is_named_once_and_switched_off(tmp_path, caplog):
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
 
 
-def test_a_tracker_that_can_not_take_clips_is_switched_off_as_well(tmp_path, caplog):
+def test_a_tracker_that_cannot_take_clips_is_switched_off_as_well(tmp_path, caplog):
     broken, works = Broken(), TensorBoardTracker(tmp_path, flush_secs=1)
     trackers = TrackerSet({"acme/server": broken, "core/tensorboard": works})
     clip = Clip(torch.zeros(3, 2, 8, 8), 8.0, "grey")
@@ -188,7 +188,7 @@ def test_a_tracker_that_can_not_take_clips_is_switched_off_as_well(tmp_path, cap
     assert broken.calls == 1 and len(caplog.records) == 1
 
 
-def test_a_tracker_that_can_not_close_does_not_end_the_run(tmp_path, caplog):
+def test_a_tracker_that_cannot_close_does_not_end_the_run(tmp_path, caplog):
     class Stuck(JsonlTracker):
         def close(self, ending) -> None:
             raise OSError("disk full")

@@ -157,7 +157,7 @@ def test_a_run_that_is_too_short_or_fails_is_a_sentence(tiny, mm):
 @pytest.mark.slow
 def test_under_a_launcher_it_is_refused(tiny, mm):
     done = mm("train", "--config", tiny, "--verify-resume", 1, RANK="0", WORLD_SIZE="1")
-    assert done.code == 1 and "--verify-resume can not be met: this process is already rank 0" in done.err
+    assert done.code == 1 and "--verify-resume cannot be met: this process is already rank 0" in done.err
 
 
 @pytest.mark.parametrize(
@@ -165,14 +165,14 @@ def test_under_a_launcher_it_is_refused(tiny, mm):
     [
         (
             "--verify-resume 2 --stop-after 1 --resume never --dry-run",
-            "--dry-run, --resume, --stop-after can not go with --verify-resume, which trains from nothing in"
+            "--dry-run, --resume, --stop-after cannot go with --verify-resume, which trains from nothing in"
             " a folder of its own and stops by itself",
         ),
         (
             "--verify-resume 2 --allow train",
-            "--allow can not go with --verify-resume, which trains",
+            "--allow cannot go with --verify-resume, which trains",
         ),
-        ("--resume never --allow all", "--allow can not go with --resume never: there is no checkpoint"),
+        ("--resume never --allow all", "--allow cannot go with --resume never: there is no checkpoint"),
         ("--json", "--json goes with --dry-run only"),
     ],
 )

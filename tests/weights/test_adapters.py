@@ -28,7 +28,7 @@ from mm_core.plan import build_task, make_plan
 from mm_core.plugin.registry import get_registry
 from mm_core.weights.adapters import inject as module
 from mm_core.weights.adapters.files import AdapterScale, merge, open_adapter, peft_settings
-from mm_core.weights.adapters.inject import AdapterWeights, add_adapters, passed_over, scales_of
+from mm_core.weights.adapters.inject import AdapterWeights, add_adapters, scales_of, skipped_layers
 from mm_core.weights.fitting import formats_of
 from mm_core.weights.formats.format import AdapterLayout
 from support.ranks import run_ranks
@@ -265,8 +265,8 @@ def test_adapters_are_of_linear_layers_alone_and_say_what_they_pass_over():
     )
     task = Around(build, "model")
     others = {"model.stem": "Conv3d", "model.words": "Embedding"}
-    assert passed_over(task, AdapterConfig(("model",))) == others
-    assert not passed_over(task, AdapterConfig(("up",)))
+    assert skipped_layers(task, AdapterConfig(("model",))) == others
+    assert not skipped_layers(task, AdapterConfig(("up",)))
     assert sentence_on(task, AdapterConfig(("model",))) == (
         "adapter 'default' is of linear layers alone; its targets also hold model.stem (Conv3d), model.words"
         " (Embedding)"
@@ -409,7 +409,7 @@ def test_an_adapter_that_is_a_pickle_is_refused_and_nothing_runs(saved, tmp_path
     assert not mark.exists()
 
 
-def test_a_weight_without_directions_can_not_be_a_dora():
+def test_a_weight_without_directions_cannot_be_a_dora():
     with pytest.raises(CheckpointError, match=r"rows of predictor\.proj_out are zero: they have no"):
         Task(AdapterConfig(targets=("proj_out",), dora=True)).begin()
 
@@ -435,7 +435,7 @@ def test_adapters_train_alike_on_two_ranks_and_leave_the_weights_alone(tmp_path,
 
 @pytest.mark.parametrize("name", ["keys", "items", "forward", "train"])
 def test_names_that_torch_keeps_for_itself_are_a_sentence(name):
-    with pytest.raises(PlanError, match=f"an adapter can not be called '{name}'"):
+    with pytest.raises(PlanError, match=f"an adapter cannot be called '{name}'"):
         Task(AdapterConfig(targets=("to_q",), name=name))
 
 
@@ -490,7 +490,7 @@ def test_a_dtype_below_adapters_that_nothing_computes_in_is_a_sentence(tmp_path,
         " compute in\n  hint: set engine.param_dtype: bf16"
     )
     monkeypatch.setattr(casting, "shards_mixed", lambda: False)
-    said = "predictor holds parameters of bfloat16 and float32, which torch .* can not shard together"
+    said = "predictor holds parameters of bfloat16 and float32, which torch .* cannot shard together"
     with pytest.raises(PlanError, match=said):
         make_plan(with_base_dtype(tmp_path, param_dtype="bf16"), 1, num_samples=100)
     with pytest.raises(ValueError, match="base_dtype: it is of weights below adapters, and there are none"):

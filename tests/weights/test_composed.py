@@ -92,7 +92,7 @@ def test_two_maps_are_what_they_do_one_after_another(data):
     try:
         copies = both.copies(SHAPES)
     except ContractError as fault:
-        assert "two key maps can not be composed: the first reshapes" in str(fault)
+        assert "two key maps cannot be composed: the first reshapes" in str(fault)
         assert any(isinstance(rule, Reshape) for rule in first.rules)
         event("not a box")
         return
@@ -148,9 +148,9 @@ def test_what_either_ignores_is_ignored():
     assert not any(both.ignores(name) for name in ("top.rope.cos", "v", "freqs"))
 
 
-def test_what_can_not_be_composed_is_said():
+def test_what_cannot_be_composed_is_said():
     both = composed(KeyMap((Reshape("w", "w", (2, 3)),)), KeyMap((Transpose("w", "w", (1, 0, 2)),)))
     with pytest.raises(
-        ContractError, match="two key maps can not be composed: the first reshapes 'w', and the second turns"
+        ContractError, match="two key maps cannot be composed: the first reshapes 'w', and the second turns"
     ):
         both.copies({"w": (4, 6)})

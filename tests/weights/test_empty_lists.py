@@ -17,7 +17,7 @@ from mm_core.evaluation.predictions import write_predictions
 from mm_core.modules.patterns import match
 from mm_core.tasks.pretrained.batches import CountLabels, Limits
 from mm_core.weights.adapters.inject import _no_target
-from mm_core.weights.fitting import no_way
+from mm_core.weights.fitting import no_layout_error
 from mm_core.weights.formats.format import divided
 
 
@@ -36,7 +36,7 @@ def no_layers() -> None:
         (lambda: match(["blocks.{*}"], [""], "engine.key"), "nothing: there is no module to name"),
         (no_layers, "nothing: the component has no linear layer"),
         (no_inputs, "these are none"),
-        (lambda: no_way(Path("x"), "predictor", ()), "none, no plugin offers a format"),
+        (lambda: no_layout_error(Path("x"), "predictor", ()), "none, no plugin offers a format"),
         (lambda: divided((), ["a"]), "names below no part at all"),
     ],
 )

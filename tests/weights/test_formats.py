@@ -20,7 +20,7 @@ from mm_core.loading.matching import MatchReport, WeightMatch
 from mm_core.modules.tying import tie, tied_names
 from mm_core.plugin.registry import get_registry
 from mm_core.weights import streaming
-from mm_core.weights.fitting import formats_of, ways_to_read
+from mm_core.weights.fitting import candidate_layouts, formats_of
 from support.tiny_models import Task
 
 SIZES = {"num_layers": 2, "head_dim": 12, "freq_dim": 16, "ffn_dim": 32, "text_dim": 16}
@@ -245,7 +245,7 @@ def test_a_hostile_config_is_simply_not_recognised(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     assert not any(known.recognises(tmp_path) for known in formats().values())
     (tmp_path / "model_index.json").write_text(text)
-    assert ways_to_read(tmp_path, "predictor", custom_dit(), {"w": (1,)}, formats()) == []
+    assert candidate_layouts(tmp_path, "predictor", custom_dit(), {"w": (1,)}, formats()) == []
 
 
 def two_transformers(tmp_path) -> tuple[Path, list[dict[str, torch.Tensor]]]:

@@ -27,7 +27,7 @@ import mm_core
 from mm_core.contracts import empty_parameters
 from mm_core.diffusion.encoders.text import HFTextEncoder
 from mm_core.errors import CheckpointError
-from mm_core.weights.fitting import best_way, ways_to_read
+from mm_core.weights.fitting import best_layout, candidate_layouts
 from mm_core.weights.formats.libraries import Transformers
 from mm_core.weights.formats.part_of import FormatOfPart
 
@@ -119,7 +119,7 @@ def test_one_tower_of_two_is_read_by_the_librarys_own_names(tmp_path):
         tower = nn.ModuleDict({"text": CLIPTextModel(config.text_config)})
     shapes = {name: tuple(tensor.shape) for name, tensor in tower.state_dict().items()}
     known = {"core/transformers": FormatOfPart(Transformers(), "tower", tower)}
-    way = best_way(ways_to_read(tmp_path, "tower", tower, shapes, known), tmp_path, "tower")
+    way = best_layout(candidate_layouts(tmp_path, "tower", tower, shapes, known), tmp_path, "tower")
     assert way.whole and len(way.pieces) == len(shapes)
     assert all(copy.stored.startswith("text_model.") for copy, _ in way.pieces)
 

@@ -247,7 +247,7 @@ def test_a_rule_that_no_map_can_follow_is_named(rules, tmp_path):
     with pytest.raises(ContractError) as caught:
         keys_as_saved(model)
     said = str(caught.value)
-    # Early versions can not turn it back at all, and do not come to a tensor.
+    # Early versions cannot turn it back at all, and do not come to a tensor.
     known = ("model.layers.0.self_attn.q_proj.weight", "view"), ("tensors", "which has no way back")
     assert said.splitlines()[0] in [
         f"Qwen3ForCausalLM changes {what} between memory and file by PermuteForRope ({how})"

@@ -92,7 +92,7 @@ _FACTS: _Rules = {
     "order": (_mapping, "a mapping"),
     "guard": (_guard, "null, or counts of what was left out and norms"),
     "metrics": (_metrics, "a mapping of names to numbers"),
-    "looked": (lambda value: isinstance(value, bool), "true or false"),
+    "evaluated": (lambda value: isinstance(value, bool), "true or false"),
     "imported": (_mapping, "a mapping"),
 }
 _MANIFEST: _Rules = {
@@ -110,7 +110,7 @@ _MANIFEST: _Rules = {
 
 def read_facts(folder: Path) -> files.Document:
     """facts.json. DamagedError for facts that cannot be true, or are of another step than the folder."""
-    facts = files.read_json(folder / files.FACTS)
+    facts = _under_todays_names(files.read_json(folder / files.FACTS))
     step = facts.get("step")
     if not isinstance(step, int) or isinstance(step, bool):
         raise files.DamagedError("facts.json does not say the step", where=str(folder), hint=files.OTHER)
@@ -131,13 +131,18 @@ def read_manifest(folder: Path) -> files.Document:
 
 
 def read_later(folder: Path) -> files.Document:
-    """Facts that became known after the save, `metrics` and `looked`; {} where there are none to read."""
+    """Facts that became known after the save, `metrics` and `evaluated`; {} where there are none to read."""
     with suppress(CheckpointError):
-        later = files.read_json(folder / files.LATER)
-        found = {key: later.get(key) for key in ("metrics", "looked")}
+        later = _under_todays_names(files.read_json(folder / files.EVALUATION_FILE))
+        found = {key: later.get(key) for key in ("metrics", "evaluated")}
         if all(_FACTS[key][0](value) for key, value in found.items()):
             return found
     return {}
+
+
+def _under_todays_names(facts: files.Document) -> files.Document:
+    """`evaluated` was called `looked` until November 2026."""
+    return {"evaluated" if key == "looked" else key: value for key, value in facts.items()}
 
 
 def _check(folder: Path, name: str, document: files.Document, rules: _Rules) -> None:

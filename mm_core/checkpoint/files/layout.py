@@ -21,7 +21,7 @@ METADATA = ".metadata"
 FACTS = "facts.json"
 CONFIG = "config.yaml"
 MANIFEST = "manifest.json"
-LATER = "validation.json"
+EVALUATION_FILE = "validation.json"
 FORMAT = 1
 OTHER = "resume from another checkpoint: --resume PATH"
 """What to do about a damaged one."""
@@ -43,7 +43,7 @@ def unreadable(path: Path, fault: OSError) -> CheckpointError:
     """The sentence for a file that is there and that the system does not read: no fault of the checkpoint,
     which may be whole once the disk or the server answers again."""
     return CheckpointError(
-        f"{path.name} can not be read now ({fault.strerror})", where=str(path.parent), hint=_AGAIN
+        f"{path.name} cannot be read now ({fault.strerror})", where=str(path.parent), hint=_AGAIN
     )
 
 
@@ -94,7 +94,7 @@ def read_checksums(folder: Path) -> dict[str, Checksum]:
         raise unreadable(path, fault) from fault
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as fault:
         raise DamagedError(
-            f"checksums.json can not be read ({type(fault).__name__})", where=str(folder), hint=OTHER
+            f"checksums.json cannot be read ({type(fault).__name__})", where=str(folder), hint=OTHER
         ) from None
     if version != FORMAT:
         raise CheckpointError(
@@ -148,7 +148,7 @@ def read_json(path: Path) -> Document:
         document = _parsed(path)
     except (*ABSENT, ValueError, RecursionError) as fault:
         raise DamagedError(
-            f"{path.name} can not be read ({type(fault).__name__})", where=str(path.parent), hint=OTHER
+            f"{path.name} cannot be read ({type(fault).__name__})", where=str(path.parent), hint=OTHER
         ) from None
     except OSError as fault:
         raise unreadable(path, fault) from fault

@@ -105,7 +105,7 @@ def read_metadata(folder: Path, files: Mapping[str, Checksum]) -> Metadata:
             raise unreadable(folder / METADATA, fault) from fault
         # A pickle can fail in any way that the calls inside it can; all mean the same to the user.
         raise DamagedError(
-            f".metadata can not be read ({type(fault).__name__}: {fault})", where=str(folder)
+            f".metadata cannot be read ({type(fault).__name__}: {fault})", where=str(folder)
         ) from None
     return found
 

@@ -97,17 +97,19 @@ def print_answers(args: argparse.Namespace, stored: StoredRun, samples: Path) ->
         out = (
             Path(args.out)
             if args.out
-            else opened.ranks.first("choosing a file", lambda: unused(samples / "answers.jsonl"))
+            else opened.ranks.on_first("choosing a file", lambda: unused(samples / "answers.jsonl"))
         )
         if args.prompts:
             _answer_rows(opened, opened.rows(Path(args.prompts), decoding, args.batch_size), out)
         else:
-            opened.led(lambda: _say_all(args, opened, decoding, None if args.out is None else out))
+            opened.run_on_first_rank(
+                lambda: _say_all(args, opened, decoding, None if args.out is None else out)
+            )
     return 0
 
 
 def _check_out(args: argparse.Namespace) -> None:
-    """MMError for a file of answers that can not be written, or that would replace the questions."""
+    """MMError for a file of answers that cannot be written, or that would replace the questions."""
     if args.out is None:
         return
     out = Path(args.out)
@@ -142,7 +144,7 @@ def tell(text: str) -> None:
 
 
 def _answer_rows(opened: AnswerSession, answers: Iterable[Answer], out: Path) -> None:
-    """A line of JSON for each row as soon as it is answered; those that can not be read are counted."""
+    """A line of JSON for each row as soon as it is answered; those that cannot be read are counted."""
     if opened.ranks.rank:
         for _ in answers:
             pass  # the first rank has them
@@ -168,7 +170,7 @@ def _write(answers: Iterable[Answer], out: Path, more: bool = False) -> None:
         with out.open("a" if more else "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
     except OSError as fault:
-        raise MMError(f"the file can not be written: {fault.strerror or fault}", where=str(out)) from fault
+        raise MMError(f"the file cannot be written: {fault.strerror or fault}", where=str(out)) from fault
 
 
 def _refuse(args: argparse.Namespace, unset: Mapping[str, object], because: str) -> None:

@@ -78,7 +78,9 @@ def _chat(args: argparse.Namespace) -> int:
         if "RANK" in os.environ:  # up to here, Ctrl-C ends a rank
             ours = signal.SIG_IGN if opened.ranks.rank else signal.default_int_handler
             signal.signal(signal.SIGINT, ours)
-        return opened.led(lambda: _converse(Chat(opened, decoding, args.system, [*map(Path, args.image)])))
+        return opened.run_on_first_rank(
+            lambda: _converse(Chat(opened, decoding, args.system, [*map(Path, args.image)]))
+        )
 
 
 def _converse(chat: Chat) -> int:
@@ -111,7 +113,7 @@ class Chat:
 
     def line(self, text: str, heard: Callable[[str], None]) -> bool:
         """Does what a line says: a command, or a turn that is answered. False for the last one. DataError
-        for a turn that can not be; it is forgotten, and so are its images. KeyboardInterrupt where the answer
+        for a turn that cannot be; it is forgotten, and so are its images. KeyboardInterrupt where the answer
         was stopped."""
         command, _, rest = text.strip().partition(" ")
         if command == "/quit":
@@ -207,7 +209,7 @@ def _lines(terminal: bool) -> Iterator[str]:
         except BrokenPipeError:
             raise  # of what input() writes
         except OSError as fault:
-            raise MMError(f"standard input can not be read: {fault.strerror or fault}") from fault
+            raise MMError(f"standard input cannot be read: {fault.strerror or fault}") from fault
         if not (line or terminal):
             return
         yield line

@@ -43,7 +43,7 @@ def execute(args: argparse.Namespace) -> int:
         replace_text(out, text)
     except OSError as error:
         raise MMError(
-            f"the page can not be written: {error.strerror}", where=str(out), accepted="--out FILE"
+            f"the page cannot be written: {error.strerror}", where=str(out), accepted="--out FILE"
         ) from None
     for run in runs:
         for remark in run.remarks:

@@ -110,7 +110,7 @@ def _sample_clips(args: argparse.Namespace, stored: StoredRun, root: Path) -> in
         prompts += read_prompts(Path(args.prompts))
     with among_ranks():
         ranks, folder = Ranks.current(), root / "samples" / f"seed_{args.seed}"
-        out = Path(args.out) if args.out else ranks.first("choosing a folder", lambda: unused(folder))
+        out = Path(args.out) if args.out else ranks.on_first("choosing a folder", lambda: unused(folder))
         sample(
             stored,
             prompts=prompts,

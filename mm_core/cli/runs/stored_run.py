@@ -51,11 +51,11 @@ def check_place(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(path if path.exists() else path.parent, os.W_OK):
-            fault = fault or f"{'it' if path.exists() else 'its folder'} can not be written to"
+            fault = fault or f"{'it' if path.exists() else 'its folder'} cannot be written to"
     except OSError as error:
         fault = error.strerror or str(error)
     if fault is not None:
-        raise MMError(f"the file can not be written: {fault}", where=str(path), accepted="the path of a file")
+        raise MMError(f"the file cannot be written: {fault}", where=str(path), accepted="the path of a file")
 
 
 def root_of(checkpoint: Path) -> Path:

@@ -39,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--node-rank",
         metavar="N",
-        help="0 on the host of --rdzv-endpoint, 1, 2, ... elsewhere; if that host can not tell",
+        help="0 on the host of --rdzv-endpoint, 1, 2, ... elsewhere; if that host cannot tell",
     )
     add("--dry-run", action="store_true", help="print the plan and stop")
     add("--json", action="store_true", help="with --dry-run: the plan as JSON")
@@ -192,14 +192,14 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
     given = [name for name, there in options.items() if there]
     if args.verify_resume is not None and given:
         raise MMError(
-            f"{', '.join(given)} can not go with --verify-resume, which trains from nothing in a folder of"
+            f"{', '.join(given)} cannot go with --verify-resume, which trains from nothing in a folder of"
             " its own and stops by itself",
             where="command line",
             hint="leave one or the other out",
         )
     if args.resume == "never" and args.allow:
         raise MMError(
-            "--allow can not go with --resume never: there is no checkpoint that anything has changed since",
+            "--allow cannot go with --resume never: there is no checkpoint that anything has changed since",
             where="command line",
             hint="leave one or the other out",
         )

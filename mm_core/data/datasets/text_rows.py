@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TextRow:
-    """A row of the table. other: its prompt, or the second text of a pair. fault: why it can not be used."""
+    """A row of the table. other: its prompt, or the second text of a pair. fault: why it cannot be used."""
 
     place: str
     text: str = ""
@@ -48,7 +48,7 @@ class TextRowsDataset:
     its longest row. Fields are those of `TextRowsConfig`.
 
     Raises:
-        DataError: in the constructor for a table that can not be read, a column that it does not have, labels
+        DataError: in the constructor for a table that cannot be read, a column that it does not have, labels
             that are no classes, and where no row is left; per sample for broken rows.
         CheckpointError: for a folder without a tokenizer.
     """
@@ -82,7 +82,7 @@ class TextRowsDataset:
         return self.wanted.labels
 
     def __getitem__(self, index: int) -> Sample:
-        """The tokens and labels of a row. DataError for one that can not be used."""
+        """The tokens and labels of a row. DataError for one that cannot be used."""
         row = self.rows[int(self._places[index])]
         if row.fault is not None:
             raise DataError(row.fault, where=f"{self.file}, {row.place}")
@@ -125,7 +125,7 @@ class TextRowsDataset:
     # -- reading -------------------------------------------------------------------------------
 
     def _read(self, sizes: array[int]) -> Iterator[TextRow]:
-        """Every row of the table, those that can not be used too, so that a split does not move when they are
+        """Every row of the table, those that cannot be used too, so that a split does not move when they are
         mended. DataError for labels that are no classes, and where nothing can be used."""
         wanted, labels = self.wanted, Labels(self.wanted)
         other = wanted.prompt if wanted.label is None else wanted.pair

@@ -30,7 +30,7 @@ class VideoTextDataset:
     `VideoTextConfig`.
 
     Raises:
-        DataError: in the constructor for annotations that can not be used; per sample for videos
+        DataError: in the constructor for annotations that cannot be used; per sample for videos
             that are missing, damaged, outside the folder, or shorter than a clip.
     """
 

@@ -165,7 +165,7 @@ class _Reading(TorchDataset[Batch | _Fault]):
             return bytes(ForkingPickler.dumps(self.__dict__)), imported_files()
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise DataError(
-                f"the dataset or the task's batch transform can not be sent to a data worker: {error}",
+                f"the dataset or the task's batch transform cannot be sent to a data worker: {error}",
                 where=type(self.dataset).__qualname__,
                 accepted="what pickles: classes and functions of modules, files that are opened on first use",
                 hint="data.loader.workers=0 reads in the training process",
@@ -260,7 +260,7 @@ class _Reading(TorchDataset[Batch | _Fault]):
 
 
 def _records(error: DataError, index: int, replaced: bool) -> list[FailureRecord]:
-    """What is noted of a sample that can not be read, or of each part of it that can not."""
+    """What is noted of a sample that cannot be read, or of each part of it that cannot."""
     if not isinstance(error, PartsError):
         return [FailureRecord(error.where or f"sample {index}", index, error.what, replaced=replaced)]
     return [

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from mm_core.runtime.ranks import on_any_rank
 
 
-class StopAsked(Exception):
+class StopRequested(Exception):
     """Long work was left, on all ranks, because the run was asked to stop. No fault: the run ends by it."""
 
 
@@ -17,7 +17,7 @@ _asked: ContextVar[Callable[[], bool] | None] = ContextVar("mm_core_stop_asked",
 
 
 @contextmanager
-def heeding(asked: Callable[[], bool]) -> Iterator[None]:
+def stop_on(asked: Callable[[], bool]) -> Iterator[None]:
     """In the block, `check_stop` asks `asked` whether this rank has been told to stop."""
     token = _asked.set(asked)
     try:
@@ -33,10 +33,10 @@ def check_stop() -> None:
     it does nothing.
 
     Raises:
-        StopAsked: on every rank, where any of them was told to stop.
+        StopRequested: on every rank, where any of them was told to stop.
     """
     asked = _asked.get()
     if asked is None:
         return
     if on_any_rank(asked()):
-        raise StopAsked
+        raise StopRequested

@@ -34,7 +34,7 @@ def opened_image(path: Path) -> Iterator[ImageFile.ImageFile]:
     except MMError:
         raise
     except Exception as fault:
-        raise DataError(f"the image can not be read: {fault}", where=str(path)) from fault
+        raise DataError(f"the image cannot be read: {fault}", where=str(path)) from fault
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:

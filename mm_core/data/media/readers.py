@@ -134,7 +134,7 @@ class DecordReader(_Reader):
             raise
         except (decord.DECORDError, IndexError, *_FAULTS) as error:
             reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-            raise DataError(f"decord can not read the video: {reason}", where=str(path)) from None
+            raise DataError(f"decord cannot read the video: {reason}", where=str(path)) from None
         return torch.from_numpy(np.ascontiguousarray(frames))
 
 
@@ -158,7 +158,7 @@ def _opened(path: Path, max_pixels: int) -> Iterator[tuple[InputContainer, Video
     except MMError:
         raise
     except _FAULTS as error:
-        raise DataError(f"the video can not be decoded: {plain_reason(error)}", where=str(path)) from error
+        raise DataError(f"the video cannot be decoded: {plain_reason(error)}", where=str(path)) from error
 
 
 def _name(path: Path) -> str:
@@ -326,7 +326,7 @@ def _checked(seconds: Sequence[float], path: Path) -> list[float]:
     times = [float(time) for time in seconds]
     if not times or not all(0 <= time < float("inf") for time in times):
         raise DataError(
-            f"can not read frames at {times[:4]} s", where=str(path), accepted="times from 0 on, at least one"
+            f"cannot read frames at {times[:4]} s", where=str(path), accepted="times from 0 on, at least one"
         )
     return times
 

@@ -40,7 +40,7 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(f"the folder can not be made: {error.strerror}", where=str(folder)) from None
+        raise DataError(f"the folder cannot be made: {error.strerror}", where=str(folder)) from None
 
 
 def clip_name(index: int, prompt: str) -> str:

@@ -134,7 +134,7 @@ def _annotation(row: int, value: Mapping[str, Any]) -> Annotation:
 
 def _describe(faults: dict[str, list[str]]) -> str:
     count = sum(len(places) for places in faults.values())
-    lines = [f"{count} row{'s' if count != 1 else ''} can not be used"]
+    lines = [f"{count} row{'s' if count != 1 else ''} cannot be used"]
     for fault, places in list(faults.items())[:_SHOWN]:
         more = f" and {len(places) - _SHOWN} more" if len(places) > _SHOWN else ""
         lines.append(f"  {', '.join(places[:_SHOWN])}{more}: {fault}")

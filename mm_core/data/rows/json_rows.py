@@ -40,7 +40,7 @@ class RowFile:
             what = f"the {self.role} is not UTF-8 text (byte {error.start if place is None else place})"
             raise DataError(what, where=str(self.path), accepted=self.accepted) from None
         except (OSError, ValueError) as error:  # ValueError: what is no path
-            what = f"the {self.role} can not be read: {refusal(error)}"
+            what = f"the {self.role} cannot be read: {refusal(error)}"
             raise DataError(what, where=str(self.path)) from None
 
     def check_file(self) -> None:
@@ -154,7 +154,7 @@ def _head(file: Iterable[str]) -> list[str]:
 
 
 def _torn(path: Path) -> int | None:
-    """The place of the first byte that is no UTF-8; None where the file can not be read again."""
+    """The place of the first byte that is no UTF-8; None where the file cannot be read again."""
     if not path.is_file():
         return None
     place = 0

@@ -28,7 +28,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"the prompts can not be read: {error}", where=str(path)) from None
+        raise DataError(f"the prompts cannot be read: {error}", where=str(path)) from None
     if path.suffix in (".json", ".jsonl"):
         try:
             lines = [line for line in text.splitlines() if line.strip()]

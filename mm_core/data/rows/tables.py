@@ -29,7 +29,7 @@ _ACCEPTED = (
 @dataclass(frozen=True)
 class Cells:
     """One row. place: line or row, from 1. values: one for each column that was asked for; () where the row
-    can not be used, and `fault` says why."""
+    cannot be used, and `fault` says why."""
 
     place: str
     values: tuple[Any, ...] = ()
@@ -130,7 +130,7 @@ def _lines(rows: RowFile, reader: Reader, columns: Sequence[Column]) -> Iterator
             yield Cells(f"line {start}", tuple(line[place] for place in places))
     except csv.Error as error:
         raise DataError(
-            f"the columns can not be told apart: {error}",
+            f"the columns cannot be told apart: {error}",
             where=f"{rows.path}:{last + 1}",
             accepted='fields that hold quotes, separators or line ends stand in quotes: "a ""b"" c"',
             hint="quotes: false reads quotes as letters",
@@ -179,5 +179,5 @@ def _parquet(rows: RowFile, columns: Sequence[Column]) -> Iterator[Cells]:
                     number += 1
                     yield Cells(f"row {number}", values)
     except (ArrowException, OSError) as error:
-        what = f"the table can not be read as Parquet: {' '.join(str(error).split())[:200]}"
+        what = f"the table cannot be read as Parquet: {' '.join(str(error).split())[:200]}"
         raise DataError(what, where=str(rows.path)) from None

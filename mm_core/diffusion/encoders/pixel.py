@@ -53,7 +53,7 @@ class PixelAutoencoder(nn.Module):
         ]
         if faults:
             raise ContractError(
-                f"the autoencoder 'pixel' can not encode clips with {' and '.join(faults)}",
+                f"the autoencoder 'pixel' cannot encode clips with {' and '.join(faults)}",
                 accepted="num_frames, height and width that are multiples of "
                 + ", ".join(map(str, self.stride)),
             )

@@ -173,7 +173,7 @@ class HFTextEncoder(nn.Module):
 
     def build_empty(self) -> None:
         """Makes the encoder of config.json. CheckpointError for a folder that holds no such model, or pickles
-        alone, and for a tokenizer that can not be opened."""
+        alone, and for a tokenizer that cannot be opened."""
         if self.model is not None:
             return
         config = self._config()

@@ -256,7 +256,7 @@ def launch(
         the first rank that failed, 128 + the signal for one that a signal ended.
 
     Raises:
-        MMError: when the ranks can not be started.
+        MMError: when the ranks cannot be started.
     """
     quiet_torch()
     folder = Path(tempfile.mkdtemp(prefix="mm_core-"))

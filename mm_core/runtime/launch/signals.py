@@ -28,7 +28,7 @@ class StopFlag:
     """`with StopFlag() as stop:` notes SIGTERM, SIGINT, SIGUSR1 and SIGHUP in `stop.requested`.
 
     A second SIGINT leaves at once, without saving. A signal that was ignored before (`nohup`, a
-    shell's background job) stays ignored. Outside of the main thread, where Python can not set
+    shell's background job) stays ignored. Outside of the main thread, where Python cannot set
     handlers, nothing is noted. The handlers of before return with the end of the block.
 
     Args:

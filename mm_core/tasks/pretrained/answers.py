@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from mm_core.builtin.configs.pretrained import PretrainedConfig
-from mm_core.contracts import IGNORED_LABEL, Decoding, Heard, TextBatch
+from mm_core.contracts import IGNORED_LABEL, Decoding, OnText, TextBatch
 from mm_core.errors import ContractError, DataError
 from mm_core.runtime.ranks import Ranks
 from mm_core.tasks.pretrained.answer_tokens import SeededTokenSampler, StopWhenAsked, joined
@@ -89,11 +89,11 @@ class Answers:
         questions: Sequence[Mapping[str, Tensor]],
         decoding: Decoding,
         numbers: Sequence[int],
-        heard: Heard | None = None,
+        on_text: OnText | None = None,
         stopped: Callable[[], bool] | None = None,
     ) -> list[str]:
         """The answers to prompts, generated together; what is asked beside a prompt changes nothing of its
-        answer. heard: of the first one. stopped: asked after each token whether this is enough."""
+        answer. on_text: of the first one. stopped: asked after each token whether this is enough."""
         lengths = [each["input_ids"].shape[1] for each in questions]
 
         def taken(rows: list[int]) -> Mapping[str, Tensor]:
@@ -103,7 +103,7 @@ class Answers:
         def listening(rows: list[int]) -> dict[str, object]:
             drawn = SeededTokenSampler(decoding, [numbers[row] for row in rows])
             return {
-                "streamer": _Listener(self, heard) if heard is not None and rows[0] == 0 else None,
+                "streamer": _Listener(self, on_text) if on_text is not None and rows[0] == 0 else None,
                 "logits_processor": [drawn] if decoding.temperature > 0 else None,
                 "stopping_criteria": [StopWhenAsked(stopped)] if stopped is not None else None,
             }
@@ -189,7 +189,7 @@ class _Listener:
     """What Transformers' `generate` takes for a streamer: tells an answer on, word by word."""
 
     answers: Answers
-    heard: Heard
+    on_text: OnText
     _tokens: list[int] | None = None  # until the prompt has come
     _told: str = ""
 
@@ -208,7 +208,7 @@ class _Listener:
 
     def _tell(self, text: str) -> None:
         if len(text) > len(self._told) and text.startswith(self._told):
-            self.heard(text[len(self._told) :])
+            self.on_text(text[len(self._told) :])
             self._told = text
 
 
@@ -232,7 +232,7 @@ def prompts(inputs: Mapping[str, Tensor], labels: Tensor, pad: int) -> dict[str,
     mask = inputs.get("attention_mask", torch.ones_like(ids))
     if mask.dim() != 2 or _begin_anew(inputs, mask):
         raise ContractError(
-            "rows that are packed into one sequence can not be answered one by one",
+            "rows that are packed into one sequence cannot be answered one by one",
             where="task.max_new_tokens",
             hint="evaluate a dataset that does not pack: packing: false of data.validation",
         )

@@ -42,11 +42,11 @@ class Limits:
     pad: int | None = None
 
     def checked(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The inputs, with the model's own padding token. ContractError for those that it can not take."""
+        """The inputs, with the model's own padding token. ContractError for those that it cannot take."""
         if self.classes is not None and inputs["labels"].dim() == 1:
             self._check_classes(inputs["labels"], self.classes)
         if self.tokens and inputs["labels"].dim() == 1:
-            raise _misfit(
+            raise _mismatch_error(
                 "a row has one label, and the model learns a label for each token",
                 accepted="labels [B, L] (text_rows: without `label`)",
                 hint="task.auto_class: AutoModelForSequenceClassification learns one a row",
@@ -55,12 +55,12 @@ class Limits:
         if ids is None or ids.dim() != 2 or not ids.numel():
             return inputs
         if self.positions is not None and ids.shape[1] > self.positions:
-            raise _misfit(
+            raise _mismatch_error(
                 f"a batch is {ids.shape[1]} tokens long, and the model has positions for {self.positions}",
                 hint=f"cut longer rows: max_length: {self.positions} of text_rows",
             )
         if self.vocabulary is not None and (largest := int(ids.max())) >= self.vocabulary:
-            raise _misfit(
+            raise _mismatch_error(
                 f"a row has the token {largest}, and the model has {self.vocabulary} tokens, from 0",
                 hint="the tokenizer is another model's: point `tokenizer` at the folder of this one",
             )
@@ -69,21 +69,21 @@ class Limits:
     def _check_classes(self, labels: Tensor, classes: int) -> None:
         if classes == 1:
             if not labels.is_floating_point():
-                raise _misfit(
+                raise _mismatch_error(
                     "a row's label is a class, and the model's one output would estimate the class's number",
                     accepted="a number a row (text_rows: label_type: number)",
                     hint="task.labels, or task.overrides: {num_labels: ...}, makes a model of classes",
                 )
             return
         if labels.is_floating_point():
-            raise _misfit(
+            raise _mismatch_error(
                 f"the labels are numbers, and the model has {classes} classes",
                 accepted="a class a row, from 0 (text_rows: label_type: class)",
                 hint="task.overrides: {num_labels: 1} makes a model that estimates a number",
             )
         strange = [label for label in labels.tolist() if label != IGNORED_LABEL and not 0 <= label < classes]
         if strange:
-            raise _misfit(
+            raise _mismatch_error(
                 f"a row's class is {strange[0]}, and the model has {classes} classes",
                 accepted=f"classes from 0 to {classes - 1}",
                 hint="task.labels names the classes of the model, and so how many it has",
@@ -156,20 +156,20 @@ class CountLabels:
     limits: Limits
 
     def __call__(self, batch: Batch) -> Batch:
-        """The batch with `counts` and `tokens`. ContractError for one that the model can not take."""
+        """The batch with `counts` and `tokens`. ContractError for one that the model cannot take."""
         if not isinstance(batch, TextBatch):
-            raise _misfit(
+            raise _mismatch_error(
                 f"the dataset makes a {type(batch).__name__}, and the task pretrained takes a TextBatch",
                 hint="choose a dataset of tokens (text_rows), or the task that the dataset is for",
             )
         if "labels" not in batch.inputs:
-            raise _misfit(
+            raise _mismatch_error(
                 "the dataset gives no `labels`, so there is nothing to learn",
                 accepted=f"inputs with labels; these are {', '.join(batch.inputs) or 'none'}",
             )
         strange = sorted(set(batch.inputs) - {*(self.accepted or batch.inputs), "labels"})
         if strange:
-            raise _misfit(
+            raise _mismatch_error(
                 f"the model's forward takes no {', '.join(strange)}",
                 accepted=", ".join(self.accepted or ()),
             )
@@ -187,7 +187,7 @@ class CountLabels:
         return [int(count) for count in (labels != IGNORED_LABEL).flatten(1).sum(1)]
 
 
-def _misfit(what: str, accepted: str | None = None, hint: str | None = None) -> ContractError:
+def _mismatch_error(what: str, accepted: str | None = None, hint: str | None = None) -> ContractError:
     return ContractError(what, where="data", accepted=accepted, hint=hint)
 
 

@@ -56,7 +56,7 @@ def obstacle(model: PreTrainedModel, options: Mapping[str, object]) -> str | Non
         )
         if suspect or hasattr(model, "final_logits_bias"):
             kind = type(fault).__name__
-            return f"{type(model).__name__} can not be tried without memory ({kind}: {first_line(fault)})"
+            return f"{type(model).__name__} cannot be tried without memory ({kind}: {first_line(fault)})"
     return None
 
 

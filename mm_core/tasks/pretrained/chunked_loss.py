@@ -78,7 +78,7 @@ class DeferredLogits(Tensor):
                 return func(*args, **given)
         raise ContractError(
             f"the model does `{getattr(func, '__name__', func)}` to its logits before their loss, which "
-            "a chunked loss can not do without them",
+            "a chunked loss cannot do without them",
             where="task.loss",
             accepted="scales, caps (tanh), casts and reshaping",
             hint="set task.loss: plain",

@@ -98,7 +98,7 @@ class RowLosses:
 
     def _by_row(self, values: Tensor) -> Tensor:
         if values.numel() % len(self.weights):
-            raise _unsummable("it leaves labels out before the loss, so that rows can not be told apart")
+            raise _unsummable("it leaves labels out before the loss, so that rows cannot be told apart")
         return values.reshape(len(self.weights), -1)
 
 
@@ -160,7 +160,7 @@ def check_returned(record: RowLosses, returned: object) -> None:
 
 def _unsummable(why: str, hint: str | None = None) -> ContractError:
     return ContractError(
-        f"the model's loss can not be made a sum over the global batch: {why}",
+        f"the model's loss cannot be made a sum over the global batch: {why}",
         where="task.auto_class",
         accepted="a mean of cross entropy (over labels that are not -100), or of squared or absolute errors",
         hint=hint,

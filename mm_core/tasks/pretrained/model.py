@@ -135,7 +135,7 @@ def _class_of(auto_class: str) -> type[PreTrainedModel]:
         raise
     except Exception as fault:  # it is code of others: it may raise anything
         raise ContractError(
-            f"{auto_class!r} can not be imported: {first_line(fault)}", where="task.auto_class"
+            f"{auto_class!r} cannot be imported: {first_line(fault)}", where="task.auto_class"
         ) from fault
     if not (inspect.isclass(kind) and issubclass(kind, transformers.PreTrainedModel)):
         raise ContractError(
@@ -181,7 +181,7 @@ def _made(
 
 
 def _read_generation(model: PreTrainedModel, folder: Path) -> None:
-    """What the folder says of the model's generation. CheckpointError where that can not be read."""
+    """What the folder says of the model's generation. CheckpointError where that cannot be read."""
     file = folder / "generation_config.json"
     # One that the library made of config.json says no more than that, and often less.
     derived = read_mapping(file).get("_from_model_config")
@@ -191,7 +191,7 @@ def _read_generation(model: PreTrainedModel, folder: Path) -> None:
             model.generation_config = settings.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, TypeError) as fault:
             raise CheckpointError(
-                f"what it says of generation can not be read: {first_line(fault)}", where=str(file)
+                f"what it says of generation cannot be read: {first_line(fault)}", where=str(file)
             ) from fault
 
 

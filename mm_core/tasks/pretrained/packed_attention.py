@@ -55,7 +55,7 @@ def check(model: nn.Module) -> None:
     own = _own_attention(model)
     if own is not None and own.config._attn_implementation == NAME:
         raise ContractError(
-            f"{type(own).__name__} computes attention in a way of its own, which {NAME} can not replace",
+            f"{type(own).__name__} computes attention in a way of its own, which {NAME} cannot replace",
             where="task.attn_implementation",
             accepted="models that leave their attention to Transformers' AttentionInterface",
             hint="leave attn_implementation out",
@@ -63,7 +63,7 @@ def check(model: nn.Module) -> None:
 
 
 def _own_attention(model: nn.Module) -> PreTrainedModel | None:
-    """The first model within a model whose attention can not be chosen; None where there is none."""
+    """The first model within a model whose attention cannot be chosen; None where there is none."""
     from transformers import PreTrainedModel
 
     within = (module for module in model.modules() if isinstance(module, PreTrainedModel))
@@ -138,7 +138,7 @@ def warn_of_dense(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> None:
 
 def _pieces(mask_function: object) -> Tensor | None:
     """[B,L] int: the number of the piece that a token is in, where a mask is causal within pieces and
-    nothing else; None where it is another, or can not be told."""
+    nothing else; None where it is another, or cannot be told."""
     from transformers import masking_utils
 
     conditions = _conditions(mask_function)

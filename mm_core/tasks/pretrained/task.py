@@ -17,8 +17,8 @@ from mm_core.contracts import (
     Clip,
     Decoding,
     Evaluation,
-    Heard,
     Loss,
+    OnText,
     Randomness,
     SampleRequest,
     TextBatch,
@@ -237,11 +237,11 @@ class PretrainedTask(nn.Module):
         questions: Sequence[Mapping[str, Tensor]],
         decoding: Decoding,
         numbers: Sequence[int],
-        heard: Heard | None = None,
+        on_text: OnText | None = None,
         stopped: Callable[[], bool] | None = None,
     ) -> list[str]:
         """What the model says to prompts, by its own `generate`."""
-        return self.check_answers().to(questions, decoding, numbers, heard, stopped)
+        return self.check_answers().to(questions, decoding, numbers, on_text, stopped)
 
     # -- the rest of the contract --------------------------------------------------------------
 
@@ -292,7 +292,7 @@ def _unfit(model: nn.Module, inputs: Mapping[str, Tensor], fault: Exception) -> 
     """What the model's authors say of a batch."""
     shapes = ", ".join(f"{name} {[*tensor.shape]}" for name, tensor in inputs.items())
     return ContractError(
-        f"{type(model).__name__} can not take the batch: {first_line(fault)}",
+        f"{type(model).__name__} cannot take the batch: {first_line(fault)}",
         where="data",
         accepted="inputs and labels that fit the model, and each other",
         hint=f"this one has {shapes}",

@@ -79,7 +79,7 @@ def _text_faults(task: TextToVideo) -> Iterator[ContractError]:
 
 
 def _frame_faults(task: TextToVideo) -> Iterator[ContractError]:
-    """Frames that the predictor can not be given, or an image encoder that it needs, or does not."""
+    """Frames that the predictor cannot be given, or an image encoder that it needs, or does not."""
     possible, dim, encoder = choices(task.predictor), image_dim(task.predictor), task.image_encoder
     if task.frames not in possible:
         yield ContractError(

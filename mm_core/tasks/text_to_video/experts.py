@@ -31,7 +31,7 @@ class Experts:
     scheduler: whose timesteps the run trains on the whole.
 
     Raises:
-        ContractError: a scheduler that can not be cut to an expert's timesteps, or never draws them.
+        ContractError: a scheduler that cannot be cut to an expert's timesteps, or never draws them.
     """
 
     def __init__(self, predictor: Predictor | SupportsExperts, scheduler: NoiseScheduler) -> None:
@@ -44,7 +44,7 @@ class Experts:
         if not isinstance(scheduler, SupportsTruncated):
             raise ContractError(
                 f"the predictor has {len(self._experts)} experts, and the timesteps of a "
-                f"{type(scheduler).__name__} can not be cut to those of one",
+                f"{type(scheduler).__name__} cannot be cut to those of one",
                 where="task.scheduler",
                 accepted="a scheduler with `truncated` and `mass`, such as wan/flow_match",
             )

@@ -28,7 +28,7 @@ class JsonlTracker:
     """`<run_dir>/metrics.jsonl`: one JSON object a logged step, appended, on disk line by line.
 
     JSON has no numbers for what is not finite: those are written as the strings "NaN", "Infinity" and
-    "-Infinity", which `float()` reads. A line that can not be written (a full disk, say) is lost and counted;
+    "-Infinity", which `float()` reads. A line that cannot be written (a full disk, say) is lost and counted;
     the next one is tried all the same.
     """
 
@@ -169,7 +169,7 @@ def open_trackers(
 ) -> TrackerSet:
     """metrics.jsonl and the trackers of the config, for a run that has taken `start` steps.
 
-    A tracker that can not start is told of in a sentence, and the run goes on without it. A run that
+    A tracker that cannot start is told of in a sentence, and the run goes on without it. A run that
     starts at zero begins new runs in the programs that its trackers report to.
     """
     truncate_after(run_dir, start)

@@ -207,7 +207,7 @@ def stored_module(layout: AdapterLayout, module: str) -> str:
     stored = layout.keys.renamed(f"{module}.weight")
     if stored is None or not stored.endswith(".weight"):
         raise ContractError(
-            f"an adapter of {module} can not be written: its weight is stored in another form there",
+            f"an adapter of {module} cannot be written: its weight is stored in another form there",
             hint="export merged weights (--merge-lora), or leave the module out of the adapter's targets",
         )
     return stored.removesuffix(".weight")
@@ -224,7 +224,7 @@ def beside_key(layout: AdapterLayout, module: str, name: str) -> str:
     stored = layout.keys.renamed(name)
     if stored != f"{stored_module(layout, module)}{name.removeprefix(module)}":
         raise ContractError(
-            f"{name} can not be written beside an adapter: it is stored in another form there",
+            f"{name} cannot be written beside an adapter: it is stored in another form there",
             hint="export merged weights (--merge-lora)",
         )
     return f"{layout.module_prefix}{stored}"

@@ -59,13 +59,13 @@ def add_adapters(
     Raises:
         PlanError: PEFT is not installed, targets that match no linear layer, or `beside` that matches
             nothing or what is adapted.
-        CheckpointError: an adapter to begin with that can not be read or does not fit.
+        CheckpointError: an adapter to begin with that cannot be read or does not fit.
     """
     if not adapters:
         return
     if reserved := [adapter.name for adapter in adapters if hasattr(nn.ModuleDict, adapter.name)]:
         raise PlanError(
-            f"an adapter can not be called {reserved[0]!r}, which torch's modules keep for themselves",
+            f"an adapter cannot be called {reserved[0]!r}, which torch's modules keep for themselves",
             where=KEY,
             hint="give it another name",
         )
@@ -148,7 +148,7 @@ def trained_beside(component: nn.Module) -> dict[str, list[str]]:
         if shared := [name for name in names if name in tied or name in tied.values()]:
             raise ContractError(
                 f"{shared[0]} is trained beside the adapter and shared with another module, which a file of"
-                " adapters can not say",
+                " adapters cannot say",
                 hint="export merged weights (--merge-lora)",
             )
         found[path] = names
@@ -180,8 +180,8 @@ def _named(task: TaskModule, adapter: AdapterConfig) -> Iterator[tuple[str, list
             yield target, [path for path in paths if path == target or path.endswith(f".{target}")]
 
 
-def passed_over(task: TaskModule, adapter: AdapterConfig) -> dict[str, str]:
-    """Layers that the targets of an adapter stand for and that it can not change, by path in the task, with
+def skipped_layers(task: TaskModule, adapter: AdapterConfig) -> dict[str, str]:
+    """Layers that the targets of an adapter stand for and that it cannot change, by path in the task, with
     their kinds: adapters are of linear layers alone. task: with its adapters in place."""
     above = [path for _, named in _named(task, adapter) for path in named]
     return {name: kind for path in above for name, kind in _other_layers(task, path).items()}
@@ -295,7 +295,7 @@ def _peft() -> ModuleType:
         import peft
     except ImportError as fault:
         raise PlanError(
-            f"adapters need PEFT, which can not be imported ({fault})",
+            f"adapters need PEFT, which cannot be imported ({fault})",
             where=KEY,
             hint='pip install "mm-core[lora]"',
         ) from None

@@ -96,7 +96,7 @@ def _seen(second: Copy, first: Copy) -> Copy:
     rows = second.dims is None and second.size[1:] == seen[1:] == shape[1:]
     if not rows or (second.view is not None and second.view[0] != second.stored_shape[0]):
         raise ContractError(
-            f"two key maps can not be composed: the first reshapes {first.component!r}, and the second turns"
+            f"two key maps cannot be composed: the first reshapes {first.component!r}, and the second turns"
             f" {first.stored!r}, or cuts it along another dimension than the first"
         )
     zeros = (0,) * (len(view) - 1)

@@ -35,7 +35,7 @@ class StoredTensors(Protocol):
 
     def read(self, name: str, box: tuple[slice, ...]) -> Tensor:
         """A box of a stored tensor, on CPU in its dtype; often a view of mapped memory: not to be
-        written to. CheckpointError when the file can not give it."""
+        written to. CheckpointError when the file cannot give it."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class WeightFormat(Protocol):
         """The tensors of one model. CheckpointError for damaged or hostile files."""
 
     def layout(self, name: str, component: nn.Module) -> Layout | Sequence[Layout] | None:
-        """How the task's sub-module `name` lies in this format; None where it can not hold it. Where it
+        """How the task's sub-module `name` lies in this format; None where it cannot hold it. Where it
         lies in several folders, a layout for each: their parts cover the component, and do not overlap.
         `component` may be on the meta device: it is asked for names and settings alone."""
 
@@ -142,7 +142,7 @@ class WeightFormat(Protocol):
         """What a finished export also needs: tokenizers, schedulers, an index of the pipeline.
 
         written: what is written of the task's components, all of them. CheckpointError for an origin that
-        can not be made sense of."""
+        cannot be made sense of."""
 
 
 AnyLayout = TypeVar("AnyLayout", Layout, AdapterLayout)
@@ -150,7 +150,7 @@ AnyLayout = TypeVar("AnyLayout", Layout, AdapterLayout)
 
 def of_component(found: AnyLayout | Sequence[AnyLayout] | None) -> tuple[AnyLayout, ...]:
     """What a format says of a component as layouts whose key maps take the component's own names; () where
-    it can not hold it. ContractError for two layouts of one part, or in one place."""
+    it cannot hold it. ContractError for two layouts of one part, or in one place."""
     given = (found,) if isinstance(found, Layout | AdapterLayout) else tuple(found or ())
     places = [one.folder if isinstance(one, Layout) else one.file for one in given]
     parts = [f"{one.part}." if one.part else "" for one in given]

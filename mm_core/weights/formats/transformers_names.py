@@ -168,7 +168,7 @@ def _replaced(table: Iterable[tuple[str, str]], name: str) -> str:
 
 
 def _culprit(loading: ModuleType, model: PreTrainedModel, own: Mapping[str, Probe]) -> str:
-    """The first tensor that the library can not save alone."""
+    """The first tensor that the library cannot save alone."""
     for name, probe in own.items():
         try:
             loading.revert_weight_conversion(model, {name: probe})

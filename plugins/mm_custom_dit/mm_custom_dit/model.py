@@ -80,7 +80,7 @@ class CustomDiT(nn.Module):
         self.sizes = sizes = CustomDiTConfig(**fields)
         if sizes.head_dim % 2 or sizes.head_dim < 6:
             raise ContractError(
-                f"head_dim {sizes.head_dim} can not hold rotary positions of three axes",
+                f"head_dim {sizes.head_dim} cannot hold rotary positions of three axes",
                 accepted="an even number, 6 or more",
             )
         dim, patch = sizes.width, prod(sizes.patch_size)
@@ -116,7 +116,7 @@ class CustomDiT(nn.Module):
         latents, text = (tensor.to(self.patch_embedding.weight.dtype) for tensor in (latents, text))
         x = self.patch_embedding(self._patchify(latents))
         if self.sizes.absolute_positions:
-            # Attention with rotary positions alone can not tell one place in pure noise from another.
+            # Attention with rotary positions alone cannot tell one place in pure noise from another.
             x = x + sinusoids_3d(grid, x.shape[2], x.device).to(x.dtype)
         text = text.masked_fill(~text_mask[..., None], 0)  # also keeps NaN in the padding out
         # Attention over nothing would be NaN: a row without text attends to its zeros.

@@ -24,7 +24,7 @@ from mm_core.weights import (
     read_mapping,
 )
 from mm_internvl.data.tiling import tiles_of
-from mm_internvl.original import CLASS, is_original, to_original
+from mm_internvl.opengvlab_config import CLASS, is_original, to_original
 
 _EMBEDDINGS = {
     "cls_token": "class_embedding",

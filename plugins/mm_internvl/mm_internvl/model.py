@@ -13,7 +13,7 @@ from typing import Any
 from transformers import AutoConfig, InternVLConfig, InternVLForConditionalGeneration
 from transformers import PretrainedConfig as _Config
 
-from mm_internvl.original import MODEL_TYPE, from_original
+from mm_internvl.opengvlab_config import MODEL_TYPE, from_original
 
 __all__ = ["InternVLForConditionalGeneration", "OriginalConfig"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from mm_internvl.data import measuring
+from mm_internvl.data import token_counts
 
 from mm_core.cli.main import main
 
 if __name__ == "__main__":
-    measuring.SECONDS = 0.0
+    token_counts.SECONDS = 0.0
     raise SystemExit(main(sys.argv[1:]))

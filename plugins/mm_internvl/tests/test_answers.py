@@ -76,7 +76,7 @@ def test_an_exported_folder_generates_what_mm_sample_says(place, run, tmp_path, 
 def test_an_answer_comes_word_by_word(place, run):
     heard: list[str] = []
     said = mm_core.answer(
-        run, "what?", images=[place / "files" / "a.png"], max_new_tokens=12, heard=heard.append
+        run, "what?", images=[place / "files" / "a.png"], max_new_tokens=12, on_text=heard.append
     )
     assert "".join(heard) == said and len(heard) > 1
 
@@ -142,7 +142,7 @@ BATCHED = [
 
 @pytest.mark.parametrize("temperature", [0, 1.5])
 def test_a_batch_says_what_its_rows_say_alone(place, run, tmp_path, capsys, temperature):
-    """Rows with no, one and two images and a video, of several lengths, one that can not be read; drawn or
+    """Rows with no, one and two images and a video, of several lengths, one that cannot be read; drawn or
     not. The row 100 of them is a batch of all."""
     rows = data.write(place / "files" / "batched.jsonl", BATCHED)
     options = ["--prompts", rows, "--max-new-tokens", 12, "--temperature", temperature, "--seed", 7]
@@ -174,7 +174,7 @@ def test_rows_of_like_length_share_a_batch(place, run, monkeypatch):
 
 @pytest.mark.slow
 def test_two_ranks_say_what_one_says(place, run, tmp_path):
-    """Rows with and without images, one that can not be read, and more rows than a multiple of the ranks."""
+    """Rows with and without images, one that cannot be read, and more rows than a multiple of the ranks."""
     rows = data.write(place / "files" / "shared.jsonl", [*BATCHED, QUESTIONS[0]])
     words = ["sample", "--run", str(run), "--prompts", str(rows), "--max-new-tokens", "6"]
     for nproc in ("1", "2"):
@@ -204,11 +204,11 @@ def test_two_ranks_say_what_one_says(place, run, tmp_path):
         (["--prompt", " "], "the prompt is empty, and shows nothing"),
         (["--prompt", "a\udcff"], "a\\udcff: what the user says is not UTF-8 text (character 2)"),
         (["--prompt", "<image><image>"], "the text says <image> <image>, and no images are shown"),
-        (["--out", "."], "the file can not be written: this is a folder"),
-        (["--out", "/proc/nowhere/x.jsonl"], "the file can not be written"),
+        (["--out", "."], "the file cannot be written: this is a folder"),
+        (["--out", "/proc/nowhere/x.jsonl"], "the file cannot be written"),
     ],
 )
-def test_what_can_not_be_asked_is_a_sentence(run, capsys, words, what):
+def test_what_cannot_be_asked_is_a_sentence(run, capsys, words, what):
     assert what in mm(capsys, "sample", "--run", run, "--prompt", "what is this?", *words, code=1)
 
 

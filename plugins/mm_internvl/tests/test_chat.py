@@ -52,7 +52,7 @@ def test_chat_keeps_the_conversation(place, run, capsys, monkeypatch):
     assert second != alone, "what was said before changes nothing"
 
 
-def test_a_line_that_can_not_be_answered_ends_no_chat(place, run, capsys, monkeypatch):
+def test_a_line_that_cannot_be_answered_ends_no_chat(place, run, capsys, monkeypatch):
     text = "/image nowhere.png\n/draw\n<image> what?\nwhat is red?\n"
     said, faults = chat(capsys, monkeypatch, text, "--run", run, code=1)
     assert len(said) >= 1 and said[0]
@@ -101,7 +101,7 @@ def test_nobody_to_answer_is_a_sentence(run, capsys, monkeypatch):
 
     monkeypatch.setattr("sys.stdin", Lost())
     lost = mm(capsys, "chat", "--run", run, "--max-new-tokens", 2, code=1)
-    assert lost == "mm: error: standard input can not be read: Input/output error\n"
+    assert lost == "mm: error: standard input cannot be read: Input/output error\n"
 
 
 @pytest.fixture

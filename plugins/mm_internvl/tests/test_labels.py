@@ -226,7 +226,7 @@ def test_an_answer_of_nothing_is_learnt_as_such_and_nobody_has_to_ask(tmp_path):
 
 @pytest.mark.parametrize("role", ["user", "assistant"])
 @pytest.mark.parametrize("token", ["<|endoftext|>", "<|im_end|>"])
-def test_tokens_that_end_a_text_can_not_be_said(tmp_path, role, token):
+def test_tokens_that_end_a_text_cannot_be_said(tmp_path, role, token):
     """The template does not show <|endoftext|>; it would end an answer all the same."""
     folder = make_tiny_checkpoint(tmp_path)
     said = {"user": "what", "assistant": "red"}

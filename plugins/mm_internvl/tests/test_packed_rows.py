@@ -1,4 +1,4 @@
-"""Batches of the dataset: packed or padded, with what can not be read."""
+"""Batches of the dataset: packed or padded, with what cannot be read."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_a_damaged_image_is_counted_once_as_its_share_and_listed_once(place, tmp
         (40, "torn_0.png"),
         (41, "torn_1.png"),
     ]
-    assert all(entry["reason"].startswith("the image can not be read: ") for entry in listed)
+    assert all(entry["reason"].startswith("the image cannot be read: ") for entry in listed)
     again = list(ledger.watch(loaded(found, 1, range(len(found), len(plan_steps)))))
     same = [[(b.ids, b.failures) for b in part] for part in (batches[len(found) :], again)]
     assert same[0] == same[1]
@@ -239,7 +239,7 @@ def test_a_run_trains_on_what_is_left_of_a_pack(place, tmp_path, capsys, workers
     assert not (tmp_path / "whole" / "runs" / "tuned" / "skipped.jsonl").exists()
     said = capsys.readouterr().err
     assert "warning: rows of data.validation do without what could not be read of them: " in said
-    assert "torn_0.png: the image can not be read: " in said and "count for nothing" not in said
+    assert "torn_0.png: the image cannot be read: " in said and "count for nothing" not in said
     assert f"samples that could not be read were replaced, or parts left out; {folder}/skipped.jsonl" in said
 
 

@@ -117,7 +117,7 @@ def test_an_exif_that_breaks_off_is_a_sentence_or_none(tmp_path):
             except DataError as fault:
                 said.append(fault.what)
         assert said[0] == said[1], torn
-        assert said[0] == (30, 50) or said[0].startswith("the image can not be read: "), torn
+        assert said[0] == (30, 50) or said[0].startswith("the image cannot be read: "), torn
 
 
 def bomb(width: int, height: int) -> bytes:
@@ -141,7 +141,7 @@ def bomb(width: int, height: int) -> bytes:
         (
             60_000,
             "bomb.png: the image has more than the 178956970 pixels that Pillow opens\n"
-            "  accepted: up to 67108864 pixels\n  hint: make it smaller: max_pixels of the dataset can not",
+            "  accepted: up to 67108864 pixels\n  hint: make it smaller: max_pixels of the dataset cannot",
         ),
         (
             9_000,
@@ -158,7 +158,7 @@ def test_a_bomb_is_refused_before_it_is_decoded(tmp_path, side, sentence):
 
 def test_what_is_no_image_is_one_sentence(tmp_path):
     (tmp_path / "notes.txt").write_text("no image")
-    for name, what in (("gone.png", "there is no such image"), ("notes.txt", "the image can not be read: ")):
+    for name, what in (("gone.png", "there is no such image"), ("notes.txt", "the image cannot be read: ")):
         with pytest.raises(DataError, match=what):
             image_size(tmp_path / name, 10_000)
 
@@ -171,7 +171,7 @@ def test_a_folder_says_how_its_images_are_cut(tmp_path):
     (tmp_path / "preprocessor_config.json").write_text(settings)
     assert read_tiling(tmp_path) == Tiling(28, 28, 1, 4, mean=(0, 0, 0), resample=2)
     assert read_tiling(tmp_path, max_tiles=2).max_tiles == 2
-    with pytest.raises(CheckpointError, match="can not be cut into 5 to 4 tiles"):
+    with pytest.raises(CheckpointError, match="cannot be cut into 5 to 4 tiles"):
         read_tiling(tmp_path, min_tiles=5)
     (tmp_path / "preprocessor_config.json").write_text('{"size": {"shortest_edge": 448}}')
     with pytest.raises(CheckpointError, match="is not that of tiles"):
@@ -202,7 +202,7 @@ def test_without_dynamic_sizes_an_image_is_one_tile(tmp_path):
     assert ours.count(60, 200) == len(wanted) == 1
     torch.testing.assert_close(ours.cut(image), wanted, rtol=0, atol=1e-5)
     assert read_tiling(tmp_path, max_tiles=4).count(60, 200) == 4  # three in a row and their thumbnail
-    with pytest.raises(CheckpointError, match="can not be cut into 2 to 1 tiles"):
+    with pytest.raises(CheckpointError, match="cannot be cut into 2 to 1 tiles"):
         read_tiling(tmp_path, min_tiles=2)
 
 

@@ -184,10 +184,10 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("size", FAULTS)
-def test_sizes_that_the_autoencoder_can_not_encode(said, size):
+def test_sizes_that_the_autoencoder_cannot_encode(said, size):
     wrong, fitting = FAULTS[size]
     found = said(*dry(f"data.train.{size}"))
-    sentence = f"data.train: the autoencoder 'wan/vae' can not encode clips with {wrong}\n"
+    sentence = f"data.train: the autoencoder 'wan/vae' cannot encode clips with {wrong}\n"
     assert found.startswith(f"mm: error: {sentence}{FRAMES}{PATCHES}{fitting}\n")
 
 
@@ -217,7 +217,7 @@ def test_sizes_to_sample(said, run, folder, size):
     wrong, fitting = FAULTS[size]
     name, value = size.split("=")
     found = said(*sample(run, f"--{name.replace('_', '-')}", value))
-    sentence = f"clip to sample: the autoencoder 'wan/vae' can not encode clips with {wrong}\n"
+    sentence = f"clip to sample: the autoencoder 'wan/vae' cannot encode clips with {wrong}\n"
     assert found == f"mm: error: {sentence}{FRAMES}{PATCHES}{fitting}\n"
     assert not (folder / "out").exists()
 

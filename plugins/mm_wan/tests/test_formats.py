@@ -377,11 +377,11 @@ def test_a_part_of_the_pipeline_that_is_gone_is_a_sentence(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_what_the_formats_can_not_hold_is_a_sentence(tmp_path):
+def test_what_the_formats_cannot_hold_is_a_sentence(tmp_path):
     train = {"epochs": 1, "adapters": [ADAPTER]}
     import_weights(runs.config_of(tmp_path, architecture("wan2.1-t2v-1.3b"), train=train), lone(tmp_path))
     with pytest.raises(
-        MMError, match=r"wan/original can not hold an adapter of 'predictor', of class WanTransformer"
+        MMError, match=r"wan/original cannot hold an adapter of 'predictor', of class WanTransformer"
     ) as fault:
         export(tmp_path / "runs/tuned", tmp_path / "out", "wan/original")
     assert fault.value.hint == "export merged weights (--merge-lora)"

@@ -1,4 +1,4 @@
-"""Images that a Wan model can not be given, and components that do not fit: a sentence each."""
+"""Images that a Wan model cannot be given, and components that do not fit: a sentence each."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def made(tmp_path_factory):
         ),
         ("i2v", ["{0}", "{1}", "{2}"], "there are 2 prompts and 3 images"),
         ("i2v", ["nowhere.png"], "nowhere.png: there is no such image"),
-        ("i2v", ["{folder}/model_index.json"], "model_index.json: the image can not be read"),
+        ("i2v", ["{folder}/model_index.json"], "model_index.json: the image cannot be read"),
         ("i2v", ["{0}", "--num-frames=6"], "num_frames 6 (nearest: 5 or 9)"),
         ("i2v", ["{0}", "--num-frames=1"], "a clip of 1 frames has none left to predict where 1 are given"),
         ("i2v", ["{0}", "--width=40"], "width 40 makes 5 latents, which do not divide into patches of 2"),

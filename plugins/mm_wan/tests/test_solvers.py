@@ -141,7 +141,7 @@ def test_a_folder_that_is_not_there_is_only_missed_when_sampling(tmp_path):
 
 
 REFUSED = [
-    (DDPMScheduler(), {}, "is of class 'DDPMScheduler', which can not sample Wan"),
+    (DDPMScheduler(), {}, "is of class 'DDPMScheduler', which cannot sample Wan"),
     (
         of_diffusers("unipc"),
         {"solver": "euler"},
@@ -176,9 +176,7 @@ def test_a_folder_of_another_scheduler_is_refused_before_training(tmp_path, save
     assert sentence in str(error.value) and str(tmp_path / "scheduler_config.json") in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"), [("{", "can not be read"), (json.dumps([1]), "are no mapping")]
-)
+@pytest.mark.parametrize(("text", "sentence"), [("{", "cannot be read"), (json.dumps([1]), "are no mapping")])
 def test_a_damaged_file_is_said_so(tmp_path, text, sentence):
     (tmp_path / "scheduler_config.json").write_text(text)
     with pytest.raises(CheckpointError, match=f"the scheduler's settings {sentence}"):

@@ -172,7 +172,7 @@ def test_inputs_that_do_not_fit_are_a_sentence():
         model(**given | {"timestep": torch.zeros(2, 11)})
     with pytest.raises(ContractError, match="2 x 3 x 2 tokens reaches beyond the rotary tables of 2 pos"):
         WanTransformer(**TINY | {"rope_max_seq_len": 2})(**given)
-    with pytest.raises(ContractError, match="attention_head_dim 5 can not hold rotary positions"):
+    with pytest.raises(ContractError, match="attention_head_dim 5 cannot hold rotary positions"):
         WanTransformer(**TINY | {"attention_head_dim": 5})
 
 

@@ -362,13 +362,13 @@ def test_a_preset_of_one_transformer_is_a_sentence(tmp_path):
     assert model.weights_from.path == str(tmp_path / "later") and len(model.low.blocks) == 40
 
 
-def test_a_scheduler_that_can_not_be_cut_is_a_sentence(pair, tmp_path):
+def test_a_scheduler_that_cannot_be_cut_is_a_sentence(pair, tmp_path):
     config = runs.config_of(tmp_path, pair)
     path = tmp_path / "core.yaml"
     path.write_text((tmp_path / "pair.yaml").read_text().replace("sample_shift: 3.0", "shift: 3.0"))
     path.write_text(path.read_text().replace("wan/flow_match", "core/flow_match"))
     assert config.task.options["scheduler"].type == "wan/flow_match"
-    with pytest.raises(ContractError, match=r"2 experts, and the timesteps of a FlowMatch can not be cut to"):
+    with pytest.raises(ContractError, match=r"2 experts, and the timesteps of a FlowMatch cannot be cut to"):
         mm_core.plan.build_task(load_config(path))
 
 

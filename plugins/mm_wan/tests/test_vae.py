@@ -258,7 +258,7 @@ def test_sizes_that_do_not_divide_are_one_sentence(checkpoint):
     with pytest.raises(ContractError) as caught:
         vae.encode(clips(1, 3, 16, step, step + 4))
     assert str(caught.value) == (
-        "the autoencoder 'wan/vae' can not encode clips with num_frames 16 (nearest: 13 or 17) and "
+        "the autoencoder 'wan/vae' cannot encode clips with num_frames 16 (nearest: 13 or 17) and "
         f"width {step + 4} (nearest: {step} or {2 * step})\n"
         f"  accepted: num_frames of 4k+1, height a multiple of {step}, width a multiple of {step}"
     )

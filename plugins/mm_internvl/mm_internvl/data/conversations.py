@@ -29,7 +29,7 @@ class Conversations:
     """Conversations about images and videos, as `InternVLForConditionalGeneration` takes them.
 
     A sample is {"pieces": [{"input_ids", "labels": int64 [L]}, ...], "pixel_values": float32 [N,3,Y,X] of its
-    tiles, "id"}: one piece, or with `packing` those that share a row, without the ones that can not be read
+    tiles, "id"}: one piece, or with `packing` those that share a row, without the ones that cannot be read
     ("missing": their PartsError). Labels are -100 but where the assistant
     speaks. A batch's inputs are `input_ids`, `labels`, `pixel_values` (at least one tile: see `collate`), and
     `attention_mask`, or for packed rows `position_ids`.
@@ -195,7 +195,7 @@ class Conversations:
         return said, shown, self.chat.tokens(said, shown, name)
 
     def _tokens(self) -> tuple[Tensor, Tensor]:
-        """([N] tokens of each conversation of an epoch, [N] which can not be read).
+        """([N] tokens of each conversation of an epoch, [N] which cannot be read).
 
         The unreadable count as long as the others on average, and are packed with one another: their share
         of the packed rows is that of the conversations, and reading those rows says what is wrong."""
@@ -221,7 +221,7 @@ _Read = tuple[Tokens, Tensor, str, tuple[str, ...]]
 
 
 def _asking(wanted: ConversationsConfig, reader: VideoReader) -> Asking:
-    """What lays out conversations and questions alike. CheckpointError for a model's folder that can not."""
+    """What lays out conversations and questions alike. CheckpointError for a model's folder that cannot."""
     chat = Chat(wanted.processor, wanted.max_length, wanted.system)
     chat.check()
     tiling = read_tiling(Path(wanted.processor), wanted.min_tiles, wanted.max_tiles)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from mm_core.errors import DataError
 from mm_internvl.data.config import Source
-from mm_internvl.data.measuring import gathered, lengths_of
 from mm_internvl.data.rows import RawRow
+from mm_internvl.data.token_counts import gathered, lengths_of
 
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "processor_config.json")
 
@@ -98,4 +98,4 @@ class Lengths:
             beside.write_text(json.dumps({"key": self._key(), "lengths": lengths.tolist()}), encoding="utf-8")
             beside.replace(self.file)
         except OSError as fault:  # measuring took long: the run goes on with what was measured
-            warnings.warn(f"the lengths of conversations can not be kept: {fault}", stacklevel=2)
+            warnings.warn(f"the lengths of conversations cannot be kept: {fault}", stacklevel=2)

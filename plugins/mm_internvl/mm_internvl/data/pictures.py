@@ -30,14 +30,14 @@ class Pictures:
     share_tiles: bool = False
 
     def shown(self, files: Sequence[tuple[Medium, Path]]) -> list[Shown]:
-        """The tiles of a row's files, by their headers. DataError for one that can not be read or is too
+        """The tiles of a row's files, by their headers. DataError for one that cannot be read or is too
         large."""
         tiling = self._tiling(files)
         return [self._shown(kind, path, tiling) for kind, path in files]
 
     def pixels(self, files: Sequence[tuple[Medium, Path]], shown: Sequence[Shown], first: int) -> Tensor:
-        """float32 [N,3,Y,X] of the tiles of the first so many of a row's files. DataError for one that can
-        not be read."""
+        """float32 [N,3,Y,X] of the tiles of the first so many of a row's files. DataError for one that
+        cannot be read."""
         tiling = self._tiling(files)
         read = zip(files[:first], shown, strict=False)
         return torch.cat([self._none(), *(self._pixels(path, medium, tiling) for (_, path), medium in read)])

@@ -31,7 +31,7 @@ class Asking:
 
     def prompt(self, turns: Sequence[Turn]) -> Mapping[str, Tensor]:
         """Images of a turn stand before its text, or where the text says `<image>`. DataError for files that
-        can not be read, placeholders that do not fit them, and what is too long for an answer."""
+        cannot be read, placeholders that do not fit them, and what is too long for an answer."""
         media: list[tuple[Medium, Path]] = [("image", path) for turn in turns for path in turn.images]
         if not turns[-1].text.strip() and not turns[-1].images:
             raise DataError("the prompt is empty, and shows nothing", accepted="words, an image, or both")

@@ -119,7 +119,7 @@ def read_tiling(folder: Path, min_tiles: int | None = None, max_tiles: int | Non
     folder, and `InternVLProcessor` cuts all the same.
 
     Raises:
-        CheckpointError: files that can not be read, or that describe another way of cutting.
+        CheckpointError: files that cannot be read, or that describe another way of cutting.
     """
     found, model = _image_processor(folder), read_object(folder / "config.json")
     known = Tiling()
@@ -153,7 +153,7 @@ def read_tiling(folder: Path, min_tiles: int | None = None, max_tiles: int | Non
     )
     if not 1 <= tiling.min_tiles <= tiling.max_tiles:
         raise CheckpointError(
-            f"an image can not be cut into {tiling.min_tiles} to {tiling.max_tiles} tiles",
+            f"an image cannot be cut into {tiling.min_tiles} to {tiling.max_tiles} tiles",
             where=str(folder),
             hint="set both min_tiles and max_tiles of the dataset",
         )
@@ -221,7 +221,7 @@ def image_size(path: Path, max_pixels: int) -> tuple[int, int]:
             f"the image has more than the {most} pixels that Pillow opens",
             where=str(path),
             accepted=f"up to {min(max_pixels, most)} pixels",
-            hint="make it smaller: max_pixels of the dataset can not admit it",
+            hint="make it smaller: max_pixels of the dataset cannot admit it",
         ) from None
 
 

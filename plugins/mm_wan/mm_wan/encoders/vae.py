@@ -142,7 +142,7 @@ class WanVAE(nn.Module):
                 faults.append(f"{name} {size} (nearest: {near})")
         if faults:
             raise ContractError(
-                f"the autoencoder 'wan/vae' can not encode clips with {' and '.join(faults)}",
+                f"the autoencoder 'wan/vae' cannot encode clips with {' and '.join(faults)}",
                 accepted=f"num_frames of {t}k+1, height a multiple of {y}, width a multiple of {x}",
             )
         return self.latent_channels, (num_frames - 1) // t + 1, height // y, width // x
@@ -239,7 +239,7 @@ class WanVAE(nn.Module):
             found = json.loads(where.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as fault:
             raise CheckpointError(
-                f"config.json can not be read ({type(fault).__name__})", where=str(where)
+                f"config.json cannot be read ({type(fault).__name__})", where=str(where)
             ) from None
         kind = found.get("_class_name") if isinstance(found, dict) else None
         if kind != CLASS:

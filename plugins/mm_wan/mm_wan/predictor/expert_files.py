@@ -9,7 +9,7 @@ import torch
 
 from mm_core.errors import CheckpointError
 from mm_core.plugin import get_registry
-from mm_core.weights import Fit, best_way, formats_of, no_way, stream, ways_to_read
+from mm_core.weights import Fit, best_layout, candidate_layouts, formats_of, no_layout_error, stream
 from mm_wan.predictor.architecture import is_original
 from mm_wan.predictor.transformer import WanTransformer
 
@@ -23,7 +23,7 @@ class ExpertFiles:
 
     def read(self, dtype: torch.dtype, device: torch.device) -> WanTransformer:
         """The transformer, frozen: parameters in `dtype`, streamed tensor by tensor onto `device`; tables in
-        their own precision. CheckpointError where a file can not be read."""
+        their own precision. CheckpointError where a file cannot be read."""
         model = self.model
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
@@ -46,10 +46,10 @@ def open_expert(folder: Path) -> ExpertFiles:
         model = WanTransformer(from_pretrained=str(folder))
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     formats = formats_of(get_registry(), "wan/original" if is_original(folder) else "wan/diffusers")
-    ways = ways_to_read(folder, folder.name, model, shapes, formats)
+    ways = candidate_layouts(folder, folder.name, model, shapes, formats)
     if not ways:
-        raise no_way(folder, folder.name, formats)
-    way = best_way(ways, folder, folder.name)
+        raise no_layout_error(folder, folder.name, formats)
+    way = best_layout(ways, folder, folder.name)
     if not way.whole:
         wrong = [name for name, *_ in way.misshapen]
         names = [*way.missing, *wrong, *(name for _, name in way.unexpected)]

@@ -44,7 +44,7 @@ class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers 
     Raises:
         CheckpointError: a folder that is no Wan transformer's, or another one's than the preset's.
         ConfigError: fields that contradict the folder or the preset.
-        ContractError: a head that can not hold rotary positions of three axes.
+        ContractError: a head that cannot hold rotary positions of three axes.
     """
 
     text_padding = ("fixed", TEXT_LENGTH)
@@ -54,7 +54,7 @@ class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers 
         head = built.attention_head_dim
         if head % 2 or head < 6:
             raise ContractError(
-                f"attention_head_dim {head} can not hold rotary positions of three axes",
+                f"attention_head_dim {head} cannot hold rotary positions of three axes",
                 accepted="an even number, 6 or more",
             )
         super().__init__(**built.fields)

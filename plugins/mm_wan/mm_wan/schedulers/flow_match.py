@@ -34,7 +34,7 @@ class WanFlowMatch:
 
     Raises:
         ConfigError: fields that contradict each other or the scheduler folder.
-        CheckpointError: a scheduler folder that can not sample Wan; one that is missing, when sampling.
+        CheckpointError: a scheduler folder that cannot sample Wan; one that is missing, when sampling.
         ContractError: boundaries between which the density has no mass, or weights that are all 0.
     """
 

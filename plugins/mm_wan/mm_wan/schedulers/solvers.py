@@ -100,7 +100,7 @@ def from_folder(
     they are set.
 
     Raises:
-        CheckpointError: no scheduler_config.json, or one of a scheduler that can not sample Wan.
+        CheckpointError: no scheduler_config.json, or one of a scheduler that cannot sample Wan.
         ConfigError: a scheduler of another class than `name`, or of other timesteps.
     """
     settings = _read(folder)
@@ -108,7 +108,7 @@ def from_folder(
     found = next((solver for solver, cls in _CLASSES.items() if cls.__name__ == class_name), None)
     if found is None:
         raise CheckpointError(
-            f"the scheduler is of class {class_name!r}, which can not sample Wan",
+            f"the scheduler is of class {class_name!r}, which cannot sample Wan",
             where=str(folder / FILE),
             accepted=", ".join(cls.__name__ for cls in _CLASSES.values()),
         )
@@ -175,9 +175,7 @@ def _read(folder: Path) -> dict[str, object]:
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as fault:
-        raise CheckpointError(
-            f"the scheduler's settings can not be read: {fault}", where=str(path)
-        ) from fault
+        raise CheckpointError(f"the scheduler's settings cannot be read: {fault}", where=str(path)) from fault
     if not isinstance(settings, dict):
         raise CheckpointError("the scheduler's settings are no mapping", where=str(path))
     return settings

@@ -31,7 +31,7 @@ from mm_internvl.data.rows import RawRow
 T = TypeVar("T")
 
 Measured = int | DataError
-"""Tokens of a row, or why it can not be read."""
+"""Tokens of a row, or why it cannot be read."""
 
 CHUNK = 100
 """Rows that a process measures before it answers, and a rank before it looks whether it is to stop."""
@@ -54,7 +54,7 @@ def lengths_of(rows: Sequence[RawRow], measure: Callable[[RawRow], int]) -> Tens
 
     Raises:
         DataError: where it does so for every row; of the first.
-        StopAsked: where the run was asked to stop; nothing is kept.
+        StopRequested: where the run was asked to stop; nothing is kept.
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     # By turns: rows that take long stand together, in a file of their own.

@@ -1,6 +1,6 @@
 """Run by each rank: 8-bit AdamW over shards of unequal sizes, saved in the background and resumed.
 
-usage: low_bit_ranks.py FOLDER
+usage: adamw_8bit_ranks.py FOLDER
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ import internvl_runs as runs
 import internvl_sets as sets
 import pytest
 import torch
-from mm_internvl.data import measuring
+from mm_internvl.data import token_counts
 from mm_internvl.data.conversations import Conversations
 
-from mm_core.data.loading.stopping import StopAsked, heeding
+from mm_core.data.loading.stopping import StopRequested, stop_on
 from mm_core.data.loading.workers import StartWorker
 from mm_core.errors import DataError
 from support.ranks import free_port, run_ranks
@@ -28,7 +28,7 @@ data, dataset, place = sets.data, sets.dataset, sets.place
 
 
 def test_rows_that_are_measured_by_chance_are_measured_alike_by_all():
-    rows = measuring._Rows(range(10), lambda row: row + torch.randint(100, ()).item())
+    rows = token_counts._Rows(range(10), lambda row: row + torch.randint(100, ()).item())
     torch.manual_seed(5)
     expected = torch.rand(())
     torch.manual_seed(5)
@@ -61,20 +61,20 @@ def test_many_rows_are_measured_by_several_processes(place, monkeypatch):
     rows = [data.asked(f"what is {n}?", "number " * (n % 7 + 1)) for n in range(30)]
     rows[7] = data.asked("<image>", "red", image="gone.png")
     wanted = dataset(place, rows).lengths()
-    monkeypatch.setattr(measuring, "ALONE", 10)
-    monkeypatch.setattr(measuring, "CHUNK", 8)
-    monkeypatch.setattr(measuring, "_processes", lambda: 2)
+    monkeypatch.setattr(token_counts, "ALONE", 10)
+    monkeypatch.setattr(token_counts, "CHUNK", 8)
+    monkeypatch.setattr(token_counts, "_processes", lambda: 2)
     started = []
-    monkeypatch.setattr(measuring, "StartWorker", lambda: started.append(1) or StartWorker())
+    monkeypatch.setattr(token_counts, "StartWorker", lambda: started.append(1) or StartWorker())
     assert dataset(place, rows).lengths().equal(wanted) and started
     assert len(dataset(place, rows, packing=True, max_length=64)) > 1
     with pytest.raises(DataError, match="none of 30 conversations can be read; the first: there is no such"):
         dataset(place, [rows[7]] * 30, packing=True)
 
 
-def test_lengths_that_can_not_be_kept_stop_nothing(place, tmp_path):
+def test_lengths_that_cannot_be_kept_stop_nothing(place, tmp_path):
     (tmp_path / "a file").touch()
-    with pytest.warns(UserWarning, match="the lengths of conversations can not be kept: "):
+    with pytest.warns(UserWarning, match="the lengths of conversations cannot be kept: "):
         found = dataset(place, lengths=str(tmp_path / "a file" / "lengths.json")).lengths()
     assert found.equal(dataset(place).lengths())
 
@@ -83,8 +83,8 @@ def test_measuring_that_takes_long_says_how_far_it_is(place, monkeypatch, caplog
     rows = [data.asked(f"what is {n}?", "number") for n in range(25)]
     dataset(place, rows).lengths()
     assert not caplog.messages
-    monkeypatch.setattr(measuring, "SECONDS", 0.0)
-    monkeypatch.setattr(measuring, "CHUNK", 10)
+    monkeypatch.setattr(token_counts, "SECONDS", 0.0)
+    monkeypatch.setattr(token_counts, "CHUNK", 10)
     dataset(place, rows).lengths()
     assert caplog.messages[-1] == "conversations are measured: 25 of 25 in 0 s"
     assert [text.rpartition(" in")[0] for text in caplog.messages[:2]] == [
@@ -122,12 +122,12 @@ def test_ranks_share_the_measuring_and_find_the_same(place, tmp_path):
 
 def test_measuring_ends_where_the_run_is_asked_to_stop_and_keeps_nothing(place, tmp_path, monkeypatch):
     rows = [data.asked(f"what is {n}?", "number") for n in range(25)]
-    monkeypatch.setattr(measuring, "CHUNK", 10)
+    monkeypatch.setattr(token_counts, "CHUNK", 10)
     asked = []
     measure = Conversations._length
     monkeypatch.setattr(Conversations, "_length", lambda self, row: asked.append(row) or measure(self, row))
     file = tmp_path / "lengths.json"
-    with heeding(lambda: bool(asked)), pytest.raises(StopAsked):
+    with stop_on(lambda: bool(asked)), pytest.raises(StopRequested):
         dataset(place, rows, packing=True, lengths=str(file))
     assert len(asked) == 10 and not file.exists()
     assert len(dataset(place, rows, packing=True, lengths=str(file)).packs.lengths) == 25, (

@@ -10,7 +10,7 @@ import pytest
 import torch
 from mm_internvl.data.tiling import read_tiling
 from mm_internvl.formats import InternVLOriginal
-from mm_internvl.original import from_original, to_original
+from mm_internvl.opengvlab_config import from_original, to_original
 from mm_internvl.testing import make_tiny_checkpoint, make_tiny_conversations
 from transformers import AutoConfig, InternVLConfig, InternVLForConditionalGeneration, Qwen3Config
 
@@ -186,7 +186,7 @@ def test_images_stand_for_as_many_tokens_as_published():
     assert (found["image_seq_length"], found["image_token_id"]) == (256, 151671)
 
 
-# -- what can not be -------------------------------------------------------------------------------
+# -- what cannot be -------------------------------------------------------------------------------
 
 
 def changed(folder: Path, out: Path, **keys) -> Path:
