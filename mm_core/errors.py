@@ -28,6 +28,7 @@ __all__ = [
     "foreign_code",
     "nearest",
     "plain_reason",
+    "plural",
 ]
 
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
@@ -167,6 +168,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str | None:
     """`did you mean 'x'?`, or None when nothing is near."""
     found = nearest(word, known, 2)
     return f"did you mean {' or '.join(repr(name) for name in found)}?" if found else None
+
+
+def plural(count: int, noun: str) -> str:
+    """A count with its noun, for a message: `1 rank`, `2 ranks`, `0 entries`."""
+    if count == 1:
+        return f"1 {noun}"
+    ending = "ies" if noun.endswith("y") and noun[-2:-1] not in tuple("aeiou") else "s"
+    return f"{count} {noun.removesuffix('y') if ending == 'ies' else noun}{ending}"
 
 
 def plain_reason(error: Exception) -> str:
