@@ -47,10 +47,10 @@ def test_help_imports_no_command_no_plugin_and_nothing_heavy(site: Any, argument
         "mm_core.plugin",
         "mm_core.plugin.component",
         "mm_core.plugin.hookspecs",
-        "mm_core.schema",
-        "mm_core.schema.fields",
         "mm_core.runtime",
         "mm_core.runtime.output",
+        "mm_core.schema",
+        "mm_core.schema.fields",
     ]
 
 
