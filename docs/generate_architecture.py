@@ -36,12 +36,31 @@ From the roof to the ground:
 |---|---|---|
 """
 
+_DECISIONS = "\n## Decisions\n\nWhy some things are as they are:\n\n"
+
+_TAIL = """
+## Where to go next
+
+- [Plugins](plugins.md): where components come from.
+- [Hooks](hooks.md): every kind of component.
+"""
+
 
 def sentence_of(module: str) -> str:
     """The first line of a room's docstring."""
     place = ROOT.joinpath(*module.split("."))
     file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
     return (ast.get_docstring(ast.parse(file.read_bytes())) or "").partition("\n")[0]
+
+
+def decisions() -> list[str]:
+    """A line of Markdown for each decision, with the title of its page."""
+    pages = sorted(PAGE.with_name("decisions").glob("*.md"))
+    titles = [page.read_text(encoding="utf-8").partition("\n")[0] for page in pages]
+    return [
+        f"- [{title.lstrip('# 0123456789.:')}](decisions/{page.name})\n"
+        for page, title in zip(pages, titles, strict=True)
+    ]
 
 
 def render() -> str:
@@ -53,7 +72,7 @@ def render() -> str:
         for number, layer in enumerate(layers, 1)
         for room in (name.strip(" ()") for name in layer.split("|"))
     ]
-    return _HEAD + "".join(rows)
+    return _HEAD + "".join(rows) + _DECISIONS + "".join(decisions()) + _TAIL
 
 
 if __name__ == "__main__":

@@ -38,6 +38,14 @@ def mm_predictors():
 Protocols are in `mm_core.contracts`; their docstrings state shapes and units.
 """
 
+_TAIL = """
+## Where to go next
+
+- [Plugins](plugins.md): package components, or keep them in one file.
+- [Write a DiT](writing-a-dit.md): a predictor, step by step.
+- [Validation](validation.md#metrics): a metric of your own.
+"""
+
 
 def render() -> str:
     """The page as Markdown."""
@@ -50,7 +58,7 @@ def render() -> str:
             for component in getattr(builtin, hook)():
                 paper = f" ([paper]({component.paper}))" if component.paper else ""
                 parts.append(f"| `core/{component.name}` | {component.summary}{paper} |\n")
-    return "".join(parts)
+    return "".join([*parts, _TAIL])
 
 
 if __name__ == "__main__":
