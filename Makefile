@@ -60,6 +60,7 @@ bench: $(STAMP)
 docs: $(DOCS_STAMP)
 	$(BIN)/python docs/generate_hooks.py --check
 	$(BIN)/python docs/generate_architecture.py --check
+	$(BIN)/python docs/generate_code.py --check
 	$(BIN)/mkdocs build --strict --quiet --site-dir $(abspath $(SITE))
 
 $(DOCS_STAMP): $(STAMP)

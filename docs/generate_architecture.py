@@ -41,6 +41,7 @@ _DECISIONS = "\n## Decisions\n\nWhy some things are as they are:\n\n"
 _TAIL = """
 ## Where to go next
 
+- [The loop, annotated](loop.md): one training step, with its code.
 - [Plugins](plugins.md): where components come from.
 - [Hooks](hooks.md): every kind of component.
 """
