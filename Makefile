@@ -61,6 +61,7 @@ docs: $(DOCS_STAMP)
 	$(BIN)/python docs/generate_hooks.py --check
 	$(BIN)/python docs/generate_architecture.py --check
 	$(BIN)/python docs/generate_code.py --check
+	$(BIN)/python docs/generate_flow.py --check
 	$(BIN)/mkdocs build --strict --quiet --site-dir $(abspath $(SITE))
 
 $(DOCS_STAMP): $(STAMP)

@@ -21,14 +21,20 @@ _HEAD = """\
 
 <!-- Made by docs/generate_architecture.py from the rooms' docstrings and pyproject.toml: do not edit. -->
 
-mm_core is a house of rooms: each folder at its top has one subject. A room imports only from the layers below
-its own; rooms of one layer do not know each other. `lint-imports` holds that, and
-[decision 002](decisions/002-rooms.md) says why.
+Each folder at the top of `mm_core` is a room with one subject. A room imports only from layers below its own;
+rooms of one layer do not import each other. `make lint` checks this, and [decision 002](decisions/002-rooms.md)
+gives the reasons.
 
-The way of a run: `cli` reads the command, `config` the YAML, `plugin` finds what it names; `plan` computes
-sizes; `training` puts the run together (`loading` brings the weights, `engines` spread them) and steps:
-`data` reads, `tasks` compute, `optim` updates, `telemetry` tells, `evaluation` judges, `checkpoint` keeps.
-`inference` and `interchange` take it from there.
+## How a run flows
+
+![How a run flows through the rooms](assets/flow.svg)
+
+`cli` reads the command, `config` the YAML, `plugin` finds what it names; `plan` computes sizes; `training`
+puts the run together (`loading` brings the weights, `engines` spread them) and steps: `data` reads, `tasks`
+compute, `optim` updates, `telemetry` measures, `evaluation` judges, `checkpoint` saves. `inference` and
+`interchange` work on the result. [The loop, annotated](loop.md) shows one step with its code.
+
+## The rooms
 
 From the roof to the ground:
 

@@ -14,7 +14,7 @@ def main(page: Path, render: Callable[[], str], script: str, doc: str) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     if parser.parse_args().check:
         if page.read_text(encoding="utf-8") != render():
-            print(f"docs/{page.name} is out of date: run python docs/{script}", file=sys.stderr)
+            print(f"{page.name} is out of date: run python docs/{script}", file=sys.stderr)
             return 1
         return 0
     page.write_text(render(), encoding="utf-8")

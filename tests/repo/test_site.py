@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -40,6 +41,18 @@ def test_the_page_of_the_architecture_is_what_its_generator_writes() -> None:
     rooms = {path.parent.name for path in (ROOT / "mm_core").glob("*/__init__.py")}
     named = set(re.findall(r"^\| \d+ \| `(\w+)", (DOCS / "architecture.md").read_text(), re.M))
     assert rooms <= named
+
+
+def test_the_drawing_is_what_its_script_draws_and_its_rooms_are_there() -> None:
+    check = [sys.executable, str(DOCS / "generate_flow.py"), "--check"]
+    result = subprocess.run(check, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    drawing = ElementTree.parse(DOCS / "assets/flow.svg").getroot()
+    texts = list(drawing.iter("{http://www.w3.org/2000/svg}text"))
+    named = {room for text in texts if text.get("class") == "rooms" for room in (text.text or "").split(", ")}
+    assert len(named) >= 12 and {room for room in named if not (ROOT / "mm_core" / room).is_dir()} == set()
+    for page in ("index.md", "architecture.md"):
+        assert "](assets/flow.svg)" in (DOCS / page).read_text()
 
 
 def test_every_page_is_in_the_navigation() -> None:
