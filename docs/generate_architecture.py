@@ -22,8 +22,8 @@ _HEAD = """\
 <!-- Made by docs/generate_architecture.py from the rooms' docstrings and pyproject.toml: do not edit. -->
 
 Each folder at the top of `mm_core` is a room with one subject. A room imports only from layers below its own;
-rooms of one layer do not import each other. `make lint` checks this, and [decision 002](decisions/002-rooms.md)
-gives the reasons.
+rooms of one layer do not import each other. `make lint` checks this, and
+[decision 002](decisions/002-rooms.md) gives the reasons.
 
 ## How a run flows
 
