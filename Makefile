@@ -62,7 +62,8 @@ docs: $(DOCS_STAMP)
 	$(BIN)/python docs/generate_architecture.py --check
 	$(BIN)/python docs/generate_code.py --check
 	$(BIN)/python docs/generate_flow.py --check
-	$(BIN)/mkdocs build --strict --quiet --site-dir $(abspath $(SITE))
+	$(BIN)/python docs/generate_api.py --check
+	$(BIN)/mkdocs build --strict --site-dir $(abspath $(SITE))
 
 $(DOCS_STAMP): $(STAMP)
 	$(PIP) --editable '.[docs]'

@@ -67,8 +67,8 @@ def clicks_to(target: str) -> int:
         ("my own clips", "data.md", "The dataset `video_text`"),
         ("my own model", "writing-a-dit.md", "What it has"),
         ("a large model, as with DeepSpeed", "engine.md", "Module patterns"),
-        ("a failed run", "launching.md", "When a rank fails"),
-        ("a run that hangs", "steering.md", "Runs that hang"),
+        ("a failed run", "ranks.md", "When a run fails"),
+        ("a run that hangs", "ranks.md", "What a hang looks like"),
         ("a run that stopped", "checkpoints.md", "Resuming"),
     ],
 )

@@ -14,6 +14,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from mm_core import contracts
 from mm_core.plugin.hookspecs import KINDS
 from mm_core.runtime.launch.signals import SIGNALS, STOPPED
 
@@ -41,6 +42,16 @@ def test_the_page_of_the_architecture_is_what_its_generator_writes() -> None:
     rooms = {path.parent.name for path in (ROOT / "mm_core").glob("*/__init__.py")}
     named = set(re.findall(r"^\| \d+ \| `(\w+)", (DOCS / "architecture.md").read_text(), re.M))
     assert rooms <= named
+
+
+def test_the_pages_of_the_api_are_what_their_generator_writes() -> None:
+    check = [sys.executable, str(DOCS / "generate_api.py"), "--check"]
+    result = subprocess.run(check, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "Dataset" in contracts.__all__
+    page = (DOCS / "api/mm_core.contracts.md").read_text()
+    (listed,) = re.findall(r"members: \[(.*)\]", page)
+    assert set(listed.split(", ")) == set(contracts.__all__)
 
 
 def test_the_drawing_is_what_its_script_draws_and_its_rooms_are_there() -> None:
