@@ -1,4 +1,4 @@
-# Targets: venv, train, test, slow, nightly, lint, bench, docs. Everything runs in $(VENV); make creates it when it is missing.
+# Everything runs in $(VENV), which make creates where it is missing. `make help` prints the lines that begin with `## `.
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
@@ -15,14 +15,17 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint $(CONSTRAINTS)
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
+PAGE_SCRIPTS := $(wildcard docs/generate_*.py)
 PROJECTS := pyproject.toml $(wildcard plugins/*/pyproject.toml)
 
-.PHONY: help venv train test slow nightly lint bench docs
+.PHONY: help venv train test slow nightly lint format types bench pages check-pages docs changes
 .DEFAULT_GOAL := help
 
+## help: this list
 help:
-	@sed -n 's/^# Targets: /make targets: /p' Makefile
+	@awk '/^## [a-z-]+: / {name = $$2; sub(/:/, "", name); sub(/^## [^ ]+ /, ""); printf "make %-12s %s\n", name, $$0}' $(MAKEFILE_LIST)
 
+## venv: create .venv with mm-core, its plugins and the versions of constraints.txt
 venv: $(STAMP)
 
 $(STAMP): $(PROJECTS) $(CONSTRAINTS)
@@ -35,35 +38,59 @@ $(STAMP): $(PROJECTS) $(CONSTRAINTS)
 data/shapes/data.json: | $(STAMP)
 	$(BIN)/python examples/shapes/render.py --out data/shapes
 
+## train: train the quickstart on two ranks and judge its samples; ARGS="key=value ..." overrides its config
 train: $(STAMP) data/shapes/data.json
 	$(BIN)/mm-train --config $(QUICKSTART) --nproc $(NPROC) $(ARGS)
 	$(BIN)/python examples/shapes/report.py --config $(QUICKSTART) $(ARGS)
 
+## test: the fast tests
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow" -n $(TEST_JOBS) --dist loadfile
 
+## slow: the tests that take more than ten seconds or start processes
 slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow and not nightly" -n $(TEST_JOBS) --dist loadfile
 
+## nightly: the tests that take minutes each
 nightly: $(STAMP)
 	$(BIN)/python -m pytest -m nightly --durations=0
 
+## lint: ruff, mypy --strict and the import contracts
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+## format: fix what ruff can fix, then format
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+## types: mypy --strict alone
+types: $(STAMP)
+	$(BIN)/mypy
+
+## bench: every benchmark, each against its bar
 bench: $(STAMP)
 	short=0; for script in benchmarks/*.py; do $(BIN)/python $$script || short=1; done; exit $$short
 
-docs: $(DOCS_STAMP)
-	$(BIN)/python docs/generate_hooks.py --check
-	$(BIN)/python docs/generate_architecture.py --check
-	$(BIN)/python docs/generate_code.py --check
-	$(BIN)/python docs/generate_flow.py --check
-	$(BIN)/python docs/generate_api.py --check
+## pages: write the pages, code blocks and drawings that scripts in docs/ make
+pages: $(STAMP)
+	for script in $(PAGE_SCRIPTS); do $(BIN)/python $$script || exit 1; done
+
+## check-pages: check that they are what the scripts would write
+check-pages: $(STAMP)
+	for script in $(PAGE_SCRIPTS); do $(BIN)/python $$script --check || exit 1; done
+
+## docs: check the generated pages and build the site into site/, strictly
+# Not --quiet: mkdocs would then count no warning, and --strict would pass.
+docs: $(DOCS_STAMP) check-pages
 	$(BIN)/mkdocs build --strict --site-dir $(abspath $(SITE))
+
+## changes: the changelog that the fragments in changes/ make, as a draft
+changes: $(STAMP)
+	$(BIN)/towncrier build --draft --version "$$($(BIN)/python -c 'import mm_core; print(mm_core.__version__)')"
 
 $(DOCS_STAMP): $(STAMP)
 	$(PIP) --editable '.[docs]'

@@ -23,6 +23,7 @@ DOCS = ROOT / "docs"
 PAGES = [
     *DOCS.rglob("*.md"),
     *(ROOT / name for name in ("README.md", "README.zh-CN.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *(ROOT / name for name in ("SECURITY.md", "RELEASING.md", "CODE_OF_CONDUCT.md", "changes/README.md")),
     *ROOT.glob("plugins/*/README.md"),
 ]
 

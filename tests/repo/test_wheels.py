@@ -101,9 +101,11 @@ def test_decord_is_asked_for_only_where_it_has_a_wheel() -> None:
 
 
 def test_the_version_has_one_value() -> None:
-    assert CORE["version"] == mm_core.__version__
+    assert CORE["dynamic"] == ["version"] and "version" not in CORE
+    assert wheels_check.declared_version(ROOT) == mm_core.__version__
     changes = (ROOT / "CHANGELOG.md").read_text()
-    assert re.search(rf"^## {re.escape(mm_core.__version__)}\b", changes, re.M)
+    if ".dev" not in mm_core.__version__:  # a version that is released has its section
+        assert re.search(rf"^## {re.escape(mm_core.__version__)}\b", changes, re.M)
 
 
 def test_every_plugin_admits_this_core() -> None:
