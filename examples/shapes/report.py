@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (run / "report.json").write_text(json.dumps({r.name: r.value for r in found}, indent=1) + "\n")
     print(f"\nsampled {len(clips)} captions of combinations absent from training, in {seconds:.1f} s\n")
     print(judged.table())
-    print(f"\n  samples      {run / 'samples'} (all at a glance: {sheet})")
+    print(f"\n  samples      {run / 'samples'} (overview: {sheet})")
     print(f"  loss curve   {run / 'loss.png'}")
     print(f"  checkpoints  {run / 'checkpoints'}")
     command = os.path.relpath(Path(sys.executable).parent / "mm")

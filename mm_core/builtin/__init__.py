@@ -1,1 +1,1 @@
-"""The built-in plugin `core`: components that mm_core ships, registered as those of any plugin are."""
+"""The built-in plugin `core`: components that mm_core ships, registered like any plugin's."""

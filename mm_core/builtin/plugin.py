@@ -1,4 +1,4 @@
-"""The built-in plugin `core`: what mm_core ships, registered through the same hooks as everybody's."""
+"""The built-in plugin `core`: the components that mm_core ships, registered like any plugin's."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _SUMMARIES = {
     "hf_text": "any Transformers text encoder directory, frozen",
     "video_text": "clips and captions from a JSON or JSONL annotation file",
     "text_rows": "texts of a JSON, CSV, TSV or Parquet table with labels, for Transformers models",
-    "pyav": "FFmpeg through PyAV; notices corrupt frames, honours rotation and variable frame rates",
-    "decord": "decord 0.6 (x86_64 Linux wheels only; no AV1, does not notice bit rot)",
+    "pyav": "FFmpeg through PyAV; detects corrupt frames, honours rotation and variable frame rates",
+    "decord": "decord 0.6 (x86_64 Linux wheels only; no AV1, does not detect corrupt frames)",
     "adamw": "torch.optim.AdamW (decoupled weight decay)",
-    "adamw_8bit": "torchao's AdamW with moments of 8 bits (extra: low-bit)",
+    "adamw_8bit": "torchao's AdamW with 8-bit moments (extra: low-bit)",
     "muon": "torch.optim.Muon for matrices, AdamW for the rest (torch >= 2.9)",
     "constant": "linear warm-up, then constant",
     "linear": "linear warm-up, then a straight line down to min_lr",
@@ -28,20 +28,20 @@ _SUMMARIES = {
     "tensorboard": "scalars and clips under <run>/tensorboard",
     "wandb": "Weights & Biases, online or offline (extra: wandb)",
     "mlflow": "an MLflow server or store (extra: mlflow)",
-    "jsonl": "<run>/metrics.jsonl, one object a logged step (always on)",
+    "jsonl": "<run>/metrics.jsonl, one object per logged step (always on)",
     "diffusers": "a Diffusers model folder or pipeline: config.json, diffusion_pytorch_model.safetensors",
     "transformers": "a Transformers model folder: config.json, model.safetensors, tokenizer files",
     "safetensors": "one file or sharded with an index, under the component's own names",
     "latent_psnr": "peak signal-to-noise ratio of the one-step clean estimate, in dB",
     "frame_change": "mean absolute difference of successive frames of sampled clips; near 0 is frozen video",
-    "accuracy": "share of labels that were predicted: of rows, or of tokens that count",
+    "accuracy": "share of correctly predicted labels: of rows, or of tokens that count",
     "f1": "F1 score over classes: macro, micro or weighted",
     "perplexity": "exp of the mean cross entropy over the labels that count",
     "exact_match": "share of rows whose text is one of the references",
     "anls": "average normalized Levenshtein similarity of texts and references",
-    "command": "runs a program at events of a run: a message, a copy, a queue",
+    "command": "runs a user command on run events: to send a message, copy files, start a job",
 }
-"""What `mm plugins list` says of each component."""
+"""Summary of each component in `mm plugins list`."""
 
 _PAPERS = {
     "fsdp2": "https://arxiv.org/abs/2304.11277",
@@ -53,13 +53,17 @@ _PAPERS = {
     "wsd": "https://arxiv.org/abs/2405.18392",
     "anls": "https://arxiv.org/abs/1905.13648",
 }
-"""Where what a component implements is described."""
+"""The paper that describes what a component implements."""
 
 
 def _core(name: str, target: str, config: str | None = None, state_tensors: int | None = None) -> Component:
-    """A component whose target is in mm_core, and its config in `builtin.configs`.
+    """A component whose target is in mm_core and whose config is in `builtin.configs`.
 
-    state_tensors: what an optimizer keeps of each parameter, in tensors of its size.
+    Args:
+        name: name of the component.
+        target: `module:Name` in mm_core.
+        config: `module:Name` in `builtin.configs`.
+        state_tensors: for an optimizer, the number of state tensors of a parameter's size per parameter.
     """
     return Component(
         name,

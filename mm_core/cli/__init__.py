@@ -1,1 +1,1 @@
-"""Commands: one small module each, imported when it is chosen; parsing and printing only."""
+"""The commands `mm` and `mm-train`: options, help, exit codes, printed output; one module per command."""

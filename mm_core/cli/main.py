@@ -1,7 +1,7 @@
-"""`mm` and `mm-train`: choose a subcommand, run it, turn errors into sentences and exit codes.
+"""`mm` and `mm-train`: choose a subcommand, run it, turn errors into messages and exit codes.
 
-Exit codes: 0 done; 1 an error that was printed as a sentence; 2 a command line that does not parse;
-75 saved and stopped on request (mm train); 130 interrupted; 141 the reader of the output went away.
+Exit codes: 0 done; 1 an error was printed; 2 the command line does not parse; 75 saved and stopped on
+request (mm train); 130 interrupted; 141 the reader of the output has gone.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from mm_core.runtime.output import standard_streams
 
 COMMANDS = MappingProxyType(
     {
-        "train": ("mm_core.cli.training.train", "train what a YAML describes (mm-train is the same)"),
-        "sample": ("mm_core.cli.runs.sample", "clips or answers from a trained run"),
-        "chat": ("mm_core.cli.runs.chat", "converse with a trained run"),
+        "train": ("mm_core.cli.training.train", "train the run that a YAML describes (mm-train is the same)"),
+        "sample": ("mm_core.cli.runs.sample", "make clips or answers with a trained run"),
+        "chat": ("mm_core.cli.runs.chat", "chat with a trained run"),
         "eval": ("mm_core.cli.runs.evaluate", "held-out loss, metrics and predictions of a trained run"),
         "import": (
             "mm_core.cli.weights.import_weights",
-            "weights from elsewhere as a run's first checkpoint",
+            "write weights files as the first checkpoint of a new run",
         ),
         "export": (
             "mm_core.cli.weights.export",
-            "a trained run's weights as files that other libraries load",
+            "write a trained run's weights as files that other libraries load",
         ),
-        "weights": ("mm_core.cli.weights.show", "what lies in files of weights, and how two of them differ"),
+        "weights": ("mm_core.cli.weights.show", "list what weights files contain, or compare two of them"),
         "report": (
             "mm_core.cli.runs.report",
-            "one page on runs: curves, noise levels, clips, config, comparison",
+            "write one HTML page about runs: curves, noise levels, clips, config, comparison",
         ),
         "validate": ("mm_core.cli.training.validate", "check YAML files without training"),
         "plugins": ("mm_core.cli.plugins", "list, show and check plugins and their components"),
@@ -46,17 +46,17 @@ COMMANDS = MappingProxyType(
 """Subcommand -> (module with `configure(parser)` and `execute(args) -> int`, one-line summary)."""
 
 PRINTING = frozenset({"weights", "validate", "plugins", "chat"})
-"""Subcommands that are asked for what they print. Others leave files; who looks on sees the output."""
+"""Subcommands whose only result is what they print. The others also write files."""
 
 ALIASES = MappingProxyType({"evaluate": "eval"})
-"""What a subcommand was called before -> its name."""
+"""Former name of a subcommand -> its name today."""
 
 
 class Parser(argparse.ArgumentParser):
     """An argument parser that names the nearest choice or option when one is misspelt."""
 
     def error(self, message: str) -> NoReturn:
-        """Prints usage and the fault, exits 2."""
+        """Prints the usage of the command and what is wrong with its arguments, then exits with code 2."""
         hint = None
         if match := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
             hint = did_you_mean(match[1], re.findall(r"[\w-]+", match[2]))
@@ -67,19 +67,20 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command `mm`. Returns the exit code."""
+    """Runs the command `mm` and returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     return _ended(_guarded(arguments, "mm"), argv)
 
 
 def train_main(argv: Sequence[str] | None = None) -> int:
-    """The command `mm-train`: the same as `mm train`."""
+    """Runs the command `mm-train`, which is `mm train`, and returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     return _ended(_guarded(["train", *arguments], "mm-train"), argv)
 
 
 def _ended(code: int, argv: Sequence[str] | None) -> int:
-    """The exit code. A command of its own process that loaded torch ends here, without C++ destructors."""
+    """Returns the exit code. In a process of its own, a command that has loaded torch exits here instead,
+    without running C++ destructors."""
     if argv is None and "torch" in sys.modules:
         from mm_core.runtime.launch.rank_process import leave
 
@@ -90,13 +91,13 @@ def _ended(code: int, argv: Sequence[str] | None) -> int:
 def _guarded(arguments: list[str], program: str) -> int:
     asked = arguments[0] if arguments else "--help"
     asked = ALIASES.get(asked, asked)
-    # torch would import every backend that is installed, and fail with one that does not load on this host,
-    # also where MM_DEVICE chooses another: mm_core.device imports the one that is used. Ranks inherit it.
+    # torch would import every installed backend and fail if one does not load on this host, even where
+    # MM_DEVICE selects another: mm_core.device imports only the backend in use. Ranks inherit the setting.
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     required = asked not in COMMANDS or asked in PRINTING or _asks_for_output(asked, arguments)
     with standard_streams(required=required):
         try:
-            code = _spoken(arguments, program)
+            code = _reported(arguments, program)
             sys.stdout.flush()  # a closed pipe shows here, not at interpreter exit
         except BrokenPipeError:
             return 141
@@ -107,22 +108,22 @@ def _guarded(arguments: list[str], program: str) -> int:
 
 
 def _asks_for_output(asked: str, arguments: Sequence[str]) -> bool:
-    """Whether an option makes what is printed the only result of a subcommand that else leaves files."""
+    """Whether an option makes a subcommand that otherwise writes files only print."""
     options = {argument.partition("=")[0] for argument in arguments}
     return bool(options & {"--dry-run", "--verify-resume"}) or (asked == "eval" and "--json" in options)
 
 
-def _spoken(arguments: list[str], program: str) -> int:
-    """The exit code of a command; its errors are printed as sentences."""
+def _reported(arguments: list[str], program: str) -> int:
+    """The exit code of a command, after its errors are printed as messages."""
     try:
-        with _warnings_said():
+        with _warnings_printed():
             return _run(arguments, program)
     except SystemExit as stop:  # argparse: --help, --version, usage errors
         if stop.code is None or isinstance(stop.code, int):
             return stop.code or 0
         raise
     except PeerError:
-        return 1  # the rank that failed prints its own sentence
+        return 1  # the rank that failed prints the error
     except MMError as error:
         if os.environ.get("MM_DEBUG", "0") not in ("", "0"):
             import traceback
@@ -136,11 +137,11 @@ def _spoken(arguments: list[str], program: str) -> int:
 
 
 @contextmanager
-def _warnings_said() -> Iterator[None]:
-    """Has warnings of ours read as other sentences of a run do, and on its first rank alone."""
+def _warnings_printed() -> Iterator[None]:
+    """Prints each RunWarning as a plain `warning: ...` line, and on the first rank only."""
     before = warnings.showwarning
 
-    def say(
+    def show(
         message: Warning | str,
         category: type[Warning],
         filename: str,
@@ -153,7 +154,7 @@ def _warnings_said() -> Iterator[None]:
         elif os.environ.get("RANK", "0") == "0":
             print(f"warning: {message}", file=sys.stderr)
 
-    warnings.showwarning = say
+    warnings.showwarning = show
     try:
         yield
     finally:
@@ -167,10 +168,10 @@ def _run(arguments: list[str], program: str) -> int:
         module_name, summary = COMMANDS[name]
         module = import_module(module_name)
         prog = program if program == "mm-train" else f"mm {name}"
-        # Without abbreviations: an option added later never changes what a script means.
+        # No abbreviations: an option added later must not change what an existing script does.
         parser = Parser(prog=prog, description=f"{summary[0].upper()}{summary[1:]}.", allow_abbrev=False)
         module.configure(parser)
-        # Overrides may stand between options; argparse cannot mix them where there are subcommands.
+        # Overrides may come between options, which argparse cannot parse where there are subcommands.
         parse = parser.parse_args if parser._subparsers else parser.parse_intermixed_args
         code: int = module.execute(parse(arguments[1:]))
         return code
@@ -178,13 +179,13 @@ def _run(arguments: list[str], program: str) -> int:
     if not name.startswith("-"):
         hint = did_you_mean(name, COMMANDS) or f"the commands are {', '.join(COMMANDS)}"
         parser.print_usage(sys.stderr)
-        parser.exit(2, f"mm: error: there is no command {name!r}; {hint}\n")
+        parser.exit(2, f"mm: error: unknown command {name!r}; {hint}\n")
     parser.parse_args(arguments or ["--help"])
     parser.error("no command was given")
 
 
 def _top_level() -> Parser:
-    """The parser of `mm --help`: it knows the subcommands' names and summaries, nothing of them."""
+    """The parser of `mm --help`, which lists subcommands without importing them."""
     from mm_core import __version__
 
     width = max(map(len, COMMANDS))
@@ -195,7 +196,7 @@ def _top_level() -> Parser:
         epilog="\n".join(
             ["commands:"]
             + [f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items()]
-            + ["", "mm COMMAND --help shows a command's options. MM_DEBUG=1 shows tracebacks."]
+            + ["", "`mm COMMAND --help` shows a command's options. MM_DEBUG=1 shows tracebacks."]
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -1,4 +1,4 @@
-"""Options that several commands take, and how they print sizes."""
+"""Options shared by several commands, and how commands print sizes."""
 
 from __future__ import annotations
 
@@ -10,23 +10,27 @@ if TYPE_CHECKING:
 
 
 def add_allow_code(parser: argparse.ArgumentParser) -> None:
-    """The consent to run what the config of a stored run names."""
+    """Adds the option --allow-code, which permits a command to run code named by a stored run's config."""
     parser.add_argument(
         "--allow-code",
         action="store_true",
-        help="run the code that a stored run's config names, though you have not trained with it",
+        help="run code named by a stored run's config, although you have not trained with that code before",
     )
 
 
 def config_of(args: argparse.Namespace) -> RunConfig:
-    """The config that --config names, under the overrides. MMError with every fault of it."""
+    """The config that a command's option --config names, with the overrides applied.
+
+    Raises:
+        MMError: lists every error in the config.
+    """
     from mm_core.config.load import load_config
 
     return load_config(args.config, args.overrides, allow_code=args.allow_code)
 
 
 def count(text: str) -> int:
-    """A number of things, of which there is at least one."""
+    """Parses a command-line option that must be an integer of at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is less than 1")
@@ -34,7 +38,12 @@ def count(text: str) -> int:
 
 
 def human_size(size: float, digits: int = 1) -> str:
-    """Bytes as `12 B`, `3.4 kB`. digits: of gigabytes."""
+    """A size in bytes as commands print it: `12 B`, `3.4 kB`.
+
+    Args:
+        size: the size in bytes.
+        digits: decimal places of gigabytes.
+    """
     for unit, places in (("B", 0), ("kB", 1), ("MB", 1)):
         if size < 1000:
             return f"{size:.{places}f} {unit}"

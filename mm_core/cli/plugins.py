@@ -1,4 +1,4 @@
-"""`mm plugins list|show|check`: what is installed, what a component is, what is broken."""
+"""`mm plugins list|show|check`: what is installed, the details of a component, what is broken."""
 
 from __future__ import annotations
 
@@ -6,29 +6,35 @@ import argparse
 import json
 from collections.abc import Iterable, Sequence
 
+from mm_core.errors import plural
 from mm_core.plugin.hookspecs import KINDS
 from mm_core.plugin.records import PluginRecord, Registered
 from mm_core.plugin.registry import Registry, survey
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds the three actions and their options."""
     actions = parser.add_subparsers(dest="action", metavar="list|show|check", required=True)
     listing = actions.add_parser("list", help="all plugins and components", allow_abbrev=False)
     listing.add_argument("--kind", choices=tuple(KINDS), metavar="KIND", help=f"one of {', '.join(KINDS)}")
-    show = actions.add_parser("show", help="one component: fields, defaults, origin", allow_abbrev=False)
-    show.add_argument("name", metavar="NAME", help="bare or qualified name, or an alias")
-    check = actions.add_parser("check", help="exit 1 when anything is broken", allow_abbrev=False)
-    check.add_argument("--import", action="store_true", dest="import_targets", help="import every target too")
+    show = actions.add_parser(
+        "show", help="one component: its fields, defaults and source", allow_abbrev=False
+    )
+    show.add_argument(
+        "name", metavar="NAME", help="name (with or without its plugin) or alias of a component"
+    )
+    check = actions.add_parser("check", help="exit with code 1 if a plugin is broken", allow_abbrev=False)
+    check.add_argument(
+        "--import", action="store_true", dest="import_targets", help="also import the code of every component"
+    )
     for action in (listing, show, check):
         action.add_argument("--json", action="store_true", help="print JSON")
         action.add_argument(
-            "--path", action="append", default=[], metavar="FILE", help="also this one-file plugin"
+            "--path", action="append", default=[], metavar="FILE", help="also load this one-file plugin"
         )
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Runs the chosen action."""
+    """Runs `mm plugins list`, `show` or `check` and returns its exit code."""
     registry = survey(tuple(arguments.path))
     if arguments.action == "list":
         return _list(registry, arguments.kind, arguments.json)
@@ -113,14 +119,14 @@ def _check(registry: Registry, import_targets: bool, as_json: bool) -> int:
         )
     else:
         for finding in findings:
-            print(f"{finding.severity}: {finding.sentence}")
+            print(f"{'error' if finding.severity == 'fault' else finding.severity}: {finding.sentence}")
         counts = (
             (len(registry.plugins), "plugin"),
             (len(registry.components()), "component"),
-            (faults, "fault"),
+            (faults, "error"),
             (len(findings) - faults, "warning"),
         )
-        print(", ".join(f"{count} {word}{'s' if count != 1 else ''}" for count, word in counts))
+        print(", ".join(plural(count, noun) for count, noun in counts))
     return 1 if faults else 0
 
 
@@ -166,7 +172,7 @@ def _print_json(value: dict[str, object]) -> None:
 
 
 def _print_table(rows: Iterable[Sequence[str | None]], indent: str = "") -> None:
-    """Rows in aligned columns, two spaces apart."""
+    """Prints rows as aligned columns, separated by two spaces."""
     cells = [[cell or "" for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:

@@ -1,4 +1,4 @@
-"""Ranks of a command: this process is one of them, or starts them."""
+"""Commands on several ranks: this process starts the ranks, or is one of them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ from mm_core.cli.options import count
 from mm_core.errors import MMError
 
 READER_LEFT = 141
-"""Exit code of a command whose output nobody reads any more: 128 + SIGPIPE."""
+"""Exit code of a command whose output pipe was closed by its reader: 128 + SIGPIPE."""
 
 
 def add_ranks(parser: argparse.ArgumentParser, and_share: str = "") -> None:
-    """How many ranks hold the model. and_share: what else they share."""
+    """Adds the option --nproc, the number of ranks, to a command's parser.
+
+    Args:
+        parser: parser of the command.
+        and_share: what the ranks share beside the model, for the help text.
+    """
     parser.add_argument(
         "--nproc",
         type=count,
@@ -36,19 +41,24 @@ def on_ranks(
     before_launch: Callable[[argparse.Namespace], object] | None = None,
     outlives_interrupts: bool = False,
 ) -> int:
-    """Does `work` here, or by `--nproc` ranks, which are started. Returns the exit code. Under a launcher
-    (RANK is set) this process is a rank, and does not return.
+    """Runs a command in this process, or on the number of ranks that --nproc sets, and returns its exit code.
+
+    Under a launcher (RANK is set) this process is a rank, and does not return.
 
     Args:
-        command: the subcommand. together: its options that take all their values at once.
-        check: what is wrong at first sight. before_launch: what is better said once than by each rank.
-        outlives_interrupts: Ctrl-C may mean less than the command's end, however often it comes.
+        args: the parsed options.
+        command: name of the subcommand.
+        work: what each rank does; returns the exit code.
+        check: quick checks, before anything is started; raises MMError.
+        together: options that take all their values at once.
+        before_launch: slower checks, done once before ranks start so that not every rank reports the error.
+        outlives_interrupts: whether the command goes on after Ctrl-C, however often it is pressed.
     """
     if "RANK" in os.environ:
         refuse_among_ranks(args, ["nproc"])
         from mm_core.runtime.launch.rank_process import leave, run_as_rank
 
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # heard in a collective too; there is nothing to save
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # works within a collective too; nothing needs saving
         leave(run_as_rank(lambda: _while_read(lambda: work(args))))
     check(args)
     if args.nproc in (None, 1):
@@ -67,10 +77,13 @@ def rank_command(
     of_launch: Collection[str] = ("nproc",),
     together: Collection[str] = (),
 ) -> list[str]:
-    """The command line of a rank: that of this command, without what says how ranks are launched.
+    """The command line that starts one rank: this command's options, without those that launch ranks.
 
     Args:
-        of_launch: options that the ranks are not given. together: those that take all their values at once.
+        command: name of the subcommand.
+        args: its parsed options.
+        of_launch: options that ranks do not receive.
+        together: options that take all their values at once.
     """
     from mm_core.runtime.launch.launcher import COMMAND
 
@@ -91,29 +104,31 @@ def rank_command(
 
 
 def refuse_among_ranks(args: argparse.Namespace, of_launch: Sequence[str]) -> None:
-    """MMError where a process that a launcher has started is given options of a launcher: the world is given,
-    and they would be passed over in silence."""
+    """Raises MMError if a rank that a launcher has started receives options that launch ranks.
+
+    The launcher has set the number of ranks already, so these options would be ignored silently.
+    """
     given = [f"--{name.replace('_', '-')}" for name in of_launch if getattr(args, name) is not None]
     if given:
         raise MMError(
-            f"{', '.join(given)} cannot be met: this process is already rank {os.environ['RANK']} of"
+            f"{', '.join(given)} cannot be used here: this process is already rank {os.environ['RANK']} of"
             f" {os.environ.get('WORLD_SIZE', '?')} (RANK is set in the environment)",
             where="command line",
-            hint="leave the options to torchrun, or unset RANK and let the command start the ranks",
+            hint="pass such options to torchrun, or unset RANK and let this command start the ranks",
         )
 
 
 def _while_read(work: Callable[[], int]) -> int:
-    """The exit code of a rank's work; 141, in silence, where the reader of the output went away."""
+    """The exit code of a rank's work; 141, without a message, if the reader of the output has gone."""
     try:
         return work()
     except BrokenPipeError:
         output = select.poll()
         output.register(sys.stdout.fileno(), 0)
         if not output.poll(0):
-            raise  # of another pipe
+            raise  # another pipe is broken
         from mm_core.runtime.launch.rank_process import has_told
 
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # it is flushed once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it again at exit
         has_told()
         return READER_LEFT

@@ -1,1 +1,1 @@
-"""The YAML of a run: sections, strict reading, interpolation, overrides, the config of a stored run."""
+"""The config (YAML) of a run: sections, strict reading, interpolation, overrides, configs of stored runs."""

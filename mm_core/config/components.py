@@ -1,4 +1,4 @@
-"""The components that a config names."""
+"""The components that a config names, with their keys."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from mm_core.schema.nodes import inside
 
 
 def walk_components(value: object, key: str = "") -> list[tuple[str, ComponentConfig]]:
-    """Every component of a config with its key path, outer ones first."""
+    """Every component in a config value with its key path, outer components first."""
     found = [(key, value)] if isinstance(value, ComponentConfig) else []
     held = inside(value)
     items = held.items() if isinstance(held, dict) else enumerate(held or ())

@@ -1,4 +1,4 @@
-"""A RunConfig as YAML again: every default filled, what came from the environment left as written."""
+"""A RunConfig as YAML again: every default filled in, `${oc.env:..}` texts left as written."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mm_core.schema.nodes import inside
 
 
 class _Dumper(yaml.SafeDumper):
-    """Puts in quotes what our reader, unlike PyYAML's, would take for a number; writes no aliases."""
+    """Quotes strings that our reader would read as numbers (PyYAML's would not), and writes no aliases."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    # In other styles PyYAML folds these line breaks, which then read back as spaces.
+    # In other styles PyYAML folds these line breaks, and they are read back as spaces.
     style = '"' if any(mark in text for mark in "\x85\u2028\u2029") else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
 
@@ -33,20 +33,23 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+.0123456
 
 
 def to_mapping(config: RunConfig) -> dict[str, Any]:
-    """Plain values that `load_config` reads back into an equal config."""
+    """A run's config as a plain mapping, which `load_config` reads back into an equal config."""
     plain = _plain(config, "", config.literals)
     assert isinstance(plain, dict)
     return plain
 
 
 def to_yaml(config: RunConfig) -> str:
-    """`to_mapping` as a YAML text. ConfigError for one that is too large for `load_config`: nothing could be
-    made of the run that it belongs to."""
+    """A run's config as YAML text, with every default filled in.
+
+    Raises:
+        ConfigError: the text is too large for `load_config`, so no command could open the run.
+    """
     text: str = yaml.dump(to_mapping(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
     if (size := len(text.encode())) > MAX_BYTES:
-        what = f"with every default filled, this config takes {size // 1024 + 1} KiB"
-        hint = "keep long lists (prompts, rows) in files of their own"
-        raise ConfigError(what, accepted=f"{MAX_BYTES // 1024} KiB at most", hint=hint)
+        what = f"with every default filled in, this config takes {size // 1024 + 1} KiB"
+        hint = "move long lists (prompts, rows) to separate files"
+        raise ConfigError(what, accepted=f"at most {MAX_BYTES // 1024} KiB", hint=hint)
     return text
 
 
@@ -62,5 +65,5 @@ def _plain(value: object, path: str, literals: Mapping[str, str]) -> object:
         return escape(str(value))
     if value is None or isinstance(value, (bool, int, float)):
         return value
-    what = f"a YAML cannot hold {value!r}, of type {type(value).__qualname__}"
-    raise ConfigError(what, where=path, hint="config fields hold numbers, texts, lists and mappings")
+    what = f"{value!r} of type {type(value).__qualname__} cannot be written as YAML"
+    raise ConfigError(what, where=path, accepted="numbers, strings, booleans, lists and mappings")

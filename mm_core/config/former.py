@@ -1,5 +1,4 @@
-"""Values that earlier versions took and this one does not: read in the config of a stored run, refused in any
-other."""
+"""Config values that only earlier versions accept: read in the config of a stored run, else refused."""
 
 from __future__ import annotations
 
@@ -8,13 +7,18 @@ from mm_core.errors import ConfigError, MMError
 from mm_core.schema.nodes import FAILED, Node
 
 _WRITERS = ("process", "thread")
-"""What `checkpoint.async` took beside true and false."""
+"""Values of `checkpoint.async` that were accepted beside true and false."""
 _REMOVED = "the process mode was removed, and a thread writes every asynchronous save"
 
 
 def without_former_values(root: Node, sources: Sources, faults: list[MMError]) -> Node:
-    """The tree with `checkpoint.async: process` and `thread` of a stored file as true. Elsewhere each is a
-    fault."""
+    """A config's tree with former values of `checkpoint.async` replaced by true in files of a stored run.
+
+    Args:
+        root: the tree of the config.
+        sources: which files belong to a stored run.
+        faults: receives an error for each former value in another file.
+    """
     section, written = root.at("checkpoint"), root.at("checkpoint", "async")
     if section is None or written is None or written.value not in _WRITERS:
         return root

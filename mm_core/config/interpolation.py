@@ -1,4 +1,4 @@
-"""`${...}` within a config: OmegaConf's grammar, each text evaluated once; `oc.env` is the only resolver."""
+"""`${...}` in a config: OmegaConf's grammar, each text evaluated once; `oc.env` is the only resolver."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from mm_core.plugin.trust.known import ALLOW
 from mm_core.schema.nodes import FAILED, Node, from_python, to_python, unwritable
 
 MAX_TEXTS = 2_000
-"""Different texts with interpolations in a config: OmegaConf's parser takes a millisecond for each."""
+"""Most different texts with interpolations in a config: OmegaConf's parser takes a millisecond for each."""
 MAX_TEXT = 4_096
-"""Characters of a text with interpolations."""
+"""Most characters in one text with interpolations."""
 MAX_TOGETHER = 65_536
-"""Characters of all different texts with interpolations: OmegaConf's parser takes 30 us for each."""
+"""Most characters in all different texts with interpolations: OmegaConf's parser takes 30 us for each."""
 MAX_CHAIN = 20
-"""Texts that refer to each other one after the other."""
+"""Longest chain of texts that refer to each other."""
 MAX_EXPANDED = 1_000_000
-"""Characters that all interpolations of a config stand for together: a few lines can stand for billions."""
+"""Most characters that all interpolations of a config expand to: a few lines can expand to billions."""
 
 _ENVIRONMENT = "oc.env"
 _ACCEPTED = "${key.path}, ${oc.env:NAME} or ${oc.env:NAME,default}"
-_LITERAL = r"write \${ for a text that holds ${"
+_LITERAL = r"write \${ for a literal ${"
 _UNSET = re.compile(r"Environment variable '(.*)' not found", re.DOTALL)
 _BEFORE = re.compile(r"(\\*)\$\{")
 
 
 def escape(text: str) -> str:
-    """A text that OmegaConf reads as `text`, whatever interpolations it seems to hold."""
+    """A string with `${` escaped, so that a config reads it back literally instead of interpolating."""
     return _BEFORE.sub(lambda match: f"{match[1] * 2}\\${{", text)
 
 
@@ -42,11 +42,18 @@ def resolve(
     unset: list[MMError] | None = None,
     withholds: Callable[[Node], bool] = lambda node: False,
 ) -> tuple[Node, Mapping[str, str]]:
-    """The tree without interpolations, and the texts of those that depend on the environment.
+    """Resolves the `${...}` interpolations of a config.
 
-    One that cannot be resolved is a fault and becomes FAILED. `unset`, where it is another list than
-    `faults`, takes those of variables that are not set: their texts stay as they are written. So do those
-    that `withholds` keeps from reading the environment.
+    Args:
+        root: the tree of the config.
+        faults: receives an error for each text that cannot be resolved; its value becomes FAILED.
+        unset: receives the errors for environment variables that are not set; their texts stay as written.
+            None: these are errors like any other.
+        withholds: whether a text must not read the environment; it stays as written too.
+
+    Returns:
+        The tree without interpolations, and the original text of each value that depends on the environment,
+        by key.
     """
     unset = faults if unset is None else unset
     nodes = [node for node in root.leaves() if isinstance(node.value, str) and "${" in node.value]
@@ -64,7 +71,7 @@ def resolve(
         except _Unresolvable as error:
             cause = str(error)
         missing = _UNSET.search(cause) is not None
-        if cause:  # else its fault was reported where it was read
+        if cause:  # an empty cause: the error was reported already
             what = f"{_brief(node.value)} cannot be resolved: {cause}"
             (unset if missing else faults).append(ConfigError(what, where=node.place(), hint=_remedy(cause)))
         return node if missing and unset is not faults else node.holding(FAILED)
@@ -78,8 +85,8 @@ def _brief(text: str) -> str:
 
 
 def _withheld(node: Node, faults: list[MMError], unset: list[MMError]) -> Node:
-    """The text as it is written, for a variable may hold a secret."""
-    what = f"{node.value!r} of a stored run asks for the environment, and you have not trained with it"
+    """The text as written: an environment variable may hold a secret."""
+    what = f"{node.value!r} in a stored run reads the environment, and you have not trained with it"
     unset.append(ConfigError(what, where=node.place(), hint=ALLOW))
     if unset is faults:
         return node.holding(FAILED)
@@ -91,12 +98,12 @@ def _remedy(cause: str) -> str | None:
     if missing := _UNSET.search(cause):
         return f"set {missing[1]}, or give a default: ${{oc.env:{missing[1]},default}}"
     if "Interpolation key" in cause:
-        return "it can refer to keys that the files or overrides write, not to defaults"
+        return "an interpolation can refer only to keys set in the files or overrides, not to defaults"
     return None
 
 
 def _parsed(nodes: list[Node], faults: list[MMError]) -> dict[int, Any]:
-    """The parse tree of each text, by the id of its node; None where the text is a fault."""
+    """The parse tree of each text, by the id of its node; None if the text does not parse."""
     first: dict[str, Node] = {}
     for node in nodes:
         first.setdefault(node.value, node)
@@ -112,35 +119,35 @@ def _parsed(nodes: list[Node], faults: list[MMError]) -> dict[int, Any]:
 
 
 def _check_amount(different: list[Node]) -> None:
-    """ConfigError, before any is parsed, for more texts than a config can need."""
+    """Raises ConfigError for more texts than a config can need, before any of them is parsed."""
     together = 0
     for count, node in enumerate(different, 1):
         together += len(node.value) if len(node.value) <= MAX_TEXT else 0  # others are refused one by one
         if count > MAX_TEXTS:
-            what = f"more than {MAX_TEXTS:,} different texts hold interpolations"
+            what = f"more than {MAX_TEXTS:,} different strings contain interpolations"
         elif together > MAX_TOGETHER:
-            what = f"the texts with interpolations hold more than {MAX_TOGETHER:,} characters together"
+            what = f"the strings with interpolations contain more than {MAX_TOGETHER:,} characters in total"
         else:
             continue
         raise ConfigError(what, where=node.place(), hint=_LITERAL)
 
 
 def _parse(text: str) -> Any:
-    """What OmegaConf's own grammar finds in a text; a ConfigError without a place where that is a fault."""
+    """The parse tree of a text by OmegaConf's grammar; a ConfigError without a place if it does not parse."""
     if len(text) > MAX_TEXT:
-        what = f"a text of {len(text):,} characters holds interpolations"
-        return ConfigError(what, accepted=f"{MAX_TEXT:,} characters at most")
-    from omegaconf.errors import GrammarParseError  # 70 ms, which configs without interpolations need not pay
+        what = f"a string of {len(text):,} characters contains interpolations"
+        return ConfigError(what, accepted=f"at most {MAX_TEXT:,} characters", hint=_LITERAL)
+    from omegaconf.errors import GrammarParseError  # takes 70 ms: only where there are interpolations
     from omegaconf.grammar_parser import parse
 
     try:
         tree = parse(text)
         unknown = [name for name in _resolvers(tree) if name != _ENVIRONMENT]
     except (GrammarParseError, RecursionError):
-        return ConfigError(f"{_brief(text)} is no interpolation", accepted=_ACCEPTED, hint=_LITERAL)
+        return ConfigError(f"{_brief(text)} is not a valid interpolation", accepted=_ACCEPTED, hint=_LITERAL)
     if not unknown:
         return tree
-    what = f"there is no resolver {unknown[0]!r} in {_brief(text)}"
+    what = f"unknown resolver {unknown[0]!r} in {_brief(text)}"
     return ConfigError(what, accepted=_ACCEPTED, hint=did_you_mean(unknown[0], [_ENVIRONMENT]))
 
 
@@ -157,12 +164,12 @@ def _resolvers(tree: Any) -> list[str]:
 
 
 class _Unresolvable(Exception):
-    """Why a text has no value; empty for one that was reported already."""
+    """Why a text has no value; empty if the error was reported already."""
 
 
 class _Resolver:
-    """Values of texts, each evaluated once: OmegaConf itself evaluates a text as often as it is referred to,
-    which 30 lines of two references each make 2^30 times.
+    """Evaluates each text once. OmegaConf evaluates a text each time it is referred to: with 30 lines of two
+    references each, that is 2^30 times.
 
     Args:
         root: the tree that keys refer to.
@@ -172,9 +179,9 @@ class _Resolver:
     def __init__(self, root: Node, trees: Mapping[int, Any]) -> None:
         self.root, self.trees = root, trees
         self.open: list[Node] = []
-        self.tainted: set[int] = set()  # ids of nodes whose value the environment has a part in
+        self.tainted: set[int] = set()  # ids of nodes whose value depends on the environment
         self._done: dict[int, Node | _Unresolvable] = {}
-        self._sizes: dict[int, int] = {}  # of done nodes, in characters
+        self._sizes: dict[int, int] = {}  # characters in each finished node
         self._spent = 0
         self._above: dict[int, Node] = {}
         self._note_parents(root)
@@ -185,7 +192,7 @@ class _Resolver:
             self._note_parents(child)
 
     def value(self, node: Node) -> Node:
-        """A node of the tree without interpolations. _Unresolvable when it has no value."""
+        """The node with its interpolations resolved. Raises _Unresolvable when it has no value."""
         done = self._done.get(id(node))
         if done is None:
             if any(node is other for other in self.open):
@@ -213,7 +220,7 @@ class _Resolver:
         if self.trees[id(node)] is None:
             raise _Unresolvable("")
         if sum(id(other) in self.trees for other in self.open) > MAX_CHAIN:
-            raise _Unresolvable(f"it refers to another over more than {MAX_CHAIN} steps")
+            raise _Unresolvable(f"it refers to another key over more than {MAX_CHAIN} steps")
         before = self._spent
         value = self._visited(self.trees[id(node)])
         if isinstance(value, str) and (what := unwritable(value)):
@@ -235,12 +242,12 @@ class _Resolver:
             value = GrammarVisitor(self._referred, self._from_environment, memo=set()).visit(tree)
         except (OmegaConfBaseException, ValueError, TypeError) as error:
             raise _Unresolvable((str(error).splitlines() or [type(error).__name__])[0]) from None
-        return str(value) if isinstance(value, str) else value  # OmegaConf has a text class of its own
+        return str(value) if isinstance(value, str) else value  # OmegaConf has its own string class
 
-    # -- what OmegaConf's visitor asks for -----------------------------------------------------
+    # -- called by OmegaConf's visitor ---------------------------------------------------------
 
     def _referred(self, key: Any, memo: Any) -> Any:
-        """The plain value that `${key}` stands for. (A text before OmegaConf 2.4, then an object.)"""
+        """The plain value of `${key}`. (The key is a string before OmegaConf 2.4, then an object.)"""
         raw = str(getattr(key, "raw", key))
         dots = len(raw) - len(raw.lstrip("."))
         parts = getattr(key, "parts", None)
@@ -258,7 +265,7 @@ class _Resolver:
         return to_python(resolved)
 
     def _found(self, dots: int, parts: list[str]) -> Node | None:
-        """What a path leads to. One dot is the mapping or list around, each further one its parent."""
+        """The node at a path. One leading dot is the enclosing mapping or list, each further dot a parent."""
         current: Node | None = self.root if not dots else self.open[-1]
         for _ in range(dots):
             current = self._above.get(id(current))
@@ -278,7 +285,7 @@ class _Resolver:
     def _from_environment(self, name: str, args: tuple[Any, ...], args_str: tuple[str, ...]) -> Any:
         self.tainted.add(id(self.open[-1]))
         if not 1 <= len(args) <= 2 or not isinstance(args[0], str):
-            raise _Unresolvable(f"oc.env takes the name of a variable, and a default: {_ACCEPTED}")
+            raise _Unresolvable(f"oc.env takes the name of a variable and an optional default: {_ACCEPTED}")
         found = os.environ.get(args[0]) if "\0" not in args[0] else None
         if found is None and len(args) == 1:
             raise _Unresolvable(f"Environment variable '{args[0]}' not found")

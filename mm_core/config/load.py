@@ -1,4 +1,4 @@
-"""From a YAML file and overrides to a checked RunConfig. Every fault is reported at once."""
+"""From a YAML file and overrides to a checked RunConfig. All errors are reported at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mm_core.config.former import without_former_values
 from mm_core.config.interpolation import resolve
-from mm_core.config.overrides import lay, merge
+from mm_core.config.overrides import apply_overrides, merge
 from mm_core.config.sections import RunConfig
 from mm_core.config.stored import Sources, known_only, stored_plugins, unknown_commands
 from mm_core.config.yaml_nodes import Spent, read_file
@@ -21,9 +21,9 @@ from mm_core.schema.nodes import FAILED, Node, show
 
 _LINE = re.compile(r"(.*?):(\d+)(?=: |\Z)")
 MAX_INCLUDES = 200
-"""Names in the `include:` of a config's files together."""
+"""Most names in the `include:` of all files of a config."""
 MAX_CHAIN = 50
-"""Files that include each other one after the other."""
+"""Longest chain of files that include each other."""
 
 _INCLUDE = "include"
 _SECTIONS = tuple(f.name for f in dataclasses.fields(RunConfig) if f.metadata.get("yaml", True))
@@ -37,32 +37,32 @@ def load_config(
     stored: bool | None = None,
     allow_code: bool = False,
 ) -> RunConfig:
-    """Reads, merges, resolves and checks a run's config. Imports no torch.
+    """Reads, merges, resolves and checks the config of a run, without importing torch.
 
     Args:
         path: the YAML file. Its `include:` names files, relative to it, that are merged first.
-        overrides: `key.path=value`, laid upon the file.
-        spare_environment: a variable that is not set is a fault only where the text that asks for it cannot
-            stand for its value; for a run that has trained, of which not all is needed any more.
-        stored: the file is a stored run's; None: its folder tells (see `mm_core.config.stored`).
-        allow_code: what a stored run's config names runs, and the environment that it asks for is read, also
-            where this user has not trained with it.
+        overrides: `key.path=value` texts that override keys of the file.
+        spare_environment: accept unset environment variables wherever the unresolved text is a valid value.
+            For a run that has trained, of which not everything is needed any more.
+        stored: whether the file belongs to a stored run; None: decided by its folder (see
+            `mm_core.config.stored`).
+        allow_code: run code named by a stored run's config, and read the environment for it, even if this
+            user has not trained with it.
 
     Returns:
-        The run, every default filled and every `type` a qualified name.
+        The config, with every default filled in and every `type` a qualified name.
 
     Raises:
-        ConfigError: `faults` lists each fault with file, line, key, what was found and what is
-            accepted.
-        TrustError: one-file plugins of a stored run that this user has not trained with, or a component of
-            it that runs files of a folder whatever this user has trained with.
+        ConfigError: `faults` lists each error with file, line, key, what was found and what is accepted.
+        TrustError: the stored run has one-file plugins that this user has not trained with, or a component
+            that runs files of a folder without checking whether this user has trained with them.
     """
     origins = Sources(stored, allow_code)
     sources = _Sources(origins)
     root = sources.read(Path(path), ())
     faults = sources.faults
-    root = lay(root, overrides, faults)
-    if sources.lost:  # without them, everything that they hold would be reported as missing
+    root = apply_overrides(root, overrides, faults)
+    if sources.lost:  # otherwise everything in the unreadable files would be reported as missing
         raise ConfigError(_ordered(faults), where=str(path))
     unset: list[MMError] = []
     root, literals = resolve(root, faults, unset if spare_environment else faults, origins.withholds)
@@ -87,7 +87,7 @@ def load_config(
 
 
 class _Sources:
-    """The files of one config. `lost` says that one of them could not be read."""
+    """Reads the files of one config. `lost` is set when one of them cannot be read."""
 
     def __init__(self, origins: Sources) -> None:
         self.origins = origins
@@ -95,10 +95,10 @@ class _Sources:
         self.lost = False
         self._read: dict[Path, Node] = {}
         self._spent = Spent()
-        self._included = 0  # names of files
+        self._included = 0  # number of included names so far
 
     def read(self, path: Path, above: tuple[Path, ...]) -> Node:
-        """A file merged upon those that it includes; `include` itself is taken out."""
+        """The tree of a file merged over the files that it includes, without the key `include`."""
         try:
             real = path.resolve()
         except (OSError, ValueError, RuntimeError) as error:  # links in a circle, a NUL character
@@ -108,7 +108,7 @@ class _Sources:
             raise ConfigError(f"files include each other: {chain}", where=str(path))
         if len(above) > MAX_CHAIN:
             raise ConfigError(f"files include each other over more than {MAX_CHAIN} levels", where=str(path))
-        if real not in self._read:  # a file that is included along many ways is read once
+        if real not in self._read:  # a file that is included several times is read once
             self._read[real] = self._merged(path, (*above, real))
         return self._read[real]
 
@@ -116,7 +116,7 @@ class _Sources:
         self.origins.note(path, above)
         node = read_file(path, self.faults, self._spent)
         if not isinstance(node.value, dict):
-            what = f"the file holds no mapping: found {show(node)}"
+            what = f"the file is not a mapping: found {show(node)}"
             raise ConfigError(what, where=node.where, accepted=", ".join(_SECTIONS))
         included = node.at(_INCLUDE)
         node = node.holding({k: v for k, v in node.value.items() if k != _INCLUDE})
@@ -144,15 +144,15 @@ class _Sources:
         accepted = "the path of a YAML file, or a list of them"
         for name in names:
             if name.value is FAILED:
-                self.lost = True  # and was reported
+                self.lost = True  # the error was reported already
             elif not isinstance(name.value, str):
                 self.faults.append(ConfigError(f"found {show(name)}", where=name.place(), accepted=accepted))
         return [name for name in names if isinstance(name.value, str)]
 
 
 def _anchor_plugins(root: Node, faults: list[MMError]) -> Node:
-    """Paths of one-file plugins are relative to the file that names them, or to the working directory
-    in an override. Done after interpolation, which may bring an absolute path."""
+    """Makes paths of one-file plugins absolute: they are relative to the file that names them, or to the
+    working directory in an override. Done after interpolation, which may yield an absolute path."""
     section, paths = root.at("plugins"), root.at("plugins", "path")
     if section is None or paths is None or not isinstance(paths.value, list):
         return root
@@ -165,17 +165,16 @@ def _anchored(item: Node, faults: list[MMError]) -> Node:
     folder = Path(written[1]).parent if written else Path()
     try:
         path = folder / Path(item.value).expanduser()
-    except RuntimeError:  # `~name/` of nobody
+    except RuntimeError:  # `~name/` of an unknown user
         user = item.value.partition("/")[0]
-        what = f"there is no user {user[1:]!r} whose home {user!r} could be"
-        faults.append(ConfigError(what, where=item.place()))
+        what = f"{user!r} is not a home folder: there is no user {user[1:]!r}"
+        faults.append(ConfigError(what, where=item.place(), accepted="the path of a Python file"))
         return item.holding(FAILED)
-    return item.holding(os.path.abspath(path))  # noqa: PTH100 - also takes `..` out
+    return item.holding(os.path.abspath(path))  # noqa: PTH100 - also removes `..`
 
 
 def _registry(root: Node, faults: list[MMError], origins: Sources) -> Registry:
-    """The plugins that are installed and those that the config names: they are needed before the rest is
-    checked."""
+    """The installed plugins and those that the config names, which are needed to check the rest."""
     paths = root.at("plugins", "path")
     if paths is None or not isinstance(paths.value, list):
         return get_registry()
@@ -190,7 +189,7 @@ def _registry(root: Node, faults: list[MMError], origins: Sources) -> Registry:
 
 
 def _ordered(faults: Sequence[MMError]) -> list[MMError]:
-    """Faults of one file together, from its first line to its last."""
+    """The errors grouped by file, each file's from its first line to its last."""
     files: dict[str, int] = {}
 
     def key(fault: MMError) -> tuple[int, int]:
@@ -201,5 +200,5 @@ def _ordered(faults: Sequence[MMError]) -> list[MMError]:
 
     listed = sorted(faults, key=key)
     if len(listed) > MAX_FAULTS:
-        listed[MAX_FAULTS:] = [ConfigError(f"and more: the first {MAX_FAULTS} faults are listed")]
+        listed[MAX_FAULTS:] = [ConfigError(f"and more: only the first {MAX_FAULTS} errors are listed")]
     return listed

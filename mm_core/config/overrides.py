@@ -1,4 +1,4 @@
-"""`key=value` overrides: the value is YAML, and braces of module patterns need no quoting."""
+"""`key=value` overrides of a config: the value is YAML, and braces in module patterns need no quotes."""
 
 from __future__ import annotations
 
@@ -8,22 +8,30 @@ from dataclasses import replace
 from itertools import pairwise
 
 from mm_core.config.yaml_nodes import MAX_DEPTH, read_plain, read_quoted
-from mm_core.errors import ConfigError, MMError
+from mm_core.errors import ConfigError, MMError, plural
 from mm_core.schema.nodes import Node, unwritable
 
 MAX_OVERRIDE = 16_384
-"""Characters of one override."""
+"""Most characters in one override."""
 
 _KEY = re.compile(r"[A-Za-z_][\w\-]*(\.[\w\-]+)*\Z")
 
 
 class _Places(dict[str, Node]):
-    """What overrides put at places of a list, by index: `log.trackers.0=...`."""
+    """Values that overrides set at positions of a list, by index: `log.trackers.0=...`."""
 
 
-def lay(root: Node, overrides: Sequence[str], faults: list[MMError]) -> Node:
-    """The tree with the overrides laid upon it. Later ones win over earlier ones; among those of one
-    component the order does not matter, so that a switch of its type keeps the options given beside."""
+def apply_overrides(root: Node, overrides: Sequence[str], faults: list[MMError]) -> Node:
+    """Applies `key=value` overrides to a config.
+
+    Later overrides win over earlier ones. Within one component the order does not matter: an override of its
+    type keeps the options that other overrides set.
+
+    Args:
+        root: the tree of the config.
+        overrides: `key.path=value` texts.
+        faults: receives an error for each override that does not parse.
+    """
     tree = Node({}, "command line", "")
     for text in overrides:
         try:
@@ -35,21 +43,26 @@ def lay(root: Node, overrides: Sequence[str], faults: list[MMError]) -> Node:
 
 
 def parse_override(text: str) -> tuple[list[str], Node]:
-    """`a.b=3` -> (["a", "b"], the value's tree). ConfigError for what is no override."""
+    """Parses one config override: `a.b=3` -> (["a", "b"], the value's tree).
+
+    Raises:
+        ConfigError: the text is not of the form `key.path=value`.
+    """
     key, equals, value = text.partition("=")
     key = key.strip()
     if not equals or not _KEY.match(key) or key.count(".") >= MAX_DEPTH:
-        what, accepted = f"{text!r} is not an override", "key.path=value, such as train.steps=10"
+        what, accepted = f"{text!r} is not a config override", "key.path=value, e.g. train.steps=10"
         raise ConfigError(what, where="command line", accepted=accepted)
     where = f"override {text if len(text) <= 200 else text[:197] + '...'!r}"
     if len(text) > MAX_OVERRIDE:
-        what, accepted = f"an override of {len(text):,} characters", f"at most {MAX_OVERRIDE:,}"
+        what = f"the override is too long: {len(text):,} characters"
+        accepted = f"at most {MAX_OVERRIDE:,} characters"
         raise ConfigError(what, where=where, accepted=accepted)
     return key.split("."), _value(value.strip(), where, key)
 
 
 def _value(text: str, where: str, path: str) -> Node:
-    """Lists and mappings are split here and not by YAML, to which `{*}` and `{0-3,5}` are mappings."""
+    """Splits lists and mappings itself: YAML would read `{*}` and `{0-3,5}` as mappings."""
     if path.count(".") > MAX_DEPTH:
         raise ConfigError("nested too deeply", where=where)
     if text.startswith("[") and text.endswith("]"):
@@ -64,7 +77,7 @@ def _value(text: str, where: str, path: str) -> Node:
             if what := unwritable(name):
                 raise ConfigError(f"the key {name!r} cannot be used: {what}", where=f"{where}: {path}")
             if name in items:
-                raise ConfigError(f"the key {name!r} stands twice", where=f"{where}: {path}")
+                raise ConfigError(f"the key {name!r} is set twice", where=f"{where}: {path}")
             items[name] = replace(_value(inner.strip(), where, f"{path}.{name}"), key_where=where)
         return Node(items, where, path)
     quoted = read_quoted(text) if text[:1] in ("'", '"') else None
@@ -75,13 +88,13 @@ def _value(text: str, where: str, path: str) -> Node:
 
 
 def _cuts(text: str, separator: str) -> list[int]:
-    """Where the separator stands outside of brackets and quotes."""
+    """Positions of the separator outside brackets and quotes."""
     found, depth, quote = [], 0, ""
     for index, character in enumerate(text):
         if quote:
             quote = "" if character == quote else quote
         elif character in "'\"" and text[:index].rstrip()[-1:] in ("", "[", "{", ":", ","):
-            quote = character  # at the beginning of a value; an apostrophe within a word opens nothing
+            quote = character  # only at the start of a value: an apostrophe within a word opens no quote
         elif character in "[{":
             depth += 1
         elif character in "]}":
@@ -92,15 +105,22 @@ def _cuts(text: str, separator: str) -> list[int]:
 
 
 def _split(text: str) -> list[str]:
-    """The parts between commas; none after a last comma."""
+    """The parts between commas; nothing follows a trailing comma."""
     edges = [-1, *_cuts(text, ","), len(text)]
     parts = [text[start + 1 : end].strip() for start, end in pairwise(edges)]
     return parts if parts[-1] else parts[:-1]
 
 
 def merge(base: Node, over: Node, faults: list[MMError]) -> Node:
-    """`over` laid upon `base`: mappings merge, anything else replaces. What names another `type`
-    replaces the whole component, for the old one's keys mean nothing to it."""
+    """Merges one config tree over another: mappings merge, any other value replaces the old one.
+
+    A component with a different `type` replaces the old component completely, whose keys it does not have.
+
+    Args:
+        base: the lower tree.
+        over: the tree whose values win.
+        faults: receives an error for each list index out of range.
+    """
     if isinstance(base.value, list) and isinstance(over.value, _Places):
         return _merge_places(base, over, faults)
     if isinstance(over.value, str) and isinstance(base.value, dict) and "type" in base.value:
@@ -119,7 +139,7 @@ def merge(base: Node, over: Node, faults: list[MMError]) -> Node:
 
 
 def _mapping_of(name: Node) -> Node:
-    """A component by its bare name as the mapping that it is short for."""
+    """A component given by its bare name as a mapping with `type`."""
     return name.holding({"type": Node(name.value, name.where, name.child_path("type"), name.key_where)})
 
 
@@ -132,19 +152,21 @@ def _merge_places(base: Node, over: Node, faults: list[MMError]) -> Node:
         elif index == len(items):
             items.append(child)
         else:
-            what, accepted = f"{key!r} is no place in a list of {len(base.value)}", f"0 to {len(base.value)}"
+            size = len(base.value)
+            what = f"index {key} is out of range: the list has {plural(size, 'item')}"
+            accepted = f"0 to {size} ({size} appends)"
             faults.append(ConfigError(what, where=child.place(), accepted=accepted))
     return base.holding(items)
 
 
 def _same_type(old: object, new: object) -> bool:
-    """Whether two names may stand for one component: `adamw` and `core/adamw` may."""
+    """Whether two names can mean the same component, such as `adamw` and `core/adamw`."""
     a, b = str(old), str(new)
     return a == b or (("/" in a) != ("/" in b) and a.rsplit("/", 1)[-1] == b.rsplit("/", 1)[-1])
 
 
 def _put(tree: Node, keys: list[str], value: Node) -> Node:
-    """The tree of overrides with one more in it."""
+    """The tree of overrides with one more override added."""
     there = tree.at(*keys)
     if there is not None and isinstance(there.value, dict) and isinstance(value.value, str):
         value = _mapping_of(value)  # `optimizer.lr=1 optimizer=adamw`: the name joins the options
@@ -161,7 +183,7 @@ def _put(tree: Node, keys: list[str], value: Node) -> Node:
 
 
 def _settled(node: Node) -> Node:
-    """Places of a list that was not there are the list, when they are all of it."""
+    """Turns positions of a list that the file does not have into a list, when they are consecutive from 0."""
     settled = node.mapped(_settled)
     if isinstance(node.value, _Places) and node.value.keys() == {str(i) for i in range(len(node.value))}:
         return settled.holding([settled.value[str(i)] for i in range(len(node.value))])

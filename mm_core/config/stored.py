@@ -1,8 +1,8 @@
-"""Configs of stored runs: which files they are, and what in them may run or be read only when allowed.
+"""Configs of stored runs: which files these are, and which of their settings need the user's permission.
 
-A YAML of one's own names code as one's own script would. The config of a run or checkpoint was perhaps
-written by somebody else: what it names runs only where this user has trained with it, or where a flag allows
-it.
+A user's own YAML may name any code, as the user's own script may. The config of a stored run or checkpoint
+may come from somebody else: code that it names runs only if this user has trained with it, or if a flag
+allows it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mm_core.plugin.trust.known import ALLOW, KnownCode, Piece, digest_of
 from mm_core.schema.nodes import FAILED, Node
 
 KNOWN = "known"
-"""`trust_remote_code: known`: Python files of the folder run where this user has trained with them."""
+"""`trust_remote_code: known`: Python files of the folder run only if this user has trained with them."""
 
 _REMOTE = "trust_remote_code"
 _COMMAND = ("command", "core/command")
@@ -27,9 +27,9 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 
 
 def is_stored(path: Path) -> bool:
-    """Whether a file lies in the folder of a run or checkpoint, at whatever depth, or in that of a model that
-    was published or exported."""
-    places = (Path(os.path.abspath(path)), path.resolve())  # noqa: PTH100 - without `..`, with its links
+    """Whether a config file is in the folder of a stored run, of a checkpoint or of a published model, at any
+    depth."""
+    places = (Path(os.path.abspath(path)), path.resolve())  # noqa: PTH100 - removes `..`, keeps links
     return any(_is_model(folder) or _is_run(folder) for place in places for folder in place.parents)
 
 
@@ -45,7 +45,7 @@ def _is_run(folder: Path) -> bool:
         return (folder / name).is_file()
 
     marks = ("checksums.json", ".metadata", "facts.json", "config.yaml", "manifest.json")
-    # One alone is many another tool's file. `checksums.json` is gone from a checkpoint that was not finished.
+    # One mark alone may be another tool's file. An incomplete checkpoint has no `checksums.json`.
     checkpoint = (there("checksums.json") or there(".metadata")) and sum(map(there, marks)) > 1
     run = there("config.yaml") and (there("manifest.json") or there("metrics.jsonl"))
     return checkpoint or run or any(True for _ in (folder / "checkpoints").glob("step_*"))
@@ -53,9 +53,11 @@ def _is_run(folder: Path) -> bool:
 
 @dataclass
 class Sources:
-    """Of the files that a config was read from, which are a stored run's.
+    """The files that a config was read from, and which of them belong to a stored run.
 
-    stored: what the caller knows of them; None: their folders tell. allow_code: nothing is held back.
+    Args:
+        stored: whether all files belong to a stored run; None: decided by their folders.
+        allow_code: permit everything that the files name.
     """
 
     stored: bool | None = None
@@ -64,51 +66,60 @@ class Sources:
     _rewritten: list[Node] = field(default_factory=list)
 
     def note(self, path: Path, chain: tuple[Path, ...]) -> None:
-        """Called for each file that is read. chain: the files that include it, and last itself, their links
-        followed. What a stored file includes is stored too."""
+        """Records a config file that is read. A file included by a stored run's file counts as stored too.
+
+        Args:
+            path: the file.
+            chain: the files that include it, then the file itself, with links resolved.
+        """
         within = any(self._files[str(other)] for other in chain[:-1])
         stored = self.stored if self.stored is not None else within or is_stored(path)
         self._files |= {str(path): stored, str(chain[-1]): stored}
 
     def withholds(self, node: Node) -> bool:
-        """Whether a text that reads the environment is one of a stored file, and this user has not trained
-        with it at that place. Else a stranger's config would write secrets into what is made of it."""
+        """Whether a stored run's config must not read the environment at this value.
+
+        True unless this user has trained with this text at this key: a config from somebody else could write
+        secrets from the environment into its outputs.
+        """
         return self.wrote(node) and not KnownCode.of_user().holds(setting_piece(node.path, node.value).digest)
 
     def wrote(self, node: Node) -> bool:
-        """Whether a stored file says this, and nothing has allowed it."""
+        """Whether a config value comes from a stored run's file and has not been allowed."""
         return not self.allow_code and self.stored_at(node)
 
     def stored_at(self, node: Node) -> bool:
-        """Whether a stored file says this. The command line is the user's own, whatever it lays upon."""
-        file, _, line = node.where.rpartition(":")  # an override's text is in quotes: it ends in no digit
+        """Whether a config value comes from a stored run's file. Overrides on the command line never do."""
+        file, _, line = node.where.rpartition(":")  # an override ends with a quote, never with a digit
         if line.isdecimal():
             return self._files.get(file, True)
         return not node.where.startswith(("override ", "command line"))
 
     def read_as_known(self, remote: Node) -> Node:
-        """`trust_remote_code` of a stored file, as `known`."""
+        """Changes `trust_remote_code` in a stored run's config to `known`."""
         self._rewritten.append(remote)
         return remote.holding(KNOWN)
 
     def check_accepted(self, faults: Iterable[MMError]) -> None:
-        """TrustError where a component's own `trust_remote_code` is plain true or false: nobody would check
-        which files it runs."""
+        """Raises TrustError if a component of a stored run's config accepts only true or false as
+        `trust_remote_code`: it would run files without checking whether this user has trained with them."""
         places = {fault.where for fault in faults}
         if held := [node for node in self._rewritten if node.place() in places]:
             keys = ", ".join(node.path for node in held)
             raise TrustError(
-                f"{keys} of a stored run lets files of a folder run, and its component does not know of"
-                f" {KNOWN!r}: which of them you have trained with cannot be told",
+                f"{keys} of a stored run lets files of a folder run, and its component does not support"
+                f" {KNOWN!r}, which would run only files that you have trained with",
                 where=held[0].place(),
-                accepted="false, for what needs no code of the folder",
+                accepted="false, for a model that needs no code from its folder",
                 hint=ALLOW,
             )
 
 
 def known_only(node: Node, sources: Sources) -> Node:
-    """The tree, in which no `trust_remote_code` of a stored file runs more than what this user has trained
-    with, wherever a component has that key."""
+    """A config's tree in which `trust_remote_code` of a stored run is `known`, in every component.
+
+    Only Python files that this user has trained with can run then.
+    """
     node = node.mapped(lambda child: known_only(child, sources))
     remote = node.at(_REMOTE)
     if remote is not None and remote.value not in (False, FAILED) and sources.wrote(remote):
@@ -117,15 +128,17 @@ def known_only(node: Node, sources: Sources) -> Node:
 
 
 def stored_plugins(root: Node, sources: Sources) -> tuple[str, ...]:
-    """The paths of `plugins.path` that a stored file writes."""
+    """The one-file plugins of `plugins.path` that a stored run's config names."""
     return tuple(
         n.value for n in root.items("plugins", "path") if isinstance(n.value, str) and sources.wrote(n)
     )
 
 
 def unknown_commands(root: Node, sources: Sources) -> tuple[str, ...]:
-    """Programs that callbacks of a stored file would run, and this user has not trained with. Only training
-    runs them, so only training refuses them."""
+    """Programs named by callbacks of a stored run's config that this user has not trained with.
+
+    Only training runs callbacks, so only training refuses them.
+    """
     items = root.items("callbacks")
     if not any(sources.wrote(leaf) for n in items for leaf in n.leaves()):
         return ()
@@ -136,11 +149,11 @@ def unknown_commands(root: Node, sources: Sources) -> tuple[str, ...]:
 
 
 def command_piece(words: list[str]) -> Piece:
-    """The command of a callback, as the list of known code has it."""
+    """A callback's command as an entry for the list of code that this user has trained with."""
     text = json.dumps(words)
     return Piece(f"the command {text}", digest_of(f"command {text}".encode()))
 
 
 def setting_piece(path: str, text: str) -> Piece:
-    """A text that reads the environment, as the list of known code has it."""
+    """A config value that reads the environment, as an entry for the list of code this user trained with."""
     return Piece(f"{path}: {text}", digest_of(f"setting {json.dumps([path, text])}".encode()))

@@ -15,21 +15,20 @@ from mm_core.errors import ConfigError, MMError, did_you_mean, first_line
 from mm_core.schema.nodes import FAILED, Node, unwritable
 
 MAX_BYTES = 256 * 1024
-"""Of a config's files together: a run takes a few thousand, and PyYAML some seconds for these."""
+"""Most bytes in all files of a config: a run needs a few thousand, and PyYAML takes seconds for this many."""
 MAX_NODES = 100_000
-"""Values in a config's files together after aliases are expanded: a few lines of these can stand for
-billions."""
+"""Most values in all files of a config after aliases are expanded: a few lines can expand to billions."""
 MAX_DEPTH = 100
-"""Mappings and lists within each other."""
+"""Most levels of nested mappings and lists."""
 MAX_PATH = 1_000
-"""Characters of a key and of those above it together."""
+"""Most characters in a key path."""
 MAX_BITS = 1024
-"""Of an integer."""
+"""Most bits in an integer."""
 
 _TAG = "tag:yaml.org,2002:"
 _LINE_ENDS = "\0\r\n\x85\u2028\u2029"
 _BETWEEN_TOKENS = frozenset(" \t#\r\n\x85\u2028\u2029")
-_TAB_INDENTS = "found character '\\t' that indents: YAML indents by spaces only"
+_TAB_INDENTS = "a tab indents this line: YAML allows only spaces for indentation"
 FLOAT = re.compile(
     r"""(?:[-+]?(?:(?:\d[\d_]*)?\.\d+(?:[eE][-+]?\d+)?|\d[\d_]*\.(?:[eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+)
     |[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z""",
@@ -43,15 +42,15 @@ _READS = {
     "float": re.compile(rf"(?x:{FLOAT.pattern})|{_INT.pattern}".replace("|0x[\\da-fA-F]+", "")),
     "str": re.compile(""),
 }
-"""Tags of scalars, written or implied, and the texts that they may stand before."""
+"""Tags of scalars, written or implied, and the texts that each of them accepts."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 as PyYAML reads it, with the numbers of YAML 1.2: 1e-5 is one, and 0123 (octal), 1:30
-    (90) and dates are texts. As in YAML 1.2, tabs may stand where spaces separate and do not indent."""
+    """YAML 1.1 as PyYAML reads it, with the numbers of YAML 1.2: 1e-5 is a number, while 0123 (octal), 1:30
+    (90) and dates are strings. As in YAML 1.2, tabs may separate tokens but not indent lines."""
 
     def scan_to_next_token(self) -> None:
-        """PyYAML's, which knows no white space but spaces."""
+        """As in PyYAML, but tabs count as white space too."""
         if self.index == 0 and self.peek() == "\ufeff":
             self.forward()
         while self.buffer[self.pointer] in _BETWEEN_TOKENS:
@@ -69,12 +68,12 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.scanner.ScannerError("while scanning for the next token", mark, _TAB_INDENTS, mark)
 
     def _indents(self) -> bool:
-        """Whether the white space that ends here indents a line of a block."""
+        """Whether the white space before the current position indents a line of a block."""
         before = self.buffer[self.pointer - self.column : self.pointer]
         return not self.flow_level and not before.strip(" \t") and self.peek() != "\0"
 
     def scan_plain_spaces(self, indent: int, start_mark: yaml.Mark) -> list[Any] | None:
-        """PyYAML's: here for the tabs within and behind a plain text."""
+        """As in PyYAML, but with tabs within and after a plain string."""
         length = 0
         while self.peek(length) in (" ", "\t"):
             length += 1
@@ -87,9 +86,9 @@ class _Loader(yaml.SafeLoader):
         return [tabs]
 
     def scan_block_scalar_indicators(self, start_mark: yaml.Mark) -> tuple[bool | None, int | None]:
-        """PyYAML's: here for tabs behind `|` and `>`, which become spaces before it looks at them."""
+        """As in PyYAML, but tabs after `|` and `>` become spaces first."""
         tail = re.compile(r"[-+0-9]*([ \t]*)").match(self.buffer, self.pointer)
-        assert tail is not None  # it matches nothing too
+        assert tail is not None  # the pattern matches an empty string too
         spaces = " " * len(tail[1])
         self.buffer = self.buffer[: tail.start(1)] + spaces + self.buffer[tail.end(1) :]
         return super().scan_block_scalar_indicators(start_mark)
@@ -107,19 +106,22 @@ _Loader.add_implicit_resolver(f"{_TAG}int", _INT, list("-+0123456789"))
 
 @dataclass
 class Spent:
-    """Of what a config's files may take together: bytes, and values after aliases are expanded."""
+    """How much of a config's size limits its files have used so far."""
 
-    size: int = 0
-    nodes: int = 0
+    size: int = 0  # bytes
+    nodes: int = 0  # values, after aliases are expanded
 
 
 def read_file(path: Path, faults: list[MMError], spent: Spent | None = None) -> Node:
-    """The tree of a file.
+    """Reads a config's YAML file as a tree of nodes that know their file and line.
 
     Args:
         path: the file.
-        faults: takes what does not stop the reading; what does is raised.
-        spent: by the config's files that were read before it; takes what this one does.
+        faults: receives errors that do not stop the reading.
+        spent: what the config's earlier files have used; this file's share is added.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML or is too large.
     """
     spent = Spent() if spent is None else spent
     try:
@@ -129,8 +131,8 @@ def read_file(path: Path, faults: list[MMError], spent: Spent | None = None) -> 
         raise _not_found(path) from None
     except UnicodeDecodeError as error:
         wide = content.startswith((b"\xff\xfe", b"\xfe\xff"))
-        hint = "it begins as UTF-16 text does: save it as UTF-8" if wide else None
-        what = f"this is not UTF-8 text (byte {error.start})"
+        hint = "the file is UTF-16: save it as UTF-8" if wide else "save the file as UTF-8"
+        what = f"the file is not UTF-8 text (byte {error.start})"
         raise ConfigError(what, where=str(path), hint=hint) from None
     except MMError:
         raise
@@ -143,26 +145,24 @@ def read_file(path: Path, faults: list[MMError], spent: Spent | None = None) -> 
 
 
 def _content(path: Path, most: int) -> bytes:
-    """The bytes of a file, if it is one: a pipe may never end, and ranks could not read it again."""
+    """The bytes of a regular file. A pipe is refused: it may never end, and ranks could not read it again."""
     status = path.stat()
     if stat.S_ISDIR(status.st_mode):
         near = ", ".join(map(str, _yaml_files(path)[:8])) or None
         raise ConfigError("this is a folder, not a YAML file", where=str(path), accepted=near)
     if not stat.S_ISREG(status.st_mode):
-        raise ConfigError("this is no file but a pipe, socket or device", where=str(path))
+        raise ConfigError("this is a pipe, socket or device, not a file", where=str(path))
     with path.open("rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
-        what = (
-            f"the files of a config may hold {MAX_BYTES // 1024} KiB together; with this one they hold more"
-        )
-        hint = "is it the YAML of a run? Rows of data belong into files that the config names"
+        what = f"the config is too large: with this file, its files exceed {MAX_BYTES // 1024} KiB in total"
+        hint = "check that this is the YAML of a run; rows of data belong in separate files"
         raise ConfigError(what, where=str(path), hint=hint)
     return content
 
 
 def read_quoted(text: str) -> str | None:
-    """What a text in YAML quotes stands for; None when it is no such text."""
+    """The string that a quoted YAML scalar in a config override stands for; None if it is not quoted."""
     try:
         node = _parsed(text, "", lambda loader: loader.get_single_node())
     except ConfigError:
@@ -171,7 +171,7 @@ def read_quoted(text: str) -> str | None:
 
 
 def read_plain(text: str) -> Any:
-    """A scalar without quotes: 3 is an integer, true a boolean, null nothing, anything else a text."""
+    """An unquoted YAML scalar of a config override: an integer, number, boolean, None or string."""
     loader = _Loader("")
     try:
         tag = loader.resolve(yaml.ScalarNode, text, (True, False))  # type: ignore[no-untyped-call]
@@ -198,7 +198,7 @@ def _not_found(path: Path) -> ConfigError:
 
 
 def _parsed(text: str, name: str, read: Callable[[_Loader], Any]) -> Any:
-    """`read` of a loader over the text; what YAML refuses becomes a sentence with its line."""
+    """Calls `read` with a loader for the text; YAML errors become a ConfigError with the line."""
     try:
         loader = _Loader(text)
         try:
@@ -215,7 +215,7 @@ def _parsed(text: str, name: str, read: Callable[[_Loader], Any]) -> Any:
         what = ", ".join(part for part in (error.context, error.problem) if part)
         lines = text.splitlines()
         braces = mark is not None and mark.line < len(lines) and "{" in lines[mark.line]
-        hint = "put module patterns with braces in quotes" if braces else None
+        hint = "if this is a module pattern with braces, put it in quotes" if braces else None
         raise ConfigError(f"this is not YAML: {what}", where=where, hint=hint) from None
     except RecursionError:
         raise ConfigError(f"nested more than {MAX_DEPTH} levels deep", where=name) from None
@@ -242,7 +242,7 @@ class _Reader:
         where = self._where(source)
         self.spent.nodes += 1
         if id(source) in self.open:
-            raise ConfigError("an alias stands for something that contains the alias", where=where)
+            raise ConfigError("an alias refers to a value that contains the alias itself", where=where)
         if self.spent.nodes > MAX_NODES:
             raise ConfigError(f"aliases expand to more than {MAX_NODES:,} values", where=where)
         if len(self.open) >= MAX_DEPTH:
@@ -297,7 +297,7 @@ class _Reader:
                 continue
             if not isinstance(key, yaml.ScalarNode) or key.tag not in (f"{_TAG}str", f"{_TAG}int"):
                 shown = repr(key.value) if isinstance(key, yaml.ScalarNode) else "a list or mapping"
-                self._fault(where, path, f"the key {shown} is not a text", hint="put it in quotes")
+                self._fault(where, path, f"the key {shown} is not a string", hint="put it in quotes")
                 continue
             name = key.value
             if what := unwritable(name):
@@ -307,13 +307,13 @@ class _Reader:
                 what = f"the key {name[:40]!r}... and those above it are longer than {MAX_PATH:,} characters"
                 raise ConfigError(what, where=where)
             if name in own:
-                self._fault(where, path, f"the key {name!r} stands twice, first at {own[name].key_where}")
+                self._fault(where, path, f"the key {name!r} is set twice, first at {own[name].key_where}")
                 continue
             own[name] = self.node(child, f"{path}.{name}" if path else name, where)
         return {**merged, **own}
 
     def _merged(self, source: yaml.Node, path: str) -> dict[str, Node]:
-        """The mapping, or the list of mappings, behind `<<:`. Earlier ones come first."""
+        """The merged mapping, or list of mappings, after `<<:`. Earlier ones win."""
         merged: dict[str, Node] = {}
         for part in source.value if isinstance(source, yaml.SequenceNode) else [source]:
             inner = self.node(part, path)

@@ -1,6 +1,7 @@
-"""What plugins and core agree on: protocols of every kind, typed batches, FLOPs of a forward, randomness.
+"""The contracts of plugins and core: protocols of every kind of component, typed batches, FLOPs, randomness.
 
-A protocol without `Supports` is what a kind of component must do; `SupportsX` is what it may do besides.
+A protocol without `Supports` in its name is what a kind of component must implement; `SupportsX` is an
+optional capability.
 """
 
 from mm_core.contracts.batch import (

@@ -1,4 +1,4 @@
-"""Typed batches and losses: what moves between data, task, engine and loop."""
+"""Typed batches, losses and requests, which data, task, engine and loop exchange."""
 
 from __future__ import annotations
 
@@ -12,23 +12,27 @@ from torch import Tensor
 
 
 class SampleKey(NamedTuple):
-    """One draw of one sample: the seed path of everything random about it."""
+    """Epoch and index of a sample in a batch: the seed path of everything random about it."""
 
     epoch: int
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody calls on a key
+    index: int  # type: ignore[assignment]  # hides tuple.index, which is never called on a key
 
 
 IGNORED_LABEL = -100
-"""The label of what is not learnt, in Transformers' losses."""
+"""The label of tokens that are not learnt, as in Transformers' losses."""
 
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """A sample that could not be read, or a part of one (see `PartsError`).
+    """A sample of a batch that could not be read, or a part of one (see `PartsError`).
 
-    id: what a person would look for (a path). index: the sample's place in the dataset. reason: a sentence.
-    part: its number among all parts of the dataset; None: the sample as a whole. parts: how many the sample
-    has. replaced: another sample stands in for it; else it does without this part.
+    Attributes:
+        id: name of the sample for reports (a path).
+        index: the sample's index in the dataset.
+        reason: the error message.
+        part: number of the unreadable part among all parts of the dataset; None: the complete sample.
+        parts: number of parts of the sample.
+        replaced: another sample takes its place; otherwise the sample is used without this part.
     """
 
     id: str
@@ -43,12 +47,13 @@ class FailureRecord:
 class Batch:
     """A micro-batch. Subclasses add the tensors of their modality.
 
-    keys: one SampleKey a sample; with the run's seed it determines all of the sample's randomness.
-    sample_weights: [B] float32; 0 for samples that only fill up a ragged batch (they cost a forward, so
-        that all ranks run the same modules, and count for nothing).
-    ids: what a person would call each sample (a path, a row), for reports.
-    failures: samples, and parts of them, that could not be read while this batch was put together (set by
-        the loader).
+    Attributes:
+        keys: one SampleKey per sample; with the run's seed it determines all randomness of the sample.
+        sample_weights: [B] float32; 0 for samples that only fill up an incomplete batch (all ranks must run
+            the same modules) and do not count.
+        ids: names of the samples for reports (a path, a row).
+        failures: samples, and parts of them, that could not be read while this batch was built (set by the
+            loader).
     """
 
     keys: list[SampleKey]
@@ -60,15 +65,15 @@ class Batch:
         return len(self.keys)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
-        """The same batch with every tensor on `device`, except `sample_weights`, which stays on CPU."""
+        """Moves every tensor of the batch to a device, except `sample_weights`, which stays on the CPU."""
         return self._changed(lambda tensor: tensor.to(device, non_blocking=non_blocking), "sample_weights")
 
     def pin_memory(self) -> Self:
-        """The same batch with every tensor in page-locked memory (called by torch's DataLoader)."""
+        """Copies every tensor of the batch to page-locked memory (called by torch's DataLoader)."""
         return self._changed(lambda tensor: tensor.pin_memory())
 
     def _changed(self, change: Callable[[Tensor], Tensor], kept: str = "") -> Self:
-        """The same batch with its tensors changed, those in mappings by name among them."""
+        """A copy of the batch with its tensors changed, including tensors in dicts."""
         changed: dict[str, Any] = {}
         for name in (f.name for f in dataclasses.fields(self) if f.name != kept):
             value = getattr(self, name)
@@ -81,11 +86,13 @@ class Batch:
 
 @dataclass
 class VideoTextBatch(Batch):
-    """Clips and captions.
+    """A micro-batch of clips and captions.
 
-    pixels: [B,3,F,Y,X] float32 in [-1, 1].
-    captions: B strings.
-    text_ids, text_mask: [B,L] int64 and bool, filled by the task's batch transform in the worker.
+    Attributes:
+        pixels: [B,3,F,Y,X] float32 in [-1, 1].
+        captions: B strings.
+        text_ids: [B,L] int64 tokens, set by the task's batch transform in the data worker.
+        text_mask: [B,L] bool, false for padding; set like `text_ids`.
     """
 
     pixels: Tensor
@@ -96,14 +103,15 @@ class VideoTextBatch(Batch):
 
 @dataclass
 class TextBatch(Batch):
-    """What a Transformers model takes: tokens, and tensors of images or others beside them.
+    """A micro-batch of inputs for a Transformers model: tokens, and other tensors such as images.
 
-    inputs: tensors by the names that the model's `forward` has for them, padded, with `labels` among them:
-        [B] or [B,K] of rows, or [B,L] int64 of tokens, -100 where there is nothing to learn.
-    counts: of each row, how many labels its loss is over. tokens: of all rows, without padding. Both are
-        filled by the task's batch transform in the worker.
-    references: of each row, the answers in words that an evaluation takes for right; () of a row, or None:
-        those of its last labels.
+    Attributes:
+        inputs: padded tensors by the argument names of the model's `forward`, including `labels`: [B] or
+            [B,K] for rows, or [B,L] int64 for tokens, -100 where nothing is learnt.
+        counts: number of labels in the loss of each row; set by the task's batch transform in the worker.
+        tokens: number of tokens in all rows, without padding; set like `counts`.
+        references: for each row, the texts that an evaluation accepts as right answers; () or None: the text
+            of the row's last labels.
     """
 
     inputs: dict[str, Tensor]
@@ -114,15 +122,16 @@ class TextBatch(Batch):
 
 @dataclass
 class Loss:
-    """A loss as a sum and the weight that it is a sum over, so that means are exact anywhere.
+    """The loss of a micro-batch as a sum with its total weight, so that means over any ranks are exact.
 
-    total: scalar tensor with a graph: the weighted SUM over the micro-batch.
-    weight: equals `Task.weight(batch)`.
-    metrics: further detached scalar tensors, each also a weighted sum (the logger divides).
-    bins: [2, n] float32, detached: the loss and the weight that fell into each bin of `Task.bins`;
-        None where the task has no bins.
-    tokens: what the trained network has processed, in its own tokens (patches of latents).
-    flops: operations of its forward and backward, where the network says them; else 0.
+    Attributes:
+        total: scalar tensor with a graph: the weighted SUM over the micro-batch.
+        weight: equals `Task.weight(batch)`.
+        metrics: further detached scalar tensors, each a weighted sum too (the logger divides).
+        bins: [2, n] float32, detached: loss and weight in each bin of `Task.bins`; None if the task has no
+            bins.
+        tokens: number of tokens (patches of latents) that the trained network has processed.
+        flops: floating-point operations of forward and backward, if the network declares them; else 0.
     """
 
     total: Tensor
@@ -135,10 +144,12 @@ class Loss:
 
 @dataclass(frozen=True)
 class Bins:
-    """A scale along which the training loss is also shown, such as the noise level.
+    """A scale by which a task's training loss is also reported in bins, such as the noise level.
 
-    name: of the scale ("sigma"). edges: n + 1 rising numbers. declared: [n] the share of the training
-    weight that the configuration says should fall into each bin.
+    Attributes:
+        name: name of the scale ("sigma").
+        edges: n + 1 increasing numbers.
+        declared: [n] the share of the training weight that each bin should have according to the config.
     """
 
     name: str
@@ -148,16 +159,17 @@ class Bins:
 
 @dataclass
 class Evaluation:
-    """What a task says of one batch of held-out samples, row by row, without gradients.
+    """A task's results for one batch of held-out samples, row by row, without gradients.
 
-    sums: name -> [B] float32, each row's summed value; "loss" is one of them. The names are the same
-        for every batch.
-    weights: [B] float32, what a mean divides the sums by: 1 a row, or its number of tokens.
-        Rows whose `Batch.sample_weights` is 0 count for nothing, whatever stands here.
-    outputs: name -> [B,...] tensors that metric plugins may look at. `predictions` and `labels` are [B], or
-        [B,L] with the label -100 where nothing counts; `logits` are [B,K].
-    texts: what the task says of each row in words, where it does. references: of each row, what would have
-        been right; any of them.
+    Attributes:
+        sums: name -> [B] float32, each row's summed value, including "loss". The names are the same for every
+            batch.
+        weights: [B] float32, the divisor of `sums` in a mean: 1 per row, or its number of tokens. Rows whose
+            `Batch.sample_weights` is 0 do not count, whatever their weight here.
+        outputs: name -> [B,...] tensors for metrics. `predictions` and `labels` are [B], or [B,L] with the
+            label -100 where nothing counts; `logits` are [B,K].
+        texts: the task's answer to each row, if it answers in words.
+        references: the right answers for each row; one of them is enough.
     """
 
     sums: dict[str, Tensor]
@@ -169,14 +181,22 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """What to generate. None leaves a value to the task's own default.
+    """A request to sample clips. None: the task's default.
 
-    prompts: one clip each. negative_prompt: the unconditional branch of guidance ("" by default).
-    seed: noise of clip i comes from (seed, first + i) alone. first: number of the first prompt, where
-    several ranks share a list. steps: solver steps. guidance: classifier-free guidance scale (up to 1 there
-    is none), or one for each expert of the predictor, from noise to clean. num_frames, height, width: F, Y,
-    X in pixels. fps: 1/s. images: frames that each clip is given, uint8 [3,Y,X] of any size: its first one,
-    or its first and its last; () gives none to any.
+    Attributes:
+        prompts: one clip each.
+        negative_prompt: text of the unconditional branch of guidance ("" by default).
+        seed: the noise of clip i depends only on (seed, first + i).
+        steps: solver steps.
+        guidance: classifier-free guidance scale (off up to 1), or one per expert of the predictor, from noise
+            to clean.
+        num_frames: F, frames per clip.
+        height: Y in pixels.
+        width: X in pixels.
+        fps: frames per second.
+        first: number of the first prompt, when several ranks share a list.
+        images: conditioning frames of each clip, uint8 [3,Y,X] of any size: its first, or its first and its
+            last; (): no clip has any.
     """
 
     prompts: tuple[str, ...]
@@ -194,9 +214,9 @@ class SampleRequest:
 
 @dataclass(frozen=True)
 class Clip:
-    """A generated clip: pixels [3,F,Y,X] float32 in [-1, 1] on CPU, frames a second, its prompt."""
+    """A clip sampled by a task."""
 
-    pixels: Tensor
-    fps: float
+    pixels: Tensor  # [3,F,Y,X] float32 in [-1, 1] on the CPU
+    fps: float  # frames per second
     prompt: str
     extras: dict[str, Any] = field(default_factory=dict)

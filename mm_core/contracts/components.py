@@ -19,13 +19,18 @@ VelocityField = Callable[[Tensor, Tensor], Tensor]
 
 @runtime_checkable
 class Predictor(Protocol):
-    """A `torch.nn.Module` that predicts the scheduler's target from noisy latents.
+    """A predictor: a `torch.nn.Module` that predicts the scheduler's target from noisy latents.
 
-    Built on the meta device by its constructor; `init_weights` then fills every parameter and
-    buffer (non-persistent tables included) in place through `torch.nn.init` and in-place methods.
-    `text_padding` is "masked" (text behind the mask changes nothing) or `("fixed", n)` (text is
-    padded to n tokens with zeros and the mask is ignored). `patch_size` is (t, h, w) in latent
-    units: T, H and W must be divisible by it.
+    Its constructor builds it on the meta device; `init_weights` then fills every parameter and buffer
+    (including non-persistent tables) in place, with `torch.nn.init` and in-place methods.
+
+    Attributes:
+        text_padding: "masked" (masked text does not change the output) or `("fixed", n)` (text is padded to n
+            tokens with zeros and the mask is ignored).
+        patch_size: (t, h, w) in latent units: T, H and W must be divisible by it.
+        in_channels: channels of the input latents.
+        out_channels: channels of the output.
+        text_dim: width D of the text's hidden states.
     """
 
     text_padding: str | tuple[str, int]
@@ -37,21 +42,32 @@ class Predictor(Protocol):
     def __call__(
         self, latents: Tensor, timestep: Tensor, text: Tensor, text_mask: Tensor, **conditions: Tensor
     ) -> Tensor:
-        """latents[B,C,T,H,W], timestep[B] (or [B,N] per token) in scheduler units, text[B,L,D],
-        text_mask[B,L] bool -> [B,C,T,H,W] in the dtype of the latents."""
+        """Predicts from noisy latents: returns [B,C,T,H,W] in the dtype of the latents.
+
+        Args:
+            latents: [B,C,T,H,W].
+            timestep: [B], or [B,N] per token, in scheduler units.
+            text: [B,L,D].
+            text_mask: [B,L] bool, false for padding.
+            conditions: further tensors that the predictor accepts by name.
+        """
 
     def init_weights(self) -> None:
-        """Fills every parameter and buffer."""
+        """Initialises every parameter and buffer of the predictor in place."""
 
 
 @dataclass(frozen=True)
 class WeightsFrom:
-    """Files that hold a component's weights.
+    """The files that contain a component's weights.
 
-    path: file or folder. format: name of the weight format; None takes the one that fits best. part: the
-    files may hold a larger model; what lies outside of the component's own top-level modules is passed over.
-    unused: of a frozen component, its sub-modules that no result depends on (a pooler): they are not read,
-    and zero. new: of a trained one, the parameters that the files lack (a head): they begin at random.
+    Attributes:
+        path: file or folder.
+        format: name of the weight format; None: the one that matches best.
+        part: the files may contain a larger model; tensors outside the component's top-level modules are
+            skipped.
+        unused: sub-modules of a frozen component that no result depends on (a pooler): they are not read, and
+            stay zero.
+        new: parameters of a trained component that the files lack (a head): they start at random.
     """
 
     path: str
@@ -63,135 +79,180 @@ class WeightsFrom:
 
 @runtime_checkable
 class SupportsWeightsFrom(Protocol):
-    """A component with weights of its own that is built from settings alone: the core streams the weights
-    into it, each rank what it keeps."""
+    """Capability of a component with weights in files: the core streams them into it.
+
+    The component is built from its settings alone; each rank receives only the weights that it keeps.
+    """
 
     weights_from: WeightsFrom | None
 
 
 class Posterior(Protocol):
-    """The distribution that an autoencoder encodes pixels into; latents are at unit scale."""
+    """The distribution of latents that an autoencoder encodes pixels into; latents are at unit scale."""
 
     moments: Tensor
 
     def sample(self, generators: Sequence[torch.Generator]) -> Tensor:
-        """latents[B,C,T,H,W]; one generator a batch row."""
+        """Samples latents[B,C,T,H,W] from the posterior, with one generator per batch row."""
 
     def mode(self) -> Tensor:
-        """latents[B,C,T,H,W], the most likely ones."""
+        """The most likely latents[B,C,T,H,W] of the posterior."""
 
 
 @runtime_checkable
 class Frozen(Protocol):
-    """A component that is never trained. Its constructor is cheap and reads no file. Its weights are read
-    by the core (`Streamed`) or by itself (`SelfLoading`)."""
+    """A component that is never trained.
+
+    Its constructor is cheap and reads no file. Its weights are read by the core (`Streamed`) or by itself
+    (`SelfLoading`).
+    """
 
     def missing_files(self) -> list[str]:
-        """Paths that it will need and that do not exist (for `--dry-run`); [] when all is there."""
+        """Paths that the frozen component needs and that do not exist (for `--dry-run`)."""
 
 
 @runtime_checkable
 class SelfLoading(Frozen, Protocol):
-    """A frozen component that reads its weights itself: the same on every rank."""
+    """A frozen component that reads its own weights, complete on every rank."""
 
     def load(self, device: torch.device) -> None:
-        """Reads the weights onto `device`. Calling it again does nothing."""
+        """Reads the frozen component's weights onto a device. Calling it again does nothing."""
 
 
 @runtime_checkable
 class Streamed(Frozen, SupportsWeightsFrom, Protocol):
-    """A frozen `torch.nn.Module` that the core fills: `engine.frozen` says whether each rank keeps all of
-    it, a shard, or keeps it in host memory.
+    """A frozen `torch.nn.Module` that the core fills with weights.
 
-    entry_points: names of the methods that compute with the weights. Every rank calls them equally often,
-    in the same order. block_patterns: modules, by their path below the component, that may be gathered or
-    moved one at a time, because a call of an entry point runs each of them once; "auto" finds its lists of
-    like modules, () takes it whole.
+    The config key `engine.frozen` sets whether each rank keeps all weights, a shard, or keeps them in host
+    memory.
+
+    Attributes:
+        entry_points: names of the methods that compute with the weights. Every rank calls them equally often
+            and in the same order.
+        block_patterns: modules, by their path in the component, that can be gathered or moved one at a time
+            because a call of an entry point runs each of them once; "auto" finds lists of equal modules, ()
+            gathers the component as one.
     """
 
     entry_points: tuple[str, ...]
     block_patterns: Literal["auto"] | tuple[str, ...]
 
     def build_empty(self) -> None:
-        """Makes the modules as its files describe them, in evaluation mode, parameters on the meta device in
-        the dtype that they are kept in, buffers computed (see `empty_parameters`). CheckpointError for files
-        that are missing, or of another model. Calling it again does nothing."""
+        """Builds the frozen component's modules from its files, without memory for parameters.
+
+        The modules are in evaluation mode, their parameters on the meta device in their final dtype, their
+        buffers computed (see `empty_parameters`). Calling it again does nothing.
+
+        Raises:
+            CheckpointError: files are missing, or belong to another model.
+        """
 
 
 @runtime_checkable
 class Autoencoder(Frozen, Protocol):
-    """Pixels <-> latents. stride (t,y,x) pixels a latent; frames F must satisfy `latent_shape`."""
+    """An autoencoder, which encodes pixels into latents and decodes them.
+
+    Attributes:
+        stride: pixels per latent along (t, y, x).
+        latent_channels: channels C of the latents.
+    """
 
     stride: tuple[int, int, int]
     latent_channels: int
 
     def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        """(C,T,H,W) for a clip of F,Y,X pixels; ContractError naming valid sizes near it if none."""
+        """The latent shape (C,T,H,W) of a clip of F frames and Y x X pixels.
+
+        Raises:
+            ContractError: the size cannot be encoded; names valid sizes near it.
+        """
 
     def encode(self, pixels: Tensor) -> Posterior:
-        """pixels[B,3,F,Y,X] in [-1,1] -> posterior over latents[B,C,T,H,W]."""
+        """Encodes pixels[B,3,F,Y,X] in [-1,1] into a posterior over latents[B,C,T,H,W]."""
 
     def decode(self, latents: Tensor) -> Tensor:
-        """latents[B,C,T,H,W] -> pixels[B,3,F,Y,X] in [-1,1]."""
+        """Decodes latents[B,C,T,H,W] into pixels[B,3,F,Y,X] in [-1,1]."""
 
 
 @runtime_checkable
 class SupportsDoSample(Protocol):
-    """An autoencoder whose own options say which latents are trained on, where the task's say nothing.
+    """Capability of an autoencoder whose options set the latents to train on, if the task's options do not.
 
-    do_sample: true: samples of the posterior; false: its mode; None: it does not say.
+    Attributes:
+        do_sample: true: samples of the posterior; false: its mode; None: not set.
     """
 
     do_sample: bool | None
 
 
 Tokenizer = Callable[[Sequence[str]], tuple[Tensor, Tensor]]
-"""captions -> ids[B,L] int64, mask[B,L] bool. Picklable: it runs in data workers."""
+"""captions -> ids[B,L] int64, mask[B,L] bool. Must be picklable, since it runs in data workers."""
 
 
 @runtime_checkable
 class TextEncoder(Frozen, Protocol):
-    """Captions -> hidden states, in two halves: tokenize in data workers, encode on the device."""
+    """A text encoder, from captions to hidden states: it tokenizes in data workers and encodes on the device.
+
+    Attributes:
+        hidden_size: width D of a hidden state.
+        max_length: most tokens per caption.
+    """
 
     hidden_size: int
     max_length: int
 
     def tokenizer(self) -> Tokenizer:
-        """The half that runs in data workers, holding no weights. Rows are padded to the longest of
-        the batch or to `max_length`; the mask says which tokens are real."""
+        """The text encoder's tokenizer, which runs in data workers and has no weights.
+
+        It pads rows to the longest row of the batch or to `max_length`; its mask is false for padding.
+        """
 
     def encode(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """ids[B,L], mask[B,L] -> hidden[B,L,D], mask[B,L]."""
+        """Encodes captions: ids[B,L], mask[B,L] -> hidden[B,L,D], mask[B,L]."""
 
 
 @runtime_checkable
 class NoiseScheduler(Protocol):
-    """Noise, targets and weights of a diffusion process. Timesteps are float32, in model units
-    (0 .. num_train_timesteps); all functions are pure. `add_noise` and `target` are linear in the
-    latents and the noise, with factors that follow from the timestep alone."""
+    """A noise scheduler: noise, targets and loss weights of a diffusion process.
+
+    Timesteps are float32, in model units (0 .. num_train_timesteps); all functions are pure. `add_noise` and
+    `target` are linear in the latents and the noise, with factors that depend on the timestep only.
+    """
 
     def sample_timesteps(self, generators: Sequence[torch.Generator]) -> Tensor:
-        """timestep[B] float32 on CPU, row i drawn from generators[i]."""
+        """Draws training timesteps[B] float32 on the CPU, row i from generators[i]."""
 
     def timestep_quantile(self, u: Tensor) -> Tensor:
-        """timestep[B] float32 below which a share u[B] (in (0, 1), on CPU) of `sample_timesteps`
-        falls: the inverse of their cumulative distribution. It rises with the noise."""
+        """The quantiles of the training timesteps: the inverse of their cumulative distribution.
+
+        Args:
+            u: [B] shares in (0, 1), on the CPU.
+
+        Returns:
+            timestep[B] float32, increasing with the noise.
+        """
 
     def add_noise(self, latents: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
-        """x_t[B,C,T,H,W] from clean latents, standard normal noise and timestep[B]."""
+        """Adds noise to clean latents: x_t[B,C,T,H,W] from standard normal noise and timestep[B]."""
 
     def target(self, latents: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
-        """What the predictor should output at x_t."""
+        """The training target: the output that the predictor should have at x_t."""
 
     def loss_weight(self, timestep: Tensor) -> Tensor:
-        """[B] float32 factor of each sample's squared error."""
+        """The factor [B] float32 of each sample's squared error in the loss."""
 
     def model_timestep(self, timestep: Tensor) -> Tensor:
-        """The timestep as the predictor expects it."""
+        """The diffusion timestep as the predictor expects it."""
 
     def sigmas(self, steps: int) -> Tensor:
-        """sigmas[steps+1] float32 from 1 (noise) to 0 (clean) that sampling visits."""
+        """The noise levels of sampling: sigmas[steps+1] float32 from 1 (noise) to 0 (clean)."""
 
     def integrate(self, velocity: VelocityField, noise: Tensor, steps: int) -> Tensor:
-        """Solves from noise[B,C,T,H,W] to clean latents, calling `velocity(latents, timestep[B])`. A timestep
-        on the CPU tells which expert of a predictor is meant without waiting for the device."""
+        """Samples: solves from noise[B,C,T,H,W] to clean latents.
+
+        Args:
+            velocity: called as `velocity(latents, timestep[B])`. If the timestep is on the CPU, the expert
+                of a predictor is selected without waiting for the device.
+            noise: [B,C,T,H,W].
+            steps: number of solver steps.
+        """

@@ -1,4 +1,4 @@
-"""Protocols of answers in words: what a dataset makes of a conversation, and what a task answers."""
+"""Protocols of answers in words: how a dataset lays out a conversation, and how a task answers it."""
 
 from __future__ import annotations
 
@@ -10,24 +10,27 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from torch import Tensor
 
 OnText = Callable[[str], None]
-"""Is told each piece of an answer as soon as it is there; the pieces joined are the answer."""
+"""Callback that receives each piece of an answer as soon as it is generated; joined, they are the answer."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What one side says. images: files that are shown before the text."""
+    """One turn of a conversation with a model."""
 
     role: Literal["system", "user", "assistant"]
     text: str
-    images: tuple[Path, ...] = ()
+    images: tuple[Path, ...] = ()  # image files placed before the text
 
 
 @dataclass(frozen=True)
 class Question:
-    """A row of a file that asks something.
+    """A question to a model, from a row of a file.
 
-    id: what a person would call it. text: what is asked. inputs: as `Conversing.prompt`. references: answers
-    that would be right; () where the row holds none.
+    Attributes:
+        id: name of the row for reports.
+        text: the text of the question.
+        inputs: the model's inputs, as from `Conversing.prompt`.
+        references: right answers; () if the row has none.
     """
 
     id: str
@@ -38,9 +41,14 @@ class Question:
 
 @dataclass(frozen=True)
 class Decoding:
-    """How an answer is made. max_new_tokens: at most; None leaves it to the task. temperature: 0 takes the
-    likeliest token each time. top_p: of the likeliest tokens, the share of probability that is drawn from.
-    seed: answer i is drawn from (seed, i)."""
+    """How the tokens of an answer are sampled.
+
+    Attributes:
+        max_new_tokens: most tokens per answer; None: as the task sets it.
+        temperature: sampling temperature; 0 always takes the most likely token.
+        top_p: sample from the most likely tokens whose probabilities sum to this value.
+        seed: answer i is drawn from (seed, i).
+    """
 
     max_new_tokens: int | None = None
     temperature: float = 0.0
@@ -49,36 +57,59 @@ class Decoding:
 
 
 class Conversing(Protocol):
-    """Makes of conversations what a model generates from, as the dataset lays out its rows."""
+    """Turns conversations into model inputs, laid out like the dataset's rows."""
 
     def prompt(self, turns: Sequence[Turn]) -> Mapping[str, Tensor]:
-        """Inputs by the names that the model's `forward` has for them, a batch of one, of a conversation
-        whose next turn is the assistant's. They have the same names, and run the same modules, for every
-        conversation. DataError for one that cannot be laid out, or a file that cannot be read."""
+        """The model inputs of a conversation whose next turn is the assistant's, as a batch of one.
+
+        The names are the argument names of the model's `forward`. They are the same for every conversation,
+        and so are the modules that run.
+
+        Raises:
+            DataError: the conversation cannot be laid out, or a file cannot be read.
+        """
 
     def questions(self, file: Path) -> Sequence[Callable[[], Question]]:
-        """The rows of a file in the dataset's own style, each read when it is called: DataError for a row
-        that cannot be, and at once for a file."""
+        """The questions in a file in the dataset's format; each function reads its row when called.
+
+        Raises:
+            DataError: the file cannot be read. For a row that cannot be read, its function raises it.
+        """
 
 
 @runtime_checkable
 class SupportsConversing(Protocol):
-    """A dataset whose model can be asked, without the rows that it was trained on."""
+    """Capability of a dataset class that lays out questions for its model, without reading its rows."""
 
     @classmethod
     def conversing(cls, **fields: Any) -> Conversing:
-        """fields: those that the class is called with. ContractError where they lay out no questions."""
+        """Creates what turns conversations into model inputs for this dataset class.
+
+        Args:
+            fields: the fields that the class is called with.
+
+        Raises:
+            ContractError: with these fields the dataset cannot lay out questions.
+        """
 
 
 @runtime_checkable
 class SupportsAnswer(Protocol):
-    """A task that answers in words, where others make clips."""
+    """Capability of a task that answers in words instead of making clips."""
 
     def check_answers(self) -> None:
-        """ContractError, before any weights are read, for a model that generates no text."""
+        """Checks that the task's model can generate text, before any weights are read.
+
+        Raises:
+            ContractError: it cannot.
+        """
 
     def check_question(self, question: Mapping[str, Tensor]) -> None:
-        """DataError for a question, a batch of one, that the model cannot answer: it is too long, say."""
+        """Checks that the task's model can answer a question, given as a batch of one.
+
+        Raises:
+            DataError: it cannot, e.g. because the question is too long.
+        """
 
     def answer(
         self,
@@ -88,10 +119,15 @@ class SupportsAnswer(Protocol):
         on_text: OnText | None = None,
         stopped: Callable[[], bool] | None = None,
     ) -> list[str]:
-        """The answers to questions, each a batch of one, which have these numbers. Called under no_grad with
-        all modules on the device, by all ranks at once where several share the model. What is asked beside a
-        question, here or on another rank, changes nothing of its answer.
+        """Generates the answers to questions.
 
-        on_text: is told the answer to the first. stopped: asked after each token; once it says true, the
-        answers end here, and no rank goes on alone.
+        Called under no_grad with all modules on the device, and by all ranks at once when they share the
+        model. Other questions, here or on another rank, must not change the answer to a question.
+
+        Args:
+            questions: the questions, each a batch of one.
+            decoding: how tokens are sampled.
+            numbers: the number of each question, which seeds its sampling.
+            on_text: receives the pieces of the first answer.
+            stopped: called after each token; when it returns true, generation stops on all ranks.
         """

@@ -1,4 +1,4 @@
-"""What a run reads: videos, and datasets with what some of them offer beside their rows."""
+"""Protocols of datasets and video readers, and the optional capabilities of datasets."""
 
 from __future__ import annotations
 
@@ -13,86 +13,107 @@ from mm_core.contracts.batch import Batch
 from mm_core.contracts.randomness import Randomness
 
 Ending = Literal["done", "stopped", "failed"]
-"""How a run's process ends: with the run, saved and stopped before that on request, or by an error."""
+"""How a run's process ends: the run is done, it was saved and stopped on request, or an error ended it."""
 
 
 @dataclass(frozen=True)
 class VideoInfo:
-    """What a container's header says. width, height in pixels after rotation; fps in 1/s (average);
-    num_frames as declared or counted; duration in seconds."""
+    """The properties of a video file, from its header."""
 
-    width: int
-    height: int
-    fps: float
-    num_frames: int
-    duration: float
+    width: int  # pixels, after rotation
+    height: int  # pixels, after rotation
+    fps: float  # average frames per second
+    num_frames: int  # as declared or counted
+    duration: float  # seconds
 
 
 class VideoReader(Protocol):
-    """Decodes chosen frames of a video file."""
+    """A video reader, which decodes selected frames of a video file."""
 
     def probe(self, path: Path) -> VideoInfo:
-        """Reads the header only. DataError for what is no readable video."""
+        """Reads only the header of a video file.
+
+        Raises:
+            DataError: the file is not a readable video.
+        """
 
     def read(self, path: Path, seconds: Sequence[float]) -> Tensor:
-        """Frames shown at the given times -> uint8 [F,Y,X,3]. DataError for damaged files."""
+        """Decodes the frames of a video shown at the given times into uint8 [F,Y,X,3].
+
+        Raises:
+            DataError: the file is damaged.
+        """
 
 
 class Dataset(Protocol):
-    """Map-style samples: plain dicts. One that draws at random also is a SupportsSampleAt."""
+    """A map-style dataset of plain dicts. A dataset with random samples is a SupportsSampleAt too."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """One sample. DataError when it cannot be read: it is then skipped, counted and listed.
+        """Reads one sample of the dataset.
 
-        One that is made of several parts (conversations that share a row) has a PartsError of those that
-        cannot be read under `missing`, and holds the others; where none is left, it raises that error. The
-        loader takes `missing` off before `collate`; each part is listed, and counts as its share of the
-        sample."""
+        A sample of several parts (conversations that share a row) keeps its readable parts, and has a
+        PartsError for the others under `missing`. The loader removes `missing` before `collate`; each
+        unreadable part is listed, and counts as its share of the sample.
+
+        Raises:
+            DataError: the sample cannot be read; it is then skipped, counted and listed.
+            PartsError: no part of the sample can be read.
+        """
 
     def collate(self, samples: Sequence[dict[str, Any]]) -> Batch:
-        """Samples -> batch. The loader has added `key` (SampleKey) and `weight` to each sample."""
+        """Builds a batch from samples, to which the loader has added `key` (SampleKey) and `weight`."""
 
 
 @runtime_checkable
 class SupportsSampleAt(Protocol):
-    """A dataset whose samples depend on chance (random start frame, crop, flip)."""
+    """Capability of a dataset with random samples (random start frame, crop, flip)."""
 
     def sample_at(self, index: int, rng: Randomness) -> dict[str, Any]:
-        """Like `__getitem__`, with all chance taken from `rng` (seed, "data", epoch, index)."""
+        """Reads one sample of the dataset, with all randomness from `rng` (seed, "data", epoch, index)."""
 
 
 @runtime_checkable
 class SupportsLengths(Protocol):
-    """A dataset that knows how long its samples are, so that batches of like ones can be made of them."""
+    """Capability of a dataset that knows the lengths of its samples, to batch samples of similar length."""
 
     def lengths(self) -> Tensor:
-        """[N] int64 on CPU, by any measure that grows with the cost of a sample: bytes, tokens, frames."""
+        """The lengths [N] int64 of the dataset's samples on the CPU, in any unit (bytes, tokens, frames)."""
 
 
 @runtime_checkable
 class SupportsCheckMicroBatch(Protocol):
-    """A dataset class whose options limit how many samples a batch may hold. The plan asks the class itself,
-    before anything is opened or measured."""
+    """Capability of a dataset class whose options limit the number of samples per batch.
+
+    The plan calls the class before any file is opened.
+    """
 
     @classmethod
     def check_micro_batch(cls, size: int, options: Mapping[str, Any]) -> None:
-        """ContractError where `size` samples make no batch. options: the config's, defaults filled."""
+        """Checks the number of samples per micro-batch against the dataset's options.
+
+        Args:
+            size: samples per micro-batch.
+            options: the options from the config, with defaults filled in.
+
+        Raises:
+            ContractError: no batch can have this many samples.
+        """
 
 
 @runtime_checkable
 class SupportsEvaluated(Protocol):
-    """A dataset class with options that suit training alone."""
+    """Capability of a dataset class with options that are only for training."""
 
     @classmethod
     def evaluated(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The options, written as in a config, that read other rows to evaluate them one by one."""
+        """The dataset's options, as in a config, for evaluating other rows one by one."""
 
 
 @runtime_checkable
 class SupportsClassNames(Protocol):
-    """A dataset or a task that has names for classes. Those of a run's datasets must be its task's."""
+    """Capability of a dataset or task with class names, on which a run's datasets and task must agree."""
 
     def class_names(self) -> tuple[str, ...]:
-        """In the order of their numbers; () where classes have numbers alone."""
+        """The names of the classes, in the order of their numbers; () if classes have only numbers."""

@@ -8,5 +8,5 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """`bf16` -> `torch.bfloat16` (names are checked by the config: see `DType`)."""
+    """The torch dtype of a dtype name in a config: `bf16` -> `torch.bfloat16`. See `DType`."""
     return _DTYPES[name]

@@ -15,7 +15,7 @@ _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class _EmptyData(TorchFunctionMode):
-    """`parameter.data = tensor`, which torch refuses across devices: without memory only its shape counts."""
+    """Permits `parameter.data = tensor` on meta, which torch refuses across devices."""
 
     def __torch_function__(
         self,
@@ -31,16 +31,19 @@ class _EmptyData(TorchFunctionMode):
 
 @contextmanager
 def empty_parameters() -> Iterator[None]:
-    """Within it, modules get their parameters on the meta device, and their buffers on the CPU as they are
-    computed: files seldom hold tables. To build a component whose weights the core streams."""
+    """Within the block, new modules have their parameters on the meta device and their buffers on the CPU.
+
+    Used to build a component whose weights the core streams. Buffers are computed, as weights files seldom
+    contain them.
+    """
     register = nn.Module.register_parameter
 
     def register_empty(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(module, name, param)
-        if param is not None and not param.is_meta:  # one that is already is shared, and stays one
+        if param is not None and not param.is_meta:  # a meta parameter is a shared one
             empty = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
             module._parameters[name] = empty
 
-    # Buffers are made on the CPU also where the caller builds on meta.
+    # Buffers are created on the CPU even if the caller builds on meta.
     with torch.device("cpu"), _EmptyData(), patch.object(nn.Module, "register_parameter", register_empty):
         yield

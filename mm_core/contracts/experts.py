@@ -1,4 +1,4 @@
-"""Predictors of several experts, and what routes to them.
+"""Protocols of predictors with several experts, each for an interval of timesteps.
 
 Letters as in `mm_core.contracts.components`.
 """
@@ -18,21 +18,21 @@ from mm_core.contracts.components import NoiseScheduler
 
 @dataclass(frozen=True)
 class Expert:
-    """A part of a predictor that is responsible for the timesteps low <= t < high of the noise scheduler
-    (none: up to pure noise). trained: whether the run trains it; the others serve sampling alone."""
+    """An expert of a predictor, responsible for the timesteps low <= t < high of the noise scheduler."""
 
     name: str
     low: float
-    high: float | None = None
-    trained: bool = True
+    high: float | None = None  # None: up to pure noise
+    trained: bool = True  # false: used only for sampling
 
 
 @runtime_checkable
 class SupportsExperts(Protocol):
-    """A predictor of several experts, each for timesteps of its own.
+    """Capability of a predictor with several experts, each for its own timesteps.
 
-    experts: all of them, from noise to clean; guidance scales are listed in this order. What is not trained
-        takes no memory until `complete` is entered.
+    Attributes:
+        experts: all experts, from noise to clean; guidance scales are listed in this order. Experts that are
+            not trained take no memory until `complete` is entered.
     """
 
     experts: Sequence[Expert]
@@ -46,21 +46,36 @@ class SupportsExperts(Protocol):
         expert: str | None = None,
         **conditions: Tensor,
     ) -> Tensor:
-        """As of `Predictor`, by the `expert` of that name for all rows. None: each row by the expert of its
-        timestep, which has to be fetched from the device, and may differ between ranks."""
+        """The forward of `Predictor`, with the expert named by `expert` for all rows.
+
+        None: each row uses the expert of its timestep, which must be fetched from the device and may differ
+        between ranks.
+        """
 
     def complete(self, device: torch.device) -> AbstractContextManager[None]:
-        """For the length of the block the experts that are not trained are there as well, on `device`,
-        frozen, with the weights that the run began from. CheckpointError where these cannot be read."""
+        """Within the block, the predictor's untrained experts are loaded too, frozen, on a device.
+
+        They have the weights that the run started from.
+
+        Raises:
+            CheckpointError: these weights cannot be read.
+        """
 
 
 @runtime_checkable
 class SupportsTruncated(NoiseScheduler, Protocol):
-    """A noise scheduler whose training timesteps can be cut to an interval: what experts are trained with."""
+    """Capability of a noise scheduler whose training timesteps can be limited to an expert's interval."""
 
     def truncated(self, low: float, high: float | None = None) -> NoiseScheduler:
-        """This scheduler, training timesteps low <= t < high alone (none: up to pure noise), in the same
-        proportions to each other. Nothing else changes. ContractError for an interval that is never drawn."""
+        """This noise scheduler, limited to training timesteps low <= t < high in the same proportions.
+
+        Args:
+            low: first timestep.
+            high: end of the interval; None: up to pure noise.
+
+        Raises:
+            ContractError: no training timestep is in the interval.
+        """
 
     def mass(self, low: float, high: float | None = None) -> float:
-        """The share of the training timesteps with low <= t < high (none: up to pure noise)."""
+        """The share of the scheduler's training timesteps with low <= t < high (None: up to pure noise)."""

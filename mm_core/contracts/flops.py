@@ -1,7 +1,7 @@
-"""What a predictor multiplies: the operations of a step follow from it, and so does MFU.
+"""FLOPs of a predictor's forward, from which the FLOPs of a step and the MFU are computed.
 
-A multiplication and an addition are two operations: a matrix product [m,k] x [k,n] is 2mkn of them. Norms,
-activations and rotations count for nothing (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311,
+A multiplication and an addition are two operations: a matrix product [m,k] x [k,n] has 2mkn. Norms,
+activations and rotations are not counted (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311,
 appendix B).
 """
 
@@ -15,16 +15,19 @@ Shape = Sequence[int]
 
 
 Paths = tuple[str, ...]
-"""Modules and parameters of the predictor that something comes from, and from all that theirs comes from."""
+"""Modules and parameters of the predictor that an input depends on, directly or transitively."""
 
 
 @dataclass(frozen=True)
 class ModuleFlops:
-    """Matrix products of one module in a forward.
+    """FLOPs of one module's matrix products in a forward.
 
-    module: its path in the predictor. flops: operations, of all rows. after: what the input comes from; None:
-    all products before it. second: what the other factor comes from where that is no weight of the module but
-    another activation, as in attention.
+    Attributes:
+        module: the module's path in the predictor.
+        flops: operations for all rows.
+        after: what the input depends on; None: all products before it.
+        second: what the second factor depends on, if it is not a weight of the module but another
+            activation, as in attention.
     """
 
     module: str
@@ -33,7 +36,7 @@ class ModuleFlops:
     second: Paths | None = None
 
     def below(self, path: str) -> ModuleFlops:
-        """The same product where the predictor that it is of lies at `path` of another."""
+        """These FLOPs for a predictor that is a sub-module, at `path`, of another predictor."""
 
         def moved(paths: Paths | None) -> Paths | None:
             return None if paths is None else tuple(f"{path}.{one}" for one in paths)
@@ -42,19 +45,29 @@ class ModuleFlops:
 
 
 def linear_flops(module: str, rows: int, into: int, out: int, after: Paths | None = None) -> ModuleFlops:
-    """A linear layer of [out, into] on `rows` rows, or a convolution whose stride is its kernel."""
+    """FLOPs of a linear layer, or of a convolution whose stride equals its kernel.
+
+    Args:
+        module: the layer's path in the predictor.
+        rows: number of input rows.
+        into: input width.
+        out: output width.
+        after: what the input depends on; None: all products before it.
+    """
     return ModuleFlops(module, 2 * rows * into * out, after)
 
 
 def attention_flops(
     module: str, sizes: tuple[int, int, int, int], q: Paths, k: Paths, v: Paths
 ) -> list[ModuleFlops]:
-    """Scores of queries and keys, and their product with the values, of all heads.
+    """FLOPs of an attention: the scores of queries and keys, and their product with the values, of all heads.
 
     Args:
-        module: the path of the attention.
-        sizes: (clips, queries, keys, width of all heads together).
-        q, k, v: paths below the module that each of the three comes from.
+        module: the attention's path in the predictor.
+        sizes: (clips, queries, keys, total width of all heads).
+        q: paths in the module that the queries depend on.
+        k: paths in the module that the keys depend on.
+        v: paths in the module that the values depend on.
     """
     batch, queries, keys, width = sizes
     flops = 2 * batch * queries * keys * width
@@ -64,22 +77,29 @@ def attention_flops(
 
 @runtime_checkable
 class SupportsModuleFlops(Protocol):
-    """A predictor that says what its forward multiplies. Without it, torch counts the first forward of a
-    run, which knows nothing of compiled regions and of kernels from outside."""
+    """Capability of a predictor that declares the FLOPs of its forward.
+
+    Without it, torch counts the FLOPs of a run's first forward, and misses compiled regions and third-party
+    kernels.
+    """
 
     def module_flops(
         self, latents: Shape, timestep: Shape, text: Shape, **conditions: Shape
     ) -> Sequence[ModuleFlops]:
-        """The products of a forward of arguments of these shapes, in the order of the forward. One of several
-        experts (`SupportsExperts`) also takes `expert`, as its forward does."""
+        """The FLOPs of a predictor's forward for arguments of these shapes, in the order of the forward.
+
+        A predictor with several experts (`SupportsExperts`) also accepts `expert`, as its forward does.
+        """
 
 
 @dataclass(frozen=True)
 class StepFlops:
-    """Operations of a forward and its backward.
+    """FLOPs of a training step's forward and backward.
 
-    forward: of all that is computed, frozen or not. backward: gradients of what is trained, and of the
-    inputs on the way there. recomputed: what the backward computes of the forward once more, no useful work.
+    Attributes:
+        forward: everything that is computed, frozen or not.
+        backward: gradients of the trained weights, and of activations on the way to them.
+        recomputed: parts of the forward that the backward computes again, which is no useful work.
     """
 
     forward: float
@@ -88,7 +108,7 @@ class StepFlops:
 
     @property
     def useful(self) -> float:
-        """What MFU counts."""
+        """The FLOPs that MFU counts: forward and backward, without recomputation."""
         return self.forward + self.backward
 
     def __mul__(self, times: float) -> StepFlops:
@@ -97,10 +117,12 @@ class StepFlops:
 
 @runtime_checkable
 class SupportsSampleFlops(Protocol):
-    """A task that says what a training sample costs before one is read, for the plan."""
+    """Capability of a task that knows the FLOPs of a training sample before one is read, for the plan."""
 
     def sample_flops(self, batch_spec: Mapping[str, Any], recomputed: Collection[str]) -> StepFlops | None:
-        """Of one sample of a dataset with these fields; None where that cannot be known.
+        """The FLOPs of one training sample; None if they are unknown.
 
-        recomputed: module paths in the task.
+        Args:
+            batch_spec: the config fields of the training dataset.
+            recomputed: paths in the task of modules that the backward recomputes.
         """

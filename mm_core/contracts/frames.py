@@ -1,4 +1,4 @@
-"""Image-to-video: predictors that are shown frames of the clip, and encoders of images.
+"""Protocols of image-to-video: predictors conditioned on frames of the clip, and image encoders.
 
 Letters as in `mm_core.contracts.components`; N tokens of the predictor, K tokens of an image, D their width.
 """
@@ -15,16 +15,18 @@ from mm_core.contracts.components import Frozen
 
 FrameName = Literal["first", "last"]
 FrameNames = tuple[FrameName, ...]
-"""Which frames of a clip are given, in their order: (), ("first",) or ("first", "last")."""
+"""The conditioning frames of a clip, in order: (), ("first",) or ("first", "last")."""
 
 
 @dataclass(frozen=True)
 class GivenFrames:
-    """Frames of a clip, encoded.
+    """Encoded conditioning frames of clips.
 
-    names: which ones, at least one. latents: [B,C,T',H,W] float32, what the autoencoder makes of
-    `SupportsFrames.frames_clip` (its mode). features: [B,K,D] float32 of the image encoder, the frames'
-    one behind the other; None where the predictor takes none.
+    Attributes:
+        names: which frames, at least one.
+        latents: [B,C,T',H,W] float32, the autoencoder's mode for `SupportsFrames.frames_clip`.
+        features: [B,K,D] float32 of the image encoder, concatenated over frames; None if the predictor does
+            not use them.
     """
 
     names: FrameNames
@@ -34,11 +36,13 @@ class GivenFrames:
 
 @dataclass(frozen=True)
 class PredictorInputs:
-    """What a forward takes beside the text.
+    """The inputs of a predictor's forward beside the text.
 
-    latents: [B,C,T,H,W]; those that are known from given frames stand in their place. timestep: [B], or
-    [B,N] one a token. conditions: further tensors by the name of the forward's argument. counts: bool
-    [1,1,T,H,W], true where the prediction means something; None: everywhere.
+    Attributes:
+        latents: [B,C,T,H,W], with the latents known from conditioning frames filled in.
+        timestep: [B], or [B,N] per token.
+        conditions: further tensors by argument name.
+        counts: bool [1,1,T,H,W], true where the prediction is used; None: everywhere.
     """
 
     latents: Tensor
@@ -47,7 +51,7 @@ class PredictorInputs:
     counts: Tensor | None = None
 
     def repeat(self, times: int) -> PredictorInputs:
-        """The rows `times` times, one block behind the other."""
+        """The predictor's inputs with all rows repeated, as consecutive copies of the batch."""
         return replace(
             self,
             latents=_repeat(self.latents, times),
@@ -62,38 +66,51 @@ def _repeat(rows: Tensor, times: int) -> Tensor:
 
 @runtime_checkable
 class SupportsFrames(Protocol):
-    """A predictor that may be shown frames of the clip that it predicts. Both methods are pure: they read no
-    parameter, and are called outside the forward.
+    """Capability of a predictor that accepts conditioning frames of the clip that it predicts.
 
-    frame_choices: the sets of frames that it can be given; the first is what it is trained with unless the
-        task says otherwise. `()` among them means that it also works from text alone.
-    image_dim: width of the image encoder's features that it takes with given frames; None: it takes none.
+    Both methods are pure: they read no parameter, and are called outside the forward.
+
+    Attributes:
+        frame_choices: the accepted sets of frames; training uses the first one unless the task sets another.
+            `()` means that the predictor also works from text alone.
+        image_dim: width of the image encoder's features that it uses; None: it uses none.
     """
 
     frame_choices: tuple[FrameNames, ...]
     image_dim: int | None
 
     def frames_clip(self, frames: Sequence[Tensor], num_frames: int) -> Tensor:
-        """The pixels[B,3,F',Y,X] that the autoencoder encodes, from the given frames (each [B,3,Y,X] in
-        [-1,1], in their order) of a clip of `num_frames`."""
+        """The pixels[B,3,F',Y,X] that the autoencoder encodes for conditioning frames.
+
+        Args:
+            frames: the frames, each [B,3,Y,X] in [-1,1], in order.
+            num_frames: number of frames of the clip.
+        """
 
     def with_frames(self, latents: Tensor, timestep: Tensor, given: GivenFrames) -> PredictorInputs:
-        """What the forward takes of latents[B,C,T,H,W] at timestep[B] (in model units) and given frames.
+        """The inputs of the predictor's forward for latents with conditioning frames.
 
-        Its latents are those of the clip: after the last step of sampling they are taken once more, so that
-        what is known stays as it was given.
+        The returned latents are those of the clip. Sampling calls this once more after its last step, so that
+        known latents stay exactly as given.
+
+        Args:
+            latents: [B,C,T,H,W].
+            timestep: [B] in model units.
+            given: the encoded frames.
         """
 
 
 @runtime_checkable
 class ImageEncoder(Frozen, Protocol):
-    """Images -> hidden states, for predictors with an `image_dim`.
+    """An image encoder, from images to hidden states, for predictors with an `image_dim`.
 
-    tokens: K, of one image; None where that is not known: the plan then tells no operations.
+    Attributes:
+        hidden_size: width D of a hidden state.
+        tokens: K, tokens per image; None: unknown, and the plan then contains no FLOPs.
     """
 
     hidden_size: int
     tokens: int | None
 
     def encode(self, images: Sequence[Tensor]) -> Tensor:
-        """B images, each uint8 [3,Y,X] of any size -> hidden[B,K,D]."""
+        """Encodes B images, each uint8 [3,Y,X] of any size, into hidden[B,K,D]."""

@@ -1,6 +1,6 @@
-"""The process's own generators (random, NumPy's, torch's on CPU), which code of users draws from.
+"""The process's global random generators (random, NumPy, torch on CPU), which users' code draws from.
 
-Left alone, they depend on what the process has drawn before, and differ over ranks.
+Unless they are seeded, they depend on earlier draws of the process and differ between ranks.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from mm_core.contracts.randomness import Randomness
 
 
 def seed_generators(rng: Randomness) -> None:
-    """Begins all three at the node `rng`, each at a seed of its own: equal seeds would make NumPy's and
-    torch's draw the same bits."""
+    """Seeds the process's global random generators from `rng`.
+
+    Each has its own seed: with equal seeds, NumPy and torch would draw the same bits.
+    """
     random.seed(rng.seed32("random"))
     np.random.seed(rng.seed32("numpy"))
-    # torch.manual_seed takes 100 times as long, and also reaches for the generators of accelerators.
+    # torch.manual_seed takes 100 times as long, and also seeds the generators of accelerators.
     torch.default_generator.manual_seed(rng.seed32("torch"))
 
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Whatever the block draws or seeds, and however it ends, the generators then go on as before it."""
+    """Restores the process's global random generators after the block, whatever it draws or seeds."""
     before = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:
         yield
@@ -38,7 +40,7 @@ def generators_kept() -> Iterator[None]:
 
 @contextmanager
 def seeded(rng: Randomness) -> Iterator[None]:
-    """The block draws from generators that begin at the node `rng`; afterwards they go on as before it."""
+    """Within the block, the process's global random generators are seeded from `rng`, then restored."""
     with generators_kept():
         seed_generators(rng)
         yield

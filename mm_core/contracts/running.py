@@ -1,4 +1,4 @@
-"""Protocols of the running side: dataset, video reader, task, engine, LR schedule, tracker."""
+"""Protocols of task, engine, learning-rate schedule, tracker, metric, callback and initial weights."""
 
 from __future__ import annotations
 
@@ -17,176 +17,229 @@ from mm_core.contracts.randomness import Randomness
 
 
 class Task(Protocol):
-    """What a step computes. A `torch.nn.Module` whose sub-modules carry the names below. `prepare`,
-    `evaluate` and `sample` call each entry point of a `Streamed` component equally often for every batch or
-    request of one length: other ranks, which may hold a part of its weights, call theirs at the same time."""
+    """A task: a `torch.nn.Module` that computes the loss of a training step.
+
+    `prepare`, `evaluate` and `sample` call each entry point of a `Streamed` component equally often for every
+    batch, or request of the same length: other ranks, which may hold a part of its weights, make their calls
+    at the same time.
+
+    Attributes:
+        trainable: names of the sub-modules that are trained.
+        frozen: names of the sub-modules that are not.
+    """
 
     trainable: tuple[str, ...]
     frozen: tuple[str, ...]
 
     @property
     def bins(self) -> Bins | None:
-        """The scale that `Loss.bins` counts along; None for a task without one."""
+        """The scale of the task's `Loss.bins`, e.g. the noise level; None for a task without one."""
 
     def weight(self, batch: Batch) -> float:
-        """The weight of a micro-batch, from the batch alone, before any forward."""
+        """The weight of a micro-batch in the loss, from the batch alone, before any forward."""
 
     def batch_transform(self) -> Callable[[Batch], Batch]:
-        """What data workers apply after collate (tokenizing); picklable and free of weights."""
+        """The function that data workers apply to a batch after collate (tokenizing).
+
+        It must be picklable and have no weights.
+        """
 
     def prepare(self, batch: Batch, rng: Randomness) -> Any:
-        """Encodes (no grad), draws noise and timesteps. `rng` is the run's root: (seed)."""
+        """Prepares the inputs of the task's loss: encodes the batch (no grad), draws noise and timesteps.
+
+        Args:
+            batch: the micro-batch.
+            rng: root of the run's randomness (seed).
+        """
 
     def loss(self, inputs: Any) -> Loss:
-        """Forward and loss as a SUM; its weight equals `weight(batch)`."""
+        """Runs the task's forward and returns the loss as a SUM; its weight equals `weight(batch)`."""
 
     def evaluate(self, batch: Batch, rng: Randomness, quantiles: Sequence[float]) -> Evaluation:
-        """Loss of held-out samples, called under no_grad in evaluation mode, with fixed noise: all
-        chance comes from `rng` and the samples' indices, never from a step. A diffusion task takes
-        the timesteps that lie at `quantiles` of its training density. Every batch runs the same
-        number of forwards, since other ranks run theirs at the same time."""
+        """Computes the task's loss of held-out samples with fixed noise.
+
+        Called under no_grad in evaluation mode. All randomness comes from `rng` and the samples' indices,
+        never from a step. Every batch must run the same number of forwards, since other ranks run theirs at
+        the same time.
+
+        Args:
+            batch: the held-out samples.
+            rng: source of all randomness.
+            quantiles: quantiles of the training density at which a diffusion task takes its timesteps.
+        """
 
     def sample(self, request: SampleRequest) -> list[Clip]:
-        """Generates; called under no_grad with all modules on the device."""
+        """Generates clips; called under no_grad with all modules on the device."""
 
     def check(self, batch_spec: Mapping[str, Any]) -> None:
-        """ContractError when the components do not fit each other or the data's fields
-        (`batch_spec`: the training dataset's config fields). Called when the plan is made."""
+        """Checks that the task's components match each other and the data; called when the plan is made.
+
+        Args:
+            batch_spec: the config fields of the training dataset.
+
+        Raises:
+            ContractError: they do not match.
+        """
 
 
 class TaskModule(nn.Module, Task):
-    """What annotations call a task: a module, and a `Task`. Nothing needs to be derived from it."""
+    """The type of a task in annotations: a module and a `Task`. Tasks need not derive from it."""
 
 
 @runtime_checkable
 class SupportsBeginStep(Protocol):
-    """A task that has a choice of its own for each step, made from (seed, step)."""
+    """Capability of a task that makes a choice for each step, from (seed, step)."""
 
     def begin_step(self, step: int) -> None:
-        """The micro-batches that follow are those of `step` (from 0). Called on every rank."""
+        """Called on every rank when the task's next micro-batches belong to another step (from 0)."""
 
 
 @runtime_checkable
 class SupportsCheckRequest(Protocol):
-    """A task that can say before any training whether it will be able to sample."""
+    """Capability of a task that can check a sampling request before any training."""
 
     def check_request(self, request: SampleRequest) -> None:
-        """ContractError for what `sample` would refuse."""
+        """Checks a sampling request.
+
+        Raises:
+            ContractError: `sample` would not accept it.
+        """
 
 
 @runtime_checkable
 class SupportsNotes(Protocol):
-    """A task that has chosen something that its user may not expect."""
+    """Capability of a task that reports choices which its user may not expect."""
 
     def notes(self) -> Sequence[str]:
-        """A line for each, told before the first step. ContractError for a user's choice that cannot be."""
+        """The task's notes, one line each, printed before the first training step.
+
+        Raises:
+            ContractError: the user's settings are not possible.
+        """
 
 
 @runtime_checkable
 class SupportsClips(Protocol):
-    """A task that gives each clip as soon as it is made: the next ones need no memory beside it."""
+    """Capability of a task that yields each sampled clip as soon as it is finished, to save memory."""
 
     def clips(self, request: SampleRequest) -> Iterator[Clip]:
-        """What `sample` returns, in its order. Every rank takes all of them, since the others wait for it."""
+        """Yields the sampled clips, in the order of `sample`; every rank must consume all of them."""
 
 
 class LRSchedule(Protocol):
-    """A factor of the base learning rate."""
+    """A learning-rate schedule: a factor of the base learning rate for each step."""
 
     def factor(self, step: int) -> float:
-        """The factor for the 0-based `step`."""
+        """The factor of the base learning rate at a step, counted from 0."""
 
 
 class Tracker(Protocol):
-    """Receives metrics on rank 0. A tracker that fails is reported once and switched off."""
+    """A tracker, which receives metrics and clips on rank 0; after a failure it is disabled."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Metrics by name, after `step` steps; names may hold slashes (`validation/loss`)."""
+        """Receives the metrics logged after `step` steps; names may contain slashes (`validation/loss`)."""
 
     def clips(self, step: int, clips: Sequence[Clip], folder: Path) -> None:
-        """Clips that were sampled after `step` steps; their mp4 files lie in `folder`. `clips` holds
-        previews: full length, at most 256 pixels a side."""
+        """Receives the clips sampled after `step` steps.
+
+        Args:
+            step: number of steps.
+            clips: previews: full length, at most 256 pixels per side.
+            folder: folder of the mp4 files.
+        """
 
     def close(self, ending: Ending) -> None:
-        """The process ends, and this is how."""
+        """Closes the tracker when the run's process ends; `ending` is how it ends."""
 
 
 class Metric(Protocol):
-    """A figure of held-out samples, exact over ranks: only sums leave a rank.
+    """A metric of held-out samples, exact over ranks, since ranks exchange only sums.
 
-    For one evaluation the core calls `reset`, then `batch` for each batch of this rank and `sampled`
-    for the clips that this rank has sampled, adds `sums` over the ranks, and gives all ranks
-    `result`.
+    For one evaluation the core calls `reset`, then `batch` for each batch of this rank and `sampled` for the
+    clips that this rank has sampled, adds `sums` over the ranks, and calls `result` on all ranks.
     """
 
     def reset(self) -> None: ...
 
     def batch(self, batch: Batch, evaluation: Evaluation) -> None:
-        """Looks at one evaluated batch; rows whose `batch.sample_weights` is 0 are to be left out."""
+        """Adds one evaluated batch to the metric; rows whose `batch.sample_weights` is 0 must not count."""
 
     def sampled(self, clips: Sequence[Clip]) -> None:
-        """Looks at sampled clips."""
+        """Adds sampled clips to the metric."""
 
     def sums(self) -> Tensor:
-        """[n] float64 on CPU: what this rank has summed up; n never changes."""
+        """The metric's sums on this rank, [n] float64 on the CPU; n never changes."""
 
     def result(self, sums: Tensor) -> Mapping[str, float]:
-        """The figures by name, from the sums over all ranks; {} when nothing was seen."""
+        """The metric's values by name, from the sums over all ranks; {} if there were no samples."""
 
 
 class Callback:
-    """An observer of a run, on every rank. Override what you need; each method does nothing here.
+    """A callback at events of a run, on every rank. Override what you need: each method does nothing here.
 
-    Observers are called in the order of the YAML's `callbacks`. They watch and never change the run:
-    an exception of theirs ends it, with their name.
+    Callbacks are called in the order of the YAML's `callbacks`. They observe and must not change the run; an
+    exception in a callback ends the run, with the callback's name in the message.
     """
 
     def run_started(self, run_dir: Path, step: int, last_step: int) -> None:
-        """Everything is ready; `step` steps were taken before."""
+        """Called when a run is ready to train; `step` steps were taken before."""
 
     def step_ended(self, step: int, metrics: Mapping[str, float] | None) -> None:
-        """`step` steps are taken. metrics: what was logged, on steps that log; else None."""
+        """Called after a training step; `metrics` are the logged ones, None if this step does not log."""
 
     def validated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """An evaluation has ended, with the same metrics on every rank."""
+        """Called after an evaluation, with the same metrics on every rank."""
 
     def sampled(self, step: int, folder: Path) -> None:
-        """Clips were written to `folder`."""
+        """Called after sampled clips were written to a folder."""
 
     def saved(self, step: int, path: Path) -> None:
-        """A checkpoint is complete, under its final name."""
+        """Called when a checkpoint is complete, under its final name."""
 
     def run_ended(self, step: int, error: BaseException | None) -> None:
-        """The run is over after `step` steps; `error` is what ended it, None where all is well."""
+        """Called when a run ends after `step` steps; `error` ended it, None if it ended without one."""
 
 
 class WeightPlan(Protocol):
-    """Weights that a task begins with, other than at random: found, and compared with the task by name."""
+    """Initial weights that were found for a task and compared with it by name."""
 
     @property
     def names(self) -> Collection[str]:
-        """The parameters and buffers, by path in the task, that need no initialisation: `fill` fills them,
-        but for those that a checkpoint brings later, with the rest of its state."""
+        """The parameters and buffers, by path in the task, that need no random initialisation.
+
+        `fill` fills them, except those that a checkpoint loads later with the rest of its state.
+        """
 
     def fill(self, state: Mapping[str, Tensor]) -> None:
-        """Fills them in place, in a state of the same names; each rank its shards. Called by all ranks."""
+        """Fills a state of the same names with initial weights in place; called by all ranks."""
 
 
 class InitialWeights(Protocol):
-    """Where the weights of components begin that are given their memory one after another."""
+    """The source of initial weights for components that receive their memory one after another."""
 
     def covers(self, state: Mapping[str, Tensor]) -> WeightPlan:
-        """What is there for the names of `state`: parameters and buffers by path in the task. Called by all
-        ranks. An MMError for weights that do not fit."""
+        """Finds the initial weights for parameters and buffers; called by all ranks.
+
+        Args:
+            state: parameters and buffers by path in the task.
+
+        Raises:
+            MMError: the weights do not match.
+        """
 
 
 @dataclass(frozen=True)
 class FrozenPlan:
-    """Where the weights of a frozen component lie.
+    """The plan for the weights of a frozen component.
 
-    blocks: module paths that are gathered or moved one at a time. device_bytes, host_bytes: what a rank
-    keeps. call_bytes: what is whole on the device at most during a call, where that is more than what it
-    keeps; else 0.
+    Attributes:
+        name: the component's name in the task.
+        placement: replicated, sharded or offloaded.
+        blocks: module paths that are gathered or moved one at a time.
+        device_bytes: what a rank keeps on its device.
+        host_bytes: what a rank keeps in host memory.
+        call_bytes: largest size of gathered weights on the device during a call, if more than `device_bytes`;
+            else 0.
     """
 
     name: str
@@ -199,13 +252,24 @@ class FrozenPlan:
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """How an engine spreads a task, decided on meta modules, before anything is allocated.
+    """How an engine spreads a task over ranks, decided on meta modules before anything is allocated.
 
-    world: ranks. data_parallel: ranks that see different samples. mesh: dimension name -> size.
-    wrapped, recomputed, ignored: module paths, in order. The bytes are a rank's largest share,
-    without activations. frozen: the frozen components whose size is known. offloaded_bytes: of the
-    parameters' bytes, those in host memory; above 0, all gradients and optimizer states lie there too.
-    gathered_bytes: copies of parameters that are whole on the device at most, at a time.
+    Bytes are the largest share of any rank, without activations.
+
+    Attributes:
+        world: number of ranks.
+        data_parallel: number of ranks with different samples.
+        mesh: dimension name -> size.
+        wrapped: paths of modules that are gathered one at a time, in order.
+        recomputed: paths of modules whose activations are recomputed.
+        ignored: paths of modules that are not sharded.
+        parameter_bytes: trained parameters.
+        gradient_bytes: their gradients.
+        optimizer_bytes: state of the optimizer.
+        frozen: frozen components whose size is known.
+        offloaded_bytes: the part of `parameter_bytes` in host memory; above 0, all gradients and optimizer
+            states are there too.
+        gathered_bytes: largest size of gathered copies of parameters on the device at a time.
     """
 
     world: int
@@ -223,12 +287,12 @@ class EnginePlan:
 
 
 class Engine(Protocol):
-    """Owns the trainable modules, their gradients and the optimizer."""
+    """An engine, which spreads a task over devices and owns its gradients and the optimizer."""
 
     device: torch.device
 
     def plan(self, task: TaskModule, world: int, optimizer_state_tensors: float) -> EnginePlan:
-        """Decides the layout for `world` ranks from a task built on meta; touches no device."""
+        """Plans how the engine spreads a task built on meta over `world` ranks; uses no device."""
 
     def prepare(
         self,
@@ -238,48 +302,73 @@ class Engine(Protocol):
         rng: Randomness,
         weights: WeightPlan | None = None,
     ) -> None:
-        """Recompute -> shard -> materialise -> initialise, and fill from `weights` what they name ->
-        optimizer, in place. `optimizer` is given the (sharded) parameters that require a gradient, by
-        their path in the task; None: nothing will be trained. A parameter group may hold `lr_scale`, a
-        factor of its base rate."""
+        """Prepares a task for training in place: recomputation, sharding, memory, weights, optimizer.
+
+        Args:
+            task: the task, on meta.
+            plan: the engine's plan for it.
+            optimizer: creates the optimizer from the (sharded) parameters that require a gradient, by their
+                path in the task; None: nothing will be trained. A parameter group may contain `lr_scale`, a
+                factor of its base learning rate.
+            rng: source of random initialisation.
+            weights: initial weights; parameters that they do not name are initialised at random.
+        """
 
     def place_frozen(self, task: TaskModule, plan: EnginePlan, weights: InitialWeights) -> None:
-        """Gives the task's `Streamed` components, built empty, their memory as planned, and fills them, one
-        after another. Called by all ranks, before `prepare`."""
+        """Gives a task's `Streamed` components their memory as planned and fills them, one after another.
+
+        Called by all ranks before `prepare`, with the components built empty.
+        """
 
     def micro_step(self, compute: Callable[[], Loss], *, last: bool, scale: float) -> Loss:
-        """Runs `compute` in the engine's contexts and back-propagates `total * scale`; gradients
-        are reduced over ranks on the last micro-batch. A loss that is not finite makes the gradients,
-        and so the norm on every rank, not finite. Returns the loss, detached."""
+        """Runs forward and backward of one micro-batch in the engine's contexts; returns the detached loss.
+
+        A loss that is not finite makes the gradients not finite, and so the norm on every rank.
+
+        Args:
+            compute: the forward.
+            last: this is the last micro-batch of the step, on which gradients are reduced over ranks.
+            scale: factor of the loss before backward.
+        """
 
     def grad_norm(self) -> float:
-        """The global L2 norm of the reduced gradients, the same on all ranks. The step's one host sync."""
+        """The global L2 norm of the gradients, equal on all ranks; the step's only host sync."""
 
     def step(self, norm: float, clip_grad_norm: float | None) -> None:
-        """Clips gradients of that norm, updates, clears them."""
+        """Clips the gradients, updates the trained weights with the optimizer, and clears the gradients.
+
+        Args:
+            norm: the gradients' norm.
+            clip_grad_norm: largest norm after clipping; None: no clipping.
+        """
 
     def discard(self) -> None:
-        """Clears the gradients without an update."""
+        """Clears the gradients without an update of the weights."""
 
     @property
     def base_lr(self) -> float:
-        """The base rate of the first parameter group that has no `lr_scale`."""
+        """The base learning rate of the first parameter group without `lr_scale`."""
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Evaluation mode without gradients for the length of the block, entered by all ranks. What it
-        gathered is dropped at its end, so that weights that change afterwards are gathered anew."""
+        """Within the block, the engine is in evaluation mode without gradients; entered by all ranks.
+
+        Gathered weights are dropped at its end, so that weights that change afterwards are gathered again.
+        """
 
     def scale_lr(self, factor: float) -> float:
-        """Sets every parameter group's rate to its base rate times `factor`; returns the first's."""
+        """Sets every parameter group's learning rate to its base rate times `factor`; returns the first."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The trained parameters by their path in the task."""
 
     def state_dict(self) -> dict[str, Any]:
-        """{"model": ..., "optimizer": ...}: tensors only, by name, for DCP."""
+        """The engine's state for a checkpoint: {"model": ..., "optimizer": ...}, tensors only, by name."""
 
     def state_template(self, stepped: Collection[str]) -> dict[str, Any]:
-        """Like `state_dict`, with the optimizer's tensors made for the parameters that it has `stepped`,
-        by their path in the task: DCP loads into it in place."""
+        """A state like `state_dict` for loading a checkpoint into it in place.
+
+        Args:
+            stepped: paths in the task of the parameters for which the optimizer has state.
+        """
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...

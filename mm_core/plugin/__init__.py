@@ -1,6 +1,6 @@
-"""Plugins: hooks, discovery, the registry of components, building one from its config, trust in others' code.
+"""Plugins: hooks, discovery, the registry of components, building them from configs, trust in others' code.
 
-Importing this room costs no discovery: the names of `registry` resolve when they are first used.
+Importing this room starts no discovery: the names of `registry` are imported when they are first used.
 """
 
 from __future__ import annotations

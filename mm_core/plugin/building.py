@@ -1,4 +1,4 @@
-"""From a checked reference to the object: nested components first, then the target is called."""
+"""Builds components from checked references: nested components first, then the target is called."""
 
 from __future__ import annotations
 
@@ -18,7 +18,16 @@ if TYPE_CHECKING:
 
 
 def build_component(config: ComponentConfig, registry: Registry, args: tuple[object, ...] = ()) -> Any:
-    """What a checked reference stands for. args: what the core passes by position (see hookspecs)."""
+    """Builds the component that a checked reference names.
+
+    Args:
+        config: the reference.
+        registry: the plugins that provide components.
+        args: arguments that the core passes by position (see hookspecs).
+
+    Raises:
+        ContractError: the target does not accept the config's fields.
+    """
     registered = registry.resolve(config.kind, config.type)
     fields = built_fields(config, registry)
     target = registered.load_target()
@@ -28,7 +37,7 @@ def build_component(config: ComponentConfig, registry: Registry, args: tuple[obj
 
 
 def built_fields(config: ComponentConfig, registry: Registry) -> dict[str, object]:
-    """The fields of a checked reference, every default filled and every component in them built."""
+    """The fields of a component's config, with defaults filled in and nested components built."""
     registered = registry.resolve(config.kind, config.type)
     options = dict(config.options)
     if registered.component.config is not None:  # without one, the target holds its own defaults
@@ -37,7 +46,7 @@ def built_fields(config: ComponentConfig, registry: Registry) -> dict[str, objec
 
 
 def _complete(options: dict[str, object], cls: type[DataclassInstance], where: str) -> dict[str, object]:
-    """Fills defaults of a reference that was written in Python with some options left out."""
+    """Fills in defaults for a reference that was written in Python without all options."""
     complete: dict[str, object] = {}
     faults = []
     for field in dataclasses.fields(cls):
@@ -54,7 +63,7 @@ def _complete(options: dict[str, object], cls: type[DataclassInstance], where: s
 
 
 def _built(value: object, registry: Registry) -> object:
-    """`value` with every ComponentConfig in it built, within tuples, lists, mappings, dataclasses."""
+    """`value` with every ComponentConfig in it built, also within tuples, lists, mappings and dataclasses."""
     if isinstance(value, ComponentConfig):
         return build_component(value, registry)
     if isinstance(value, Mapping):
@@ -65,11 +74,11 @@ def _built(value: object, registry: Registry) -> object:
 def call_fault(
     target: Callable[..., object], args: Sequence[object], fields: Mapping[str, object]
 ) -> tuple[str, TypeError] | None:
-    """The signature of a target that a call does not fit, and why; None for a call that does."""
+    """The signature of a component's target that a call does not match, and why; None if it matches."""
     try:
         signature = inspect.signature(target)
     except (TypeError, ValueError):
-        return None  # some built-in callables have none
+        return None  # some built-in callables have no signature
     try:
         signature.bind(*args, **fields)
     except TypeError as error:
@@ -80,8 +89,8 @@ def call_fault(
 def _check_call(
     target: Callable[..., object], args: tuple[object, ...], fields: Mapping[str, object], where: str
 ) -> None:
-    """ContractError when the call does not fit the signature. What the target itself raises stays
-    as it is: it is a bug to be seen, or a sentence of the component's own."""
+    """Raises ContractError if the call does not match the signature. Errors raised by the target itself stay
+    unchanged: they are bugs to be seen, or the component's own messages."""
     if (fault := call_fault(target, args, fields)) is not None:
         signature, error = fault
         raise ContractError(

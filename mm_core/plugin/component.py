@@ -1,4 +1,4 @@
-"""What a plugin's hooks return: a description of one component, with nothing imported."""
+"""`Component`, which a plugin's hooks return: the description of one component, with nothing imported."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*\Z")
 
 @dataclass(frozen=True)
 class Component:
-    """One component that a plugin offers.
+    """The description of one component that a plugin provides.
 
     Args:
         name: bare name; the qualified name is `<plugin namespace>/<name>`.
-        target: `package.module:Callable`, imported only when the component is built and called
-            with the config's fields as keyword arguments.
-        config: `package.module:Dataclass`, a torch-free dataclass whose fields are the keys a YAML
-            may set. Left out, the target's own signature serves (checking then imports the target).
+        target: `package.module:Callable`, imported only when the component is built, and called with the
+            config's fields as keyword arguments.
+        config: `package.module:Dataclass`, a dataclass that does not import torch; its fields are the keys
+            a YAML may set. None: the target's signature is used (checking then imports the target).
         summary: one line for `mm plugins list`.
-        aliases: further bare names (ids that users' older configs hold).
-        capabilities: facts that the core or a user may ask for before anything is imported.
+        aliases: further bare names, e.g. former names in users' configs.
+        capabilities: facts about the component that are available before anything is imported.
         licence: SPDX identifier of the weights or code behind the component.
         paper: address of the paper or code that the component implements.
     """
@@ -42,8 +42,8 @@ class Component:
         for name in (self.name, *self.aliases):
             if not _NAME.match(name.lower()) or "/" in name:
                 raise PluginError(
-                    f"component name {name!r} is not a name",
-                    accepted="letters, digits, '_', '-', '.' (the namespace is added by the core)",
+                    f"the component name {name!r} is not valid",
+                    accepted="letters, digits, '_', '-', '.' (the core adds the namespace)",
                 )
         for role, target in (("target", self.target), ("config", self.config)):
             if target is not None and not _TARGET.match(target):

@@ -1,4 +1,4 @@
-"""Checks of what a plugin module says: its hooks, their arguments, what they return."""
+"""Checks of a plugin module: its hooks, their arguments, what they return."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MARK = "mm_core_impl"  # the attribute that pluggy's hookimpl marker sets
 
 
 class HookFault(Exception):
-    """Why a plugin's hooks cannot be used. `refused`: they must not be, rather than do not work."""
+    """An error in a plugin's hooks. `refused`: the hooks would work but are not allowed."""
 
     def __init__(self, sentence: str, refused: bool = False) -> None:
         super().__init__(sentence)
@@ -23,7 +23,11 @@ class HookFault(Exception):
 
 
 def check_hooks(module: ModuleType) -> None:
-    """HookFault naming every fault of the hooks in `module`. None is called."""
+    """Checks the hooks of a plugin module without calling them.
+
+    Raises:
+        HookFault: lists every error in the hooks.
+    """
     faults: list[str] = []
     wrappers = False
     for name, value in vars(module).items():
@@ -37,7 +41,10 @@ def check_hooks(module: ModuleType) -> None:
         hook = options.get("specname") or name
         if options.get("wrapper") or options.get("hookwrapper"):
             wrappers = True
-            faults.append(f"hook {name!r} is a wrapper, which could rewrite the components of others")
+            faults.append(
+                f"hook {name!r} is a wrapper, which could change the components of other plugins: make it a"
+                " plain hook"
+            )
         elif hook not in _HOOKS:
             if not options.get("optionalhook"):
                 faults.append(_unknown(hook))
@@ -61,11 +68,11 @@ def _unmarked(name: str) -> str:
     if name in _HOOKS:
         return f"function {name!r} is not marked as a hook: put @hookimpl above it"
     hint = _near(name)
-    return f"function {name!r} is no hook: {hint or 'names that begin with mm_ are for hooks'}"
+    return f"function {name!r} is not a hook: {hint or 'names that start with mm_ are reserved for hooks'}"
 
 
 def _argument_faults(hook: str, function: Callable[..., object]) -> list[str]:
-    """The hooks take no arguments, so every one without a default is wrong."""
+    """An error for each argument without a default: hooks are called without arguments."""
     wrong = [
         parameter.name
         for parameter in inspect.signature(function).parameters.values()
@@ -74,11 +81,15 @@ def _argument_faults(hook: str, function: Callable[..., object]) -> list[str]:
     ]
     if not wrong:
         return []
-    return [f"hook {hook!r} takes no arguments, and this one asks for {', '.join(map(repr, wrong))}"]
+    return [f"hook {hook!r} takes no arguments, but this one requires {', '.join(map(repr, wrong))}"]
 
 
 def checked_components(hook: str, returned: object) -> list[Component]:
-    """What a hook returned, as a list. HookFault when it is not an iterable of Component."""
+    """Checks what a plugin's hook returned, and returns it as a list of components.
+
+    Raises:
+        HookFault: it is not an iterable of Component.
+    """
     if isinstance(returned, Component):
         raise HookFault(f"hook {hook!r} returned one Component: put it in a list")
     if isinstance(returned, (str, bytes)) or not isinstance(returned, Iterable):
@@ -87,7 +98,7 @@ def checked_components(hook: str, returned: object) -> list[Component]:
     for item in returned:
         if not isinstance(item, Component):
             raise HookFault(
-                f"hook {hook!r} returned a list with {_described(item)} in it instead of a Component"
+                f"hook {hook!r} returned a list that contains {_described(item)} instead of a Component"
             )
         components.append(item)
     return components
@@ -98,7 +109,11 @@ def _described(value: object) -> str:
 
 
 def check_names(offered: Iterable[tuple[str, Component]]) -> None:
-    """HookFault when two components of a kind claim one name or alias."""
+    """Checks that a plugin's components of one kind have different names and aliases.
+
+    Raises:
+        HookFault: two of them claim the same name.
+    """
     owners: dict[tuple[str, str], str] = {}
     for kind, component in offered:
         for name in (component.name, *component.aliases):

@@ -1,8 +1,7 @@
-"""The hooks of mm_core. A plugin module answers any of them with a list of `Component`.
+"""The hooks of mm_core. A plugin module implements any of them and returns a list of `Component`.
 
-Each hook's docstring states how the core calls the target of such a component: `fields` stands for
-the component's config fields, passed by keyword. The hooks page of the documentation is made from
-this file.
+Each hook's docstring states how the core calls the target of such a component: `fields` are the component's
+config fields, passed by keyword. The hooks page of the documentation is generated from this file.
 """
 
 from __future__ import annotations
@@ -20,22 +19,26 @@ hookimpl = pluggy.HookimplMarker("mm_core")
 
 @hookspec
 def mm_predictors() -> Iterable[Component]:
-    """Networks that a diffusion task trains: `target(**fields)` -> `mm_core.contracts.Predictor`."""
+    """Predictors, the networks that a diffusion task trains: `target(**fields)` ->
+    `mm_core.contracts.Predictor`."""
 
 
 @hookspec
 def mm_autoencoders() -> Iterable[Component]:
-    """Pixel <-> latent codecs: `target(**fields)` -> `mm_core.contracts.Autoencoder`."""
+    """Autoencoders, from pixels to latents and back: `target(**fields)` ->
+    `mm_core.contracts.Autoencoder`."""
 
 
 @hookspec
 def mm_text_encoders() -> Iterable[Component]:
-    """Captions -> hidden states: `target(**fields)` -> `mm_core.contracts.TextEncoder`."""
+    """Text encoders, from captions to hidden states: `target(**fields)` ->
+    `mm_core.contracts.TextEncoder`."""
 
 
 @hookspec
 def mm_image_encoders() -> Iterable[Component]:
-    """Images -> hidden states: `target(**fields)` -> `mm_core.contracts.ImageEncoder`."""
+    """Image encoders, from images to hidden states: `target(**fields)` ->
+    `mm_core.contracts.ImageEncoder`."""
 
 
 @hookspec
@@ -45,30 +48,30 @@ def mm_schedulers() -> Iterable[Component]:
 
 @hookspec
 def mm_datasets() -> Iterable[Component]:
-    """Training samples: `target(**fields)` -> `mm_core.contracts.Dataset`."""
+    """Datasets of training samples: `target(**fields)` -> `mm_core.contracts.Dataset`."""
 
 
 @hookspec
 def mm_tasks() -> Iterable[Component]:
-    """What is computed in a step: `target(**fields)` -> `mm_core.contracts.Task`.
+    """Tasks, which compute the loss of a training step: `target(**fields)` -> `mm_core.contracts.Task`.
 
-    Fields that are components themselves arrive built.
+    Fields that are components themselves are built before the target is called.
     """
 
 
 @hookspec
 def mm_engines() -> Iterable[Component]:
-    """How a task is spread over devices: `target(**fields)` -> `mm_core.contracts.Engine`."""
+    """Engines, which spread a task over devices: `target(**fields)` -> `mm_core.contracts.Engine`."""
 
 
 @hookspec
 def mm_optimizers() -> Iterable[Component]:
-    """Update rules: `target(groups, **fields)` -> `torch.optim.Optimizer`.
+    """Optimizers: `target(groups, **fields)` -> `torch.optim.Optimizer`.
 
-    `groups` is a list of torch parameter groups: `{"params": [...], "names": [...]}` and, where the run
-    says so, `weight_decay` and `lr_scale` (which the engine reads). `names` are the paths in the task.
-    The capability `state_tensors` says how many tensors of a parameter's size the optimizer keeps
-    (2 for AdamW); the plan's memory estimate reads it.
+    `groups` is a list of torch parameter groups: `{"params": [...], "names": [...]}` and, if the config sets
+    them, `weight_decay` and `lr_scale` (which the engine applies). `names` are the paths in the task.
+    The capability `state_tensors` is the number of tensors of a parameter's size that the optimizer keeps
+    (2 for AdamW); the plan's memory estimate uses it.
     """
 
 
@@ -79,7 +82,8 @@ def mm_lr_schedules() -> Iterable[Component]:
 
 @hookspec
 def mm_trackers() -> Iterable[Component]:
-    """Where metrics go: `target(run_dir, **fields)` -> `mm_core.contracts.Tracker` (on rank 0)."""
+    """Trackers, which receive metrics and clips: `target(run_dir, **fields)` ->
+    `mm_core.contracts.Tracker` (on rank 0)."""
 
 
 @hookspec
@@ -89,24 +93,24 @@ def mm_video_readers() -> Iterable[Component]:
 
 @hookspec
 def mm_weight_formats() -> Iterable[Component]:
-    """Layouts of weights on disk: `target()` -> `mm_core.weights.WeightFormat`.
+    """Formats of weights on disk: `target()` -> `mm_core.weights.WeightFormat`.
 
-    Formats are asked in turn whether they recognise a folder and can hold a component; the one whose
-    names fit best is taken.
+    The core checks which formats recognise a folder and can store a component, and takes the one whose
+    tensor names match best.
     """
 
 
 @hookspec
 def mm_metrics() -> Iterable[Component]:
-    """Figures of held-out samples: `target(**fields)` -> `mm_core.contracts.Metric` (on every rank)."""
+    """Metrics of held-out samples: `target(**fields)` -> `mm_core.contracts.Metric` (on every rank)."""
 
 
 @hookspec
 def mm_callbacks() -> Iterable[Component]:
-    """Observers of a run: `target(**fields)` -> `mm_core.contracts.Callback` (on every rank)."""
+    """Callbacks at events of a run: `target(**fields)` -> `mm_core.contracts.Callback` (on every rank)."""
 
 
 KINDS: Mapping[str, str] = MappingProxyType(
     {hook.removeprefix("mm_").removesuffix("s"): hook for hook in dict(globals()) if hook.startswith("mm_")}
 )
-"""Each kind of component and the hook that lists the components of that kind."""
+"""Kind of component -> the hook that lists components of that kind."""

@@ -1,4 +1,4 @@
-"""Everything that can be wrong with installed plugins, found without importing torch if possible."""
+"""Checks plugins for `mm plugins check`, without importing torch where possible."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from mm_core.schema.describe import describe_fields
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong. A fault breaks something; a warning does not."""
+    """One problem of a plugin, found by `mm plugins check`."""
 
-    severity: Literal["fault", "warning"]
+    severity: Literal["fault", "warning"]  # fault: something does not work
     plugin: str
     sentence: str
 
 
 def inspect_plugins(registry: Registry, import_targets: bool = False) -> list[Finding]:
-    """Checks every plugin: its record, its components' configs, that targets exist.
+    """Checks every plugin: whether it loaded, its components' configs, whether their targets exist.
 
-    Targets are looked up in files; with `import_targets` they are imported, and their signatures
-    compared with their configs' fields.
+    Args:
+        registry: the plugins.
+        import_targets: import the targets and compare their signatures with their configs' fields; otherwise
+            targets are only looked up in files.
     """
     findings = []
     for plugin in registry.plugins:
@@ -42,10 +44,10 @@ def _warnings(plugin: PluginRecord) -> Iterator[str]:
     if plugin.status == "disabled" or plugin.file is not None:
         return
     if plugin.imports_torch:
-        yield f"{plugin.label} imports torch when it is listed: import it in the target's module only"
+        yield f"{plugin.label} imports torch when it is loaded: import torch only in the target's module"
     if plugin.requirement is None and plugin.namespace != "core":
         yield (
-            f"{plugin.label} requires no mm-core, so nobody knows which versions it fits: "
+            f"{plugin.label} does not declare which versions of mm-core it works with: "
             "add 'mm-core>=0.1,<0.2' to its dependencies"
         )
 
@@ -71,13 +73,13 @@ def _config_faults(registered: Registered) -> Iterator[str]:
         describe_fields(registered.config_class())
     except MMError as error:
         yield one_line(error)
-    except Exception as error:  # an annotation is code of the plugin's: it may raise anything
+    except Exception as error:  # annotations are plugin code: they may raise anything
         path = registered.component.config
-        yield f"{registered.place}: the types of {path!r} do not resolve: {one_line(error)}"
+        yield f"{registered.place}: the type annotations of {path!r} cannot be resolved: {one_line(error)}"
     if "torch" in sys.modules and not torch_before and not registered.modules:
         yield (
             f"{registered.place}: the config {registered.component.config!r} imports torch, "
-            "which makes every validation slow: keep it free of torch"
+            "which makes every check of a config slow: do not import torch there"
         )
 
 
@@ -97,6 +99,6 @@ def _import_fault(registered: Registered) -> str | None:
     if (fault := call_fault(target, leading, names)) is None:
         return None
     return (
-        f"{registered.place}: the target {registered.component.target!r} does not take the fields of "
+        f"{registered.place}: the target {registered.component.target!r} does not accept the fields of "
         f"{registered.component.config!r}: {fault[1]}"
     )

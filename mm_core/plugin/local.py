@@ -19,18 +19,22 @@ NAMESPACE = "local"
 
 
 def resolved_file(path: str) -> Path:
-    """The file that a config or a command line names; the path as it is written where it leads nowhere."""
-    with suppress(OSError, RuntimeError, ValueError):  # links in a circle, `~name` of nobody, a NUL character
+    """The absolute path of a one-file plugin; the path as written if it cannot be resolved."""
+    with suppress(OSError, RuntimeError, ValueError):  # circular links, `~name` of no user, a NUL character
         return Path(path).expanduser().resolve()
     return Path(path)
 
 
 @dataclass(frozen=True)
 class LocalFile:
-    """A one-file plugin as it was read, once: its hash is that of the bytes that run.
+    """A one-file plugin, read once: the bytes that are hashed are the bytes that run.
 
-    fault: why it could not be read; there is no source then. stored: a stored run names it, and nothing has
-    allowed its code, so that what it imports from beside it is checked too.
+    Attributes:
+        path: the file.
+        source: its content.
+        fault: why it cannot be read; there is no source then.
+        stored: a stored run names it and its code has not been allowed, so modules that it imports from its
+            folder are checked too.
     """
 
     path: Path
@@ -40,12 +44,12 @@ class LocalFile:
 
     @property
     def piece(self) -> Piece:
-        """As the list of known code has it."""
+        """The one-file plugin as an entry for the list of code that this user has trained with."""
         return Piece(str(self.path), digest_of(self.source))
 
 
 def read_local(path: Path, stored: bool = False) -> LocalFile:
-    """The file; one that cannot be read says why."""
+    """Reads a one-file plugin; if that fails, the result contains the reason."""
     try:
         return LocalFile(path, read_source(path), stored=stored)
     except (OSError, ValueError) as error:
@@ -53,15 +57,17 @@ def read_local(path: Path, stored: bool = False) -> LocalFile:
 
 
 def local_record(file: LocalFile) -> PluginRecord:
-    """The record of a one-file plugin before its import. Its version is its content, so that ranks
-    that see different files notice."""
+    """The record of a one-file plugin before its import.
+
+    Its version is a hash of its content, so that ranks with different files are detected.
+    """
     path, digest = file.path, digest_of(file.source)[:12]
     fault = None
     if file.fault is not None:
         fault = f"plugin file {str(path)!r} cannot be read: {file.fault}"
     elif path.suffix != ".py" or not path.stem.isidentifier():
         what = f"plugin file {str(path)!r} must be named like a Python module"
-        fault = f"{what}: letters, digits, '_', then '.py'"
+        fault = f"{what}: use letters, digits and '_', then '.py'"
     return PluginRecord(
         NAMESPACE,
         module_name(path, digest) if fault is None else path.stem,
@@ -74,12 +80,12 @@ def local_record(file: LocalFile) -> PluginRecord:
 
 
 def module_name(path: Path, digest: str) -> str:
-    """A name in sys.modules that no package, no other file, and no other content of this file has."""
+    """The module name of a one-file plugin, unique for its path and its content."""
     return f"{LOCAL_PREFIX}{hashlib.sha256(f'{path} {digest}'.encode()).hexdigest()[:8]}_{path.stem}"
 
 
 def import_file(file: LocalFile, name: str) -> ModuleType:
-    """Imports the file as module `name`. Dataclasses and pickles look their module up there."""
+    """Imports a one-file plugin as a module in sys.modules, where dataclasses and pickles look it up."""
     with watched(file.path.parent, file.stored):
         if name in sys.modules:
             return sys.modules[name]
@@ -96,7 +102,7 @@ def import_file(file: LocalFile, name: str) -> ModuleType:
 
 
 def imported_files() -> dict[str, LocalFile]:
-    """Name -> file of each one-file plugin that this process has imported."""
+    """The one-file plugins that this process has imported: module name -> file."""
     found = {}
     for name, module in list(sys.modules.items()):
         loader = module.__loader__ if name.startswith(LOCAL_PREFIX) else None
@@ -107,6 +113,6 @@ def imported_files() -> dict[str, LocalFile]:
 
 
 def import_again(files: dict[str, LocalFile]) -> None:
-    """Imports the one-file plugins of another process, so that what it pickled can be read here."""
+    """Imports the one-file plugins of another process, so that objects it pickled can be loaded here."""
     for name, file in files.items():
         import_file(file, name)

@@ -1,4 +1,4 @@
-"""Whether a `module:Name` exists, found from files alone: importing it could take torch and seconds."""
+"""Finds out from files whether a `module:Name` exists: importing it could import torch and take seconds."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mm_core.errors import did_you_mean
 
 
 def source_file(module: str) -> str | None:
-    """The file of a module, None when it has none or does not exist."""
+    """The source file of a plugin's module; None if it has no file or does not exist."""
     spec = find_module(module)
     return spec.origin if spec is not None and spec.has_location else None
 
 
 def find_module(name: str) -> ModuleSpec | None:
-    """Like importlib.util.find_spec, without importing the parent packages of `name`."""
+    """The import spec of a plugin's module, found without importing its parent packages."""
     if name in sys.modules:
         return sys.modules[name].__spec__
     top, *rest = name.split(".")
@@ -28,19 +28,19 @@ def find_module(name: str) -> ModuleSpec | None:
             return None
         try:
             folders = list(spec.submodule_search_locations)
-        except KeyError:  # a namespace package within one that is not imported cannot be listed
+        except KeyError:  # a namespace package inside a package that is not imported cannot be listed
             return find_spec(name)
         spec = PathFinder.find_spec(f"{spec.name}.{part}", folders)
     return spec
 
 
 def fault_of(module: str, attribute: str) -> str | None:
-    """Why `module:attribute` cannot be imported, as far as files tell; None when they see no reason."""
+    """Why a component's target cannot be imported, judging by files alone; None if no reason is found."""
     spec = find_module(module)
     if spec is None:
         return f"there is no module {module!r}"
     if not spec.origin or not spec.origin.endswith(".py"):
-        return None  # compiled: only an import could tell
+        return None  # compiled: only an import could find out
     try:
         tree = ast.parse(Path(spec.origin).read_bytes())
     except (SyntaxError, ValueError) as error:

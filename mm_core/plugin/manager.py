@@ -1,4 +1,4 @@
-"""Finds plugins, checks them, asks their hooks. A plugin that breaks becomes a record, never a crash."""
+"""Finds plugins, checks them and calls their hooks. A broken plugin becomes a record, never a crash."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _NAMESPACE = re.compile(r"[a-z0-9][a-z0-9_.\-]*\Z")
 
 @dataclass
 class _Found:
-    """A plugin on its way from its entry point or file to its record."""
+    """A plugin during discovery, from its entry point or file to its final record."""
 
     record: PluginRecord
     file: LocalFile | None = None  # a one-file plugin
 
     @property
     def path(self) -> Path | None:
-        """Of a one-file plugin."""
+        """The path of a one-file plugin, else None."""
         return self.file.path if self.file is not None else None
 
     def stop(self, status: Status, error: str) -> None:
@@ -54,7 +54,12 @@ class _Found:
 
 
 def local_files(paths: Sequence[str], stored: Collection[str] = ()) -> tuple[LocalFile, ...]:
-    """One-file plugins, read once each. stored: those of the paths that a stored run names."""
+    """Reads one-file plugins, each file once.
+
+    Args:
+        paths: the files.
+        stored: those of them that a stored run names.
+    """
     places: dict[Path, bool] = {}
     for path in paths:
         place = resolved_file(path)
@@ -63,10 +68,15 @@ def local_files(paths: Sequence[str], stored: Collection[str] = ()) -> tuple[Loc
 
 
 def discover(files: Sequence[LocalFile], environ: Mapping[str, str]) -> tuple[PluginRecord, ...]:
-    """Every plugin that is installed or named, loaded where it may be, with what became of it.
+    """Finds all installed and one-file plugins, loads those that may be loaded, and returns a record of each.
 
-    PluginError only for what the caller asked for and does not exist: names in MM_PLUGINS*. TrustError,
-    before any plugin runs, for files of a stored run that this user has not trained with.
+    Args:
+        files: one-file plugins.
+        environ: environment variables (MM_PLUGINS, MM_PLUGINS_DISABLE).
+
+    Raises:
+        PluginError: an environment variable names a plugin that does not exist.
+        TrustError: a stored run names a file that this user has not trained with; no plugin has run yet.
     """
     installed = [_Found(record) for record in entry_point_records()]
     local = [_Found(local_record(file), file) for file in files]
@@ -84,15 +94,15 @@ def discover(files: Sequence[LocalFile], environ: Mapping[str, str]) -> tuple[Pl
 
 @lru_cache(maxsize=1)
 def entry_point_records() -> tuple[PluginRecord, ...]:
-    """One record an entry point, read from metadata alone; `core` first, then by name."""
-    from importlib.metadata import entry_points  # 20 ms, which `mm --help` does not pay
+    """One record per installed plugin, read from its metadata only; `core` first, then by name."""
+    from importlib.metadata import entry_points  # takes 20 ms: not for `mm --help`
 
     try:
         records = [_entry_point_record(point) for point in entry_points(group=GROUP)]
-    except Exception:  # one damaged distribution spoils the listing of all: find which
+    except Exception:  # one damaged distribution breaks the listing of all: find out which
         records = _records_one_by_one()
     if not any(r.namespace == CORE and r.module == CORE_MODULE for r in records):
-        # Run from a source tree that was never installed: the core is there all the same.
+        # Running from a source tree that was never installed.
         records.append(PluginRecord(CORE, CORE_MODULE, "mm-core", CORE_VERSION))
     return tuple(sorted(records, key=lambda r: (r.module != CORE_MODULE, r.namespace, r.distribution)))
 
@@ -107,7 +117,7 @@ def _entry_point_record(point: EntryPoint) -> PluginRecord:
         distribution=name or "unknown distribution",
         version=version or "?",
         status="refused" if unfit else "ok",
-        error=f"needs {unfit[0]!r}, and this is mm-core {CORE_VERSION}" if unfit else None,
+        error=f"it requires {unfit[0]!r}, but this is mm-core {CORE_VERSION}" if unfit else None,
         requirement=", ".join(requirements) or None,
     )
 
@@ -122,7 +132,7 @@ def _records_one_by_one() -> list[PluginRecord]:
         folder = str(getattr(distribution, "_path", "unknown folder"))
         name = Path(folder).stem.partition("-")[0].lower().replace(".", "_")
         if name in seen:
-            continue  # shadowed by one earlier on sys.path, as in `entry_points`
+            continue  # shadowed by a distribution earlier on sys.path, as in `entry_points`
         seen.add(name)
         try:
             points = [point for point in distribution.entry_points if point.group == GROUP]
@@ -136,12 +146,12 @@ def _records_one_by_one() -> list[PluginRecord]:
 def _unfit(requirement: str) -> bool:
     try:
         return admits(requirement, CORE_VERSION) is False
-    except ValueError:  # packaging's errors: a requirement that is none admits nothing
+    except ValueError:  # raised by packaging: an invalid requirement accepts no version
         return True
 
 
 def _switch_off(installed: list[_Found], local: list[_Found], environ: Mapping[str, str]) -> None:
-    """Applies MM_PLUGINS (of the installed, only these and core) and MM_PLUGINS_DISABLE (not these)."""
+    """Applies MM_PLUGINS (load only these installed plugins and core) and MM_PLUGINS_DISABLE."""
     known = sorted({f.record.namespace for f in installed} | {LOCAL})
     if "MM_PLUGINS" in environ:
         allowed = _names(environ, "MM_PLUGINS", known)
@@ -150,7 +160,11 @@ def _switch_off(installed: list[_Found], local: list[_Found], environ: Mapping[s
                 f.stop("disabled", f"not in MM_PLUGINS={environ['MM_PLUGINS']}")
     disabled = _names(environ, "MM_PLUGINS_DISABLE", known)
     if CORE in disabled:
-        raise PluginError("the plugin 'core' cannot be switched off", where="MM_PLUGINS_DISABLE")
+        raise PluginError(
+            "the plugin 'core' cannot be disabled",
+            where="MM_PLUGINS_DISABLE",
+            hint="remove `core` from the variable",
+        )
     for f in installed + local:
         if f.record.namespace in disabled:
             f.stop("disabled", f"in MM_PLUGINS_DISABLE={environ['MM_PLUGINS_DISABLE']}")
@@ -169,7 +183,7 @@ def _names(environ: Mapping[str, str], variable: str, known: Sequence[str]) -> s
 
 
 def _refuse(installed: list[_Found]) -> None:
-    """Refuses what must not even be imported: bad, reserved and doubly claimed namespaces."""
+    """Refuses, before import, plugins whose namespace is invalid, reserved, or claimed by another plugin."""
     owners: dict[str, list[_Found]] = defaultdict(list)
     for f in installed:
         record = f.record
@@ -178,8 +192,8 @@ def _refuse(installed: list[_Found]) -> None:
         if record.namespace in (CORE, LOCAL) and record.module != CORE_MODULE:
             f.stop("refused", f"the entry-point name {record.namespace!r} is reserved")
         elif not _NAMESPACE.match(record.namespace):
-            what = f"the entry-point name {record.namespace!r} is no name"
-            f.stop("refused", f"{what}: lower-case letters, digits, '_-.'")
+            what = f"the entry-point name {record.namespace!r} is not valid"
+            f.stop("refused", f"{what}: use lower-case letters, digits, '_', '-' and '.'")
         else:
             owners[record.namespace].append(f)
     for namespace, claimants in owners.items():
@@ -213,7 +227,7 @@ def _ask(found: list[_Found]) -> None:
 
 @contextmanager
 def _isolated(f: _Found, doing: str = "") -> Iterator[None]:
-    """Turns whatever one plugin's code raises into that plugin's status, which everyone is shown."""
+    """Records whatever a plugin's code raises as that plugin's status."""
     try:
         with foreign_code():
             yield
@@ -263,7 +277,7 @@ def _complete(f: _Found, offered: list[tuple[str, Component]]) -> None:
 
 
 def _refuse_shared_local_names(local: list[_Found]) -> None:
-    """All one-file plugins share the namespace `local`: two that claim one name are both refused."""
+    """Refuses one-file plugins that claim the same name: they all share the namespace `local`."""
     owners: dict[tuple[str, str], list[_Found]] = defaultdict(list)
     for f in local:
         for registered in f.record.components:

@@ -1,4 +1,4 @@
-"""All ranks must have the same plugins: what is compared, and the sentence when they have not."""
+"""Compares the plugins of all ranks, which must have the same ones."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ def check_ranks_agree(
     absent: str = "not loaded",
     hint: str = "compare `mm plugins list` on the machines of these ranks",
 ) -> None:
-    """Compares what the ranks have; the caller gathers it.
+    """Checks that all ranks have the same plugins, or other named things, in the same versions.
 
     Args:
-        tables: `tables[r]` is rank r's `Registry.fingerprint_table()`, or another of names and versions.
-        things: what the names are. absent: what stands for a name that a rank does not have. hint: of the
-            error.
+        tables: `tables[r]` is rank r's `Registry.fingerprint_table()`, or a similar table of versions.
+        things: what the names are, for the error.
+        absent: text for a name that a rank does not have.
+        hint: hint of the error.
 
     Raises:
-        PluginError: naming the ranks that differ from most, and in what.
+        PluginError: names the ranks that differ from most ranks, and the differences.
     """
     keys = [tuple(sorted(table.items())) for table in tables]
     if len(set(keys)) <= 1:
@@ -38,14 +39,14 @@ def check_ranks_agree(
             lines.append(f"{name}: " + "; ".join(f"{text} on {ranks_text(r)}" for text, r in holders.items()))
     verb = "has" if len(others) == 1 else "have"
     raise PluginError(
-        f"{ranks_text(others)} of {len(tables)} {verb} other {things} than the rest: {'. '.join(lines)}",
+        f"{ranks_text(others)} of {len(tables)} {verb} different {things} from the rest: {'. '.join(lines)}",
         accepted=f"the same {things} in the same versions on all ranks",
         hint=hint,
     )
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0-2, 5`."""
+    """A list of ranks for a message: `rank 3`, `ranks 0-2, 5`."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""What discovery finds: plugins and their components, still without importing any target."""
+"""The result of discovery: records of plugins and their components, before any target is imported."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 Status = Literal["ok", "failed", "disabled", "refused"]
 
 
-_HERE = str(Path(__file__).parent / "_")[:-1]  # our own frames around a plugin's code tell its author nothing
+_HERE = str(Path(__file__).parent / "_")[:-1]  # the core's own frames do not help the author of a plugin
 
 
 def one_line(error: BaseException) -> str:
-    """An exception as one line: its type, its first line, and the line of code that raised it.
-    An MMError says all that itself."""
+    """An exception raised by plugin code as one line: its type, its message, and the line that raised it.
+
+    An MMError is printed as it is, joined into one line.
+    """
     if isinstance(error, ForeignExit) and error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, MMError):
@@ -43,10 +45,16 @@ def one_line(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Registered:
-    """A component with the plugin that offers it.
+    """A component together with the plugin that provides it.
 
-    `modules` translates module names of the targets: a one-file plugin `my_dit.py` is loaded under
-    a unique name, and its targets still say `my_dit:MyDiT`.
+    Attributes:
+        kind: the kind of component.
+        component: the description that the plugin's hook returned.
+        namespace: the plugin's namespace.
+        distribution: the plugin's Python distribution.
+        version: the distribution's version.
+        modules: module name in targets -> name it is imported under. A one-file plugin `my_dit.py` is
+            imported under a unique name, while its targets are written `my_dit:MyDiT`.
     """
 
     kind: str
@@ -58,21 +66,25 @@ class Registered:
 
     @property
     def qualified(self) -> str:
-        """`namespace/name`: the name that is always unique."""
+        """The component's qualified name `namespace/name`, which is always unique."""
         return f"{self.namespace}/{self.component.name}"
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The bare name and its aliases."""
+        """The component's bare name and its aliases."""
         return (self.component.name, *self.component.aliases)
 
     def module_of(self, path: str) -> str:
-        """The name under which the module part of a target `module:Name` is imported."""
+        """The name under which the module of a component's target `module:Name` is imported."""
         module = path.partition(":")[0]
         return self.modules.get(module, module)
 
     def load_target(self) -> Callable[..., Any]:
-        """Imports and returns the target. PluginError naming plugin and target when it cannot."""
+        """Imports and returns the component's target.
+
+        Raises:
+            PluginError: the target cannot be imported or called; names plugin and target.
+        """
         target = self._load("target", self.component.target)
         if not callable(target):
             kind = type(target).__name__
@@ -80,9 +92,9 @@ class Registered:
         return target
 
     def config_class(self) -> type[DataclassInstance]:
-        """The dataclass of the component's fields.
+        """The dataclass of the component's config fields.
 
-        Without `config=`, it is made from the target's signature, which imports the target.
+        Without `config=`, it is created from the target's signature, which imports the target.
         """
         if self.component.config is None:
             return signature_config(self)
@@ -94,14 +106,14 @@ class Registered:
 
     @property
     def place(self) -> str:
-        """How messages of loading call it."""
+        """The plugin and component as error messages name them when loading fails."""
         return (
             f"plugin {self.namespace!r} ({self.distribution} {self.version}), {self.kind} {self.qualified!r}"
         )
 
     @property
     def short_place(self) -> str:
-        """How messages of building call it."""
+        """The plugin and component as error messages name them when building fails."""
         return f"plugin {self.namespace!r}, {self.kind} {self.qualified!r}"
 
     def _fault(self, what: str, hint: str | None = None) -> PluginError:
@@ -133,14 +145,21 @@ class Registered:
 
 @dataclass(frozen=True)
 class PluginRecord:
-    """One plugin that was found, whatever became of it.
+    """A plugin that was found, loaded or not.
 
-    status: `ok`; `failed` (its import or a hook broke); `refused` (it must not be loaded: API range,
-        namespace taken twice or reserved, hook wrappers); `disabled` (by MM_PLUGINS or MM_PLUGINS_DISABLE).
-    error: one sentence, for every status but `ok`.
-    requirement: its requirement of mm-core, which is its API range; None when it declares none.
-    file: the path of a one-file plugin.
-    imports_torch: importing the plugin imported torch (not seen when torch was there before).
+    Attributes:
+        namespace: prefix of its components' qualified names.
+        module: the module with its hooks.
+        distribution: its Python distribution.
+        version: the distribution's version.
+        status: `ok`; `failed` (its import or a hook raised an error); `refused` (it must not be loaded: API
+            range, namespace taken twice or reserved, hook wrappers); `disabled` (by MM_PLUGINS or
+            MM_PLUGINS_DISABLE).
+        error: one sentence, for every status except `ok`.
+        components: its components.
+        imports_torch: importing the plugin imported torch (not detected if torch was imported before).
+        requirement: its requirement of mm-core, which is its API range; None if it declares none.
+        file: the path of a one-file plugin.
     """
 
     namespace: str
@@ -156,10 +175,10 @@ class PluginRecord:
 
     @property
     def label(self) -> str:
-        """How messages call it."""
+        """The plugin as messages name it."""
         return f"plugin {self.namespace!r} ({self.distribution} {self.version})"
 
     @property
     def broken(self) -> bool:
-        """Whether it should have loaded and did not."""
+        """Whether the plugin should have loaded but did not."""
         return self.status in ("failed", "refused")

@@ -1,4 +1,4 @@
-"""The table of components: resolving names, and building what a config describes."""
+"""The registry of components: resolves names, and builds components from their configs."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ __all__ = ["PluginRecord", "Registered", "Registry", "build", "clear_cache", "ge
 
 
 class Registry:
-    """Every plugin that was found and the components of those that work.
+    """All plugins that were found, and the components of those that loaded.
 
-    plugins: all of them, `core` first, the broken and the disabled included.
+    Args:
+        plugins: all plugins, `core` first, including broken and disabled ones.
     """
 
     def __init__(self, plugins: tuple[PluginRecord, ...]) -> None:
@@ -38,38 +39,45 @@ class Registry:
                 table[f"{registered.namespace}/{name}"].append(registered)
 
     def components(self, kind: str | None = None) -> tuple[Registered, ...]:
-        """All components, or those of one kind."""
+        """All components of the loaded plugins, or those of one kind."""
         return tuple(c for plugin in self.plugins for c in plugin.components if kind in (None, c.kind))
 
     def resolve(self, kind: str, name: str) -> Registered:
-        """The component that `name` stands for: qualified, bare while unique, or an alias. A bare name that
-        the core has is the core's: installing a plugin never changes what a config means.
+        """Finds the component of a kind by its qualified name, its bare name or an alias.
 
-        PluginError when there is none (with near names and the plugins that failed to load) or
-        when a bare name is ambiguous.
+        A bare name that the core has means the core's component: installing a plugin never changes the
+        meaning of a config. Other bare names must be unique.
+
+        Raises:
+            PluginError: there is no such component (the error lists similar names and plugins that failed to
+                load), or the bare name is ambiguous.
         """
         if kind not in KINDS:
             raise PluginError(
-                f"there is no kind {kind!r}", accepted=", ".join(KINDS), hint=did_you_mean(kind, KINDS)
+                f"there is no kind of component named {kind!r}",
+                accepted=", ".join(KINDS),
+                hint=did_you_mean(kind, KINDS),
             )
         matches = self._by_name[kind].get(name, [])
         own = [match for match in matches if match.namespace == "core"]
         if len(matches) == 1 or len(own) == 1:
             return (own or matches)[0]
         if matches:
-            what = f"the {kind} name {name!r} is ambiguous: {len(matches)} plugins have one"
+            what = f"the {kind} name {name!r} is ambiguous: {len(matches)} plugins provide one"
             accepted = ", ".join(sorted(match.qualified for match in matches))
             raise PluginError(what, accepted=accepted, hint="write the qualified name")
         raise self._not_found(kind, name)
 
     def build(self, kind: str, config: ComponentConfig | Mapping[str, Any] | str, *args: Any) -> Any:
-        """Builds a component. Fields that are components are built before the component that holds them.
+        """Builds a component from its config. Components in its fields are built first.
 
         Args:
-            kind: of the component.
-            config: a name, a mapping with `type` (checked first: ConfigError with every fault), or a checked
-                reference.
-            args: what the core passes by position to targets of this kind (see hookspecs).
+            kind: kind of the component.
+            config: a name, a mapping with `type` (which is checked first), or a checked reference.
+            args: arguments that the core passes by position to targets of this kind (see hookspecs).
+
+        Raises:
+            ConfigError: lists every error in the mapping.
         """
         if isinstance(config, ComponentConfig):
             checked = config
@@ -77,12 +85,11 @@ class Registry:
             mapping = {"type": config} if isinstance(config, str) else config
             checked = check_component(kind, mapping, self, kind)
         if checked.kind != kind:
-            raise PluginError(f"{checked.type!r} was given as {checked.kind}, and {kind} is to be built")
+            raise PluginError(f"{checked.type!r} is {_a(checked.kind)}, but {_a(kind)} is needed here")
         return build_component(checked, self, args)
 
     def target_of(self, config: ComponentConfig) -> tuple[Any, dict[str, Any]]:
-        """What a checked reference would call, and the fields that it would call it with: for what a class
-        offers beside its objects."""
+        """The target of a component and its fields, without calling it: for class methods of the target."""
         return self.resolve(config.kind, config.type).load_target(), built_fields(config, self)
 
     def _not_found(self, kind: str, name: str) -> PluginError:
@@ -94,12 +101,12 @@ class Registry:
         names = sorted({registered.qualified for registered in self.components(kind)})
         return PluginError(
             f"no {kind} is named {name!r}",
-            accepted=", ".join(names) or f"nothing: no plugin offers a {kind}",
+            accepted=", ".join(names) or f"nothing: no installed plugin provides {_a(kind)}",
             hint="; ".join(dict.fromkeys(hint for hint in hints if hint)) or None,
         )
 
     def _lost_hints(self, name: str) -> list[str]:
-        """Which plugins did not load that may hold `name`: all of them, or the one of its namespace."""
+        """The plugins that did not load and may provide `name`: all of them, or the one of its namespace."""
         namespace = name.partition("/")[0] if "/" in name else None
         lost = [plugin for plugin in self.plugins if plugin.status != "ok"]
         if namespace in (None, *(plugin.namespace for plugin in self.plugins)):
@@ -107,7 +114,11 @@ class Registry:
         return [f"no plugin {namespace!r} is installed", *map(_state, lost)]
 
     def find(self, name: str) -> tuple[Registered, ...]:
-        """The components of any kind that `name` may stand for. PluginError when there is none."""
+        """The components of any kind with a name or alias.
+
+        Raises:
+            PluginError: there is none.
+        """
         tables = self._by_name.values()
         if found := tuple(r for table in tables for r in table.get(name, ())):
             return found
@@ -116,7 +127,7 @@ class Registry:
         raise PluginError(f"no component is named {name!r}", hint="; ".join(hints) or None)
 
     def fingerprint_table(self) -> dict[str, str]:
-        """One line a plugin that is not disabled: distribution, version, status, hash of its components."""
+        """Version, status and component hash of each plugin that is not disabled, to compare ranks."""
         return {
             f"{plugin.namespace} ({plugin.distribution})": (
                 f"{plugin.version}, {plugin.status}, components {_digest(_component_rows(plugin))[:8]}"
@@ -142,7 +153,8 @@ def _component_rows(plugin: PluginRecord) -> list[str]:
 
 
 def _plain(value: object) -> object:
-    """What JSON does not know, the same in every process: a set has no order, an object an address."""
+    """A value that JSON cannot hold as text that is equal in every process: sets have no order, and the
+    repr of an object may contain its address."""
     if isinstance(value, (set, frozenset)):
         return sorted(map(repr, value))
     return f"{type(value).__module__}.{type(value).__qualname__}"
@@ -153,19 +165,19 @@ def _digest(value: object) -> str:
 
 
 def get_registry(local_paths: Sequence[str] = (), stored: Collection[str] = ()) -> Registry:
-    """The registry of the installed plugins, with the one-file plugins of `local_paths`.
+    """The registry of the installed plugins and of one-file plugins.
 
-    A run has one, that of its config (`RunConfig.registry`). Plugins that are imported stay imported, so that
-    another registry costs milliseconds.
+    A run uses the registry of its config (`RunConfig.registry`). Imported plugins stay imported, so that
+    another registry costs only milliseconds. A broken installed plugin is reported in one line on stderr,
+    once per process and on the first rank only.
 
     Args:
-        local_paths: the files.
-        stored: those of them that a stored run names, and that nothing has allowed. TrustError for one that
-            this user has not trained with.
+        local_paths: the files of one-file plugins.
+        stored: those of the files that a stored run names and that have not been allowed.
 
     Raises:
-        PluginError: a named file does not load; under MM_PLUGINS_STRICT, any plugin. Otherwise a broken
-            plugin is one line on stderr, once a process, on the first rank only.
+        PluginError: a one-file plugin does not load; with MM_PLUGINS_STRICT=1, any plugin does not load.
+        TrustError: this user has not trained with a file in `stored`.
     """
     registry = Registry(discover(local_files(local_paths, stored), os.environ))
     _raise_if_needed(registry.plugins)
@@ -176,56 +188,59 @@ def get_registry(local_paths: Sequence[str] = (), stored: Collection[str] = ()) 
 def build(kind: str, config: ComponentConfig | Mapping[str, Any] | str, *args: Any) -> Any:
     """Builds a component of an installed plugin: `build("scheduler", {"type": "flow_match", "shift": 5.0})`.
 
-    What a run's config names is built by its own registry: `config.registry.build("task", config.task)`.
-    See `Registry.build`.
+    Components that a run's config names are built by the config's registry:
+    `config.registry.build("task", config.task)`. See `Registry.build`.
     """
     return get_registry().build(kind, config, *args)
 
 
 def survey(local_paths: tuple[str, ...] = ()) -> Registry:
-    """A registry for looking at plugins: nothing is reported, and broken plugins stop nothing."""
+    """A registry for inspecting plugins: broken plugins are neither reported nor raise an error.
+
+    Args:
+        local_paths: the files of one-file plugins.
+    """
     return Registry(discover(local_files(local_paths), os.environ))
 
 
 def clear_cache() -> None:
-    """Forgets which plugins are installed and what was told of them (imports stay)."""
-    _tell.cache_clear()
+    """Clears the cached list of installed plugins and of warnings already printed (imports stay)."""
+    _warn.cache_clear()
     entry_point_records.cache_clear()
 
 
 def _report(plugins: tuple[PluginRecord, ...]) -> None:
-    """Tells a person once, on the first rank only: a line for each broken plugin, and for each that imports
-    torch."""
+    """Warns once, on the first rank only, of each broken plugin and of each plugin that imports torch."""
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) != "0":
         return
     for plugin in plugins:
         if plugin.broken:
-            _tell(_state(plugin))
+            _warn(_state(plugin))
     for plugin in plugins:
         if plugin.imports_torch and plugin.file is None:
-            what = f"{plugin.label} imports torch when it is listed, which makes every command slow"
-            _tell(f"{what}: import it in the target's module only")
+            what = f"{plugin.label} imports torch when it is loaded, which makes every command slow"
+            _warn(f"{what}: import torch only in the target's module")
 
 
 @cache
-def _tell(line: str) -> None:
+def _warn(line: str) -> None:
     sys.stderr.write(f"mm: warning: {line}\n")
 
 
 def _raise_if_needed(plugins: tuple[PluginRecord, ...]) -> None:
     strict = os.environ.get("MM_PLUGINS_STRICT", "")
     if strict not in ("", "0", "1"):
-        raise PluginError(f"the value {strict!r} is neither 0 nor 1", where="MM_PLUGINS_STRICT")
+        raise PluginError(f"{strict!r} is not a valid value", where="MM_PLUGINS_STRICT", accepted="0 or 1")
     if strict == "1" and (broken := [plugin for plugin in plugins if plugin.broken]):
         raise PluginError(
             "; ".join(map(_state, broken)),
             where="MM_PLUGINS_STRICT=1",
-            hint="`mm plugins check` lists every fault",
+            hint="`mm plugins check` lists every error",
         )
-    # A config that names a file needs it.
+    # A config that names a one-file plugin needs it.
     if broken := [plugin for plugin in plugins if plugin.broken and plugin.file is not None]:
         raise PluginError(
             "; ".join(f"{plugin.error}" for plugin in broken),
             where="plugins.path",
-            hint="`mm plugins check --path FILE` looks at such a file alone",
+            hint="`mm plugins check --path FILE` checks one such file",
         )

@@ -1,4 +1,4 @@
-"""A distribution's identity and its requirement of mm-core, read without parsing what is not needed."""
+"""A plugin's distribution, version and requirement of mm-core, read quickly from its metadata."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COMPARE = {
 
 
 class Identity(NamedTuple):
-    """Name, version, and the requirements of mm-core as they stand in the metadata."""
+    """A plugin's distribution name, version, and requirements of mm-core as written in its metadata."""
 
     name: str
     version: str
@@ -29,9 +29,11 @@ class Identity(NamedTuple):
 
 
 def read_identity(metadata: str) -> Identity:
-    """Reads the three headers that matter. (email.parser, behind `Distribution.metadata`, takes
-    a hundred times as long on a long description.)"""
-    lines = takewhile(bool, metadata.splitlines())  # the description follows
+    """Reads a plugin's name, version and requirements of mm-core from its distribution's metadata.
+
+    (email.parser, used by `Distribution.metadata`, takes a hundred times as long for a long description.)
+    """
+    lines = takewhile(bool, metadata.splitlines())  # an empty line precedes the description
     headers = [(name.lower(), value.strip()) for name, _, value in (line.partition(":") for line in lines)]
     last = dict(headers)
     required = (value for name, value in headers if name == "requires-dist")
@@ -39,11 +41,11 @@ def read_identity(metadata: str) -> Identity:
 
 
 def admits(requirement: str, version: str) -> bool | None:
-    """Whether a requirement of mm-core admits `version`; None when its marker does not apply here."""
+    """Whether a plugin's requirement of mm-core accepts a version; None if its marker does not apply here."""
     plain = _plain_admits(requirement, version)
     if plain is not None:
         return plain
-    from packaging.requirements import Requirement  # 25 ms; only unusual requirements come here
+    from packaging.requirements import Requirement  # takes 25 ms: only for unusual requirements
 
     parsed = Requirement(requirement)
     if parsed.marker is not None and not parsed.marker.evaluate({"extra": ""}):
@@ -52,7 +54,7 @@ def admits(requirement: str, version: str) -> bool | None:
 
 
 def _plain_admits(requirement: str, version: str) -> bool | None:
-    """The answer for `mm-core>=0.1,<0.2` and its like; None for anything less plain."""
+    """The answer for simple requirements such as `mm-core>=0.1,<0.2`; None for any other."""
     clauses = [
         _PLAIN.match(part) for part in _MM_CORE.sub("", requirement, count=1).split(",") if part.strip()
     ]

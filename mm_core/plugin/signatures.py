@@ -1,4 +1,4 @@
-"""Config dataclasses for components without one, and what a target's signature accepts."""
+"""Config dataclasses of components that have none, created from the signatures of their targets."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ LEADING: Mapping[str, int] = MappingProxyType({"optimizer": 1, "lr_schedule": 2,
 
 
 def signature_config(registered: Registered) -> type[DataclassInstance]:
-    """The dataclass that a target's signature amounts to: one field a parameter.
+    """Creates a component's config dataclass from its target's signature: one field per parameter.
 
-    An annotation that cannot be resolved counts as Any: the target then checks the value itself.
+    An annotation that cannot be resolved counts as Any: the target must check the value itself.
     """
     target = registered.load_target()
     try:
         return _from_signature(target, LEADING.get(registered.kind, 0))
     except (TypeError, ValueError) as error:
         raise PluginError(
-            f"the signature of {registered.component.target!r} cannot serve as its config: {error}",
+            f"the signature of {registered.component.target!r} cannot be used as its config: {error}",
             where=registered.short_place,
             hint="give the component a config= dataclass",
         ) from error
@@ -54,7 +54,7 @@ def _from_signature(target: Callable[..., object], leading: int) -> type[Datacla
 def _default(value: object) -> object:
     if value is inspect.Parameter.empty:
         return dataclasses.field()
-    if type(value).__hash__ is None:  # a dataclass refuses mutable defaults
+    if type(value).__hash__ is None:  # dataclasses do not accept mutable defaults
         return dataclasses.field(default_factory=partial(copy.deepcopy, value))
     return dataclasses.field(default=value)
 

@@ -1,1 +1,1 @@
-"""Values against typed dataclasses: nodes that know where they are from, checking, faults, describing."""
+"""Checks values against typed dataclasses: nodes that know their file and line, errors, descriptions."""

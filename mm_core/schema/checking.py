@@ -1,7 +1,7 @@
-"""Checks plain values against annotated dataclasses and collects every fault.
+"""Checks plain values against annotated dataclasses and collects every error.
 
-The values come as a tree of `Node`s, which remember where each of them was written, so that the
-same check serves YAML files, overrides and Python mappings.
+The values come as a tree of `Node`s, which know where each value was written, so that the same check serves
+YAML files, overrides and Python mappings.
 """
 
 from __future__ import annotations
@@ -55,13 +55,26 @@ T = TypeVar("T")
 D = TypeVar("D", bound="DataclassInstance")
 
 MAX_FAULTS = 100
-"""Faults of one config that are listed: each costs a search for what was meant."""
+"""Most errors that are listed for one config: each of them costs a search for similar names."""
+
+_NOT_FINITE = ", which is not finite"
+_INFINITE_HINT = "a number that is too large for a float also counts as infinite"
 
 
 def check_component(
     kind: str, mapping: Mapping[str, object], registry: Registry, where: str
 ) -> ComponentConfig:
-    """A plain mapping with `type` as a checked reference. ConfigError with every fault."""
+    """Checks a plain mapping with `type` against the config dataclass of the component that it names.
+
+    Args:
+        kind: the expected kind of component, e.g. `predictor`.
+        mapping: `type` and the component's options.
+        registry: the plugins that provide components.
+        where: key path of the mapping, for errors.
+
+    Raises:
+        ConfigError: lists every error in the mapping.
+    """
     checker = Checker(registry)
     result = checker.checked(lambda: checker.component(kind, from_python(mapping, "", where)))
     if isinstance(result, Failed):
@@ -69,24 +82,20 @@ def check_component(
     return result
 
 
-_NOT_FINITE = ", which is not finite"
-_INFINITE_HINT = "a number that is too large for a float counts as infinite too"
-
-
 class _TooManyFaults(Exception):
-    """There are more than `MAX_FAULTS`; the rest of the tree is not looked at."""
+    """There are more than `MAX_FAULTS` errors; the rest of the tree is not checked."""
 
 
 class Checker:
-    """One pass over a tree. `faults` holds what was found, in the order of the tree."""
+    """Checks one tree of values against typed dataclasses; `faults` lists the errors in tree order."""
 
     def __init__(self, registry: Registry, infinite: bool = False) -> None:
         self.registry = registry
         self.faults: list[MMError] = []
-        self._infinite = infinite  # whether the field that is read may hold what is not finite
+        self._infinite = infinite  # whether the current field accepts numbers that are not finite
 
     def checked(self, check: Callable[[], T]) -> T | Failed:
-        """What `check` returns, or FAILED when it finds more faults than are listed."""
+        """Runs a check of values, and returns FAILED if it finds more errors than are listed."""
         try:
             return check()
         except _TooManyFaults:
@@ -95,7 +104,7 @@ class Checker:
     def fault(
         self, node: Node, what: str, accepted: str | None = None, hint: str | None = None, key: bool = False
     ) -> Failed:
-        """Notes a fault at a node, or at its key; FAILED, which the value then is."""
+        """Records an error at a checked value, or at its key, and returns FAILED to use as its value."""
         self.faults.append(ConfigError(what, where=node.place(key), accepted=accepted, hint=hint))
         if len(self.faults) > MAX_FAULTS:
             raise _TooManyFaults
@@ -115,22 +124,22 @@ class Checker:
         further: Sequence[str] = (),
         owner: str = "",
     ) -> D | Failed:
-        """An instance of `cls` from a mapping.
+        """Checks a mapping against an annotated dataclass and returns an instance, or FAILED.
 
         Args:
-            cls: an annotated dataclass. A field's metadata may say `yaml: False` (it is no key) and `aliases`
-                (older names of the key, still read).
+            cls: the dataclass. A field's metadata may contain `yaml: False` (not a key) and `aliases` (former
+                names of the key, still accepted).
             node: the mapping.
-            skip: keys that are there and are not fields.
-            further: names that an unknown key may have been meant as, beside the fields.
-            owner: what faults call the mapping.
+            skip: accepted keys that are not fields.
+            further: names to suggest for an unknown key, beside the fields.
+            owner: what error messages call the mapping.
         """
         if not isinstance(node.value, dict):
             return self._wrong(node, describe(cls))
         try:
             with foreign_code():
                 hints = get_type_hints(cls, include_extras=True)
-        except Exception as error:  # an annotation is code of the plugin's: it may raise anything
+        except Exception as error:  # annotations are plugin code: they may raise anything
             what = f"the annotations of {cls.__module__}.{cls.__qualname__} cannot be resolved: {error}"
             return self.fault(node, what, hint="annotate with names that exist when the module is imported")
         own = [f for f in dataclasses.fields(cls) if f.init and f.metadata.get("yaml", True)]
@@ -143,8 +152,8 @@ class Checker:
         for name, field in fields.items():
             given = [key for key in (name, *aliases[name]) if key in node.value]
             for other in given[1:]:
-                what = f"{other!r} is an older name of {given[0]!r}, and both are set"
-                hint = "set one of them; an override uses the name that the file has"
+                what = f"{other!r} is a former name of {given[0]!r}, and both are set"
+                hint = "set only one of them; in an override, use the name that the file uses"
                 self.fault(node.value[other], what, hint=hint, key=True)
             if given:
                 values[field.name] = self._field(field.default, hints[field.name], node.value[given[0]])
@@ -174,8 +183,8 @@ class Checker:
                 self.fault(child, what, ", ".join(fields) or "no keys", hint, key=True)
 
     def _construct(self, cls: type[D], values: dict[str, object], node: Node) -> D | Failed:
-        """The instance, or the fault that the class's own `__post_init__` finds. One whose message
-        starts with the name of a key is placed there."""
+        """The instance, or FAILED with the error that the class's `__post_init__` raises. An error whose
+        message starts with the name of a key is reported at that key."""
         make: Callable[..., D] = cls
         try:
             with foreign_code():
@@ -184,17 +193,17 @@ class Checker:
             for fault in getattr(error, "faults", ()) or (error,):
                 self.fault(_subject(fault.what, node), fault.what, fault.accepted, fault.hint, key=True)
         except (ValueError, TypeError) as error:
-            what = str(error) or f"{cls.__name__} refuses it"
+            what = str(error) or f"{cls.__name__} does not accept these values"
             self.fault(_subject(what, node), what, key=True)
         except Exception as error:
-            said = str(error) if isinstance(error, ForeignExit) else f"{type(error).__name__}: {error}"
-            what = f"{cls.__module__}.{cls.__qualname__} cannot be made: {said}"
+            cause = str(error) if isinstance(error, ForeignExit) else f"{type(error).__name__}: {error}"
+            what = f"{cls.__module__}.{cls.__qualname__} cannot be created: {cause}"
             hint = "this is a bug in the plugin: its config should raise ValueError"
             self.fault(node, what, hint=hint, key=True)
         return FAILED
 
     def _default(self, value: object, node: Node, name: str) -> object:
-        """A default, with the options of the components in it filled."""
+        """A default value, with the options of its components filled in."""
         path = node.child_path(name)
         if isinstance(value, ComponentConfig):
             return self.component(value.kind, from_python(value, node.where, path))
@@ -203,7 +212,7 @@ class Checker:
         return FAILED if len(self.faults) > before else filled
 
     def component(self, kind: str, node: Node) -> ComponentConfig | Failed:
-        """A ComponentConfig from a mapping with `type`, or from a bare name."""
+        """Checks a mapping with `type`, or a bare name, and returns the component's config, or FAILED."""
         if isinstance(node.value, Failed):
             return FAILED
         if isinstance(node.value, str):
@@ -223,8 +232,8 @@ class Checker:
         if isinstance(options, Failed):
             return FAILED
         values = {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if f.init}
-        # A target's signature may have defaults that no YAML can hold (a module, a dtype). They are
-        # left to the target, which has them anyway.
+        # A target's signature may have defaults that YAML cannot express (a module, a dtype). They are
+        # left out here: the target has them anyway.
         kept = {name: value for name, value in values.items() if name in node.value or is_plain(value)}
         return ComponentConfig(kind, found.qualified, kept)
 
@@ -232,17 +241,17 @@ class Checker:
         if named is not None and isinstance(named.value, Failed):
             return FAILED
         names = ", ".join(sorted(c.qualified for c in self.registry.components(kind)))
-        accepted = f"type: {names}" if names else f"nothing: no plugin offers a {kind}"
+        accepted = f"type: {names}" if names else f"nothing: no installed plugin provides a {kind}"
         if named is not None:
             return self.fault(named, f"found {show(named)} as the type", accepted)
         meant = did_you_mean("type", node.value)
-        hint = f"{meant[:-1]} meant as 'type'?".replace("did you mean", "is") if meant else None
+        hint = f"{meant[:-1]} a misspelt 'type'?".replace("did you mean", "is") if meant else None
         return self.fault(node, "the key 'type' is missing", accepted, hint, key=True)
 
     # -- values ----------------------------------------------------------------------------------
 
     def value(self, annotation: object, node: Node) -> object:
-        """`node` as a value of `annotation`, or FAILED with the fault noted."""
+        """Checks one value against a type annotation and returns it, or FAILED after recording the error."""
         if node.value is FAILED:
             return FAILED
         annotation = unwrap(annotation)
@@ -285,7 +294,7 @@ class Checker:
             if not trial.faults:
                 return value
             trials.append((unwrap(option), trial.faults))
-        # Where one option has the shape of what was found, its faults say more than a refusal.
+        # If exactly one option has the shape of the value, its errors are the most useful ones.
         meant = [faults for option, faults in trials if _shaped(option, node)]
         if len(meant) == 1:
             self.faults += meant[0]
@@ -324,7 +333,7 @@ class Checker:
             return self._wrong(node, "a mapping of keys to values")
         items: dict[object, object] = {}
         for key, child in node.value.items():
-            # Keys are texts in the tree: they are read by their type, as texts of the environment are.
+            # Keys are strings in the tree: they are converted by type, like strings from the environment.
             name = self.value(args[0], dataclasses.replace(child, value=key, loose=True))
             items[name] = self.value(args[1], child)
         return FAILED if _any_failed(items) or _any_failed(items.values()) else items
@@ -351,14 +360,14 @@ class Checker:
 
 
 def _finite(default: object) -> bool:
-    """Whether a field's default is: one that is not may be set to infinity too."""
+    """Whether a field's default is finite: if it is not, the field accepts infinity too."""
     if isinstance(default, (tuple, list)):
         return all(map(_finite, default))
     return not isinstance(default, float) or math.isfinite(default)
 
 
 def _with_default(node: Node, default: object) -> Node:
-    """A mapping that leaves out `type` means its field's default component, with its options."""
+    """Fills in `type` and options of the field's default component in a mapping without `type`."""
     if isinstance(default, ComponentConfig) and isinstance(node.value, dict) and "type" not in node.value:
         given = from_python(default, node.where, node.path)
         return node.holding({**given.value, **node.value})
@@ -374,7 +383,7 @@ def _is_loose(node: Node) -> bool:
 
 
 def _subject(what: str, node: Node) -> Node:
-    """The key of `node` that a message starts with the name of, or `node`."""
+    """The child of `node` whose key a message starts with, or `node`."""
     child = node.value.get((what.split() or [""])[0].strip("'\":,"))
     return child if isinstance(child, Node) else node
 

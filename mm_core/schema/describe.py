@@ -1,4 +1,4 @@
-"""What a component's config fields are, in words, for `mm plugins show` and the documentation."""
+"""Descriptions of a component's config fields, for `mm plugins show` and the documentation."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FieldInfo:
-    """One config field: its name, its type in words, its default in words (None: required), its comment."""
+    """The description of one config field."""
 
     name: str
-    type: str
-    default: str | None
+    type: str  # in words
+    default: str | None  # as a YAML would write it; None: required
     comment: str
 
 
 def describe_fields(cls: type[DataclassInstance]) -> tuple[FieldInfo, ...]:
-    """The fields of a config dataclass, in order, with the comment that stands beside each."""
+    """Describes the fields of a config dataclass, in order, with the comment beside each field."""
     hints = get_type_hints(cls, include_extras=True)
     comments: dict[str, str] = {}
     for base in reversed(cls.__mro__):
@@ -45,7 +45,7 @@ def describe_fields(cls: type[DataclassInstance]) -> tuple[FieldInfo, ...]:
 
 
 def type_text(hint: object) -> str:
-    """A type as a person reads it: `int >= 1`, `'a' or 'b'`, `predictor`, `list of str`, `none`."""
+    """A config field's type in words: `int >= 1`, `'a' or 'b'`, `predictor`, `list of str`, `none`."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         kinds = [extra.name for extra in arguments[1:] if isinstance(extra, Kind)]
@@ -69,7 +69,7 @@ def type_text(hint: object) -> str:
 
 
 def _value_text(value: object) -> str:
-    """A default as a YAML would write it."""
+    """A default value as YAML would write it."""
     if isinstance(value, ComponentConfig):
         return f"{{type: {value.type}}}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -83,10 +83,10 @@ def _value_text(value: object) -> str:
 
 
 def _comments(cls: type[DataclassInstance]) -> dict[str, str]:
-    """Field -> the comment on its line, or the string below it. {} when there is no source."""
+    """Field -> the comment on its line, or the string below it; {} if there is no source."""
     try:
         source = inspect.getsource(cls)
-    except (OSError, TypeError):  # made at run time
+    except (OSError, TypeError):  # the class was created at run time
         return {}
     source = inspect.cleandoc("\n" + source) if source[:1].isspace() else source
     by_line = {

@@ -1,4 +1,4 @@
-"""Torch-free vocabulary of config dataclasses: component references, ranges, dtype names."""
+"""Building blocks of config dataclasses, without torch: component references, ranges, dtype names."""
 
 from __future__ import annotations
 
@@ -9,25 +9,29 @@ from typing import Annotated, Any, Literal
 
 
 def yaml_key(name: str) -> str:
-    """The key of a config field: `async_` is written `async`, which Python keeps for itself."""
+    """The YAML key of a config field: the field `async_` has the key `async`, a reserved word in Python."""
     return name[:-1] if name.endswith("_") and keyword.iskeyword(name[:-1]) else name
 
 
 DType = Literal["fp32", "bf16", "fp16"]
-"""Names of floating dtypes as a YAML writes them."""
+"""Names of floating-point dtypes in a YAML."""
 
 _DTYPES = {
     "bf16": ("bf16", "bfloat16", "brain"),
     "fp16": ("fp16", "float16", "half", "f16", "16"),
     "fp32": ("fp32", "float32", "float", "single", "full", "f32", "32"),
 }
-"""Our name of a dtype -> how it is called elsewhere."""
+"""Our name of a dtype -> its names elsewhere."""
 
 
 def dtype_hint(word: str, choices: Sequence[str]) -> str | None:
-    """What to write instead of a dtype that is not among `choices`; None where neither is about dtypes.
+    """A hint for a dtype name that a config field does not accept; None if the field is not a dtype.
 
-    Names of dtypes look alike, so the nearest one is often another dtype.
+    Names of dtypes resemble each other, so the most similar name is often a different dtype.
+
+    Args:
+        word: what was written.
+        choices: the accepted names.
     """
     if not set(choices) & _DTYPES.keys():
         return None
@@ -37,8 +41,8 @@ def dtype_hint(word: str, choices: Sequence[str]) -> str | None:
         return f"did you mean {meant!r}?"
     if meant == "fp16":
         return (
-            "fp16 is not supported here: its small range needs a loss scale, which no engine keeps; write"
-            " bf16, which has the range of fp32 and takes as little memory"
+            "fp16 is not supported here: its small range needs loss scaling, which no engine does; write"
+            " bf16, which has the range of fp32 and needs no more memory"
         )
     return f"{meant} is not supported here" if meant is not None else None
 
@@ -69,7 +73,7 @@ class Range:
         return f"{words} or infinite".strip() if self.infinite else words
 
     def admits(self, value: float) -> bool:
-        """Whether `value` lies within the bounds."""
+        """Whether a config field's number is within the bounds."""
         return (
             (self.ge is None or value >= self.ge)
             and (self.gt is None or value > self.gt)
@@ -80,15 +84,18 @@ class Range:
 
 Scale = Annotated[float, Range(ge=0)]
 Guidance = Scale | tuple[Scale, ...]
-"""A scale of classifier-free guidance, or one for each expert of the predictor, from noise to clean."""
+"""A scale of classifier-free guidance, or one per expert of the predictor, from noise to clean."""
 
 
 @dataclass(frozen=True)
 class ComponentConfig:
-    """A checked reference to a component: what a YAML mapping with `type:` becomes.
+    """A checked reference to a component: a YAML mapping with `type:` after checking.
 
-    `type` is the qualified name (`core/adamw`); `options` holds one value for each field of the
-    component's config, defaults filled, nested components being ComponentConfig themselves.
+    Attributes:
+        kind: the kind of component, e.g. `optimizer`.
+        type: the qualified name, e.g. `core/adamw`.
+        options: one value per field of the component's config, with defaults filled in; nested components are
+            ComponentConfigs too.
     """
 
     kind: str

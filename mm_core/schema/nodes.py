@@ -1,4 +1,4 @@
-"""Values that remember where they were written, and the words in which faults speak of them."""
+"""Values that know where they were written, and how error messages describe them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from mm_core.schema.fields import ComponentConfig, Kind, Range, yaml_key
 
 @dataclass(frozen=True)
 class Node:
-    """A value and where it was written.
+    """A value of a config and the place where it was written.
 
-    value: a scalar, a list of Nodes, a dict of Nodes by key, or FAILED when it could not be read,
-    which was then reported already. where: `file:line` or the like. path: dotted key path.
-    key_where: where the key stands. loose: a text that came out of an interpolation, to be read by
-    the type of its field.
+    Attributes:
+        value: a scalar, a list of Nodes, a dict of Nodes by key, or FAILED if it could not be read (the error
+            is recorded already).
+        where: place of the value, e.g. `file:line`.
+        path: dotted key path.
+        key_where: place of the key.
+        loose: the value is a string from an interpolation, to be converted to the type of its field.
     """
 
     value: Any
@@ -31,25 +34,25 @@ class Node:
 
     @property
     def children(self) -> list[Node]:
-        """What a mapping or list holds; [] of anything else."""
+        """The values in a mapping or list of a config; [] for any other value."""
         if isinstance(self.value, dict):
             return list(self.value.values())
         return self.value if isinstance(self.value, list) else []
 
     def at(self, *keys: str) -> Node | None:
-        """What stands at a path of keys; None where nothing does, or no mapping is on the way."""
+        """The config value at a path of keys; None if there is none."""
         found: Node | None = self
         for key in keys:
             found = found.value.get(key) if found is not None and isinstance(found.value, dict) else None
         return found
 
     def items(self, *keys: str) -> list[Node]:
-        """The list at a path of keys; [] where there is none."""
+        """The items of the config list at a path of keys; [] if there is no list."""
         found = self.at(*keys)
         return found.value if found is not None and isinstance(found.value, list) else []
 
     def leaves(self) -> Iterator[Node]:
-        """The values below this one that hold no others; itself, where it holds none."""
+        """All scalar values within this config value."""
         if isinstance(self.value, (dict, list)):
             for child in self.children:
                 yield from child.leaves()
@@ -57,7 +60,7 @@ class Node:
             yield self
 
     def mapped(self, change: Callable[[Node], Node]) -> Node:
-        """The same mapping or list of changed children; anything else as it is."""
+        """This config mapping or list with each child changed; any other value unchanged."""
         if isinstance(self.value, dict):
             return self.holding({key: change(child) for key, child in self.value.items()})
         if isinstance(self.value, list):
@@ -65,25 +68,25 @@ class Node:
         return self
 
     def put(self, key: str, child: Node) -> Node:
-        """The same mapping with another value at a key."""
+        """This config mapping with another value at a key."""
         return self.holding({**self.value, key: child})
 
     def holding(self, value: object) -> Node:
-        """The same place with another value."""
+        """Another value at the same place of the config."""
         return dataclasses.replace(self, value=value)
 
     def place(self, key: bool = False) -> str:
-        """`file:line: key.path`."""
+        """Where the config value, or its key, was written: `file:line: key.path`."""
         where = self.key_where or self.where if key else self.where
         return ": ".join(part for part in (where, self.path) if part)
 
     def child_path(self, key: object) -> str:
-        """The key path of what stands at `key` in this node."""
+        """The dotted key path of a key in this config mapping or list."""
         return f"{self.path}.{key}" if self.path else str(key)
 
 
 class Failed:
-    """What a value that did not check becomes."""
+    """The type of FAILED, which replaces a config value with an error."""
 
 
 FAILED: Final = Failed()
@@ -91,18 +94,18 @@ SCALARS: Mapping[object, str] = {
     bool: "true or false",
     int: "an integer",
     float: "a number",
-    str: "a text",
+    str: "a string",
     Path: "a path",
 }
-"""How faults name what a scalar field accepts."""
+"""What a scalar field accepts, in the words of error messages."""
 
-_QUOTED = 64  # characters or items of a value that a fault looks at
+_QUOTED = 64  # most characters or items of a value that an error message quotes
 
 _FOUND: Mapping[type, str] = {
     bool: "a boolean",
     int: "an integer",
     float: "a number",
-    str: "a text",
+    str: "a string",
     list: "a list",
     dict: "a mapping",
 }
@@ -114,7 +117,10 @@ _BOOLEANS: Mapping[str, bool] = {
 
 
 def inside(value: object) -> dict[str, object] | list[object] | None:
-    """What a component, dataclass, mapping or list holds, as a YAML would write it; None of anything else."""
+    """The items of a config value (component, dataclass, mapping or list) as YAML would write them.
+
+    None for any other value.
+    """
     if isinstance(value, ComponentConfig):
         return {"type": value.type, **value.options}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -126,8 +132,8 @@ def inside(value: object) -> dict[str, object] | list[object] | None:
 
 
 def rebuilt(value: object, change: Callable[[object, str], object]) -> object:
-    """A tuple, list or dataclass of what `change` makes of each value that it holds and of its key; anything
-    else as it is."""
+    """A config's tuple, list or dataclass with each value replaced by `change(value, key)`; any other value
+    unchanged."""
     if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
         return type(value)(change(item, str(index)) for index, item in enumerate(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -137,14 +143,21 @@ def rebuilt(value: object, change: Callable[[object, str], object]) -> object:
 
 
 def default_of(field: dataclasses.Field[Any]) -> object:
-    """A field's default; MISSING where it has none."""
+    """The default of a config dataclass's field; MISSING if it has none."""
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default
 
 
 def from_python(value: object, where: str, path: str = "", loose: bool = False) -> Node:
-    """A tree of a plain Python value."""
+    """A tree of nodes from a plain Python value, for checking it like a config.
+
+    Args:
+        value: the value.
+        where: its place, for error messages.
+        path: its key path.
+        loose: strings in it are to be converted to the types of their fields.
+    """
     held, here = inside(value), Node(value, where, path, loose=loose)
     if isinstance(held, dict):
         return here.holding({k: from_python(v, where, here.child_path(k), loose) for k, v in held.items()})
@@ -154,14 +167,14 @@ def from_python(value: object, where: str, path: str = "", loose: bool = False) 
 
 
 def to_python(node: Node) -> object:
-    """The plain value of a tree."""
+    """The plain Python value of a config's tree of nodes."""
     if isinstance(node.value, dict):
         return {key: to_python(child) for key, child in node.value.items()}
     return [*map(to_python, node.value)] if isinstance(node.value, list) else node.value
 
 
 def is_plain(value: object) -> bool:
-    """Whether a YAML can hold the value."""
+    """Whether a value can be written in a YAML config."""
     if isinstance(value, (list, tuple)) and type(value) not in (list, tuple):
         return False
     if (held := inside(value)) is not None:
@@ -170,7 +183,7 @@ def is_plain(value: object) -> bool:
 
 
 def read_loose(annotation: object, text: str) -> bool | int | float | str:
-    """A text from the environment as the scalar that its field wants; unchanged when it is none."""
+    """Converts a string from the environment to the type of its config field; unchanged if it cannot be."""
     if annotation is bool:
         return _BOOLEANS.get(text.strip().lower(), text)
     try:
@@ -180,9 +193,9 @@ def read_loose(annotation: object, text: str) -> bool | int | float | str:
 
 
 def read_number(value: int | str) -> float | None:
-    """An integer, or a text such as "1e-5" (which YAML 1.1 takes for a text), as a float."""
+    """Converts an integer, or a string such as "1e-5" (a string in YAML 1.1), to a config field's float."""
     if isinstance(value, str) and not any(map(str.isdigit, value)):
-        return None  # Python reads "infinity" and "nan" too, which nobody types on purpose
+        return None  # Python would accept "infinity" and "nan", which nobody types on purpose
     try:
         return float(value)
     except (ValueError, OverflowError):
@@ -190,7 +203,7 @@ def read_number(value: int | str) -> float | None:
 
 
 def show(node: Node) -> str:
-    """A value with its type, shortened, as faults quote it."""
+    """A config value with its type, shortened, as error messages quote it."""
     if node.value is None:
         return "nothing (null)"
     text = repr(_beginning(node, iter(range(_QUOTED))))
@@ -199,7 +212,7 @@ def show(node: Node) -> str:
 
 
 def _beginning(node: Node, left: Iterator[int]) -> object:
-    """The plain value, or as much of a large one as a fault quotes: there may be many faults."""
+    """The plain value, or the start of a large one: there may be many errors that quote it."""
     value = node.value
     if isinstance(value, dict):
         items = takewhile(lambda _: next(left, None) is not None, value.items())
@@ -210,18 +223,18 @@ def _beginning(node: Node, left: Iterator[int]) -> object:
 
 
 def unwritable(text: str) -> str | None:
-    """Why no file, name or path can hold a text; None for one that they can."""
+    """Why a config string cannot be used in a file, name or path; None if it can."""
     if "\0" in text:
-        return "it holds a NUL character, which no path and no name can"
+        return "it contains a NUL character, which no path or name can contain"
     try:
         text.encode()
     except UnicodeEncodeError:
-        return "it holds bytes or characters that are not Unicode text"
+        return "it contains bytes or characters that are not Unicode text"
     return None
 
 
 def describe(annotation: object) -> str:
-    """What a field accepts, in words."""
+    """What a config field accepts, in the words of error messages."""
     annotation = unwrap(annotation)
     origin, args = get_origin(annotation), get_args(annotation)
     if annotation is Any:
@@ -248,7 +261,7 @@ def describe(annotation: object) -> str:
 
 
 def unwrap(annotation: object) -> object:
-    """What a NewType, or an alias made by Python 3.12's `type` statement, stands for."""
+    """The type annotation behind a NewType or an alias made by Python 3.12's `type` statement."""
     held_by = {"TypeAliasType": "__value__", "NewType": "__supertype__"}
     while (name := held_by.get(type(annotation).__name__)) is not None:
         annotation = getattr(annotation, name)
@@ -256,17 +269,17 @@ def unwrap(annotation: object) -> object:
 
 
 def is_list(annotation: object) -> bool:
-    """Whether a field takes a list."""
+    """Whether a config field's annotation accepts a list."""
     return (get_origin(annotation) or annotation) in (list, tuple, Sequence)
 
 
 def is_mapping(annotation: object) -> bool:
-    """Whether a field takes a mapping."""
+    """Whether a config field's annotation accepts a mapping."""
     plain = (get_origin(annotation) or annotation) in (dict, Mapping)
     return plain or (isinstance(annotation, type) and dataclasses.is_dataclass(annotation))
 
 
 def is_component(annotation: object) -> bool:
-    """Whether a field takes a component."""
+    """Whether a config field's annotation accepts a component."""
     marks = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
     return any(isinstance(mark, Kind) for mark in marks)

@@ -1,4 +1,4 @@
-"""The conformance kit: what authors of plugins run against their components with pytest.
+"""The conformance kit: checks that plugin authors run against their components with pytest.
 
 from mm_core.testing import check_predictor
 

@@ -1,4 +1,4 @@
-"""Checks of the predictor contract (`mm_core.contracts.Predictor`), on the CPU, with small models."""
+"""Conformance checks of predictors (`mm_core.contracts.Predictor`), on the CPU, with small models."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from mm_core.modules.initialise import initialise
 from mm_core.plugin.registry import build as build_component
 
 Build = Callable[[], object] | Mapping[str, object] | str
-"""A function that makes a small predictor, or what `mm_core.build("predictor", ...)` takes."""
+"""A function that creates a small predictor, or an argument for `mm_core.build("predictor", ...)`."""
 
 
 class PredictorProbe:
-    """Builds the predictor anew for each check, and inputs that fit it.
+    """Builds a new predictor and matching inputs for each conformance check.
 
     Args:
-        build: makes the predictor, with a small config.
+        build: creates the predictor, with a small config.
         patches: tokens of the test clips along (t, h, w).
         text_length: tokens of the test captions.
     """
@@ -37,7 +37,7 @@ class PredictorProbe:
         self.text_length = text_length
 
     def on_meta(self) -> nn.Module:
-        """The predictor as the core builds it."""
+        """Builds the predictor under test on the meta device, as the core does."""
         with torch.device("meta"):
             module = self.build()
         if not isinstance(module, nn.Module):
@@ -45,13 +45,19 @@ class PredictorProbe:
         return module
 
     def initialised(self, seed: int = 0) -> nn.Module:
-        """Materialised on the CPU and initialised as the engine does it, over a poison of NaN."""
+        """Builds the predictor under test on the CPU and initialises it as the engine does.
+
+        Memory is filled with NaN first, so that values that are not initialised show.
+        """
         module = self.on_meta().to_empty(device="cpu")
         initialise(module, "predictor", Randomness(seed))
         return module.eval()
 
     def trained(self) -> nn.Module:
-        """Initialised, then moved a little, as if trained: heads that start at zero would hide faults."""
+        """The predictor under test with slightly changed weights, as if trained.
+
+        Heads that are initialised to zero would hide errors.
+        """
         module = self.initialised()
         rng = Randomness(1)
         with torch.no_grad():
@@ -60,7 +66,7 @@ class PredictorProbe:
         return module
 
     def inputs(self, module: Any, batch: int = 2) -> dict[str, Tensor]:
-        """Latents, timesteps, text and mask; the last row's caption is shorter than the others."""
+        """Inputs for the predictor under test; the last caption is shorter than the others."""
         rng = Randomness(2)
         sizes = [p * n for p, n in zip(module.patch_size, self.patches, strict=True)]
         length = self.text_length if module.text_padding == "masked" else module.text_padding[1]
@@ -76,13 +82,16 @@ class PredictorProbe:
 
 
 def check_predictor(build: Build, *, patches: tuple[int, int, int] = (2, 3, 2), text_length: int = 6) -> None:
-    """Runs every check of PREDICTOR_CHECKS. ContractError with all that fail.
+    """Runs every conformance check of PREDICTOR_CHECKS on a predictor.
 
     Args:
-        build: makes the predictor with a small config: a function, a component's name, or a mapping
-            with `type` as a YAML holds it.
+        build: creates the predictor with a small config: a function, a component's name, or a mapping with
+            `type` as in a YAML.
         patches: tokens of the test clips along (t, h, w).
         text_length: tokens of the test captions.
+
+    Raises:
+        ContractError: lists every check that failed.
     """
     probe = PredictorProbe(build, patches, text_length)
     faults = []
@@ -91,7 +100,7 @@ def check_predictor(build: Build, *, patches: tuple[int, int, int] = (2, 3, 2), 
             check(probe)
         except MMError as fault:
             faults.append(f"{name}: {fault.render()}")
-        except Exception as fault:  # whatever a model raises is a finding here
+        except Exception as fault:  # any exception of the model is a failed check
             place = traceback.extract_tb(fault.__traceback__)[-1]
             faults.append(f"{name}: {type(fault).__name__}: {fault} ({place.filename}:{place.lineno})")
     if faults:
@@ -101,11 +110,11 @@ def check_predictor(build: Build, *, patches: tuple[int, int, int] = (2, 3, 2), 
 
 
 def attributes(probe: PredictorProbe) -> None:
-    """It says what it takes: patch_size, in_channels, out_channels, text_dim, text_padding."""
+    """Checks the predictor's attributes: patch_size, in_channels, out_channels, text_dim, text_padding."""
     module: Any = probe.on_meta()
     names = ("patch_size", "in_channels", "out_channels", "text_dim", "text_padding", "init_weights")
     if missing := [name for name in names if not hasattr(module, name)]:
-        raise ContractError(f"attributes are missing: {', '.join(missing)}")
+        raise ContractError(f"the predictor lacks the attributes {', '.join(missing)}")
     if len(module.patch_size) != 3 or not all(isinstance(size, int) for size in module.patch_size):
         raise ContractError(f"patch_size is {module.patch_size!r}", accepted="three integers (t, h, w)")
     padding = module.text_padding
@@ -115,30 +124,33 @@ def attributes(probe: PredictorProbe) -> None:
 
 
 def meta_build(probe: PredictorProbe) -> None:
-    """On the meta device its constructor allocates nothing."""
+    """Checks that the predictor's constructor allocates nothing on the meta device."""
     module = probe.on_meta()
     tensors = [*module.named_parameters(), *module.named_buffers()]
     if off := [name for name, tensor in tensors if tensor.device.type != "meta"]:
         raise ContractError(
-            f"built on meta, these tensors are elsewhere: {', '.join(off[:8])}",
-            accepted="tensors made on the default device; init_weights fills them",
+            f"the predictor was built on the meta device, but these tensors are not: {', '.join(off[:8])}",
+            accepted="tensors created on the default device; init_weights fills them",
         )
 
 
 def initialisation(probe: PredictorProbe) -> None:
-    """init_weights fills every parameter and buffer, and the same seed gives the same weights."""
+    """Checks that init_weights fills all of the predictor, and that equal seeds give equal weights."""
     first, second, other = probe.initialised(), probe.initialised(), probe.initialised(seed=1)
     if different := _differing(first, second):
         raise ContractError(
-            f"the same seed initialises these differently: {', '.join(different[:8])}",
-            accepted="random numbers from torch.nn.init and in-place methods of whole parameters",
+            f"equal seeds give different weights: {', '.join(different[:8])}",
+            accepted="random numbers from torch.nn.init and in-place methods of complete parameters",
         )
     if not _differing(first, other):
-        raise ContractError("another seed initialises the same weights")
+        raise ContractError(
+            "different seeds give the same weights",
+            hint="init_weights must draw from torch's default generator",
+        )
 
 
 def output(probe: PredictorProbe) -> None:
-    """The output has the latents' size and dtype, is finite, and is no view of another tensor."""
+    """Checks that the predictor's output has the latents' size and dtype, is finite, and is not a view."""
     module: Any = probe.trained()
     inputs = probe.inputs(module)
     latents = inputs["latents"]
@@ -146,53 +158,57 @@ def output(probe: PredictorProbe) -> None:
     with torch.no_grad():
         predicted = module(**inputs)
     if tuple(predicted.shape) != wanted:
-        raise ContractError(f"the output is {tuple(predicted.shape)}", accepted=str(wanted))
+        raise ContractError(f"the output has the shape {tuple(predicted.shape)}", accepted=str(wanted))
     if predicted.dtype != latents.dtype:
-        raise ContractError(f"the output is {predicted.dtype}", accepted=str(latents.dtype))
+        raise ContractError(f"the output has the dtype {predicted.dtype}", accepted=str(latents.dtype))
     if not predicted.isfinite().all():
-        raise ContractError("the output is not finite")
+        raise ContractError("the output contains NaN or infinity")
     if predicted._is_view():
         raise ContractError(
-            "the output is a view, with which FSDP2 may drop its backward hook", hint="return output.clone()"
+            "the output is a view of another tensor, for which FSDP2 may drop its backward hook",
+            hint="return output.clone()",
         )
 
 
 def gradients(probe: PredictorProbe) -> None:
-    """Gradients are finite, and some parameter has one."""
+    """Checks that the predictor's gradients are finite, and that at least one parameter has one."""
     module = probe.trained()
     module(**probe.inputs(module)).square().mean().backward()
     found = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
     if not found or (bad := [name for name, grad in found.items() if not grad.isfinite().all()]):
-        raise ContractError(f"gradients are not finite: {', '.join(bad[:8])}" if found else "no gradient")
+        what = f"gradients are not finite: {', '.join(bad[:8])}" if found else "no parameter has a gradient"
+        raise ContractError(what)
 
 
 def determinism(probe: PredictorProbe) -> None:
-    """Twice the same inputs give the same output, in evaluation mode."""
+    """Checks that the predictor gives equal outputs for equal inputs, in evaluation mode."""
     module = probe.trained()
     inputs = probe.inputs(module)
-    _expect_equal(module, inputs, inputs, "twice the same inputs give different outputs", 0.0)
+    _expect_equal(module, inputs, inputs, "equal inputs give different outputs", 0.0)
 
 
 def independence(probe: PredictorProbe) -> None:
-    """A sample's output does not depend on the samples beside it."""
+    """Checks that the predictor's output for a sample does not depend on the other samples of the batch."""
     module = probe.trained()
     inputs = probe.inputs(module, batch=3)
     alone = {name: tensor[:1] for name, tensor in inputs.items()}
     with torch.no_grad():
         together, single = module(**inputs)[:1], module(**alone)
     if (error := _distance(together, single)) > 1e-5:
-        raise ContractError(f"a sample alone and in a batch differ by {error:.1e}", accepted="at most 1e-5")
+        raise ContractError(
+            f"the outputs for a sample alone and in a batch differ by {error:.1e}", accepted="at most 1e-5"
+        )
 
 
 def text_padding(probe: PredictorProbe) -> None:
-    """Masked text: neither what stands behind the mask nor how long it is changes anything."""
+    """Checks that masked text, and its length, does not change the predictor's output."""
     module: Any = probe.trained()
     if module.text_padding != "masked":
         return
     inputs = probe.inputs(module)
     text, mask = inputs["text"], inputs["text_mask"]
     garbage = torch.where(mask[..., None], text, 1e3 * Randomness(3).normal(tuple(text.shape), "garbage"))
-    _expect_equal(module, inputs, {**inputs, "text": garbage}, "text behind the mask changes the output")
+    _expect_equal(module, inputs, {**inputs, "text": garbage}, "masked text changes the output")
     longer = {
         **inputs,
         "text": torch.cat([garbage, 1e3 * torch.ones_like(text)], dim=1),
@@ -202,11 +218,11 @@ def text_padding(probe: PredictorProbe) -> None:
     with torch.no_grad():
         empty = module(**{**inputs, "text_mask": torch.zeros_like(mask)})
     if not empty.isfinite().all():
-        raise ContractError("a caption whose mask is all false makes the output NaN")
+        raise ContractError("the output is NaN for a caption with a mask that is all false")
 
 
 def timestep_precision(probe: PredictorProbe) -> None:
-    """Timestep 998.7 is neither 998, 999 nor 1000, in bfloat16 too."""
+    """Checks that the predictor does not round timestep 998.7 to 998, 999 or 1000, in bfloat16 too."""
     for dtype in (torch.float32, torch.bfloat16):
         # A library's own `to` may warn of layers that it would keep in float32: here all are cast on purpose.
         module = nn.Module.to(probe.trained(), dtype)
@@ -221,13 +237,13 @@ def timestep_precision(probe: PredictorProbe) -> None:
         exact = at(998.7)
         if same := [rounded for rounded in (998.0, 999.0, 1000.0) if torch.equal(exact, at(rounded))]:
             raise ContractError(
-                f"in {dtype}, timestep 998.7 counts as {same[0]:g}",
-                accepted="float32 from the argument to the sinusoids",
+                f"in {dtype}, timestep 998.7 is rounded to {same[0]:g}",
+                accepted="float32 from the argument `timestep` to its sinusoidal embedding",
             )
 
 
 def unknown_conditions(probe: PredictorProbe) -> None:
-    """A condition that it does not name is an error."""
+    """Checks that the predictor raises an error for an unknown condition."""
     module = probe.trained()
     inputs = probe.inputs(module)
     try:
@@ -236,32 +252,33 @@ def unknown_conditions(probe: PredictorProbe) -> None:
     except (TypeError, MMError):
         return
     raise ContractError(
-        "a condition that the predictor does not know is swallowed",
+        "the predictor silently ignores an unknown condition",
         accepted="TypeError or ContractError",
         hint="name the conditions in forward instead of taking **kwargs",
     )
 
 
 def flops(probe: PredictorProbe) -> None:
-    """If it says what it multiplies (`module_flops`), that is what torch counts, within a hundredth."""
+    """Checks that the predictor's `module_flops`, if it has them, agree with torch's count within 1%."""
     module = probe.trained()
     inputs = probe.inputs(module)
     if not isinstance(module, SupportsModuleFlops):
         return
     shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items() if name != "text_mask"}
-    said = step_flops(module, module.module_flops(**shapes))
+    declared = step_flops(module, module.module_flops(**shapes))
     # torch has no formula for attention's own kernels on a CPU.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         predicted = module(**inputs)
         forward = counter.get_total_flops()
         predicted.sum().backward()
         backward = counter.get_total_flops() - forward
-    for name, claimed, found in (("forward", said.forward, forward), ("backward", said.backward, backward)):
+    both = (("forward", declared.forward, forward), ("backward", declared.backward, backward))
+    for name, claimed, found in both:
         if abs(claimed - found) > 0.01 * found:
             raise ContractError(
-                f"`module_flops` makes {claimed:,.0f} operations of the {name}, and torch counts {found:,}",
-                accepted="within a hundredth",
-                hint="compare each product with its layer, and `after` with where its input comes from",
+                f"`module_flops` gives {claimed:,.0f} operations for the {name}, but torch counts {found:,}",
+                accepted="a difference of at most 1%",
+                hint="compare each product with its layer, and `after` with what its input depends on",
             )
 
 
@@ -272,7 +289,7 @@ _CHECKS = (
 PREDICTOR_CHECKS: Mapping[str, Callable[[PredictorProbe], None]] = MappingProxyType(
     {check.__name__: check for check in _CHECKS}
 )
-"""Each check by its name, for those who would rather have one test a check."""
+"""Each conformance check by its name, to run one test per check."""
 
 
 def _differing(first: nn.Module, second: nn.Module) -> list[str]:
@@ -282,7 +299,7 @@ def _differing(first: nn.Module, second: nn.Module) -> list[str]:
 
 
 def _distance(first: Tensor, second: Tensor) -> float:
-    """Largest difference, relative to the largest value."""
+    """The largest difference, relative to the largest value."""
     return float((first - second).abs().max() / first.abs().max().clamp(min=1e-12))
 
 

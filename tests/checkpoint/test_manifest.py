@@ -170,7 +170,7 @@ def test_ranks_with_another_version_of_a_library_are_named(tmp_path):
     out = run_ranks(Path(__file__).with_name("library_ranks.py"), 2, folder.parent)
     assert out[0] == out[1]
     assert out[0].strip() == (
-        "rank 1 of 2 has other libraries than the rest: "
+        "rank 1 of 2 has different libraries from the rest: "
         f"diffusers: {version('diffusers')} on rank 0; 0.1.2 on rank 1\n"
         "  accepted: the same libraries in the same versions on all ranks\n"
         "  hint: compare `pip list` on the machines of these ranks"

@@ -71,10 +71,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["trian"], "mm: error: there is no command 'trian'; did you mean 'train'?"),
+        (["trian"], "mm: error: unknown command 'trian'; did you mean 'train'?"),
         (
             ["xyz"],
-            "mm: error: there is no command 'xyz'; "
+            "mm: error: unknown command 'xyz'; "
             "the commands are train, sample, chat, eval, import, export, weights, report, validate, plugins",
         ),
         (["--versoin"], "mm: error: unrecognized arguments: --versoin; did you mean '--version'?"),
@@ -275,7 +275,7 @@ def test_check_exits_1_when_a_plugin_is_broken(site: Any) -> None:
     lines = [line for line in done.stdout.splitlines() if "'broken'" in line]
     assert len(lines) == 1
     assert lines[0].startswith(
-        "fault: plugin 'broken' (mm-broken 1.0) failed: import of mm_broken.plugin failed: Zero"
+        "error: plugin 'broken' (mm-broken 1.0) failed: import of mm_broken.plugin failed: Zero"
     )
     assert done.stderr == ""
 
@@ -309,14 +309,14 @@ def test_check_exits_1_when_a_plugin_is_broken(site: Any) -> None:
             "config",
             "from __future__ import annotations\nfrom dataclasses import dataclass\n"
             "@dataclass\nclass DiTConfig:\n    depth: integer = 1\n",
-            "the types of 'mm_alpha.config:DiTConfig' do not resolve: "
+            "the type annotations of 'mm_alpha.config:DiTConfig' cannot be resolved: "
             "NameError: name 'integer' is not defined",
         ),
         (
             "config",
             "import torch\nfrom dataclasses import dataclass\n"
             "@dataclass\nclass DiTConfig:\n    depth: int = 1\n",
-            "the config 'mm_alpha.config:DiTConfig' imports torch, which makes every validation slow",
+            "the config 'mm_alpha.config:DiTConfig' imports torch, which makes every check of a config slow",
         ),
     ],
 )
@@ -345,7 +345,7 @@ def test_check_imports_targets_only_when_told_to(site: Any) -> None:
     code, (finding,) = check(site, "--import")
     assert code == 1
     assert finding["sentence"].endswith(
-        "the target 'mm_alpha.model:DiT' does not take the fields of 'mm_alpha.config:DiTConfig': "
+        "the target 'mm_alpha.model:DiT' does not accept the fields of 'mm_alpha.config:DiTConfig': "
         "missing a required argument: 'layers'"
     )
 
@@ -357,13 +357,13 @@ def test_check_warns_without_failing(site: Any) -> None:
     assert [(f["severity"], f["sentence"]) for f in findings] == [
         (
             "warning",
-            "plugin 'alpha' (mm-alpha 1.0) requires no mm-core, so nobody knows which versions it fits: "
+            "plugin 'alpha' (mm-alpha 1.0) does not declare which versions of mm-core it works with: "
             "add 'mm-core>=0.1,<0.2' to its dependencies",
         ),
         (
             "warning",
-            "plugin 'heavy' (mm-heavy 1.0) imports torch when it is listed: "
-            "import it in the target's module only",
+            "plugin 'heavy' (mm-heavy 1.0) imports torch when it is loaded: "
+            "import torch only in the target's module",
         ),
     ]
 

@@ -39,7 +39,7 @@ def test_five_planted_mistakes_are_all_reported_in_line_order_with_what_was_mean
         "run.yaml:11: task.scheduler.type: no scheduler is named 'flow_mach'\n"
         "  accepted: core/flow_match, wan/flow_match\n"
         "  hint: did you mean 'flow_match'?",
-        "run.yaml:13: data.train.num_frames: found 'eight', a text\n  accepted: an integer >= 1",
+        "run.yaml:13: data.train.num_frames: found 'eight', a string\n  accepted: an integer >= 1",
         "run.yaml:13: data.train.height: found 0, an integer\n  accepted: an integer >= 1",
         "run.yaml:15: train.setps: unknown key 'setps'\n"
         "  accepted: steps, epochs, micro_batch_size, global_batch_size, clip_grad_norm, adapters,"
@@ -54,28 +54,28 @@ def test_five_planted_mistakes_are_all_reported_in_line_order_with_what_was_mean
     [
         ("width: 8.0", "width: found 8.0, a number\n  accepted: an integer"),
         ("width: true", "width: found True, a boolean\n  accepted: an integer"),
-        ("width: '8'", "width: found '8', a text\n  accepted: an integer"),
-        ("width: 1:30", "width: found '1:30', a text\n  accepted: an integer"),
-        ("width: 010", "width: found '010', a text\n  accepted: an integer"),
+        ("width: '8'", "width: found '8', a string\n  accepted: an integer"),
+        ("width: 1:30", "width: found '1:30', a string\n  accepted: an integer"),
+        ("width: 010", "width: found '010', a string\n  accepted: an integer"),
         ("width:", "width: found nothing (null)\n  accepted: an integer"),
         ("width: {a: 1}", "width: found {'a': 1}, a mapping\n  accepted: an integer"),
         ("width: 7", "width: width 7 is odd"),
         ("depth: 65", "depth: found 65, an integer\n  accepted: an integer >= 1 and <= 64"),
-        ("rate: fast", "rate: found 'fast', a text\n  accepted: a number"),
-        ("rate: nan", "rate: found 'nan', a text\n  accepted: a number"),
+        ("rate: fast", "rate: found 'fast', a string\n  accepted: a number"),
+        ("rate: nan", "rate: found 'nan', a string\n  accepted: a number"),
         ("rate: true", "rate: found True, a boolean\n  accepted: a number"),
         ("bias: 1", "bias: found 1, an integer\n  accepted: true or false"),
-        ("bias: 'no'", "bias: found 'no', a text\n  accepted: true or false"),
-        ("name: 3", "name: found 3, an integer\n  accepted: a text\n  hint: put it in quotes"),
-        ("name: [a]", "name: found ['a'], a list\n  accepted: a text"),
-        ("act: glu", "act: found 'glu', a text\n  accepted: relu, gelu\n  hint: did you mean 'gelu'?"),
+        ("bias: 'no'", "bias: found 'no', a string\n  accepted: true or false"),
+        ("name: 3", "name: found 3, an integer\n  accepted: a string\n  hint: put it in quotes"),
+        ("name: [a]", "name: found ['a'], a list\n  accepted: a string"),
+        ("act: glu", "act: found 'glu', a string\n  accepted: relu, gelu\n  hint: did you mean 'gelu'?"),
         ("act: 1", "act: found 1, an integer\n  accepted: relu, gelu"),
         (
             "blocks: atuo",
-            "blocks: found 'atuo', a text\n  accepted: auto or a list, each a text\n"
+            "blocks: found 'atuo', a string\n  accepted: auto or a list, each a string\n"
             "  hint: did you mean 'auto'?",
         ),
-        ("blocks: [a, 3]", "blocks.1: found 3, an integer\n  accepted: a text\n  hint: put it in quotes"),
+        ("blocks: [a, 3]", "blocks.1: found 3, an integer\n  accepted: a string\n  hint: put it in quotes"),
         (
             "patch: [1, 2]",
             "patch: found 2 values: [1, 2], a list\n"
@@ -85,19 +85,19 @@ def test_five_planted_mistakes_are_all_reported_in_line_order_with_what_was_mean
             "patch: 2",
             "patch: found 2, an integer\n  accepted: a list of 3: an integer, an integer, an integer",
         ),
-        ("patch: [1, 2, x]", "patch.2: found 'x', a text\n  accepted: an integer"),
+        ("patch: [1, 2, x]", "patch.2: found 'x', a string\n  accepted: an integer"),
         ("sizes: [1, [2]]", "sizes.1: found [2], a list\n  accepted: an integer"),
-        ("scale: big", "scale: found 'big', a text\n  accepted: a number or null"),
+        ("scale: big", "scale: found 'big', a string\n  accepted: a number or null"),
         ("folder: 3", "folder: found 3, an integer\n  accepted: a path or null"),
         ("extra: 3", "extra: found 3, an integer\n  accepted: a mapping of keys to values"),
-        ("layers: {a: 1}", "layers.a: found 'a', a text\n  accepted: an integer"),
-        ("layers: {1: a}", "layers.1: found 'a', a text\n  accepted: a number"),
+        ("layers: {a: 1}", "layers.a: found 'a', a string\n  accepted: an integer"),
+        ("layers: {1: a}", "layers.1: found 'a', a string\n  accepted: a number"),
         ("inner: 3", "inner: found 3, an integer\n  accepted: a mapping of keys to values"),
         (
             "inner: {lft: 3}",
             "inner.lft: unknown key 'lft'\n  accepted: left, right\n  hint: did you mean 'left'?",
         ),
-        ("inner: {left: x}", "inner.left: found 'x', a text\n  accepted: an integer"),
+        ("inner: {left: x}", "inner.left: found 'x', a string\n  accepted: an integer"),
         (
             "reader: [pyav]",
             "reader: found ['pyav'], a list\n  accepted: a video_reader (a name, or a mapping with type:)",
@@ -129,7 +129,7 @@ def test_a_missing_component_name_lists_the_components_and_the_key_that_was_mean
     assert place.fault() == (
         "run.yaml:9: task.text_encoder: the key 'type' is missing\n"
         "  accepted: type: core/bytes, core/hf_text, wan/umt5\n"
-        "  hint: is 'tpye' meant as 'type'?"
+        "  hint: is 'tpye' a misspelt 'type'?"
     )
 
 
@@ -155,7 +155,7 @@ def test_a_batch_that_does_not_divide_is_a_fault_at_its_key(place):
 def test_a_bug_in_a_plugins_own_check_is_a_fault_and_not_a_traceback(place):
     fault = place.fault("task.predictor.name=bug")
     assert fault.startswith("run.yaml:5: task.predictor: mm_local_")
-    assert "ToyConfig cannot be made: KeyError: 'lost'\n  hint: this is a bug in the plugin" in fault
+    assert "ToyConfig cannot be created: KeyError: 'lost'\n  hint: this is a bug in the plugin" in fault
 
 
 def test_a_component_of_a_plugin_that_failed_to_load_carries_the_plugins_error(place):
@@ -241,8 +241,8 @@ def test_the_error_of_several_faults_counts_and_lists_them(place):
 
 
 FP16 = (
-    "fp16 is not supported here: its small range needs a loss scale, which no engine keeps; write bf16,"
-    " which has the range of fp32 and takes as little memory"
+    "fp16 is not supported here: its small range needs loss scaling, which no engine does; write bf16,"
+    " which has the range of fp32 and needs no more memory"
 )
 
 
@@ -260,5 +260,5 @@ FP16 = (
 )
 def test_a_dtype_is_not_taken_for_another_that_looks_like_it(place, dtype, hint):
     found = place.fault(f"engine.param_dtype={dtype}")
-    assert f"engine.param_dtype: found '{dtype}', a text" in found
+    assert f"engine.param_dtype: found '{dtype}', a string" in found
     assert found.endswith(f"  accepted: fp32, bf16 or null\n  hint: {hint}")

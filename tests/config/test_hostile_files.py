@@ -68,18 +68,18 @@ def test_a_text_that_no_path_can_hold_is_refused_wherever_it_stands(place, monke
         ("    depth: 2", f"    depth: 2\n    extra: {{{text}: 3}}"),
     ]:
         place.edit((old, new))
-        assert "it holds " in place.faults()[0], new
+        assert "it contains " in place.faults()[0], new
     place.edit()
-    assert "it holds " in place.fault(f"run.dir={text}")
+    assert "it contains " in place.fault(f"run.dir={text}")
     monkeypatch.setitem(os.environ, "ODD", "\udcff")
-    assert "it holds bytes or characters that are not Unicode text" in place.fault("run.dir=${oc.env:ODD}")
+    assert "it contains bytes or characters that are not Unicode text" in place.fault("run.dir=${oc.env:ODD}")
 
 
 def test_a_home_of_nobody_is_a_fault_at_its_line(place, mm):
     place.edit(("[toy.py]", "[toy.py, ~nobody-of-that-name/x.py]"))
     assert place.fault() == (
-        "run.yaml:2: plugins.path.1: there is no user 'nobody-of-that-name' whose home"
-        " '~nobody-of-that-name' could be"
+        "run.yaml:2: plugins.path.1: '~nobody-of-that-name' is not a home folder: there is no user"
+        " 'nobody-of-that-name'\n  accepted: the path of a Python file"
     )
 
 
@@ -144,8 +144,8 @@ def test_containers_that_multiply_and_chains_without_end_are_stopped(place):
     place.write("run.yaml", place.run.read_text() + text)
     faults = place.faults()
     assert any("interpolations expand to more than" in fault for fault in faults)
-    assert any("it refers to another over more than 20 steps" in fault for fault in faults)
-    assert faults[-1] == "and more: the first 100 faults are listed"
+    assert any("it refers to another key over more than 20 steps" in fault for fault in faults)
+    assert faults[-1] == "and more: only the first 100 errors are listed"
 
 
 def test_interpolations_whose_paths_are_computed_multiply_no_more_than_others(place):
@@ -156,26 +156,28 @@ def test_interpolations_whose_paths_are_computed_multiply_no_more_than_others(pl
 
 def test_too_many_and_too_long_interpolations_are_refused_before_they_are_parsed(place):
     place.write("many.yaml", "\n".join(f"a{i}: '${{b}}{i}'" for i in range(2500)))
-    assert "more than 2,000 different texts hold interpolations" in place.fault(name="many.yaml")
+    assert "more than 2,000 different strings contain interpolations" in place.fault(name="many.yaml")
     place.write("large.yaml", "\n".join(f"a{i}: '${{b}}{i} {'x' * 3_800}'" for i in range(20)))
     found = place.fault(name="large.yaml")
-    assert "the texts with interpolations hold more than 65,536 characters together" in found
+    assert "the strings with interpolations contain more than 65,536 characters in total" in found
     place.write("same.yaml", "a: [" + ", ".join(["'${b'"] * 2_000) + "]")
-    assert place.faults(name="same.yaml")[-1] == "and more: the first 100 faults are listed"
+    assert place.faults(name="same.yaml")[-1] == "and more: only the first 100 errors are listed"
     _with(place, "seed: '" + "${a}" * 8000 + "'")
-    assert "a text of 32,000 characters holds interpolations" in place.faults()[0]
+    assert "a string of 32,000 characters contains interpolations" in place.faults()[0]
 
 
 def test_a_file_that_is_too_large_is_refused_before_it_is_parsed(place):
     place.write("run.yaml", "a: [" + "1, " * 3_500_000 + "]")
     assert place.fault() == (
-        "run.yaml: the files of a config may hold 256 KiB together; with this one they hold more\n"
-        "  hint: is it the YAML of a run? Rows of data belong into files that the config names"
+        "run.yaml: the config is too large: with this file, its files exceed 256 KiB in total\n"
+        "  hint: check that this is the YAML of a run; rows of data belong in separate files"
     )
     for number in range(3):
         place.write(f"{number}.yaml", f"# {'x' * 120_000}\nlog: {{every: 3}}\n")
     place.edit(("run: {name: small}", "include: [0.yaml, 1.yaml, 2.yaml]\nrun: {name: small}"))
-    assert "2.yaml: the files of a config may hold 256 KiB together" in place.fault()
+    assert (
+        "2.yaml: the config is too large: with this file, its files exceed 256 KiB in total" in place.fault()
+    )
 
 
 @pytest.mark.slow
@@ -185,8 +187,8 @@ def test_a_file_that_is_too_large_is_refused_before_it_is_parsed(place):
         ("a: [" + "1," * 60_000 + "]", "unknown key 'a'"),
         ("a: " + "[" * 90 + "1," * 60_000 + "]" * 90, "unknown key 'a'"),
         ("? " + "x" * 60_000 + "\n: [" + "1," * 30_000 + "]", "are longer than 1,000 characters"),
-        ("\n".join(f"k{i}: 1" for i in range(9_000)), "and more: the first 100 faults are listed"),
-        ("log: {trackers: [" + "jsonk," * 20_000 + "]}", "and more: the first 100 faults are listed"),
+        ("\n".join(f"k{i}: 1" for i in range(9_000)), "and more: only the first 100 errors are listed"),
+        ("log: {trackers: [" + "jsonk," * 20_000 + "]}", "and more: only the first 100 errors are listed"),
         ("log: {every: [" + "[1]," * 20_000 + "]}", "log.every: found [[1], [1],"),
         ("include: [" + "x.yaml, " * 10_000 + "]", "include more than 200 others"),
         (
@@ -194,7 +196,7 @@ def test_a_file_that_is_too_large_is_refused_before_it_is_parsed(place):
             "nested more than 100 levels deep",
         ),
         ("a: &a " + "x" * 60_000 + "\nb: [" + "*a," * 15_000 + "]", "unknown key 'b'"),
-        ("a: '" + "\\" * 100_000 + "${'", "a text of 100,002 characters holds interpolations"),
+        ("a: '" + "\\" * 100_000 + "${'", "a string of 100,002 characters contains interpolations"),
     ],
 )
 def test_what_takes_long_for_other_reasons_is_a_sentence_soon(place, text, fault):
@@ -203,7 +205,7 @@ def test_what_takes_long_for_other_reasons_is_a_sentence_soon(place, text, fault
 
 
 def test_overrides_have_bounds_too(place):
-    assert place.fault("run.name=" + "x" * 20_000).endswith("accepted: at most 16,384")
+    assert place.fault("run.name=" + "x" * 20_000).endswith("accepted: at most 16,384 characters")
     assert "nested too deeply" in place.fault("task.predictor.extra=" + "[" * 5000 + "]" * 5000)
     assert place.fault("task.predictor.width=" + "7" * 4000).startswith("override 'task.predictor.width=777")
 
@@ -215,8 +217,8 @@ def test_a_pipe_a_device_and_a_circle_of_links_are_no_configs(place):
     os.mkfifo(place.folder / "pipe.yaml")
     (place.folder / "a.yaml").symlink_to("b.yaml")
     (place.folder / "b.yaml").symlink_to("a.yaml")
-    assert place.fault(name="pipe.yaml") == "pipe.yaml: this is no file but a pipe, socket or device"
-    with pytest.raises(ConfigError, match="this is no file but a pipe, socket or device"):
+    assert place.fault(name="pipe.yaml") == "pipe.yaml: this is a pipe, socket or device, not a file"
+    with pytest.raises(ConfigError, match="this is a pipe, socket or device, not a file"):
         load_config("/dev/zero")
     assert "a.yaml: the file cannot be read: " in place.fault(name="a.yaml")
     assert "cannot be read: File name too long" in place.fault(name="x" * 300 + ".yaml")
@@ -228,7 +230,7 @@ def test_a_pipe_a_device_and_a_circle_of_links_are_no_configs(place):
 def test_utf16_is_named(place):
     place.write("run.yaml", place.run.read_text().encode("utf-16"))
     assert place.fault() == (
-        "run.yaml: this is not UTF-8 text (byte 0)\n  hint: it begins as UTF-16 text does: save it as UTF-8"
+        "run.yaml: the file is not UTF-8 text (byte 0)\n  hint: the file is UTF-16: save it as UTF-8"
     )
     place.edit()
     place.write("run.yaml", place.run.read_text().encode("utf-8-sig"))
@@ -266,8 +268,8 @@ def test_a_tab_that_indents_is_named_with_its_line(place, text):
     place.write("run.yaml", text)
     line = next(i for i, each in enumerate(text.splitlines(), 1) if each.lstrip(" ").startswith("\t"))
     assert place.fault() == (
-        f"run.yaml:{line}: this is not YAML: while scanning for the next token, found character '\\t' that"
-        " indents: YAML indents by spaces only"
+        f"run.yaml:{line}: this is not YAML: while scanning for the next token, a tab indents this"
+        " line: YAML allows only spaces for indentation"
     )
 
 
@@ -277,24 +279,26 @@ def test_a_tab_that_indents_is_named_with_its_line(place, text):
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
-        ("../..", "'../..' leads elsewhere"),
-        ("/tmp/x", "'/tmp/x' leads elsewhere"),
-        ("a/../../b", "'a/../../b' leads elsewhere"),
-        ("a/", "'a/' leads elsewhere"),
-        ("a/./b", "'a/./b' leads elsewhere"),
-        ("a\\b", "'a\\\\b' holds a backslash"),
-        ("..", "'..' leads elsewhere"),
-        (".", "'.' leads elsewhere"),
+        ("../..", "'../..' leads out of the folder of runs"),
+        ("/tmp/x", "'/tmp/x' leads out of the folder of runs"),
+        ("a/../../b", "'a/../../b' leads out of the folder of runs"),
+        ("a/", "'a/' leads out of the folder of runs"),
+        ("a/./b", "'a/./b' leads out of the folder of runs"),
+        ("a\\b", "'a\\\\b' contains a backslash"),
+        ("..", "'..' leads out of the folder of runs"),
+        (".", "'.' leads out of the folder of runs"),
         ("''", "is empty"),
-        ('"a\\nb"', "'a\\nb' holds the unprintable character U+000A"),
-        ('"a\\u202eb"', "'a\\u202eb' holds the unprintable character U+202E"),
-        ("'a '", "'a ' begins or ends with a space"),
-        ("ü" * 128, "takes 256 bytes, of 255 that file systems allow"),
+        ('"a\\nb"', "'a\\nb' contains the unprintable character U+000A"),
+        ('"a\\u202eb"', "'a\\u202eb' contains the unprintable character U+202E"),
+        ("'a '", "'a ' starts or ends with a space"),
+        ("ü" * 128, "takes 256 bytes; file systems allow 255"),
     ],
 )
 def test_a_name_that_is_no_folder_of_runs_is_refused(place, name, fault):
     found = place.fault(f"run.name={name}")
-    assert ": run.name: name " in found and found.endswith(f"{fault}: it is the run's folder in `dir`")
+    assert ": run.name: name " in found and found.endswith(
+        f"{fault}: choose a valid folder name, the run's folder in `dir`"
+    )
     assert (
         place.load("run.name=ü.1 b").run.name == "ü.1 b"
         and place.load("run.name=first/1e-4")
@@ -323,7 +327,7 @@ def test_a_plugin_that_would_end_the_process_is_a_fault(place, raised, said):
     place.write(
         "toy.py", toy.replace("        if self.width % 2:", f"        {body}\n        if self.width % 2:")
     )
-    assert f"cannot be made: {said.split(':')[0]}" in place.fault()
+    assert f"cannot be created: {said.split(':')[0]}" in place.fault()
 
 
 # -- a fuzz ----------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def test_a_value_of_the_environment_that_does_not_fit_is_a_fault_at_its_line(pla
     monkeypatch.setenv("N", "eight")
     place.edit(("    depth: 2", "    depth: ${oc.env:N}"))
     assert place.fault() == (
-        "run.yaml:7: task.predictor.depth: found 'eight', a text\n  accepted: an integer >= 1 and <= 64"
+        "run.yaml:7: task.predictor.depth: found 'eight', a string\n  accepted: an integer >= 1 and <= 64"
     )
 
 
@@ -85,15 +85,15 @@ def test_a_variable_that_is_not_set_is_a_fault_at_its_line_and_only_there(place,
 def test_no_other_resolver_is_there(place, text, name, hint):
     place.write("run.yaml", place.run.read_text() + f'checkpoint: {{every: "{text}"}}\n')
     assert place.fault() == (
-        f"run.yaml:17: checkpoint.every: there is no resolver {name!r} in {text!r}\n{ACCEPTED}{hint}"
+        f"run.yaml:17: checkpoint.every: unknown resolver {name!r} in {text!r}\n{ACCEPTED}{hint}"
     )
 
 
 @pytest.mark.parametrize("text", ["${train.steps", "${}", "costs ${5 dollars}"])
 def test_what_is_no_interpolation_says_how_to_write_the_characters(place, text):
     assert place.fault(f"run.name={text}") == (
-        f"override {f'run.name={text}'!r}: run.name: {text!r} is no interpolation\n{ACCEPTED}\n"
-        "  hint: write \\${ for a text that holds ${"
+        f"override {f'run.name={text}'!r}: run.name: {text!r} is not a valid interpolation\n{ACCEPTED}\n"
+        "  hint: write \\${ for a literal ${"
     )
     name = text.replace("${", r"\${")
     assert place.load(f"run.name={name}").run.name == text
@@ -103,7 +103,7 @@ def test_a_key_that_is_not_there_and_a_circle_are_faults(place):
     assert place.fault("run.name=${train.stps}") == (
         "override 'run.name=${train.stps}': run.name: '${train.stps}' cannot be resolved: "
         "Interpolation key 'train.stps' not found\n"
-        "  hint: it can refer to keys that the files or overrides write, not to defaults"
+        "  hint: an interpolation can refer only to keys set in the files or overrides, not to defaults"
     )
     first, second = place.faults("run.name=${run.dir}", "run.dir=${run.name}")
     assert "run.name: '${run.dir}' cannot be resolved: Recursive interpolation detected" in first

@@ -74,13 +74,13 @@ def test_what_is_no_override_says_what_one_looks_like(text):
     with pytest.raises(ConfigError) as caught:
         parse_override(text)
     assert str(caught.value) == (
-        f"command line: {text!r} is not an override\n  accepted: key.path=value, such as train.steps=10"
+        f"command line: {text!r} is not a config override\n  accepted: key.path=value, e.g. train.steps=10"
     )
 
 
 @pytest.mark.parametrize(
     ("text", "what"),
-    [("a={b: 1, b: 2}", "the key 'b' stands twice"), ("a=" + "[" * 3000 + "]" * 3000, "nested too deeply")],
+    [("a={b: 1, b: 2}", "the key 'b' is set twice"), ("a=" + "[" * 3000 + "]" * 3000, "nested too deeply")],
 )
 def test_a_bad_value_is_a_sentence(text, what):
     with pytest.raises(ConfigError, match=what):
@@ -105,7 +105,8 @@ def test_overrides_reach_any_depth_and_make_what_is_missing(place):
 
 def test_a_fault_of_an_override_is_located_at_it(place):
     assert place.fault("train.steps=many") == (
-        "override 'train.steps=many': train.steps: found 'many', a text\n  accepted: an integer >= 0 or null"
+        "override 'train.steps=many': train.steps: found 'many', a string\n"
+        "  accepted: an integer >= 0 or null"
     )
     assert place.fault("train.stps=3") == (
         "override 'train.stps=3': train.stps: unknown key 'stps'\n"
@@ -163,7 +164,8 @@ def test_places_of_a_list_are_numbers(place):
         ("core/jsonl", {}),
     ]
     assert place.fault("log.trackers.4=jsonl") == (
-        "override 'log.trackers.4=jsonl': log.trackers.4: '4' is no place in a list of 2\n  accepted: 0 to 2"
+        "override 'log.trackers.4=jsonl': log.trackers.4: index 4 is out of range: the list has 2 items\n"
+        "  accepted: 0 to 2 (2 appends)"
     )
 
 

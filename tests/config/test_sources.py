@@ -31,19 +31,22 @@ def test_a_folder_is_not_a_file(place):
             "# only a comment\n",
             "run.yaml: the file is empty\n  accepted: a mapping with run, task, data, train, ...",
         ),
-        (b"run: {name: \xff}", "run.yaml: this is not UTF-8 text (byte 12)"),
+        (
+            b"run: {name: \xff}",
+            "run.yaml: the file is not UTF-8 text (byte 12)\n  hint: save the file as UTF-8",
+        ),
         (
             "run: {name: x\ntask: 3\n",
             "run.yaml:2: this is not YAML: while parsing a flow mapping, expected ',' or '}'",
         ),
         (
             "run: x\n\ttask: y\n",
-            "run.yaml:2: this is not YAML: while scanning for the next token, found character",
+            "run.yaml:2: this is not YAML: while scanning for the next token, a tab indents this line",
         ),
         ("run: x\nname: \x00\n", "run.yaml:2: this is not YAML: the character U+0000 is not allowed"),
         ("a: 1\n---\nb: 2\n", "run.yaml:2: this is not YAML: expected a single document in the stream"),
         ("run: *there\n", "run.yaml:1: this is not YAML: found undefined alias 'there'"),
-        ("run: &a {b: *a}\n", "run.yaml:1: an alias stands for something that contains the alias"),
+        ("run: &a {b: *a}\n", "run.yaml:1: an alias refers to a value that contains the alias itself"),
         ("a: " + "[" * 5000, "run.yaml: nested more than 100 levels deep"),
         ("a: " + "[" * MAX_DEPTH + "]" * MAX_DEPTH, "run.yaml:1: nested more than 100 levels deep"),
         (
@@ -61,7 +64,7 @@ def test_what_is_not_yaml_is_one_sentence_with_its_line(place, text, fault):
 def test_a_root_that_is_no_mapping_says_what_it_is(place, text, shown):
     place.write("run.yaml", text)
     assert place.fault() == (
-        f"run.yaml:1: the file holds no mapping: found {shown}\n"
+        f"run.yaml:1: the file is not a mapping: found {shown}\n"
         "  accepted: run, task, data, train, engine, optimizer, lr_schedule, init_from, ema, validation,"
         " checkpoint, log, profile, callbacks, plugins"
     )
@@ -69,19 +72,19 @@ def test_a_root_that_is_no_mapping_says_what_it_is(place, text, shown):
 
 def test_braces_without_quotes_are_explained(place):
     place.write("run.yaml", "blocks: [predictor.blocks.{*}]\n")
-    assert place.fault().endswith("hint: put module patterns with braces in quotes")
+    assert place.fault().endswith("hint: if this is a module pattern with braces, put it in quotes")
 
 
 def test_a_key_that_stands_twice_is_a_fault_that_names_the_first(place):
     place.edit(("steps: 10", "steps: 10\n  steps: 20"))
-    assert place.fault() == "run.yaml:15: train: the key 'steps' stands twice, first at run.yaml:14"
+    assert place.fault() == "run.yaml:15: train: the key 'steps' is set twice, first at run.yaml:14"
 
 
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
-        ("true: 3", "run.yaml:2: the key 'true' is not a text\n  hint: put it in quotes"),
-        ("? [a]\n: 3", "run.yaml:2: the key a list or mapping is not a text\n  hint: put it in quotes"),
+        ("true: 3", "run.yaml:2: the key 'true' is not a string\n  hint: put it in quotes"),
+        ("? [a]\n: 3", "run.yaml:2: the key a list or mapping is not a string\n  hint: put it in quotes"),
         (
             "seed: !!python/object:os.system 3",
             "run.yaml:2: seed: '3' cannot be read: could not determine a constr",
@@ -180,7 +183,7 @@ def test_a_file_included_along_many_ways_is_read_once_and_its_faults_are_said_on
         place.write(f"{number}.yaml", f"include: [{number + 1}.yaml, {number + 1}.yaml]\n")
     place.write("30.yaml", "log: {every: 3, every: 4}\n")
     place.edit(("run: {name: small}", "include: 0.yaml\nrun: {name: small}"))
-    assert place.fault() == "30.yaml:1: log: the key 'every' stands twice, first at 30.yaml:1"
+    assert place.fault() == "30.yaml:1: log: the key 'every' is set twice, first at 30.yaml:1"
 
 
 def test_every_include_that_cannot_be_read_is_reported_and_nothing_that_it_may_hold(place):

@@ -83,7 +83,7 @@ def test_each_builds_by_its_name(tmp_path):
         (
             "lr_schedule",
             {"type": "linear", "warmup_steps": 3, "warmup_fraction": 0.1},
-            "warmup_steps and warmup_fraction are both set; one of them says how long",
+            "warmup_steps and warmup_fraction are both set; remove one of them",
         ),
         ("lr_schedule", {"type": "constant", "warmup_steps": -1}, "lr_schedule.warmup_steps: found -1"),
         ("tracker", {"type": "tensorboard", "flush_secs": 0}, "tracker.flush_secs: found 0"),

@@ -28,20 +28,23 @@ def path(tmp_path):
     [
         (
             ["train.epochs=2"],
-            "train.steps: steps and epochs are both set; one of them says how long to train",
+            "train.steps: steps and epochs are both set; remove one of them",
         ),
-        (["train.steps=null"], "train.steps: steps or epochs must say how long to train"),
-        (["validation={every: 5}"], "validation: validation has nothing to do: set data.validation, or"),
-        ([HELD_OUT], "data.validation is set, but validation (every: 500, say) is not"),
-        (["checkpoint.best=loss"], "checkpoint.best needs a validation: set validation and data.validation"),
+        (["train.steps=null"], "train.steps: steps and epochs are both missing; set one of them"),
+        (
+            ["validation={every: 5}"],
+            "validation: validation is set but there is nothing to validate: set data.validation or",
+        ),
+        ([HELD_OUT], "data.validation is set but validation is not: add e.g. `validation: {every: 500}`"),
+        (["checkpoint.best=loss"], "checkpoint.best needs validation: set validation and data.validation"),
         (
             [HELD_OUT, "validation={every: 4}", "checkpoint={best: loss, every: 6}"],
-            "of checkpoint.every 6 and validation.every 4 neither is a multiple of the other",
+            "make checkpoint.every (6) a multiple of validation.every (4), or the other way round",
         ),
         (["validation={samples: {prompts: []}}"], "validation.samples.prompts: prompts is empty"),
         ([HELD_OUT, "validation={timesteps: []}"], "validation.timesteps: timesteps is empty"),
-        (["profile={steps: [5, 3]}"], "profile.steps: steps must rise: [first, last]"),
-        (["checkpoint.async=perhaps"], "found 'perhaps', a text\n  accepted: true or false"),
+        (["profile={steps: [5, 3]}"], "profile.steps: steps must be [first, last] with first <= last"),
+        (["checkpoint.async=perhaps"], "found 'perhaps', a string\n  accepted: true or false"),
     ],
 )
 def test_keys_that_do_not_go_together(overrides, words, path):
@@ -119,5 +122,5 @@ def test_the_rows_of_a_validation_are_read_by_their_older_name_too(name, path):
 def test_a_key_under_both_of_its_names(path):
     with pytest.raises(ConfigError) as caught:
         load_config(path, [HELD_OUT, "validation={clips: 3, rows: 4}"])
-    assert "validation.clips: 'clips' is an older name of 'rows', and both are set" in str(caught.value)
-    assert "hint: set one of them; an override uses the name that the file has" in str(caught.value)
+    assert "validation.clips: 'clips' is a former name of 'rows', and both are set" in str(caught.value)
+    assert "hint: set only one of them; in an override, use the name that the file uses" in str(caught.value)

@@ -27,7 +27,7 @@ def test_faults_go_to_standard_error_and_the_exit_code_is_1(place, capsys):
     assert out == ""
     assert err.splitlines() == [
         f"mm: error: {place.run}: 2 faults in the config",
-        "override 'run.seed=x': run.seed: found 'x', a text",
+        "override 'run.seed=x': run.seed: found 'x', a string",
         "  accepted: an integer",
         "override 'train.stps=3': train.stps: unknown key 'stps'",
         "  accepted: steps, epochs, micro_batch_size, global_batch_size, clip_grad_norm, adapters,"
@@ -46,7 +46,7 @@ def test_json_holds_every_fault(place, capsys):
         "faults": [
             {
                 "where": "override 'run.seed=x': run.seed",
-                "what": "found 'x', a text",
+                "what": "found 'x', a string",
                 "accepted": "an integer",
                 "hint": None,
             },

@@ -294,9 +294,9 @@ def test_options_that_contradict_each_other_are_faults_of_the_config(tmp_path):
     for option, sentence in (
         ("pair=other", "pair: without `label`"),
         ("labels=[a,b]", "labels: without `label`"),
-        ("part=[0.5,0.5]", "part must rise"),
+        ("part=[0.5,0.5]", "part must be [start, end] with start < end"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             mm_core.load_config(config, [*base, f"data.train.{option}"])
-    with pytest.raises(ConfigError, match="prompt: where rows have a label"):
+    with pytest.raises(ConfigError, match="prompt cannot be used with label"):
         mm_core.load_config(config, [*base, "data.train.label=b", "data.train.prompt=c"])

@@ -162,7 +162,7 @@ def test_what_is_wrong_is_said_in_a_sentence(run, capsys, arguments, sentence):
     ("arguments", "sentence"),
     [
         (["--split", "tset"], "did you mean 'test'?"),
-        (["--metric", "{average: micro}"], "is neither a type nor {type: .., key: value}"),
+        (["--metric", "{average: micro}"], "is neither a metric nor {type: METRIC, key: value}"),
         (["--nproc", "0"], "0 is less than 1"),
     ],
 )

@@ -262,7 +262,7 @@ def test_from_python_the_same_faults_are_errors(run, tmp_path):
 def test_options_of_answers_are_refused_of_a_run_that_makes_clips(run, capsys):
     assert main(["sample", "--run", str(run), "--prompt", "x", "--temperature", "0.5"]) == 1
     said = capsys.readouterr().err
-    assert "the task core/text_to_video makes clips, which takes no --temperature" in said
+    assert "the task core/text_to_video makes clips, so --temperature cannot be used" in said
 
 
 def test_a_run_that_makes_clips_does_not_chat(run, capsys):
@@ -333,7 +333,7 @@ def test_each_clip_is_written_when_it_is_ready(run, tmp_path):
 def test_a_rank_starts_no_ranks(run, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     assert main(["sample", "--run", str(run), "--prompt", "x", "--nproc", "2"]) == 1
-    assert "--nproc cannot be met: this process is already rank 0" in capsys.readouterr().err
+    assert "--nproc cannot be used here: this process is already rank 0" in capsys.readouterr().err
 
 
 def test_what_cannot_be_sampled_is_said_before_weights_are_read(run, monkeypatch, capsys):

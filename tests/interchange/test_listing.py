@@ -64,7 +64,7 @@ def test_show_says_what_does_not_fit(wan, tiny, tmp_path, mm):
 
 def test_diff_finds_the_first_number_that_differs(wan, tmp_path, mm):
     same = mm("weights", "diff", wan, wan / "diffusion_pytorch_model.safetensors")
-    assert same.code == 0 and same.out == "69 tensors the same, 0 different\n"
+    assert same.code == 0 and same.out == "69 tensors equal, 0 different\n"
     tensors = load_file(wan / "diffusion_pytorch_model.safetensors")
     tensors["proj_out.bias"] = torch.zeros(96)
     tensors["proj_out.bias"][7] = 0.5
@@ -89,7 +89,7 @@ def test_diff_finds_the_first_number_that_differs(wan, tmp_path, mm):
     assert any(
         line.startswith("proj_out.weight: norms ") and f"first at [0, {place}]" in line for line in lines
     )
-    assert lines[-1] == "65 tensors the same, 5 different"
+    assert lines[-1] == "65 tensors equal, 5 different"
 
 
 def test_diff_sees_through_dtypes_and_a_checkpoints_names(tmp_path, mm):
@@ -100,8 +100,8 @@ def test_diff_sees_through_dtypes_and_a_checkpoints_names(tmp_path, mm):
     )
     found = mm("weights", "diff", tmp_path / "run", tmp_path / "w.safetensors")
     assert found.out.splitlines() == [
-        "1 tensors of other dtypes: a.weight is fp32 and bf16",
-        "2 tensors the same, 0 different",
+        "1 tensor with different dtypes: a.weight is fp32 in A and bf16 in B",
+        "2 tensors equal, 0 different",
     ]
     assert found.code == 0
 
@@ -113,7 +113,7 @@ def test_a_step_of_a_run_is_named_as_for_an_export(tmp_path, capsys):
         store.save(step, {"model": model, "optimizer": {}}, {}, "x: 1\n")
     assert main(["weights", "diff", f"{tmp_path}/run@1", f"{tmp_path}/run@latest"]) == 1
     found = capsys.readouterr().out
-    assert found.splitlines()[-1] == "1 tensors the same, 1 different"
+    assert found.splitlines()[-1] == "1 tensor equal, 1 different"
     assert found.startswith("predictor.a: norms 1.41421 and 2.82843")
     assert main(["weights", "show", f"{tmp_path}/run@2"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "format: checkpoint"

@@ -148,7 +148,7 @@ def test_a_base_that_has_gone_moved_or_changed_is_one_sentence(tiny, base, tmp_p
             " checkpoint.frozen: true\n"
         )
     done = mm("weights", "show", tmp_path / "tuned")
-    assert f"not in it: 69 frozen tensors of init_from, read from {base}\n" in done.out
+    assert f"missing: 69 frozen tensors of init_from, read from {base}\n" in done.out
     # The adapter alone asks for no weights below it.
     out = ("--to", "wan_transformer", "--out", tmp_path / "alone")
     assert mm("export", "--run", tmp_path / "tuned", *out).code == 0

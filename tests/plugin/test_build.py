@@ -145,9 +145,7 @@ def test_missing_and_unknown_options_are_named_together(parts: Registry) -> None
 
 
 def test_a_reference_of_another_kind_is_refused(parts: Registry) -> None:
-    with pytest.raises(
-        PluginError, match="'parts/leaf' was given as autoencoder, and predictor is to be built"
-    ):
+    with pytest.raises(PluginError, match="'parts/leaf' is an autoencoder, but a predictor is needed here"):
         build("predictor", leaf(1))
 
 
@@ -179,7 +177,7 @@ def test_a_bug_inside_a_component_stays_visible(parts: Registry) -> None:
         ("no_call", "the target 'mm_parts.plugin:__name__' is not callable: it is str"),
         ("no_config", "the config 'mm_parts.plugin:Leaf' is not a dataclass"),
         ("needs", "ModuleNotFoundError: No module named 'no_such_library'"),
-        ("positional", "cannot serve as its config: parameter 'a' cannot be passed by keyword"),
+        ("positional", "cannot be used as its config: parameter 'a' cannot be passed by keyword"),
     ],
 )
 def test_what_a_component_lacks_is_said_with_its_plugin(parts: Registry, name: str, sentence: str) -> None:

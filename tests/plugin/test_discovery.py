@@ -97,7 +97,7 @@ def test_reserved_names_are_refused_and_the_core_stays(site: Any, name: str) -> 
 def test_a_name_that_is_no_namespace_is_refused(site: Any) -> None:
     site.add("mm-odd", {"Odd/Name": "mm_odd"}, {"mm_odd": HEAD})
     assert record(site.registry(), "Odd/Name").error == (
-        "the entry-point name 'Odd/Name' is no name: lower-case letters, digits, '_-.'"
+        "the entry-point name 'Odd/Name' is not valid: use lower-case letters, digits, '_', '-' and '.'"
     )
 
 
@@ -119,7 +119,7 @@ def test_a_plugin_for_another_core_is_refused_before_its_import(site: Any) -> No
     site.plugin("future", "raise RuntimeError('imported')", requires=["torch", "mm-core (>=0.2,<0.3)"])
     future = record(site.registry(), "future")
     assert future.status == "refused"
-    assert future.error == f"needs 'mm-core (>=0.2,<0.3)', and this is mm-core {mm_core.__version__}"
+    assert future.error == f"it requires 'mm-core (>=0.2,<0.3)', but this is mm-core {mm_core.__version__}"
     assert "mm_future" not in sys.modules
 
 
@@ -133,7 +133,7 @@ def test_a_requirement_behind_a_marker_or_an_extra_does_not_count(site: Any) -> 
 def test_a_requirement_that_is_none_is_refused(site: Any) -> None:
     site.good("typo", requires=["mm-core >=>= 0.1"])
     assert record(site.registry(), "typo").error == (
-        f"needs 'mm-core >=>= 0.1', and this is mm-core {mm_core.__version__}"
+        f"it requires 'mm-core >=>= 0.1', but this is mm-core {mm_core.__version__}"
     )
 
 
@@ -205,8 +205,8 @@ def test_a_plugin_that_imports_torch_is_named(site: Any) -> None:
     site.plugin("heavy", "import torch\n" + HEAD)
     done = site.run("-c", "from mm_core.plugin.registry import get_registry; get_registry()")
     assert done.stderr == (
-        "mm: warning: plugin 'heavy' (mm-heavy 1.0) imports torch when it is listed, which makes every "
-        "command slow: import it in the target's module only\n"
+        "mm: warning: plugin 'heavy' (mm-heavy 1.0) imports torch when it is loaded, which makes every "
+        "command slow: import torch only in the target's module\n"
     )
 
 
@@ -239,7 +239,9 @@ def test_not_found_says_when_no_such_plugin_is_installed_and_when_the_kind_diffe
         registry.resolve("predictor", "absent/dit")
     with pytest.raises(PluginError, match="'adamw' is an optimizer, not a predictor"):
         registry.resolve("predictor", "adamw")
-    with pytest.raises(PluginError, match=r"(?s)there is no kind 'optimiser'.*did you mean 'optimizer'"):
+    with pytest.raises(
+        PluginError, match=r"(?s)there is no kind of component named 'optimiser'.*did you mean 'optimizer'"
+    ):
         registry.resolve("optimiser", "adamw")
 
 
@@ -252,7 +254,7 @@ def test_a_bare_name_of_two_plugins_is_ambiguous_only_when_used(site: Any) -> No
         with pytest.raises(PluginError) as caught:
             registry.resolve("predictor", name)
         assert str(caught.value) == (
-            f"the predictor name {name!r} is ambiguous: 2 plugins have one\n"
+            f"the predictor name {name!r} is ambiguous: 2 plugins provide one\n"
             "  accepted: alpha/dit, beta/dit\n"
             "  hint: write the qualified name"
         )
@@ -310,7 +312,7 @@ def test_lists_that_name_an_absent_plugin_are_errors(
 
 def test_the_core_cannot_be_switched_off(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MM_PLUGINS_DISABLE", "core")
-    with pytest.raises(PluginError, match="MM_PLUGINS_DISABLE: the plugin 'core' cannot be switched off"):
+    with pytest.raises(PluginError, match="MM_PLUGINS_DISABLE: the plugin 'core' cannot be disabled"):
         site.registry()
 
 
@@ -324,7 +326,9 @@ def test_strict_makes_a_broken_plugin_fatal(site: Any, monkeypatch: pytest.Monke
     monkeypatch.setenv("MM_PLUGINS_STRICT", "0")
     assert record(get_registry(), "broken").status == "failed"
     monkeypatch.setenv("MM_PLUGINS_STRICT", "maybe")
-    with pytest.raises(PluginError, match="MM_PLUGINS_STRICT: the value 'maybe' is neither 0 nor 1"):
+    with pytest.raises(
+        PluginError, match="MM_PLUGINS_STRICT: 'maybe' is not a valid value\n  accepted: 0 or 1"
+    ):
         get_registry()
 
 

@@ -33,15 +33,15 @@ def status(site: Any, source: str) -> PluginRecord:
         ),
         (
             "def mm_predictrs(): return [c]",
-            "function 'mm_predictrs' is no hook: did you mean 'mm_predictors'?",
+            "function 'mm_predictrs' is not a hook: did you mean 'mm_predictors'?",
         ),
         (
             "def mm_zigzag(x): return x",
-            "function 'mm_zigzag' is no hook: names that begin with mm_ are for hooks",
+            "function 'mm_zigzag' is not a hook: names that start with mm_ are reserved for hooks",
         ),
         (
             "@hookimpl\ndef mm_predictors(config, registry): return [c]",
-            "hook 'mm_predictors' takes no arguments, and this one asks for 'config', 'registry'",
+            "hook 'mm_predictors' takes no arguments, but this one requires 'config', 'registry'",
         ),
         (
             "@hookimpl(specname='mm_predictrs')\ndef f(): return [c]",
@@ -61,7 +61,7 @@ def status(site: Any, source: str) -> PluginRecord:
         ),
         (
             "@hookimpl\ndef mm_predictors(): return [c, 'm:DiT']",
-            "hook 'mm_predictors' returned a list with a str in it instead of a Component",
+            "hook 'mm_predictors' returned a list that contains a str instead of a Component",
         ),
         (
             "@hookimpl\ndef mm_predictors(): return [c, c]",
@@ -73,8 +73,8 @@ def status(site: Any, source: str) -> PluginRecord:
         ),
         (
             "@hookimpl\ndef mm_predictors(): return [Component(name='a/b', target='m:B')]",
-            "hook 'mm_predictors' failed: component name 'a/b' is not a name; accepted: "
-            "letters, digits, '_', '-', '.' (the namespace is added by the core)",
+            "hook 'mm_predictors' failed: the component name 'a/b' is not valid; accepted: "
+            "letters, digits, '_', '-', '.' (the core adds the namespace)",
         ),
         (
             "@hookimpl\ndef mm_predictors(): return [Component(name='b', target='m.B')]",
@@ -102,7 +102,8 @@ def test_wrappers_are_refused_and_never_run(site: Any, option: str) -> None:
     found = status(site, f"@hookimpl({option}=True)\ndef mm_predictors():\n    yield\n    return []")
     assert (found.status, found.error) == (
         "refused",
-        "hook 'mm_predictors' is a wrapper, which could rewrite the components of others",
+        "hook 'mm_predictors' is a wrapper, which could change the components of other plugins: make it a"
+        " plain hook",
     )
 
 

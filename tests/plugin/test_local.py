@@ -96,7 +96,7 @@ def test_a_file_that_is_missing_is_an_error(site: Any, tmp_path: Path) -> None:
         site.registry(str(path))
     assert str(caught.value) == (
         f"plugins.path: plugin file {str(path)!r} cannot be read: No such file or directory\n"
-        "  hint: `mm plugins check --path FILE` looks at such a file alone"
+        "  hint: `mm plugins check --path FILE` checks one such file"
     )
 
 
@@ -116,7 +116,7 @@ def test_a_file_that_breaks_is_an_error_because_the_config_asks_for_it(
 def test_a_file_must_be_named_like_a_module(site: Any, tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_text("")
-    with pytest.raises(PluginError, match="must be named like a Python module: letters, digits, '_'"):
+    with pytest.raises(PluginError, match="must be named like a Python module: use letters, digits and '_'"):
         site.registry(str(path))
 
 

@@ -23,7 +23,7 @@ def test_the_few_are_named_and_what_they_have() -> None:
     with pytest.raises(PluginError) as caught:
         check_ranks_agree([B, A, A, A, C, C])
     assert str(caught.value) == (
-        "ranks 0, 4-5 of 6 have other plugins than the rest: "
+        "ranks 0, 4-5 of 6 have different plugins from the rest: "
         "dit (mm-dit): 1.1, ok, components cccc on rank 0; "
         "1.0, ok, components bbbb on ranks 1-3; not loaded on ranks 4-5\n"
         "  accepted: the same plugins in the same versions on all ranks\n"
@@ -32,7 +32,7 @@ def test_the_few_are_named_and_what_they_have() -> None:
 
 
 def test_of_two_rank_0_is_the_measure() -> None:
-    with pytest.raises(PluginError, match=r"^rank 1 of 2 has other plugins than the rest"):
+    with pytest.raises(PluginError, match=r"^rank 1 of 2 has different plugins from the rest"):
         check_ranks_agree([A, B])
 
 

@@ -80,7 +80,7 @@ COMMANDS: dict[str, tuple[str, int, str]] = {
     "mm-train --config FILE --verify-resume K": (
         f"mm-train --config {QUICKSTART} run.name=v {TINY} train.steps=2 --verify-resume 1",
         0,
-        "the resumed run is the uninterrupted one",
+        "the resumed run equals the uninterrupted run",
     ),
     "mm eval --run DIR": ("mm eval --run runs/short --rows 2 " + HELD_OUT, 0, "loss"),
     "mm import --from DIR --config FILE": (
@@ -98,7 +98,7 @@ COMMANDS: dict[str, tuple[str, int, str]] = {
     "mm report RUN...": ("mm report runs/short --out short.html", 0, "short.html"),
     "mm validate FILE [key=value ...]": (f"mm validate {QUICKSTART} train.steps=5", 0, "ok"),
     "mm plugins show NAME": ("mm plugins show custom_dit", 0, "num_layers"),
-    "mm plugins check": ("mm plugins check", 0, "0 faults"),
+    "mm plugins check": ("mm plugins check", 0, "0 errors"),
     "make venv": (f"{MAKE} --dry-run venv", 0, "Nothing to be done"),
     "make lint": (f"{MAKE} --dry-run lint", 0, "ruff check"),
     "make bench": (f"{MAKE} --dry-run bench", 0, "benchmarks/*.py"),

@@ -187,7 +187,7 @@ def test_what_the_command_cannot_do_is_a_sentence(make_run, tmp_path, capsys):
         assert main(["report", str(a), "--max-mb", bad]) == 2
         assert f"{bad} is not a number between 0 and 2000" in capsys.readouterr().err
     assert main(["report", str(a), "--out", "."]) == 1
-    assert "this is a folder, not a file to write the page to" in capsys.readouterr().err
+    assert "the page cannot be written to a folder" in capsys.readouterr().err
 
 
 def test_the_command_loads_no_torch(make_run):

@@ -44,7 +44,7 @@ def test_a_missing_config_is_a_sentence(mm, tmp_path):
     [
         (["--nproc", "two"], "--nproc: 'two' is not a number of ranks"),
         (["--nnodes", "0"], "--nnodes: '0' is not a number of hosts"),
-        (["--nnodes", "2"], "--rdzv-endpoint: 2 hosts need a place to meet"),
+        (["--nnodes", "2"], "--rdzv-endpoint: 2 hosts need a rendezvous address"),
     ],
 )
 def test_launch_options_are_checked(tiny, mm, arguments, sentence):
@@ -171,7 +171,7 @@ def test_two_hosts_meet(tiny, tmp_path):
 def test_options_that_a_launcher_has_settled_are_refused(tiny, mm):
     done = mm("train", "--config", tiny, "--nproc", 2, RANK="3", WORLD_SIZE="8")
     assert done.code == 1
-    assert "--nproc cannot be met: this process is already rank 3 of 8" in done.err
+    assert "--nproc cannot be used here: this process is already rank 3 of 8" in done.err
 
 
 @pytest.mark.slow

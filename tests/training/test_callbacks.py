@@ -122,5 +122,5 @@ def test_a_program_that_is_not_there_is_a_warning(caplog):
 
 
 def test_an_empty_command_is_a_fault_of_the_config():
-    with pytest.raises(MMError, match="run is empty: a program, and its arguments"):
+    with pytest.raises(MMError, match="run is empty: set it to a program"):
         build("callback", {"type": "command", "run": []})

@@ -138,7 +138,10 @@ def test_a_model_with_a_memory_of_its_own_is_found_out(tiny, tmp_path, mm):
     overrides = (f"plugins.path=[{plugin}]", f"task.predictor={{type: local/forgetful, {fields}}}")
     done = mm("train", "--config", tiny, "--verify-resume", 2, "data.loader.workers=0", *overrides)
     assert done.code == 1, done.err
-    assert "the resumed run is ANOTHER one" in done.out and "loss differs from step 3 on" in done.out
+    assert (
+        "the resumed run DIFFERS from the uninterrupted run" in done.out
+        and "loss differs from step 3 on" in done.out
+    )
     assert " in model.predictor." in done.out
 
 
@@ -157,7 +160,9 @@ def test_a_run_that_is_too_short_or_fails_is_a_sentence(tiny, mm):
 @pytest.mark.slow
 def test_under_a_launcher_it_is_refused(tiny, mm):
     done = mm("train", "--config", tiny, "--verify-resume", 1, RANK="0", WORLD_SIZE="1")
-    assert done.code == 1 and "--verify-resume cannot be met: this process is already rank 0" in done.err
+    assert (
+        done.code == 1 and "--verify-resume cannot be used here: this process is already rank 0" in done.err
+    )
 
 
 @pytest.mark.parametrize(
@@ -165,15 +170,15 @@ def test_under_a_launcher_it_is_refused(tiny, mm):
     [
         (
             "--verify-resume 2 --stop-after 1 --resume never --dry-run",
-            "--dry-run, --resume, --stop-after cannot go with --verify-resume, which trains from nothing in"
-            " a folder of its own and stops by itself",
+            "--dry-run, --resume, --stop-after cannot be used with --verify-resume, which trains from scratch"
+            " in a temporary folder and stops by itself",
         ),
         (
             "--verify-resume 2 --allow train",
-            "--allow cannot go with --verify-resume, which trains",
+            "--allow cannot be used with --verify-resume, which trains",
         ),
-        ("--resume never --allow all", "--allow cannot go with --resume never: there is no checkpoint"),
-        ("--json", "--json goes with --dry-run only"),
+        ("--resume never --allow all", "--allow cannot be used with --resume never: --allow accepts"),
+        ("--json", "--json works only with --dry-run"),
     ],
 )
 def test_options_that_contradict_each_other_are_one_sentence(options, sentence, tmp_path, capsys):

@@ -42,8 +42,8 @@ def test_a_list_that_others_can_write_is_not_used(home, mode):
     with pytest.raises(TrustError) as caught:
         check_known([PIECE], "config.yaml")
     assert caught.value.accepted == (
-        "nothing unasked: the list of what this user has trained with is not used,"
-        f" since {home} can be written by others"
+        "no code without asking: the record of code you trained with is not used"
+        f" because {home} can be written by others"
     )
     assert known.add([Piece("b", digest_of(b"b"))]) == f"{home} can be written by others"
 

@@ -64,8 +64,10 @@ def test_a_strangers_plugin_is_not_run(stranger, home, name, capsys):
     said = "".join(capsys.readouterr())
     assert "the code of a stored run would run with your rights, and you have not trained with it" in said
     assert str(stranger.plugin) in said
-    assert f"what this user has trained with (listed in {home})" in said
-    assert "read what is named above, then pass --allow-code (in Python: allow_code=True)" in said
+    assert f"code that this user has trained with before (recorded in {home})" in said
+    assert (
+        "read the code named above; if you trust it, pass --allow-code (in Python: allow_code=True)" in said
+    )
 
 
 @pytest.mark.parametrize("name", ["export", "validate", "train", "weights"])
@@ -406,7 +408,7 @@ def test_a_stored_config_does_not_read_the_environment(stranger, monkeypatch, re
         load_config(path)
     (fault,) = caught.value.faults
     assert fault.what == (
-        "'${oc.env:SECRET}' of a stored run asks for the environment, and you have not trained with it"
+        "'${oc.env:SECRET}' in a stored run reads the environment, and you have not trained with it"
     )
     assert "--allow-code" in fault.hint
     spared = load_config(path, spare_environment=True)
@@ -417,7 +419,7 @@ def test_a_stored_config_does_not_read_the_environment(stranger, monkeypatch, re
     assert load_config(path, ["run.name=${oc.env:SECRET}"]).run.name == "s3cret"  # the user's own words
     # One more step does not lead around it, nor does another place for a text that is known.
     path.write_text(text.replace("name: theirs", "name: ${run.dir}"))
-    with pytest.raises(ConfigError, match="asks for the environment"):
+    with pytest.raises(ConfigError, match="reads the environment"):
         load_config(path)
 
 

@@ -1,1 +1,1 @@
-"""Config dataclasses of the built-in components: torch-free."""
+"""Config dataclasses of the built-in components; they do not import torch."""

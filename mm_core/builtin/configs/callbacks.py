@@ -1,4 +1,4 @@
-"""Configs of the built-in callbacks: torch-free."""
+"""Config of the built-in callback, without torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Event = Literal["run_started", "validated", "sampled", "saved", "run_ended"]
 
 @dataclass(frozen=True)
 class CommandConfig:
-    """A command that is run at events of a run, on rank 0."""
+    """Config of the callback `command`: a program that rank 0 runs on run events."""
 
-    run: tuple[str, ...]  # program and arguments; no shell reads them
-    events: tuple[Event, ...] = ("run_ended",)  # events that it is run at
-    timeout: Annotated[float, Range(gt=0)] = 60.0  # seconds that it may take
+    run: tuple[str, ...]  # program and arguments; no shell interprets them
+    events: tuple[Event, ...] = ("run_ended",)  # events that start the program
+    timeout: Annotated[float, Range(gt=0)] = 60.0  # most seconds that the program may take
 
     def __post_init__(self) -> None:
         if not self.run:
-            raise ValueError("run is empty: a program, and its arguments")
+            raise ValueError("run is empty: set it to a program and its arguments")

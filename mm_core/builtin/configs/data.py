@@ -1,4 +1,4 @@
-"""Config of the built-in datasets and video readers: torch-free."""
+"""Configs of the built-in datasets and video readers, without torch."""
 
 from __future__ import annotations
 
@@ -14,65 +14,67 @@ _Share = Annotated[float, Range(ge=0, le=1)]
 
 @dataclass(frozen=True)
 class VideoTextConfig:
-    """Captioned clips listed in a JSON or JSONL file."""
+    """Config of the dataset `video_text`: captioned clips listed in a JSON or JSONL file."""
 
     annotations: str  # JSON list or JSONL file of rows {path, cap, ...}
-    num_frames: Annotated[int, Range(ge=1)]  # frames of a training clip
+    num_frames: Annotated[int, Range(ge=1)]  # frames per training clip
     height: Annotated[int, Range(ge=1)]  # pixels, after resizing and cropping
     width: Annotated[int, Range(ge=1)]  # pixels, after resizing and cropping
-    folder: str | None = None  # the rows' paths start here; none: the folder of the annotation file
-    fps: Annotated[float, Range(gt=0)] | None = None  # frames sampled a second; none: each clip's own rate
-    random_start: bool = False  # where a clip starts in a longer video; false: at its beginning
-    interpolation: Literal["bicubic", "bilinear"] = "bicubic"  # of the resize, always antialiased
+    folder: str | None = None  # base folder of the rows' paths; none: the folder of the annotation file
+    fps: Annotated[float, Range(gt=0)] | None = None  # frames sampled per second; none: each clip's own rate
+    random_start: bool = False  # start clips at a random frame of a longer video; false: at its beginning
+    interpolation: Literal["bicubic", "bilinear"] = "bicubic"  # interpolation of the resize (antialiased)
     reader: Annotated[ComponentConfig, Kind("video_reader")] = _PYAV  # decoder of the videos
 
 
 @dataclass(frozen=True)
 class TextRowsConfig:
-    """Rows of text in a table. With `label` a text is classified or rated; without, it is learnt itself."""
+    """Config of the dataset `text_rows`: rows of text in a table.
 
-    file: str  # JSON, JSONL, CSV, TSV or Parquet: the end of its name says which
+    With `label`, texts are classified or rated; without it, the text itself is learnt token by token.
+    """
+
+    file: str  # JSON, JSONL, CSV, TSV or Parquet file, recognised by its suffix
     tokenizer: str  # folder of the tokenizer
     text: _Column = "text"  # column of the text: a name, or a number from 0 for rows that are lists
-    prompt: _Column | None = None  # column of what stands before the text and is not learnt
-    pair: _Column | None = None  # column of a second text beside the first, to classify both
+    prompt: _Column | None = None  # column of a text that precedes the text and is not learnt
+    pair: _Column | None = None  # column of a second text, to classify both together
     label: _Column | None = None  # column of the class or number; none: the text is learnt, token by token
     labels: tuple[str, ...] = ()  # names of the classes, in the order of their numbers; none: numbers from 0
     label_type: Literal["class", "number"] = "class"  # number: a regression
-    separator: str = ""  # between prompt and text; not learnt
-    max_length: Annotated[int, Range(ge=2)] = 512  # tokens of a row; longer ones are cut at their end
-    pad_to_multiple: Annotated[int, Range(ge=1)] = 1  # lengths of batches, for kernels that like few of them
-    part: tuple[_Share, _Share] = (0.0, 1.0)  # of the shuffled rows, from where to where
-    split_seed: int = 0  # of that shuffling: the same in every part of a split
-    quotes: bool = True  # CSV and TSV: fields may stand in double quotes; false: those are letters
-    trust_remote_code: bool | Literal["known"] = False  # true: Python files of the folder are run
+    separator: str = ""  # text between prompt and text; not learnt
+    max_length: Annotated[int, Range(ge=2)] = 512  # tokens per row; longer rows are truncated at the end
+    pad_to_multiple: Annotated[int, Range(ge=1)] = 1  # pad batches to multiples of this many tokens
+    part: tuple[_Share, _Share] = (0.0, 1.0)  # part of the shuffled rows, as shares: [start, end]
+    split_seed: int = 0  # seed of the shuffling; use the same in every part of a split
+    quotes: bool = True  # CSV and TSV: fields may be in double quotes; false: quotes are plain characters
+    trust_remote_code: bool | Literal["known"] = False  # true: Python files in the folder are run
 
     def __post_init__(self) -> None:
         if self.part[0] >= self.part[1]:
-            raise ValueError("part must rise: [0, 0.92], [0.92, 1]")
+            raise ValueError("part must be [start, end] with start < end, e.g. [0, 0.92] or [0.92, 1]")
         if self.label is None:
             for name, given in (("labels", self.labels != ()), ("pair", self.pair is not None)):
                 if given:
                     raise ValueError(
-                        f"{name}: without `label`, the column of the classes, there is nothing to classify"
+                        f"{name} works only with label, the column of the classes; set label, or remove"
+                        f" {name}"
                     )
         elif self.prompt is not None:
-            raise ValueError(
-                "prompt: where rows have a label, all of their text is read; use pair for two texts"
-            )
+            raise ValueError("prompt cannot be used with label; use pair to classify two texts")
         if self.labels and self.label_type == "number":
-            raise ValueError("labels: numbers have no names; leave them out, or label_type")
+            raise ValueError("labels cannot be used with label_type: number; remove one of the two")
         if twice := sorted({name for name in self.labels if self.labels.count(name) > 1}):
-            raise ValueError(f"labels: {twice[0]!r} is the name of several classes")
+            raise ValueError(f"labels: {twice[0]!r} is listed twice; give each class its own name")
 
 
 @dataclass(frozen=True)
 class PyAVConfig:
-    """Decoding by FFmpeg through PyAV."""
+    """Config of the video reader `pyav`: decoding with FFmpeg through PyAV."""
 
-    max_pixels: Annotated[int, Range(ge=1)] = 4096 * 4096  # of a frame; larger ones are refused undecoded
+    max_pixels: Annotated[int, Range(ge=1)] = 4096 * 4096  # largest frame in pixels; larger ones are refused
 
 
 @dataclass(frozen=True)
 class DecordConfig(PyAVConfig):
-    """Decoding by decord."""
+    """Config of the video reader `decord`."""

@@ -1,4 +1,4 @@
-"""Configs of the built-in noise scheduler, autoencoder and text encoders: torch-free."""
+"""Configs of the built-in noise scheduler, autoencoder and text encoders, without torch."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from mm_core.schema.fields import DType, Range
 
 @dataclass(frozen=True)
 class FlowMatchConfig:
-    """Rectified flow."""
+    """Config of the scheduler `flow_match` (rectified flow)."""
 
-    num_train_timesteps: Annotated[int, Range(ge=1)] = 1000  # the timestep that pure noise is called
+    num_train_timesteps: Annotated[int, Range(ge=1)] = 1000  # timestep of pure noise
     shift: Annotated[float, Range(gt=0)] = 1.0  # moves timesteps towards noise; 3 to 8 for large clips
     timesteps: Literal["uniform", "logit_normal"] = (
-        "uniform"  # density that training draws from, before the shift
+        "uniform"  # density that training timesteps are drawn from, before the shift
     )
-    logit_mean: float = 0.0  # of the logit-normal density
-    logit_std: Annotated[float, Range(gt=0)] = 1.0  # of the logit-normal density
+    logit_mean: float = 0.0  # mean of the logit-normal density
+    logit_std: Annotated[float, Range(gt=0)] = 1.0  # standard deviation of the logit-normal density
 
 
 @dataclass(frozen=True)
 class PixelConfig:
-    """Space-to-depth and time-to-depth: no weights, nothing lost."""
+    """Config of the autoencoder `pixel`: lossless space-to-depth and time-to-depth, without weights."""
 
-    spatial: Annotated[int, Range(ge=1)] = 2  # pixels a latent, along height and along width
-    temporal: Annotated[int, Range(ge=1)] = 1  # frames a latent
+    spatial: Annotated[int, Range(ge=1)] = 2  # pixels per latent, along height and along width
+    temporal: Annotated[int, Range(ge=1)] = 1  # frames per latent
 
 
 @dataclass(frozen=True)
 class ByteTextConfig:
-    """Byte-level hidden states from fixed tables."""
+    """Config of the text encoder `bytes`: byte-level hidden states from fixed tables."""
 
     hidden_size: Annotated[int, Range(ge=2)] = 64  # width of a hidden state
-    max_length: Annotated[int, Range(ge=2)] = 128  # tokens; one a byte, and one for the end
+    max_length: Annotated[int, Range(ge=2)] = 128  # tokens: one per byte, and one for the end
 
 
 @dataclass(frozen=True)
 class HFTextConfig:
-    """A Transformers text encoder."""
+    """Config of the text encoder `hf_text`: a Transformers model."""
 
     from_pretrained: str  # folder with config.json and safetensors weights
     tokenizer: str | None = None  # folder of the tokenizer; none: the same folder
-    max_length: Annotated[int, Range(ge=1)] = 512  # tokens; longer captions are cut
-    dtype: DType = "bf16"  # of the weights and the hidden states
+    max_length: Annotated[int, Range(ge=1)] = 512  # tokens; longer captions are truncated
+    dtype: DType = "bf16"  # dtype of the weights and the hidden states

@@ -1,4 +1,4 @@
-"""Config of the built-in engines: torch-free."""
+"""Config of the built-in engine, without torch."""
 
 from __future__ import annotations
 
@@ -12,26 +12,31 @@ ComputeDType = Literal["fp32", "bf16"]
 """fp16 would need loss scaling, which the engine does not do."""
 
 Placement = Literal["replicated", "sharded", "offloaded"]
-"""Of a frozen component's weights: on every rank, 1/shards a rank, or in host memory between calls."""
+"""Where a frozen component's weights are: on every rank, sharded, or in host memory between calls."""
 
 
 @dataclass(frozen=True)
 class FSDP2Config:
-    """Keys of PyTorch's fully_shard. Paths are relative to the task and follow the path grammar:
-    `predictor.blocks.{*}`, `{0-23}`, `{1,3,5}`, `{0-20,22-40}`; `auto` takes the model's own blocks."""
+    """Config of the engine `fsdp2`: settings of PyTorch's fully_shard.
 
-    sharding_size: Annotated[int, Range(ge=1)] | Literal["auto"] = "auto"  # ranks a shard group; auto: all
+    Paths are relative to the task and follow the path grammar: `predictor.blocks.{*}`, `{0-23}`, `{1,3,5}`,
+    `{0-20,22-40}`; `auto` uses the blocks that the model declares.
+    """
+
+    sharding_size: Annotated[int, Range(ge=1)] | Literal["auto"] = "auto"  # ranks per shard group; auto: all
     sub_modules_to_wrap: Literal["auto"] | tuple[str, ...] = "auto"  # modules gathered one at a time
-    ignored_modules: tuple[str, ...] = ()  # frozen modules, or parts without parameters, left alone
-    frozen: Mapping[str, Placement] = field(default_factory=dict)  # frozen component -> where its weights lie
-    recompute_modules: Literal["auto"] | tuple[str, ...] = ()  # activations recomputed in backward
-    use_reentrant: bool = False  # the older autograd path of recomputation
-    reshard_after_forward: bool = True  # false: keeps gathered parameters until backward (ZeRO-2)
-    param_dtype: ComputeDType | None = None  # parameters in forward and backward; none: as stored (fp32)
-    reduce_dtype: ComputeDType | None = "fp32"  # gradients while they are reduced; none: param_dtype
-    output_dtype: ComputeDType | None = None  # of the trained modules' outputs; none: as computed
-    cast_forward_inputs: bool = True  # to param_dtype, timesteps excepted; false: the model casts itself
+    ignored_modules: tuple[str, ...] = ()  # frozen modules, or modules without parameters, not sharded
+    frozen: Mapping[str, Placement] = field(default_factory=dict)  # frozen component -> where its weights are
+    recompute_modules: (
+        Literal["auto"] | tuple[str, ...]
+    ) = ()  # modules with activations recomputed in backward
+    use_reentrant: bool = False  # use the older autograd path for recomputation
+    reshard_after_forward: bool = True  # false: keep gathered parameters until backward (ZeRO-2)
+    param_dtype: ComputeDType | None = None  # dtype in forward and backward; none: as stored (fp32)
+    reduce_dtype: ComputeDType | None = "fp32"  # dtype of gradients during reduction; none: param_dtype
+    output_dtype: ComputeDType | None = None  # dtype of the trained modules' outputs; none: as computed
+    cast_forward_inputs: bool = True  # to param_dtype, except timesteps; false: the model casts its inputs
     num_to_forward_prefetch: Annotated[int, Range(ge=0)] = 0  # wrapped modules gathered ahead in forward
-    num_to_backward_prefetch: Annotated[int, Range(ge=0)] = 0  # and in backward
-    offload_to_cpu: bool = False  # shards, gradients and optimizer live in host memory
+    num_to_backward_prefetch: Annotated[int, Range(ge=0)] = 0  # wrapped modules gathered ahead in backward
+    offload_to_cpu: bool = False  # keep shards, gradients and optimizer state in host memory
     pin_memory: bool = True  # page-locked host memory for offloaded shards

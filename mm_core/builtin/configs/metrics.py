@@ -1,4 +1,4 @@
-"""Configs of the built-in metrics: torch-free."""
+"""Configs of the built-in metrics, without torch."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from mm_core.schema.fields import Range
 
 @dataclass(frozen=True)
 class F1Config:
-    """The F1 score of rows."""
+    """Config of the metric `f1`."""
 
-    average: Literal["macro", "micro", "weighted"] = "macro"  # over classes; the figure is f1_macro, ...
+    average: Literal["macro", "micro", "weighted"] = "macro"  # over classes; reported as f1_macro, ...
 
 
 @dataclass(frozen=True)
 class ExactMatchConfig:
-    """Texts that are one of their references."""
+    """Config of the metric `exact_match`: the share of texts equal to one of their references."""
 
-    normalize: Literal["none", "case", "squad"] = "none"  # before they are compared; squad: as that data set
+    normalize: Literal["none", "case", "squad"] = "none"  # normalisation before comparing; squad: as in SQuAD
 
 
 @dataclass(frozen=True)
 class ANLSConfig:
-    """How near texts come to their references."""
+    """Config of the metric `anls`: the similarity of texts and their references."""
 
-    threshold: Annotated[float, Range(gt=0, le=1)] = 0.5  # normalized distance that is worth nothing
+    threshold: Annotated[float, Range(gt=0, le=1)] = 0.5  # normalized distance from which the score is 0

@@ -1,8 +1,8 @@
-"""The config of what has nothing to set: torch-free."""
+"""The config of built-in components without settings, without torch."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class NothingConfig:
-    """No fields: without a config, checking would import the component."""
+    """Config without fields: without any config, checking a YAML would import the component."""

@@ -1,4 +1,4 @@
-"""Config of the built-in task `text_to_video`: torch-free."""
+"""Config of the built-in task `text_to_video`, without torch."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ _Share = Annotated[float, Range(ge=0, le=1)]
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """What `mm sample` and validation generate unless they are told otherwise."""
+    """Defaults for the clips that `mm sample` and validation generate."""
 
     steps: _Size = 50  # solver steps
-    guidance: Guidance = 5.0  # classifier-free guidance scale; up to 1 it is off; a list: one for each expert
+    guidance: Guidance = 5.0  # classifier-free guidance scale, off up to 1; a list: one value per expert
     num_frames: _Size | None = None  # frames; none: as in data.train
     height: _Size | None = None  # pixels; none: as in data.train
     width: _Size | None = None  # pixels; none: as in data.train
-    fps: Annotated[float, Range(gt=0)] | None = None  # frames a second; none: as in data.train
+    fps: Annotated[float, Range(gt=0)] | None = None  # frames per second; none: as in data.train
     batch_size: _Size = 4  # clips generated together
 
 
 @dataclass(frozen=True)
 class TextToVideoConfig:
-    """Diffusion training of captioned clips."""
+    """Config of the task `text_to_video`: diffusion training of captioned clips."""
 
-    predictor: Annotated[ComponentConfig, Kind("predictor")]  # what is trained
+    predictor: Annotated[ComponentConfig, Kind("predictor")]  # the network that is trained
     autoencoder: Annotated[ComponentConfig, Kind("autoencoder")]  # pixels <-> latents, frozen
     text_encoder: Annotated[ComponentConfig, Kind("text_encoder")]  # captions -> hidden states, frozen
     scheduler: Annotated[ComponentConfig, Kind("scheduler")]  # noise, targets, sampling
     caption_dropout: _Share = 0.0  # share of captions replaced by ""; needed for guidance
     latents: Literal["mode", "sample"] | None = (
-        None  # of the autoencoder's posterior; none: as the autoencoder's options say, else mode
+        None  # mode or sample of the autoencoder's posterior; none: as the autoencoder sets it, else mode
     )
     image_encoder: Annotated[ComponentConfig, Kind("image_encoder")] | None = (
-        None  # given frames -> features, frozen; for predictors that take them
+        None  # conditioning frames -> features, frozen; for predictors that accept them
     )
     frames: tuple[Literal["first", "last"], ...] | None = (
-        None  # of each training clip, that the predictor is shown; none: as the predictor is made for
+        None  # conditioning frames taken from each training clip; none: as the predictor expects
     )
     sample: SampleConfig = field(default_factory=SampleConfig)

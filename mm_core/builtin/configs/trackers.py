@@ -1,4 +1,4 @@
-"""Configs of the trackers that report to other programs: torch-free."""
+"""Configs of the trackers `wandb` and `mlflow`, without torch."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from mm_core.schema.fields import Range
 
 @dataclass(frozen=True)
 class WandbConfig:
-    """Weights & Biases."""
+    """Config of the tracker `wandb` (Weights & Biases)."""
 
-    project: str = "mm_core"  # that the run belongs to
-    entity: str | None = None  # user or team; none: that of the login
-    mode: Literal["online", "offline", "disabled"] = "online"  # offline: `wandb sync` uploads it later
-    tags: tuple[str, ...] = ()  # of the run
+    project: str = "mm_core"  # W&B project name
+    entity: str | None = None  # W&B user or team; none: the logged-in user
+    mode: Literal["online", "offline", "disabled"] = "online"  # offline: `wandb sync` uploads the run later
+    tags: tuple[str, ...] = ()  # tags of the run
     finish_timeout: Annotated[float, Range(gt=0)] = 600.0  # seconds that the end of a run waits for uploads
 
 
 @dataclass(frozen=True)
 class MlflowConfig:
-    """MLflow."""
+    """Config of the tracker `mlflow`."""
 
-    tracking_uri: str | None = None  # server or store; none: MLFLOW_TRACKING_URI, else MLflow's own default
-    experiment: str = "mm_core"  # that the run belongs to
+    tracking_uri: str | None = None  # server or store; none: MLFLOW_TRACKING_URI, else MLflow's default
+    experiment: str = "mm_core"  # MLflow experiment name
     finish_timeout: Annotated[float, Range(gt=0)] = 600.0  # seconds that the end of a run waits for uploads

@@ -1,4 +1,4 @@
-"""Configs of the built-in optimizer, learning-rate schedules and trackers: torch-free."""
+"""Configs of the built-in optimizers, learning-rate schedules and local trackers, without torch."""
 
 from __future__ import annotations
 
@@ -12,79 +12,79 @@ _Beta = Annotated[float, Range(ge=0, lt=1)]
 
 @dataclass(frozen=True)
 class AdamWConfig:
-    """Decoupled weight decay (Loshchilov and Hutter 2019)."""
+    """Config of the optimizer `adamw`: decoupled weight decay (Loshchilov and Hutter 2019)."""
 
     lr: Annotated[float, Range(ge=0)] = 1.0e-5  # peak learning rate; the schedule multiplies it
     betas: tuple[_Beta, _Beta] = (0.9, 0.999)  # decay of the two moments
     eps: Annotated[float, Range(ge=0)] = 1.0e-8  # added to the denominator
-    weight_decay: Annotated[float, Range(ge=0)] = 0.01  # times lr, off every parameter each step
+    weight_decay: Annotated[float, Range(ge=0)] = 0.01  # a step removes lr times this share of each parameter
 
 
 @dataclass(frozen=True)
 class AdamW8bitConfig(AdamWConfig):
-    """AdamW with moments of 8 bits (Dettmers et al. 2022)."""
+    """Config of the optimizer `adamw_8bit`: AdamW with 8-bit moments (Dettmers et al. 2022)."""
 
 
 @dataclass(frozen=True)
 class MuonConfig:
-    """Orthogonalised momentum for matrices (Jordan et al. 2024), AdamW for the rest."""
+    """Config of the optimizer `muon`: orthogonalised momentum (Jordan et al. 2024), AdamW for the rest."""
 
     lr: Annotated[float, Range(ge=0)] = 1.0e-3  # peak learning rate of the matrices
     momentum: _Beta = 0.95  # share of the momentum that a step keeps
-    nesterov: bool = True  # looks one step ahead along the momentum
+    nesterov: bool = True  # Nesterov momentum
     ns_steps: Annotated[int, Range(ge=1, le=99)] = 5  # Newton-Schulz iterations
     adjust_lr: Literal["match_rms_adamw", "original"] = (
         "match_rms_adamw"  # factor of a matrix's rate: 0.2 sqrt(larger side), or sqrt(max(1, rows / columns))
     )
-    weight_decay: Annotated[float, Range(ge=0)] = 0.1  # times lr, off every parameter each step
-    adamw_for: tuple[str, ...] = ()  # patterns of modules whose matrices AdamW trains: embeddings, heads
-    adamw_lr: Annotated[float, Range(ge=0)] | None = None  # peak rate of AdamW's part; none: lr
+    weight_decay: Annotated[float, Range(ge=0)] = 0.1  # a step removes lr times this share of each parameter
+    adamw_for: tuple[str, ...] = ()  # patterns of modules with matrices trained by AdamW: embeddings, heads
+    adamw_lr: Annotated[float, Range(ge=0)] | None = None  # peak learning rate of AdamW's part; none: lr
     betas: tuple[_Beta, _Beta] = (0.9, 0.95)  # decay of AdamW's two moments
     eps: Annotated[float, Range(ge=0)] = 1.0e-8  # added to AdamW's denominator
 
 
 @dataclass(frozen=True)
 class ConstantConfig:
-    """Linear warm-up, then the base rate."""
+    """Config of the schedule `constant`: linear warm-up, then the base learning rate."""
 
     warmup_steps: Annotated[int, Range(ge=0)] = 0  # steps from warmup_init to the base rate
     warmup_fraction: Annotated[float, Range(ge=0, le=1)] | None = None  # of the run; instead of warmup_steps
-    warmup_init: Annotated[float, Range(ge=0)] = 0.0  # learning rate of the first step; 0 moves nothing
+    warmup_init: Annotated[float, Range(ge=0)] = 0.0  # learning rate of the first step; 0 changes no weight
 
     def __post_init__(self) -> None:
         if self.warmup_steps and self.warmup_fraction is not None:
-            raise ValueError("warmup_steps and warmup_fraction are both set; one of them says how long")
+            raise ValueError("warmup_steps and warmup_fraction are both set; remove one of them")
 
 
 @dataclass(frozen=True)
 class LinearConfig(ConstantConfig):
-    """Linear warm-up, then a straight line."""
+    """Config of the schedule `linear`: linear warm-up, then a straight line down to `min_lr`."""
 
-    min_lr: Annotated[float, Range(ge=0)] = 0.0  # learning rate that the run ends at
+    min_lr: Annotated[float, Range(ge=0)] = 0.0  # learning rate at the end of the run
 
 
 @dataclass(frozen=True)
 class CosineConfig(LinearConfig):
-    """Linear warm-up, then half a cosine."""
+    """Config of the schedule `cosine`: linear warm-up, then half a cosine down to `min_lr`."""
 
 
 @dataclass(frozen=True)
 class PolynomialConfig(LinearConfig):
-    """Linear warm-up, then a power of what is left of the run."""
+    """Config of the schedule `polynomial`: linear warm-up, then a power of the remaining share of the run."""
 
     power: Annotated[float, Range(gt=0)] = 2.0  # 1 is a straight line
 
 
 @dataclass(frozen=True)
 class WSDConfig(LinearConfig):
-    """Warm-up, stable, decay."""
+    """Config of the schedule `wsd`: warm-up, stable, decay."""
 
-    decay_fraction: Annotated[float, Range(ge=0, le=1)] = 0.1  # of the run, at its end
+    decay_fraction: Annotated[float, Range(ge=0, le=1)] = 0.1  # share of the run that decays, at its end
     decay_shape: Literal["linear", "sqrt", "cosine"] = "sqrt"  # sqrt: 1 - sqrt(progress)
 
 
 @dataclass(frozen=True)
 class TensorBoardConfig:
-    """Scalars under `<run>/tensorboard`."""
+    """Config of the tracker `tensorboard`: scalars and clips under `<run>/tensorboard`."""
 
-    flush_secs: Annotated[int, Range(ge=1)] = 30  # seconds until what was logged is on disk
+    flush_secs: Annotated[int, Range(ge=1)] = 30  # seconds until logged values are written to disk

@@ -1,4 +1,4 @@
-"""The half of `mm sample` that answers in words."""
+"""`mm sample` for runs that answer in words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from mm_core.cli.options import count
 from mm_core.cli.runs.stored_run import check_place, unused
-from mm_core.errors import MMError
+from mm_core.errors import MMError, plural
 
 if TYPE_CHECKING:
     from mm_core.checkpoint.reading import StoredRun
@@ -27,41 +27,48 @@ _CLIPS: Mapping[str, object] = MappingProxyType(
         **{"num_frames": None, "height": None, "width": None, "fps": None},
     }
 )
-"""Options of one half alone -> what they are when nobody sets them."""
+"""Options that only apply to answers, or only to clips -> their values when they are not set."""
 
 
 def add_decoding(parser: argparse._ActionsContainer) -> None:
-    """The options that say how an answer is made."""
+    """Adds the options for sampling the tokens of an answer to a command's parser."""
     parser.add_argument(
-        "--max-new-tokens", type=int, metavar="N", help="of an answer (default: the task's, else 512)"
+        "--max-new-tokens",
+        type=int,
+        metavar="N",
+        help="largest number of tokens per answer (default: as the task sets it, else 512)",
     )
     parser.add_argument(
         "--temperature",
         type=float,
         default=_WORDS["temperature"],
-        help="0, the default, takes the likeliest token each time",
+        help="sampling temperature; 0 (the default) always takes the most likely token",
     )
     parser.add_argument(
         "--top-p",
         type=float,
         default=_WORDS["top_p"],
-        help="of the likeliest tokens, the share of probability that is drawn from (default 1)",
+        help="sample from the most likely tokens whose probabilities sum to this value (default 1)",
     )
 
 
 def add_batches(parser: argparse._ActionsContainer) -> None:
-    """The option that says how many rows of a file are answered at once."""
+    """Adds the option --batch-size, the number of prompts answered at once, to a command's parser."""
     parser.add_argument(
         "--batch-size",
         type=count,
         default=_WORDS["batch_size"],
         metavar="N",
-        help="rows of --prompts that a rank answers together (default 1); the answers stay the same",
+        help="rows of --prompts that a rank answers at once (default 1); does not change the answers",
     )
 
 
 def decoding_of(args: argparse.Namespace) -> Decoding:
-    """How an answer is made, as the command line says. MMError for figures that make none."""
+    """The sampling settings for answers from a command's options.
+
+    Raises:
+        MMError: a value is out of range.
+    """
     from mm_core.contracts import Decoding
     from mm_core.inference.answer import checked
 
@@ -69,25 +76,32 @@ def decoding_of(args: argparse.Namespace) -> Decoding:
 
 
 def refuse_words(args: argparse.Namespace, task: str) -> None:
-    """MMError where a run that makes clips is given options of answers."""
+    """Raises MMError if options for answers are passed to `mm sample` with a run that makes clips."""
     _refuse(args, _WORDS, f"the task {task} makes clips")
 
 
 def print_answers(args: argparse.Namespace, stored: StoredRun, samples: Path) -> int:
-    """Answers prompts as they come, or the rows of a file. Several ranks work on them, and the first prints.
+    """Answers the prompts of `mm sample`, or the rows of a file of prompts, and returns the exit code.
 
-    source: the checkpoint. samples: the folder of files that nobody has named.
+    All ranks compute the answers; the first prints and writes them.
+
+    Args:
+        args: the parsed options.
+        stored: the trained run.
+        samples: folder for the answers when --out names no file.
     """
     _refuse(args, _CLIPS, "the run's task answers in words")
     if args.prompts and (args.prompt or args.image):
         raise MMError(
-            "--prompts is given beside --prompt or --image",
-            accepted="a file whose rows name their own images, or prompts on the command line",
+            "--prompts cannot be used together with --prompt or --image",
+            where="command line",
+            accepted="--prompts FILE, whose rows name their own images; or --prompt and --image",
         )
     if args.batch_size > 1 and not args.prompts:
         raise MMError(
-            "--batch-size is given without --prompts",
-            accepted="rows of a file; prompts of the command line are answered one after the other",
+            "--batch-size works only with --prompts: prompts on the command line are answered one by one",
+            where="command line",
+            hint="put the prompts into a file and pass it as --prompts, or remove --batch-size",
         )
     _check_out(args)
     from mm_core.inference.answer import answer_session
@@ -103,26 +117,28 @@ def print_answers(args: argparse.Namespace, stored: StoredRun, samples: Path) ->
             _answer_rows(opened, opened.rows(Path(args.prompts), decoding, args.batch_size), out)
         else:
             opened.run_on_first_rank(
-                lambda: _say_all(args, opened, decoding, None if args.out is None else out)
+                lambda: _answer_all(args, opened, decoding, None if args.out is None else out)
             )
     return 0
 
 
 def _check_out(args: argparse.Namespace) -> None:
-    """MMError for a file of answers that cannot be written, or that would replace the questions."""
+    """Raises MMError if --out cannot be written, or is the file of the prompts."""
     if args.out is None:
         return
     out = Path(args.out)
     check_place(out)
     if args.prompts and out.exists() and Path(args.prompts).exists() and out.samefile(args.prompts):
         raise MMError(
-            "--out is the file of --prompts, whose rows the answers would replace",
+            "--out is the same file as --prompts: the answers would overwrite the prompts",
             where=args.out,
             accepted="another file",
         )
 
 
-def _say_all(args: argparse.Namespace, opened: AnswerSession, decoding: Decoding, out: Path | None) -> None:
+def _answer_all(
+    args: argparse.Namespace, opened: AnswerSession, decoding: Decoding, out: Path | None
+) -> None:
     from mm_core.contracts import Turn
     from mm_core.inference.answer import Answer
 
@@ -131,23 +147,23 @@ def _say_all(args: argparse.Namespace, opened: AnswerSession, decoding: Decoding
     for number, prompt in enumerate(args.prompt):
         if len(args.prompt) > 1:
             print("> " + prompt.encode(errors="backslashreplace").decode(), flush=True)
-        said = opened.say([Turn("user", prompt, images)], decoding, number, tell)
+        answer = opened.say([Turn("user", prompt, images)], decoding, number, tell)
         print(flush=True)
-        answers.append(Answer(number, f"prompt {number + 1}", prompt, said))
+        answers.append(Answer(number, f"prompt {number + 1}", prompt, answer))
     if out is not None:
         _write(answers, out)
 
 
 def tell(text: str) -> None:
-    """Prints a piece of an answer at once."""
+    """Prints a piece of an answer on the terminal as soon as it is generated."""
     print(text, end="", flush=True)
 
 
 def _answer_rows(opened: AnswerSession, answers: Iterable[Answer], out: Path) -> None:
-    """A line of JSON for each row as soon as it is answered; those that cannot be read are counted."""
+    """Writes one line of JSON per row as soon as it is answered, and counts rows that cannot be read."""
     if opened.ranks.rank:
         for _ in answers:
-            pass  # the first rank has them
+            pass  # only the first rank writes answers
         return
     good, bad, reason = 0, 0, ""
     for answer in answers:
@@ -155,18 +171,18 @@ def _answer_rows(opened: AnswerSession, answers: Iterable[Answer], out: Path) ->
         good, bad = good + (answer.error is None), bad + (answer.error is not None)
         reason = reason or answer.error or ""
     if not good:
-        raise MMError(f"no row could be read, of {bad}: {reason}", where=str(out))
+        raise MMError(f"none of {plural(bad, 'row')} could be read: {reason}", where=str(out))
     first = f"{', the first' if bad > 1 else ''}: {reason.splitlines()[0]}" if bad else ""
-    told = f"; {bad} row{'s' * (bad != 1)} could not be read{first}" if bad else ""
-    print(f"{good} answer{'s' * (good != 1)} in {out}{told}", flush=True)
+    unread = f"; {plural(bad, 'row')} could not be read{first}" if bad else ""
+    print(f"{plural(good, 'answer')} in {out}{unread}", flush=True)
 
 
 def _write(answers: Iterable[Answer], out: Path, more: bool = False) -> None:
-    """JSON lines; more: behind those of before."""
+    """Writes answers as lines of JSON; with `more`, appends them to the file."""
     text = "".join(json.dumps(answer.to_mapping(), ensure_ascii=False) + "\n" for answer in answers)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        # A name that is no text is written as JSON's escapes.
+        # A file name that is not valid UTF-8 is written with JSON escapes.
         with out.open("a" if more else "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
     except OSError as fault:
@@ -176,4 +192,7 @@ def _write(answers: Iterable[Answer], out: Path, more: bool = False) -> None:
 def _refuse(args: argparse.Namespace, unset: Mapping[str, object], because: str) -> None:
     given = [f"--{name.replace('_', '-')}" for name, value in unset.items() if getattr(args, name) != value]
     if given:
-        raise MMError(f"{because}, which takes no {' and no '.join(given)}", hint="leave it out")
+        them = "this option" if len(given) == 1 else "these options"
+        raise MMError(
+            f"{because}, so {' and '.join(given)} cannot be used", where="command line", hint=f"remove {them}"
+        )

@@ -1,4 +1,4 @@
-"""`mm chat`: a conversation with a trained run, in the terminal or from a pipe."""
+"""`mm chat`: a conversation with a trained run, typed in the terminal or read from a pipe."""
 
 from __future__ import annotations
 
@@ -25,37 +25,45 @@ if TYPE_CHECKING:
     from mm_core.inference.answer import AnswerSession
 
 _HELP = """\
-/image FILE   shows an image before the next line
-/new          begins a new conversation
-/quit         ends, as the end of the input does
-/help         says this"""
+/image FILE   adds an image before the next line
+/new          starts a new conversation
+/quit         ends the chat (so does the end of the input)
+/help         shows this list"""
 
 INTERRUPTED = 130
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     add_run(parser)
     parser.add_argument(
-        "--image", metavar="FILE", action="append", default=[], help="shown before the first line, in order"
+        "--image",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="image placed before the first line; may be repeated, the order is kept",
     )
-    parser.add_argument("--system", help="what the model is told before anything else")
+    parser.add_argument("--system", help="system prompt: text placed before the conversation")
     add_decoding(parser)
-    parser.add_argument("--seed", type=int, default=0, help="answer i is drawn from (seed, i)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="random seed (default 0); answer i uses (seed, i)"
+    )
     add_ranks(parser)
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Answers line after line. Exits 1 where a line of a pipe could not be answered. Under a launcher (RANK
-    is set) this process is a rank, and does not return."""
+    """Runs `mm chat`: answers each line of input; exit code 1 if a line of a pipe could not be answered.
+
+    Under a launcher (RANK is set) this process is a rank, and does not return.
+    """
     return on_ranks(args, "chat", _chat, _check, before_launch=_choose, outlives_interrupts=True)
 
 
 def _check(args: argparse.Namespace) -> None:
-    """MMError for what is wrong at first sight."""
     run_folder(args.run)
     if sys.stdin is None:
-        raise MMError("standard input is closed, so there is nobody to answer", hint="pipe lines into it")
+        raise MMError(
+            "standard input is closed, so there is nothing to answer", hint="type or pipe lines into mm chat"
+        )
     for file in args.image:
         _check_image(file, "--image")
 
@@ -68,7 +76,7 @@ def _choose(args: argparse.Namespace) -> None:
 
 
 def _chat(args: argparse.Namespace) -> int:
-    """Alone, or as one of several ranks, of which the first reads and prints."""
+    """Chats in this process, or as one of several ranks, of which the first reads and prints."""
     from mm_core.inference.answer import answer_session
 
     if os.environ.get("RANK", "0") == "0":
@@ -84,7 +92,7 @@ def _chat(args: argparse.Namespace) -> int:
 
 
 def _converse(chat: Chat) -> int:
-    """The exit code. Whatever it stands for is said."""
+    """The exit code, after its reason was printed."""
     from mm_core.runtime.launch.rank_process import has_told
 
     code = INTERRUPTED
@@ -99,7 +107,16 @@ def _converse(chat: Chat) -> int:
 
 @dataclass
 class Chat:
-    """A conversation so far. images: those that the next line shows."""
+    """The conversation of `mm chat` so far.
+
+    Attributes:
+        session: the loaded model.
+        decoding: how answers are sampled.
+        system: system prompt.
+        images: images that the next line is sent with.
+        turns: what the user and the model have written.
+        answers: number of answers so far.
+    """
 
     session: AnswerSession
     decoding: Decoding
@@ -111,38 +128,45 @@ class Chat:
     def __post_init__(self) -> None:
         self._begin()
 
-    def line(self, text: str, heard: Callable[[str], None]) -> bool:
-        """Does what a line says: a command, or a turn that is answered. False for the last one. DataError
-        for a turn that cannot be; it is forgotten, and so are its images. KeyboardInterrupt where the answer
-        was stopped."""
+    def line(self, text: str, write: Callable[[str], None]) -> bool:
+        """Handles one line typed into `mm chat`: runs its /command, or answers it. False for /quit.
+
+        Args:
+            text: the line.
+            write: called with each piece of text to print.
+
+        Raises:
+            DataError: the line cannot be answered; it is dropped, and so are its images.
+            KeyboardInterrupt: the user stopped the answer.
+        """
         command, _, rest = text.strip().partition(" ")
         if command == "/quit":
             return False
         if command == "/help":
-            heard(_HELP + "\n")
+            write(_HELP + "\n")
         elif command == "/new":
             self._begin()
         elif command == "/image":
             _check_image(rest.strip(), "/image")
             self.images.append(Path(rest.strip()))
         elif command.startswith("/") and command[1:].isalpha():
-            raise DataError(f"there is no command {command}", accepted="/image, /new, /quit, /help")
+            raise DataError(f"unknown command {command}", accepted="/image, /new, /quit, /help")
         elif text.strip():
-            self._say(text.strip(), heard)
+            self._answer(text.strip(), write)
         return True
 
-    def _say(self, text: str, heard: Callable[[str], None]) -> None:
+    def _answer(self, text: str, write: Callable[[str], None]) -> None:
         from mm_core.contracts import Turn
 
         asked = [*self.turns, Turn("user", text, tuple(self.images))]
         self.images = []
         with _stoppable() as stopped:
-            said = self.session.say(asked, self.decoding, self.answers, heard, stopped)
-            heard("\n")
+            answer = self.session.say(asked, self.decoding, self.answers, write, stopped)
+            write("\n")
             if stopped():
                 raise KeyboardInterrupt
         self.answers += 1
-        self.turns = [*asked, Turn("assistant", said)]
+        self.turns = [*asked, Turn("assistant", answer)]
 
     def _begin(self) -> None:
         from mm_core.contracts import Turn
@@ -157,26 +181,26 @@ def _check_image(file: str, option: str) -> None:
 
 @contextmanager
 def _stoppable() -> Iterator[Callable[[], bool]]:
-    """Within the block Ctrl-C only makes the given function true: no rank leaves an answer alone. Once more,
-    it ends this process."""
+    """Within the block, Ctrl-C only makes the yielded function true, so that no rank abandons an answer
+    that its peers compute. A second Ctrl-C ends this process."""
     if threading.current_thread() is not threading.main_thread():
-        yield lambda: False  # signals are heard elsewhere
+        yield lambda: False  # only the main thread receives signals
         return
-    heard: list[int] = []
+    received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
-        heard.append(number)
+        received.append(number)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     before = signal.signal(signal.SIGINT, note)
     try:
-        yield lambda: bool(heard)
+        yield lambda: bool(received)
     finally:
         signal.signal(signal.SIGINT, before)
 
 
 def _talk(chat: Chat, terminal: bool) -> int:
-    """Each line of standard input, answered on standard output."""
+    """Answers each line of standard input on standard output; returns the exit code."""
     bad = 0
     for line in _lines(terminal):
         try:
@@ -188,14 +212,14 @@ def _talk(chat: Chat, terminal: bool) -> int:
         except KeyboardInterrupt:
             if not terminal:
                 raise
-            print("(stopped; this turn is forgotten)")
+            print("(stopped; this turn is dropped from the conversation)")
     return min(bad, 1) if not terminal else 0
 
 
 def _lines(terminal: bool) -> Iterator[str]:
-    """What a person types, or another command says."""
+    """The lines that a person types, or that another command pipes in."""
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # one line that is no text ends no conversation
+        sys.stdin.reconfigure(errors="surrogateescape")  # a line that is not UTF-8 must not end the chat
     if terminal:
         with suppress(ImportError):
             import readline  # noqa: F401  # arrow keys and history in input()
@@ -207,7 +231,7 @@ def _lines(terminal: bool) -> Iterator[str]:
             print()
             return
         except BrokenPipeError:
-            raise  # of what input() writes
+            raise  # input() failed to write its prompt
         except OSError as fault:
             raise MMError(f"standard input cannot be read: {fault.strerror or fault}") from fault
         if not (line or terminal):

@@ -22,14 +22,13 @@ if TYPE_CHECKING:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     add = parser.add_argument
     add_run(parser, "other data")
     add(
         "--split",
         choices=("validation", "test", "train"),
         default="validation",
-        help="the dataset under data (default: validation)",
+        help="which dataset of the config's `data` to evaluate (default: validation)",
     )
     add(
         "--metric",
@@ -37,27 +36,34 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="TYPE",
-        help="beside the run's own: accuracy, or '{type: f1, average: micro}'; may be repeated",
+        help="extra metric, e.g. accuracy or '{type: f1, average: micro}'; may be repeated",
     )
-    add("--rows", "--clips", type=count, metavar="N", help="rows, evenly spaced (default: as the run)")
+    add(
+        "--rows",
+        "--clips",
+        type=count,
+        metavar="N",
+        help="number of rows to evaluate, evenly spaced (default: as in the run's config)",
+    )
     add_ranks(parser, ", and the rows")
     add(
         "--out",
         metavar="FILE",
-        help="of the figures, as JSON (default: one in the run's evaluations/)",
+        help="JSON file for the results (default: one in the run's evaluations/)",
     )
-    add("--predictions", metavar="FILE", help="what was found of each row, a JSON object a line")
+    add("--predictions", metavar="FILE", help="file for the predictions: one line of JSON per row")
     add("--json", action="store_true", help="print one JSON object instead of a table")
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Evaluates, prints the figures and writes the files. Under a launcher (RANK is set) this process is a
-    rank, and does not return."""
+    """Runs `mm eval`: evaluates a trained run, prints the results and writes them to files.
+
+    Under a launcher (RANK is set) this process is a rank, and does not return.
+    """
     return on_ranks(args, "eval", _evaluate, _check, before_launch=_choose)
 
 
 def _check(args: argparse.Namespace) -> None:
-    """MMError for what is wrong at first sight."""
     run_folder(args.run)
     for path in (args.out, args.predictions):
         if path is not None:
@@ -71,7 +77,7 @@ def _choose(args: argparse.Namespace) -> None:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    """Alone, or as one of several ranks, of which the first prints and writes."""
+    """Evaluates in this process, or as one of several ranks, of which the first prints and writes."""
     from mm_core.evaluation.predictions import write_predictions
     from mm_core.files import write_text
     from mm_core.inference.evaluate import evaluate
@@ -100,7 +106,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     except MMError as fault:
         if args.out is not None:
             raise
-        print(f"mm: warning: {fault.render()}", file=sys.stderr)  # nobody asked for this file
+        print(f"mm: warning: {fault.render()}", file=sys.stderr)  # the user did not ask for this file
     return 0
 
 
@@ -111,7 +117,7 @@ def _table(found: EvaluationResult) -> str:
 
 
 def _place(found: EvaluationResult) -> Path:
-    """Where the figures are kept that nobody has named a file for."""
+    """The file for the results when --out names none."""
     name = f"{found.split}_step_{found.step:08d}_{found.weights}.json"
     return root_of(found.checkpoint) / "evaluations" / name
 
@@ -122,5 +128,5 @@ def _metric(text: str) -> str | Mapping[str, Any]:
     except yaml.YAMLError:
         found = None
     if not isinstance(found, str | dict) or (isinstance(found, dict) and "type" not in found):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a type nor {{type: .., key: value}}")
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a metric nor {{type: METRIC, key: value}}")
     return found

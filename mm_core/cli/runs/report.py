@@ -1,4 +1,4 @@
-"""`mm report`: runs as one page to look at."""
+"""`mm report`: writes one HTML page about one or several runs."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ from mm_core.errors import MMError
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder; several are compared")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder; several runs are compared")
     parser.add_argument(
         "--out",
         metavar="FILE",
-        help="the page (default: report.html in the run's folder, or here for several runs)",
+        help="file for the page (default: report.html in the run's folder, or here for several runs)",
     )
     parser.add_argument(
         "--max-mb",
         type=_megabytes,
         default=20.0,
         metavar="MB",
-        help="what sampled clips may take of the page; beyond it contact sheets, then names (default 20)",
+        help="size limit for clips in the page; above it, contact sheets, then file names (default 20)",
     )
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Writes the page and prints its path."""
+    """Runs `mm report`: writes the page about the runs and prints its path."""
     from mm_core.files import replace_text
     from mm_core.report.page import render
     from mm_core.report.reading import read_runs
@@ -35,9 +34,7 @@ def execute(args: argparse.Namespace) -> int:
     runs = read_runs([Path(run) for run in args.runs])
     out = Path(args.out) if args.out else (runs[0].folder if len(runs) == 1 else Path()) / "report.html"
     if not out.name:
-        raise MMError(
-            "this is a folder, not a file to write the page to", where=str(out), accepted="--out FILE"
-        )
+        raise MMError("the page cannot be written to a folder", where=str(out), accepted="--out FILE")
     text = render(runs, int(args.max_mb * 1e6))
     try:
         replace_text(out, text)

@@ -1,4 +1,4 @@
-"""`mm sample`: clips from a trained run, or answers in words."""
+"""`mm sample`: makes clips with a trained run, or answers in words."""
 
 from __future__ import annotations
 
@@ -11,45 +11,49 @@ from mm_core.cli.options import count
 from mm_core.cli.ranks import add_ranks, on_ranks
 from mm_core.cli.runs.answers import add_batches, add_decoding, print_answers, refuse_words
 from mm_core.cli.runs.stored_run import add_run, open_stored, root_of, run_folder, unused
-from mm_core.errors import MMError
+from mm_core.errors import MMError, plural
 
 if TYPE_CHECKING:
     from mm_core.checkpoint.reading import StoredRun
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     add_run(parser)
     parser.add_argument(
         "--prompt",
         action="append",
         default=[],
-        help="what to show, or what to answer; may be given several times",
+        help="text to make a clip of, or to answer; may be repeated",
     )
     parser.add_argument(
         "--prompts",
         metavar="FILE",
-        help="for clips one prompt a line, or JSON/JSONL; for words rows as the run's dataset reads them",
+        help="file of prompts; for clips: one per line, or JSON/JSONL; for answers: rows as in the dataset",
     )
     parser.add_argument(
         "--image",
         metavar="FILE",
         action="append",
         default=[],
-        help="for words: shown before each prompt, in order; for image-to-video: the first frame, once for "
-        "all prompts or once for each",
+        help="for answers: image placed before each prompt, in order; for image-to-video: first frame, once"
+        " for all prompts or once per prompt",
     )
-    words = parser.add_argument_group("of runs that answer in words")
+    words = parser.add_argument_group("runs that answer in words")
     add_decoding(words)
     add_batches(words)
-    parser.add_argument("--seed", type=int, default=0, help="clip or answer i is drawn from (seed, i)")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="random seed; clip or answer i is drawn from (seed, i) (default 0)",
+    )
     add_ranks(parser, ", and the prompts")
     parser.add_argument(
         "--out",
         metavar="PATH",
-        help="folder of the clips, or JSONL file of the answers (default: a new one in the run's samples/)",
+        help="folder for the clips, or JSONL file for the answers (default: a new one in the run's samples/)",
     )
-    _add_clips(parser.add_argument_group("of runs that make clips"))
+    _add_clips(parser.add_argument_group("runs that make clips"))
 
 
 def _add_clips(parser: argparse._ArgumentGroup) -> None:
@@ -58,37 +62,37 @@ def _add_clips(parser: argparse._ArgumentGroup) -> None:
         metavar="FILE",
         action="append",
         default=[],
-        help="last frame, where the model takes one",
+        help="last frame, for models that accept one",
     )
-    parser.add_argument("--negative-prompt", default="", help="what guidance leads away from")
-    parser.add_argument("--steps", type=count, help="solver steps")
+    parser.add_argument("--negative-prompt", default="", help="text that guidance steers away from")
+    parser.add_argument("--steps", type=count, help="number of solver steps")
     parser.add_argument(
         "--guidance",
         type=_number(0),
         nargs="+",
-        help="classifier-free guidance scale; up to 1 it is off; several: one for each expert",
+        help="classifier-free guidance scale (off up to 1); one value, or one per expert",
     )
-    parser.add_argument("--num-frames", type=count, help="frames (default: as trained)")
-    parser.add_argument("--height", type=count, help="pixels (default: as trained)")
-    parser.add_argument("--width", type=count, help="pixels (default: as trained)")
-    parser.add_argument("--fps", type=_number(1 / 60), help="frames a second of the files")
+    parser.add_argument("--num-frames", type=count, help="frames per clip (default: as trained)")
+    parser.add_argument("--height", type=count, help="height in pixels (default: as trained)")
+    parser.add_argument("--width", type=count, help="width in pixels (default: as trained)")
+    parser.add_argument("--fps", type=_number(1 / 60), help="frames per second of the clip files")
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Writes one mp4 a prompt and a contact sheet, or prints answers. Under a launcher (RANK is set) this
-    process is a rank, and does not return."""
+    """Runs `mm sample`: writes one mp4 per prompt and a contact sheet, or prints answers.
+
+    Under a launcher (RANK is set) this process is a rank, and does not return.
+    """
     return on_ranks(args, "sample", _sample, _check, together=("guidance",), before_launch=open_stored)
 
 
 def _check(args: argparse.Namespace) -> None:
-    """MMError for what is wrong at first sight."""
     run_folder(args.run)
     if not args.prompt and not args.prompts:
-        raise MMError("there is no prompt", accepted="--prompt TEXT, or --prompts FILE")
+        raise MMError("there is no prompt", where="command line", accepted="--prompt TEXT, or --prompts FILE")
 
 
 def _sample(args: argparse.Namespace) -> int:
-    """Alone, or as one of several ranks."""
     _check(args)
     from mm_core.inference.answer import makes_words
 
@@ -129,8 +133,8 @@ def _sample_clips(args: argparse.Namespace, stored: StoredRun, root: Path) -> in
             keep=False,
         )
     if ranks.rank == 0:
-        count = f"{len(prompts)} clip{'s' * (len(prompts) != 1)}"
-        print(f"{count} in {out}; all at a glance: {out / 'contact_sheet.png'}", flush=True)
+        clips = plural(len(prompts), "clip")
+        print(f"{clips} in {out}; overview: {out / 'contact_sheet.png'}", flush=True)
     return 0
 
 
@@ -138,7 +142,7 @@ def _number(least: float) -> Callable[[str], float]:
     def number(text: str) -> float:
         value = float(text)
         if not least <= value < float("inf"):
-            raise argparse.ArgumentTypeError(f"{text} is not a number of {least:g} or more")
+            raise argparse.ArgumentTypeError(f"{text} is not a number >= {least:g}")
         return value
 
     return number

@@ -1,4 +1,4 @@
-"""`mm train` and `mm-train`: check a config, plan it, and train it on one or many ranks.
+"""`mm train` and `mm-train`: check a config, plan the run, and train it on one or many ranks.
 
 Nothing here imports torch before the config has been checked.
 """
@@ -13,86 +13,86 @@ from typing import TYPE_CHECKING, NoReturn
 
 from mm_core.cli.options import config_of, count
 from mm_core.cli.ranks import rank_command, refuse_among_ranks
-from mm_core.errors import MMError
+from mm_core.errors import MMError, plural
 
 if TYPE_CHECKING:
     from mm_core.config.sections import RunConfig
     from mm_core.runtime.launch.signals import StopFlag
 
 _OF_LAUNCH = ("nproc", "nnodes", "rdzv_endpoint", "rdzv_id", "node_rank")
-"""Options that say where ranks run."""
+"""Options that set how many ranks run, and on which hosts."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     add = parser.add_argument
-    add("--config", required=True, metavar="YAML", help="the run's config")
-    add("overrides", nargs="*", metavar="key=value", help="laid upon the config, as train.steps=10")
+    add("--config", required=True, metavar="YAML", help="the run's config file")
+    add("overrides", nargs="*", metavar="key=value", help="override a config key, e.g. train.steps=10")
     add(
         "--nproc",
         metavar="N|auto",
-        help="ranks on this host; auto (the default): one an accelerator, 1 on CPU",
+        help="ranks on this host; auto (the default): one per accelerator, 1 on CPU",
     )
-    add("--nnodes", metavar="N|MIN:MAX", help="hosts (default 1); the command is typed on each of them")
-    add("--rdzv-endpoint", metavar="HOST:PORT", help="where hosts meet; the same on all of them")
-    add("--rdzv-id", metavar="ID", help="name of the meeting; the same on all hosts")
+    add("--nnodes", metavar="N|MIN:MAX", help="hosts (default 1); run the command on each of them")
+    add("--rdzv-endpoint", metavar="HOST:PORT", help="rendezvous address; must be the same on all hosts")
+    add("--rdzv-id", metavar="ID", help="rendezvous id; must be the same on all hosts")
     add(
         "--node-rank",
         metavar="N",
-        help="0 on the host of --rdzv-endpoint, 1, 2, ... elsewhere; if that host cannot tell",
+        help="rank of this host (0 = the rendezvous host); only needed if it cannot be detected",
     )
-    add("--dry-run", action="store_true", help="print the plan and stop")
-    add("--json", action="store_true", help="with --dry-run: the plan as JSON")
+    add("--dry-run", action="store_true", help="print the plan of the run and stop")
+    add("--json", action="store_true", help="with --dry-run: print the plan as JSON")
     add(
         "--resume",
         default="auto",
         metavar="auto|PATH|never",
-        help="auto: the run's newest complete checkpoint, else from zero",
+        help="checkpoint to resume from; auto (the default): the run's newest complete one, if there is one",
     )
     add(
         "--allow",
         action="append",
         default=[],
         metavar="KEY",
-        help="a change since the checkpoint that is meant: a key, the start of one, or all; may be repeated",
+        help="accept a config change since the checkpoint: a key, a prefix of keys, or all; may be repeated",
     )
     add(
         "--allow-code",
         action="store_true",
-        help="run the code that a stored run's config names (--config, if it is one, or that of init_from),"
-        " though you have not trained with it",
+        help="run code named by a stored run's config (passed as --config, or named by init_from), although"
+        " you have not trained with that code before",
     )
-    add("--stop-after", type=count, metavar="STEP", help="save and end after this step, with exit code 75")
+    add("--stop-after", type=count, metavar="STEP", help="save and stop after this step, with exit code 75")
     add(
         "--overfit-one-batch",
         action="store_true",
-        help="every step sees the first batch: does the model learn at all?",
+        help="train every step on the first batch, to check that the model can learn at all",
     )
     add(
         "--verify-resume",
         type=count,
         metavar="K",
-        help="train 2K steps, and K + K with a restart, in a temporary folder, and compare every bit",
+        help="train 2K steps, then K + K steps with a restart, in a temporary folder, and compare every bit",
     )
     parser.epilog = (
-        "Exit codes: 0 trained; 1 an error; 2 a command line that does not parse; 75 saved and stopped on"
-        " request (SIGTERM, SIGINT, SIGUSR1) before the last step; 130 left by a second Ctrl-C; 128+n a rank"
-        " was ended by signal n."
+        "Exit codes: 0 trained; 1 an error; 2 the command line does not parse; 75 saved and stopped on"
+        " request (SIGTERM, SIGINT, SIGUSR1) before the last step; 130 stopped by a second Ctrl-C; 128+n"
+        " signal n killed a rank."
     )
 
 
 def execute(args: argparse.Namespace) -> int:
-    """The exit code. Under a launcher (RANK is set) this process is a rank, and does not return."""
+    """Runs `mm train` and returns its exit code. Under a launcher (RANK is set) this process is a rank and
+    does not return."""
     _refuse_contradictions(args)
     if args.overfit_one_batch:
-        args.overrides.append("train.overfit_one_batch=true")  # which ranks are given too
+        args.overrides.append("train.overfit_one_batch=true")  # ranks receive the overrides too
     if "RANK" in os.environ:
         if args.dry_run:
             return _dry_run_of_rank(args)
         _be_rank(args)
     least, most = _hosts(args)
     nproc = _ranks_here(args.nproc)
-    config = config_of(args)  # every typo is found before a rank is started
+    config = config_of(args)  # finds every typo before a rank is started
     if nproc is None:
         from mm_core.runtime.launch.launcher import quiet_torch
 
@@ -113,8 +113,8 @@ def execute(args: argparse.Namespace) -> int:
             return run_as_rank(lambda: _train(args, stop, config))
     from mm_core.runtime.launch.launcher import Nodes, launch
 
-    is_meeting_host = None if args.node_rank is None else args.node_rank == "0"
-    nodes = Nodes(nproc, least, most, args.rdzv_endpoint, args.rdzv_id, is_meeting_host)
+    is_rendezvous_host = None if args.node_rank is None else args.node_rank == "0"
+    nodes = Nodes(nproc, least, most, args.rdzv_endpoint, args.rdzv_id, is_rendezvous_host)
     return launch(rank_command("train", args, (*_OF_LAUNCH, "overfit_one_batch")), nodes)
 
 
@@ -124,8 +124,8 @@ def _be_rank(args: argparse.Namespace) -> NoReturn:
     from mm_core.runtime.launch.signals import StopFlag
 
     refuse_among_ranks(args, [*_OF_LAUNCH, "verify_resume"])
-    # mm-train says for its ranks that a signal was heard; under torchrun rank 0 does. The handlers
-    # stay to the end: torch's agent signals a rank whose peers have left.
+    # mm-train reports a received signal for its ranks; under torchrun rank 0 does. The handlers stay
+    # installed to the end: torch's agent signals a rank whose peers have exited.
     announce = os.environ["RANK"] == "0" and LAUNCH_DIR not in os.environ
     with StopFlag(announce=announce) as stop:
         leave(run_as_rank(lambda: _train(args, stop)))
@@ -141,25 +141,25 @@ def _train(args: argparse.Namespace, stop: StopFlag, config: RunConfig | None = 
         state = f"stopped by {result.stopped} after" if result.stopped else "done:"
         ended = f"{state} step {result.step} of {result.steps}"
         if result.step is None:
-            ended = f"stopped by {result.stopped} before a step was taken"
+            ended = f"stopped by {result.stopped} before the first step"
         print(f"{ended}; run folder {result.run_dir}", flush=True)
     return STOPPED if result.stopped else 0
 
 
 def _verify_resume(args: argparse.Namespace, config: RunConfig, nproc: int, hosts: int) -> int:
-    """0 when the resumed run is the uninterrupted one, bit for bit; 1 when it is not."""
+    """Exit code 0 if the resumed run equals the uninterrupted run bit for bit, else 1."""
     from mm_core.training.verify_resume import render, verify_resume
 
     if hosts > 1:
-        raise MMError("--verify-resume compares runs of one host", where="--nnodes", accepted="1")
+        raise MMError("--verify-resume runs on one host only", where="--nnodes", accepted="1")
     steps = args.verify_resume
     results, remarks = verify_resume(
         args.config, args.overrides, steps, nproc, config.run.name, args.allow_code
     )
     print(render(results, remarks))
     same = not remarks and all(result.ok for result in results)
-    verdict = "the resumed run is the uninterrupted one" if same else "the resumed run is ANOTHER one"
-    print(f"{steps} + {steps} steps on {nproc} rank{'s' * (nproc != 1)}: {verdict}")
+    verdict = "equals the uninterrupted run" if same else "DIFFERS from the uninterrupted run"
+    print(f"{steps} + {steps} steps on {plural(nproc, 'rank')}: the resumed run {verdict}")
     return 0 if same else 1
 
 
@@ -173,7 +173,7 @@ def _dry_run(config: RunConfig, world: int, as_json: bool) -> int:
 
 
 def _dry_run_of_rank(args: argparse.Namespace) -> int:
-    """The plan of the world that a launcher has made, printed by its first rank; nothing is trained."""
+    """The first rank of a launcher's ranks prints the plan; nothing is trained."""
     from mm_core.device import environment_world
 
     world = environment_world()
@@ -182,7 +182,7 @@ def _dry_run_of_rank(args: argparse.Namespace) -> int:
 
 
 def _refuse_contradictions(args: argparse.Namespace) -> None:
-    """Options of which one would be passed over in silence are an error."""
+    """Raises MMError for options that contradict each other: one of them would be ignored silently."""
     options = {
         "--dry-run": args.dry_run,
         "--resume": args.resume != "auto",
@@ -192,23 +192,28 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
     given = [name for name, there in options.items() if there]
     if args.verify_resume is not None and given:
         raise MMError(
-            f"{', '.join(given)} cannot go with --verify-resume, which trains from nothing in a folder of"
-            " its own and stops by itself",
+            f"{', '.join(given)} cannot be used with --verify-resume, which trains from scratch in a"
+            " temporary folder and stops by itself",
             where="command line",
-            hint="leave one or the other out",
+            hint="remove one of these options",
         )
     if args.resume == "never" and args.allow:
         raise MMError(
-            "--allow cannot go with --resume never: there is no checkpoint that anything has changed since",
+            "--allow cannot be used with --resume never: --allow accepts changes since a checkpoint, and none"
+            " is read",
             where="command line",
-            hint="leave one or the other out",
+            hint="remove one of the two options",
         )
     if args.json and not args.dry_run:
-        raise MMError("--json goes with --dry-run only: it is the plan's form", where="command line")
+        raise MMError(
+            "--json works only with --dry-run, whose plan it prints as JSON",
+            where="command line",
+            hint="add --dry-run or remove --json",
+        )
 
 
 def _hosts(args: argparse.Namespace) -> tuple[int, int]:
-    """Least and most hosts."""
+    """The smallest and largest number of hosts."""
     text = args.nnodes or "1"
     hosts = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", text)
     if hosts is None or int(hosts[2] or hosts[1]) < int(hosts[1]):
@@ -216,19 +221,23 @@ def _hosts(args: argparse.Namespace) -> tuple[int, int]:
     least, most = int(hosts[1]), int(hosts[2] or hosts[1])
     if most > 1 and not args.rdzv_endpoint:
         raise MMError(
-            f"{most} hosts need a place to meet",
+            f"{most} hosts need a rendezvous address",
             where="--rdzv-endpoint",
             accepted="HOST:PORT, the same on all hosts",
         )
     if args.rdzv_endpoint and not re.fullmatch(r"\S+:\d+", args.rdzv_endpoint):
-        raise MMError(f"{args.rdzv_endpoint!r} is no address", where="--rdzv-endpoint", accepted="HOST:PORT")
+        raise MMError(
+            f"{args.rdzv_endpoint!r} is not an address", where="--rdzv-endpoint", accepted="HOST:PORT"
+        )
     if args.node_rank is not None and not re.fullmatch(r"\d+", args.node_rank):
-        raise MMError(f"{args.node_rank!r} is no number", where="--node-rank", accepted="0, 1, 2, ...")
+        raise MMError(
+            f"{args.node_rank!r} is not the rank of a host", where="--node-rank", accepted="0, 1, 2, ..."
+        )
     return least, most
 
 
 def _ranks_here(text: str | None) -> int | None:
-    """Ranks on this host; None for as many as it has accelerators."""
+    """The number of ranks on this host; None: one per accelerator."""
     if text is None or text == "auto":
         return None
     if re.fullmatch(r"[1-9]\d*", text):

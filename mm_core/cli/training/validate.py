@@ -1,4 +1,4 @@
-"""`mm validate x.yaml`: checks a config in a moment, without torch."""
+"""`mm validate x.yaml`: checks a config within a second, without importing torch."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from mm_core.errors import MMError
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.add_argument("config", help="the YAML file of a run")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid upon the file")
-    parser.add_argument("--json", action="store_true", help="the result as JSON on standard output")
     parser.add_argument(
-        "--print", action="store_true", dest="show", help="print the config with every default filled"
+        "overrides", nargs="*", metavar="key=value", help="override a config key, e.g. train.steps=10"
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument(
+        "--print", action="store_true", dest="show", help="print the config with every default filled in"
     )
     add_allow_code(parser)
 
 
 def execute(args: argparse.Namespace) -> int:
-    """0 when the config checks, 1 with every fault when it does not."""
+    """Runs `mm validate`: exit code 0 when the config is valid, 1 after printing every error in it."""
     from mm_core.config.load import load_config
 
     try:

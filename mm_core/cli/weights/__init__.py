@@ -1,1 +1,1 @@
-"""Commands on files of weights: `mm weights`, `mm import`, `mm export`."""
+"""Commands on weights files: `mm weights`, `mm import`, `mm export`."""

@@ -1,4 +1,4 @@
-"""`mm export`: a trained run's weights as files that other libraries load."""
+"""`mm export`: writes a trained run's weights as files that other libraries load."""
 
 from __future__ import annotations
 
@@ -8,34 +8,43 @@ from pathlib import Path
 
 from mm_core.cli.options import add_allow_code, human_size
 from mm_core.cli.runs.stored_run import root_of, run_folder, unused
+from mm_core.errors import plural
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     add = parser.add_argument
-    add(
-        "--run", required=True, metavar="DIR[@STEP]", help="a run's folder, of its newest step or another one"
-    )
+    add("--run", required=True, metavar="DIR[@STEP]", help="a run's folder (its newest checkpoint, or @STEP)")
     add("--to", required=True, metavar="FORMAT", help="safetensors, diffusers, transformers, or a plugin's")
-    add("--out", metavar="DIR", help="a new folder (default: one in the run's exports/)")
-    add("--ema", action="store_true", help="the moving average of the weights")
-    add("--merge-lora", action="store_true", help="the weights with the adapters in them, not these alone")
-    add("--dtype", choices=("bf16", "fp16", "fp32"), help="of the files (default: as in the checkpoint)")
-    add("--max-shard", metavar="SIZE", help="most bytes of a file, as 5GB (the default) or 4GiB")
-    add("--component", metavar="NAME", help="of a run that trains several")
+    add("--out", metavar="DIR", help="a new folder for the files (default: one in the run's exports/)")
+    add("--ema", action="store_true", help="export the moving average of the weights")
+    add(
+        "--merge-lora",
+        action="store_true",
+        help="export the full weights with the adapters merged in (default: the adapters only)",
+    )
+    add(
+        "--dtype",
+        choices=("bf16", "fp16", "fp32"),
+        help="dtype of the exported tensors (default: as in the checkpoint)",
+    )
+    add("--max-shard", metavar="SIZE", help="largest size of one file, e.g. 5GB (the default) or 4GiB")
+    add("--component", metavar="NAME", help="component to export, if the run trains several")
     add(
         "--pipeline",
         metavar="DIR",
-        help="whose other parts are taken over (default: that the run began with)",
+        help="pipeline to copy the remaining parts from (default: the one training started from)",
     )
     add(
-        "overrides", nargs="*", metavar="key=value", help="over the run's config, for folders that have moved"
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="override a key of the run's config, e.g. for folders that have moved",
     )
     add_allow_code(parser)
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Writes the folder and prints a line a file."""
+    """Runs `mm export`: writes the folder of weights files and prints one line per file."""
     run_folder(args.run)
     from mm_core.checkpoint.reading import checkpoint_at
     from mm_core.interchange.export import MAX_SHARD, export
@@ -59,6 +68,6 @@ def execute(args: argparse.Namespace) -> int:
     sizes = {path.relative_to(out): path.stat().st_size for path in sorted(out.rglob("*")) if path.is_file()}
     for path, size in sizes.items():
         print(f"  {human_size(size):>9}  {path}")
-    files = f"{len(sizes)} file{'s' * (len(sizes) != 1)}"
-    print(f"{source} as {args.to}: {files}, {human_size(sum(sizes.values()))} in {out}")
+    files, total = plural(len(sizes), "file"), human_size(sum(sizes.values()))
+    print(f"{source} as {args.to}: {files}, {total} in {out}")
     return 0

@@ -1,4 +1,4 @@
-"""`mm import`: weights from elsewhere as a run's first checkpoint."""
+"""`mm import`: writes weights files as the first checkpoint of a run."""
 
 from __future__ import annotations
 
@@ -17,26 +17,28 @@ if TYPE_CHECKING:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     add = parser.add_argument
-    add("--from", required=True, metavar="DIR", help="a folder of weights, or a file")
-    add("--config", required=True, metavar="YAML", help="of the run that is to begin with them")
-    add("overrides", nargs="*", metavar="key=value", help="laid upon the config, as run.name=tuned")
-    add("--format", metavar="FORMAT", help="of the weights (default: the one that fits best)")
+    add("--from", required=True, metavar="DIR", help="a weights file, or a folder of them")
+    add("--config", required=True, metavar="YAML", help="config of the run that starts from these weights")
+    add("overrides", nargs="*", metavar="key=value", help="override a config key, e.g. run.name=tuned")
+    add("--format", metavar="FORMAT", help="format of the weights (default: the one that matches best)")
     add("--nproc", type=count, default=1, metavar="N", help="ranks that share the work and the memory")
     add_allow_code(parser)
 
 
 def execute(args: argparse.Namespace) -> int:
-    """The exit code. Under a launcher (RANK is set) this process is a rank, and does not return."""
+    """Runs `mm import` and returns its exit code. Under a launcher (RANK is set) this process is a rank and
+    does not return."""
     if "RANK" in os.environ:
         from mm_core.runtime.launch.rank_process import leave, run_as_rank
 
         leave(run_as_rank(lambda: _import(args, config_of(args))))
-    config = config_of(args)  # every typo is found before a rank is started
+    config = config_of(args)  # finds every typo before a rank is started
     path = vars(args)["from"]
     if not Path(path).exists():
-        raise MMError("there is no such file or folder", where=path, accepted="a folder of weights")
+        raise MMError(
+            "there is no such file or folder", where=path, accepted="a weights file, or a folder of them"
+        )
     if args.nproc == 1:
         return _import(args, config)
     from mm_core.runtime.launch.launcher import Nodes, launch
@@ -52,5 +54,5 @@ def _import(args: argparse.Namespace, config: RunConfig) -> int:
         for note in notes:
             print(f"mm: {note}", file=sys.stderr)
         command = " ".join(["mm-train", "--config", args.config, *args.overrides])
-        print(f"{saved}: {command} begins with it", flush=True)
+        print(f"{saved}: `{command}` starts from this checkpoint", flush=True)
     return 0

@@ -1,4 +1,4 @@
-"""`mm weights`: what lies in files, and how two of them differ."""
+"""`mm weights`: lists the tensors in weights files, and compares two of them."""
 
 from __future__ import annotations
 
@@ -9,29 +9,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mm_core.cli.options import add_allow_code, human_size
+from mm_core.errors import plural
 
 if TYPE_CHECKING:
     import torch
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    weights = "a weights file, a folder, a run (RUN, RUN@STEP) or a checkpoint"
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    show = actions.add_parser("show", help="names, shapes, dtypes, bytes, format", allow_abbrev=False)
-    show.add_argument("path", metavar="PATH", help="a file, a folder, a run (RUN, RUN@STEP) or a checkpoint")
-    show.add_argument("--config", metavar="YAML", help="a run whose components are held against it")
-    show.add_argument(
-        "--all", action="store_true", help="a line each, also of tensors alike but for a number"
+    show = actions.add_parser(
+        "show", help="list tensors: names, shapes, dtypes, sizes; and the format", allow_abbrev=False
     )
-    show.add_argument("--json", action="store_true", help="for programs")
+    show.add_argument("path", metavar="PATH", help=weights)
+    show.add_argument("--config", metavar="YAML", help="compare the tensors with this config's components")
+    show.add_argument(
+        "--all",
+        action="store_true",
+        help="list every tensor (by default, numbered siblings are folded into one line)",
+    )
+    show.add_argument("--json", action="store_true", help="print JSON")
     add_allow_code(show)
-    diff = actions.add_parser("diff", help="what differs, name by name", allow_abbrev=False)
-    diff.add_argument("first", metavar="A", help="a file, a folder, a run (RUN, RUN@STEP) or a checkpoint")
-    diff.add_argument("second", metavar="B", help="likewise")
+    diff = actions.add_parser("diff", help="list the tensors that differ", allow_abbrev=False)
+    diff.add_argument("first", metavar="A", help=weights)
+    diff.add_argument("second", metavar="B", help="what to compare it with")
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Prints; `diff` ends with 1 where anything differs, as diff does."""
+    """Runs `mm weights show` or `diff`; the exit code of `diff` is 1 if any tensor differs."""
     return _show(args) if args.action == "show" else _diff(args)
 
 
@@ -62,12 +67,12 @@ def _show(args: argparse.Namespace) -> int:
         shape = "x".join(map(str, tensor.shape)) or "scalar"
         often, size = f"  x {times}" if times > 1 else "", human_size(tensor.nbytes, 2)
         print(f"{name:<{width}}  {shape:>16}  {_dtype(tensor.dtype):>5}  {size:>9}{often}")
-    print(f"{len(found.tensors)} tensors, {count:,} numbers, {human_size(total, 2)}")
-    print(f"format: {', '.join(found.formats) or 'none that is installed recognises it'}")
+    print(f"{plural(len(found.tensors), 'tensor')}, {count:,} numbers, {human_size(total, 2)}")
+    print(f"format: {', '.join(found.formats) or 'unknown (no installed format recognises it)'}")
     for line in found.fits:
         print(f"fits {line}")
     for line in found.absent:
-        print(f"not in it: {line}")
+        print(f"missing: {line}")
     return 0
 
 
@@ -89,16 +94,16 @@ def _diff(args: argparse.Namespace) -> int:
     if found.dtypes:
         name, first, second = found.dtypes[0]
         print(
-            f"{len(found.dtypes)} tensors of other dtypes: {_printable(name)} is {_dtype(first)}"
-            f" and {_dtype(second)}"
+            f"{plural(len(found.dtypes), 'tensor')} with different dtypes: {_printable(name)} is"
+            f" {_dtype(first)} in A and {_dtype(second)} in B"
         )
     differing = len(found.only[0]) + len(found.only[1]) + len(found.shaped) + len(found.changed)
-    print(f"{len(found.same)} tensors the same, {differing} different")
+    print(f"{plural(len(found.same), 'tensor')} equal, {differing} different")
     return 0 if found.none else 1
 
 
 def _printable(name: str) -> str:
-    """A name of a file that nobody vouches for, which might command a terminal."""
+    """A tensor name without control characters: a name from an untrusted file could command the terminal."""
     return name if name.isprintable() else name.encode("unicode_escape").decode()
 
 

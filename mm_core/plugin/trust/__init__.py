@@ -1,1 +1,1 @@
-"""Code that somebody else wrote: which of it may run, and how it is kept from ending this process."""
+"""Code that somebody else wrote: which of it may run, and how it is checked before it runs."""

@@ -1,9 +1,9 @@
-"""Modules that a one-file plugin imports from beside it: code of the run as much as the plugin itself.
+"""Modules that a one-file plugin imports from its own folder: code of the run, like the plugin itself.
 
-The plugin's hash is not theirs. A stranger may put a `my_lib.py` of his own beside a plugin that this user
-has trained with, and a plugin may put any folder on `sys.path`. So every module that is found beside the
-plugin, or in a folder that it has put there, is recorded when the user trains, and checked when a stored run
-imports it.
+The plugin's hash does not cover these modules. Somebody may put another `my_lib.py` beside a plugin that this
+user has trained with, and a plugin may put any folder on `sys.path`. So every module that is found beside the
+plugin, or in a folder that the plugin put on `sys.path`, is recorded when the user trains, and checked when a
+stored run imports it.
 """
 
 from __future__ import annotations
@@ -25,32 +25,42 @@ from types import CodeType, ModuleType
 from mm_core.plugin.trust.known import Piece, check_known, digest_of, read_source, untrusted
 
 LOCAL_PREFIX = "mm_local_"
-"""Start of the names that one-file plugins have in sys.modules."""
+"""Prefix of the names of one-file plugins in sys.modules."""
 
 _OURS = ("mm_core", "transformers_modules")
-"""Top packages that are never a plugin's: what Transformers copied is checked where it is copied from."""
+"""Top-level packages that never belong to a plugin. (Files that Transformers copies are checked at their
+source.)"""
 
 _WHAT = "a module that a plugin of a stored run imports"
 
 
 class SourceBytes(importlib.abc.InspectLoader):
-    """Runs bytes that were read before. Python's own loader would read the file again, or take what lies in
-    `__pycache__`, which nobody has looked at."""
+    """Import loader that runs source bytes of a plugin that were read and checked before.
+
+    Python's own loader would read the file again, or use `__pycache__`, which was not checked.
+    """
 
     def __init__(self, source: bytes, path: str) -> None:
         self.source, self.path = source, path
 
     def get_code(self, fullname: str) -> CodeType:
-        """The compiled bytes."""
+        """The compiled code of a plugin's source bytes."""
         return compile(self.source, self.path, "exec", dont_inherit=True)
 
     def get_source(self, fullname: str) -> str:
-        """The text, for tracebacks."""
+        """The source text of a plugin's module, for tracebacks."""
         return self.source.decode(errors="replace")
 
 
 def spec_of(name: str, source: bytes, path: str, folders: Sequence[str] | None = None) -> ModuleSpec:
-    """What imports the bytes as module `name` of that file. folders: of a package, where its modules are."""
+    """The import spec that runs checked source bytes of a plugin as a module.
+
+    Args:
+        name: name of the module.
+        source: its source bytes.
+        path: its file, for tracebacks.
+        folders: for a package, the folders of its modules.
+    """
     loader = SourceBytes(source, path)
     spec = spec_from_file_location(
         name, path, loader=loader, submodule_search_locations=None if folders is None else [*folders]
@@ -61,18 +71,17 @@ def spec_of(name: str, source: bytes, path: str, folders: Sequence[str] | None =
 
 @dataclass
 class _Place:
-    """The folder of a plugin. own: of sys.path, before the plugin ran. loaded: top packages imported by then.
-    checked: of a stored run. running: the plugin is being imported. added: what it has put on sys.path."""
+    """The folder of a one-file plugin."""
 
     folder: Path
-    own: frozenset[Path]
-    loaded: frozenset[str]
-    checked: bool
-    running: bool = False
-    added: frozenset[Path] = frozenset()
+    own: frozenset[Path]  # sys.path before the plugin ran
+    loaded: frozenset[str]  # top-level packages imported before the plugin ran
+    checked: bool  # the plugin belongs to a stored run
+    running: bool = False  # the plugin is being imported
+    added: frozenset[Path] = frozenset()  # folders that the plugin put on sys.path
 
     def has(self, spec: ModuleSpec) -> bool:
-        """Whether a module comes from beside the plugin, or from where only the plugin has it looked for."""
+        """Whether a module comes from the plugin's folder, or from a folder that it put on sys.path."""
         if (entry := _entry(spec)) is None or spec.name.partition(".")[0] in _OURS:
             return False
         if _installed(entry) or (entry in self.own and entry != self.folder):
@@ -81,7 +90,7 @@ class _Place:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Stands before Python's own finder of files."""
+    """Import finder that comes before Python's own finder of files."""
 
     def __init__(self) -> None:
         self.places: dict[Path, _Place] = {}
@@ -89,7 +98,11 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """None leaves a module to the finders that follow. TrustError for one that may not be imported."""
+        """The spec of a plugin's module that was checked; None leaves the module to the next finder.
+
+        Raises:
+            TrustError: the module must not be imported.
+        """
         top = fullname.partition(".")[0]
         places = [each for each in self.places.values() if each.checked and top not in each.loaded]
         if not places or _of_another_finder(top):
@@ -101,14 +114,17 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _of_another_finder(top: str) -> bool:
-    """Whether a package is not on sys.path and not from beside a plugin: an editable installation."""
+    """Whether a package is neither on sys.path nor in a plugin's folder, as in an editable installation."""
     loader = getattr(getattr(sys.modules.get(top), "__spec__", None), "loader", None)
     return not isinstance(loader, SourceBytes) and PathFinder.find_spec(top) is None
 
 
 def _checked(spec: ModuleSpec) -> ModuleSpec:
-    """The same module of the bytes that were checked. TrustError for unknown ones, and for what is not Python
-    source: there are no bytes to hash that nobody could exchange before they are loaded."""
+    """A spec that runs the module's checked source bytes.
+
+    Raises TrustError for unknown bytes, and for a module that is not Python source: such a file could be
+    exchanged between the check and the import.
+    """
     where = str(spec.origin)
     if type(spec.loader) is not SourceFileLoader:
         raise untrusted([where], where, _WHAT)
@@ -119,11 +135,12 @@ def _checked(spec: ModuleSpec) -> ModuleSpec:
 
 @contextmanager
 def watched(folder: Path, checked: bool) -> Iterator[None]:
-    """The block in which a plugin of that folder is imported.
+    """Within the block, a one-file plugin is imported and the modules it imports are watched.
 
     Args:
-        folder: with its links followed.
-        checked: the plugin is a stored run's; else what it imports is only told apart, to be recorded.
+        folder: the plugin's folder, with links resolved.
+        checked: the plugin belongs to a stored run, so its modules are checked; otherwise they are only
+            recorded.
     """
     places = _finder().places
     if folder not in places:
@@ -143,13 +160,13 @@ def _entries() -> frozenset[Path]:
 
 
 def is_checked(folder: Path) -> bool:
-    """Whether what plugins of that folder import is checked."""
+    """Whether modules imported by one-file plugins in a folder are checked."""
     place = _finder().places.get(folder)
     return place is not None and place.checked
 
 
 def imported_beside(folder: Path) -> Iterator[Piece]:
-    """The modules that the plugins of a folder have imported so far, but for the plugins."""
+    """The modules that one-file plugins in a folder have imported so far, without the plugins themselves."""
     if (place := _finder().places.get(folder)) is None:
         return
     for name, module in list(sys.modules.items()):
@@ -163,28 +180,28 @@ def imported_beside(folder: Path) -> Iterator[Piece]:
         elif isinstance(spec.loader, SourceFileLoader):
             try:
                 yield Piece(spec.origin, digest_of(read_source(Path(spec.origin))))
-            except OSError:  # gone since
+            except OSError:  # deleted meanwhile
                 continue
 
 
 def _finder() -> _Finder:
-    """The one of this process."""
+    """The finder of this process."""
     for finder in sys.meta_path:
         if isinstance(finder, _Finder):
             return finder
     made = _Finder()
-    # Built-in and frozen modules, which come first, are nobody's files.
+    # Built-in and frozen modules come first: they have no files.
     place = next((i for i, each in enumerate(sys.meta_path) if each is PathFinder), len(sys.meta_path))
     sys.meta_path.insert(place, made)
     return made
 
 
 def _entry(spec: ModuleSpec) -> Path | None:
-    """Of sys.path, where a module was found."""
+    """The entry of sys.path where a module was found."""
     if not spec.has_location or spec.origin is None:
         return None
     up = spec.name.count(".") + (spec.submodule_search_locations is not None)
-    parents = Path(os.path.abspath(spec.origin)).parents  # noqa: PTH100 - a link is followed from its folder on
+    parents = Path(os.path.abspath(spec.origin)).parents  # noqa: PTH100 - links are resolved later
     return parents[min(up, len(parents) - 1)].resolve()
 
 

@@ -1,8 +1,8 @@
-"""Code that comes with a stored run: which of it this user has trained with, and so may run unasked.
+"""Code named by a stored run: code that this user has trained with may run without asking.
 
-Training records the hash of every file of code that its config names, in a folder of the user's home: one
-entry a hash, so that any number of jobs and hosts write at the same time without a lock. Nothing that lies
-beside a run is asked, because whoever made the run may have written it.
+Training records the hash of every code file that its config names, in a folder of the user's home: one entry
+per hash, so that any number of jobs and hosts can write at the same time without a lock. Files beside a run
+are not consulted: the author of the run may have written them.
 """
 
 from __future__ import annotations
@@ -20,27 +20,31 @@ from pathlib import Path
 from mm_core.errors import MMError, TrustError, plain_reason
 
 MAX_SOURCE = 8 * 2**20
-"""Bytes of a file of code: a path that a stranger chose may name something endless."""
+"""Most bytes in a code file: a path in somebody else's config may name an endless file."""
 
-ALLOW = "read what is named above, then pass --allow-code (in Python: allow_code=True)"
+ALLOW = "read the code named above; if you trust it, pass --allow-code (in Python: allow_code=True)"
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of code. name: the file, or the words of a command. digest: of the bytes that run."""
+    """A piece of code that a run's config names."""
 
-    name: str
-    digest: str
+    name: str  # the file, or the words of a command
+    digest: str  # hash of the bytes that run
 
 
 def digest_of(content: bytes) -> str:
-    """What stands for the content in the list."""
+    """The hash of a piece of code in the list of code that this user has trained with."""
     return hashlib.sha256(content).hexdigest()
 
 
 def read_source(path: Path) -> bytes:
-    """The bytes of a file of code, to be hashed and compiled: it is never read twice. OSError for none."""
-    if not stat.S_ISREG(path.stat().st_mode):  # to open a pipe would wait for ever
+    """Reads a plugin's code file once, to hash and to compile the same bytes.
+
+    Raises:
+        OSError: the file cannot be read, is too large or is not a regular file.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block forever
         raise OSError(errno.EINVAL, "it is not a regular file")
     with path.open("rb") as file:
         content = file.read(MAX_SOURCE + 1)
@@ -51,23 +55,26 @@ def read_source(path: Path) -> bytes:
 
 @dataclass(frozen=True)
 class KnownCode:
-    """The list of a user. folder: where its entries are; None for a user without a home."""
+    """The list of code that a user has trained with."""
 
-    folder: Path | None
+    folder: Path | None  # folder of the entries; None: the user has no home folder
 
     @classmethod
     def of_user(cls) -> KnownCode:
-        """`$XDG_STATE_HOME/mm_core/trusted_code`, by default `~/.local/state/mm_core/trusted_code`."""
+        """The list of code that the current user has trained with.
+
+        It is in `$XDG_STATE_HOME/mm_core/trusted_code`, by default `~/.local/state/mm_core/trusted_code`.
+        """
         given = Path(os.environ.get("XDG_STATE_HOME", ""))
         if not given.is_absolute():
             try:
                 given = Path.home() / ".local" / "state"
-            except RuntimeError:  # a user id that no account has
+            except RuntimeError:  # the user id has no account
                 return cls(None)
         return cls(given / "mm_core" / "trusted_code" if given.is_absolute() else None)
 
     def fault(self) -> str | None:
-        """Why the list cannot be relied on; None for one that can, or that is not there yet."""
+        """Why the list of trusted code cannot be used; None if it can, or does not exist yet."""
         if self.folder is None:
             return "this user has no home folder"
         try:
@@ -82,7 +89,7 @@ class KnownCode:
         return fault and f"{self.folder} {fault}"
 
     def holds(self, digest: str) -> bool:
-        """Whether this user has trained with code of that hash."""
+        """Whether this user has trained with code of this hash."""
         if self.folder is None or self.fault() is not None:
             return False
         try:
@@ -92,11 +99,11 @@ class KnownCode:
         return stat.S_ISREG(found.st_mode) and _shared(found) is None
 
     def unknown(self, pieces: Iterable[Piece]) -> list[Piece]:
-        """Those that it does not hold."""
+        """The pieces of code that this user has not trained with."""
         return [piece for piece in pieces if not self.holds(piece.digest)]
 
     def add(self, pieces: Collection[Piece]) -> str | None:
-        """Records the code. Returns why it could not, in words: no run fails for that."""
+        """Records code that this user trains with. Returns the error if that fails: the run goes on."""
         if not (new := self.unknown(pieces)):
             return None
         if (fault := self.fault()) is not None or self.folder is None:
@@ -111,7 +118,7 @@ class KnownCode:
 
     @staticmethod
     def _write(folder: Path, piece: Piece) -> None:
-        """An entry, whole under its name. mkstemp makes files that only their owner reads or writes."""
+        """Writes an entry atomically. mkstemp creates files that only their owner can read or write."""
         handle, staged = tempfile.mkstemp(prefix=".new-", dir=folder)
         try:
             with os.fdopen(handle, "wb") as file:
@@ -130,12 +137,15 @@ def _shared(found: os.stat_result) -> str | None:
 
 
 def check_known(pieces: Iterable[Piece], where: str, what: str = "the code of a stored run") -> None:
-    """TrustError for code that this user has not trained with.
+    """Checks that this user has trained with the code that would run.
 
     Args:
-        pieces: what would run.
-        where: what names it: a config, a folder.
-        what: how the sentence calls it.
+        pieces: the code.
+        where: what names the code: a config, a folder.
+        what: the code in the words of the error.
+
+    Raises:
+        TrustError: this user has not trained with some of it.
     """
     known = KnownCode.of_user()
     if new := list(dict.fromkeys(piece.name for piece in known.unknown(pieces))):
@@ -143,12 +153,19 @@ def check_known(pieces: Iterable[Piece], where: str, what: str = "the code of a 
 
 
 def untrusted(names: Iterable[str], where: str, what: str, known: KnownCode | None = None) -> MMError:
-    """The refusal. names: the files, or other places."""
+    """The error for code that this user has not trained with.
+
+    Args:
+        names: the files, or other places of the code.
+        where: what names the code.
+        what: the code in the words of the error.
+        known: the list of code that this user has trained with.
+    """
     known = known or KnownCode.of_user()
     fault = known.fault()
-    accepted = f"what this user has trained with (listed in {known.folder})"
+    accepted = f"code that this user has trained with before (recorded in {known.folder})"
     if fault is not None:
-        accepted = f"nothing unasked: the list of what this user has trained with is not used, since {fault}"
+        accepted = f"no code without asking: the record of code you trained with is not used because {fault}"
     return TrustError(
         f"{what} would run with your rights, and you have not trained with it: {', '.join(names)}",
         where=where,

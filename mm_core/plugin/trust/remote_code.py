@@ -14,24 +14,30 @@ from mm_core.errors import CheckpointError, plain_reason
 from mm_core.plugin.trust.known import Piece, check_known, digest_of, read_source, untrusted
 
 RemoteCode = bool | Literal["known"]
-"""false; true: the folder's Python files run; known: where this user has trained with all of them. A stored
-run's `true` is read as `known`."""
+"""false; true: Python files in the folder run; known: they run if this user has trained with all of them. In
+the config of a stored run, `true` is read as `known`."""
 
 _WHAT = "code in the folder of a model"
 _CHOOSING = {"auto_map", "_name_or_path", "name_or_path"}
-"""Keys of config.json that say which code makes the model, and where it is."""
+"""Keys of config.json that select the code of the model, and where it is."""
 
 MAX_FILES = 20_000
-"""In the folder of a model and those in it: a link may lead to a whole disk."""
+"""Most files in a model's folder and its subfolders: a link may lead to an entire disk."""
 
 
 @contextmanager
 def code_folder(folder: Path, trust: RemoteCode) -> Iterator[Path]:
-    """The folder for Transformers to open, for the length of the block: itself, or with `known` a private
-    copy of the code that was checked, with links to all else. Transformers would read the files again, and by
-    then they may be others.
+    """Within the block, the folder that Transformers opens for a model that may contain code.
 
-    TrustError, with `known`, for files that this user has not trained with.
+    With `known`, it is a private copy of the checked code files, with links to all other files: Transformers
+    reads the files again, and they could change in between. Otherwise it is the folder itself.
+
+    Args:
+        folder: the model's folder.
+        trust: whether Python files in the folder may run.
+
+    Raises:
+        TrustError: with `known`, this user has not trained with the folder's code.
     """
     if trust != "known" or not folder.is_dir():
         yield folder
@@ -41,7 +47,7 @@ def code_folder(folder: Path, trust: RemoteCode) -> Iterator[Path]:
     _check_within(folder, code)
     check_known(_pieces(folder, code), str(folder), _WHAT)
     with tempfile.TemporaryDirectory(prefix="mm_core-code-") as private:
-        # Transformers names the modules by the folder.
+        # Transformers names the modules after the folder.
         place = Path(private) / (folder.resolve().name or "model")
         for name, path in files.items():
             copy = place / name
@@ -57,8 +63,13 @@ def code_folder(folder: Path, trust: RemoteCode) -> Iterator[Path]:
 
 
 def code_files(folder: Path) -> dict[str, bytes]:
-    """Path in the folder -> content of what decides which code it runs: its Python files, at any depth, and
-    the JSON files that name classes in them. CheckpointError for one that cannot be read."""
+    """The files that determine which code a model's folder runs: path in the folder -> content.
+
+    These are its Python files, at any depth, and the JSON files that name classes in them.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
     return _code(dict(_files(folder)))
 
 
@@ -71,8 +82,10 @@ def _code(files: Mapping[str, Path]) -> dict[str, bytes]:
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """The files of a folder and of those in it, whose links are followed, each by its path in the folder.
-    Hidden folders and those of compiled files are left out, and so are not there for Transformers either."""
+    """The files of a folder and its subfolders, following links, each with its path in the folder.
+
+    Hidden folders and `__pycache__` are skipped, so Transformers does not see them either.
+    """
     seen: set[str] = set()
     count = 0
     for place, folders, names in os.walk(folder, followlinks=True):
@@ -84,15 +97,15 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
         seen.add(real)
         count += len(folders) + len(names)
         if count > MAX_FILES:
-            what = f"more than {MAX_FILES:,} files lie in the folder of a model, so its code cannot be told"
-            raise CheckpointError(what, where=str(folder), accepted="a folder of the model alone")
+            what = f"the model's folder contains more than {MAX_FILES:,} files, too many to check for code"
+            raise CheckpointError(what, where=str(folder), accepted="a folder that contains only the model")
         for name in sorted(names):
             path = Path(place) / name
             yield str(path.relative_to(folder)), path
 
 
 def _check_within(folder: Path, code: Mapping[str, bytes]) -> None:
-    """TrustError for classes that a folder names in other folders or repositories: nothing hashes these."""
+    """Raises TrustError for classes in other folders or repositories, which no hash covers."""
     outside = [
         f"{folder / name} ({reference})"
         for name, content in code.items()
@@ -105,19 +118,27 @@ def _check_within(folder: Path, code: Mapping[str, bytes]) -> None:
 
 
 def code_pieces(folder: Path) -> list[Piece]:
-    """The same, as the list of known code has them."""
+    """The code of a model's folder as entries for the list of code that this user has trained with."""
     return _pieces(folder, code_files(folder))
 
 
 def check_overrides(changes: Mapping[str, object], trust: RemoteCode) -> None:
-    """TrustError, with `known`, for keys laid upon config.json that would have other code run."""
+    """Checks that overrides of a model's config.json do not select other code.
+
+    Args:
+        changes: the overrides.
+        trust: whether Python files in the model's folder may run.
+
+    Raises:
+        TrustError: with `known`, an override selects code.
+    """
     if trust == "known" and (keys := sorted(_keys(changes) & _CHOOSING)):
         names = [f"what {key} names" for key in keys]
         raise untrusted(names, "task.overrides", _WHAT)
 
 
 def _pieces(folder: Path, code: Mapping[str, bytes]) -> list[Piece]:
-    """The place within the folder counts too: known files under each other's names are other code."""
+    """The hash covers the path in the folder too: known files with swapped names are different code."""
     return [
         Piece(str(folder / name), digest_of(f"file of a model {json.dumps(name)}\n".encode() + content))
         for name, content in code.items()
@@ -125,7 +146,7 @@ def _pieces(folder: Path, code: Mapping[str, bytes]) -> list[Piece]:
 
 
 def _read(path: Path) -> bytes:
-    """Vocabularies are JSON too, and may be larger than any code."""
+    """Reads a file; only Python files have a size limit, as JSON vocabularies may be larger than any code."""
     try:
         return read_source(path) if path.suffix == ".py" else path.read_bytes()
     except OSError as error:
@@ -133,7 +154,7 @@ def _read(path: Path) -> bytes:
 
 
 def _chooses(content: bytes) -> bool:
-    """Whether a JSON file names classes. One that does not parse may, to another parser."""
+    """Whether a JSON file names classes. True for one that does not parse: another parser may read it."""
     try:
         return "auto_map" in _keys(json.loads(content))
     except (ValueError, RecursionError):
@@ -149,7 +170,7 @@ def _keys(value: object) -> set[str]:
 
 
 def _references(content: bytes) -> Iterator[str]:
-    """What each `auto_map` in a JSON file names; nothing of one that does not parse."""
+    """The classes named by each `auto_map` in a JSON file; none if it does not parse."""
     try:
         pending = [(json.loads(content), False)]
     except (ValueError, RecursionError):

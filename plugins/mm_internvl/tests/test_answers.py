@@ -191,16 +191,16 @@ def test_two_ranks_say_what_one_says(place, run, tmp_path):
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["--steps", 3, "--fps", 2], "the run's task answers in words, which takes no --steps and no --fps"),
+        (["--steps", 3, "--fps", 2], "the run's task answers in words, so --steps and --fps cannot be used"),
         (["--temperature", -1], "temperature is -1.0"),
         (["--top-p", 0], "top_p is 0.0"),
         (["--max-new-tokens", 0], "max_new_tokens is 0"),
         (["--image", "no.png"], "there is no such image"),
-        (["--prompts", "x.jsonl"], "--prompts is given beside --prompt or --image"),
+        (["--prompts", "x.jsonl"], "--prompts cannot be used together with --prompt or --image"),
         (["data.train.max_length=8"], "max_length 8 leaves no room for an answer"),
         (["--temperature", "nan"], "temperature is nan"),
         (["--top-p", "nan"], "top_p is nan"),
-        (["--batch-size", 2], "--batch-size is given without --prompts"),
+        (["--batch-size", 2], "--batch-size works only with --prompts"),
         (["--prompt", " "], "the prompt is empty, and shows nothing"),
         (["--prompt", "a\udcff"], "a\\udcff: what the user says is not UTF-8 text (character 2)"),
         (["--prompt", "<image><image>"], "the text says <image> <image>, and no images are shown"),
@@ -226,7 +226,7 @@ def test_a_file_of_which_no_row_can_be_read_is_a_sentence(place, run, tmp_path, 
     rows = ["{broken", data.asked(" "), data.asked("<image>"), {"conversations": []}]
     file, out = data.write(tmp_path / "bad.jsonl", rows), tmp_path / "answers.jsonl"
     said = mm(capsys, "sample", "--run", run, "--prompts", file, "--batch-size", 2, "--out", out, code=1)
-    assert "no row could be read, of 4:" in said and "bad.jsonl:1: this is not JSON" in said
+    assert "none of 4 rows could be read:" in said and "bad.jsonl:1: this is not JSON" in said
     first, second, third, fourth = (row["error"] for row in lines(out))
     assert "this is not JSON" in first and "line 2: the prompt is empty, and the row shows nothing" in second
     assert "shows 1 image and the row lists 0" in third and "is no list of turns" in fourth
@@ -236,7 +236,7 @@ def test_answers_do_not_replace_the_questions(place, run, capsys):
     rows = data.write(place / "files" / "kept.jsonl", QUESTIONS)
     before = rows.read_bytes()
     said = mm(capsys, "sample", "--run", run, "--prompts", rows, "--out", rows, code=1)
-    assert "--out is the file of --prompts, whose rows the answers would replace" in said
+    assert "--out is the same file as --prompts: the answers would overwrite the prompts" in said
     assert rows.read_bytes() == before
 
 

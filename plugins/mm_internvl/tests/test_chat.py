@@ -57,7 +57,7 @@ def test_a_line_that_cannot_be_answered_ends_no_chat(place, run, capsys, monkeyp
     said, faults = chat(capsys, monkeypatch, text, "--run", run, code=1)
     assert len(said) >= 1 and said[0]
     assert "there is no such image" in faults and "nowhere.png" in faults
-    assert "there is no command /draw" in faults and "accepted: /image, /new, /quit, /help" in faults
+    assert "unknown command /draw" in faults and "accepted: /image, /new, /quit, /help" in faults
     assert "<image> what?: the text says <image>, and no images are shown" in faults
     assert "accepted: one <image> for each image, or none: then they stand before the text" in faults
 
@@ -88,7 +88,7 @@ def test_a_placeholder_that_the_model_says_is_a_sentence(run):
 
 def test_nobody_to_answer_is_a_sentence(run, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", None)
-    assert "standard input is closed, so there is nobody to answer" in mm(
+    assert "standard input is closed, so there is nothing to answer" in mm(
         capsys, "chat", "--run", run, code=1
     )
     monkeypatch.setattr("sys.stdin", io.StringIO("what?\n"))
@@ -176,7 +176,7 @@ def test_two_ranks_go_on_after_ctrl_c_and_leave_by_it(run, endless):
             until(b"is red?\r\n")
             until(b" ")  # of the answer, which takes seconds
             ended.send_signal(signal.SIGINT)
-            until(b"(stopped; this turn is forgotten)")
+            until(b"(stopped; this turn is dropped from the conversation)")
             until(b"> ")
             time.sleep(1.1)  # what comes sooner is an echo to mm train
         ended.send_signal(signal.SIGINT)
@@ -194,4 +194,4 @@ def test_a_terminal_is_asked_line_by_line(place, run, capsys, monkeypatch):
     with answer_session(run) as opened:
         turns = [Turn("system", "a system"), Turn("user", "what is red?")]
         wanted = opened.say(turns, Decoding(max_new_tokens=6))
-    assert said.count("/image FILE   shows an image") == 2 and said.endswith(f"{wanted}\n")
+    assert said.count("/image FILE   adds an image") == 2 and said.endswith(f"{wanted}\n")

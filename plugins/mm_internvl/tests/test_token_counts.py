@@ -172,6 +172,6 @@ def test_a_signal_to_one_rank_ends_a_run_that_measures(place, tmp_path, world):
     text = "".join(said)
     assert [process.returncode for process in started] == [75] * world, text
     why = "SIGTERM" if world == 1 else "a signal to another rank"
-    assert f"stopped by {why} before a step was taken; run folder {tmp_path / 'runs' / 'tuned'}" in text
+    assert f"stopped by {why} before the first step; run folder {tmp_path / 'runs' / 'tuned'}" in text
     last = [int(found) for found in re.findall(r"are measured: (\d+) of", text)][-1]
     assert last < count / world and not list(tmp_path.glob("runs/tuned/checkpoints/step_*"))

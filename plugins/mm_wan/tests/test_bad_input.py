@@ -135,7 +135,7 @@ def test_a_folder_of_another_variant_than_the_preset(said):
 def test_a_preset_that_nobody_published(said, command):
     name = "task.predictor.preset=wan2.1-t2v-2b"
     found = said(*dry(name)) if command == "train" else said("validate", CONFIG, name)
-    assert "task.predictor.preset: found 'wan2.1-t2v-2b', a text\n  accepted: wan2.1-t2v-1.3b, " in found
+    assert "task.predictor.preset: found 'wan2.1-t2v-2b', a string\n  accepted: wan2.1-t2v-1.3b, " in found
 
 
 @pytest.mark.parametrize(
