@@ -1,4 +1,4 @@
-"""Makes docs/architecture.md from the rooms' docstrings and the layers in pyproject.toml.
+"""Writes docs/architecture.md from the rooms' docstrings and the layers in pyproject.toml.
 
 python docs/generate_architecture.py            writes the page
 python docs/generate_architecture.py --check    exits 1 when the page is not what would be written
@@ -36,9 +36,9 @@ compute, `optim` updates, `telemetry` measures, `evaluation` judges, `checkpoint
 
 ## The rooms
 
-From the roof to the ground:
+From the top layer to the bottom:
 
-| layer | room | what lives there |
+| layer | room | subject |
 |---|---|---|
 """
 

@@ -1,4 +1,4 @@
-"""Makes docs/hooks.md from mm_core/plugin/hookspecs.py and the built-in plugin.
+"""Writes docs/hooks.md from mm_core/plugin/hookspecs.py and the built-in plugin.
 
 python docs/generate_hooks.py            writes the page
 python docs/generate_hooks.py --check    exits 1 when the page is not what would be written
@@ -22,8 +22,8 @@ _HEAD = """\
 
 <!-- Made by docs/generate_hooks.py from mm_core/plugin/hookspecs.py: do not edit. -->
 
-A plugin is a module with functions of these names, marked `@hookimpl`. Each takes nothing and returns a list
-of `Component`; whatever it lists can stand as `type:` in a YAML, where that kind is wanted.
+A plugin is a module with functions of these names, marked `@hookimpl`. Each takes no arguments and returns a
+list of `Component`; a YAML can name each component as `type:`, wherever this kind is expected.
 
 ```python
 from mm_core import Component, hookimpl
@@ -34,7 +34,7 @@ def mm_predictors():
     return [Component(name="my_dit", target="my_package.model:MyDiT", config="my_package.config:MyDiTConfig")]
 ```
 
-`fields` stands for the component's settings: one keyword argument for each field of its `config` dataclass.
+`fields` are the component's settings: one keyword argument per field of its `config` dataclass.
 Protocols are in `mm_core.contracts`; their docstrings state shapes and units.
 """
 

@@ -1,4 +1,4 @@
-"""The plan of a run: everything that depends on the world, computed once, before anything is allocated."""
+"""The plan of a run: batches, steps, memory, FLOPs for a number of ranks, before anything is allocated."""
 
 from mm_core.plan.planning import (
     build_frozen,

@@ -1,4 +1,4 @@
-"""Computes the plan of a run, and builds the task that it is of."""
+"""Builds a run's task without memory, and computes the plan of the run from it."""
 
 from __future__ import annotations
 
@@ -35,13 +35,15 @@ from mm_core.weights.stored import missing_at
 
 
 def build_task(config: RunConfig, adapters: Structure | None = None) -> TaskModule:
-    """The task with its trainable modules on the meta device and its frozen ones not yet loaded.
+    """Builds a run's task for planning: trainable modules on the meta device, frozen components not loaded.
 
-    adapters: as a checkpoint of the run holds them; the files that they began with are not asked then.
+    Args:
+        config: the run's config.
+        adapters: the adapters in a checkpoint of the run; if given, the files they started from are not read.
     """
     registry = config.registry
     for _, component in walk_components(config.task):
-        # Imported before the meta device is entered: a module's own tensors must be real ones.
+        # Import before entering the meta device: tensors of a Python module must be real.
         registry.resolve(component.kind, component.type).load_target()
     with torch.device("meta"):
         task: TaskModule = registry.build("task", config.task)
@@ -56,7 +58,7 @@ def build_task(config: RunConfig, adapters: Structure | None = None) -> TaskModu
 
 
 def build_frozen(task: TaskModule) -> None:
-    """Builds the frozen components that the core fills, where their files are there: their sizes count."""
+    """Builds a task's frozen components without memory, if their files exist: the plan needs their sizes."""
     for name in task.frozen:
         component = getattr(task, name)
         if isinstance(component, Streamed) and not component.missing_files():
@@ -64,7 +66,13 @@ def build_frozen(task: TaskModule) -> None:
 
 
 def check_data(config: RunConfig, task: TaskModule) -> None:
-    """ContractError for datasets whose options do not suit the task or the batches; none is opened."""
+    """Checks, for the plan of a run, the datasets' options against the task and the batch sizes.
+
+    No dataset is opened.
+
+    Raises:
+        ContractError: the options do not match.
+    """
     registry = config.registry
     for data in config.data.splits.values():
         task.check(data.options)
@@ -80,9 +88,18 @@ def make_plan(
     engine: Engine | None = None,
     num_samples: int | None = None,
 ) -> RunPlan:
-    """The plan for `world` ranks. ContractError or PlanError for a run that cannot work.
+    """Computes the plan of a run for `world` ranks.
 
-    num_samples: of data.train; None has them counted where `train.epochs` asks for it.
+    Args:
+        config: the run's config.
+        world: number of ranks.
+        task: the task; None: built here.
+        engine: the engine; None: built here.
+        num_samples: number of samples in data.train; None: counted if `train.epochs` is set.
+
+    Raises:
+        ContractError: the components do not match each other.
+        PlanError: the run does not fit the number of ranks.
     """
     registry = config.registry
     task = build_task(config) if task is None else task
@@ -133,26 +150,28 @@ def _step_flops(
 
 
 def _check_base_dtype(config: RunConfig, task: TaskModule, layout: EnginePlan) -> None:
-    """PlanError where weights of two dtypes would meet in one computation."""
+    """Raises PlanError if one computation would use weights of two dtypes."""
     if (name := config.train.base_dtype) is None:
         return
     if config.engine.options.get("param_dtype") is None:
         raise PlanError(
-            f"adapters are fp32 and the weights below them would be {name}: nothing says what to compute in",
+            f"adapters are fp32 but the weights under them would be {name}, and no dtype is set for the"
+            " computation",
             where="train.base_dtype",
             hint="set engine.param_dtype: bf16",
         )
     for path in layout.ignored:
         if any(p.dtype == torch_dtype(name) for p in task.get_submodule(path).parameters()):
             raise PlanError(
-                f"{path} would be held in {name}, and the engine, which ignores it, would not compute in it",
+                f"{path} would be stored in {name}, but the engine ignores this module and would not convert"
+                " its inputs",
                 where="train.base_dtype",
-                hint="take it out of engine.ignored_modules, or leave train.base_dtype out",
+                hint=f"remove {path} from engine.ignored_modules, or remove train.base_dtype",
             )
 
 
 def _steps(config: RunConfig, global_batch_size: int, num_samples: int | None) -> int:
-    """Steps of the whole run; epochs are rounded up to whole steps."""
+    """The total number of steps; epochs are rounded up to complete steps."""
     if config.train.steps is not None:
         return config.train.steps
     assert config.train.epochs is not None
@@ -165,7 +184,14 @@ def _steps(config: RunConfig, global_batch_size: int, num_samples: int | None) -
 def sample_order(
     config: RunConfig, global_batch_size: int, num_samples: int, lengths: Tensor | None = None
 ) -> BatchPlan:
-    """Which samples each step sees."""
+    """The planned order of a run's training samples: which samples each step uses.
+
+    Args:
+        config: the run's config.
+        global_batch_size: samples per step over all ranks.
+        num_samples: number of samples in data.train.
+        lengths: length of each sample, for `group_by_length`.
+    """
     return BatchPlan(
         num_samples=num_samples,
         micro_batch_size=config.train.micro_batch_size,
@@ -190,8 +216,7 @@ def _modules(task: TaskModule) -> list[ModuleFact]:
 
 
 def _missing(config: RunConfig, task: TaskModule) -> list[MissingFile]:
-    """Of the trained components' folders, the frozen ones' files, and what others (a scheduler) need to
-    sample: what does not exist."""
+    """Missing files: of trained and frozen components, and of others (a scheduler) for sampling."""
     trained = task.trainable
     frozen = task.frozen
     found = []
@@ -203,7 +228,7 @@ def _missing(config: RunConfig, task: TaskModule) -> list[MissingFile]:
     others = [name for name in config.task.options if name not in (*trained, *frozen)]
     samples = config.validation is not None and config.validation.samples is not None
     for name in (*frozen, *others):
-        part = getattr(task, name, None)  # not every option of a task is a part of it
+        part = getattr(task, name, None)  # an option of a task need not be an attribute
         if isinstance(part, Frozen):
             now = name in frozen or samples
             paths = part.missing_files()

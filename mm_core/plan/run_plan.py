@@ -1,4 +1,4 @@
-"""The plan of a run as facts, and as `mm-train --dry-run` prints it."""
+"""The plan of a run as data, and as `mm-train --dry-run` prints it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from mm_core.contracts import EnginePlan, StepFlops
+from mm_core.errors import plural
 
 
 @dataclass(frozen=True)
 class ComponentFact:
-    """One component of the run: where it stands in the config and where it comes from."""
+    """One component in the plan of a run: its place in the config, and the package that provides it."""
 
-    key: str
+    key: str  # key path in the config
     type: str
     distribution: str
     version: str
@@ -21,27 +22,26 @@ class ComponentFact:
 
 @dataclass(frozen=True)
 class ModuleFact:
-    """One sub-module of the task. parameters counts elements, trained those that the optimizer changes.
-    Frozen modules may read theirs later."""
+    """One sub-module of the task in the plan of a run."""
 
     name: str
     trainable: bool
-    parameters: int
-    trained: int
+    parameters: int  # number of elements; 0 for a frozen module whose size is not known yet
+    trained: int  # number of elements that the optimizer changes
 
 
 @dataclass(frozen=True)
 class MissingFile:
-    """A file or folder that does not exist. component: of the task, that names it. needed: for what."""
+    """A file or folder in the plan of a run that does not exist."""
 
     path: str
-    component: str
+    component: str  # the task's component that names it
     needed: Literal["to train", "to begin", "to sample"]
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Facts of a run at a given world size. Sizes are in samples, bytes are a rank's largest share."""
+    """The plan of a run for a number of ranks. Sizes are in samples; bytes are any rank's largest share."""
 
     name: str
     engine: EnginePlan
@@ -53,18 +53,18 @@ class RunPlan:
     accumulation: int
     ema_bytes: int = 0
     ema_on_host: bool = False
-    flops: StepFlops | None = None  # of a step, over all ranks, where they are known
+    flops: StepFlops | None = None  # of one step over all ranks; None: unknown
     missing: tuple[MissingFile, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
     def missing_files(self) -> tuple[str, ...]:
-        """Paths of all files that are missing."""
+        """The paths of all missing files that the planned run needs."""
         return tuple(file.path for file in self.missing)
 
     @property
     def device_bytes(self) -> dict[str, int]:
-        """What a rank keeps on its device between steps, by what it is."""
+        """The planned bytes on a rank's device between steps, by category."""
         engine = self.engine
         found = {"parameters": engine.parameter_bytes - engine.offloaded_bytes}
         if not engine.offloaded_bytes:
@@ -75,7 +75,7 @@ class RunPlan:
 
     @property
     def host_bytes(self) -> dict[str, int]:
-        """What a rank keeps in host memory, by what it is; frozen components stand in `engine.frozen`."""
+        """The planned bytes in a rank's host memory, by category, without frozen components."""
         engine, found = self.engine, {}
         if engine.offloaded_bytes:
             found = {
@@ -86,7 +86,7 @@ class RunPlan:
         return found | ({"average": self.ema_bytes} if self.ema_bytes and self.ema_on_host else {})
 
     def to_mapping(self) -> dict[str, Any]:
-        """The plan as plain values, for `--dry-run --json`."""
+        """The plan of a run as plain values, for `--dry-run --json`."""
         return {
             **asdict(self),
             "missing_files": list(self.missing_files),
@@ -95,10 +95,10 @@ class RunPlan:
         }
 
     def render(self) -> str:
-        """The plan as `mm-train --dry-run` prints it."""
+        """The plan of a run as text, as `mm-train --dry-run` prints it."""
         engine = self.engine
         mesh = " x ".join(f"{name} {size}" for name, size in engine.mesh.items())
-        lines = [f"plan of run {self.name!r}: {engine.world} rank{'s' * (engine.world != 1)} ({mesh})", ""]
+        lines = [f"plan of run {self.name!r}: {plural(engine.world, 'rank')} ({mesh})", ""]
         width = max(len(c.key) for c in self.components)
         kind_width = max(len(c.type) for c in self.components)
         lines += ["components"]
@@ -119,19 +119,19 @@ class RunPlan:
         for label, paths in sharding.items():
             lines.append(f"  {label:<11} {len(paths):>4}  {_abridged(paths)}")
         for frozen in engine.frozen:
-            by = f", {len(frozen.blocks)} blocks one at a time" if frozen.blocks else ""
+            by = f", {plural(len(frozen.blocks), 'block')} one at a time" if frozen.blocks else ""
             lines.append(f"  {'frozen':<11}       {frozen.name} {frozen.placement}{by}")
         lines += [
             "",
             "batches",
-            f"  {self.global_batch_size} samples a step = {self.micro_batch_size} a micro-batch"
-            f" x {self.accumulation} accumulated x {engine.data_parallel} data-parallel ranks",
+            f"  {self.global_batch_size} samples per step = {self.micro_batch_size} per micro-batch"
+            f" x {self.accumulation} accumulated x {plural(engine.data_parallel, 'data-parallel rank')}",
             f"  {self.steps:,} steps = {self.steps * self.global_batch_size:,} samples",
             "",
             *self._memory(),
         ]
         if self.flops is not None:
-            lines += ["", "FLOPs a step, of all ranks together"]
+            lines += ["", "FLOPs per step, all ranks"]
             lines += [f"  {label:<11} {_flop(count):>24}" for label, count in asdict(self.flops).items()]
         lines += ["", *(f"note: {sentence}" for sentence in self.notes)] if self.notes else []
         return "\n".join(lines)
@@ -143,10 +143,10 @@ class RunPlan:
 
     def _memory(self) -> list[str]:
         engine = self.engine
-        lines = ["memory a rank, without activations", *_table(self.device_bytes)]
+        lines = ["memory per rank, without activations", *_table(self.device_bytes)]
         if engine.gathered_bytes:
             lines.append(
-                f"  the trained modules have up to {_gib(engine.gathered_bytes)} more while they compute"
+                f"  the trained modules need up to {_gib(engine.gathered_bytes)} more while they compute"
             )
         if self.host_bytes:
             lines += ["  in host memory", *(f"  {line}" for line in _table(self.host_bytes))]
@@ -154,7 +154,7 @@ class RunPlan:
             if frozen.host_bytes:
                 lines.append(f"  {frozen.name} keeps {_gib(frozen.host_bytes)} in host memory")
             if frozen.call_bytes:
-                lines.append(f"  {frozen.name} has up to {_gib(frozen.call_bytes)} more while it computes")
+                lines.append(f"  {frozen.name} needs up to {_gib(frozen.call_bytes)} more while it computes")
         known = {frozen.name for frozen in engine.frozen}
         if unknown := [m.name for m in self.modules if not m.trainable and m.name not in known]:
             lines.append(f"  not counted: {', '.join(unknown)}")
@@ -162,17 +162,17 @@ class RunPlan:
 
 
 def _table(sizes: Mapping[str, int]) -> list[str]:
-    """A line a size, and their sum."""
-    sizes = {**sizes, "together": sum(sizes.values())}
+    """One line per size, and their sum."""
+    sizes = {**sizes, "total": sum(sizes.values())}
     width = max(11, *map(len, sizes))
     return [f"  {label:<{width}} {size:>18,} bytes  {_gib(size)}" for label, size in sizes.items()]
 
 
 def _count(module: ModuleFact) -> str:
-    whole = f"{module.parameters:,} parameters"
+    size = f"{module.parameters:,} parameters"
     if module.trainable and module.trained < module.parameters:
-        return f"{module.trained:>15,} of {whole}"
-    return f"{whole:>26}" if module.parameters else "       as its files hold"
+        return f"{module.trained:>15,} of {size}"
+    return f"{size:>26}" if module.parameters else "       (size known once files are present)"
 
 
 def _flop(count: float) -> str:

@@ -46,7 +46,7 @@ def check_ranks_agree(
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """A list of ranks for a message: `rank 3`, `ranks 0-2, 5`."""
+    """Ranks in a message about different plugins: `rank 3`, `ranks 0-2, 5`."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][1] + 1:

@@ -1,1 +1,1 @@
-"""`mm report`: runs as one self-contained page. Reads what a run has written; loads no torch."""
+"""The page of `mm report`: one HTML file with the curves, clips and config of runs; imports no torch."""

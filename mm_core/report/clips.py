@@ -1,4 +1,4 @@
-"""Which sampled clips a page carries within itself: the newest and evenly spaced ones come first."""
+"""Selects the sampled clips that a report page embeds: the newest and evenly spaced ones come first."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from mm_core.report.reading import Run, Shot
 
 
 def embed(run: Run, budget: int) -> tuple[list[dict[str, object]], int]:
-    """Each step's clips for the page, and the bytes of text that they take.
+    """Embeds a run's sampled clips in the report page; returns the clips of each step, and their bytes.
 
-    A step's clips are carried together. Where they do not fit, its contact sheet may; where that does
-    not either, the page names the files. What cannot be read is remarked upon and named, too.
+    A step's clips are embedded together. If they are too large, its contact sheet is embedded; if that is too
+    large, the page lists the file names. Files that cannot be read are listed too, with a remark.
 
     Args:
         run: the run.
-        budget: bytes, as base64 text, that this run may take.
+        budget: most bytes, as base64 text, for this run.
     """
     carried: dict[int, dict[str, str]] = {}
     left = budget
@@ -40,7 +40,7 @@ def embed(run: Run, budget: int) -> tuple[list[dict[str, object]], int]:
 
 
 def spread(count: int) -> list[int]:
-    """0 .. count - 1: the last, the first, the middle, the quarters, and so on."""
+    """The order in which a report page embeds clips 0 .. count - 1: last, first, middle, quarters, ..."""
     order = [count - 1, 0] if count > 1 else list(range(count))
     gaps = [(0, count - 1)]
     while gaps:
@@ -53,7 +53,7 @@ def spread(count: int) -> list[int]:
 
 
 def encoded_size(path: Path) -> int:
-    """Bytes of the file as base64 text."""
+    """The bytes that a file takes in a report page as base64 text."""
     return -(-path.stat().st_size // 3) * 4
 
 
@@ -72,5 +72,5 @@ def _shot(shot: Shot, carried: dict[str, str]) -> dict[str, object]:
 
 
 def prompts(runs: Sequence[Run]) -> list[str]:
-    """Every prompt of the runs, in the order of the newest clips."""
+    """Every prompt in a report of several runs, in the order of the newest clips."""
     return list(dict.fromkeys(p for run in runs for shot in reversed(run.shots) for p, _ in shot.clips))

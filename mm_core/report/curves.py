@@ -1,4 +1,4 @@
-"""Series made small enough for a page: each bucket of points keeps its mean, least and greatest value."""
+"""Reduces metric series for a report page: each bucket of points keeps its mean, minimum and maximum."""
 
 from __future__ import annotations
 
@@ -9,24 +9,27 @@ from collections.abc import Iterable, Iterator, Sequence
 from mm_core.report.reading import Density, Run, Series
 
 POINTS = 700
-"""Buckets of a curve: about the pixels of a wide chart."""
+"""Buckets per curve: about one per pixel of a wide chart."""
 
 COLUMNS = 140
-"""Buckets of a heat map and of the stacked times."""
+"""Buckets per heat map and per chart of stacked times."""
 
-_LISTED = 200  # steps with values that are not finite, a curve
+_LISTED = 200  # most listed steps per curve with values that are not finite
 
 
 def curve(series: Series, points: int = POINTS) -> dict[str, object]:
-    """The series in at most `points` buckets: `x` the last step, `y` the mean; `low` and `high` where a
-    bucket holds more than one point. A bucket without finite values is a gap (None); `bad` lists steps
-    whose values are not finite."""
+    """A metric's series as a curve of the report, in at most `points` buckets.
+
+    Returns:
+        `x`: the last step of each bucket; `y`: its mean, None without finite values; `low` and `high`, if
+        buckets have more than one point; `bad`: steps whose values are not finite.
+    """
     steps, size = series.steps, max(1, math.ceil(len(series.steps) / points))
     begins = range(0, len(steps), size)
     values = [_finite(series.values[begin : begin + size]) for begin in begins]
     found: dict[str, object] = {
         "x": [steps[min(begin + size, len(steps)) - 1] for begin in begins],
-        # Divided first: a sum of large values may overflow where their mean does not.
+        # Divide first: the sum of large values may overflow although their mean does not.
         "y": [short(math.fsum(v / len(some) for v in some)) if some else None for some in values],
     }
     if size > 1:
@@ -43,12 +46,12 @@ def _finite(values: Iterable[float]) -> list[float]:
 
 
 def short(value: float) -> float:
-    """Six digits: more than a chart shows, and half the bytes."""
+    """Rounds a value of a report's chart to six digits: more than a chart shows, and half the bytes."""
     return float(f"{value:.6g}")
 
 
 def axis(run: Run) -> dict[str, list[float]]:
-    """Steps, and the samples and seconds of training that they had taken, for the page to interpolate."""
+    """Steps of a run with samples and training seconds so far, for the x axes of the report's charts."""
     samples = run.series.get("samples", Series())
     times = run.series.get("step_time", Series())
     steps: list[int] = [0]
@@ -74,7 +77,7 @@ def _thinned(samples: Series) -> dict[str, list[float]]:
 
 
 def binned(run: Run, prefix: str) -> dict[str, object] | None:
-    """The metrics `<prefix>/<low>-<high>` as a table: bins from low to high, buckets of steps, means."""
+    """The metrics `<prefix>/<low>-<high>` of a run as a heat map of the report: bins, steps, means."""
     names = [name for name in run.series if name.startswith(f"{prefix}/")]
     if not names:
         return None
@@ -88,7 +91,7 @@ def binned(run: Run, prefix: str) -> dict[str, object] | None:
 
 
 def _bin_start(label: str) -> tuple[float, str]:
-    """Sorts `0.1-0.2` by its number, and what has none behind, by its letters."""
+    """A sort key: labels such as `0.1-0.2` by their number, then all others alphabetically."""
     for end in range(len(label), 0, -1):
         try:
             return float(label[:end]), label
@@ -98,19 +101,19 @@ def _bin_start(label: str) -> tuple[float, str]:
 
 
 def buckets(many: Sequence[Series], columns: int = COLUMNS) -> list[int]:
-    """At most `columns` steps, each the last of a bucket, that together hold every point of the series."""
+    """Divides the steps of a report's series into buckets, and returns the last step of each bucket."""
     steps = sorted({step for series in many for step in series.steps})
     size = max(1, math.ceil(len(steps) / columns))
     return [steps[min(begin + size, len(steps)) - 1] for begin in range(0, len(steps), size)]
 
 
 def means_at(series: Series, columns: Sequence[int]) -> list[float | None]:
-    """The mean of the finite points in each bucket; None for one without."""
+    """The mean of a report series' finite points in each bucket; None for a bucket without any."""
     return [short(sum(some) / len(some)) if some else None for some in _in_buckets(series, columns)]
 
 
 def _in_buckets(series: Series, columns: Sequence[int]) -> Iterator[list[float]]:
-    """The finite values of each bucket of steps, whose last ones `columns` are."""
+    """The finite values in each bucket; `columns` are the last steps of the buckets."""
     begin = 0
     for last in columns:
         end = bisect_right(series.steps, last, begin)
@@ -119,7 +122,7 @@ def _in_buckets(series: Series, columns: Sequence[int]) -> Iterator[list[float]]
 
 
 def density(run: Run, declared: Density | None) -> dict[str, object] | None:
-    """Realised share of each bin, over everything logged, beside the declared one."""
+    """The share of each bin of the loss scale for the report: realised in the logged steps, and declared."""
     if declared is None:
         return None
     labels = [f"{low:g}-{high:g}" for low, high in zip(declared.edges, declared.edges[1:], strict=False)]
@@ -127,7 +130,7 @@ def density(run: Run, declared: Density | None) -> dict[str, object] | None:
     lines = {step for series in named if series is not None for step in series.steps}
     if not lines:
         return None
-    # A bin that a line leaves out had no sample then: it counts as 0.
+    # A bin that is missing in a line had no samples: it counts as 0.
     shares = [sum(_finite(series.values)) / len(lines) if series else 0.0 for series in named]
     return {
         "name": declared.name,
@@ -138,8 +141,10 @@ def density(run: Run, declared: Density | None) -> dict[str, object] | None:
 
 
 def time_split(run: Run) -> dict[str, object] | None:
-    """Seconds a step by phase, in buckets of steps, and the mean of each phase. A line that leaves a phase
-    out spent no time in it."""
+    """Seconds per step by phase for the report, in buckets of steps, and the mean of each phase.
+
+    A phase that is missing in a logged line took no time.
+    """
     phases = {name.removeprefix("time/"): s for name, s in run.series.items() if name.startswith("time/")}
     if not phases:
         return None

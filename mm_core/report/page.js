@@ -12,11 +12,11 @@ const CHARTS = [
   ["Validation loss", ["validation/loss", "validation_ema/loss"]],
   ["Learning rate", ["lr"]],
   ["Gradient norm", ["grad_norm"]],
-  ["Seconds a step", ["step_time", "data_wait"]],
-  ["Samples a second", ["samples_per_second"]],
-  ["Tokens a second", ["tokens_per_second"]],
-  ["Peak memory of a rank, GiB", ["memory"], 2 ** -30],
-  ["Model FLOPs a second of a rank", ["model_flops_per_second"]],
+  ["Seconds per step", ["step_time", "data_wait"]],
+  ["Samples per second", ["samples_per_second"]],
+  ["Tokens per second", ["tokens_per_second"]],
+  ["Peak memory per rank, GiB", ["memory"], 2 ** -30],
+  ["Model FLOPs per second per rank", ["model_flops_per_second"]],
   ["Share of the device's peak FLOPs (MFU)", ["mfu"]],
 ];
 const DASHES = ["", "6 3", "2 3", "8 3 2 3", "12 4"];
@@ -106,7 +106,7 @@ function times() {
   if (!RUNS.some((run) => run.time)) return;
   const grid = section("Where the time goes");
   for (const [r, run] of RUNS.entries())
-    if (run.time) hideable(r, () => card(grid, titled(run, "seconds a step by phase"), (node, readout) =>
+    if (run.time) hideable(r, () => card(grid, titled(run, "seconds per step by phase"), (node, readout) =>
       stackedChart(node, readout, run.time, { title: "time by phase", most: Math.max(...shown((other) => other.time).flatMap(heights)) })));
 }
 
@@ -124,7 +124,7 @@ function hideable(r, make) {
 
 function clip(entry, run, shot) {
   const caption = `${MANY ? `${run.label}, ` : ""}step ${shot.step}`;
-  if (!entry.src) return html("figure", {}, html("figcaption", {}, `${caption}: not carried in this page; samples/${entry.file}`));
+  if (!entry.src) return html("figure", {}, html("figcaption", {}, `${caption}: not embedded in this page; see samples/${entry.file}`));
   const video = html("video", { src: entry.src, autoplay: true, loop: true, muted: true, playsInline: true, controls: false, title: entry.prompt });
   const text = html("figcaption", {}, caption);
   video.addEventListener("loadedmetadata", () => {
@@ -185,7 +185,7 @@ function tables() {
   if (MANY) page.append(DATA.config_diff.length ? comparison(RUNS.map((run) => run.config), DATA.config_diff)
     : html("p", { className: "faint" }, "no difference between the runs' manifests"));
   for (const run of RUNS)
-    if (run.config_text) page.append(html("details", {}, html("summary", {}, titled(run, "config.yaml, every default filled")), html("pre", {}, run.config_text)));
+    if (run.config_text) page.append(html("details", {}, html("summary", {}, titled(run, "config.yaml, every default filled in")), html("pre", {}, run.config_text)));
   page.append(html("h2", {}, "Environment"));
   const maps = RUNS.map((run) => run.environment);
   page.append(maps.some((map) => Object.keys(map).length) ? comparison(maps)

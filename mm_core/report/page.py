@@ -19,11 +19,11 @@ _SHOWN_ELSEWHERE = re.compile(r"samples|(loss|grad_norm|timesteps)_by_.*|time/.*
 
 
 def render(runs: Sequence[Run], media_bytes: int) -> str:
-    """The page as text.
+    """The report page of runs as HTML text.
 
     Args:
-        runs: what to show; several are compared.
-        media_bytes: what sampled clips may take of it together, as base64 text.
+        runs: the runs; several are compared.
+        media_bytes: most bytes for all sampled clips, as base64 text.
     """
     left, documents = media_bytes, []
     for place, run in enumerate(runs):
@@ -35,7 +35,7 @@ def render(runs: Sequence[Run], media_bytes: int) -> str:
 
 
 def describe(run: Run) -> dict[str, object]:
-    """Everything that the page shows of one run, but its clips."""
+    """The data of one run for the report page, except its clips."""
     names = [name for name in run.series if not _SHOWN_ELSEWHERE.fullmatch(name)]
     scale = run.density.name if run.density is not None else _scale(run)
     return {
@@ -57,18 +57,18 @@ def describe(run: Run) -> dict[str, object]:
 
 
 def _scale(run: Run) -> str | None:
-    """The scale that the loss is binned along, where only the metrics' names say so."""
+    """The scale of the loss bins, taken from the names of the metrics."""
     found = (n.removeprefix("loss_by_").partition("/")[0] for n in run.series if n.startswith("loss_by_"))
     return next(found, None)
 
 
 def summary(run: Run) -> list[tuple[str, str]]:
-    """A line of the table of runs."""
+    """One run's row in the report's table of runs: pairs of column and value."""
     planned, last = run.planned_steps, run.last_step
     if planned is None:
         state = "unknown length"
     else:
-        state = "complete" if last >= planned else "not complete: still training, stopped or failed"
+        state = "complete" if last >= planned else "incomplete: still training, stopped or failed"
     rows = [
         ("state", state),
         ("steps", f"{last:,}" + (f" of {planned:,}" if planned is not None else "")),
@@ -82,17 +82,17 @@ def summary(run: Run) -> list[tuple[str, str]]:
         rows.append((f"last {name}", f"{series.values[-1]:.5g}"))
         if name.startswith("validation") and finite:
             best, step = min(finite)
-            rows.append((f"least {name}", f"{best:.5g} at step {step:,}"))
+            rows.append((f"lowest {name}", f"{best:.5g} at step {step:,}"))
     speed = run.series.get("samples_per_second")
     if speed is not None:
-        rows.append(("samples a second, median", f"{sorted(speed.values)[len(speed.values) // 2]:.4g}"))
+        rows.append(("samples per second, median", f"{sorted(speed.values)[len(speed.values) // 2]:.4g}"))
     if (memory := run.series.get("memory")) is not None:
-        rows.append(("peak memory of a rank", f"{max(memory.values) / 2**30:.3g} GiB"))
+        rows.append(("peak memory per rank", f"{max(memory.values) / 2**30:.3g} GiB"))
     return rows
 
 
 def environment(run: Run) -> dict[str, str]:
-    """The manifest without the config, and with of the plan what is no list of modules."""
+    """The facts of a run's manifest for the report, without the config and without lists of modules."""
     rest = {key: value for key, value in run.manifest.items() if key not in ("config", "plan", "plugins")}
     plan = run.manifest.get("plan")
     if isinstance(plan, dict):
@@ -113,14 +113,14 @@ def environment(run: Run) -> dict[str, str]:
 
 
 def differing(runs: Sequence[Run]) -> list[str]:
-    """Config keys whose values are not the same in all runs that have a manifest."""
+    """The config keys whose values differ between the runs of a report that have a manifest."""
     configs = [dict(flatten(run.manifest["config"])) for run in runs if "config" in run.manifest]
     keys = dict.fromkeys(key for config in configs for key in config)
     return [key for key in keys if len({config.get(key) for config in configs}) > 1]
 
 
 def flatten(value: object, key: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted keys and their values as text; what a run left empty is left out."""
+    """The dotted keys of a run's config or manifest with their values as text, for the report's tables."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield from flatten(item, f"{key}.{name}" if key else str(name))
@@ -130,7 +130,7 @@ def flatten(value: object, key: str = "") -> Iterator[tuple[str, str]]:
 
 def _page(title: str, data: Mapping[str, object]) -> str:
     style, script = _asset("page.css"), "\n".join([_asset("charts.js"), _asset("page.js")])
-    # Nothing is loaded, and nothing runs but the script above: a prompt that holds markup stays a text.
+    # Nothing is loaded and only the script above runs: markup in a prompt is shown as text.
     policy = (
         "default-src 'none'; img-src data:; media-src data:; "
         f"style-src '{_digest(style)}'; script-src '{_digest(script)}'; base-uri 'none'; form-action 'none'"
@@ -143,7 +143,7 @@ def _page(title: str, data: Mapping[str, object]) -> str:
 <link rel="icon" href="data:,">
 <title>{html.escape(title)}: mm report</title>
 <style>{style}</style></head><body>
-<noscript>This page draws its charts by a script of its own; allow it.</noscript>
+<noscript>This page draws its charts with a script that it contains: enable scripts to see them.</noscript>
 <main id="page"></main>
 <script type="application/json" id="data">{to_json(data)}</script>
 <script>{script}</script>
@@ -152,11 +152,11 @@ def _page(title: str, data: Mapping[str, object]) -> str:
 
 
 def to_json(data: Mapping[str, object]) -> str:
-    """JSON that can stand in an HTML page: no text in it ends the script or opens a comment."""
+    """The report's data as JSON for an HTML page: no text in it can end the script or open a comment."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for mark in "<>&\u2028\u2029":
         text = text.replace(mark, f"\\u{ord(mark):04x}")
-    return text.encode("utf-8", "replace").decode("utf-8")  # lone surrogates have no UTF-8
+    return text.encode("utf-8", "replace").decode("utf-8")  # lone surrogates cannot be encoded
 
 
 def _digest(text: str) -> str:
@@ -168,5 +168,6 @@ def _asset(name: str) -> str:
         return files("mm_core.report").joinpath(name).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise MMError(
-            f"{name}, a part of the page, is not installed", hint="install mm-core again: its wheel holds it"
+            f"the file {name} of the report page is not installed",
+            hint="reinstall mm-core: its wheel contains the file",
         ) from None

@@ -1,7 +1,7 @@
-"""What a run's folder says: figures, declared densities, manifest, sampled clips.
+"""Reads a run's folder for the report: metrics, declared densities, manifest, sampled clips.
 
-A run may still be training, or have crashed: lines that are torn are counted and passed over, files that
-are missing leave their part of the page out, and files that cannot be read are remarked upon.
+A run may still be training, or may have crashed: truncated lines are counted and skipped, a missing file
+leaves out its part of the page, and a file that cannot be read gets a remark.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeGuard
 
-from mm_core.errors import MMError, did_you_mean
+from mm_core.errors import MMError, did_you_mean, plural
 
 METRICS = "metrics.jsonl"
 _STEP_FOLDER = re.compile(r"step_(\d{1,15})\Z")
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-_LARGEST_STEP = 2**53  # what a page's numbers count exactly
+_LARGEST_STEP = 2**53  # JavaScript's numbers are exact up to here
 
 
 @dataclass
 class Series:
-    """One metric: steps in rising order and its values, which may be not finite."""
+    """One metric of a run: steps in increasing order and their values, which may be NaN or infinite."""
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
 
     def add(self, step: int, value: float) -> None:
-        """Adds a point. Points at or behind it were of a run that has since gone back to an older step."""
+        """Adds a point to a metric's series; later points are removed, as the run resumed before them."""
         while self.steps and self.steps[-1] >= step:
             self.steps.pop()
             self.values.pop()
@@ -41,7 +41,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Shot:
-    """Clips sampled after `step` steps: (prompt, mp4 file) each, and the contact sheet if there is one."""
+    """The clips that a run sampled after `step` steps: (prompt, mp4 file) each, and their contact sheet."""
 
     step: int
     clips: tuple[tuple[str, Path], ...]
@@ -50,7 +50,7 @@ class Shot:
 
 @dataclass(frozen=True)
 class Density:
-    """The scale that the loss is binned along: its name, n + 1 edges, n declared shares."""
+    """The scale of a run's loss bins: its name, n + 1 edges, n declared shares."""
 
     name: str
     edges: tuple[float, ...]
@@ -59,40 +59,44 @@ class Density:
 
 @dataclass
 class Run:
-    """One run as its folder describes it. remarks: what could not be read."""
+    """One run of a report, as read from its folder."""
 
     label: str
     folder: Path
     series: dict[str, Series]
-    written: float
+    written: float  # time of the last change of the metrics
     density: Density | None = None
     manifest: Mapping[str, object] = field(default_factory=dict)
     config_text: str = ""
     shots: list[Shot] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)  # what could not be read
 
     @property
     def last_step(self) -> int:
-        """Steps that the newest line was written after."""
+        """The last step that the run has logged."""
         return max(series.steps[-1] for series in self.series.values())
 
     @property
     def planned_steps(self) -> int | None:
-        """Steps of the whole run, where its manifest says so."""
+        """The total number of steps of the run, if its manifest contains it."""
         plan = self.manifest.get("plan")
         steps = plan.get("steps") if isinstance(plan, dict) else None
         return steps if isinstance(steps, int) else None
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """The runs, in the order given, each once. MMError for what is no run, or has logged nothing yet."""
+    """Reads runs for the report, in the given order, each once.
+
+    Raises:
+        MMError: a folder is not a run, or the run has logged nothing yet.
+    """
     unique = {folder.resolve(): folder for folder in folders}
     named = zip(unique.values(), labels(list(unique)), strict=True)
     return [read_run(folder, label) for folder, label in named]
 
 
 def labels(folders: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that tell them apart: a run's name, as a rule."""
+    """Labels for runs in a report: the shortest distinct ends of their paths, usually their names."""
     found = []
     for folder in folders:
         others = [other.parts for other in folders if other != folder]
@@ -104,12 +108,20 @@ def labels(folders: Sequence[Path]) -> list[str]:
 
 
 def read_run(folder: Path, label: str) -> Run:
-    """One run. MMError when it is none, or has logged nothing yet."""
+    """Reads one run's folder for the report.
+
+    Args:
+        folder: the run's folder.
+        label: name of the run in the report.
+
+    Raises:
+        MMError: the folder is not a run, or the run has logged nothing yet.
+    """
     _check(folder)
     path = folder / METRICS
     try:
         written = path.stat().st_mtime
-        series, torn = read_series(path)
+        series, unreadable = read_series(path)
     except OSError as error:
         raise MMError(f"the metrics cannot be read: {error.strerror}", where=str(path)) from None
     if not series:
@@ -117,8 +129,8 @@ def read_run(folder: Path, label: str) -> Run:
             "this run has logged nothing yet", where=str(path), hint="wait for its first step (log.every)"
         )
     run = Run(label, folder, series, written)
-    if torn:
-        run.remarks.append(f"{torn} line{'s' * (torn != 1)} of {METRICS} could not be read and were left out")
+    if unreadable:
+        run.remarks.append(f"{plural(unreadable, 'line')} of {METRICS} skipped: not readable")
     run.manifest = _document(folder / "manifest.json", run.remarks)
     run.density = _density(_document(folder / "telemetry.json", run.remarks))
     config = folder / "config.yaml"
@@ -126,7 +138,7 @@ def read_run(folder: Path, label: str) -> Run:
         try:
             run.config_text = config.read_text(encoding="utf-8", errors="replace")
         except OSError:
-            run.remarks.append(f"{config.name} cannot be read and was left out")
+            run.remarks.append(f"{config.name} skipped: not readable")
     run.shots = read_shots(folder / "samples")
     return run
 
@@ -141,7 +153,7 @@ def _check(folder: Path) -> None:
             "there is no such run",
             where=str(folder),
             accepted=accepted,
-            hint=did_you_mean(folder.name, near) or "mm-train prints the run's folder",
+            hint=did_you_mean(folder.name, near) or "mm-train prints the folder of a run",
         )
     if not folder.is_dir():
         raise MMError("this is a file, not a run's folder", where=str(folder), accepted=accepted)
@@ -149,35 +161,38 @@ def _check(folder: Path) -> None:
     if inside:
         names = " ".join(str(folder / name) for name in inside[:4])
         raise MMError(
-            f"this folder holds {len(inside)} run{'s' * (len(inside) != 1)} and is none",
+            f"this folder is not a run but contains {plural(len(inside), 'run')}",
             where=str(folder),
             accepted=accepted,
-            hint=f"name those to show: mm report {names}",
+            hint=f"pass the runs to show: mm report {names}",
         )
-    begun = (folder / "config.yaml").is_file()
-    what = "this run has logged nothing yet" if begun else "this folder is no run"
-    raise MMError(f"{what}: it holds no {METRICS}", where=str(folder), accepted=accepted)
+    started = (folder / "config.yaml").is_file()
+    what = "this run has logged nothing yet" if started else "this folder is not a run"
+    raise MMError(f"{what}: it contains no {METRICS}", where=str(folder), accepted=accepted)
 
 
 def read_series(path: Path) -> tuple[dict[str, Series], int]:
-    """Every metric of the file, and the number of lines that are none (torn by a crash, say)."""
+    """Reads every metric of a run's metrics.jsonl; also returns the number of unreadable lines.
+
+    A crash can truncate a line.
+    """
     series: dict[str, Series] = {}
-    torn = 0
+    unreadable = 0
     with path.open("rb") as lines:
         for line in lines:
             row = _row(line)
             if row is None:
-                torn += bool(line.strip())
+                unreadable += bool(line.strip())
                 continue
             step, figures = row
             for name, value in figures.items():
                 if (number := _number(value)) is not None:
                     series.setdefault(name, Series()).add(step, number)
-    return series, torn
+    return series, unreadable
 
 
 def _row(line: bytes) -> tuple[int, dict[str, object]] | None:
-    """Its step, and what else stands in it."""
+    """The step of a line, and its other values."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -198,7 +213,7 @@ def _number(value: object) -> float | None:
 
 
 def _document(path: Path, remarks: list[str]) -> dict[str, object]:
-    """A JSON object; {} where there is none, with a remark where it cannot be read."""
+    """The JSON object in a file; {} if the file is missing, or, with a remark, if it cannot be read."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -207,7 +222,7 @@ def _document(path: Path, remarks: list[str]) -> dict[str, object]:
         document = None
     if isinstance(document, dict):
         return document
-    remarks.append(f"{path.name} cannot be read and was left out")
+    remarks.append(f"{path.name} skipped: not readable")
     return {}
 
 
@@ -228,7 +243,7 @@ def _numbers(values: object) -> TypeGuard[list[float]]:
 
 
 def read_shots(folder: Path) -> list[Shot]:
-    """Clips sampled while training, by rising step. Only files in their own folder count."""
+    """Finds the clips that a run sampled during training, in the order of steps; links are skipped."""
     if not folder.is_dir():
         return []
     shots = []
@@ -237,7 +252,7 @@ def read_shots(folder: Path) -> list[Shot]:
         if match is None or not path.is_dir():
             continue
         rows = _prompts(path / "prompts.json")
-        if not rows:  # sampling was cut short: the names of the files say something of the prompts
+        if not rows:  # sampling was interrupted: take the prompts from the file names
             rows = [(clip.stem.partition("-")[2].replace("-", " "), clip.name) for clip in path.glob("*.mp4")]
         clips = tuple((prompt, path / name) for prompt, name in sorted(rows, key=lambda row: row[1]))
         sheet = path / "contact_sheet.png"
@@ -248,7 +263,7 @@ def read_shots(folder: Path) -> list[Shot]:
 
 
 def _own(path: Path) -> bool:
-    """A file, and no link: a page that is handed on must not carry what a link leads to."""
+    """Whether a path is a file and not a link: a shared page must not contain the target of a link."""
     return path.is_file() and not path.is_symlink()
 
 

@@ -212,7 +212,7 @@ class Checker:
         return FAILED if len(self.faults) > before else filled
 
     def component(self, kind: str, node: Node) -> ComponentConfig | Failed:
-        """Checks a mapping with `type`, or a bare name, and returns the component's config, or FAILED."""
+        """Checks a mapping with `type`, or a bare name, against the component's fields; or FAILED."""
         if isinstance(node.value, Failed):
             return FAILED
         if isinstance(node.value, str):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FieldInfo:
-    """The description of one config field."""
+    """The description of one field of a typed dataclass."""
 
     name: str
     type: str  # in words
@@ -29,7 +29,7 @@ class FieldInfo:
 
 
 def describe_fields(cls: type[DataclassInstance]) -> tuple[FieldInfo, ...]:
-    """Describes the fields of a config dataclass, in order, with the comment beside each field."""
+    """Describes the fields of a typed dataclass, in order: type, default, and the comment beside it."""
     hints = get_type_hints(cls, include_extras=True)
     comments: dict[str, str] = {}
     for base in reversed(cls.__mro__):
@@ -45,7 +45,7 @@ def describe_fields(cls: type[DataclassInstance]) -> tuple[FieldInfo, ...]:
 
 
 def type_text(hint: object) -> str:
-    """A config field's type in words: `int >= 1`, `'a' or 'b'`, `predictor`, `list of str`, `none`."""
+    """A type annotation in words: `int >= 1`, `'a' or 'b'`, `predictor`, `list of str`, `none`."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         kinds = [extra.name for extra in arguments[1:] if isinstance(extra, Kind)]

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 
 def yaml_key(name: str) -> str:
-    """The YAML key of a config field: the field `async_` has the key `async`, a reserved word in Python."""
+    """The YAML key of a typed field: the field `async_` has the key `async`, a reserved word in Python."""
     return name[:-1] if name.endswith("_") and keyword.iskeyword(name[:-1]) else name
 
 
@@ -25,7 +25,7 @@ _DTYPES = {
 
 
 def dtype_hint(word: str, choices: Sequence[str]) -> str | None:
-    """A hint for a dtype name that a config field does not accept; None if the field is not a dtype.
+    """A hint for a dtype name that the type check does not accept; None if the field is not a dtype.
 
     Names of dtypes resemble each other, so the most similar name is often a different dtype.
 
@@ -49,14 +49,14 @@ def dtype_hint(word: str, choices: Sequence[str]) -> str | None:
 
 @dataclass(frozen=True)
 class Kind:
-    """Marks a config field as a component of a kind: `Annotated[ComponentConfig, Kind("predictor")]`."""
+    """Marks a typed field as a component of a kind: `Annotated[ComponentConfig, Kind("predictor")]`."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Range:
-    """Bounds of a number in a config field: `Annotated[int, Range(ge=1)]`. Unset bounds are open.
+    """Bounds of a number in a typed field: `Annotated[int, Range(ge=1)]`. Unset bounds are open.
 
     A float field takes finite numbers only, except where `infinite` is true or its default is infinite.
     """
@@ -73,7 +73,7 @@ class Range:
         return f"{words} or infinite".strip() if self.infinite else words
 
     def admits(self, value: float) -> bool:
-        """Whether a config field's number is within the bounds."""
+        """Whether a checked number is within the bounds of its field."""
         return (
             (self.ge is None or value >= self.ge)
             and (self.gt is None or value > self.gt)

@@ -15,7 +15,7 @@ from mm_core.schema.fields import ComponentConfig, Kind, Range, yaml_key
 
 @dataclass(frozen=True)
 class Node:
-    """A value of a config and the place where it was written.
+    """A node: a value to check against a type, with the file and line where it was written.
 
     Attributes:
         value: a scalar, a list of Nodes, a dict of Nodes by key, or FAILED if it could not be read (the error
@@ -34,25 +34,25 @@ class Node:
 
     @property
     def children(self) -> list[Node]:
-        """The values in a mapping or list of a config; [] for any other value."""
+        """The child nodes of a node that is a mapping or list; [] for any other node."""
         if isinstance(self.value, dict):
             return list(self.value.values())
         return self.value if isinstance(self.value, list) else []
 
     def at(self, *keys: str) -> Node | None:
-        """The config value at a path of keys; None if there is none."""
+        """The node at a path of keys below this node; None if there is none."""
         found: Node | None = self
         for key in keys:
             found = found.value.get(key) if found is not None and isinstance(found.value, dict) else None
         return found
 
     def items(self, *keys: str) -> list[Node]:
-        """The items of the config list at a path of keys; [] if there is no list."""
+        """The nodes of the list at a path of keys below this node; [] if there is no list."""
         found = self.at(*keys)
         return found.value if found is not None and isinstance(found.value, list) else []
 
     def leaves(self) -> Iterator[Node]:
-        """All scalar values within this config value."""
+        """All nodes with scalar values below this node."""
         if isinstance(self.value, (dict, list)):
             for child in self.children:
                 yield from child.leaves()
@@ -60,7 +60,7 @@ class Node:
             yield self
 
     def mapped(self, change: Callable[[Node], Node]) -> Node:
-        """This config mapping or list with each child changed; any other value unchanged."""
+        """A copy of this node with each child node changed."""
         if isinstance(self.value, dict):
             return self.holding({key: change(child) for key, child in self.value.items()})
         if isinstance(self.value, list):
@@ -68,25 +68,25 @@ class Node:
         return self
 
     def put(self, key: str, child: Node) -> Node:
-        """This config mapping with another value at a key."""
+        """A copy of this node, a mapping, with another child node at a key."""
         return self.holding({**self.value, key: child})
 
     def holding(self, value: object) -> Node:
-        """Another value at the same place of the config."""
+        """A copy of this node with another value at the same file and line."""
         return dataclasses.replace(self, value=value)
 
     def place(self, key: bool = False) -> str:
-        """Where the config value, or its key, was written: `file:line: key.path`."""
+        """Where the value of this node, or its key, was written: `file:line: key.path`."""
         where = self.key_where or self.where if key else self.where
         return ": ".join(part for part in (where, self.path) if part)
 
     def child_path(self, key: object) -> str:
-        """The dotted key path of a key in this config mapping or list."""
+        """The dotted key path of a child of this node."""
         return f"{self.path}.{key}" if self.path else str(key)
 
 
 class Failed:
-    """The type of FAILED, which replaces a config value with an error."""
+    """The type of FAILED, which replaces a checked value with an error."""
 
 
 FAILED: Final = Failed()
@@ -117,7 +117,7 @@ _BOOLEANS: Mapping[str, bool] = {
 
 
 def inside(value: object) -> dict[str, object] | list[object] | None:
-    """The items of a config value (component, dataclass, mapping or list) as YAML would write them.
+    """The items of a component, dataclass, mapping or list to check, as YAML would write them.
 
     None for any other value.
     """
@@ -132,8 +132,10 @@ def inside(value: object) -> dict[str, object] | list[object] | None:
 
 
 def rebuilt(value: object, change: Callable[[object, str], object]) -> object:
-    """A config's tuple, list or dataclass with each value replaced by `change(value, key)`; any other value
-    unchanged."""
+    """A checked tuple, list or dataclass with each value replaced by `change(value, key)`.
+
+    Any other value is returned unchanged.
+    """
     if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
         return type(value)(change(item, str(index)) for index, item in enumerate(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -143,14 +145,14 @@ def rebuilt(value: object, change: Callable[[object, str], object]) -> object:
 
 
 def default_of(field: dataclasses.Field[Any]) -> object:
-    """The default of a config dataclass's field; MISSING if it has none."""
+    """The default of a field of a typed dataclass; MISSING if it has none."""
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default
 
 
 def from_python(value: object, where: str, path: str = "", loose: bool = False) -> Node:
-    """A tree of nodes from a plain Python value, for checking it like a config.
+    """A tree of nodes from a plain Python value, to check it against types.
 
     Args:
         value: the value.
@@ -167,14 +169,14 @@ def from_python(value: object, where: str, path: str = "", loose: bool = False) 
 
 
 def to_python(node: Node) -> object:
-    """The plain Python value of a config's tree of nodes."""
+    """The plain Python value of a tree of nodes."""
     if isinstance(node.value, dict):
         return {key: to_python(child) for key, child in node.value.items()}
     return [*map(to_python, node.value)] if isinstance(node.value, list) else node.value
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value can be written in a YAML config."""
+    """Whether a checked value can be written as YAML."""
     if isinstance(value, (list, tuple)) and type(value) not in (list, tuple):
         return False
     if (held := inside(value)) is not None:
@@ -183,7 +185,7 @@ def is_plain(value: object) -> bool:
 
 
 def read_loose(annotation: object, text: str) -> bool | int | float | str:
-    """Converts a string from the environment to the type of its config field; unchanged if it cannot be."""
+    """Converts a string from the environment to the type of its typed field; unchanged if it cannot be."""
     if annotation is bool:
         return _BOOLEANS.get(text.strip().lower(), text)
     try:
@@ -193,7 +195,7 @@ def read_loose(annotation: object, text: str) -> bool | int | float | str:
 
 
 def read_number(value: int | str) -> float | None:
-    """Converts an integer, or a string such as "1e-5" (a string in YAML 1.1), to a config field's float."""
+    """Converts an integer or a string such as "1e-5" (a string in YAML 1.1) for a field of type float."""
     if isinstance(value, str) and not any(map(str.isdigit, value)):
         return None  # Python would accept "infinity" and "nan", which nobody types on purpose
     try:
@@ -203,7 +205,7 @@ def read_number(value: int | str) -> float | None:
 
 
 def show(node: Node) -> str:
-    """A config value with its type, shortened, as error messages quote it."""
+    """A node's value with its type, shortened, as errors of the type check quote it."""
     if node.value is None:
         return "nothing (null)"
     text = repr(_beginning(node, iter(range(_QUOTED))))
@@ -223,7 +225,7 @@ def _beginning(node: Node, left: Iterator[int]) -> object:
 
 
 def unwritable(text: str) -> str | None:
-    """Why a config string cannot be used in a file, name or path; None if it can."""
+    """Why a checked string cannot be used in a file, name or path; None if it can."""
     if "\0" in text:
         return "it contains a NUL character, which no path or name can contain"
     try:
@@ -234,7 +236,7 @@ def unwritable(text: str) -> str | None:
 
 
 def describe(annotation: object) -> str:
-    """What a config field accepts, in the words of error messages."""
+    """The values that a type annotation accepts, in the words of errors of the type check."""
     annotation = unwrap(annotation)
     origin, args = get_origin(annotation), get_args(annotation)
     if annotation is Any:
@@ -269,17 +271,17 @@ def unwrap(annotation: object) -> object:
 
 
 def is_list(annotation: object) -> bool:
-    """Whether a config field's annotation accepts a list."""
+    """Whether the type annotation of a field accepts a list."""
     return (get_origin(annotation) or annotation) in (list, tuple, Sequence)
 
 
 def is_mapping(annotation: object) -> bool:
-    """Whether a config field's annotation accepts a mapping."""
+    """Whether the type annotation of a field accepts a mapping."""
     plain = (get_origin(annotation) or annotation) in (dict, Mapping)
     return plain or (isinstance(annotation, type) and dataclasses.is_dataclass(annotation))
 
 
 def is_component(annotation: object) -> bool:
-    """Whether a config field's annotation accepts a component."""
+    """Whether the type annotation of a field accepts a component."""
     marks = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
     return any(isinstance(mark, Kind) for mark in marks)

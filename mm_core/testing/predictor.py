@@ -37,7 +37,7 @@ class PredictorProbe:
         self.text_length = text_length
 
     def on_meta(self) -> nn.Module:
-        """Builds the predictor under test on the meta device, as the core does."""
+        """Builds the predictor of a conformance check on the meta device, as the core does."""
         with torch.device("meta"):
             module = self.build()
         if not isinstance(module, nn.Module):
@@ -45,7 +45,7 @@ class PredictorProbe:
         return module
 
     def initialised(self, seed: int = 0) -> nn.Module:
-        """Builds the predictor under test on the CPU and initialises it as the engine does.
+        """Builds the predictor of a conformance check on the CPU and initialises it as the engine does.
 
         Memory is filled with NaN first, so that values that are not initialised show.
         """
@@ -54,7 +54,7 @@ class PredictorProbe:
         return module.eval()
 
     def trained(self) -> nn.Module:
-        """The predictor under test with slightly changed weights, as if trained.
+        """The predictor of a conformance check with slightly changed weights, as if trained.
 
         Heads that are initialised to zero would hide errors.
         """
@@ -66,7 +66,7 @@ class PredictorProbe:
         return module
 
     def inputs(self, module: Any, batch: int = 2) -> dict[str, Tensor]:
-        """Inputs for the predictor under test; the last caption is shorter than the others."""
+        """Inputs for the predictor of a conformance check; the last caption is shorter than the others."""
         rng = Randomness(2)
         sizes = [p * n for p, n in zip(module.patch_size, self.patches, strict=True)]
         length = self.text_length if module.text_padding == "masked" else module.text_padding[1]
@@ -110,7 +110,7 @@ def check_predictor(build: Build, *, patches: tuple[int, int, int] = (2, 3, 2), 
 
 
 def attributes(probe: PredictorProbe) -> None:
-    """Checks the predictor's attributes: patch_size, in_channels, out_channels, text_dim, text_padding."""
+    """Conformance check: the predictor has patch_size, in_channels, text_dim, text_padding, ..."""
     module: Any = probe.on_meta()
     names = ("patch_size", "in_channels", "out_channels", "text_dim", "text_padding", "init_weights")
     if missing := [name for name in names if not hasattr(module, name)]:
@@ -124,7 +124,7 @@ def attributes(probe: PredictorProbe) -> None:
 
 
 def meta_build(probe: PredictorProbe) -> None:
-    """Checks that the predictor's constructor allocates nothing on the meta device."""
+    """Conformance check: the predictor's constructor allocates nothing on the meta device."""
     module = probe.on_meta()
     tensors = [*module.named_parameters(), *module.named_buffers()]
     if off := [name for name, tensor in tensors if tensor.device.type != "meta"]:
@@ -135,7 +135,7 @@ def meta_build(probe: PredictorProbe) -> None:
 
 
 def initialisation(probe: PredictorProbe) -> None:
-    """Checks that init_weights fills all of the predictor, and that equal seeds give equal weights."""
+    """Conformance check: init_weights fills all of the predictor, and equal seeds give equal weights."""
     first, second, other = probe.initialised(), probe.initialised(), probe.initialised(seed=1)
     if different := _differing(first, second):
         raise ContractError(
@@ -150,7 +150,7 @@ def initialisation(probe: PredictorProbe) -> None:
 
 
 def output(probe: PredictorProbe) -> None:
-    """Checks that the predictor's output has the latents' size and dtype, is finite, and is not a view."""
+    """Conformance check: the predictor's output has the latents' size and dtype, is finite, is no view."""
     module: Any = probe.trained()
     inputs = probe.inputs(module)
     latents = inputs["latents"]
@@ -171,7 +171,7 @@ def output(probe: PredictorProbe) -> None:
 
 
 def gradients(probe: PredictorProbe) -> None:
-    """Checks that the predictor's gradients are finite, and that at least one parameter has one."""
+    """Conformance check: the predictor's gradients are finite, and at least one parameter has one."""
     module = probe.trained()
     module(**probe.inputs(module)).square().mean().backward()
     found = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
@@ -181,14 +181,14 @@ def gradients(probe: PredictorProbe) -> None:
 
 
 def determinism(probe: PredictorProbe) -> None:
-    """Checks that the predictor gives equal outputs for equal inputs, in evaluation mode."""
+    """Conformance check: the predictor gives equal outputs for equal inputs, in evaluation mode."""
     module = probe.trained()
     inputs = probe.inputs(module)
     _expect_equal(module, inputs, inputs, "equal inputs give different outputs", 0.0)
 
 
 def independence(probe: PredictorProbe) -> None:
-    """Checks that the predictor's output for a sample does not depend on the other samples of the batch."""
+    """Conformance check: the predictor's output for a sample is independent of the rest of the batch."""
     module = probe.trained()
     inputs = probe.inputs(module, batch=3)
     alone = {name: tensor[:1] for name, tensor in inputs.items()}
@@ -201,7 +201,7 @@ def independence(probe: PredictorProbe) -> None:
 
 
 def text_padding(probe: PredictorProbe) -> None:
-    """Checks that masked text, and its length, does not change the predictor's output."""
+    """Conformance check: masked text, and its length, does not change the predictor's output."""
     module: Any = probe.trained()
     if module.text_padding != "masked":
         return
@@ -222,7 +222,7 @@ def text_padding(probe: PredictorProbe) -> None:
 
 
 def timestep_precision(probe: PredictorProbe) -> None:
-    """Checks that the predictor does not round timestep 998.7 to 998, 999 or 1000, in bfloat16 too."""
+    """Conformance check: the predictor does not round timestep 998.7 to 998, 999 or 1000."""
     for dtype in (torch.float32, torch.bfloat16):
         # A library's own `to` may warn of layers that it would keep in float32: here all are cast on purpose.
         module = nn.Module.to(probe.trained(), dtype)
@@ -243,7 +243,7 @@ def timestep_precision(probe: PredictorProbe) -> None:
 
 
 def unknown_conditions(probe: PredictorProbe) -> None:
-    """Checks that the predictor raises an error for an unknown condition."""
+    """Conformance check: the predictor raises an error for an unknown condition."""
     module = probe.trained()
     inputs = probe.inputs(module)
     try:
@@ -259,7 +259,7 @@ def unknown_conditions(probe: PredictorProbe) -> None:
 
 
 def flops(probe: PredictorProbe) -> None:
-    """Checks that the predictor's `module_flops`, if it has them, agree with torch's count within 1%."""
+    """Conformance check: the predictor's `module_flops` agree with torch's count of FLOPs within 1%."""
     module = probe.trained()
     inputs = probe.inputs(module)
     if not isinstance(module, SupportsModuleFlops):

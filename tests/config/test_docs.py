@@ -22,7 +22,7 @@ def test_the_faults_on_the_page_are_those_of_the_file_on_the_page(tmp_path, monk
     assert capsys.readouterr().err == shown
 
 
-def test_the_page_names_every_section_and_which_must_be_there():
+def test_the_page_names_every_section_and_which_are_required():
     fields = [field for field in dataclasses.fields(RunConfig) if field.metadata.get("yaml", True)]
     table = "".join(line for line in PAGE.splitlines() if line.startswith("| `"))
     assert {field.name for field in fields} <= set(re.findall(r"`(\w+)`", table))
@@ -31,7 +31,7 @@ def test_the_page_names_every_section_and_which_must_be_there():
         for field in fields
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     ]
-    assert ", ".join(f"`{name}`" for name in needed[:-1]) + f" and `{needed[-1]}` must be there" in PAGE
+    assert ", ".join(f"`{name}`" for name in needed[:-1]) + f" and `{needed[-1]}` are required" in PAGE
 
 
 def test_the_overrides_on_the_page_check(place):

@@ -111,7 +111,7 @@ def test_the_dry_run_tells_both_memories_apart():
     state = sum(BLOCKS) + REST
     assert shown(here)[-2:] == [
         f"  {'together':<11} {4 * state:>18,} bytes  0.02 MiB",
-        "  the trained modules have up to 0.00 MiB more while they compute",
+        "  the trained modules need up to 0.00 MiB more while they compute",
     ]
     lines = shown(away, ema_bytes=state, ema_on_host=True)
     assert lines[1:3] == [f"  {label:<11} {0:>18,} bytes  0.00 MiB" for label in ("parameters", "together")]

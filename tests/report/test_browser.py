@@ -50,8 +50,8 @@ def test_several_runs_are_drawn_without_an_error_and_controls_redraw(make_run, p
     page = page_of(make_run("a", sampled=(20, 40)), make_run("b", lr=5e-4, steps=25, validated=False))
     browser = browse(page)
     titles = browser.evaluate("[...document.querySelectorAll('h3')].map(node => node.textContent)")
-    assert titles[:5] == ["Loss", "Validation loss", "Learning rate", "Gradient norm", "Seconds a step"]
-    assert "a: loss by sigma" in titles and "b: seconds a step by phase" in titles
+    assert titles[:5] == ["Loss", "Validation loss", "Learning rate", "Gradient norm", "Seconds per step"]
+    assert "a: loss by sigma" in titles and "b: seconds per step by phase" in titles
     loss = "document.querySelector('.card svg')"
     lines = f"{loss}.querySelectorAll('path[fill=none]').length"
     assert browser.evaluate(lines) == 2
@@ -90,7 +90,10 @@ def test_clips_that_are_not_carried_or_damaged_are_named(make_run, page_of, brow
     folder = make_run("a", sampled=(10,))
     browser = browse(page_of(folder, media=0))
     text = browser.evaluate("document.querySelector('figcaption').textContent")
-    assert text == "step 10: not carried in this page; samples/step_00000010/000-a-red-circle-moves-left.mp4"
+    assert (
+        text
+        == "step 10: not embedded in this page; see samples/step_00000010/000-a-red-circle-moves-left.mp4"
+    )
     for path in folder.glob("samples/*/*.mp4"):
         path.write_bytes(b"no video")
     browser = browse(page_of(folder))

@@ -94,8 +94,8 @@ def test_a_run_with_little_to_say_is_shown_all_the_same(make_run):
 
 def test_the_table_of_runs_says_how_far_and_how_well(make_run):
     rows = dict(summary(read_run(make_run("a", steps=30), "a")))
-    assert rows["state"] == "not complete: still training, stopped or failed" and rows["steps"] == "30 of 40"
-    assert rows["least validation/loss"] == "0.1 at step 30" and rows["last loss"] == "0.066667"
+    assert rows["state"] == "incomplete: still training, stopped or failed" and rows["steps"] == "30 of 40"
+    assert rows["lowest validation/loss"] == "0.1 at step 30" and rows["last loss"] == "0.066667"
     assert dict(summary(read_run(make_run("b"), "b")))["state"] == "complete"
 
 
@@ -104,7 +104,7 @@ def test_a_last_loss_that_is_not_finite_is_said(make_run):
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 41, "loss": "NaN", "validation/loss": "NaN"}\n')
     rows = dict(summary(read_run(folder, "a")))
-    assert rows["last loss"] == "nan" and rows["least validation/loss"] == "0.075 at step 40"
+    assert rows["last loss"] == "nan" and rows["lowest validation/loss"] == "0.075 at step 40"
 
 
 def test_configs_are_compared_by_key(make_run):

@@ -70,10 +70,10 @@ def test_files_that_cannot_be_read_are_remarked_upon(make_run):
         file.write('{"step": 41, "lo')
     run = read_run(folder, "a")
     assert run.remarks == [
-        "1 line of metrics.jsonl could not be read and were left out",
-        "manifest.json cannot be read and was left out",
-        "telemetry.json cannot be read and was left out",
-        "config.yaml cannot be read and was left out",
+        "1 line of metrics.jsonl skipped: not readable",
+        "manifest.json skipped: not readable",
+        "telemetry.json skipped: not readable",
+        "config.yaml skipped: not readable",
     ]
     assert run.planned_steps is None and run.density is None
 
@@ -149,10 +149,12 @@ def test_what_is_no_run_is_a_sentence(make_run, tmp_path):
     )
     with pytest.raises(MMError, match="this is a file, not a run's folder"):
         read_runs([folder / "config.yaml"])
-    with pytest.raises(MMError, match=r"this folder holds 1 run and is none(.|\n)*mm report .*shapes"):
+    with pytest.raises(
+        MMError, match=r"this folder is not a run but contains 1 run(.|\n)*mm report .*shapes"
+    ):
         read_runs([tmp_path])
     (empty := tmp_path / "empty").mkdir()
-    with pytest.raises(MMError, match=r"this folder is no run: it holds no metrics\.jsonl"):
+    with pytest.raises(MMError, match=r"this folder is not a run: it contains no metrics\.jsonl"):
         read_runs([folder, empty])
 
 

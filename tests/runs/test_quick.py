@@ -26,7 +26,7 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(tiny, tmp_path, mm):
     done = mm("train", "--config", tiny, f"run.dir={tmp_path}", "--nproc", 2, "--dry-run")
     assert done.code == 0, done.err
     assert "2 ranks (replicate 1 x shard 2)" in done.out
-    assert "8 samples a step = 2 a micro-batch x 2 accumulated x 2 data-parallel ranks" in done.out
+    assert "8 samples per step = 2 per micro-batch x 2 accumulated x 2 data-parallel ranks" in done.out
     assert not list(tmp_path.iterdir())
     launched = mm("train", "--config", tiny, f"run.dir={tmp_path}", "--dry-run", RANK="0", WORLD_SIZE="2")
     assert launched.code == 0 and launched.out == done.out, launched.err

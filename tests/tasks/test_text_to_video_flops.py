@@ -84,7 +84,7 @@ def test_the_plan_prints_them(tiny):
     plan = make_plan(load_config(tiny), 1)
     shown = replace(plan, flops=StepFlops(2.5e12, 5.125e12, 1.5e6)).render().splitlines()
     assert shown[-4:] == [
-        "FLOPs a step, of all ranks together",
+        "FLOPs per step, all ranks",
         "  forward                    2.5 TFLOP",
         "  backward                 5.125 TFLOP",
         "  recomputed                 1.5 MFLOP",

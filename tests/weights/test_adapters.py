@@ -486,8 +486,8 @@ def test_a_dtype_below_adapters_that_nothing_computes_in_is_a_sentence(tmp_path,
     with pytest.raises(PlanError) as caught:
         make_plan(with_base_dtype(tmp_path, param_dtype=None), 1, num_samples=100)
     assert str(caught.value) == (
-        "train.base_dtype: adapters are fp32 and the weights below them would be bf16: nothing says what to"
-        " compute in\n  hint: set engine.param_dtype: bf16"
+        "train.base_dtype: adapters are fp32 but the weights under them would be bf16, and no dtype is set"
+        " for the computation\n  hint: set engine.param_dtype: bf16"
     )
     monkeypatch.setattr(casting, "shards_mixed", lambda: False)
     said = "predictor holds parameters of bfloat16 and float32, which torch .* cannot shard together"

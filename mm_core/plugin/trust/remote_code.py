@@ -27,7 +27,7 @@ MAX_FILES = 20_000
 
 @contextmanager
 def code_folder(folder: Path, trust: RemoteCode) -> Iterator[Path]:
-    """Within the block, the folder that Transformers opens for a model that may contain code.
+    """Within the block, the folder that Transformers opens for a model with code that may be untrusted.
 
     With `known`, it is a private copy of the checked code files, with links to all other files: Transformers
     reads the files again, and they could change in between. Otherwise it is the folder itself.
