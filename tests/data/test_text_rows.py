@@ -292,9 +292,9 @@ def test_options_that_contradict_each_other_are_faults_of_the_config(tmp_path):
     )
     mm_core.load_config(config, base)
     for option, sentence in (
-        ("pair=other", "pair: without `label`"),
-        ("labels=[a,b]", "labels: without `label`"),
-        ("part=[0.5,0.5]", "part must be [start, end] with start < end"),
+        ("pair=other", "pair works only with label"),
+        ("labels=[a,b]", "labels works only with label"),
+        ("part=[0.5,0.5]", r"part must be \[start, end\] with start < end"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             mm_core.load_config(config, [*base, f"data.train.{option}"])

@@ -110,18 +110,18 @@ def test_the_dry_run_tells_both_memories_apart():
         here, away = (FSDP2Engine(offload_to_cpu=off).plan(built(), 1, 2) for off in (False, True))
     state = sum(BLOCKS) + REST
     assert shown(here)[-2:] == [
-        f"  {'together':<11} {4 * state:>18,} bytes  0.02 MiB",
+        f"  {'total':<11} {4 * state:>18,} bytes  0.02 MiB",
         "  the trained modules need up to 0.00 MiB more while they compute",
     ]
     lines = shown(away, ema_bytes=state, ema_on_host=True)
-    assert lines[1:3] == [f"  {label:<11} {0:>18,} bytes  0.00 MiB" for label in ("parameters", "together")]
+    assert lines[1:3] == [f"  {label:<11} {0:>18,} bytes  0.00 MiB" for label in ("parameters", "total")]
     assert lines[4] == "  in host memory"
     assert [line.split()[:2] for line in lines[5:]] == [
         ["parameters", f"{state:,}"],
         ["gradients", f"{state:,}"],
         ["optimizer", f"{2 * state:,}"],
         ["average", f"{state:,}"],
-        ["together", f"{5 * state:,}"],
+        ["total", f"{5 * state:,}"],
     ]
 
 

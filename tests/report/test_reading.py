@@ -164,5 +164,5 @@ def test_a_run_that_has_logged_nothing_yet_is_a_sentence(make_run):
     with pytest.raises(MMError, match="this run has logged nothing yet"):
         read_run(folder, "a")
     (folder / "metrics.jsonl").unlink()
-    with pytest.raises(MMError, match="this run has logged nothing yet: it holds no"):
+    with pytest.raises(MMError, match="this run has logged nothing yet: it contains no"):
         read_run(folder, "a")
