@@ -112,9 +112,15 @@ def same_clips() -> Callable[[Path, Path], bool]:
 def mm() -> Callable[..., Outcome]:
     """Runs `mm ARGUMENTS` as a person does."""
 
-    def run(*arguments: object, timeout: float = 180, anew: bool = False, **environment: str) -> Outcome:
+    def run(
+        *arguments: object,
+        timeout: float = 180,
+        anew: bool = False,
+        cwd: Path | None = None,
+        **environment: str,
+    ) -> Outcome:
         env = os.environ | {"OMP_NUM_THREADS": "1"} | environment
-        done = warm.mm(*arguments, env=env, timeout=timeout, anew=anew)
+        done = warm.mm(*arguments, env=env, timeout=timeout, anew=anew, cwd=cwd)
         return Outcome(done.returncode, done.stdout, done.stderr)
 
     return run

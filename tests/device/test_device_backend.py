@@ -23,13 +23,13 @@ def mock_torch_npu_without_cann(tmp_path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("wanted", ["", "cpu"])
+@pytest.mark.parametrize(("wanted", "ranks"), [("", 1), ("cpu", 1), ("cpu", 2)])
 def test_mock_torch_npu_that_does_not_load_is_one_sentence_and_nothing_on_cpu(
-    mm, tiny, mock_torch_npu_without_cann, wanted
+    mm, tiny, mock_torch_npu_without_cann, wanted, ranks
 ):
     path = os.pathsep.join([str(mock_torch_npu_without_cann), os.environ.get("PYTHONPATH", "")])
     arguments = ["train", "--config", tiny, f"run.dir={mock_torch_npu_without_cann}", "train.steps=2"]
-    more = ["data.loader.workers=1", "--nproc", "2"] if wanted else []
+    more = ["data.loader.workers=1", "--nproc", ranks] if wanted else []
     done = mm(*arguments, *more, anew=True, PYTHONPATH=path, MM_DEVICE=wanted)
     if wanted:
         assert done.code == 0, done.err

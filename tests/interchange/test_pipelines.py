@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -28,7 +27,7 @@ from mm_core.interchange.inspect import contents, differences
 from mm_core.weights import Layout
 from mm_core.weights.formats.format import divided, of_component
 from mm_core.weights.formats.libraries import Diffusers, pipeline_parts
-from support import out_pipelines, runs
+from support import out_pipelines, runs, warm
 from support.tensors import same, stored
 
 FILE = "diffusion_pytorch_model.safetensors"
@@ -280,7 +279,7 @@ def test_a_pipeline_that_is_killed_leaves_nothing_under_its_name(origin, tmp_pat
     out = tmp_path / "out"
     script = Path(__file__).with_name("export_once.py")
     command = [sys.executable, str(script), str(tmp_path / "runs/tuned"), str(out), "diffusers"]
-    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+    process = warm.Process(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
     while not (begun := [p for p in tmp_path.glob(".out.tmp-*") if (p / "vae/large.safetensors").exists()]):
         assert process.poll() is None, "it was killed too late"
         time.sleep(0.001)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -10,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from support import shells
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECTS = (ROOT, *sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml")))
@@ -35,15 +36,21 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def run(workspace: Path) -> Run:
-    """Runs a shell line in the workspace, with this environment's commands first on the path."""
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that stands for this environment's own (see shells.py)."""
+    return tmp_path_factory.mktemp("programs") / "venv"
+
+
+@pytest.fixture(scope="session")
+def run(workspace: Path, programs: Path) -> Run:
+    """Runs a shell line in the workspace, with this environment's commands first on the path. VENV of a
+    Makefile may be `$SHELL_VENV`."""
 
     def call(line: str, code: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         result = subprocess.run(
             ["bash", "-c", line],
             cwd=workspace,
-            env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", **environment},
+            env=shells.environment(programs, SHELL_VENV=str(programs), **environment),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

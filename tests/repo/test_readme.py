@@ -18,7 +18,7 @@ README = ROOT / "README.md"
 
 
 QUICKSTART = "configs/custom_dit/quickstart.yaml"
-MAKE = f"make VENV={sys.prefix} --assume-old={sys.prefix}/.installed"
+MAKE = "make VENV=$SHELL_VENV --assume-old=$SHELL_VENV/.installed"
 INSTALL = "pip install --dry-run --no-deps --no-build-isolation --no-index"
 
 # Line of the README -> the line that is run for it, its exit code, and what it must print.
@@ -146,7 +146,7 @@ def test_command(line: str, run: Any) -> None:
 def test_the_python_of_the_readme_runs(run: Any, workspace: Path) -> None:
     (block,) = [block for block in page.blocks(README) if block.marker == "run: python"]
     (workspace / "readme_example.py").write_text(block.text + "print(tuple(clip.pixels.shape))\n")
-    result = run(f"{sys.executable} readme_example.py")
+    result = run("python readme_example.py")
     assert result.stdout.splitlines()[-1] == "(3, 8, 16, 16)"
 
 

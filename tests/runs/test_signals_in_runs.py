@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +14,7 @@ import yaml
 from mm_core.checkpoint.reading import open_checkpoint
 from mm_core.cli.main import main
 from mm_core.training.verify_resume import compare_runs
+from support import warm
 from support.logs import log_of
 
 pytestmark = pytest.mark.slow
@@ -29,9 +28,13 @@ def config_at(tiny: Path, folder: Path, name: str, **slow: object) -> Path:
     config["data"]["validation"] = config["data"]["train"]
     config["data"]["loader"]["workers"] = 2
     config["plugins"] = {"path": [str(PLUGIN)]}
-    config["train"]["steps"] = 20
+    config["train"]["steps"] = 10
     config["checkpoint"] = {"every": 1000}
-    config["validation"] = {"every": 6, **({"metrics": [slow["metric"]]} if "metric" in slow else {})}
+    config["validation"] = {
+        "every": 6,
+        "rows": 32,
+        **({"metrics": [slow["metric"]]} if "metric" in slow else {}),
+    }
     if "disk" in slow:
         config["callbacks"] = [slow["disk"]]
     path = folder / f"{name}.yaml"
@@ -39,26 +42,19 @@ def config_at(tiny: Path, folder: Path, name: str, **slow: object) -> Path:
     return path
 
 
-def train(config: Path, *flags: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "mm_core.cli.main", "train", "--config", config, "--nproc", 2, *flags]
-    return subprocess.Popen(
-        list(map(str, command)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+def train(config: Path, *flags: object) -> warm.Running:
+    command = ["-m", "mm_core.cli.main", "train", "--config", config, "--nproc", 2, *flags]
+    return warm.Running(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, merged=True)
 
 
-def end(process: subprocess.Popen[str], timeout: float = 150) -> tuple[int, str]:
-    text, _ = process.communicate(timeout=timeout)
-    return process.returncode, text
+def end(running: warm.Running, timeout: float = 150) -> tuple[int, str]:
+    code, text, _ = running.end(timeout)
+    return code, text
 
 
-def send(process: subprocess.Popen[str], group: bool) -> None:
+def send(running: warm.Running, group: bool) -> None:
     """To the launcher, or to its process group, as a terminal or a scheduler does."""
-    (os.killpg if group else os.kill)(process.pid, signal.SIGTERM)
+    (os.killpg if group else os.kill)(running.pid, signal.SIGTERM)
 
 
 def wait_for(condition, seconds: float = 90) -> None:
@@ -94,13 +90,13 @@ def test_in_training(group, tiny, tmp_path, untouched):
     code, text = end(process)
     assert code == 75, text
     step = open_checkpoint(tmp_path / "run").facts["step"]
-    assert 2 <= step < 20 and f"stopped by SIGTERM after step {step} of 20" in text
+    assert 2 <= step < 10 and f"stopped by SIGTERM after step {step} of 10" in text
     resumed_is_untouched(config, tmp_path / "run", untouched)
 
 
 @pytest.mark.parametrize("group", [False, True])
 def test_in_validation(group, tiny, tmp_path, untouched):
-    metric = {"type": "local/slow_metric", "folder": str(tmp_path), "seconds": 2.0}
+    metric = {"type": "local/slow_metric", "folder": str(tmp_path), "seconds": 4.0}
     process = train(config_at(tiny, tmp_path, "run", metric=metric))  # 32 seconds without the signal
     wait_for((tmp_path / "evaluating").exists)
     send(process, group)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import yaml
 
 from mm_core.checkpoint.reading import find_checkpoint, open_checkpoint
 from mm_core.cli.main import main
+from support import warm
 from support.logs import log_of
 
 PROMPTS = ["a red circle moves left", "a blue square moves up", "x"]
@@ -67,22 +67,14 @@ def test_a_stored_run_repeats_the_figures_and_the_clips_of_training(tiny, mm, tm
 @pytest.mark.parametrize("group", [False, True])
 def test_a_signal_while_sampling_saves_and_leaves(tiny, tmp_path, group):
     path = config_at(tiny, tmp_path, 100_000, workers=2)  # sampling would take minutes
-    command = [sys.executable, "-m", "mm_core.cli.main", "train", "--config", path, "--nproc", "2"]
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    ) as process:
-        lines = []
-        for line in process.stdout:
-            lines.append(line)
-            if "validation/loss" in line:  # sampling follows at once
-                (os.killpg if group else os.kill)(process.pid, signal.SIGTERM)
-        code = process.wait(timeout=120)
-    text = "".join(lines)
+    command = ["-m", "mm_core.cli.main", "train", "--config", path, "--nproc", 2]
+    running = warm.Running(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, merged=True)
+    until = time.monotonic() + 120
+    while "validation/loss" not in running.out:  # sampling follows at once
+        assert running.process.poll() is None and time.monotonic() < until, running.out
+        time.sleep(0.02)
+    (os.killpg if group else os.kill)(running.pid, signal.SIGTERM)
+    code, text, _ = running.end(120)
     assert code == 75, text
     assert "the samples after step 6 were left: a rank was asked to stop" in text
     run = tmp_path / "tiny"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from support import ranks
+from support import ranks, warm
 
 SCRIPT = Path(__file__).with_name("ranks_that.py")
 
@@ -37,42 +35,32 @@ class Ended:
 class Running:
     """A command under way, in a session of its own, with signals as a terminal leaves them."""
 
-    def __init__(self, command: list[object], cwd: Path, environment: dict[str, str]) -> None:
+    def __init__(self, command: list[object], cwd: Path, environment: dict[str, str], anew: bool) -> None:
         self.began = time.monotonic()
-        self.process = subprocess.Popen(
-            list(map(str, command)),
-            cwd=cwd,
-            env=os.environ | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            # A test run in a shell's background ignores SIGINT, and children would inherit that.
-            preexec_fn=lambda: [signal.signal(n, signal.SIG_DFL) for n in (signal.SIGINT, signal.SIGHUP)],
-        )
+        self.command = warm.Running(command, env=os.environ | environment, cwd=cwd, anew=anew)
 
     def send(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
+        self.command.process.send_signal(number)
 
     def end(self, timeout: float = 120) -> Ended:
         """Waits for the last process that holds the output: ranks included."""
-        out, err = self.process.communicate(timeout=timeout)
-        return Ended(self.process.returncode, out, err, time.monotonic() - self.began)
+        return Ended(*self.command.end(timeout), time.monotonic() - self.began)
 
 
 @pytest.fixture
 def start(tmp_path) -> Iterator[Callable[..., Running]]:
-    """Starts a command in the test's folder; what still runs afterwards is killed."""
+    """Starts a Python command in the test's folder; what still runs afterwards is killed. anew: not from the
+    warm server, for tests of launchers that are killed."""
     started: list[Running] = []
+    warm.address()  # its start is no part of what is measured
 
-    def begin(*command: object, **environment: str) -> Running:
-        started.append(Running([sys.executable, *command], tmp_path, environment))
+    def begin(*command: object, anew: bool = False, **environment: str) -> Running:
+        started.append(Running(list(command), tmp_path, environment, anew))
         return started[-1]
 
     yield begin
     for running in started:
-        if running.process.poll() is None:
-            running.process.kill()
+        running.command.process.kill()
 
 
 @pytest.fixture

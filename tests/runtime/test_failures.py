@@ -106,10 +106,10 @@ def test_a_host_whose_peer_failed_says_where_to_look(start, free_port):
 @pytest.mark.slow
 def test_under_torchrun_too_one_rank_speaks_and_the_folder_goes(start, tmp_path):
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, SCRIPT, "error"]
-    ended = start(*command, TMPDIR=str(tmp_path)).end()
+    ended = start(*command, anew=True, TMPDIR=str(tmp_path)).end()
     assert said(ended) == ["mm: error: rank 1: clip 3: nothing can be read here"]
     assert ended.code == 1 and ended.seconds < 30
-    ended = start(*command[:-1], "fine", TMPDIR=str(tmp_path)).end()
+    ended = start(*command[:-1], "fine", anew=True, TMPDIR=str(tmp_path)).end()
     assert ended.code == 0 and len(ended.pids) == 2
     left = [path for path in tmp_path.glob("mm_core-*") if list(path.glob("*.pid"))]
     assert len(left) <= 1, "a rank that was killed leaves its note, good ends leave none"

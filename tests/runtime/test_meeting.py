@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import time
+from pathlib import Path
 
 import pytest
 
@@ -60,12 +62,21 @@ def test_ranks_that_do_not_come_are_a_sentence(rank_of_two, free_port, monkeypat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rank", "number"), [(0, signal.SIGTERM), (1, signal.SIGUSR1)])
-def test_a_rank_that_waits_for_the_others_obeys_signals(start, tiny, free_port, tmp_path, rank, number):
+def test_a_rank_that_waits_for_the_others_obeys_signals(
+    start, tiny, free_port, tmp_path, rank, number, wait_until
+):
     variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
     arguments = ("-m", "mm_core.cli.main", "train", "--config", tiny, f"run.dir={tmp_path}")
     running = start(*arguments, **variables)
-    time.sleep(15)  # until it waits: nothing tells from outside
+    status = Path(f"/proc/{running.command.pid}/status")
+
+    def would_catch() -> bool:
+        (mask,) = re.findall(r"^SigCgt:\s*(\w+)$", status.read_text(), re.MULTILINE)
+        return bool(int(mask, 16) >> (number - 1) & 1)
+
+    wait_until(would_catch)
+    time.sleep(3)  # until it waits: nothing tells from outside
     running.send(number)
     sent = time.monotonic()
     ended = running.end(timeout=60)

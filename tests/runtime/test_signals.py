@@ -19,9 +19,9 @@ SCRIPT = HERE / "ranks_that.py"
 
 
 @pytest.fixture
-def stoppable(start, tmp_path, wait_until):
+def stoppable(start, tmp_path, wait_until, request):
     """Two ranks that go on until they are asked to stop."""
-    running = start(SCRIPT, "launch", "stop")
+    running = start(SCRIPT, "launch", "stop", anew=getattr(request, "param", False))
     wait_until(lambda: (tmp_path / "ready_0").exists() and (tmp_path / "ready_1").exists())
     return running
 
@@ -57,6 +57,7 @@ def test_a_second_ctrl_c_leaves_at_once(stoppable):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stoppable", [True], indirect=True, ids=["anew"])
 def test_ranks_do_not_outlive_a_launcher_that_was_killed(stoppable):
     stoppable.send(signal.SIGKILL)
     ended = stoppable.end()  # the ranks hold its output open until they end
@@ -65,9 +66,10 @@ def test_ranks_do_not_outlive_a_launcher_that_was_killed(stoppable):
 
 
 @pytest.mark.slow
-def test_a_launcher_that_waits_for_other_hosts_can_be_stopped(start, free_port):
+def test_a_launcher_that_waits_for_other_hosts_can_be_stopped(start, free_port, wait_until):
     waiting = start(SCRIPT, "launch", "fine", f"127.0.0.1:{free_port}")
-    assert waiting.process.stderr.readline() == (
+    wait_until(lambda: waiting.command.err.endswith("\n"))
+    assert waiting.command.err == (
         f"mm: waits at 127.0.0.1:{free_port} until all of 2 hosts have come, 15 minutes at most\n"
     )
     waiting.send(signal.SIGTERM)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from support import warm
+
 pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).with_name("ranks_that.py")
@@ -33,21 +35,21 @@ def on_terminal(folder: Path, *command: object) -> tuple[int, str]:
     """Exit code and output of a command whose output is a terminal."""
     ours, theirs = pty.openpty()
     environment = os.environ | {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        [sys.executable, *map(str, command)], cwd=folder, stdout=theirs, stderr=theirs, env=environment
-    ) as process:
-        os.close(theirs)
-        said = b""
-        while True:
-            try:
-                part = os.read(ours, 1 << 16)
-            except OSError:  # Linux says so when the last process has closed the other end
-                break
-            if not part:
-                break
-            said += part
-        os.close(ours)
-        return process.wait(60), said.decode()
+    words = [sys.executable, *map(str, command)]
+    start = subprocess.Popen if "torch.distributed.run" in words else warm.Process
+    with os.fdopen(theirs, "w") as stream:
+        process = start(words, cwd=folder, stdout=stream, stderr=stream, env=environment)
+    said = b""
+    while True:
+        try:
+            part = os.read(ours, 1 << 16)
+        except OSError:  # Linux says so when the last process has closed the other end
+            break
+        if not part:
+            break
+        said += part
+    os.close(ours)
+    return process.wait(60), said.decode()
 
 
 @pytest.mark.parametrize(

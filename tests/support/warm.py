@@ -10,6 +10,7 @@ and so do commands of tests that kill launchers, or that are about imports.
 from __future__ import annotations
 
 import atexit
+import fcntl
 import gc
 import json
 import os
@@ -22,10 +23,12 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import cache
 from importlib import import_module
+from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +49,31 @@ LIBRARIES = (
     "peft",
     "av",
     "PIL.Image",
+    "PIL.GifImagePlugin",
+    "PIL.JpegImagePlugin",
+    "PIL.PngImagePlugin",
+    "einops",
+    "packaging.requirements",
+    "pluggy",
+    # A run draws its loss when it ends, which costs as much as its start.
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
 )
 
 _OWN = {**os.environ, "OMP_NUM_THREADS": "1"}
 """The server's environment: this process's as it began, before any test changes it."""
 
-_AT_IMPORT = ("CUDA", "DIFFUSERS_", "HF_", "HOME", "PYTHON", "TORCH_CPP", "TORCH_LOGS", "TRANSFORMERS_")
+_AT_IMPORT = (
+    "CUDA",
+    "DIFFUSERS_",
+    "HF_",
+    "HOME",
+    "MPL",
+    "PYTHON",
+    "TORCH_CPP",
+    "TORCH_LOGS",
+    "TRANSFORMERS_",
+)
 _AT_START = ("PYTHONPATH", "PYTHONUNBUFFERED")
 
 
@@ -65,7 +87,16 @@ def _decisive(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class Process:
-    """A command under way: what subprocess.Popen tells of one, in the same words."""
+    """A command under way: what subprocess.Popen tells of one, in the same words.
+
+    Args:
+        args: the command line; args[0] is this Python.
+        env: its environment; this process's by default.
+        stdin, stdout, stderr: open files; this process's by default.
+        start_new_session, cwd: as subprocess.Popen takes them.
+        interruptible: whether SIGINT and SIGHUP end it where this process ignores them, as the processes of a
+            shell's background do.
+    """
 
     def __init__(
         self,
@@ -76,6 +107,7 @@ class Process:
         stderr: Any = None,
         start_new_session: bool = False,
         cwd: str | Path | None = None,
+        interruptible: bool = False,
     ) -> None:
         self.args, self.returncode = list(args), None
         environment = dict(os.environ if env is None else env)
@@ -88,9 +120,10 @@ class Process:
             "environment": environment,
             "cwd": str(cwd or Path.cwd()),
             "session": start_new_session,
+            "interruptible": interruptible,
         }
         self._line = socket.socket(socket.AF_UNIX)
-        self._line.connect(environment.setdefault(ADDRESS, _address()))
+        self._line.connect(environment.setdefault(ADDRESS, address()))
         socket.send_fds(self._line, [b"."], streams)
         self._line.sendall(json.dumps(request).encode() + b"\n")
         self._answers = self._line.makefile("r")
@@ -105,9 +138,12 @@ class Process:
             raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
         return code
 
-    def kill(self) -> None:
+    def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
     def _look(self, seconds: float | None) -> int | None:
         if self.returncode is None and select.select([self._line], [], [], seconds)[0]:
@@ -129,7 +165,7 @@ def run(
     """A Python command to its end, as subprocess.run with its output captured. text: its standard input.
     anew: as the interpreter begins, for tests of what is imported when."""
     words, environment = [sys.executable, *map(str, args)], dict(os.environ if env is None else env)
-    if anew or not _is_warm(environment):
+    if anew or not is_warm(environment):
         pipes: dict[str, Any] = {"capture_output": True, "text": True, "timeout": timeout, "cwd": cwd}
         return subprocess.run(words, env=environment, input=text, **pipes)
     with ExitStack() as files:
@@ -146,24 +182,182 @@ def run(
         return subprocess.CompletedProcess(words, code, out.read(), err.read())
 
 
+class Running:
+    """A command under way in a session of its own, with its output kept: as subprocess.Popen with pipes,
+    which its ranks hold as well.
+
+    Args:
+        args: the command line, from the module or script on.
+        env, cwd: of the command.
+        merged: whether standard error joins standard output.
+        anew: as for `run`.
+    """
+
+    def __init__(
+        self,
+        args: Sequence[object],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        merged: bool = False,
+        anew: bool = False,
+    ) -> None:
+        words, environment = [sys.executable, *map(str, args)], dict(os.environ if env is None else env)
+        options: dict[str, Any] = {"env": environment, "cwd": cwd, "start_new_session": True}
+        out, err = os.pipe(), None if merged else os.pipe()
+        self._pipes = [out, *filter(None, [err])]
+        self._text: list[list[str]] = [[] for _ in self._pipes]
+        ends = [os.fdopen(pair[1], "wb") for pair in self._pipes]
+        options |= {"stdin": None, "stdout": ends[0], "stderr": ends[-1]}
+        self.process: Process | subprocess.Popen[bytes]
+        if anew or not is_warm(environment):
+            # A test run in a shell's background ignores SIGINT, and children would inherit that.
+            self.process = subprocess.Popen(words, preexec_fn=_interruptible, **options)
+        else:
+            self.process = Process(words, interruptible=True, **options)
+        for end in ends:
+            end.close()
+        self._readers = [
+            threading.Thread(target=self._read, args=(pair[0], kept), daemon=True)
+            for pair, kept in zip(self._pipes, self._text, strict=True)
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def out(self) -> str:
+        """What it has printed until now."""
+        return "".join(self._text[0])
+
+    @property
+    def err(self) -> str:
+        """Its standard error until now."""
+        return "".join(self._text[-1])
+
+    def end(self, timeout: float = 240) -> tuple[int, str, str]:
+        """Its exit status and output, when the last process that holds the output has ended."""
+        until = time.monotonic() + timeout
+        for reader in self._readers:
+            reader.join(max(until - time.monotonic(), 0.0))
+            if reader.is_alive():
+                self.process.kill()
+                raise subprocess.TimeoutExpired(self.process.args, timeout, self.out)
+        code = self.process.wait(max(until - time.monotonic(), 1.0))
+        return code, self.out, self.err
+
+    @staticmethod
+    def _read(end: int, kept: list[str]) -> None:
+        with open(end, encoding="utf-8", errors="replace") as stream:
+            kept.extend(stream)
+
+
+def _interruptible() -> None:
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def mm(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
     """`mm ARGUMENTS`, as `run` runs it under these options."""
     return run(["-m", "mm_core.cli.main", *arguments], **options)
 
 
-def _is_warm(environment: Mapping[str, str]) -> bool:
+def is_warm(environment: Mapping[str, str]) -> bool:
     """Whether libraries imported in this environment are those that the server has imported in its own."""
-    return _decisive(environment) == json.loads(Path(_address()).with_name("decisive").read_text())
+    return _decisive(environment) == json.loads(Path(address()).with_name("decisive").read_text())
 
 
 def _start(args: Sequence[str], env: Mapping[str, str], **streams: Any) -> Process | subprocess.Popen[bytes]:
     """What torch's elastic agent starts its ranks by, within a command of the server's."""
-    kind = Process if _is_warm(env) else subprocess.Popen
+    kind = Process if is_warm(env) else subprocess.Popen
     return kind(args, env=env, **streams)
 
 
+def _subprocess_run(args: Any, **options: Any) -> subprocess.CompletedProcess[Any]:
+    """subprocess.run within a command of the server's: another Python command comes from there as well."""
+    python = isinstance(args, list | tuple) and args and args[0] == sys.executable
+    streams = {name: options.get(name) for name in ("stdout", "stderr")}
+    plain = options.get("text") and set(options) <= {"text", *streams}
+    kinds = {None, subprocess.PIPE, subprocess.DEVNULL}
+    if not (python and plain and kinds.issuperset(streams.values()) and is_warm(os.environ)):
+        return _run_anew(args, **options)
+    with ExitStack() as files:
+        ends = {
+            name: kind and files.enter_context(tempfile.TemporaryFile("w+")) for name, kind in streams.items()
+        }
+        code = Process(list(args), **ends).wait()
+        said = dict.fromkeys(streams)
+        for name, end in ends.items():
+            if streams[name] == subprocess.PIPE:
+                end.seek(0)
+                said[name] = end.read()
+    return subprocess.CompletedProcess(args, code, said["stdout"], said["stderr"])
+
+
+_run_anew = subprocess.run
+
+
+class _Spare:
+    """A fork of a command from before it began, which becomes the server of its data workers when the command
+    starts that; else it ends with the command."""
+
+    def __init__(self) -> None:
+        self._line, other = socket.socketpair()
+        self._pid = os.fork()
+        if self._pid == 0:
+            self._line.close()
+            self._wait(other)
+        other.close()
+        self._spawn = util.spawnv_passfds
+        util.spawnv_passfds = self._begin
+
+    def _begin(self, path: Any, args: Sequence[Any], passfds: Sequence[int]) -> int:
+        """In the place of multiprocessing.util.spawnv_passfds."""
+        words = [os.fsdecode(word) for word in args]
+        used = self._line.fileno() < 0
+        if used or "multiprocessing.forkserver" not in words[-1] or os.waitpid(self._pid, os.WNOHANG)[0]:
+            return self._spawn(path, args, passfds)
+        descriptors = sorted(map(int, passfds))
+        request = {
+            "code": words[-1],
+            "descriptors": descriptors,
+            "environment": dict(os.environ),
+            "cwd": str(Path.cwd()),
+            "blocked": sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))),
+        }
+        socket.send_fds(self._line, [b"."], descriptors)
+        self._line.sendall(json.dumps(request).encode() + b"\n")
+        self._line.close()
+        return self._pid
+
+    def _wait(self, line: socket.socket) -> None:
+        try:
+            told, found, _, _ = socket.recv_fds(line, 1, 8)
+            request = json.loads(line.makefile("r").readline()) if told else None
+        except BaseException:  # a signal to the group
+            request = None
+        if request is None:
+            os._exit(0)
+        line.close()
+        # First out of the way of the numbers that the command names.
+        high = [fcntl.fcntl(number, fcntl.F_DUPFD, 200) for number in found]
+        for number in found:
+            os.close(number)
+        for number, wanted in zip(high, request["descriptors"], strict=True):
+            os.dup2(number, wanted, inheritable=False)
+            os.close(number)
+        os.chdir(request["cwd"])
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
+        _to_the_end(["-c", request["code"]])
+
+
 @cache
-def _address() -> str:
+def address() -> str:
     """Where the server of this session listens; it is started when it is first asked."""
     if ADDRESS in os.environ:  # this process is one of the server's own
         return os.environ[ADDRESS]
@@ -182,7 +376,7 @@ def _address() -> str:
     return f"{folder}/address"
 
 
-def serve(address: str) -> None:
+def serve(place: str) -> None:
     """Forks a process for each request, until standard input ends."""
     for library in LIBRARIES:
         import_module(library)
@@ -191,7 +385,7 @@ def serve(address: str) -> None:
     gc.collect()
     gc.freeze()
     with socket.socket(socket.AF_UNIX) as door:
-        door.bind(address)
+        door.bind(place)
         door.listen(64)
         os.write(1, b"ready\n")
         os.dup2(2, 1)
@@ -240,14 +434,22 @@ def _become(request: dict[str, Any], streams: Sequence[int]) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    if request["interruptible"]:
+        _interruptible()
     tempfile.tempdir = None
     sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     subprocess_handler.Popen = _start
+    subprocess.run = _subprocess_run
+    _Spare()
+    _to_the_end(request["args"])
+
+
+def _to_the_end(args: list[str]) -> None:
     code = 1
     try:
-        _run(request["args"])
+        _run(args)
         code = 0
     except SystemExit as end:
         if isinstance(end.code, str):

@@ -10,7 +10,6 @@ import pty
 import select
 import shutil
 import signal
-import subprocess
 import sys
 import time
 
@@ -149,15 +148,15 @@ def test_two_ranks_go_on_after_ctrl_c_and_leave_by_it(run, endless):
     """In a terminal: an answer is stopped, so is another one, and at the prompt the command ends."""
     ours, theirs = pty.openpty()
     command = ["chat", "--run", str(run), endless, "--max-new-tokens", "350", "--nproc", "2"]
-    ended = subprocess.Popen(
-        [sys.executable, "-m", "mm_core.cli.main", *command],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        env={**os.environ, "TERM": "dumb"},
-        # A test run in a shell's background ignores it, and children would inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    with os.fdopen(theirs, "r+b", buffering=0, closefd=False) as terminal:
+        ended = warm.Process(
+            [sys.executable, "-m", "mm_core.cli.main", *command],
+            stdin=terminal,
+            stdout=terminal,
+            stderr=terminal,
+            env={**os.environ, "TERM": "dumb"},
+            interruptible=True,
+        )
     shown = b""
 
     def until(text: bytes) -> None:

@@ -6,9 +6,7 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
-import threading
+import time
 from pathlib import Path
 
 import internvl_runs as runs
@@ -21,6 +19,7 @@ from mm_internvl.data.conversations import Conversations
 from mm_core.data.loading.stopping import StopRequested, stop_on
 from mm_core.data.loading.workers import StartWorker
 from mm_core.errors import DataError
+from support import warm
 from support.ranks import free_port, run_ranks
 
 HERE = Path(__file__).parent
@@ -153,24 +152,19 @@ def test_a_signal_to_one_rank_ends_a_run_that_measures(place, tmp_path, world):
         environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
         environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
         words = [HERE / "stopped_run.py", "train", "--config", tmp_path / "tuned.yaml"]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        started.append(subprocess.Popen([sys.executable, *words], env=os.environ | environment, **pipes))
-    late = threading.Timer(120, lambda: [process.kill() for process in started])
-    late.start()
-    said = []
+        started.append(warm.Running(words, env=os.environ | environment, merged=True))
     try:
-        for line in started[0].stdout:
-            said.append(line)
-            if "are measured" in line:
-                break
-        started[-1].send_signal(signal.SIGTERM)
-        said += [process.communicate()[0] for process in started]
+        until = time.monotonic() + 120
+        while "are measured" not in started[0].out:
+            assert time.monotonic() < until, started[0].out
+            time.sleep(0.02)
+        started[-1].process.send_signal(signal.SIGTERM)
+        ends = [running.end(120) for running in started]
     finally:
-        late.cancel()
-        for process in started:
-            process.kill()
-    text = "".join(said)
-    assert [process.returncode for process in started] == [75] * world, text
+        for running in started:
+            running.process.kill()
+    text = "".join(said for _, said, _ in ends)
+    assert [code for code, _, _ in ends] == [75] * world, text
     why = "SIGTERM" if world == 1 else "a signal to another rank"
     assert f"stopped by {why} before the first step; run folder {tmp_path / 'runs' / 'tuned'}" in text
     last = [int(found) for found in re.findall(r"are measured: (\d+) of", text)][-1]
