@@ -77,6 +77,12 @@ def test_the_first_page_is_at_most_two_clicks_from(need: str, page: str, heading
     assert clicks_to(page) <= 2
 
 
+def test_the_commands_of_the_first_page_fit_a_telephone() -> None:
+    """40 characters are 330 of 400 pixels in the site's font: seen in Chromium."""
+    blocks = re.findall(r"^```\w+\n(.*?)^```$", (DOCS / "index.md").read_text(), re.M | re.S)
+    assert blocks and max(len(line) for block in blocks for line in block.splitlines()) <= 40
+
+
 def test_every_page_can_be_reached_by_links_in_the_text() -> None:
     names = {page.relative_to(DOCS).as_posix() for page in PAGES}
     assert {name for name in names if clicks_to(name) > 3} == set()
