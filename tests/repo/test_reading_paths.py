@@ -65,7 +65,7 @@ def clicks_to(target: str) -> int:
     ("need", "page", "heading"),
     [
         ("my own clips", "data.md", "The dataset `video_text`"),
-        ("my own model", "writing-a-dit.md", "What it has"),
+        ("my own model", "writing-a-dit.md", "Test it"),
         ("a large model, as with DeepSpeed", "engine.md", "Module patterns"),
         ("a failed run", "ranks.md", "When a run fails"),
         ("a run that hangs", "ranks.md", "What a hang looks like"),
