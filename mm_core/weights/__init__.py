@@ -1,4 +1,4 @@
-"""Weights on disk: formats, key maps, pipelines, files of adapters, streaming tensors into shards."""
+"""Weights on disk: formats, key maps, pipelines, adapter files, streaming tensors into shards."""
 
 from mm_core.weights.fitting import Fit, best_layout, candidate_layouts, fit, formats_of, no_layout_error
 from mm_core.weights.formats.composed import composed

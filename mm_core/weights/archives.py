@@ -1,4 +1,4 @@
-"""Archives of torch.save, judged by their directory before anything is unpacked."""
+"""Checks of torch.save archives, made on their zip directory before anything is unpacked."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ if TYPE_CHECKING:
 
 _ZIP = b"PK\x03\x04"
 _END = struct.Struct("<4s4H2LH")  # signature, disks and counts, size and place of the directory, comment
-_LOCATOR = struct.Struct("<4sLQL")  # of the end of a large archive
+_LOCATOR = struct.Struct("<4sLQL")  # points to the end record of a large archive
 _LARGE_END = struct.Struct("<4sQ2H2L4Q")
 
 
 def check_archive(file: IO[bytes], start: int, size: int) -> None:
-    """Refuses a zip archive with packed members, or whose members are larger than the archive.
+    """Refuses a torch.save weights file whose zip members are compressed or larger than the file.
 
-    torch.save packs nothing, so that none of its own is; a few kilobytes can declare a terabyte, and torch
-    unpacks a member whole. What is no zip archive is left to torch.
+    torch.save never compresses. A compressed member of a few kilobytes can declare a terabyte, and torch
+    unpacks a complete member at once. A file that is no zip archive is left to torch.
 
     Args:
-        file: that holds the archive.
-        start: where it begins. size: in bytes.
+        file: contains the archive.
+        start: byte at which the archive begins.
+        size: bytes of the archive.
 
     Raises:
-        CheckpointError: an archive that unpacks to more than it is, or that readers can take differently.
-        RuntimeError: an archive that is damaged, as torch raises it.
+        CheckpointError: an archive that unpacks to more than its size, or that two readers can read
+            differently.
+        RuntimeError: a damaged archive, as torch raises it.
     """
     piece = _Piece(file, start, size)
     if piece.read(len(_ZIP)) != _ZIP:
@@ -43,22 +45,22 @@ def check_archive(file: IO[bytes], start: int, size: int) -> None:
     except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as fault:
         raise RuntimeError(f"the archive is damaged ({fault})") from None
     if not ends:
-        # zipfile takes what comes before for prepended data, and reads another directory than torch would.
-        raise CheckpointError("its directory does not lie where torch.save writes it, right before the end")
-    if any(member.filename.endswith("constants.pkl") for member in members):  # by which torch tells them
+        # zipfile takes the bytes before for prepended data, and reads a different directory from torch.
+        raise CheckpointError("its zip directory is not where torch.save writes it, right before the end")
+    if any(member.filename.endswith("constants.pkl") for member in members):  # as torch recognises them
         raise CheckpointError("it is a TorchScript archive, which is a program")
     declared = sum(member.file_size for member in members)
     if declared > size:
-        raise CheckpointError(f"its {size:,} bytes unpack to {declared:,}, and torch.save packs nothing")
+        raise CheckpointError(f"its {size:,} bytes unpack to {declared:,}, but torch.save never compresses")
     for member in members:
         if member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size:
             raise CheckpointError(
-                f"its member {member.filename[:60]!r} is packed, and torch.save packs nothing"
+                f"its member {member.filename[:60]!r} is compressed, but torch.save never compresses"
             )
 
 
 def _directory_ends_at_end(piece: _Piece) -> bool:
-    """Whether the directory lies where the archive's end says, with nothing between the two and after."""
+    """Whether the directory is where the archive's end record points, with nothing between them or after."""
     end = piece.seek(-_END.size, os.SEEK_END)
     signature, *_, length, place, comment = _END.unpack(piece.read(_END.size))
     if signature != b"PK\x05\x06" or comment:
@@ -75,7 +77,7 @@ def _directory_ends_at_end(piece: _Piece) -> bool:
 
 
 class _Piece(io.RawIOBase):
-    """A part of a file, to be read as a file of its own."""
+    """A part of a file, readable like a file of its own."""
 
     def __init__(self, file: IO[bytes], start: int, size: int) -> None:
         self._file, self._start, self._at = file, start, 0

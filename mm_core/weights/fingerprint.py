@@ -1,4 +1,4 @@
-"""Whether stored tensors are still those that they were, without reading them whole."""
+"""Whether stored tensors are unchanged, found without reading all of their bytes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ import torch
 from mm_core.weights.formats.format import StoredTensors
 
 _NUMBERS = 512
-"""Numbers of a piece of a tensor that is looked at."""
+"""Numbers in each piece of a tensor that is read."""
 
 _PIECES = 16
-"""Pieces of a tensor, evenly from its beginning to its end: more would make a model of many experts slow."""
+"""Pieces read from a tensor, evenly spaced: more would be slow for a model with many experts."""
 
 
 def fingerprint(tensors: Iterable[tuple[str, StoredTensors]]) -> str:
-    """sha256 over the name, dtype and shape of stored tensors, and pieces of each.
+    """sha256 over the names, dtypes and shapes of tensors in weights files, and over pieces of each tensor.
 
-    A model that was trained on, or another one of the same architecture, differs in it; a file that was cut
-    into other shards does not. Numbers that were changed between the pieces alone are not noticed.
+    It differs for a model that was trained further, and for another model of the same architecture. It stays
+    the same when a file is split into different shards. Changes only between the pieces go unnoticed.
 
-    Raises CheckpointError for a file that cannot be read.
+    Raises:
+        CheckpointError: a file that cannot be read.
     """
     digest = hashlib.sha256()
     for name, stored in tensors:
@@ -35,7 +36,7 @@ def fingerprint(tensors: Iterable[tuple[str, StoredTensors]]) -> str:
 
 
 def _boxes(shape: Sequence[int]) -> list[tuple[tuple[int, int], ...]]:
-    """Pieces of a tensor as (start, stop) of each dimension, along its diagonal."""
+    """Pieces along the diagonal of a tensor, as (start, stop) of each dimension."""
     room, taken = _NUMBERS, []
     for size in reversed(shape):
         taken.append(min(size, max(room, 1)))

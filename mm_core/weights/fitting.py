@@ -1,4 +1,4 @@
-"""Which format files are in, and where each tensor of a component lies in them."""
+"""Finding the weight format of files, and where each tensor of a component is in them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,18 @@ from mm_core.weights.streaming import chunks, overlap, read_box
 Formats = Mapping[str, WeightFormat]
 
 Piece = tuple[Copy, StoredTensors]
-"""A box of a component's tensor, and what it is read from."""
+"""A box of a component's tensor, and the files it is read from."""
 
 
 def formats_of(registry: Registry, only: str | None = None) -> dict[str, WeightFormat]:
-    """The weight formats of all plugins by qualified name, those of other plugins before the core's; or
-    one of them.
+    """The weight formats of all plugins by qualified name; those of the core come last.
 
-    Raises PluginError for a name that no format has, or a plugin whose format cannot be imported.
+    Args:
+        registry: the plugins' components.
+        only: return just the format of this name.
+
+    Raises:
+        PluginError: no format has this name, or a plugin's format cannot be imported.
     """
     if only is not None:
         found = registry.resolve("weight_format", only)
@@ -38,14 +42,18 @@ def formats_of(registry: Registry, only: str | None = None) -> dict[str, WeightF
 
 @dataclass(frozen=True)
 class Fit:
-    """One way to read a component.
+    """One way to read a component's weights from files.
 
-    format: its qualified name. folders: below the path, that are read; [""] for the path itself. pieces:
-    what would be read from where. missing: the component's names that have no tensor there. unexpected:
-    stored names that nothing asks for, with where they are. misshapen: the component's name, its shape as
-    it would be stored, and the shape that is stored. absent: folders of the component's parts that are not
-    there. spared: names of absent parts that files may lack; they are not among `missing`. twins: of a
-    tensor that the component shares and files hold several times, what is read and what is not.
+    Attributes:
+        format: qualified name of the weight format.
+        folders: folders below the path that are read; ("",) for the path itself.
+        pieces: which box is read from which file.
+        missing: the component's names without a tensor in the files.
+        unexpected: stored names that the component does not use, with the files they are in.
+        misshapen: the component's name, the shape expected in the file, and the shape found there.
+        absent: folders of the component's parts that do not exist.
+        spared: names in absent parts that are optional; they are not in `missing`.
+        twins: for each shared tensor that files contain several times, the pieces read and not read.
     """
 
     format: str = ""
@@ -60,29 +68,29 @@ class Fit:
 
     @property
     def found(self) -> int:
-        """How many stored tensors are asked for, of the right shape: what ways are compared by."""
+        """How many stored tensors with the right shape this layout reads: the best layout reads most."""
         return len({(stored.where, copy.stored) for copy, stored in self.pieces})
 
     @property
     def whole(self) -> bool:
-        """Whether nothing is missing, left over or misshapen."""
+        """Whether files and component fit: nothing is missing, left over or misshapen."""
         return not (self.missing or self.unexpected or self.misshapen)
 
     @property
     def sources(self) -> list[StoredTensors]:
-        """What is read, each once."""
+        """The files that this layout reads, each once."""
         read = [*(stored for _, stored in self.pieces), *(stored for stored, _ in self.unexpected)]
         return list({stored.where: stored for stored in read}.values())
 
     def text(self, stored: StoredTensors, name: str) -> str:
-        """A stored name, with its folder where several are read."""
+        """A stored tensor's name for messages, with its folder where several folders are read."""
         return f"{stored.where.name}/{name}" if len(self.folders) > 1 else name
 
 
 def fit(keys: KeyMap, shapes: Mapping[str, Sequence[int]], stored: StoredTensors) -> Fit:
-    """How a component of these shapes lies in stored tensors, by a key map.
+    """Matches a component's tensors with the tensors in weights files, by a key map.
 
-    A tensor that several names share (tied weights) is asked for once: see `with_ties_resolved`.
+    A tensor shared by several names (tied weights) is read once: see `with_ties_resolved`.
     """
     copies = keys.copies(shapes)
     absent = {copy.component for copy in copies if copy.stored not in stored.shapes}
@@ -105,23 +113,24 @@ def fit(keys: KeyMap, shapes: Mapping[str, Sequence[int]], stored: StoredTensors
 def candidate_layouts(
     path: Path, name: str, component: nn.Module, shapes: Mapping[str, Sequence[int]], formats: Formats
 ) -> list[Fit]:
-    """Every way that `formats` know to read a component from a file or folder, the best first.
+    """Every way to read a component's weights from a file or folder by known weight formats, best first.
 
     Args:
-        path: what is to be read.
-        name: of the component in its task. component: may be on the meta device.
-        shapes: of its tensors, by its own names.
-        formats: to be tried.
+        path: file or folder to read.
+        name: the component's name in its task.
+        component: may be on the meta device.
+        shapes: shapes of the component's tensors, by its own names.
+        formats: weight formats to try.
 
     Raises:
-        CheckpointError: damaged or hostile files; nothing of them has run.
+        CheckpointError: damaged or hostile files; no code in them has run.
     """
     ways: list[Fit] = []
     seen: dict[Path, StoredTensors] = {}
     faults: list[MMError] = []
     with without_adapters(component):  # a format knows what its author wrote
         for label, known in formats.items():
-            lone = path.is_file()  # which tells no format: whatever map fits its names will do
+            lone = path.is_file()  # it does not show its format: any map that fits its names will do
             if not lone and not known.recognises(path):
                 continue
             try:
@@ -144,19 +153,19 @@ def candidate_layouts(
                 ways.append(replace(way, format=label, folders=found))
     if not ways and faults:
         raise faults[0]
-    # Of folders that fit alike, the one that is called as the component is.
+    # Among folders that fit equally well, prefer the one named like the component.
     return sorted(ways, key=lambda way: (-way.found, way.folders != (name,), len(way.unexpected)))
 
 
 def _places(
     path: Path, layouts: Sequence[Layout], folders: Sequence[str]
 ) -> Iterator[tuple[str | None, ...]]:
-    """The folders that the layouts could be read from together; None for a part that is not there."""
+    """The folders that the layouts could be read from together; None for an absent part."""
     if len(layouts) == 1:
         own = layouts[0].folder
         yield from ((folder,) for folder in ([own] if own in folders else folders))
         return
-    # The folder or file of one part alone is known by its name: the parts may well be of one shape.
+    # The folder or file of a single part is recognised by name: several parts may have the same shapes.
     home = path.name if path.is_dir() else path.parent.name
     alone = {home: ""} if list(folders) == [""] else {}
     known = alone | {folder: folder for folder in folders if folder}
@@ -168,7 +177,7 @@ def _places(
 def _fit_parts(
     layouts: Sequence[Layout], shapes: Mapping[str, Sequence[int]], opened: Sequence[StoredTensors | None]
 ) -> Fit:
-    """How a component lies in the files of its parts; None for those of a part that is not there."""
+    """Matches a component with the files of its parts; None in `opened` stands for an absent part."""
     ways: list[Fit] = []
     for layout, names, stored in zip(layouts, divided(layouts, shapes), opened, strict=True):
         if stored is not None:
@@ -188,45 +197,46 @@ def _fit_parts(
 
 
 def _fit_layout(layout: Layout, shapes: Mapping[str, Sequence[int]], stored: StoredTensors) -> Fit:
-    """By the map that files are written by or, where that leaves something over, the one for others."""
+    """Matches by the map used for writing; if that leaves tensors over, tries the map for other files."""
     way = fit(layout.keys, shapes, stored)
     if layout.reading is None or not (way.unexpected or way.misshapen):
         return way
     try:
         other = fit(replace(layout.reading(stored), prefix=layout.keys.prefix), shapes, stored)
     except ContractError:
-        return way  # which says in what the files differ
+        return way  # it shows where the files differ
     return other if other.found > way.found else way
 
 
 def best_layout(ways: Sequence[Fit], path: Path, name: str) -> Fit:
-    """The best of `candidate_layouts`.
+    """The best way to read a component's weights, out of `candidate_layouts`.
 
-    Raises CheckpointError where several folders fit alike and none is called as the component is: two models
-    of one architecture hold other numbers.
+    Raises:
+        CheckpointError: several folders fit equally well and none is named like the component: two models of
+            one architecture contain different numbers.
     """
     best = ways[0]
-    # Another format that fits as well has no say: the first may know the folder, where that one only guesses.
+    # Another format that fits as well does not count: the first may know the folder, the other only guesses.
     of_best = (way for way in ways if way.format == best.format)
     alike = list(dict.fromkeys(way.folders for way in of_best if way.found == best.found))
     if len(alike) > 1 and best.folders != (name,):
         raise CheckpointError(
-            f"{name!r} could be read from any of these folders:"
+            f"the weights of {name!r} could be in any of these folders:"
             f" {', '.join(' and '.join(folders) for folders in alike)}",
             where=str(path),
-            hint="name one of them in the path",
+            hint="add one of these folders to the path",
         )
     return best
 
 
 def with_ties_resolved(way: Fit, tied: Mapping[str, str]) -> Fit:
-    """The same for a component in which several names share a tensor.
+    """A way to read weights in which each shared tensor (tied weights) of a component is read once.
+
+    If files contain the tensor under several of its names, one is read; under only one, that one is.
 
     Args:
         way: found for the shapes of all names.
         tied: further name -> the name that is filled.
-
-    What is stored under several of the names is read once; under one of them, that one serves.
     """
     if not tied:
         return way
@@ -254,8 +264,11 @@ def with_ties_resolved(way: Fit, tied: Mapping[str, str]) -> Fit:
 
 
 def conflicting_aliases(way: Fit) -> list[tuple[str, str]]:
-    """Of the tensors that a component shares and files hold several times: the stored name that is read,
-    and one that is not and holds other numbers. Reads both. CheckpointError as of reading."""
+    """Tied weights that files contain several times with different numbers: (name read, name not read).
+
+    Raises:
+        CheckpointError: a file cannot be read; both tensors are read to compare them.
+    """
     return [
         (way.text(taken[0][1], taken[0][0].stored), way.text(passed[0][1], passed[0][0].stored))
         for taken, passed in way.twins
@@ -264,7 +277,7 @@ def conflicting_aliases(way: Fit) -> list[tuple[str, str]]:
 
 
 def _alike(one: Piece, other: Piece) -> bool:
-    """Whether two pieces hold the same numbers where they meet."""
+    """Whether two pieces contain the same numbers where they overlap."""
     (copy, stored), (second, beside) = one, other
     if (region := overlap(second, box_of(copy.start, copy.size))) is None:
         return True
@@ -279,11 +292,11 @@ def _alike(one: Piece, other: Piece) -> bool:
 
 
 def no_layout_error(path: Path, component: str, formats: Iterable[str]) -> CheckpointError:
-    """The error where no format can read a component from `path`."""
+    """The error for a file or folder from which no weight format can read a component."""
     return CheckpointError(
-        f"no weight format reads {component!r} from this {'file' if path.is_file() else 'folder'}"
+        f"no weight format can read {component!r} from this {'file' if path.is_file() else 'folder'}"
         if path.exists()
         else "there is no such file or folder",
         where=str(path),
-        accepted=f"what one of these reads: {', '.join(formats) or 'none, no plugin offers a format'}",
+        accepted=f"files in one of these formats: {', '.join(formats) or 'none (no plugin has a format)'}",
     )

@@ -1,4 +1,4 @@
-"""A bar of bytes for reading and writing weights: on a terminal only."""
+"""A progress bar in bytes for reading and writing weights, shown on a terminal only."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from contextlib import contextmanager
 
 @contextmanager
 def byte_bar(title: str, total: int, shown: bool = True) -> Iterator[Callable[[int], None]]:
-    """Gives a function that is told the bytes done.
+    """A progress bar for reading or writing weights; yields a function that adds bytes to it.
 
     Args:
-        title: what is done.
+        title: text beside the bar.
         total: bytes in all.
-        shown: false on ranks that would only repeat the first; a log file gets no bar either.
+        shown: false on all ranks but the first; a log file gets no bar either.
     """
     if not (shown and sys.stderr.isatty()):
         yield lambda count: None

@@ -1,4 +1,4 @@
-"""Tensors in safetensors and torch files, read by boxes. Nothing in a file runs."""
+"""Tensors in safetensors and torch files, read box by box. No code in a file runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 
 _NESTED = ("state_dict", "model", "module")
 _DAMAGED = (ValueError, LookupError, TypeError, AttributeError, OSError, RecursionError)
-_DEPTH = 8  # a mapping of a file that nobody vouches for may hold itself
+_DEPTH = 8  # a mapping in an untrusted file may contain itself
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -47,8 +47,7 @@ DTYPES = {
 
 
 def open_stored(path: Path, stem: str | None = None) -> StoredTensors:
-    """The tensors at `path`: a safetensors file, an index or a folder of such files, or a file of
-    torch.save.
+    """Opens the tensors of weights files: a safetensors file, an index, a folder, or a torch.save file.
 
     Args:
         path: file or folder.
@@ -56,8 +55,7 @@ def open_stored(path: Path, stem: str | None = None) -> StoredTensors:
             takes the only index, or all files.
 
     Raises:
-        CheckpointError: nothing of that kind is there, or it cannot be read, or asks for more than
-            tensors.
+        CheckpointError: there is no weights file, it cannot be read, or it needs more than tensors.
     """
     name = path.name
     if path.is_file() and name.endswith(INDEX):
@@ -91,7 +89,7 @@ def _in_folder(folder: Path, stem: str | None) -> list[Path]:
 
 
 class SafetensorsFiles:
-    """One file or several, mapped into memory: only what is used of them is ever read."""
+    """Tensors in one or several safetensors files, mapped into memory: only bytes in use are read."""
 
     others: Sequence[str] = ()
 
@@ -109,46 +107,50 @@ class SafetensorsFiles:
                     raise CheckpointError(
                         f"{name} is in {self._files[name].name} and in {path.name}",
                         where=str(path.parent),
-                        hint="name one file, or the index that lists the right ones",
+                        hint="set the path to one file, or to the index that lists the right files",
                     )
                 self._files[name] = path
                 piece = stored.get_slice(name)
                 self.shapes[name] = tuple(piece.get_shape())
                 if (kind := str(piece.get_dtype())) not in DTYPES:
                     raise CheckpointError(
-                        f"{name} is of dtype {kind}, which torch cannot hold",
+                        f"{name} has dtype {kind}, which torch does not support",
                         where=str(path),
                         accepted=", ".join(DTYPES),
                     )
                 self.dtypes[name] = DTYPES[kind]
 
     def metadata(self) -> dict[str, str]:
-        """The texts in the headers."""
+        """The metadata texts in the headers of the safetensors files."""
         return {k: v for path in self.paths for k, v in (self._opened(path).metadata() or {}).items()}
 
     def read(self, name: str, box: tuple[slice, ...]) -> Tensor:
-        """A box of a stored tensor: a view of the mapped file."""
+        """A box of a tensor in the safetensors files: a view of the mapped file."""
         stored = self._opened(self._files[name])
         found: Tensor = stored.get_slice(name)[box] if box else stored.get_tensor(name)  # a scalar: no slice
         return found
 
 
 def open_whole(path: Path) -> Any:
-    """A safetensors file, mapped. CheckpointError where it is none, or not all of it is there."""
-    if path.exists() and not path.is_file():  # a pipe would be waited for
-        raise CheckpointError("this is no file", where=str(path), accepted="a safetensors file")
+    """Opens a safetensors file, mapped into memory.
+
+    Raises:
+        CheckpointError: it is no safetensors file, or it is incomplete.
+    """
+    if path.exists() and not path.is_file():  # opening a pipe would block
+        raise CheckpointError("this is not a file", where=str(path), accepted="a safetensors file")
     try:
         return safe_open(str(path), framework="pt", device="cpu")
     except (SafetensorError, OSError) as fault:
         raise CheckpointError(
-            f"this is no whole safetensors file: {_why(fault)}",
+            f"this is not a complete safetensors file: {_why(fault)}",
             where=str(path),
-            hint="fetch it again" if path.is_file() else "",
+            hint="download or copy it again" if path.is_file() else "",
         ) from None
 
 
 class TorchFile:
-    """A file of torch.save, read with `weights_only` and mapped into memory, not copied."""
+    """Tensors in a torch.save file, read with `weights_only` and mapped into memory, not copied."""
 
     def __init__(self, path: Path) -> None:
         stored = _unnested(_load(path), path)
@@ -161,76 +163,90 @@ class TorchFile:
                 f"{name} is {kind}{more}",
                 where=str(path),
                 accepted="dense tensors, which can be read slice by slice",
-                hint="save it anew with .to_dense() or .dequantize(), where you trust it",
+                hint="if you trust the file, convert it with .to_dense() or .dequantize() and save again",
             )
         self.others: Sequence[str] = sorted(name for name in stored if name not in self._tensors)
         self.shapes: Mapping[str, Shape] = {name: tuple(t.shape) for name, t in self._tensors.items()}
         self.dtypes = {name: tensor.dtype for name, tensor in self._tensors.items()}
 
     def read(self, name: str, box: tuple[slice, ...]) -> Tensor:
-        """A box of a stored tensor."""
+        """A box of a tensor in the torch.save file."""
         return self._tensors[name].detach()[box]
 
 
 def missing_at(path: Path) -> list[str]:
-    """Of weights at a path, what does not exist: the file or folder, or files that its index lists."""
+    """Missing weights files at a path: the file or folder itself, or files listed in its index."""
     if not path.exists():
         return [str(path)]
     found = path.glob(f"*{INDEX}") if path.is_dir() else [path] if path.name.endswith(INDEX) else []
     missing = []
     for index in sorted(found):
-        with suppress(*_DAMAGED):  # what is wrong with an index, reading says
+        with suppress(*_DAMAGED):  # reading reports a damaged index
             files = [index.parent / name for name in _names_in(index)]
             missing += [str(file) for file in files if not file.is_file()]
     return missing
 
 
 def _names_in(index: Path) -> list[str]:
-    """The files that an index lists, as it says itself; one of `_DAMAGED` where it is none."""
+    """The file names in an index, unchecked. Raises one of `_DAMAGED` for anything else."""
     return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
 
 
 def indexed(index: Path) -> list[Path]:
-    """The files that an index lists; CheckpointError for one that names a file outside of its folder, or
-    none at all."""
+    """The weights files listed in a safetensors index.
+
+    Raises:
+        CheckpointError: the index lists no file, a missing file, or one outside its folder.
+    """
     try:
         names = _names_in(index)
         odd = [name for name in names if Path(name).name != name or name in {"", ".", ".."}]
     except _DAMAGED as fault:
         raise CheckpointError(
-            f"this index cannot be read ({type(fault).__name__})", where=str(index)
+            f"this index cannot be read ({type(fault).__name__})",
+            where=str(index),
+            accepted="JSON with a weight_map from tensor names to file names",
+            hint="download or copy it again",
         ) from None
     if not names:
-        raise CheckpointError("this index lists no file", where=str(index))
+        raise CheckpointError("this index lists no file", where=str(index), hint="download or copy it again")
     if odd:
-        raise CheckpointError(f"this index names {odd[0]!r}, which is outside its folder", where=str(index))
+        raise CheckpointError(
+            f"this index lists {odd[0]!r}, which is outside its folder",
+            where=str(index),
+            accepted="names of files in the same folder",
+        )
     if wrong := [name for name in names if not name.endswith(".safetensors")]:
         raise CheckpointError(
-            f"this index names {wrong[0]!r}, which is no safetensors file",
+            f"this index lists {wrong[0]!r}, which is not a safetensors file",
             where=str(index),
-            hint="ask for the weights as safetensors; load nothing that you do not trust",
+            hint="get the weights as safetensors; load only files that you trust",
         )
     if absent := [name for name in names if not (index.parent / name).is_file()]:
         shown = ", ".join(absent[:5]) + (f" and {len(absent) - 5} more" if len(absent) > 5 else "")
-        raise CheckpointError(f"files of this index are missing: {shown}", where=str(index))
+        raise CheckpointError(
+            f"files listed in this index are missing: {shown}",
+            where=str(index),
+            hint="download or copy them into this folder",
+        )
     return [index.parent / name for name in names]
 
 
 def _why(fault: Exception) -> str:
-    """In our words where safetensors' own do not say what to make of it; by its text, which has no codes."""
+    """A clearer text for safetensors errors, chosen by their text since they have no codes."""
     text = " ".join(str(fault).split()).removeprefix("Error while deserializing header: ")
     if "not fully covered" in text:
-        return "it is cut off, or longer than its header says"
+        return "it is truncated, or longer than its header declares"
     if text.startswith(("header too", "invalid header length")):
-        return f"it is cut off, or another kind of file under this name ({text})"
+        return f"it is truncated, or a different kind of file under this name ({text})"
     return text[:200]
 
 
 def _load(path: Path) -> object:
-    """A torch file, without running anything in it."""
+    """Loads a torch.save file without running any code in it."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # what is odd is refused, in one sentence
+            warnings.simplefilter("ignore", UserWarning)  # the error below is enough
             with path.open("rb") as file:
                 check_archive(file, 0, path.stat().st_size)
             try:
@@ -240,22 +256,22 @@ def _load(path: Path) -> object:
                     raise
             return torch.load(path, map_location="cpu", weights_only=True)  # written before torch 1.6
     except Exception as fault:
-        # A pickle can fail in any way that the calls inside it can; nothing of it has run.
+        # A pickle can fail in any way that the calls inside it can; none of it has run.
         raise CheckpointError(
-            f"this file was refused unread: {_reason(fault)}",
+            f"this file was refused without loading it: {_reason(fault)}",
             where=str(path),
-            accepted="a file of tensors alone",
-            hint="ask for the weights as safetensors; load nothing that you do not trust",
+            accepted="a file that contains only tensors",
+            hint="get the weights as safetensors; load only files that you trust",
         ) from None
 
 
 def _reason(fault: Exception) -> str:
-    """What is wrong with the file, without torch's advice to load it all the same."""
+    """What is wrong with the file, without torch's advice to load it anyway."""
     if isinstance(fault, CheckpointError):
         return fault.what
     text = " ".join(str(fault).split())
     if named := re.search(r"GLOBAL ([\w.]+)", text):
-        return f"it asks for {named[1]}, which no file of tensors needs"
+        return f"it would import {named[1]}, which a file of tensors never needs"
     if "TorchScript" in text:
         return "it is a TorchScript archive, which is a program"
     if "WeightsUnpickler error: " in text:
@@ -264,7 +280,7 @@ def _reason(fault: Exception) -> str:
 
 
 def _other_kind(tensor: Tensor) -> str:
-    """What keeps a tensor from being read slice by slice; "" for a dense one."""
+    """Why a tensor cannot be read slice by slice; "" for a dense one."""
     if tensor.layout is not torch.strided:
         return f"sparse ({str(tensor.layout).removeprefix('torch.')})"
     if tensor.is_quantized:
@@ -273,8 +289,8 @@ def _other_kind(tensor: Tensor) -> str:
 
 
 def _unnested(found: object, path: Path) -> Mapping[str, object]:
-    """The mapping that holds the tensors, also below `state_dict`, `model` or `module`: what lies beside
-    it (a step that is a tensor) is none of the model's."""
+    """The mapping that contains the tensors, also below `state_dict`, `model` or `module`: anything beside
+    it (a step that is a tensor) does not belong to the model."""
     held: Mapping[object, object] | None = None
     for _ in range(_DEPTH):
         if not isinstance(found, Mapping):
@@ -285,7 +301,7 @@ def _unnested(found: object, path: Path) -> Mapping[str, object]:
     if held is not None:
         return {str(name): item for name, item in held.items()}
     raise CheckpointError(
-        "this file holds no tensors by name",
+        "this file contains no named tensors",
         where=str(path),
         accepted="a state dict, also below 'state_dict', 'model' or 'module'",
     )

@@ -1,4 +1,4 @@
-"""Stored tensors into a component's, box by box: each rank reads what its shards hold, and no more."""
+"""Streaming stored tensors into a component, box by box: each rank reads only its own shards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from mm_core.weights.formats.format import StoredTensors
 from mm_core.weights.formats.key_map import Box, Copy, box_of
 
-_CHUNK = 64 * 2**20  # bytes that are held on their way into a shard, where they cannot be mapped
+_CHUNK = 64 * 2**20  # bytes buffered on their way into a shard, where they cannot be mapped
 
 
 def stream(
@@ -20,12 +20,13 @@ def stream(
     copies: Iterable[tuple[Copy, StoredTensors]],
     advance: Callable[[int], None] = lambda size: None,
 ) -> None:
-    """Fills tensors in place, cast to their dtype.
+    """Fills a component's tensors in place from weights files, cast to their dtype.
 
     Args:
-        targets: by the component's names; plain tensors, or DTensors of which this rank's part is filled.
-        copies: what is to be read from where.
-        advance: told the number of bytes after each piece that was read.
+        targets: tensors by the component's names: plain ones, or DTensors, of which this rank's shard is
+            filled.
+        copies: which box to read from which file.
+        advance: called with the number of bytes after each piece read.
 
     Raises:
         CheckpointError: a file that cannot be read.
@@ -44,7 +45,7 @@ def stream(
 
 
 def read_box(copy: Copy, stored: StoredTensors, box: Box) -> Tensor:
-    """A box of the component's tensor (which lies within `copy`), from the file: a view where it can be."""
+    """Reads a box of a component's tensor (inside `copy`) from a weights file: a view where possible."""
     inner = tuple(
         slice(part.start - start + offset, part.stop - start + offset)
         for part, start, offset in zip(box, copy.start, copy.stored_start, strict=True)
@@ -56,10 +57,10 @@ def read_box(copy: Copy, stored: StoredTensors, box: Box) -> Tensor:
 
 
 def _read_seen(copy: Copy, stored: StoredTensors, box: Box) -> Tensor:
-    """A box of a stored tensor as its copy sees it."""
+    """A box of a stored tensor, in the copy's view of it."""
     if copy.view is None:
         return stored.read(copy.stored, box)
-    # Dimensions of one may stand before that which it has in common with the file.
+    # Dimensions of length 1 may come before the first dimension that the file has.
     ones = copy.view.index(copy.stored_shape[0])
     view, box = copy.view[ones:], box[ones:]
     if view == copy.stored_shape:
@@ -70,7 +71,7 @@ def _read_seen(copy: Copy, stored: StoredTensors, box: Box) -> Tensor:
 
 
 def shard_of(tensor: Tensor) -> tuple[Tensor, Box]:
-    """What this rank holds of a tensor (the same memory), and its place in the whole."""
+    """This rank's shard of a tensor (the same memory), and the shard's box in the full tensor."""
     if not isinstance(tensor, DTensor):
         return tensor.detach(), tuple(slice(0, size) for size in tensor.shape)
     sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -78,7 +79,7 @@ def shard_of(tensor: Tensor) -> tuple[Tensor, Box]:
 
 
 def overlap(copy: Copy, place: Box) -> Box | None:
-    """Where a copy's box and a shard meet, in the component's tensor."""
+    """The box of a component's tensor that a copy from weights files and a shard share; None for none."""
     found = tuple(
         slice(max(start, part.start), min(start + size, part.stop))
         for start, size, part in zip(copy.start, copy.size, place, strict=True)
@@ -87,7 +88,7 @@ def overlap(copy: Copy, place: Box) -> Box | None:
 
 
 def chunks(box: Box, itemsize: int) -> Iterable[Box]:
-    """A box in slabs along its first dimension, of `_CHUNK` bytes at most where that can be."""
+    """Splits a tensor's box into slabs along its first dimension, of at most 64 MiB where possible."""
     if not box:
         yield box
         return

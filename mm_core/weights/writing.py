@@ -1,8 +1,8 @@
-"""Safetensors files written tensor by tensor: memory holds one tensor, never a file.
+"""Writing safetensors files tensor by tensor: memory holds one tensor, never a complete file.
 
-The header of such a file says where every tensor lies, so names, dtypes and shapes must be known before
-the first byte: https://huggingface.co/docs/safetensors. Shards and their index are named as Transformers and
-Diffusers name theirs.
+The header of such a file contains the position of every tensor, so names, dtypes and shapes must be known
+before the first byte: https://huggingface.co/docs/safetensors. Shards and their index have the same names as
+those of Transformers and Diffusers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?)B|B?)\s*\Z", re.IGNOREC
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a file's header says of one tensor."""
+    """The entry of one tensor in the header of a safetensors file."""
 
     name: str
     dtype: torch.dtype
@@ -37,37 +37,41 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
+        """Bytes of the tensor in the weights file."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of a model: its name, and its tensors in the order of their bytes."""
+    """One weights file of a model: its name, and its tensors in file order."""
 
     file: str
     tensors: tuple[TensorSpec, ...]
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes of `5GB` (10^9), `5GiB` (2^30), `500MB`, or a number. MMError for anything else, and for less
-    than one byte."""
+    """The bytes of a file size: `5GB` (10^9), `5GiB` (2^30), `500MB`, or a number.
+
+    Raises:
+        MMError: anything else, or less than one byte.
+    """
     found = _SIZE.match(str(text))
     size = 0
     if found is not None:
         power = " KMGT".index((found[2] or " ").upper())
         size = int(float(found[1]) * (1024 if found[3] else 1000) ** power)
     if size < 1:
-        raise MMError(f"{text!r} is no size of a file", accepted="5GB, 4.5GiB, 500MB, ...")
+        raise MMError(f"{text!r} is not a file size", accepted="5GB, 4.5GiB, 500MB, ...")
     return size
 
 
 def plan_shards(tensors: Sequence[TensorSpec], stem: str, max_shard: int | None = None) -> list[Shard]:
-    """Which tensor goes into which file.
+    """Decides which tensor of a model goes into which safetensors file.
 
     Args:
-        tensors: in the order of the model. stem: of the files' names.
-        max_shard: most bytes of a file; a tensor that is larger has one of its own. None: one file.
+        tensors: in the order of the model.
+        stem: file name without `.safetensors` or the shard number.
+        max_shard: largest file in bytes; a larger tensor gets a file of its own. None: one file.
     """
     groups: list[list[TensorSpec]] = [[]]
     size = 0
@@ -80,7 +84,7 @@ def plan_shards(tensors: Sequence[TensorSpec], stem: str, max_shard: int | None 
     names = [f"{stem}.safetensors"]
     if len(groups) > 1:
         names = [f"{stem}-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
-    # Wide dtypes first: every tensor then begins at a multiple of its item size, as readers that map it need.
+    # Wide dtypes first: every tensor then begins at a multiple of its item size, which mapping needs.
     return [
         Shard(name, tuple(sorted(group, key=lambda tensor: -tensor.dtype.itemsize)))
         for name, group in zip(names, groups, strict=True)
@@ -95,13 +99,16 @@ def write_shards(
     metadata: Mapping[str, str] | None = None,
     advance: Callable[[int], None] = lambda size: None,
 ) -> list[Path]:
-    """Writes the files of a model, and an index where there are several; they are on disk when it returns.
+    """Writes the safetensors files of a model, and an index for several; returns when they are on disk.
 
     Args:
-        folder: exists. shards: of `plan_shards`.
-        produce: gives each tensor by name, as its spec says, on any device; called once a tensor.
+        folder: an existing folder.
+        shards: result of `plan_shards`.
+        produce: returns a tensor by name, with the shape and dtype of its spec, on any device; called once
+            per tensor.
+        stem: start of the index file's name.
         metadata: texts for the header of each file.
-        advance: told the bytes after each tensor.
+        advance: called with the bytes after each tensor.
     """
     written = []
     for shard in shards:
@@ -123,14 +130,15 @@ def write_shards(
 
 
 def header(tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
-    """The beginning of a safetensors file: 8 bytes of length, then JSON padded with spaces to 8 bytes."""
+    """The header of a safetensors file: 8 bytes of length, then JSON padded with spaces to 8 bytes."""
     document: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for spec in tensors:
         if spec.dtype not in _NAMES:
             raise MMError(
-                f"{spec.name} is of dtype {str(spec.dtype).removeprefix('torch.')}",
-                accepted=f"what a safetensors file can hold: {', '.join(_NAMES.values())}",
+                f"{spec.name} has dtype {str(spec.dtype).removeprefix('torch.')}, which a safetensors file"
+                " cannot contain",
+                accepted=", ".join(_NAMES.values()),
             )
         begin, end = end, end + spec.nbytes
         document[spec.name] = {
@@ -151,11 +159,11 @@ def _write_tensor(file: IO[bytes], spec: TensorSpec, tensor: Tensor) -> None:
 
 
 def assemble(copies: Sequence[Copy], read: Callable[[str], Tensor]) -> Tensor:
-    """One stored tensor from those of the component that it holds: what `stream` does, backwards.
+    """Builds one tensor of a weights file from a component's tensors: the reverse of `stream`.
 
     Args:
-        copies: all that name this stored tensor.
-        read: gives a component's tensor by name, on CPU; those of one stored tensor have one dtype.
+        copies: all copies that belong to this stored tensor.
+        read: returns a component's tensor by name, on CPU; those of one stored tensor have one dtype.
     """
     first = copies[0]
     tensor = read(first.component)

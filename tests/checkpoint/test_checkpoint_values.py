@@ -118,7 +118,7 @@ MANIFESTS = {
     "an adapter of no rank": (
         '{"adapters": [{"name": "a", "layers": [{"rank": -4, "alpha": 1, "dora": false, "rslora": false,'
         ' "modules": []}]}]}',
-        "manifest.json: what this checkpoint says of its adapters is not understood",
+        "manifest.json: this checkpoint's record of its adapters cannot be read",
     ),
     "a base without a place": (
         '{"base": [{"key": "init_from"}]}',

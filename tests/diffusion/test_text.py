@@ -277,7 +277,7 @@ def test_a_tokenizers_own_code_does_not_run_and_nobody_is_asked(umt5, tmp_path, 
 def test_damaged_weights_are_a_sentence(umt5, tmp_path):
     UMT5.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\x00" * 64)
-    with pytest.raises(CheckpointError, match="this is no whole safetensors file"):
+    with pytest.raises(CheckpointError, match="this is not a complete safetensors file"):
         mm_core.load_frozen(HFTextEncoder(str(tmp_path), tokenizer=str(umt5)), CPU)
 
 

@@ -73,7 +73,7 @@ def test_what_cannot_be_is_one_sentence(source, tiny, tmp_path, mm):
     (cut / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes()[:-10])
     done = mm("import", "--from", cut, "--config", tiny, run, "--nproc", 2)
     assert done.code == 1 and done.err.count("error:") == 1
-    assert "this is no whole safetensors file: it is cut off" in done.err and "Traceback" not in done.err
+    assert "not a complete safetensors file: it is truncated" in done.err and "Traceback" not in done.err
     done = mm("import", "--from", source, "--config", tiny, run, "task.predictor.ffn_dim=64")
     assert done.code == 1 and "misshapen: predictor.blocks.0.ffn" in done.err
     done = mm("import", "--from", tmp_path / "none", "--config", tiny, run)

@@ -110,7 +110,8 @@ def test_a_module_of_another_form_there_has_no_adapter_there(tmp_path):
     with pytest.raises(MMError) as caught:
         export(tmp_path / "runs/tuned", tmp_path / "out", "wan_transformer")
     assert str(caught.value) == (
-        "an adapter of patch_embedding cannot be written: its weight is stored in another form there\n"
+        "the adapter of patch_embedding cannot be written: this format stores its weight in a"
+        " different form\n"
         "  hint: export merged weights (--merge-lora), or leave the module out of the adapter's targets"
     )
     assert not (tmp_path / "out").exists()

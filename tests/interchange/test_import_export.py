@@ -138,7 +138,7 @@ def test_an_import_that_cannot_be_leaves_nothing(damage, tmp_path):
     with pytest.raises(CheckpointError) as caught:
         import_weights(language(tmp_path), origin)
     says = {
-        "cut": "this is no whole safetensors file: it is cut off, or longer than its header says",
+        "cut": "this is not a complete safetensors file: it is truncated, or longer than its header declares",
         "wide": "39 misshapen: lm.inner.bert.embeddings.word_embeddings.weight (48x32 in the file, 48x16 in",
         "absent": "1 missing: lm.inner.bert.embeddings.LayerNorm.weight",
     }

@@ -100,8 +100,8 @@ def test_transformers_loads_a_subclass_as_the_class_that_it_knows(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        (Added, "Added is no UNet2DModel any more: it adds gate"),
-        (Scaled, "Scaled is no UNet2DModel any more: it has options of its own: scale"),
+        (Added, "Added can no longer be loaded as UNet2DModel: it adds gate"),
+        (Scaled, "Scaled can no longer be loaded as UNet2DModel: it has options of its own: scale"),
     ],
 )
 def test_a_subclass_that_is_another_model_is_refused(kind, why):
@@ -122,4 +122,7 @@ def test_a_transformers_subclass_with_another_config_is_refused():
 
     model = MyQwen(MyConfig(**QWEN))
     why = Transformers().layout("model", model).refusal()
-    assert why == "MyQwen is no Qwen3ForCausalLM any more: its config is a MyConfig, not a Qwen3Config"
+    assert (
+        why
+        == "MyQwen can no longer be loaded as Qwen3ForCausalLM: its config is a MyConfig, not a Qwen3Config"
+    )

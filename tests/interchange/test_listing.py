@@ -135,5 +135,5 @@ def test_a_pipe_under_the_name_of_weights_is_not_waited_for(tmp_path, mm):
     os.mkfifo(tmp_path / "model.safetensors")
     done = mm("weights", "show", tmp_path / "model.safetensors")
     assert done.code == 1
-    with pytest.raises(CheckpointError, match="this is no file"):
+    with pytest.raises(CheckpointError, match="this is not a file"):
         open_stored(tmp_path)

@@ -223,7 +223,7 @@ def test_parts_that_cannot_be_taken_over_are_a_sentence(what, origin, tmp_path):
     part = origin / "vae"
     if what == "cut":
         os.truncate(part / FILE, (part / FILE).stat().st_size - 10)
-        said = f"vae/{FILE}: this is no whole safetensors file: it is cut off"
+        said = f"vae/{FILE}: this is not a complete safetensors file: it is truncated"
     elif what == "gone":
         part.rename(tmp_path / "elsewhere")
         said = "this is missing, and the export needs it"
@@ -367,7 +367,7 @@ def test_what_is_wrong_in_any_folder_is_one_error(pair, tmp_path):
     shown = contents(pair, tmp_path / "tuned.yaml").fits
     assert shown == ("predictor (Around) by local/folders: 78 tensors; 2 missing, 2 unexpected",)
     os.truncate(pair / "transformer_2" / FILE, (pair / "transformer_2" / FILE).stat().st_size - 10)
-    with pytest.raises(CheckpointError, match=r"transformer_2/.*this is no whole safetensors file"):
+    with pytest.raises(CheckpointError, match=r"transformer_2/.*this is not a complete safetensors file"):
         import_weights(config, pair)
     out_pipelines.transformer(num_layers=2).save_pretrained(pair / "transformer_2")
     with pytest.raises(
@@ -390,7 +390,7 @@ def test_layouts_that_do_not_divide_a_component():
     assert divided(of_component(halves), names) == [["high.a", "high.b.c"], ["low.a"]]
     assert [one.keys.prefix for one in of_component(halves)] == ["high.", "low."]
     with pytest.raises(
-        ContractError, match=r"the weight format has no place for 'shared'\n  accepted: names "
+        ContractError, match=r"no layout of the weight format covers 'shared'\n  accepted: names "
     ):
         divided(of_component(halves), [*names, "shared"])
     for wrong in (
@@ -398,7 +398,7 @@ def test_layouts_that_do_not_divide_a_component():
         [Layout(folder="1"), Layout(part="high", folder="2")],
         [Layout(part="high", folder="1"), Layout(part="low", folder="1")],
     ):
-        with pytest.raises(ContractError, match="a weight format gives layouts of the parts"):
+        with pytest.raises(ContractError, match="the layouts of a weight format overlap: parts"):
             of_component(wrong)
 
 
@@ -451,7 +451,9 @@ def test_a_file_that_fits_both_parts_is_refused_and_its_name_decides(pair, tmp_p
     given = {"epochs": 1, "adapters": [{"from": str(plain)}]}
     with pytest.raises(CheckpointError) as caught:
         import_weights(config_of(tmp_path, EXPERTS, "odd", train=given), pair)
-    assert "this adapter could be of any of these: predictor.high, predictor.low\n" in str(caught.value)
+    assert "this adapter fits several components equally well: predictor.high, predictor.low\n" in str(
+        caught.value
+    )
     plain.rename(file)
     given = {"epochs": 1, "adapters": [{"from": str(file)}]}
     import_weights(config_of(tmp_path, EXPERTS, "named", train=given), pair)

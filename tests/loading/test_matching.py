@@ -279,7 +279,7 @@ def test_a_torch_files_weights_may_lie_beside_other_tensors(tmp_path):
     endless: dict = {"step": 3}
     endless["model"] = endless
     torch.save(endless, path)
-    assert "this file holds no tensors by name" in fault(path, task())
+    assert "this file contains no named tensors" in fault(path, task())
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
@@ -303,12 +303,13 @@ def test_damaged_files_are_refused_by_name(tmp_path):
     path = stored_as("safetensors", tmp_path, weights())
     path.write_bytes(path.read_bytes()[:-8])
     assert fault(path, task()) == (
-        f"{path}: this is no whole safetensors file: it is cut off, or longer than its header says\n"
-        "  hint: fetch it again"
+        f"{path}: this is not a complete safetensors file: it is truncated, or longer than its header"
+        " declares\n"
+        "  hint: download or copy it again"
     )
     torn = stored_as("pt", tmp_path, weights())
     torn.write_bytes(torn.read_bytes()[:-40])
-    assert fault(torn, task()).startswith(f"{torn}: this file was refused unread: RuntimeError: ")
+    assert fault(torn, task()).startswith(f"{torn}: this file was refused without loading it: RuntimeError: ")
 
 
 def test_an_index_may_not_lead_elsewhere_nor_name_what_is_not_there(tmp_path):
@@ -316,12 +317,13 @@ def test_an_index_may_not_lead_elsewhere_nor_name_what_is_not_there(tmp_path):
     index = folder / "a.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"w": "../secret.safetensors"}}))
     assert fault(folder, task()) == (
-        f"{index}: this index names '../secret.safetensors', which is outside its folder"
+        f"{index}: this index lists '../secret.safetensors', which is outside its folder\n"
+        "  accepted: names of files in the same folder"
     )
     index.write_text(json.dumps({"weight_map": {"w": "b.safetensors"}}))
-    assert fault(folder, task()) == f"{index}: files of this index are missing: b.safetensors"
+    assert fault(folder, task()).startswith(f"{index}: files listed in this index are missing: b.safetensors")
     index.write_text("[]")
-    assert fault(folder, task()) == f"{index}: this index cannot be read (TypeError)"
+    assert fault(folder, task()).startswith(f"{index}: this index cannot be read (TypeError)\n")
     (folder / "b.safetensors.index.json").write_text("{}")
     assert "this folder has several indexes: a.safetensors.index.json, b.saf" in fault(folder, task())
 
@@ -383,17 +385,17 @@ def test_hostile_files_run_no_code(tmp_path, kind, named, ending):
     path.write_bytes(hostile(kind, mark))
     said = fault(path, task())
     assert not mark.exists()
-    reason = said.partition("this file was refused unread: ")[2].partition("\n")[0]
+    reason = said.partition("this file was refused without loading it: ")[2].partition("\n")[0]
     if kind == "torchscript":
         assert reason == "it is a TorchScript archive, which is a program"
     else:
         # torch's versions call the same function exec, builtins.exec or __builtin__.exec.
         assert re.fullmatch(
-            rf"it asks for (\w+\.)?{re.escape(named)}, which no file of tensors needs", reason
+            rf"it would import (\w+\.)?{re.escape(named)}, which a file of tensors never needs", reason
         )
     assert said.endswith(
-        "  accepted: a file of tensors alone\n"
-        "  hint: ask for the weights as safetensors; load nothing that you do not trust"
+        "  accepted: a file that contains only tensors\n"
+        "  hint: get the weights as safetensors; load only files that you trust"
     )
 
 
@@ -405,7 +407,7 @@ def test_things_that_are_no_tensors_are_unexpected(tmp_path):
     assert begin(path, task(), strict=False).unexpected == ("step",)
     torch.save({"state_dict": {"lr": 0.1}}, path)
     assert fault(path, task()) == (
-        f"{path}: this file holds no tensors by name\n"
+        f"{path}: this file contains no named tensors\n"
         "  accepted: a state dict, also below 'state_dict', 'model' or 'module'"
     )
 

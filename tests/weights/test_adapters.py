@@ -169,8 +169,8 @@ def test_what_is_trained_in_full_beside_an_adapter():
     with pytest.raises(PlanError) as caught:
         Task(AdapterConfig(("to_q",)), beside=("predictor.blocks.0.attn1",))
     assert str(caught.value) == (
-        "train.also_train: predictor.blocks.0.attn1.to_q.weight has an adapter, and would be trained in full"
-        " as well\n"
+        "train.also_train: predictor.blocks.0.attn1.to_q.weight would be trained in full and has an adapter"
+        " too\n"
         "  hint: leave it out of train.also_train, or out of the adapter's targets"
     )
     with pytest.raises(PlanError, match=r"pattern 'predictor\.proj' matches no module"):
@@ -231,7 +231,7 @@ def test_targets_that_name_nothing_show_what_there_is():
     with pytest.raises(PlanError) as caught:
         Task(AdapterConfig(targets=("to_qq",)))
     assert str(caught.value) == (
-        "train.adapters: the target 'to_qq' of the adapter 'default' is no linear layer, and holds none\n"
+        "train.adapters: the target 'to_qq' of the adapter 'default' matches no linear layer\n"
         "  accepted: patterns of modules, or ends of paths such as 'to_q', 'to_v', 'to_k'"
     )
     with pytest.raises(PlanError, match=r"the target 'predictor\.blocks\.0\.norm1' of the adapter"):
@@ -259,8 +259,8 @@ def test_adapters_are_of_linear_layers_alone_and_say_what_they_pass_over():
     with pytest.raises(PlanError) as caught:
         Around(build, "stem")
     assert str(caught.value) == (
-        "train.adapters: the target 'stem' of the adapter 'default' is no linear layer, and holds none, but"
-        " Conv3d: adapters are of linear layers alone\n"
+        "train.adapters: the target 'stem' of the adapter 'default' matches no linear layer, but"
+        " Conv3d: only linear layers can have adapters\n"
         "  accepted: patterns of modules, or ends of paths such as 'up'"
     )
     task = Around(build, "model")
@@ -282,8 +282,8 @@ def test_a_layer_that_is_read_and_never_called_is_not_adapted():
         Around(build, "out_proj")
     assert str(caught.value) == (
         "train.adapters: the target 'out_proj' of the adapter 'default' is a layer that"
-        " nn.MultiheadAttention reads and never calls: an adapter there would do nothing\n"
-        "  hint: leave it out"
+        " nn.MultiheadAttention never calls: an adapter there would do nothing\n"
+        "  hint: remove it from the adapter's targets"
     )
 
 
@@ -298,9 +298,9 @@ def test_a_weight_that_two_modules_share_is_not_adapted():
     with pytest.raises(PlanError) as caught:
         Around(build, "head")
     assert str(caught.value) == (
-        "train.adapters: model.head shares its weight with model.embed.weight, which the adapter 'default'"
-        " of it alone would part\n"
-        "  hint: leave it out of the adapter's targets, or build the model with weights of its own"
+        "train.adapters: model.head shares its weight with model.embed.weight; the adapter 'default' of only"
+        " one of them would make them differ\n"
+        "  hint: leave it out of the adapter's targets, or build the model with untied weights"
     )
     assert list(scales_of(Around(build, "up").model)["default"]) == ["up"]
 
@@ -358,38 +358,38 @@ def test_files_that_are_no_lora_of_this_model_are_one_sentence(saved, tmp_path):
 
     assert fault(tmp_path / "none") == (
         f"{tmp_path}/none: there is no such adapter\n"
-        "  accepted: adapter_model.safetensors or pytorch_lora_weights.safetensors in a folder,"
-        " or such a file"
+        "  accepted: adapter_model.safetensors or pytorch_lora_weights.safetensors, or a folder"
+        " with one"
     )
     assert "there is no adapter here" in fault(tmp_path)
     change(saved, peft_type="IA3")
-    assert "this adapter is a IA3\n  accepted: LORA" in fault()
+    assert "this adapter has the type IA3\n  accepted: LORA" in fault()
     change(saved, peft_type="LORA", lora_alpha="much")
     assert "lora_alpha is 'much'\n  accepted: a number above 0" in fault()
     change(saved, lora_alpha=4, init_lora_weights="pissa_niter_4")
-    assert "this adapter was begun by 'pissa_niter_4', which changed the weights below it too" in fault()
+    assert "this adapter was initialised with 'pissa_niter_4', which also changed the base weights" in fault()
     for pattern in ("(a+)+", "(", "a*b*c*d*"):
         change(saved, init_lora_weights="gaussian", alpha_pattern={pattern: 3})
-        assert f"the pattern {pattern!r} in its alpha_pattern is not understood" in fault()
+        assert f"the pattern {pattern!r} in the adapter's alpha_pattern is not supported" in fault()
     change(saved, alpha_pattern={})
     first = next(iter(tensors))
     save_file(tensors | {"base_model.model.head.weight": torch.ones(2)}, saved / "adapter_model.safetensors")
-    assert "this is no LoRA of linear layers: it holds base_model.model.head.weight" in fault()
+    assert "this is not a LoRA of linear layers: it contains base_model.model.head.weight" in fault()
     biased = {first.replace("lora_A.weight", "lora_B.bias"): torch.ones(24)}
     save_file(tensors | biased, saved / "adapter_model.safetensors")
-    assert f"this is no LoRA of linear layers: it holds {next(iter(biased))}" in fault()
+    assert f"this is not a LoRA of linear layers: it contains {next(iter(biased))}" in fault()
     save_file({k: v for k, v in tensors.items() if k != first}, saved / "adapter_model.safetensors")
-    assert "(one factor alone)" in fault()
+    assert "(one of its two matrices)" in fault()
     moved = {name.replace("blocks.1", "blocks.9"): tensor for name, tensor in tensors.items()}
     save_file(moved, saved / "adapter_model.safetensors")
     said = fault()
-    assert "2 of the 4 modules of this adapter are no linear layers of predictor: blocks.9.attn1.to_q" in said
-    assert said.endswith("hint: it was made for another model")
+    assert (
+        "2 of the 4 modules in this adapter match no linear layer of predictor: blocks.9.attn1.to_q" in said
+    )
+    assert said.endswith("hint: the adapter is for a different model: use one trained for this model")
     wide = {name: t.repeat(1, 2) if "lora_A" in name else t for name, t in tensors.items()}
     save_file(wide, saved / "adapter_model.safetensors")
-    assert (
-        "is of shape [4, 48], and predictor.blocks.0.attn1.to_q.lora_A.default.weight of [4, 24]" in fault()
-    )
+    assert "has shape [4, 48], but predictor.blocks.0.attn1.to_q.lora_A.default.weight has [4, 24]" in fault()
 
 
 def test_an_adapter_that_is_a_pickle_is_refused_and_nothing_runs(saved, tmp_path):
@@ -401,16 +401,16 @@ def test_an_adapter_that_is_a_pickle_is_refused_and_nothing_runs(saved, tmp_path
 
     (saved / "adapter_model.safetensors").unlink()
     (saved / "adapter_model.bin").write_bytes(pickle.dumps(Runs()))
-    with pytest.raises(CheckpointError, match=r"is a pickle, which can run code: adapter_model\.bin"):
+    with pytest.raises(CheckpointError, match=r"is a pickle file, which can run code: adapter_model\.bin"):
         open_adapter(saved)
     (saved / "adapter_model.bin").rename(saved / "adapter_model.safetensors")
-    with pytest.raises(CheckpointError, match="this is no whole safetensors file"):
+    with pytest.raises(CheckpointError, match="this is not a complete safetensors file"):
         open_adapter(saved)
     assert not mark.exists()
 
 
 def test_a_weight_without_directions_cannot_be_a_dora():
-    with pytest.raises(CheckpointError, match=r"rows of predictor\.proj_out are zero: they have no"):
+    with pytest.raises(CheckpointError, match=r"some rows of predictor\.proj_out are all zero"):
         Task(AdapterConfig(targets=("proj_out",), dora=True)).begin()
 
 

@@ -151,6 +151,6 @@ def test_what_either_ignores_is_ignored():
 def test_what_cannot_be_composed_is_said():
     both = composed(KeyMap((Reshape("w", "w", (2, 3)),)), KeyMap((Transpose("w", "w", (1, 0, 2)),)))
     with pytest.raises(
-        ContractError, match="two key maps cannot be composed: the first reshapes 'w', and the second turns"
+        ContractError, match="two key maps cannot be composed: the first reshapes 'w', and the second per"
     ):
         both.copies({"w": (4, 6)})

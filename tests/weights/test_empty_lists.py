@@ -34,9 +34,9 @@ def no_layers() -> None:
     ("call", "said"),
     [
         (lambda: match(["blocks.{*}"], [""], "engine.key"), "nothing: there is no module to name"),
-        (no_layers, "nothing: the component has no linear layer"),
+        (no_layers, "no target: the component has no linear layer"),
         (no_inputs, "these are none"),
-        (lambda: no_layout_error(Path("x"), "predictor", ()), "none, no plugin offers a format"),
+        (lambda: no_layout_error(Path("x"), "predictor", ()), "none (no plugin has a format)"),
         (lambda: divided((), ["a"]), "names below no part at all"),
     ],
 )

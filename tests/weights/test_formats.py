@@ -190,7 +190,7 @@ def test_what_does_not_fit_is_one_error_with_every_name(wan):
 def test_a_format_by_name_is_the_only_one_tried(wan):
     report = start(Task(predictor=on_meta(custom_dit)), wan, format="wan_transformer")
     assert report.formats == ("custom_dit/wan_transformer",)
-    with pytest.raises(CheckpointError, match="no weight format reads 'predictor' from this folder"):
+    with pytest.raises(CheckpointError, match="no weight format can read 'predictor' from this folder"):
         start(Task(predictor=on_meta(custom_dit)), wan, format="transformers")
     with pytest.raises(PluginError, match="no weight_format is named 'difusers'"):
         start(Task(predictor=on_meta(custom_dit)), wan, format="difusers")
@@ -206,10 +206,14 @@ def test_pickles_are_refused_by_name_and_nothing_runs(wan, tmp_path):
             return exec, (f"open({str(mark)!r}, 'w').close()",)
 
     (wan / "diffusion_pytorch_model.bin").write_bytes(pickle.dumps(Runs()))
-    with pytest.raises(CheckpointError, match="the weights here are pickles, which can run code: diffusion"):
+    with pytest.raises(
+        CheckpointError, match="the weights here are pickle files, which can run code: diffusion"
+    ):
         start(Task(predictor=on_meta(custom_dit)), wan)
     (wan / "diffusion_pytorch_model.bin").rename(wan / "diffusion_pytorch_model.safetensors")
-    with pytest.raises(CheckpointError, match="this is no whole safetensors file: it is cut off, or another"):
+    with pytest.raises(
+        CheckpointError, match="not a complete safetensors file: it is truncated, or a different"
+    ):
         start(Task(predictor=on_meta(custom_dit)), wan)
     assert not mark.exists()
 
@@ -217,9 +221,9 @@ def test_pickles_are_refused_by_name_and_nothing_runs(wan, tmp_path):
 @pytest.mark.parametrize(
     ("file", "says"),
     [
-        ("../wan/a.safetensors", "this index names '../wan/a.safetensors', which is outside its folder"),
-        ("a.bin", "this index names 'a.bin', which is no safetensors file"),
-        ("a.safetensors", "files of this index are missing: a.safetensors"),
+        ("../wan/a.safetensors", "this index lists '../wan/a.safetensors', which is outside its folder"),
+        ("a.bin", "this index lists 'a.bin', which is not a safetensors file"),
+        ("a.safetensors", "files listed in this index are missing: a.safetensors"),
     ],
 )
 def test_an_index_alone_says_what_is_wrong_with_it(file, says, tmp_path):
@@ -276,7 +280,7 @@ def test_of_two_models_alike_each_component_reads_the_one_of_its_name(tmp_path):
     alone = Task(transformer_2=make())
     start(alone, folder)
     assert all(torch.equal(t, held[1][n]) for n, t in alone.transformer_2.state_dict().items())
-    with pytest.raises(CheckpointError, match="could be read from any of these folders: transformer, transf"):
+    with pytest.raises(CheckpointError, match="could be in any of these folders: transformer, transf"):
         start(Task(predictor=make()), folder)
     with pytest.raises(CheckpointError, match="'a' and 'b' would both be read from the same file"):
         start(Task(a=make(), b=make()), folder / "transformer")

@@ -146,7 +146,7 @@ def test_the_file_is_put_together_from_the_component():
 def test_a_map_says_what_it_cannot_map():
     with pytest.raises(ContractError, match="do not have the same braces"):
         KeyMap((Rename("blocks.{i}.w", "layers.{j}.w"),))
-    with pytest.raises(ContractError, match="do not have the same braces, or name one thing twice"):
+    with pytest.raises(ContractError, match="do not have the same braces, or contain a name twice"):
         KeyMap((Split("a", ("b", "b")),))
     fused = KeyMap((Fuse(("q", "k"), "qk"),))
     with pytest.raises(ContractError, match="'k' is missing: it is stored together with 'q'"):

@@ -248,13 +248,13 @@ def test_a_rule_that_no_map_can_follow_is_named(rules, tmp_path):
         keys_as_saved(model)
     said = str(caught.value)
     # Early versions cannot turn it back at all, and do not come to a tensor.
-    known = ("model.layers.0.self_attn.q_proj.weight", "view"), ("tensors", "which has no way back")
+    known = ("model.layers.0.self_attn.q_proj.weight", "view"), ("tensors", "which has no inverse")
     assert said.splitlines()[0] in [
         f"Qwen3ForCausalLM changes {what} between memory and file by PermuteForRope ({how})"
         for what, how in known
     ]
-    assert "  accepted: conversions that rename, cut, join, stack or turn tensors\n" in said
-    assert "  hint: the format safetensors holds it under its names in memory" in said
+    assert "  accepted: conversions that rename, slice, join, stack or permute tensors\n" in said
+    assert "  hint: use the format safetensors, which stores the names in memory" in said
     file = {n.replace("self_attn.q_proj", "attn.q"): t for n, t in model.state_dict().items()}
     save_file(file, tmp_path / FILE)
     with pytest.raises(ContractError, match="by PermuteForRope"):

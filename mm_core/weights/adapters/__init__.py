@@ -1,1 +1,1 @@
-"""Adapters (LoRA, DoRA) of a task: putting them in, their files, and where a file's layers belong."""
+"""Adapters (LoRA, DoRA) of a task: adding them to modules, their files, and which layers a file fits."""

@@ -1,4 +1,4 @@
-"""Adapters in files, as PEFT and Diffusers write and read them, and adapters put into the weights."""
+"""Adapter files in the forms of PEFT and Diffusers, and merging adapters into the weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path, PurePath
 
 from torch import Tensor
 
-from mm_core.errors import CheckpointError, ContractError
+from mm_core.errors import CheckpointError, ContractError, plural
 from mm_core.modules.adapter_layers import row_lengths
 from mm_core.weights.formats.format import AdapterLayout, Layout, StoredTensors
 from mm_core.weights.formats.key_map import Copy, KeyMap
@@ -19,7 +19,7 @@ from mm_core.weights.formats.libraries import PEFT_ADAPTER, read_mapping
 from mm_core.weights.stored import SafetensorsFiles
 
 DIFFUSERS_ADAPTER = "pytorch_lora_weights.safetensors"
-_FLAT = ("lora_unet_", "lora_transformer_")  # kohya's scripts: behind these, dots are underscores
+_FLAT = ("lora_unet_", "lora_transformer_")  # kohya's scripts: after these, dots are underscores
 _PREFIXES = ("base_model.model.", "transformer.", "diffusion_model.", "model.diffusion_model.", *_FLAT, "")
 _PARTS = {
     "lora_down": "lora_A", "lora_up": "lora_B", "lora.down": "lora_A", "lora.up": "lora_B",
@@ -30,14 +30,14 @@ _KEY = re.compile(
     r"(\.(?!(bias|weight)\Z)[\w-]+)?(\.weight)?\Z"
 )
 _ALPHA = re.compile(r"(?P<module>.+)\.alpha\Z")
-_BESIDE = (".diff", ".diff_b")  # ComfyUI's changes of whole weights and biases
-_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # others change the weights below as well
-_LOOPS = 3  # most repetitions in a pattern of a file that nobody vouches for: more can take for ever
+_BESIDE = (".diff", ".diff_b")  # ComfyUI's changes of full weights and biases
+_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # others change the base weights as well
+_LOOPS = 3  # most repetitions in a pattern of an untrusted file: matching more can take forever
 
 
 @dataclass(frozen=True)
 class AdapterScale:
-    """How an adapter counts: of PEFT's LoraConfig."""
+    """Rank and scale of a LoRA or DoRA adapter, as in PEFT's LoraConfig."""
 
     rank: int
     alpha: float
@@ -46,14 +46,20 @@ class AdapterScale:
 
     @property
     def factor(self) -> float:
-        """What the product of the two factors is multiplied by."""
+        """The number that multiplies the product of the adapter's two matrices."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """An adapter on disk. keys: (module's stored path, part) -> stored name. scales: by stored module, in the
-    file's order. flat: whether the dots of paths are underscores in it."""
+    """An adapter (LoRA, DoRA) on disk.
+
+    Attributes:
+        stored: the file's tensors.
+        keys: (module's stored path, part) -> stored name.
+        scales: rank and scale by stored module, in the file's order.
+        flat: whether module paths in the file have underscores in place of dots.
+    """
 
     stored: StoredTensors
     keys: Mapping[tuple[str, str], str]
@@ -62,13 +68,14 @@ class AdapterFile:
 
 
 def open_adapter(path: Path) -> AdapterFile:
-    """An adapter folder or file of PEFT (adapter_model.safetensors with adapter_config.json), of Diffusers
-    (pytorch_lora_weights.safetensors, its settings in the header), or another safetensors file with such
-    keys, or with those of ComfyUI and kohya's scripts: `lora_down`, `lora_up`, and beside them `alpha`, which
-    goes before all settings. Without any, an adapter counts by 1.
+    """Opens an adapter (LoRA, DoRA) file or folder of PEFT, Diffusers, ComfyUI or kohya's scripts.
+
+    PEFT: adapter_model.safetensors with adapter_config.json. Diffusers: pytorch_lora_weights.safetensors,
+    with its settings in the header. Others: any safetensors file with such keys, or with `lora_down`,
+    `lora_up` and `alpha`, which takes precedence over all settings. Without any setting, the scale is 1.
 
     Raises:
-        CheckpointError: no such file, a pickle, another kind of adapter, keys that are none of a LoRA.
+        CheckpointError: no such file, a pickle, a different kind of adapter, keys that are not a LoRA's.
     """
     file, settings = _find(path)
     stored = SafetensorsFiles(file, [file])
@@ -77,14 +84,14 @@ def open_adapter(path: Path) -> AdapterFile:
         settings = _unprefixed(texts["lora_adapter_metadata"], file)
     if (kind := settings.get("peft_type", "LORA")) != "LORA":
         raise CheckpointError(
-            f"this adapter is a {kind}", where=str(path), accepted="LORA, with or without DoRA"
+            f"this adapter has the type {kind}", where=str(path), accepted="LORA, with or without DoRA"
         )
     if (begun := settings.get("init_lora_weights")) not in _STARTS:
         raise CheckpointError(
-            f"this adapter was begun by {begun!r}, which changed the weights below it too",
+            f"this adapter was initialised with {begun!r}, which also changed the base weights",
             where=str(path),
-            accepted="adapters of unchanged weights",
-            hint="save it with PEFT's path_initial_model_for_weight_conversion",
+            accepted="adapters that leave the base weights unchanged",
+            hint="save it again with PEFT's path_initial_model_for_weight_conversion",
         )
     start = next(p for p in _PREFIXES if all(name.startswith(p) for name in stored.shapes))
     keys, alphas = _keys(stored, start, file)
@@ -99,13 +106,14 @@ def open_adapter(path: Path) -> AdapterFile:
 def _keys(
     stored: StoredTensors, start: str, file: Path
 ) -> tuple[dict[tuple[str, str], str], dict[str, float]]:
-    """(module, part) -> stored name, and the alphas that the file holds. start: of all its names."""
+    """(module, part) -> stored name, and the alphas in the file. `start` is the prefix of all names."""
     if beside := [name for name in stored.shapes if name.endswith(_BESIDE)]:
         raise CheckpointError(
-            f"this file changes whole weights ({len(beside)}) beside its LoRA: {', '.join(beside[:3])}",
+            f"this file also changes {plural(len(beside), 'full weight')}, beside its LoRA:"
+            f" {', '.join(beside[:3])}",
             where=str(file),
-            accepted="factors of linear layers alone",
-            hint="put it into the weights with the program that it is for, and begin with those",
+            accepted="a file with only LoRA matrices of linear layers",
+            hint="merge it into the weights with the program it was made for, and start from the result",
         )
     keys: dict[tuple[str, str], str] = {}
     alphas: dict[str, float] = {}
@@ -126,11 +134,11 @@ def _keys(
     modules = dict.fromkeys(module for module, _ in keys)
     lone = [m for m in modules if (m, "lora_A") not in keys or (m, "lora_B") not in keys]
     if strange or lone or not modules:
-        odd = strange or [f"{module} (one factor alone)" for module in lone] or ["nothing"]
+        odd = strange or [f"{module} (one of its two matrices)" for module in lone] or ["nothing"]
         raise CheckpointError(
-            f"this is no LoRA of linear layers: it holds {', '.join(odd[:3])}",
+            f"this is not a LoRA of linear layers: it contains {', '.join(odd[:3])}",
             where=str(file),
-            accepted="lora_A, lora_B and lora_magnitude_vector of each module",
+            accepted="for each module lora_A and lora_B, and for DoRA lora_magnitude_vector",
         )
     return keys, alphas
 
@@ -145,27 +153,31 @@ def _find(path: Path) -> tuple[Path, Mapping[str, object]]:
     pickled = [f for f in ("adapter_model.bin", "pytorch_lora_weights.bin") if (path / f).is_file()]
     what = "there is no such adapter"
     if pickled:
-        what = f"this adapter is a pickle, which can run code: {pickled[0]}"
+        what = f"this adapter is a pickle file, which can run code: {pickled[0]}"
     elif path.exists():
         what = "there is no adapter here"
     raise CheckpointError(
-        what, where=str(path), accepted=f"{PEFT_ADAPTER} or {DIFFUSERS_ADAPTER} in a folder, or such a file"
+        what, where=str(path), accepted=f"{PEFT_ADAPTER} or {DIFFUSERS_ADAPTER}, or a folder with one"
     )
 
 
 def _unprefixed(text: str, file: Path) -> Mapping[str, object]:
-    """Diffusers' settings, whose keys begin with the component's name."""
+    """Diffusers' settings, without the component's name at the start of the keys."""
     try:
         found = json.loads(text)
         return {key.rpartition(".")[2]: value for key, value in found.items()}
     except (ValueError, AttributeError, RecursionError):
-        raise CheckpointError("its lora_adapter_metadata is no JSON object", where=str(file)) from None
+        raise CheckpointError(
+            "the lora_adapter_metadata in this file's header is not a JSON object",
+            where=str(file),
+            hint="download or save the adapter again",
+        ) from None
 
 
 def _alpha(
     module: str, settings: Mapping[str, object], rank: int, own: Mapping[str, float], file: Path
 ) -> float:
-    """own: what the file itself holds for modules, which goes before the settings."""
+    """A module's alpha: from the file's own tensors (`own`), else from the settings, else its rank."""
     found: object = own.get(module)
     if found is None:
         found = _pattern(settings.get("alpha_pattern"), module, settings.get("lora_alpha", rank), file)
@@ -175,7 +187,7 @@ def _alpha(
 
 
 def _pattern(table: object, module: str, otherwise: object, file: Path) -> object:
-    """PEFT's patterns: a regular expression of a module's path or of its end -> its own value."""
+    """A module's value in PEFT's patterns: regular expression of its path or of the path's end -> value."""
     for key, value in table.items() if isinstance(table, dict) else ():
         loops = len(re.findall(r"[*+{]", key))
         try:
@@ -184,9 +196,9 @@ def _pattern(table: object, module: str, otherwise: object, file: Path) -> objec
             found = None
         if found is None:
             raise CheckpointError(
-                f"the pattern {key!r} in its alpha_pattern is not understood",
+                f"the pattern {key!r} in the adapter's alpha_pattern is not supported",
                 where=str(file),
-                accepted=f"regular expressions with at most {_LOOPS} repetitions, none of them of a group",
+                accepted=f"regular expressions with at most {_LOOPS} repetitions, and no repeated group",
             )
         if found.match(module):
             return value
@@ -197,34 +209,41 @@ def _pattern(table: object, module: str, otherwise: object, file: Path) -> objec
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether it is an adapter's file or a folder with one, by its name alone."""
+    """Whether a path is an adapter file (LoRA) or a folder with one, by file names only."""
     return any((path / name).is_file() or path.name == name for name in (PEFT_ADAPTER, DIFFUSERS_ADAPTER))
 
 
 def stored_module(layout: AdapterLayout, module: str) -> str:
-    """The path of a module in the model's own library. ContractError for one whose weight is stored in
-    another form, which no adapter can follow."""
+    """The path of an adapted module in the model's own library.
+
+    Raises:
+        ContractError: the format stores the module's weight in a different form, so an adapter cannot apply.
+    """
     stored = layout.keys.renamed(f"{module}.weight")
     if stored is None or not stored.endswith(".weight"):
         raise ContractError(
-            f"an adapter of {module} cannot be written: its weight is stored in another form there",
+            f"the adapter of {module} cannot be written: this format stores its weight in a different form",
             hint="export merged weights (--merge-lora), or leave the module out of the adapter's targets",
         )
     return stored.removesuffix(".weight")
 
 
 def stored_key(layout: AdapterLayout, module: str, part: str) -> str:
-    """The name of an adapter's tensor in a file."""
+    """The name of an adapter's tensor in an adapter file."""
     ending = part if part == "lora_magnitude_vector" else f"{part}.weight"
     return f"{layout.module_prefix}{stored_module(layout, module)}.{ending}"
 
 
 def beside_key(layout: AdapterLayout, module: str, name: str) -> str:
-    """The name in a file of adapters of a tensor of a module that it holds whole."""
+    """The name in an adapter file of a tensor that is trained in full beside the adapter.
+
+    Raises:
+        ContractError: the format stores the tensor in a different form.
+    """
     stored = layout.keys.renamed(name)
     if stored != f"{stored_module(layout, module)}{name.removeprefix(module)}":
         raise ContractError(
-            f"{name} cannot be written beside an adapter: it is stored in another form there",
+            f"{name} cannot be written beside an adapter: this format stores it in a different form",
             hint="export merged weights (--merge-lora)",
         )
     return f"{layout.module_prefix}{stored}"
@@ -237,11 +256,14 @@ def adapter_files(
     beside: Sequence[str],
     folder: str,
 ) -> Layout:
-    """How one adapter lies in its file.
+    """The layout of one adapter's file, for an export.
 
     Args:
-        layout: of the component's adapters. placed: the file's tensors. folder: that `layout.file` is below.
-        scales: of the adapted modules. beside: modules that the file holds whole.
+        layout: the format's layout of the component's adapters.
+        placed: the file's tensors, by name.
+        scales: rank and scale of the adapted modules.
+        beside: modules that the file contains in full.
+        folder: folder that contains `layout.file`.
     """
     settings = peft_settings(layout, scales, beside)
     texts, metadata = {}, {"format": "pt"}
@@ -259,8 +281,13 @@ def adapter_files(
 def peft_settings(
     layout: AdapterLayout, scales: Mapping[str, AdapterScale], beside: Sequence[str] = ()
 ) -> dict[str, object]:
-    """adapter_config.json: PEFT's LoraConfig for modules by their paths in the component. beside: those
-    that the file holds whole."""
+    """The content of an adapter's adapter_config.json: PEFT's LoraConfig.
+
+    Args:
+        layout: the format's layout of the component's adapters.
+        scales: rank and scale of the adapted modules, by path in the component.
+        beside: modules that the file contains in full.
+    """
     names = {stored_module(layout, module): scale for module, scale in scales.items()}
     return {
         "peft_type": "LORA",
@@ -277,7 +304,7 @@ def peft_settings(
 
 
 def scale_settings(scales: Mapping[str, AdapterScale]) -> dict[str, object]:
-    """Of PEFT's LoraConfig, what says which modules an adapter is in, and how it counts in each."""
+    """The fields of PEFT's LoraConfig for an adapter's modules, ranks and scales."""
     first = next(iter(scales.values()))
     ranks = {_whole_pattern(name): s.rank for name, s in scales.items() if s.rank != first.rank}
     alphas = {_whole_pattern(name): _plain(s.alpha) for name, s in scales.items() if s.alpha != first.alpha}
@@ -293,7 +320,7 @@ def scale_settings(scales: Mapping[str, AdapterScale]) -> dict[str, object]:
 
 
 def _whole_pattern(name: str) -> str:
-    """A pattern of PEFT for this module alone: without the mark it would fit the end of other paths."""
+    """A PEFT pattern for this module only: without the `^` it would also match the end of other paths."""
     return f"^{re.escape(name)}"
 
 
@@ -302,16 +329,16 @@ def _plain(number: float) -> float:
 
 
 def merge(weight: Tensor, adapters: Iterable[tuple[AdapterScale, Mapping[str, Tensor]]]) -> Tensor:
-    """A linear layer's weight with its adapters in it, as PEFT's layer computes with all of them.
+    """Merges adapters (LoRA, DoRA) into a linear layer's weight, as PEFT's layer computes with all of them.
 
     Args:
         weight: [out, in].
-        adapters: in the order in which they count; how each does, and its tensors by part: lora_A [rank, in],
-            lora_B [out, rank], for DoRA lora_magnitude_vector [out].
+        adapters: in config order; the scale of each, and its tensors by part: lora_A [rank, in], lora_B
+            [out, rank], for DoRA lora_magnitude_vector [out].
 
     Returns:
-        [out, in] float32. LoRA: W + f B A. DoRA (https://arxiv.org/abs/2402.09353, eq. 5) scales what came
-        before it, by lengths of the weight and its own change alone.
+        [out, in] float32. LoRA: W + f B A. DoRA (https://arxiv.org/abs/2402.09353, eq. 5) scales the result
+        of the adapters before it, by row lengths of the weight plus its own change only.
     """
     weight = total = weight.float()
     for scale, parts in adapters:

@@ -1,4 +1,4 @@
-"""LoRA and DoRA in a component, by PEFT: put in on the meta device, begun from files, given to exports.
+"""LoRA and DoRA in a component, by PEFT: added on the meta device, filled from files, listed for exports.
 
 LoRA: Hu et al. 2021, https://arxiv.org/abs/2106.09685. DoRA: Liu et al. 2024,
 https://arxiv.org/abs/2402.09353. The layers are PEFT's own.
@@ -18,7 +18,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from mm_core.builtin.configs.adapters import AdapterConfig
 from mm_core.contracts import TaskModule
-from mm_core.errors import CheckpointError, ContractError, PlanError, nearest
+from mm_core.errors import CheckpointError, ContractError, PlanError, nearest, plural
 from mm_core.modules.adapter_layers import adapted_layers, adapter_of, base_name, row_lengths
 from mm_core.modules.patterns import match, select_parameters
 from mm_core.modules.tying import tied_names
@@ -33,10 +33,10 @@ KEY = "train.adapters"
 BESIDE = "train.also_train"
 
 _END = re.compile(r"[^.]+(\.\d+)*\Z")
-"""The last name of a path, with the numbers behind it."""
+"""The last name of a path, with the numbers after it."""
 
 Structure = Mapping[str, Mapping[str, AdapterScale]]
-"""Adapter -> path of a module in the task -> how it counts there."""
+"""Adapter -> path of a module in the task -> rank and scale."""
 
 
 def add_adapters(
@@ -46,28 +46,29 @@ def add_adapters(
     beside: Sequence[str] = (),
     known: Structure | None = None,
 ) -> None:
-    """Puts adapters into the trained components of a task on the meta device, and takes everything else
-    out of training. The components stay the objects that they are.
+    """Adds adapters (LoRA, DoRA) to a task's trained components, on the meta device, and freezes the rest.
+
+    The component objects stay the same.
 
     Args:
         task: built, not yet planned.
-        adapters: in the order in which they count; with none, nothing happens.
-        formats: that tell how a file calls the components' modules.
+        adapters: adapter sections of the config, in order; without any, nothing happens.
+        formats: weight formats, for the names of the components' modules in adapter files.
         beside: patterns of modules or parameters that are trained in full.
-        known: of adapters that a run has begun already: the files that they began with are not asked.
+        known: adapters of a resumed run, from its checkpoint: their initial files are not read again.
 
     Raises:
-        PlanError: PEFT is not installed, targets that match no linear layer, or `beside` that matches
-            nothing or what is adapted.
-        CheckpointError: an adapter to begin with that cannot be read or does not fit.
+        PlanError: PEFT is not installed; targets match no linear layer; `beside` matches nothing, or an
+            adapted module.
+        CheckpointError: an initial adapter file cannot be read or does not fit.
     """
     if not adapters:
         return
     if reserved := [adapter.name for adapter in adapters if hasattr(nn.ModuleDict, adapter.name)]:
         raise PlanError(
-            f"an adapter cannot be called {reserved[0]!r}, which torch's modules keep for themselves",
+            f"an adapter cannot be called {reserved[0]!r}: torch's modules use this name themselves",
             where=KEY,
-            hint="give it another name",
+            hint="choose a different name",
         )
     roots = task.trainable
     wanted: dict[str, list[tuple[AdapterConfig, dict[str, AdapterScale]]]] = {root: [] for root in roots}
@@ -102,7 +103,7 @@ def add_adapters(
 
 
 def linear_layers(component: nn.Module) -> list[str]:
-    """The linear layers of a component by path; one that is adapted already counts by its own path."""
+    """The paths of a component's linear layers, for adapters; an adapted one keeps its own path."""
     adapted = adapted_layers(component)
     inside = tuple(f"{path}." for path in adapted)
     return [
@@ -113,13 +114,13 @@ def linear_layers(component: nn.Module) -> list[str]:
 
 
 def _callable(module: nn.Module) -> bool:
-    """Whether it is a linear layer whose weight counts by a call: nn.MultiheadAttention reads that of its
-    `out_proj`, so that an adapter there would do nothing."""
+    """Whether it is a linear layer that is called: nn.MultiheadAttention only reads the weight of its
+    `out_proj`, so an adapter there would do nothing."""
     return isinstance(module, nn.Linear) and not isinstance(module, NonDynamicallyQuantizableLinear)
 
 
 def scales_of(component: nn.Module) -> dict[str, dict[str, AdapterScale]]:
-    """Adapter -> adapted module -> how it counts."""
+    """The ranks and scales of a component's adapters: adapter -> adapted module -> its scale."""
     found: dict[str, dict[str, AdapterScale]] = {}
     for path, layer in adapted_layers(component).items():
         for name, scale in layer.adapter_scales.items():
@@ -128,8 +129,11 @@ def scales_of(component: nn.Module) -> dict[str, dict[str, AdapterScale]]:
 
 
 def trained_beside(component: nn.Module) -> dict[str, list[str]]:
-    """Module -> its tensors (by their names in the component), of those that are trained in full beside
-    adapters. ContractError for one that no file of adapters can hold: part of a module, or shared."""
+    """The modules of a component trained in full beside its adapters: module -> names of its tensors.
+
+    Raises:
+        ContractError: an adapter file cannot contain it: only part of a module is trained, or it is shared.
+    """
     parameters = dict(component.named_parameters())
     trained = [n for n, p in parameters.items() if p.requires_grad and adapter_of(n) is None]
     tied = tied_names(component)
@@ -142,24 +146,24 @@ def trained_beside(component: nn.Module) -> dict[str, list[str]]:
         if still := [name for name in names if name in parameters and name not in trained]:
             raise ContractError(
                 f"{path or 'the top'} is trained beside the adapter without its {base_name(still[0])}:"
-                " files of adapters hold whole modules",
-                hint=f"export merged weights (--merge-lora), or name the whole module in {BESIDE}",
+                " adapter files can only contain complete modules",
+                hint=f"export merged weights (--merge-lora), or name the complete module in {BESIDE}",
             )
         if shared := [name for name in names if name in tied or name in tied.values()]:
             raise ContractError(
-                f"{shared[0]} is trained beside the adapter and shared with another module, which a file of"
-                " adapters cannot say",
+                f"{shared[0]} is trained beside the adapter and shared with another module, which an adapter"
+                " file cannot express",
                 hint="export merged weights (--merge-lora)",
             )
         found[path] = names
     return found
 
 
-# -- where they go -------------------------------------------------------------------------------
+# -- targets -------------------------------------------------------------------------------------
 
 
 def _targets(task: TaskModule, adapter: AdapterConfig, layers: Collection[str]) -> list[str]:
-    """Those of the linear layers that an adapter's targets name, in their order."""
+    """The linear layers that an adapter's targets match, in the order of `layers`."""
     chosen: set[str] = set()
     for target, above in _named(task, adapter):
         hit = [path for path in layers if any(path == a or path.startswith(f"{a}.") for a in above)]
@@ -170,7 +174,7 @@ def _targets(task: TaskModule, adapter: AdapterConfig, layers: Collection[str]) 
 
 
 def _named(task: TaskModule, adapter: AdapterConfig) -> Iterator[tuple[str, list[str]]]:
-    """Each target of an adapter, and the modules that it names: a pattern, or the end of a path."""
+    """Each target of an adapter (a pattern, or the end of a path), and the modules that it matches."""
     held = (task.get_submodule(root).named_modules(prefix=root) for root in task.trainable)
     paths = [path for modules in held for path, _ in modules if not _inside_adapted(path)]
     for target in adapter.targets:
@@ -181,8 +185,14 @@ def _named(task: TaskModule, adapter: AdapterConfig) -> Iterator[tuple[str, list
 
 
 def skipped_layers(task: TaskModule, adapter: AdapterConfig) -> dict[str, str]:
-    """Layers that the targets of an adapter stand for and that it cannot change, by path in the task, with
-    their kinds: adapters are of linear layers alone. task: with its adapters in place."""
+    """The layers that match an adapter's targets but cannot have one: path in the task -> kind of layer.
+
+    Only linear layers can have adapters.
+
+    Args:
+        task: with its adapters in place.
+        adapter: the adapter's section of the config.
+    """
     above = [path for _, named in _named(task, adapter) for path in named]
     return {name: kind for path in above for name, kind in _other_layers(task, path).items()}
 
@@ -197,13 +207,13 @@ def _other_layers(task: TaskModule, path: str) -> dict[str, str]:
 
 
 def _check_begun(name: str, held: Collection[str], layers: Collection[str]) -> None:
-    """CheckpointError for an adapter that a run has begun with, in modules that are none of its layers."""
+    """CheckpointError for an adapter of a resumed run in modules that are not linear layers of the task."""
     if absent := [path for path in held if path not in layers]:
         raise CheckpointError(
-            f"{len(absent)} of the {len(held)} modules that the adapter {name!r} has in the checkpoint are no"
-            f" linear layers of this task: {', '.join(absent[:3])}",
+            f"{len(absent)} of the {plural(len(held), 'module')} that the adapter {name!r} has in the"
+            f" checkpoint match no linear layer of this task: {', '.join(absent[:3])}",
             where=KEY,
-            hint="the model must have the options that the run began with",
+            hint="configure the model with the same options as when the run started",
         )
 
 
@@ -223,7 +233,7 @@ def _train_beside(task: TaskModule, patterns: Sequence[str]) -> None:
         path, parameter = own[name]
         if path != name:
             raise PlanError(
-                f"{name} has an adapter, and would be trained in full as well",
+                f"{name} would be trained in full and has an adapter too",
                 where=BESIDE,
                 hint=f"leave it out of {BESIDE}, or out of the adapter's targets",
             )
@@ -233,58 +243,58 @@ def _train_beside(task: TaskModule, patterns: Sequence[str]) -> None:
 def _no_target(
     task: TaskModule, adapter: AdapterConfig, target: str, above: Sequence[str], layers: Iterable[str]
 ) -> PlanError:
-    """The error for a target without linear layers. above: the modules that it names."""
+    """The error for a target without linear layers; `above` are the modules that it matches."""
     named = [task.get_submodule(path) for path in above]
     if named and all(isinstance(module, NonDynamicallyQuantizableLinear) for module in named):
         return PlanError(
             f"the target {target!r} of the adapter {adapter.name!r} is a layer that nn.MultiheadAttention"
-            " reads and never calls: an adapter there would do nothing",
+            " never calls: an adapter there would do nothing",
             where=KEY,
-            hint="leave it out",
+            hint="remove it from the adapter's targets",
         )
     kinds = sorted({kind for path in above for kind in _other_layers(task, path).values()})
     ends = list(dict.fromkeys(found[0] for path in layers if (found := _END.search(path)) is not None))
     near = nearest(target.rpartition(".")[2], ends, 3) or ends[:5]
     return PlanError(
-        f"the target {target!r} of the adapter {adapter.name!r} is no linear layer, and holds none"
-        + (f", but {' and '.join(kinds)}: adapters are of linear layers alone" if kinds else ""),
+        f"the target {target!r} of the adapter {adapter.name!r} matches no linear layer"
+        + (f", but {' and '.join(kinds)}: only linear layers can have adapters" if kinds else ""),
         where=KEY,
         accepted=f"patterns of modules, or ends of paths such as {', '.join(map(repr, near))}"
         if near
-        else "nothing: the component has no linear layer",
+        else "no target: the component has no linear layer",
     )
 
 
 def _check_tied(root: str, component: nn.Module, adapters: Mapping[str, str]) -> None:
-    """PlanError for a layer to be adapted whose weight is another's too (adapters: module -> adapter)."""
+    """PlanError for a layer with an adapter whose weight is shared (`adapters`: module -> adapter)."""
     for name, first in tied_names(component).items():
         for one, other in ((name, first), (first, name)):
             if (module := one.removesuffix(".weight")) in adapters:
                 raise PlanError(
-                    f"{root}.{module} shares its weight with {root}.{other}, which the adapter"
-                    f" {adapters[module]!r} of it alone would part",
+                    f"{root}.{module} shares its weight with {root}.{other}; the adapter {adapters[module]!r}"
+                    " of only one of them would make them differ",
                     where=KEY,
-                    hint="leave it out of the adapter's targets, or build the model with weights of its own",
+                    hint="leave it out of the adapter's targets, or build the model with untied weights",
                 )
 
 
 def _inject(component: nn.Module, adapter: AdapterConfig, scales: Mapping[str, AdapterScale]) -> None:
-    """PEFT's layers in the place of the modules that `scales` names."""
+    """Replaces the modules in `scales` with PEFT's layers."""
     peft = _peft()
-    # Targets as one text are matched as a whole, and a list by ends.
+    # PEFT matches one text against complete paths, and a list against the ends of paths.
     config = peft.LoraConfig(
         **scale_settings(scales) | {"target_modules": "|".join(map(re.escape, scales))},
         lora_dropout=adapter.dropout,
     )
     with warnings.catch_warnings():
-        # Several adapters are what was asked for.
+        # The config may set several adapters.
         warnings.filterwarnings("ignore", "Already found a `peft_config` attribute")
         peft.inject_adapter_in_model(config, component, adapter.name, low_cpu_mem_usage=True)
     layers = adapted_layers(component)
     for name, scale in scales.items():
         layer = layers[name]
         if layer.scaling[adapter.name] != scale.factor or layer.r[adapter.name] != scale.rank:
-            raise ContractError(f"PEFT has given {name} another scale than {scale}")
+            raise ContractError(f"PEFT has set a scale for {name} that is different from {scale}")
         known = dict(layer.__dict__)
         layer.adapter_scales = {**known.get("adapter_scales", {}), adapter.name: scale}
         layer.adapter_inits = {**known.get("adapter_inits", {}), adapter.name: adapter.init}
@@ -306,14 +316,17 @@ def _peft() -> ModuleType:
 
 
 class AdapterWeights:
-    """Where adapters begin: those of files are read, lengths of new DoRAs are those of the weights. Satisfies
-    `WeightPlan`.
+    """The initial weights of a task's adapters: read from their files; magnitudes of new DoRAs computed.
+
+    The magnitudes are the row lengths of the weights. Satisfies `WeightPlan`.
 
     Args:
-        task: with its adapters in place. adapters, formats: as for `add_adapters`.
+        task: with its adapters in place.
+        adapters: see `add_adapters`.
+        formats: see `add_adapters`.
 
     Raises:
-        CheckpointError: a stored tensor of another shape.
+        CheckpointError: a stored tensor of a different shape.
     """
 
     def __init__(self, task: TaskModule, adapters: Sequence[AdapterConfig], formats: Formats) -> None:
@@ -331,21 +344,26 @@ class AdapterWeights:
                         shape = tuple(file.stored.shapes[key])
                         self._pieces.append((whole(name, key, shape), file.stored))
         self.names = {copy.component for copy, _ in self._pieces}
-        """The adapters' tensors that files hold, by path in the task."""
+        """The adapters' tensors that are in files, by path in the task."""
         for copy, held in self._pieces:
             own = task.get_parameter(copy.component).shape
             if tuple(own) != copy.stored_shape:
                 raise CheckpointError(
-                    f"{copy.stored} is of shape {list(copy.stored_shape)}, and {copy.component} of"
+                    f"{copy.stored} has shape {list(copy.stored_shape)}, but {copy.component} has"
                     f" {list(own)}",
                     where=str(held.where),
-                    hint="it was made for another model",
+                    hint="the adapter is for a different model: use one trained for this model",
                 )
 
     def fill(self, state: Mapping[str, Tensor], known: Collection[str] = ()) -> None:
-        """After the weights below them: lengths of new DoRAs, then what files hold.
+        """Fills a task's adapters, after its other weights: magnitudes of new DoRAs, then tensors from files.
 
-        known: names that were filled before by other means; a length among them stays.
+        Args:
+            state: tensors by path in the task.
+            known: names filled before by other means; a magnitude among them stays.
+
+        Raises:
+            CheckpointError: a row of a weight under a new DoRA is zero.
         """
         begun = self.names.union(known)
         with torch.no_grad():
@@ -356,7 +374,7 @@ class AdapterWeights:
                     length.copy_(row_lengths(weight))
                     if bool((length == 0).any()):
                         raise CheckpointError(
-                            f"rows of {place[0]} are zero: they have no direction, which DoRA needs",
+                            f"some rows of {place[0]} are all zero, so they have no direction for DoRA",
                             where=KEY,
                             hint="leave the module out of the adapter's targets, or set dora: false",
                         )

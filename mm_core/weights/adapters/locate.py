@@ -1,4 +1,4 @@
-"""Which component of a task an adapter on disk is of, and which file holds each of its modules."""
+"""Finding the component of a task that an adapter on disk fits, and the file with each of its modules."""
 
 from __future__ import annotations
 
@@ -7,30 +7,39 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mm_core.contracts import TaskModule
-from mm_core.errors import CheckpointError, ContractError
+from mm_core.errors import CheckpointError, ContractError, plural
 from mm_core.weights.adapters.files import AdapterFile, is_adapter, open_adapter, stored_module
 from mm_core.weights.fitting import Formats
 from mm_core.weights.formats.format import AdapterLayout, of_component
 
 Placed = tuple[AdapterLayout, Path]
-"""How an adapter of a component, or of its part, lies in a format, and the file or folder where it does."""
+"""A format's layout of an adapter of a component or its part, and the file or folder in that layout."""
 
 
 @dataclass(frozen=True)
 class Located:
-    """The component that an adapter on disk fits. modules: path in the component -> the file that holds
-    it, and its path there."""
+    """The component that an adapter on disk fits.
+
+    Attributes:
+        root: the component's name in the task.
+        modules: path in the component -> the file that contains its adapter, and the path there.
+    """
 
     root: str
     modules: Mapping[str, tuple[AdapterFile, str]]
 
 
 def locate(task: TaskModule, path: str, linear: Mapping[str, Sequence[str]], formats: Formats) -> Located:
-    """The component whose modules an adapter names, by the names that any format gives them: one file, or
-    a folder with a file for each part of the component.
+    """Finds the component of a task that an adapter (LoRA) on disk fits, by the names of any weight format.
+
+    Args:
+        task: the task to train.
+        path: an adapter file, or a folder with a file for each part of the component.
+        linear: component -> paths of its linear layers.
+        formats: weight formats to try.
 
     Raises:
-        CheckpointError: no adapter, modules that no component has, or a file that fits several parts alike.
+        CheckpointError: no adapter, modules that no component has, or a file that fits several parts equally.
     """
     best = Located("", {})
     alike: dict[str, None] = {}
@@ -52,16 +61,16 @@ def locate(task: TaskModule, path: str, linear: Mapping[str, Sequence[str]], for
     modules = [(id(file), name) for file in files for name in file.scales]
     if absent := [name for file, name in modules if (file, name) not in held]:
         raise CheckpointError(
-            f"{len(absent)} of the {len(modules)} modules of this adapter are no linear layers of"
+            f"{len(absent)} of the {plural(len(modules), 'module')} in this adapter match no linear layer of"
             f" {best.root or ' or '.join(linear)}: {', '.join(absent[:3])}",
             where=path,
-            hint="it was made for another model",
+            hint="the adapter is for a different model: use one trained for this model",
         )
     if len(alike) > 1:
         raise CheckpointError(
-            f"this adapter could be of any of these: {', '.join(alike)}",
+            f"this adapter fits several components equally well: {', '.join(alike)}",
             where=path,
-            accepted="a file that fits one of them alone, or a folder of files as an export calls them",
+            accepted="a file that fits only one of them, or a folder of files named as by mm export",
         )
     return best
 
@@ -69,7 +78,7 @@ def locate(task: TaskModule, path: str, linear: Mapping[str, Sequence[str]], for
 def _candidates(
     task: TaskModule, path: Path, linear: Iterable[str], formats: Formats
 ) -> list[tuple[str, list[Placed]]]:
-    """(component, what of it could be read together): the files of its parts, or one file as any of them."""
+    """(component, parts to read together): all files of its parts, or one file as any of them."""
     together, alone = [], []
     for root in linear:
         component = task.get_submodule(root)
@@ -89,7 +98,7 @@ def _candidates(
 def _named(
     layout: AdapterLayout, names: Iterable[str], file: AdapterFile
 ) -> dict[str, tuple[AdapterFile, str]]:
-    """The modules of a component, or of its part, that a file names, by the map that finds most of them."""
+    """The modules of a component or its part that a file contains, by the map that finds most of them."""
     own = [name for name in names if not layout.part or f"{name}.".startswith(f"{layout.part}.")]
     maps = [replace(layout, keys=keys) for keys in (layout.keys, *layout.others)]
     return max((_by_map(one, own, file) for one in maps), key=len)
@@ -110,9 +119,9 @@ def _by_map(
             continue
         if (other := holders.setdefault(stored, name)) != name:
             raise CheckpointError(
-                f"{stored} could be {other} or {name}: dots are underscores in this file's names",
+                f"{stored} could be {other} or {name}: this file's names have underscores in place of dots",
                 where=str(file.stored.where),
-                accepted="an adapter whose names have their dots",
+                accepted="an adapter file whose module names have dots",
             )
         table[name] = (file, stored)
     return table

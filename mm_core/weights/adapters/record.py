@@ -1,5 +1,7 @@
-"""Where the adapters of a run are and how they count, as plain values that its checkpoints hold: a run that
-goes on does not need the files that its adapters began with."""
+"""The adapters of a run as plain values in its checkpoints: their modules, ranks and scales.
+
+So a resumed run does not need the files that its adapters started from.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,15 @@ from mm_core.weights.adapters.inject import Structure, scales_of
 
 
 def record_of(task: TaskModule, adapters: Sequence[AdapterConfig]) -> list[dict[str, object]]:
-    """A row an adapter, in the order in which they count.
+    """The record of a task's adapters (LoRA, DoRA) for a checkpoint: one row per adapter, in config order.
 
     Args:
-        task: with its adapters in place. adapters: of its config.
+        task: with its adapters in place.
+        adapters: adapter sections of the config.
 
     Returns:
-        name, train, dropout, and `layers`: rank, alpha, dora, rslora and the `modules` (paths in the task)
-        that have them.
+        Rows with name, train, dropout, and `layers`: rank, alpha, dora, rslora and the `modules` (paths in
+        the task) that share these.
     """
     roots = task.trainable
     found = {root: scales_of(task.get_submodule(root)) for root in roots}
@@ -40,9 +43,10 @@ def record_of(task: TaskModule, adapters: Sequence[AdapterConfig]) -> list[dict[
 
 
 def structure_in(rows: Any, where: Path) -> Structure:
-    """What `record_of` has written, as `add_adapters` takes it; {} where it has written nothing.
+    """Reads the record of adapters in a checkpoint (`record_of`) for `add_adapters`; {} without adapters.
 
-    Raises CheckpointError for values that are none of its own.
+    Raises:
+        CheckpointError: values that `record_of` does not write.
     """
     found: dict[str, Mapping[str, AdapterScale]] = {}
     try:
@@ -55,7 +59,7 @@ def structure_in(rows: Any, where: Path) -> Structure:
             found[str(row["name"])] = held
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         raise CheckpointError(
-            "what this checkpoint says of its adapters is not understood",
+            "this checkpoint's record of its adapters cannot be read",
             where=str(where),
             hint="load it with the version of mm-core that wrote it, or a newer one",
         ) from None

@@ -1,1 +1,1 @@
-"""Weight formats: which file and name each tensor has in the layouts of other libraries."""
+"""Weight formats: the file and name of each tensor in the layouts of other libraries."""

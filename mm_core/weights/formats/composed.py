@@ -1,4 +1,4 @@
-"""A key map after another: a format that builds on one says what differs from it alone."""
+"""Two key maps in a row: a format built on another one declares only the differences."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from mm_core.weights.streaming import overlap
 
 
 def composed(first: KeyMap, second: KeyMap) -> KeyMap:
-    """The map of a component that `first` brings under names which `second` brings under those of a file.
+    """The key map that applies `first` to a component's names and then `second`, down to a file's names.
 
-    Both ways, as each of them. What the file holds and `first` ignores is ignored where `second` renames
-    it or leaves it as it is. ContractError, when copies are asked for, where `first` reshapes what `second`
-    turns or cuts along another dimension than the first: no box of that is a box in the file.
+    It works in both directions, like each of the two. A stored name that `first` ignores is ignored if
+    `second` only renames it or leaves it unchanged.
+
+    Raises:
+        ContractError: when its copies are computed, if `first` reshapes a tensor that `second` permutes or
+            splits along a dimension different from the first: no box of that is a box in the file.
     """
     after = composed(first.after, second) if isinstance(first, ComposedKeyMap) else second
     return ComposedKeyMap(first.rules, first.prefix, first.ignored, first.placed, after)
@@ -23,23 +26,23 @@ def composed(first: KeyMap, second: KeyMap) -> KeyMap:
 
 @dataclass(frozen=True)
 class ComposedKeyMap(KeyMap):
-    """A key map whose stored names another one takes for those of a component: see `composed`."""
+    """A key map whose stored names are the component names of a second key map: see `composed`."""
 
     after: KeyMap = field(default_factory=KeyMap)
 
     def ignores(self, stored: str) -> bool:
-        """Whether either map has no use for a stored name."""
+        """Whether either key map does not need a tensor of this stored name."""
         return self.after.ignores(stored) or any(
             KeyMap.ignores(self, name) for name in _names_before(self.after, stored)
         )
 
     def renamed(self, name: str) -> str | None:
-        """The stored name of a tensor that both maps leave whole and as it is."""
+        """The stored name of a component's tensor that both key maps only rename; None for any other."""
         between = super().renamed(name)
         return None if between is None else self.after.renamed(between)
 
     def copies(self, shapes: Mapping[str, Sequence[int]]) -> list[Copy]:
-        """What is where in the file."""
+        """The copies between a component's tensors and those of a weights file, through both key maps."""
         first = super().copies(shapes)
         second: dict[str, list[Copy]] = {}
         for copy in self.after.copies({copy.stored: copy.stored_shape for copy in first}):
@@ -49,7 +52,7 @@ class ComposedKeyMap(KeyMap):
 
 
 def _names_before(keys: KeyMap, stored: str) -> list[str]:
-    """The names that a map leaves whole and brings under `stored`."""
+    """The names that a map only renames to `stored`."""
     found = [keys.prefix + stored]
     for rule in keys.rules:
         if isinstance(rule, Rename) and (values := Template(rule.stored).match(stored)) is not None:
@@ -58,9 +61,11 @@ def _names_before(keys: KeyMap, stored: str) -> list[str]:
 
 
 def _joined(first: Copy, second: Copy) -> Copy | None:
-    """Where the numbers of `first` lie that `second` copies; None where it copies others.
+    """The copy from the component to the file, for the numbers that two copies share; None for none.
 
-    first: of the component and a tensor between. second: of that and the file.
+    Args:
+        first: copy between the component and an intermediate tensor.
+        second: copy between the intermediate tensor and the file.
     """
     other = _turned(_seen(second, first), first.dims)
     common = overlap(other, box_of(first.stored_start, first.size))
@@ -78,7 +83,7 @@ def _joined(first: Copy, second: Copy) -> Copy | None:
 
 
 def _seen(second: Copy, first: Copy) -> Copy:
-    """`second` with the tensor between as `first.view` sees it."""
+    """`second` with the intermediate tensor viewed as `first.view`."""
     view, shape = first.view, first.stored_shape
     if view is None:
         return second
@@ -96,8 +101,8 @@ def _seen(second: Copy, first: Copy) -> Copy:
     rows = second.dims is None and second.size[1:] == seen[1:] == shape[1:]
     if not rows or (second.view is not None and second.view[0] != second.stored_shape[0]):
         raise ContractError(
-            f"two key maps cannot be composed: the first reshapes {first.component!r}, and the second turns"
-            f" {first.stored!r}, or cuts it along another dimension than the first"
+            f"two key maps cannot be composed: the first reshapes {first.component!r}, and the second"
+            f" permutes {first.stored!r}, or splits it along a dimension different from the first"
         )
     zeros = (0,) * (len(view) - 1)
     return replace(
@@ -110,7 +115,7 @@ def _seen(second: Copy, first: Copy) -> Copy:
 
 
 def _turned(second: Copy, dims: Sequence[int] | None) -> Copy:
-    """`second` with the dimensions of the tensor between in another order."""
+    """`second` with the dimensions of the intermediate tensor permuted."""
     if dims is None:
         return second
     before = second.dims or tuple(range(len(dims)))

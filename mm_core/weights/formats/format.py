@@ -1,4 +1,4 @@
-"""What a weight format is: a layout of one or several models on disk."""
+"""The contract of a weight format: a layout of one or several models on disk."""
 
 from __future__ import annotations
 
@@ -16,41 +16,53 @@ from mm_core.weights.formats.key_map import KeyMap, Shape
 
 
 class StoredTensors(Protocol):
-    """Tensors in files, by name. Nothing is read before it is asked for."""
+    """Tensors in weights files, by name; each is read from disk only when used."""
 
     where: Path
-    """The file or folder, for errors."""
+    """The file or folder, for error messages."""
 
     @property
     def shapes(self) -> Mapping[str, Shape]:
-        """The shape of every stored tensor."""
+        """The shape of every tensor in the weights files, by stored name."""
 
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]:
-        """The dtype of every stored tensor."""
+        """The dtype of every tensor in the weights files, by stored name."""
 
     @property
     def others(self) -> Sequence[str]:
-        """Names of what is stored and is no tensor."""
+        """Names in the weights files whose values are no tensors."""
 
     def read(self, name: str, box: tuple[slice, ...]) -> Tensor:
-        """A box of a stored tensor, on CPU in its dtype; often a view of mapped memory: not to be
-        written to. CheckpointError when the file cannot give it."""
+        """Reads a box of a tensor from weights files, on CPU and in its stored dtype.
+
+        The result is often a view of mapped memory: do not write to it.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How one component, or a part of it, lies in a format.
+    """How a weight format stores one component, or a part of it.
 
-    part: path of the sub-module that this layout covers; "" for the whole component. optional: files may
-    lack the part, which then stays as it began. keys: names there of the part's own names. folder: where
-    its files lie below the top ("" for the top itself). stem: the files' name before `.safetensors`, or
-    before `-00001-of-00003.safetensors` and `.safetensors.index.json`. texts: further files in `folder` by
-    name (config.json). metadata: texts in the header of each file. library: that reads it, as hubs call it.
-    loading: Python that loads it, with `{folder}` for where it lies; both go into the card of an export.
-    reading: the map for files that `keys` do not fit, as other versions of a library wrote them; never
-    written by. Its prefix is that of `keys`. ContractError where it can make nothing of them. refusal: why
-    files that are written so would not be loaded, asked before any is; "" where they would.
+    Attributes:
+        keys: map from the part's own names to stored names.
+        folder: folder of its files below the top ("" for the top itself).
+        stem: file name before `.safetensors`, or before `-00001-of-00003.safetensors` and
+            `.safetensors.index.json`.
+        texts: further files in `folder`, by name (config.json).
+        metadata: texts in the header of each file.
+        library: the library that reads it, by its name on model hubs.
+        loading: Python that loads it, with `{folder}` for its place. `library` and `loading` go into the
+            model card of an export.
+        part: path of the sub-module that this layout covers; "" for the complete component.
+        optional: files may lack the part, which then keeps its initial values.
+        reading: returns the map for files that `keys` do not fit, as other versions of a library wrote them;
+            used for reading only. Its prefix is that of `keys`. Raises ContractError for files it cannot map.
+        refusal: returns why the library could not load files written in this layout, or "" if it can;
+            called before anything is written.
     """
 
     keys: KeyMap = field(default_factory=KeyMap)
@@ -68,14 +80,19 @@ class Layout:
 
 @dataclass(frozen=True)
 class AdapterLayout:
-    """How an adapter of one component, or of a part of it, lies in a format, so that the model's own
-    library loads it.
+    """How a weight format stores an adapter of a component or of its part, for the model's own library.
 
-    file: of the tensors, below the top. module_prefix: what stands before a module's stored path in a
-    key. keys: the component's names in the format, by which adapted modules are renamed. config: name of
-    the file that holds the adapter's settings in PEFT's form, or None where they go into the header of
-    `file` as text under `metadata_key`. library, loading, part: as of `Layout`. others: further maps by
-    which files of other programs name the modules; such files are read, never written.
+    Attributes:
+        file: file of the tensors, below the top.
+        module_prefix: text before a module's stored path in a key.
+        keys: map from the component's names to stored names; it renames the adapted modules.
+        config: name of the file with the adapter's settings in PEFT's form; None if they go into the header
+            of `file` as text under `metadata_key`.
+        metadata_key: see `config`.
+        library: see `Layout`.
+        loading: see `Layout`.
+        part: see `Layout`.
+        others: further maps for the names that other programs use; for reading only.
     """
 
     file: str
@@ -91,9 +108,16 @@ class AdapterLayout:
 
 @dataclass(frozen=True)
 class Written:
-    """What an export writes of a component. component: its name in the task. part, folder, texts: as of
-    its `Layout`. origins: files and folders that its weights began with, those that counted last first;
-    they may be gone."""
+    """What an export writes for a component in a weight format.
+
+    Attributes:
+        component: the component's name in the task.
+        part: see `Layout`.
+        folder: see `Layout`.
+        texts: see `Layout`.
+        origins: files and folders that its initial weights came from, the most recent first; some may no
+            longer exist.
+    """
 
     component: str
     part: str
@@ -104,10 +128,15 @@ class Written:
 
 @dataclass(frozen=True)
 class Companions:
-    """What lies at the top of a format beside the components. texts: files by name. copies: files or
-    folders that are taken over as they are, by their place below the top. places: (component, part) -> the
-    folder below the top that it goes to, where that is not its layout's. loading: Python that loads the
-    whole, with `{folder}` for where it lies; "" where each part is loaded as its layout says."""
+    """Files that a weight format needs at the top of an export, beside the components.
+
+    Attributes:
+        texts: text files, by name.
+        copies: files or folders to copy unchanged, by their place below the top.
+        places: (component, part) -> its folder below the top, where that differs from its layout's.
+        loading: Python that loads everything together, with `{folder}` for its place; "" if each part is
+            loaded by its own layout's `loading`.
+    """
 
     texts: Mapping[str, str] = field(default_factory=dict)
     copies: Mapping[str, Path] = field(default_factory=dict)
@@ -120,46 +149,71 @@ class WeightFormat(Protocol):
     """A layout of weights on disk. Its target is built with no options and holds no state."""
 
     def recognises(self, path: Path) -> bool:
-        """Whether the file or folder is laid out so; by names and JSON alone. Never raises for what a
-        hostile folder may hold: then it is not recognised."""
+        """Whether a file or folder is in this weight format, found from file names and JSON only.
+
+        Never raises, also for a hostile folder: that is not recognised.
+        """
 
     def folders(self, path: Path) -> Sequence[str]:
-        """Below `path`, the folders that hold a model's weights; [""] for a lone model."""
+        """The folders below a path that contain a model's weights; [""] for a single model."""
 
     def open(self, path: Path, folder: str = "") -> StoredTensors:
-        """The tensors of one model. CheckpointError for damaged or hostile files."""
+        """Opens the stored tensors of one model.
+
+        Raises:
+            CheckpointError: damaged or hostile files.
+        """
 
     def layout(self, name: str, component: nn.Module) -> Layout | Sequence[Layout] | None:
-        """How the task's sub-module `name` lies in this format; None where it cannot hold it. Where it
-        lies in several folders, a layout for each: their parts cover the component, and do not overlap.
-        `component` may be on the meta device: it is asked for names and settings alone."""
+        """How this weight format stores a component of a task; None where it cannot.
+
+        Args:
+            name: the component's name in the task.
+            component: may be on the meta device; only its names and settings are read.
+
+        Returns:
+            One layout; or, for a component stored in several folders, a layout for each. Their parts cover
+            the component and do not overlap.
+        """
 
     def adapter(self, name: str, component: nn.Module) -> AdapterLayout | Sequence[AdapterLayout] | None:
-        """How an adapter of that component lies in this format; None where it has none. Where it lies in
-        several files, a layout for each: a part that is not adapted has no file."""
+        """How this weight format stores an adapter of a component; None where it cannot.
+
+        For an adapter in several files, returns a layout for each; a part without adapter has no file.
+        """
 
     def companions(self, task: TaskModule, written: Sequence[Written]) -> Companions:
-        """What a finished export also needs: tokenizers, schedulers, an index of the pipeline.
+        """The further files of an export in this weight format: tokenizers, schedulers, a pipeline's index.
 
-        written: what is written of the task's components, all of them. CheckpointError for an origin that
-        cannot be made sense of."""
+        Args:
+            task: the task that is exported.
+            written: what the export writes for each of the task's components.
+
+        Raises:
+            CheckpointError: an origin in `written` that cannot be read.
+        """
 
 
 AnyLayout = TypeVar("AnyLayout", Layout, AdapterLayout)
 
 
 def of_component(found: AnyLayout | Sequence[AnyLayout] | None) -> tuple[AnyLayout, ...]:
-    """What a format says of a component as layouts whose key maps take the component's own names; () where
-    it cannot hold it. ContractError for two layouts of one part, or in one place."""
+    """A weight format's layouts of a component, with key maps that take the component's own names.
+
+    Returns () where the format cannot store the component.
+
+    Raises:
+        ContractError: two layouts of one part, or in one place.
+    """
     given = (found,) if isinstance(found, Layout | AdapterLayout) else tuple(found or ())
     places = [one.folder if isinstance(one, Layout) else one.file for one in given]
     parts = [f"{one.part}." if one.part else "" for one in given]
     inside = any(a.startswith(b) for i, a in enumerate(parts) for j, b in enumerate(parts) if i != j)
     if inside or len(set(places)) != len(places):
         raise ContractError(
-            f"a weight format gives layouts of the parts {', '.join(repr(one.part) for one in given)}"
+            f"the layouts of a weight format overlap: parts {', '.join(repr(one.part) for one in given)}"
             f" in {', '.join(map(repr, places))}",
-            accepted="parts that do not overlap, each in a place of its own",
+            accepted="parts that do not overlap, each in its own folder or file",
         )
     return tuple(
         replace(one, keys=replace(one.keys, prefix=start + one.keys.prefix))
@@ -168,7 +222,11 @@ def of_component(found: AnyLayout | Sequence[AnyLayout] | None) -> tuple[AnyLayo
 
 
 def divided(layouts: Sequence[AnyLayout], names: Iterable[str]) -> list[list[str]]:
-    """The names of a component that each layout covers. ContractError for one that none does."""
+    """The tensor names of a component that each layout of a weight format covers.
+
+    Raises:
+        ContractError: a name that no layout covers.
+    """
     found: list[list[str]] = [[] for _ in layouts]
     for name in names:
         for layout, covered in zip(layouts, found, strict=True):
@@ -177,7 +235,7 @@ def divided(layouts: Sequence[AnyLayout], names: Iterable[str]) -> list[list[str
                 break
         else:
             raise ContractError(
-                f"the weight format has no place for {name!r}",
+                f"no layout of the weight format covers {name!r}",
                 accepted=f"names below {', '.join(layout.part for layout in layouts) or 'no part at all'}",
             )
     return found

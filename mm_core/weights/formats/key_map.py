@@ -1,10 +1,10 @@
-"""How a component's tensors are called, cut and turned in a file, both ways.
+"""Key maps: how a component's tensors are named, split and transposed in a file, in both directions.
 
 A `KeyMap` is a list of rules over name templates. `{i}` in a template stands for one part of a dotted
-name, `{rest...}` for one or more; what stands in one side's braces is put into the other's. The first
-rule that matches a name counts; a name that no rule matches keeps its name. From the component's shapes
-alone a map derives which box of which stored tensor is which box of which tensor of the component, so
-that a shard can be read without its whole, and a file written without a model.
+name, `{rest...}` for one or more; text matched by a brace on one side is inserted on the other side. The
+first rule that matches a name applies; a name without a rule is stored unchanged. From the component's
+shapes alone a map derives which box of a stored tensor is which box of a component's tensor. So a shard is
+read without the full tensor, and a file is written without a model.
 """
 
 from __future__ import annotations
@@ -26,14 +26,21 @@ _BRACE = re.compile(r"\{(\w+)(\.\.\.)?\}")
 
 @dataclass(frozen=True)
 class Copy:
-    """A box of a component's tensor, and the box of a stored tensor that holds the same numbers.
+    """A box of a component's tensor, and the box of a stored tensor with the same numbers.
 
-    The stored tensor is first seen as `view` (where one is given: with ones before its dimensions, or with
-    the same first dimension and others after it), then its dimensions are put in the order `dims`; what
-    then lies at `stored_start` is what lies at `start` of the component's tensor.
+    The stored tensor is first viewed as `view` (if given: with ones before its dimensions, or with the same
+    first dimension and others after it), then its dimensions are put in the order `dims`. The numbers from
+    `stored_start` on are then those from `start` on in the component's tensor.
 
-    component, stored: names. start, size: the box in the component's tensor. stored_shape: of the whole
-    stored tensor, as in the file.
+    Attributes:
+        component: name of the component's tensor.
+        start: first index of the box in the component's tensor.
+        size: shape of the box in the component's tensor.
+        stored: name of the stored tensor.
+        stored_shape: shape of the full stored tensor, as in the file.
+        stored_start: first index of the box in the stored tensor, after `view` and `dims`.
+        dims: order of the stored tensor's dimensions; None leaves them as they are.
+        view: shape to view the stored tensor in; None for its own.
     """
 
     component: str
@@ -48,7 +55,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Rename:
-    """One tensor under another name."""
+    """Key-map rule: one tensor is stored under a different name."""
 
     component: str
     stored: str
@@ -56,7 +63,7 @@ class Rename:
 
 @dataclass(frozen=True)
 class Transpose:
-    """One tensor with its dimensions in another order: stored.permute(dims) is the component's."""
+    """Key-map rule: one tensor is stored permuted; stored.permute(dims) is the component's tensor."""
 
     component: str
     stored: str
@@ -65,8 +72,15 @@ class Transpose:
 
 @dataclass(frozen=True)
 class Reshape:
-    """One tensor that is stored in another shape with the same first dimension: a convolution that is
-    computed as a matrix. `shape` is the stored one, without the first dimension."""
+    """Key-map rule: one tensor is stored in a different shape with the same first dimension.
+
+    An example is a convolution that is computed as a matrix.
+
+    Attributes:
+        component: template of the component's name.
+        stored: template of the stored name.
+        shape: the stored shape without the first dimension.
+    """
 
     component: str
     stored: str
@@ -75,7 +89,7 @@ class Reshape:
 
 @dataclass(frozen=True)
 class Fuse:
-    """Several tensors of the component that are stored as one, side by side along `dim`."""
+    """Key-map rule: several tensors of the component are stored as one, side by side along `dim`."""
 
     components: tuple[str, ...]
     stored: str
@@ -84,8 +98,10 @@ class Fuse:
 
 @dataclass(frozen=True)
 class Split:
-    """One tensor of the component that is stored as several, side by side along `dim`; in equal parts, or
-    of `sizes`."""
+    """Key-map rule: one tensor of the component is stored as several, split along `dim`.
+
+    The parts are equal, or have the lengths `sizes`.
+    """
 
     component: str
     stored: tuple[str, ...]
@@ -95,9 +111,11 @@ class Split:
 
 @dataclass(frozen=True)
 class Stack:
-    """One tensor of the component whose slices of the first dimension are stored one by one, as a mixture
-    of experts is: `{index}` in the stored names counts them from 0. Where several names are given, each
-    slice is stored as several, side by side along `dim` of the slice; in equal parts, or of `sizes`."""
+    """Key-map rule: the slices of one tensor's first dimension are stored one by one, as for experts.
+
+    `{index}` in the stored names counts the slices from 0. With several stored names, each slice is split
+    along `dim` of the slice; in equal parts, or in the lengths `sizes`.
+    """
 
     component: str
     stored: tuple[str, ...]
@@ -110,7 +128,7 @@ Rule = Rename | Transpose | Reshape | Fuse | Split | Stack
 
 
 class Template:
-    """A name with `{i}` for one part of it and `{rest...}` for one or more."""
+    """A template of a key map's tensor names: `{i}` is one part of a name, `{rest...}` one or more."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -122,26 +140,26 @@ class Template:
         self._expression = re.compile(expression + r"\Z")
 
     def match(self, name: str) -> dict[str, str] | None:
-        """What stands in the braces where `name` fits."""
+        """The texts that a tensor name has in place of the template's braces; None if it does not match."""
         found = self._expression.match(name)
         return found.groupdict() if found else None
 
     def fill(self, values: Mapping[str, str]) -> str:
-        """The name with `values` in the braces."""
+        """The tensor name with `values` inserted for the template's braces."""
         return _BRACE.sub(lambda found: values[found[1]], self.text)
 
 
 @dataclass(frozen=True)
 class KeyMap:
-    """The rules between a component's names and those of a file.
+    """A key map: the rules between a component's tensor names and those in a weights file.
 
     Args:
-        rules: the first that matches a name counts.
-        prefix: what every name of the component begins with and no stored name does ("transformer." for
-            a component that wraps a model under that name).
-        ignored: templates of stored names that the component has no use for (tables that it computes).
-        placed: name of the component, without the prefix -> where it lies, for names whose place was found
-            otherwise (`mm_core.weights.formats.traced`); these go before the rules.
+        rules: the first rule that matches a name applies.
+        prefix: start of every name of the component that stored names lack ("transformer." for a component
+            that wraps a model under that name).
+        ignored: templates of stored names that the component does not need (tables that it computes).
+        placed: name in the component, without the prefix -> its copies, for places found by other means
+            (`mm_core.weights.formats.traced`); they take precedence over the rules.
 
     Raises:
         ContractError: a rule whose sides do not have the same braces.
@@ -160,7 +178,7 @@ class KeyMap:
             names |= {frozenset(Template(side).names) for side in theirs}
             if len(names) > 1 or len(set(ours)) < len(ours) or len(set(theirs)) < len(theirs):
                 raise ContractError(
-                    f"the sides of {rule} do not have the same braces, or name one thing twice",
+                    f"the sides of {rule} do not have the same braces, or contain a name twice",
                     accepted="the same {names} in the templates of all sides; a Stack's index in the stored",
                 )
 
@@ -173,11 +191,11 @@ class KeyMap:
         return [Template(text) for text in self.ignored]
 
     def ignores(self, stored: str) -> bool:
-        """Whether the component has no use for a stored name."""
+        """Whether the component does not need a tensor of this stored name."""
         return any(template.match(stored) is not None for template in self._ignored)
 
     def renamed(self, name: str) -> str | None:
-        """The stored name of a tensor that is stored whole and as it is; None where it is not."""
+        """The stored name of a component's tensor that the key map only renames; None for any other."""
         bare = name.removeprefix(self.prefix)
         if bare in self.placed:
             found = self.placed[bare]
@@ -189,15 +207,16 @@ class KeyMap:
         return bare
 
     def copies(self, shapes: Mapping[str, Sequence[int]]) -> list[Copy]:
-        """What is where, in the order of `shapes`: every number of the component once, every number of a
-        stored tensor once.
+        """The copies between a component's tensors and those of a weights file, in the order of `shapes`.
+
+        Every number of the component and of the stored tensors occurs once.
 
         Args:
-            shapes: of all the component's tensors, by name.
+            shapes: shapes of all the component's tensors, by name.
 
         Raises:
-            ContractError: parts of a fused tensor that are missing or do not fit, a name without the
-                prefix, or two tensors that would get one stored name.
+            ContractError: parts of a fused tensor are missing or do not fit, a name lacks the prefix, or two
+                tensors would get one stored name.
         """
         found: list[Copy] = []
         done: set[str] = set()
@@ -220,7 +239,7 @@ class KeyMap:
 
     def _of(self, name: str, shapes: Mapping[str, Sequence[int]]) -> list[Copy]:
         if not name.startswith(self.prefix):
-            raise ContractError(f"{name!r} does not begin with {self.prefix!r}, as this map wants")
+            raise ContractError(f"{name!r} does not begin with {self.prefix!r}, the prefix of this key map")
         if (bare := name[len(self.prefix) :]) in self.placed:
             return self._placed(bare, name, tuple(shapes[name]))
         for rule, template in self._by_component:
@@ -233,7 +252,7 @@ class KeyMap:
         copies = self.placed[bare]
         ends = [tuple(s + n for s, n in zip(copy.start, copy.size, strict=True)) for copy in copies]
         if shape != tuple(max(sizes) for sizes in zip(*ends, strict=True)):
-            raise ContractError(f"this map is of another {name!r} than one of shape {list(shape)}")
+            raise ContractError(f"this key map was made for a different shape of {name!r} than {list(shape)}")
         return [replace(copy, component=name) for copy in copies]
 
     def _copies_of(
@@ -307,12 +326,12 @@ def _stack(rule: Stack, values: Mapping[str, str], name: str, shape: Shape) -> l
 
 
 def box_of(start: Shape, size: Shape) -> Box:
-    """The box that begins at `start`."""
+    """The box of a tensor, as slices, from its start and size."""
     return tuple(slice(first, first + length) for first, length in zip(start, size, strict=True))
 
 
 def whole(component: str, stored: str, shape: Shape) -> Copy:
-    """One tensor that is stored as it is."""
+    """The copy for a component's tensor that a weights file contains unchanged."""
     zeros = (0,) * len(shape)
     return Copy(component, zeros, shape, stored, shape, zeros)
 

@@ -1,4 +1,4 @@
-"""The class that a library knows for a model: that of the model, or of what it was derived from."""
+"""The class of a model that its library exports: the model's own class, or one it is derived from."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ if TYPE_CHECKING:
 
 
 def known_class(model: LibraryModel, library: str, base: type) -> type[LibraryModel]:
-    """The nearest class of a model that `library` exports. A model that is derived from `base` alone stays of
-    its own class: that is what loads it."""
+    """The nearest class of a model that Diffusers or Transformers (`library`) exports.
+
+    A model derived only from `base` keeps its own class, which is the one that loads it.
+    """
     own = type(model)
     if own.__module__.partition(".")[0] == "transformers_modules":
-        return own  # code of the model's folder, which is exported with it
+        return own  # code in the model's folder, which is exported with it
     for kind in own.__mro__:
         known = getattr(sys.modules[library], kind.__name__, None) is kind
         if known and kind is not base and issubclass(kind, base):
@@ -32,16 +34,16 @@ def known_class(model: LibraryModel, library: str, base: type) -> type[LibraryMo
 
 
 def difference(model: LibraryModel, kind: type[LibraryModel]) -> str:
-    """Why files of a model are no `kind` that its library could load; "" where they are."""
+    """Why a library could not load a model's exported weights as class `kind`; "" if it can."""
     own = type(model)
     if own is kind:
         return ""
     why = _other_config(model, kind) or _other_tensors(model, kind)
-    return f"{own.__name__} is no {kind.__name__} any more: {why}" if why else ""
+    return f"{own.__name__} can no longer be loaded as {kind.__name__}: {why}" if why else ""
 
 
 def _other_config(model: LibraryModel, kind: type[LibraryModel]) -> str:
-    """Of Diffusers: options that the class does not take. Of Transformers: another class of config."""
+    """For Diffusers: options that the class does not accept. For Transformers: a different config class."""
     wanted = getattr(kind, "config_class", None)
     if wanted is not None:
         own = type(model.config)
@@ -70,5 +72,5 @@ def _other_tensors(model: LibraryModel, kind: type[LibraryModel]) -> str:
 
 
 def _fields(model: LibraryModel) -> Mapping[str, object]:
-    """A Diffusers model's options, without what the library notes beside them."""
+    """A Diffusers model's options, without the library's own entries beside them."""
     return {key: value for key, value in model.config.items() if not key.startswith("_")}

@@ -1,4 +1,4 @@
-"""The formats that the core ships: plain safetensors, Diffusers' and Transformers' folders."""
+"""The built-in weight formats: plain safetensors, and the folders of Diffusers and Transformers."""
 
 from __future__ import annotations
 
@@ -46,64 +46,64 @@ TOKENIZER_FILES = (
     "video_preprocessor_config.json",
     "image_processor_config.json",
 )
-"""Files beside a Transformers model that say how its inputs are made."""
+"""Files beside a Transformers model that configure its tokenizer and processors."""
 
 
 class Safetensors:
-    """`model.safetensors`, or shards and their index, under the names of the component itself."""
+    """The weight format of plain safetensors files, with the component's own tensor names."""
 
     def recognises(self, path: Path) -> bool:
-        """A safetensors file, an index of such, or a folder that holds any."""
+        """Whether a path is a safetensors file, an index of such files, or a folder with one."""
         if path.is_file():
             return path.name.endswith((".safetensors", INDEX))
         if any(found.name != PEFT_ADAPTER for found in path.glob("*.safetensors")):
             return True
-        return any(path.glob(f"*{INDEX}"))  # whose files may be elsewhere, which reading says
+        return any(path.glob(f"*{INDEX}"))  # its files may be missing: reading reports that
 
     def folders(self, path: Path) -> Sequence[str]:
-        """The top."""
+        """The folders with safetensors weights: always [""], the path itself."""
         return [""]
 
     def open(self, path: Path, folder: str = "") -> StoredTensors:
-        """The tensors of the file or folder."""
+        """Opens the tensors of a safetensors file or folder."""
         return open_stored(path / folder)
 
     def layout(self, name: str, component: nn.Module) -> Layout:
-        """Any component, as it is."""
+        """The layout of any component in plain safetensors files: its own names."""
         return Layout()
 
     def adapter(self, name: str, component: nn.Module) -> AdapterLayout:
-        """PEFT's layout."""
+        """The layout of an adapter beside plain safetensors files: PEFT's."""
         return peft_layout(KeyMap())
 
     def companions(self, task: TaskModule, written: Sequence[Written]) -> Companions:
-        """None."""
+        """Further files of an export to plain safetensors: none."""
         return Companions()
 
 
 class Diffusers:
-    """A folder that Diffusers' `from_pretrained` loads: a model's, or a pipeline's with one a model."""
+    """The weight format of folders for Diffusers' `from_pretrained`: one model, or a pipeline of models."""
 
     stem = "diffusion_pytorch_model"
 
     def recognises(self, path: Path) -> bool:
-        """A folder with model_index.json, or with a config.json that names a `_class_name`."""
+        """Whether a path is a Diffusers folder, with model_index.json or `_class_name` in config.json."""
         return path.is_dir() and (
             (path / PIPELINE).is_file() or "_class_name" in read_mapping(path / "config.json")
         )
 
     def folders(self, path: Path) -> Sequence[str]:
-        """A pipeline's folders with weights; [""] for a model's folder."""
+        """The folders with weights in a Diffusers pipeline; [""] for a single model's folder."""
         if not (path / PIPELINE).is_file():
             return [""]
         return [name for name in pipeline_parts(path) if any((path / name).glob("*.safetensors"))]
 
     def open(self, path: Path, folder: str = "") -> StoredTensors:
-        """The tensors of one model."""
+        """Opens the stored tensors of one Diffusers model."""
         return _open_model(path / folder, self.stem, "*.bin")
 
     def layout(self, name: str, component: nn.Module) -> Layout | None:
-        """A Diffusers model, or a component that is a wrapper of one."""
+        """The layout of a Diffusers model, or of a component that wraps one; None for any other."""
         found = wrapped_model(component, "diffusers", "ModelMixin")
         if found is None:
             return None
@@ -120,7 +120,7 @@ class Diffusers:
         )
 
     def adapter(self, name: str, component: nn.Module) -> AdapterLayout | None:
-        """What `load_lora_adapter` and `load_lora_weights` read."""
+        """The layout of an adapter file for Diffusers' `load_lora_adapter` and `load_lora_weights`."""
         found = wrapped_model(component, "diffusers", "ModelMixin")
         if found is None:
             return None
@@ -134,29 +134,29 @@ class Diffusers:
         )
 
     def companions(self, task: TaskModule, written: Sequence[Written]) -> Companions:
-        """Where what is written began with a pipeline, that pipeline around it: see `pipeline_around`."""
+        """The other parts of the Diffusers pipeline that training started from: see `pipeline_around`."""
         return pipeline_around(written)
 
 
 class Transformers:
-    """A folder that Transformers' `from_pretrained` loads, with tokenizer and processor files."""
+    """The weight format of folders for Transformers' `from_pretrained`, tokenizer files included."""
 
     stem = "model"
 
     def recognises(self, path: Path) -> bool:
-        """A folder with a config.json that names a `model_type`."""
+        """Whether a path is a Transformers folder: its config.json has a `model_type`."""
         return path.is_dir() and "model_type" in read_mapping(path / "config.json")
 
     def folders(self, path: Path) -> Sequence[str]:
-        """The top."""
+        """The folders with weights of a Transformers model: always [""], the path itself."""
         return [""]
 
     def open(self, path: Path, folder: str = "") -> StoredTensors:
-        """The tensors of the model."""
+        """Opens the stored tensors of a Transformers model."""
         return _open_model(path / folder, self.stem, "pytorch_model*.bin")
 
     def layout(self, name: str, component: nn.Module) -> Layout | None:
-        """A Transformers model, or a component that is a wrapper of one."""
+        """The layout of a Transformers model, or of a component that wraps one; None for any other."""
         found = wrapped_model(component, "transformers", "PreTrainedModel")
         if found is None:
             return None
@@ -165,7 +165,7 @@ class Transformers:
         kind = known_class(model, "transformers", sys.modules["transformers"].PreTrainedModel)
         config.architectures = [kind.__name__]
         document = json.loads(config.to_json_string())
-        # It would be loaded in this dtype, whatever that of its files is.
+        # Transformers would load the model in this dtype instead of that of the files.
         for key in ("dtype", "torch_dtype"):
             document.pop(key, None)
         texts = {"config.json": json.dumps(document, indent=2) + "\n"}
@@ -182,13 +182,15 @@ class Transformers:
         )
 
     def adapter(self, name: str, component: nn.Module) -> AdapterLayout | None:
-        """PEFT's layout, whose names are those in memory."""
+        """The layout of an adapter of a Transformers model: PEFT's, with the tensor names in memory."""
         found = wrapped_model(component, "transformers", "PreTrainedModel")
         return None if found is None else peft_layout(KeyMap(prefix=found[0]))
 
     def companions(self, task: TaskModule, written: Sequence[Written]) -> Companions:
-        """Tokenizer and processor files of the folders that the trained models were made of, and the Python
-        files where config.json names some."""
+        """Tokenizer and processor files to copy from the folders of the trained Transformers models.
+
+        If a model's config.json names Python files, those are copied too.
+        """
         copies: dict[str, Path] = {}
         for name in task.trainable:
             found = wrapped_model(task.get_submodule(name), "transformers", "PreTrainedModel")
@@ -202,7 +204,7 @@ class Transformers:
 
 
 def _open_model(place: Path, stem: str, pickles: str) -> StoredTensors:
-    """The tensors of a model's folder. pickles: pattern of files that are refused where nothing else is."""
+    """Opens a model's folder; files matching `pickles` are refused if there are no safetensors files."""
     pickled = sorted(found.name for found in place.glob(pickles))
     if pickled and not any(place.glob("*.safetensors")):
         raise only_pickled(place, pickled)
@@ -210,18 +212,20 @@ def _open_model(place: Path, stem: str, pickles: str) -> StoredTensors:
 
 
 def _origin(model: PreTrainedModel) -> Path | None:
-    """The folder that a model of Transformers was made of, by its files or by its config alone."""
+    """The folder that a Transformers model was built from, by its weights or by its config."""
     if isinstance(model, SupportsWeightsFrom) and model.weights_from is not None:
         return Path(model.weights_from.path)
     return Path(model.config.name_or_path) if model.config.name_or_path else None
 
 
 def pipeline_parts(top: Path) -> dict[str, str]:
-    """The parts that a pipeline's folder lists, with their classes; {} for any other folder. A part's own
-    config.json has the last word on its class."""
+    """The parts listed in a Diffusers pipeline's folder, with their classes; {} for any other folder.
+
+    A part's own config.json takes precedence for its class.
+    """
     found = {}
     for name, kind in read_mapping(top / PIPELINE).items():
-        # Nobody vouches for the folder: a name may lead elsewhere.
+        # The folder is untrusted: a name may point outside it.
         plain = Path(name).name == name and name not in ("", "..")
         if plain and isinstance(kind, list) and kind and kind[0] is not None:
             found[name] = str(read_mapping(top / name / "config.json").get("_class_name", kind[-1]))
@@ -229,9 +233,11 @@ def pipeline_parts(top: Path) -> dict[str, str]:
 
 
 def pipeline_around(written: Sequence[Written]) -> Companions:
-    """The pipeline that what is written began with: its index and its other parts as they are, and each
-    written part in its folder. What is no part of it gets a folder of the component's name. Nothing, where
-    no part began with a pipeline, or several did with different ones."""
+    """The Diffusers pipeline that exported weights started from: its index and other parts, to be copied.
+
+    Each exported part goes into its folder in the pipeline; one that is no part of it goes into a folder with
+    the component's name. Empty if no part started from a pipeline, or if parts started from different ones.
+    """
     homes = {(one.component, one.part): _pipeline_of(one) for one in written}
     tops = {home[0] for home in homes.values() if home is not None}
     if len(tops) != 1:
@@ -250,13 +256,15 @@ def pipeline_around(written: Sequence[Written]) -> Companions:
 
 
 def _pipeline_of(part: Written) -> tuple[Path, str] | None:
-    """(pipeline's folder, folder in it) of the model of this class that a part began with: a pipeline, the
-    folder of one of its models, or a file in that."""
+    """(pipeline's folder, folder in it) of the model that a part started from, if it has the same class.
+
+    The origin may be a pipeline, the folder of one of its models, or a file in that.
+    """
     wanted = json.loads(part.texts.get("config.json", "{}")).get("_class_name", "")
     for origin in (origin.absolute() for origin in part.origins):
         alike = [name for name, kind in pipeline_parts(origin).items() if kind == wanted]
         named = [name for name in (part.folder, part.component, part.part) if name in alike]
-        # The parts of one component may be of one class: only their folders tell them apart.
+        # The parts of one component may have the same class: only their folders differ.
         if named or (len(alike) == 1 and not part.part):
             return origin, (named or alike)[0]
         # A link is followed no further than its name: `transformer` in the pipeline's own folder.
@@ -267,7 +275,7 @@ def _pipeline_of(part: Written) -> tuple[Path, str] | None:
 
 
 def peft_layout(keys: KeyMap) -> AdapterLayout:
-    """What PEFT writes, and loads into a model whose names are those of `keys`."""
+    """The layout of an adapter as PEFT writes it, for a model with the stored names of `keys`."""
     return AdapterLayout(
         PEFT_ADAPTER,
         "base_model.model.",
@@ -279,19 +287,21 @@ def peft_layout(keys: KeyMap) -> AdapterLayout:
 
 
 def only_pickled(folder: Path, names: Sequence[str]) -> CheckpointError:
-    """The error for a folder whose weights are pickles alone."""
+    """The error for a folder whose weights are only pickle files, which can run code."""
     return CheckpointError(
-        f"the weights here are pickles, which can run code: {', '.join(names[:3])}",
+        f"the weights here are pickle files, which can run code: {', '.join(names[:3])}",
         where=str(folder),
         accepted="safetensors files",
-        hint="ask for the model as safetensors, or convert it in its own library, where you trust it",
+        hint="get the model as safetensors; or, if you trust it, convert it with its own library",
     )
 
 
 def wrapped_model(component: nn.Module, library: str, base: str) -> tuple[str, LibraryModel] | None:
-    """(prefix of its names, model): the component itself where it is a model of `library`, or the only
-    one in it, where that holds all its tensors. The library is not imported: nobody can hold a model of a
-    library that was never imported."""
+    """The Diffusers or Transformers model in a component, as (prefix of its tensor names, model).
+
+    It is the component itself, or the only model of the library in it if that has all its tensors; else None.
+    The library is not imported here: a component with such a model has imported it already.
+    """
     kind = getattr(sys.modules.get(library), base, None)
     if kind is None:
         return None
@@ -307,7 +317,7 @@ def wrapped_model(component: nn.Module, library: str, base: str) -> tuple[str, L
 
 
 def _from_pretrained(library: str, model: LibraryModel, kind: type[LibraryModel]) -> str:
-    """Python that loads the model; its class may be the library's, a package's or in the folder itself."""
+    """Python that loads the model; its class may be in the library, a package or the folder itself."""
     where, name = kind.__module__, kind.__name__
     if where.partition(".")[0] != "transformers_modules":
         source = library if where.partition(".")[0] == library else where
@@ -321,9 +331,9 @@ def _from_pretrained(library: str, model: LibraryModel, kind: type[LibraryModel]
 
 
 def read_mapping(path: Path) -> Mapping[str, Any]:
-    """A small JSON object of a folder that nobody vouches for; {} for anything else."""
+    """Reads a small JSON object, such as config.json, of an untrusted model folder; {} for anything else."""
     try:
-        # A pipe under this name would be waited for for ever.
+        # Opening a pipe would block forever.
         if not path.is_file() or path.stat().st_size > 10_000_000:
             return {}
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""One model out of the files of a larger one: the encoder of an encoder-decoder, a body without its heads."""
+"""Reading one model from a larger one's files: an encoder of an encoder-decoder, a body without heads."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from mm_core.weights.formats.key_map import Shape
 
 
 class PartOf:
-    """The stored tensors of a model among those of a larger one.
+    """The stored tensors of a model, selected from the weights files of a larger model.
+
+    Tensors outside the model's own top-level modules belong to the larger model and are left out.
 
     Args:
-        stored: of the larger model.
-        wanted: stored names that the model asks for.
-        computed: ends of stored names of tables that the model computes, and older files hold.
-        prefix: what is before these names in the files.
-
-    What lies outside of the model's own top-level modules is the larger model's, and not there.
+        stored: tensors of the larger model.
+        wanted: stored names that the model needs.
+        computed: ends of stored names for tables that the model computes but older files contain.
+        prefix: text before these names in the files.
     """
 
     def __init__(
@@ -43,13 +43,15 @@ class PartOf:
         self.others: Sequence[str] = ()
 
     def read(self, name: str, box: tuple[slice, ...]) -> Tensor:
-        """A box of a stored tensor."""
+        """A box of a tensor of the model, from the weights files of the larger one."""
         return self._stored.read(self._prefix + name, box)
 
 
 class FormatOfPart:
-    """A weight format whose files may hold more than the component that is read: all but `open` is as the
-    format has it. Satisfies `WeightFormat`."""
+    """A weight format whose files may contain more than the component: `open` selects its tensors.
+
+    Everything else is the format's own. Satisfies `WeightFormat`.
+    """
 
     def __init__(self, whole: WeightFormat, name: str, component: nn.Module) -> None:
         self.recognises, self.folders, self.layout = whole.recognises, whole.folders, whole.layout
@@ -61,8 +63,11 @@ class FormatOfPart:
         self._computed = {stored for one in self._layouts for stored in one.keys.stored_shapes(tables)}
 
     def open(self, path: Path, folder: str = "") -> StoredTensors:
-        """The component's tensors alone. Where they are is by its own names, by those of the format for
-        other files, or by its own below a name of the larger model (`bert.`): what finds most."""
+        """Opens only the component's tensors in the weights files of a larger model.
+
+        They are found by the component's own names, by the format's names for other files, or by its own
+        names below one of the larger model (`bert.`): whichever finds most.
+        """
         stored = self._open_whole(path, folder)
         ways = [(self._wanted, ""), (self._wanted_of_others(stored), "")]
         starts = dict.fromkeys(name.partition(".")[0] for name in stored.shapes)
@@ -74,7 +79,7 @@ class FormatOfPart:
         found: set[str] = set()
         for layout in self._layouts:
             if layout.reading is not None:
-                with suppress(ContractError):  # the reader says why, where it comes to that
+                with suppress(ContractError):  # reading the files reports the reason
                     placed = layout.reading(stored).placed.values()
                     found |= {copy.stored for copies in placed for copy in copies}
         return found

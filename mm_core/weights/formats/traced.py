@@ -1,8 +1,7 @@
-"""Where each number of a tensor comes from, found by handing a library's own conversion tensors without
-numbers.
+"""Tracing a library's own weight conversion with tensors without numbers, to derive a key map.
 
-A `Probe` has a shape and takes the calls that cut, join and turn tensors. After the conversion it tells
-which box of which tensor it is made of: a key map then follows, whatever the library calls its rules.
+A `Probe` has a shape and accepts the calls that slice, join and permute tensors. After the conversion it
+lists the boxes it is made of: a key map follows from them, independent of the library's own rules.
 """
 
 from __future__ import annotations
@@ -16,16 +15,20 @@ from mm_core.weights.formats.key_map import Copy, Shape
 
 
 class Untraceable(AttributeError):
-    """A conversion that does more than cut, join and turn. Its text is the call."""
+    """A weight conversion does more than slice, join and permute tensors. Its text is the call."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor that was handed in, and where it lies in what was made.
+    """A box of a source tensor, and its place in the result of a weight conversion.
 
-    source: name of that tensor. start, size: the box in it. axes: for each dimension of what was made,
-    that of the source; None for one that was added, along which the piece is one long. at: where the piece
-    begins in what was made.
+    Attributes:
+        source: name of the source tensor.
+        start: first index of the box in the source.
+        size: shape of the box in the source.
+        axes: for each dimension of the result, the dimension of the source; None for an added one, along
+            which the piece has length 1.
+        at: first index of the piece in the result.
     """
 
     source: str
@@ -35,12 +38,15 @@ class Piece:
     at: Shape
 
     def extent(self, dim: int) -> int:
-        """How long the piece is along a dimension of what was made."""
+        """Length of the piece along a dimension of the converted tensor."""
         axis = self.axes[dim]
         return 1 if axis is None else self.size[axis]
 
     def cut(self, dim: int, start: int, stop: int) -> Piece | None:
-        """What of it lies between two places along a dimension, which is then counted from the first."""
+        """The part of the piece between two indices of a converted tensor's dimension; None for no part.
+
+        Its place is counted from `start`.
+        """
         low = max(start, self.at[dim])
         high = min(stop, self.at[dim] + self.extent(dim))
         if low >= high:
@@ -59,8 +65,11 @@ class Piece:
 
 
 class Probe:
-    """A tensor without numbers. It has those methods of `torch.Tensor` by which conversions cut, join and
-    turn, and functions of torch take it; anything else raises `Untraceable`."""
+    """A tensor without numbers, to trace a library's weight conversion.
+
+    It has the methods of `torch.Tensor` that slice, join and permute, and works with the same functions of
+    torch; anything else raises `Untraceable`. Methods do what torch's methods of the same name do.
+    """
 
     def __init__(self, shape: Sequence[int], pieces: Sequence[Piece]) -> None:
         self.shape = tuple(shape)
@@ -68,7 +77,7 @@ class Probe:
 
     @classmethod
     def of(cls, name: str, shape: Sequence[int]) -> Probe:
-        """A whole tensor."""
+        """The probe of a stored tensor that was not converted yet."""
         zeros = (0,) * len(shape)
         return cls(shape, [Piece(name, zeros, tuple(shape), tuple(range(len(shape))), zeros)])
 
@@ -90,23 +99,18 @@ class Probe:
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions."""
         return len(self.shape)
 
     def dim(self) -> int:
-        """Number of dimensions."""
         return len(self.shape)
 
     def size(self, dim: int | None = None) -> Shape | int:
-        """The shape, or its length along one dimension."""
         return self.shape if dim is None else self.shape[dim]
 
     def contiguous(self) -> Probe:
-        """Itself: where its numbers lie in memory does not matter here."""
-        return self
+        return self  # a probe has no memory layout
 
     def narrow(self, dim: int, start: int, length: int) -> Probe:
-        """A part along one dimension."""
         dim = self._dim(dim)
         if not 0 <= start <= start + length <= self.shape[dim]:
             raise Untraceable(f"narrow of {length} from {start} of {self.shape[dim]}")
@@ -115,7 +119,6 @@ class Probe:
         return Probe(shape, [piece for piece in cut if piece is not None])
 
     def split(self, sizes: int | Sequence[int], dim: int = 0) -> tuple[Probe, ...]:
-        """Parts of given lengths along a dimension."""
         length = self.shape[self._dim(dim)]
         if isinstance(sizes, int):
             sizes = [min(sizes, length - start) for start in range(0, length, sizes)]
@@ -123,20 +126,16 @@ class Probe:
         return tuple(self.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True))
 
     def chunk(self, chunks: int, dim: int = 0) -> tuple[Probe, ...]:
-        """Parts of one length; the last may be shorter."""
         return self.split(max(1, -(-self.shape[self._dim(dim)] // chunks)), dim)
 
     def unbind(self, dim: int = 0) -> tuple[Probe, ...]:
-        """Its slices along a dimension."""
         return tuple(part.squeeze(dim) for part in self.split(1, dim))
 
     def squeeze(self, dim: int | None = None) -> Probe:
-        """Without a dimension, or all dimensions, where they are of length 1."""
         gone = range(self.ndim) if dim is None else (self._dim(dim),)
         return self._along([d for d in range(self.ndim) if d not in gone or self.shape[d] != 1])
 
     def unsqueeze(self, dim: int) -> Probe:
-        """With a further dimension of length 1."""
         dim %= self.ndim + 1
         pieces = [
             replace(p, axes=(*p.axes[:dim], None, *p.axes[dim:]), at=(*p.at[:dim], 0, *p.at[dim:]))
@@ -145,21 +144,19 @@ class Probe:
         return Probe((*self.shape[:dim], 1, *self.shape[dim:]), pieces)
 
     def transpose(self, dim0: int, dim1: int) -> Probe:
-        """With two dimensions in each other's place."""
         order = list(range(self.ndim))
         dim0, dim1 = self._dim(dim0), self._dim(dim1)
         order[dim0], order[dim1] = dim1, dim0
         return self._along(order)
 
     def permute(self, *dims: int) -> Probe:
-        """With its dimensions in another order."""
         order = [self._dim(dim) for dim in dims]
         if sorted(order) != list(range(self.ndim)):
             raise Untraceable(f"permute of {list(self.shape)} by {dims}")
         return self._along(order)
 
     def __getitem__(self, key: object) -> Probe:
-        """A box; whole numbers, slices without steps, and `...`."""
+        # Supported: integers, slices without steps, and `...`.
         keys = list(key) if isinstance(key, tuple) else [key]
         if Ellipsis in keys:
             place = keys.index(Ellipsis)
@@ -214,7 +211,7 @@ _FUNCTIONS: Mapping[str, Callable[..., object]] = {name: getattr(Probe, name) fo
 
 
 def stored_from(name: str, probe: Probe) -> list[Copy]:
-    """The copies of one stored tensor that was made of a component's."""
+    """The key-map copies of one stored tensor, traced from a conversion of a component's tensors."""
     copies = []
     for piece in probe.pieces:
         if None in piece.axes:
@@ -227,9 +224,12 @@ def stored_from(name: str, probe: Probe) -> list[Copy]:
 
 
 def component_from(name: str, probe: Probe, shapes: Mapping[str, Shape]) -> list[Copy]:
-    """The copies of a component's tensor that was made of stored ones.
+    """The key-map copies of one component's tensor, traced from a conversion of stored tensors.
 
-    shapes: of the stored tensors.
+    Args:
+        name: name of the component's tensor.
+        probe: result of the conversion.
+        shapes: shapes of the stored tensors.
     """
     copies = []
     for piece in probe.pieces:
@@ -245,8 +245,11 @@ def component_from(name: str, probe: Probe, shapes: Mapping[str, Shape]) -> list
 def _placed(copy: Copy, places: Sequence[tuple[int, int] | None]) -> Copy:
     """A copy with its place in the stored tensor.
 
-    places: for each dimension of the component, that of the stored tensor and where the box begins along it;
-        None for one that the stored tensor lacks: it is seen with as many of length 1 before its own.
+    Args:
+        copy: the copy without `stored_start`.
+        places: for each dimension of the component's tensor, the stored tensor's dimension and the first
+            index along it; None for one that the stored tensor lacks: it is viewed with as many dimensions of
+            length 1 before its own.
     """
     ones, added = places.count(None), count()
     seen = [(next(added), 0) if place is None else (ones + place[0], place[1]) for place in places]

@@ -1,11 +1,11 @@
-"""What Transformers calls a model's tensors in files, where that is not as in memory.
+"""Tensor names of Transformers models in files, where they differ from those in memory.
 
-From 5.0 on the library renames, fuses and turns tensors as it loads them (the experts of a mixture become
-one tensor, a vision-language model's parts get other names), by a table for each family, and undoes it as
-it saves. Before that, some classes have a table of names (`_checkpoint_conversion_mapping`). Neither is
-written down here: the library's own conversion is run on probes (`traced`), to write what
-`save_pretrained` would write, and to read what `from_pretrained` would read. Differences between versions
-of the library are known in this module alone.
+From 5.0 on the library renames, fuses and permutes tensors while loading (the experts of a mixture become
+one tensor, a vision-language model's parts get other names), by a table for each family, and undoes this
+while saving. Before that, some classes have a table of names (`_checkpoint_conversion_mapping`). Neither is
+repeated here: the library's own conversion is run on probes (`traced`), to write the files of
+`save_pretrained` and to read the files that `from_pretrained` reads. Only this module handles differences
+between versions of the library.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.core_model_loading import WeightConverter
 
-# Of a conversion that reckons with a probe, that has no way back, or that the library itself refuses.
+# Errors of a conversion that computes with a probe, that has no inverse, or that the library itself refuses.
 _FAULTS = (Untraceable, TypeError, ValueError, NotImplementedError)
 
 
 def keys_as_saved(model: PreTrainedModel, prefix: str = "") -> KeyMap:
-    """The names under which `save_pretrained` stores a model.
+    """The key map of a Transformers model to the names and tensors that `save_pretrained` writes.
 
     Args:
-        model: of Transformers; it may be on the meta device. prefix: of its names in the component.
+        model: may be on the meta device.
+        prefix: start of the model's names in the component.
 
     Raises:
-        ContractError: the library changes a tensor as it saves by more than cutting, joining and turning.
+        ContractError: while saving, the library does more to a tensor than slicing, joining and permuting.
     """
     own = {name: Probe.of(name, tensor.shape) for name, tensor in model.state_dict().items()}
     with _own_classes(model):
@@ -68,10 +69,13 @@ def keys_as_saved(model: PreTrainedModel, prefix: str = "") -> KeyMap:
 
 
 def keys_as_loaded(model: PreTrainedModel, stored: StoredTensors) -> KeyMap:
-    """The map by which `from_pretrained` would read these tensors: files of other versions of the library,
-    and of models that share a body with this one, have other names than it saves.
+    """The key map that `from_pretrained` applies to stored tensors of a Transformers model.
 
-    What the library has no use for has no place in the map. ContractError as of `keys_as_saved`.
+    Files of other versions of the library, and of models with the same body, have names different from those
+    that the model saves. Tensors that the library does not need are not in the map.
+
+    Raises:
+        ContractError: while loading, the library does more to a tensor than slicing, joining and permuting.
     """
     own = model.state_dict()
     probes = {name: Probe.of(name, shape) for name, shape in stored.shapes.items()}
@@ -93,7 +97,7 @@ def keys_as_loaded(model: PreTrainedModel, stored: StoredTensors) -> KeyMap:
 def _converted(
     loading: ModuleType, model: PreTrainedModel, own: Mapping[str, Tensor], probes: Mapping[str, Probe]
 ) -> dict[str, Probe]:
-    """The model's tensors by name, made of stored ones by the library's rules."""
+    """The model's tensors by name, converted from stored ones by the library's rules."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     rules = get_model_conversion_mapping(model)
@@ -117,7 +121,7 @@ def _converted(
             made = group.convert(name, model=model, config=model.config)
         except _FAULTS as fault:
             raise _beyond(model, name, fault) from None
-        made = made[0] if isinstance(made, tuple) else made  # 5.0 to 5.2 tell errors beside it
+        made = made[0] if isinstance(made, tuple) else made  # 5.0 to 5.2 return errors beside it
         for target, probe in made.items():
             found.setdefault(target, probe[0] if isinstance(probe, list) else probe)
     return found
@@ -125,7 +129,7 @@ def _converted(
 
 @contextmanager
 def _own_classes(model: PreTrainedModel) -> Iterator[None]:
-    """The library finds its rules by class, and takes those that FSDP2 makes for code of the user's."""
+    """Restores the modules' own classes: the library finds rules by class, and FSDP2 derives new ones."""
     sharded: dict[object, type] = {m: type(m) for m in model.modules() if isinstance(m, FSDPModule)}
     try:
         for module, kind in sharded.items():
@@ -137,7 +141,7 @@ def _own_classes(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _loading_room() -> ModuleType | None:
-    """The library's module of conversions; None before 5.0."""
+    """The library's module with conversions; None before 5.0."""
     try:
         from transformers import core_model_loading
     except ImportError:
@@ -147,19 +151,18 @@ def _loading_room() -> ModuleType | None:
 
 
 def _older_name(model: PreTrainedModel, name: str) -> str:
-    """The stored name before 5.0: the table of the model's class backwards, for those classes that the
-    library itself saves so."""
+    """The stored name before 5.0: the class's table backwards, for classes that the library saves so."""
     listed = getattr(sys.modules["transformers.modeling_utils"], "VLMS", [])
     kinds = [kind.__name__.lower() for kind in type(model).__mro__[:-1]]
     if not any(part in kind for part in listed for kind in kinds):
         return name
     table = getattr(type(model), "_checkpoint_conversion_mapping", {})
-    # What was a pattern becomes a name: its anchors and what it looks ahead for go.
+    # A pattern becomes a name: anchors and look-aheads are removed.
     return _replaced(((now, re.sub(r"\(.*\)", "", was.lstrip("^"))) for was, now in table.items()), name)
 
 
 def _replaced(table: Iterable[tuple[str, str]], name: str) -> str:
-    """A name by the first pattern that it has."""
+    """A name changed by the first pattern that matches it."""
     for pattern, replacement in table:
         renamed, count = re.subn(pattern, replacement, name)
         if count:
@@ -168,7 +171,7 @@ def _replaced(table: Iterable[tuple[str, str]], name: str) -> str:
 
 
 def _culprit(loading: ModuleType, model: PreTrainedModel, own: Mapping[str, Probe]) -> str:
-    """The first tensor that the library cannot save alone."""
+    """The first tensor that the library cannot convert separately."""
     for name, probe in own.items():
         try:
             loading.revert_weight_conversion(model, {name: probe})
@@ -178,14 +181,14 @@ def _culprit(loading: ModuleType, model: PreTrainedModel, own: Mapping[str, Prob
 
 
 def _operations(model: PreTrainedModel, name: str) -> str:
-    """What the library does to a tensor, by its own words."""
+    """The library's names of its operations on a tensor."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     for rule in get_model_conversion_mapping(model):
         if operations := getattr(rule, "operations", None):
             try:
                 there = rule.reverse_transform().rename_source_key(name)[1] is not None
-            except NotImplementedError:  # of the rule that has no way back
+            except NotImplementedError:  # this rule has no inverse
                 there = True
             if there:
                 return ", ".join(type(one).__name__ for one in operations)
@@ -193,11 +196,11 @@ def _operations(model: PreTrainedModel, name: str) -> str:
 
 
 def _beyond(model: PreTrainedModel, name: str, fault: Exception) -> ContractError:
-    """The error for a conversion that has no place in a map."""
+    """The error for a conversion that a key map cannot express."""
     one_way = isinstance(fault, NotImplementedError)
     return ContractError(
         f"{type(model).__name__} changes {'tensors' if one_way else name} between memory and file by"
-        f" {_operations(model, name)} ({'which has no way back' if one_way else fault})",
-        accepted="conversions that rename, cut, join, stack or turn tensors",
-        hint="the format safetensors holds it under its names in memory",
+        f" {_operations(model, name)} ({'which has no inverse' if one_way else fault})",
+        accepted="conversions that rename, slice, join, stack or permute tensors",
+        hint="use the format safetensors, which stores the names in memory",
     )

@@ -150,8 +150,8 @@ def test_a_truncated_file(said, folder, component, part, override):
     )  # fmt: skip
     file = f"cut_{part}/{part}/diffusion_pytorch_model.safetensors"
     assert found == (
-        f"mm: error: {file}: this is no whole safetensors file: it is cut off, or longer than its header"
-        " says\n  hint: fetch it again\n"
+        f"mm: error: {file}: this is not a complete safetensors file: it is truncated, or longer than its"
+        " header declares\n  hint: download or copy it again\n"
     )
     assert not list((folder / f"runs/{part}").glob("checkpoints/step_*"))
 
@@ -228,7 +228,7 @@ def test_sampling_a_run_whose_autoencoder_was_cut_off(said, run, tmp_path):
     for config in elsewhere.rglob("config.yaml"):
         config.write_text(config.read_text().replace("ckpt/wan_tiny/vae", "cut_vae/vae"))
     found = said(*sample(elsewhere))
-    assert found.startswith("mm: error: cut_vae/vae/diffusion_pytorch_model.safetensors: this is no whole")
+    assert found.startswith("mm: error: cut_vae/vae/diffusion_pytorch_model.safetensors: this is not a")
 
 
 def test_images_and_scales_that_the_model_does_not_take(said, run):

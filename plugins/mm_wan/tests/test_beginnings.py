@@ -73,10 +73,10 @@ def test_init_from_takes_neither_of_two_experts_for_a_lone_transformer(folders, 
     """As from_pretrained does: either is a model of some timesteps alone."""
     with pytest.raises(CheckpointError) as caught:
         read(config_at(folders, tmp_path, path=str(folders["pair"])))
-    sentence = "'predictor' could be read from any of these folders: transformer, transformer_2"
+    sentence = "the weights of 'predictor' could be in any of these folders: transformer, transformer_2"
     assert (caught.value.where, caught.value.what) == (str(folders["pair"]), sentence)
-    assert caught.value.hint == "name one of them in the path"
-    with pytest.raises(CheckpointError, match="could be read from any of these folders"):
+    assert caught.value.hint == "add one of these folders to the path"
+    with pytest.raises(CheckpointError, match="could be in any of these folders"):
         import_weights(config_at(folders, tmp_path), folders["pair"])
     second = folders["pair"] / "transformer_2"
     found, _ = read(config_at(folders, tmp_path, path=str(second)))

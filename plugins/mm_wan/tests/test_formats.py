@@ -337,13 +337,13 @@ def test_a_truncated_file_is_a_sentence_and_leaves_nothing(tmp_path):
     folder = lone(tmp_path)
     os.truncate(folder / FILE, (folder / FILE).stat().st_size - 100)
     config = runs.config_of(tmp_path, {"from_pretrained": str(folder)})
-    said = re.escape(f"{FILE}: this is no whole safetensors file: it is cut off, or longer than its header")
+    said = re.escape(f"{FILE}: this is not a complete safetensors file: it is truncated, or longer than")
     with pytest.raises(CheckpointError, match=said):
         import_weights(config, folder)
     assert not list((tmp_path / "runs").rglob("step_*"))
     original = original_at(tmp_path / "original", published("wan2.1-t2v-1.3b"))
     os.truncate(original / FILE, 1000)
-    with pytest.raises(CheckpointError, match=r"model.safetensors: this is no whole safetensors file"):
+    with pytest.raises(CheckpointError, match=r"model.safetensors: this is not a complete safetensors file"):
         WanTransformer(from_pretrained=str(original))
 
 

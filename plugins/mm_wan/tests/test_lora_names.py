@@ -139,9 +139,9 @@ def test_changes_of_whole_weights_are_refused_by_name(ending, factors, tmp_path)
     name = f"diffusion_model.blocks.0.self_attn.q.{ending}"
     text = changed(tmp_path / "a.safetensors", factors, **{name: torch.zeros(24)})
     assert text == (
-        f"{tmp_path}/a.safetensors: this file changes whole weights (1) beside its LoRA: {name}\n"
-        "  accepted: factors of linear layers alone\n"
-        "  hint: put it into the weights with the program that it is for, and begin with those"
+        f"{tmp_path}/a.safetensors: this file also changes 1 full weight, beside its LoRA: {name}\n"
+        "  accepted: a file with only LoRA matrices of linear layers\n"
+        "  hint: merge it into the weights with the program it was made for, and start from the result"
     )
 
 
@@ -166,11 +166,13 @@ def test_an_alpha_that_is_none_is_refused(alpha, factors, tmp_path):
 )
 def test_what_is_no_part_of_a_lora_is_named(name, tensor, factors, tmp_path):
     text = changed(tmp_path / "a.safetensors", factors, **{name: tensor})
-    assert f"this is no LoRA of linear layers: it holds {name}\n" in text
+    assert f"this is not a LoRA of linear layers: it contains {name}\n" in text
 
 
 def test_a_lora_of_another_model_is_still_refused(factors, tmp_path):
     name = "diffusion_model.double_blocks.0.img_attn.qkv"
     both = {f"{name}.lora_A.weight": torch.ones(2, 8), f"{name}.lora_B.weight": torch.ones(8, 2)}
     text = changed(tmp_path / "a.safetensors", factors, **both)
-    assert "1 of the 5 modules of this adapter are no linear layers of predictor: double_blocks.0.img" in text
+    assert (
+        "1 of the 5 modules in this adapter match no linear layer of predictor: double_blocks.0.img" in text
+    )

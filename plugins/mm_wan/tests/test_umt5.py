@@ -187,7 +187,7 @@ def test_another_models_folder(tmp_path, checkpoint):
 def test_a_truncated_file(copied):
     weights = copied / "text_encoder" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
-    with pytest.raises(CheckpointError, match="this is no whole safetensors file: it is cut off"):
+    with pytest.raises(CheckpointError, match="this is not a complete safetensors file: it is truncated"):
         loaded(copied)
 
 
