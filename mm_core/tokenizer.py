@@ -1,4 +1,4 @@
-"""Opening the tokenizer of a Transformers folder: for text encoders and for datasets of text."""
+"""Opening the tokenizer of a Transformers folder, for text encoders and text datasets."""
 
 from __future__ import annotations
 
@@ -13,23 +13,31 @@ if TYPE_CHECKING:
 
 __all__ = ["open_tokenizer"]
 
-_HINT = "name the tokenizer's own folder (tokenizer: or processor:) where it is not the model's"
+_HINT = "if the tokenizer is not in the model's folder, set its own folder (tokenizer: or processor:)"
 
 
 def open_tokenizer(folder: str, trust_remote_code: RemoteCode = False) -> PreTrainedTokenizerBase:
-    """The tokenizer in `folder`, whose Python files run only where they are trusted. CheckpointError when
-    none can be made of what is there."""
+    """Opens the tokenizer in a Transformers folder; Python files in it run only if they are trusted.
+
+    Args:
+        folder: the folder with the tokenizer's files.
+        trust_remote_code: whether the folder's Python files may run.
+
+    Raises:
+        CheckpointError: no tokenizer can be built from the folder.
+        TrustError: the folder's Python files are not the ones that were trusted.
+    """
     from transformers import AutoTokenizer
 
     if not Path(folder).is_dir():
         raise CheckpointError(
-            "there is no such folder, so no tokenizer can be made of it",
+            "the tokenizer cannot be opened: there is no such folder",
             where=folder,
-            accepted="a folder that Transformers' AutoTokenizer opens",
-            hint="models are downloaded first: hf download NAME --local-dir DIR",
+            accepted="a folder that Transformers' AutoTokenizer can open",
+            hint="download the model first: hf download NAME --local-dir DIR",
         )
     try:
-        # Said, for otherwise Transformers asks on the terminal whether to run a folder's code, and waits.
+        # Set explicitly: otherwise Transformers asks on the terminal whether to run the code, and blocks.
         with code_folder(Path(folder), trust_remote_code) as place:
             tokenizer = AutoTokenizer.from_pretrained(
                 place, local_files_only=True, trust_remote_code=bool(trust_remote_code)
@@ -37,26 +45,26 @@ def open_tokenizer(folder: str, trust_remote_code: RemoteCode = False) -> PreTra
         _move(tokenizer, str(place), folder)
     except TrustError:
         raise
-    except Exception as fault:  # that of files which do not parse has no kind of its own
+    except Exception as fault:  # the error for files that cannot be parsed has no common class
         if not trust_remote_code and "trust_remote_code" in str(fault):
             raise CheckpointError(
-                "the tokenizer is made by Python files of this folder, which are not run",
+                "the tokenizer needs Python files in this folder, and they may not run",
                 where=folder,
                 accepted="a folder with a tokenizer.json",
-                hint="read them; trust_remote_code: true of the dataset (text_rows) runs its tokenizer's",
+                hint="read them; if you trust them, set trust_remote_code: true on the dataset (text_rows)",
             ) from fault
         raise CheckpointError(
-            f"no tokenizer can be made of this folder: {first_line(fault)}",
+            f"no tokenizer can be opened from this folder: {first_line(fault)}",
             where=folder,
-            accepted="a folder that Transformers' AutoTokenizer opens",
+            accepted="a folder that Transformers' AutoTokenizer can open",
             hint=_HINT,
         ) from fault
-    # Of a folder without them Transformers makes one that knows no word.
-    own = getattr(tokenizer, "vocab_files_names", {})  # none: of bytes, or of another library's
+    # From a folder without these files Transformers builds a tokenizer with an empty vocabulary.
+    own = getattr(tokenizer, "vocab_files_names", {})  # empty: a byte tokenizer, or one of another library
     names = {"tokenizer.json", *own.values()}
     if own and not any((Path(folder) / name).is_file() for name in names):
         raise CheckpointError(
-            "no tokenizer can be made of this folder: it has none of the files of one",
+            "no tokenizer can be opened from this folder: it contains no tokenizer files",
             where=folder,
             accepted=", ".join(sorted(names)),
             hint=_HINT,
@@ -65,12 +73,17 @@ def open_tokenizer(folder: str, trust_remote_code: RemoteCode = False) -> PreTra
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token is None:
-        raise CheckpointError("the tokenizer has neither a padding token nor an end token", where=folder)
+        raise CheckpointError(
+            "the tokenizer has neither a padding token nor an end token",
+            where=folder,
+            accepted="a tokenizer with pad_token or eos_token",
+            hint="add pad_token to its tokenizer_config.json",
+        )
     return tokenizer
 
 
 def _move(tokenizer: PreTrainedTokenizerBase, opened: str, folder: str) -> None:
-    """Has the tokenizer name its files where they stay. It was opened in a copy of its folder."""
+    """Replaces paths in the tokenizer, which was opened from a copy of its folder, by the original ones."""
     if opened == folder:
         return
     for table in (vars(tokenizer), tokenizer.init_kwargs):

@@ -1,1 +1,1 @@
-"""A task's tensors before training: from files, from checkpoints, or drawn at random."""
+"""A task's initial tensors before training: from weights files, checkpoints, or random initialisation."""

@@ -1,4 +1,4 @@
-"""Weights to begin with that lie in a checkpoint of ours."""
+"""A checkpoint of mm_core as the source of a run's initial weights."""
 
 from __future__ import annotations
 
@@ -22,8 +22,18 @@ if TYPE_CHECKING:
 
 
 class CheckpointSource:
-    """A checkpoint of a run, or a run's newest. With `ema`, what has no average (buffers, frozen
-    parameters) comes from the model. `otherwise` is what to do where there is no average."""
+    """A checkpoint, or a run's newest one, whose weights are loaded into a task.
+
+    With `weights="ema"`, tensors without an average (buffers, frozen parameters) come from the model.
+
+    Args:
+        path: a run or checkpoint folder, or an opened checkpoint.
+        weights: load the model's weights or their average.
+        otherwise: next action for the error if the checkpoint has no average.
+
+    Raises:
+        CheckpointError: no such checkpoint, or it does not contain these weights.
+    """
 
     others: Sequence[str] = ()
 
@@ -46,7 +56,7 @@ class CheckpointSource:
         }
         if weights not in self._parts.values():
             raise CheckpointError(
-                f"this checkpoint holds no {'average of the weights' if weights == 'ema' else 'weights'}",
+                f"this checkpoint contains no {'average of the weights' if weights == 'ema' else 'weights'}",
                 where=str(self.folder),
                 hint=f"{otherwise}, or choose a checkpoint of a run with `ema`",
             )
@@ -59,34 +69,51 @@ class CheckpointSource:
         self.dtypes = {name: entry.properties.dtype for name, entry in entries.items()}
 
     def join(self, base: ExternalWeights, state: Mapping[str, Tensor]) -> None:
-        """Has it hold what it leaves to files, in the shapes and dtypes that `state` has for them."""
+        """Adds the frozen weights that the checkpoint does not store, with shapes and dtypes of `state`.
+
+        Args:
+            base: the weights that are read from their original files.
+            state: the task's tensors, by path in the task.
+        """
         self._base = base
         self.shapes |= {name: tuple(state[name].shape) for name in base.names}
         self.dtypes |= {name: state[name].dtype for name in base.names}
 
     def fingerprint(self) -> str:
-        """Of its tensors' files, by their checksums."""
+        """sha256 over the checksums of the checkpoint's tensor files."""
         rows = sorted((name, entry.size, entry.crc32) for name, entry in self.checkpoint.checksums.items())
         held = [row for row in rows if row[0] not in (files.FACTS, files.CONFIG)]
         return hashlib.sha256(repr(held).encode()).hexdigest()
 
     def verify(self) -> None:
-        """Checks every file's checksum, each by one of the ranks, the first time that it is called.
-        DamagedError for one that is wrong."""
+        """Checks the checksums of the checkpoint's files once, shared between the ranks.
+
+        Raises:
+            DamagedError: a file with a wrong checksum.
+        """
         if self._verified:
             return
         self.checkpoint.check(Ranks.current())
         self._verified = True
 
     def check_fits(self, state: Mapping[str, Tensor]) -> None:
-        """CheckpointError that lists every name or shape of a model that differs from the checkpoint's."""
+        """Compares the names and shapes of a model's tensors with the checkpoint's.
+
+        Raises:
+            CheckpointError: lists every name and shape that differs.
+        """
         base = self._base.names if self._base is not None else ()
         own = {name: tensor for name, tensor in state.items() if name not in base}
         dcp.check_fits(self.checkpoint.metadata, {"model": own}, self.folder, exact=False)
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
-        """Copies stored tensors, by their names, into tensors of their shape (plain, or DTensors of which
-        each rank reads its shard), cast to their dtype. Called by all ranks, with the same names."""
+        """Copies the checkpoint's tensors into a task's tensors by name, cast to their dtype.
+
+        Call it on all ranks, with the same names.
+
+        Args:
+            targets: tensors of the stored shapes: plain, or DTensors, of which each rank reads its shard.
+        """
         base = self._base.names if self._base is not None else ()
         if self._base is not None and (beside := {n: t for n, t in targets.items() if n in base}):
             self._base.fill(beside)

@@ -1,4 +1,4 @@
-"""Weights of frozen components: who reads them, and where they lie."""
+"""Loading the weights of frozen components, sharded or not."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from mm_core.weights.formats.part_of import FormatOfPart
 
 
 class FrozenFiles:
-    """The files that frozen components name. Satisfies `InitialWeights`; asked for one component at a time.
+    """The weights files of frozen components. Satisfies `InitialWeights`, for one component at a time.
 
     Args:
-        components: `Streamed` ones by their name in the task, built empty.
-        registry: of the run's plugins.
-        above: key of the config that they are below.
+        components: `Streamed` components by their name in the task, built empty.
+        registry: the components of the run's plugins.
+        above: config key that contains the components, for hints.
     """
 
     def __init__(self, components: Mapping[str, nn.Module], registry: Registry, above: str = "task.") -> None:
@@ -43,20 +43,30 @@ class FrozenFiles:
             self._starts[name] = WeightMatch(wanted, {name: component}, formats, key)
 
     def covers(self, state: Mapping[str, Tensor]) -> WeightPlan:
-        """All but what no result depends on. CheckpointError that lists every name that does not fit."""
+        """Finds the weights of a frozen component in its files, except unused tensors.
+
+        Raises:
+            CheckpointError: lists every name that does not fit.
+        """
         start = self._starts.get(next(iter(state), "").partition(".")[0])
         return start.covers(state) if start is not None else ExternalWeights()
 
 
 def load_frozen_of(task: TaskModule, engine: Engine, plan: EnginePlan, config: RunConfig) -> None:
-    """Weights of a run's frozen components, as its engine places them. Called by all ranks."""
+    """Loads the weights of a run's frozen components, placed by its engine. Call it on all ranks."""
     streamed = _prepared(task, engine.device)
     files = FrozenFiles(streamed, config.registry)
     engine.place_frozen(task, plan, files)
 
 
 def load_frozen_alone(task: TaskModule, device: torch.device, config: RunConfig) -> None:
-    """The same for a process that computes alone: nothing is sharded; what the run offloads is offloaded."""
+    """Loads the weights of a run's frozen components in a single process, unsharded.
+
+    Args:
+        task: the run's task.
+        device: where the components compute.
+        config: the run's config; components that it offloads are offloaded.
+    """
     streamed = _prepared(task, device)
     files = FrozenFiles(streamed, config.registry)
     placements: Mapping[str, str] = config.engine.options.get("frozen", {})
@@ -65,14 +75,15 @@ def load_frozen_alone(task: TaskModule, device: torch.device, config: RunConfig)
 
 
 def load_frozen(component: nn.Module, device: torch.device | str | None = None) -> nn.Module:
-    """Reads the weights of a frozen component that `build` has made, whole, onto a device; returns it.
+    """Loads the full weights of a frozen component made by `build` onto a device; returns the component.
 
     Args:
-        component: an autoencoder, text encoder or another frozen one. One that is loaded stays as it is.
-        device: None takes the one that this process computes on.
+        component: an autoencoder, text encoder or another frozen component; a loaded one is left unchanged.
+        device: None for the device of this process.
 
     Raises:
-        CheckpointError: files that are missing, damaged, hostile or of another model.
+        CheckpointError: files that are missing, damaged, hostile or from a different model.
+        ContractError: the component is not a frozen one.
     """
     where = current_device() if device is None else torch.device(device)
     if isinstance(component, SelfLoading) and not isinstance(component, Streamed):
@@ -80,8 +91,8 @@ def load_frozen(component: nn.Module, device: torch.device | str | None = None) 
         return component
     if not isinstance(component, Streamed):
         raise ContractError(
-            f"{type(component).__name__} is no frozen component",
-            accepted="one with load, or with build_empty",
+            f"{type(component).__name__} is not a frozen component",
+            accepted="a component with the method load or build_empty",
         )
     if _is_loaded(component):
         return component
@@ -93,7 +104,7 @@ def load_frozen(component: nn.Module, device: torch.device | str | None = None) 
 
 
 def _prepared(task: TaskModule, device: torch.device) -> dict[str, nn.Module]:
-    """The components that the core fills, built; the others have read their weights."""
+    """Builds the components that mm_core fills and returns them; all others load their own weights."""
     streamed: dict[str, nn.Module] = {}
     for name in task.frozen:
         component = getattr(task, name)

@@ -1,4 +1,4 @@
-"""Where the trained weights of a run come from: a checkpoint, files, or chance."""
+"""The initial weights of a run's trained components: a checkpoint, files, or random initialisation."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.checkpoint.reading import load_model_only
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import TaskModule
+from mm_core.errors import plural
 from mm_core.loading.left_out import ExternalWeights, left_out, recorded, starts_of
 from mm_core.loading.matching import MatchedWeights
 from mm_core.modules.adapter_layers import adapter_of
@@ -23,14 +24,17 @@ from mm_core.weights.fitting import formats_of
 
 
 class ResumedWeights:
-    """Weights that a checkpoint brings after the engine is ready: nothing is drawn for them. Satisfies
-    `WeightPlan`; made by all ranks together.
+    """The weights of a resumed run: its checkpoint is loaded later, so they are not initialised randomly.
+
+    Satisfies `WeightPlan`; create it on all ranks together.
 
     Args:
-        checkpoint: of the run. config: of the run as it is now. task: with its adapters in place.
+        checkpoint: the run's checkpoint.
+        config: the run's current config.
+        task: with its adapters in place.
 
     Attributes:
-        absent: what the checkpoint leaves to other files, which are there.
+        absent: weights that the checkpoint does not store, found in their original files.
     """
 
     def __init__(self, checkpoint: OpenedCheckpoint, config: RunConfig, task: TaskModule) -> None:
@@ -40,25 +44,30 @@ class ResumedWeights:
         self.names = (checkpoint.names("model") & state.keys()) | self.absent.names
 
     def fill(self, state: Mapping[str, Tensor]) -> None:
-        """What the checkpoint leaves to other files: all of its own state is loaded together, later."""
+        """Reads the weights that the checkpoint does not store; its own state is loaded later."""
         self.absent.fill(state)
 
     def left_out(self) -> ExternalWeights:
-        """What the next checkpoints leave out: what this one does, unless they are to hold all."""
+        """The frozen weights that the next checkpoints do not store: the same, unless they store all."""
         return ExternalWeights() if self._config.checkpoint.frozen else self.absent
 
     def notes(self) -> list[str]:
-        """Where what the checkpoint leaves out was read; the resume says what else it has loaded."""
-        return [f"{start.place}: {len(names)} frozen tensors loaded" for start, names in self.absent.starts]
+        """Sentences for the log: the files with the weights that the checkpoint does not store."""
+        starts = self.absent.starts
+        return [f"{start.place}: {plural(len(names), 'frozen tensor')} loaded" for start, names in starts]
 
 
 class CheckpointWeights:
-    """The weights of a checkpoint, or their average, and what it leaves to other files, for a task that is
-    trained no further. Satisfies `WeightPlan`; made by all ranks together.
+    """The weights of a checkpoint, or their average, for a task that is not trained further.
+
+    Weights that the checkpoint does not store are read from their original files. Satisfies `WeightPlan`;
+    create it on all ranks together.
 
     Args:
-        checkpoint: of the run. config: of the run as it is now. task: with its adapters in place.
-        weights: `model`, `ema`, or `auto`: the average where there is one.
+        checkpoint: the run's checkpoint.
+        config: the run's current config.
+        task: with its adapters in place.
+        weights: `model`, `ema`, or `auto`: the average if the checkpoint has one.
     """
 
     def __init__(
@@ -72,10 +81,10 @@ class CheckpointWeights:
         state = trained_state(task)
         self._absent = recorded(checkpoint, config, task, state)
         self.names = state.keys()
-        """All: a checkpoint that lacks one is refused."""
+        """All names of the task: a checkpoint that lacks one is refused."""
 
     def fill(self, state: Mapping[str, Tensor]) -> None:
-        """Reads all of them, each rank its shards, cast to the dtypes that they have in `state`."""
+        """Reads a checkpoint's weights into the task, each rank its shards, cast to the dtypes in `state`."""
         absent = self._absent.names
         own = {name: tensor for name, tensor in state.items() if name not in absent}
         load_model_only(self._checkpoint, own, self._weights)
@@ -83,12 +92,13 @@ class CheckpointWeights:
 
 
 class FileWeights:
-    """The folders that the components name, and then `init_from`: what it brings is read from there alone.
-    Satisfies `WeightPlan`; made by all ranks together.
+    """The initial weights of a new run from files: the components' own folders, `init_from`, and adapters.
+
+    A tensor in `init_from` is read only from there. Satisfies `WeightPlan`; create it on all ranks together.
 
     Args:
-        config: of the run.
-        task: its task, on meta: weight formats look at the components.
+        config: the run's config.
+        task: the run's task, on the meta device: weight formats inspect its components.
 
     Raises:
         MMError: weights that cannot be read, or do not fit.
@@ -98,45 +108,45 @@ class FileWeights:
         self._config, self._task = config, task
         self._adapters = AdapterWeights(task, config.train.adapters, formats_of(config.registry))
         self._read: list[tuple[MatchedWeights, set[str]]] = []
-        """What is read one after another, and what of it no later one brings."""
+        """The sources in reading order, and for each the names that no later source has."""
         self._known: set[str] = set()
         state = trained_state(task)
         for start in reversed(starts_of(config, task)):
             root = start.key.removeprefix("task.")
             own = [name for name in state if name.startswith(f"{root}.") and adapter_of(name) is None]
             if own and self._known.issuperset(own):
-                continue  # a later one brings all of it: the folder is not opened
+                continue  # later sources have all of it: the folder is not opened
             part = start.covers(state)
             self._read.insert(0, (part, set(part.names) - self._known))
             self._known |= set(part.names)
         self.names = self._known | self._adapters.names
 
     def fill(self, state: Mapping[str, Tensor]) -> None:
-        """`init_from` after the components' own, adapters last."""
+        """Reads a run's initial weights from files: the components' own, then `init_from`, then adapters."""
         for part, names in self._read:
             if names:
                 part.fill({name: state[name] for name in names})
         Ranks.current().agree("reading adapters", lambda: self._adapters.fill(state, self._known))
 
     def left_out(self) -> ExternalWeights:
-        """What checkpoints leave out."""
+        """The frozen weights that the run's checkpoints do not store."""
         return left_out([part for part, _ in self._read], self._task, self._config)
 
     def notes(self) -> list[str]:
-        """What was read from where, a sentence each."""
+        """Sentences for the log: which initial weights were read from which files."""
         adapters = [f"{a.from_}: adapter {a.name!r} loaded" for a in self._adapters.adapters]
         left = [sentence_on(self._task, adapter) for adapter in self._config.train.adapters]
         loaded = []
         for part, names in self._read:
             given_up = len(part.names) - len(names)
-            also = f"; {given_up} of them are those of {self._read[-1][0].init.path}" if given_up else ""
+            also = f"; {given_up} of them replaced by {self._read[-1][0].init.path}" if given_up else ""
             loaded.append(f"{part.init.path}: {part.found.report}{also}")
         return [*loaded, *adapters, *filter(None, left)]
 
 
 def sentence_on(task: TaskModule, adapter: AdapterConfig) -> str:
-    """What an adapter's targets hold beside linear layers, for a person to know; "" for nothing."""
+    """A note for the log on layers in an adapter's targets that are not linear; "" if there are none."""
     found = [f"{path} ({kind})" for path, kind in skipped_layers(task, adapter).items()]
     if not found:
         return ""
-    return f"adapter {adapter.name!r} is of linear layers alone; its targets also hold {listed(found, 5)}"
+    return f"adapter {adapter.name!r} changes linear layers only, and leaves out {listed(found, 5)}"

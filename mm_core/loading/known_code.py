@@ -1,4 +1,4 @@
-"""What training makes known: the code of the run, which runs unasked when the run is sampled or exported."""
+"""Code that training records as trusted: it then runs without --allow-code in commands on the run."""
 
 from __future__ import annotations
 
@@ -17,32 +17,40 @@ from mm_core.plugin.trust.remote_code import code_pieces
 
 
 def check_commands(config: RunConfig) -> None:
-    """TrustError for programs that the config of a stored run has callbacks run, unless this user has trained
-    with them."""
+    """Refuses the programs in a stored run's callbacks, unless this user has trained with them.
+
+    Raises:
+        TrustError: lists the unknown programs.
+    """
     if config.unknown_commands:
         raise TrustError(
-            "programs of a stored run would run with your rights, and you have not trained with them: "
+            "the stored run's callbacks would run programs as your user that you have not trained with: "
             + ", ".join(config.unknown_commands),
             where="callbacks",
-            accepted="callbacks=[] runs none of them",
+            accepted="callbacks=[], which runs none of them",
             hint=ALLOW,
         )
 
 
 def remember(config: RunConfig) -> str | None:
-    """Records, on the first rank, the code of the run. Returns a note where that fails: no run does."""
+    """Records the code of a training run as known, on the first rank.
+
+    Returns a note if that fails: the run continues anyway.
+    """
     try:
         fault = KnownCode.of_user().add([*_pieces(config)])
     except MMError as error:
         fault = error.what
     if fault is None:
         return None
-    return f"this run's code is not recorded as known: {fault}; commands on the run will ask for --allow-code"
+    return f"this run's code is not recorded as known: {fault}; commands on the run will need --allow-code"
 
 
 def remember_imports(config: RunConfig) -> None:
-    """Records what the run's plugins have imported since: in a step, a metric or a validation. In silence,
-    since `remember` has told whether the list can be written."""
+    """Records code that the run's plugins have imported since the start: in a step, metric or validation.
+
+    Errors are ignored: `remember` has reported whether the list can be written.
+    """
     with suppress(MMError, OSError):
         KnownCode.of_user().add([*_imports(config)])
 
@@ -51,7 +59,7 @@ def _imports(config: RunConfig) -> Iterator[Piece]:
     for plugin in config.registry.plugins:
         module = sys.modules.get(plugin.module) if plugin.file is not None else None
         if module is not None and isinstance(module.__loader__, SourceBytes):
-            yield Piece(str(plugin.file), digest_of(module.__loader__.source))  # of the bytes that have run
+            yield Piece(str(plugin.file), digest_of(module.__loader__.source))  # the bytes that have run
             yield from imported_beside(Path(module.__loader__.path).parent)
 
 

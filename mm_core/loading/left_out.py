@@ -1,8 +1,8 @@
-"""Frozen weights that the checkpoints of a run leave to the files that they came from.
+"""Frozen weights that checkpoints do not store and that are re-read from their original files.
 
-A run that trains adapters changes a hundredth of what it holds. Its checkpoints hold what it trains, and
-say of the rest where it was read and what it was: that is read again when the run goes on, is sampled or
-exported.
+A run with adapters changes about a hundredth of its weights. Its checkpoints contain the trained weights,
+and for the others their files and a fingerprint; these files are read again when the run is resumed, sampled
+or exported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.config.load import load_config
 from mm_core.config.sections import InitFromSection, RunConfig
 from mm_core.contracts import SupportsWeightsFrom, TaskModule, WeightsFrom
-from mm_core.errors import CheckpointError, MMError, TrustError
+from mm_core.errors import CheckpointError, MMError, TrustError, plural
 from mm_core.loading.checkpoint_source import CheckpointSource
 from mm_core.loading.matching import MatchedWeights, WeightMatch
 from mm_core.loading.run_adapters import task_of
@@ -32,20 +32,28 @@ from mm_core.weights.formats.part_of import FormatOfPart
 
 @dataclass(frozen=True)
 class ExternalWeights:
-    """What a checkpoint leaves out: the names (paths in the task) that each of `starts` brings. Satisfies
-    `WeightPlan`."""
+    """Frozen weights that a checkpoint does not store, with the files to read them from.
+
+    Satisfies `WeightPlan`.
+
+    Attributes:
+        starts: sources of weights, and for each the names (paths in the task) that are read from it.
+    """
 
     starts: tuple[tuple[MatchedWeights, frozenset[str]], ...] = ()
 
     @property
     def names(self) -> frozenset[str]:
-        """All that is left out."""
+        """Names of all weights that the checkpoint does not store."""
         return frozenset(name for _, names in self.starts for name in names)
 
     def rows(self, literals: Collection[str] = ()) -> list[dict[str, Any]]:
-        """What a manifest says of it, a row for each place. Called by all ranks.
+        """The manifest's rows for weights that the checkpoint does not store: one row per source.
 
-        literals: keys of the config that the environment sets; a place that it names is not written down.
+        Call it on all ranks.
+
+        Args:
+            literals: config keys that the environment sets; a path from the environment is not recorded.
         """
         rows: list[dict[str, Any]] = []
         for start, names in self.starts:
@@ -56,22 +64,26 @@ class ExternalWeights:
         return rows
 
     def fill(self, state: Mapping[str, Tensor]) -> None:
-        """Reads what of it `state` names into its tensors. Called by all ranks."""
+        """Reads weights that the checkpoint does not store into `state`'s tensors. Call it on all ranks."""
         for start, names in self.starts:
             if wanted := {name: tensor for name, tensor in state.items() if name in names}:
                 start.fill(wanted)
 
 
 def starts_of(config: RunConfig, task: TaskModule) -> list[WeightMatch]:
-    """Where a run's weights begin, in the order in which they are read: the folders that the components
-    name, and then `init_from`. task: on meta, since weight formats look at the components."""
+    """The sources of a run's initial weights in reading order: the components' folders, then `init_from`.
+
+    Args:
+        config: the run's config.
+        task: on the meta device; weight formats inspect its components.
+    """
     rows = [(f"task.{root}", _own(task, root)) for root in task.trainable]
     places = (*rows, ("init_from", config.init_from))
     return [_start(key, init, task, config) for key, init in places if init is not None]
 
 
 def left_out(starts: Sequence[MatchedWeights], task: TaskModule, config: RunConfig) -> ExternalWeights:
-    """What the checkpoints of a run that begins leave out: all that stays as one of `starts` brings it."""
+    """The frozen weights that a new run's checkpoints do not store: those unchanged since one of `starts`."""
     held = config.checkpoint.frozen
     if held or (held is None and not config.train.adapters):
         return ExternalWeights()
@@ -82,7 +94,7 @@ def left_out(starts: Sequence[MatchedWeights], task: TaskModule, config: RunConf
 
 
 def frozen_names(task: TaskModule) -> set[str]:
-    """Parameters of the trained components that no step changes, but for those of adapters."""
+    """Names of a task's frozen parameters in its trained components, without those of adapters."""
     roots = task.trainable
     return {
         name
@@ -95,20 +107,21 @@ def frozen_names(task: TaskModule) -> set[str]:
 def recorded(
     checkpoint: OpenedCheckpoint, config: RunConfig, task: TaskModule, state: Mapping[str, Tensor]
 ) -> ExternalWeights:
-    """What a checkpoint has left out, found again. Called by all ranks.
+    """Finds the frozen weights that a checkpoint does not store in their files. Call it on all ranks.
 
     Args:
-        checkpoint: of the run.
-        config: of the run as it is now: places that have moved are found by it.
-        task: with its adapters in place. state: its parameters and buffers, by path.
+        checkpoint: the run's checkpoint.
+        config: the run's current config, which may have new paths for moved files.
+        task: with its adapters in place.
+        state: the task's parameters and buffers, by path.
 
     Raises:
-        CheckpointError: files that are gone, or hold other weights than they did.
+        CheckpointError: files that no longer exist, or whose weights have changed.
     """
     rows = checkpoint.external
     absent = set(state).intersection(frozen_names(task)) - checkpoint.names("model")
     starts: list[tuple[MatchedWeights, frozenset[str]]] = []
-    # Later places have had the last word: what they bring is theirs.
+    # Later sources replaced earlier ones, so they are found first.
     for row in reversed(rows if absent else []):
         faults = []
         for path in _places(row, config, task):
@@ -117,7 +130,7 @@ def recorded(
                 start = _start(row.key, init, task, config).covers(state)
                 names = absent.intersection(start.names)
                 if len(names) != row.tensors or _contents(start, names) != row.sha256:
-                    raise CheckpointError("it holds other weights than it did", where=path)
+                    raise CheckpointError("its weights have changed since", where=path)
             except TrustError:
                 raise
             except MMError as fault:
@@ -132,8 +145,11 @@ def recorded(
 
 
 def source_of_run(path: Path, weights: Literal["model", "ema"], allow_code: bool = False) -> CheckpointSource:
-    """A checkpoint to begin with, together with what it has left out: its own task says where that goes.
-    TrustError for code of that run that this user has not trained with, unless `allow_code`."""
+    """Opens a checkpoint as initial weights, with the frozen weights that it does not store.
+
+    Raises:
+        TrustError: the checkpoint's run has code that this user has not trained with (unless `allow_code`).
+    """
     source = CheckpointSource(path, weights)
     checkpoint = source.checkpoint
     if checkpoint.external:
@@ -149,7 +165,7 @@ def source_of_run(path: Path, weights: Literal["model", "ema"], allow_code: bool
 
 
 def _places(row: ExternalRow, config: RunConfig, task: TaskModule) -> list[str]:
-    """Where the weights may be: as the checkpoint says, and as the config says now."""
+    """Paths where the weights may be: from the checkpoint, and from the current config."""
     root = row.key.removeprefix("task.")
     own = config.init_from if row.key == "init_from" else _own(task, root)
     return list(dict.fromkeys(path for path in (row.path, own.path if own is not None else None) if path))
@@ -162,16 +178,17 @@ def _contents(start: MatchedWeights, names: Collection[str]) -> str:
 def _lost(row: ExternalRow, checkpoint: Path, faults: Sequence[MMError]) -> CheckpointError:
     said = "; ".join(f"{fault.where}: {fault.what}" for fault in faults)
     return CheckpointError(
-        f"this checkpoint leaves {row.tensors} frozen weights to {said or 'a place that no config names'}",
+        f"this checkpoint does not contain {plural(row.tensors, 'frozen weight')}, and their files cannot be"
+        f" used: {said or 'no config names them'}",
         where=str(checkpoint),
-        accepted="the files that the run began with",
-        hint=f"put them back, or have {row.key} name the place where they are; runs whose files may go set"
-        " checkpoint.frozen: true",
+        accepted="the files that the run started from",
+        hint=f"put the files back, or set {row.key} to their new place; to store such weights in checkpoints,"
+        " train with checkpoint.frozen: true",
     )
 
 
 def _own(task: TaskModule, root: str) -> InitFromSection | None:
-    """The files that a component names itself."""
+    """The files that a component's own config names."""
     given = _given(task, root)
     if given is None:
         return None

@@ -1,4 +1,4 @@
-"""A run that begins with weights from elsewhere: names are compared before anything is read."""
+"""Matching a run's initial weights with its task: names are compared before any tensor is read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mm_core.checkpoint.files.layout import listed
 from mm_core.checkpoint.files.mismatch import Mismatch, size_text
 from mm_core.config.sections import InitFromSection
-from mm_core.errors import CheckpointError, PlanError
+from mm_core.errors import CheckpointError, PlanError, plural
 from mm_core.loading.checkpoint_source import CheckpointSource
 from mm_core.loading.mismatch import mismatch_error
 from mm_core.modules.adapter_layers import adapter_of, base_name
@@ -42,13 +42,16 @@ Pieces = list[tuple[Copy, StoredTensors]]
 
 @dataclass(frozen=True)
 class MatchReport:
-    """What was found of what was asked for.
+    """The result of matching initial weights with a task, shown in the log.
 
-    loaded, missing, skipped: paths in the task that were read, that kept their initialisation because the
-    source has no such name, and that the patterns leave out. unexpected: names of the source that nothing
-    asked for. formats: that the files were read by; none where stored names are paths in the task.
-    conflicting_aliases: of a tensor that the model shares and files hold twice, with other numbers, the
-    stored name that was read and the other; known to the first rank.
+    Attributes:
+        loaded: paths in the task that are read.
+        missing: paths in the task without a stored tensor; they keep their random initialisation.
+        unexpected: names in the source that the task does not have.
+        skipped: paths in the task that the patterns leave out.
+        formats: formats used to read the files; empty if stored names are paths in the task.
+        conflicting_aliases: shared tensors that files contain twice, with different numbers: the stored name
+            that is read, and the other one. Filled on the first rank only.
     """
 
     loaded: tuple[str, ...]
@@ -63,16 +66,15 @@ class MatchReport:
         parts = [f"{len(names)} {kind} ({listed(list(names), 5)})" for kind, names in kinds if names]
         read_by = f" ({', '.join(self.formats)})" if self.formats else ""
         parts += [
-            "the model shares one tensor where the files hold two that differ"
+            "the model shares one tensor for which the files contain two different ones"
             f" ({taken} is read, {left} is not)"
             for taken, left in self.conflicting_aliases
         ]
-        return ", ".join([f"{len(self.loaded)} tensors loaded{read_by}", *parts])
+        return ", ".join([f"{plural(len(self.loaded), 'tensor')} loaded{read_by}", *parts])
 
 
 class Found(NamedTuple):
-    """Where everything is: in files, piece by piece, or in a checkpoint of ours, path in the task -> stored
-    name."""
+    """Where the tensors are: pieces of files, or a checkpoint with path in the task -> stored name."""
 
     report: MatchReport
     pieces: Pieces
@@ -81,12 +83,13 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class MatchedWeights:
-    """Weights that fit a task, found by a `WeightMatch`. Satisfies `WeightPlan`.
+    """Initial weights that fit a task, found by a `WeightMatch`. Satisfies `WeightPlan`.
 
     Attributes:
-        init, key: of the match.
-        names: what they fill, by path in the task.
-        found: where the tensors are, under the names that the task has without adapters.
+        init: the config section of the match.
+        key: config key of the section, for errors.
+        names: paths in the task that are filled.
+        found: where the tensors are, by the task's names without adapters.
     """
 
     init: InitFromSection
@@ -96,13 +99,18 @@ class MatchedWeights:
 
     @property
     def place(self) -> Path:
-        """Where the weights are: of a run, the checkpoint."""
+        """Path of the initial weights: the files, or the run's checkpoint folder."""
         return self.found.run[0].folder if self.found.run is not None else Path(self.init.path)
 
     def fill(self, state: Mapping[str, Tensor]) -> None:
-        """Fills in place those of `names` that `state` holds: plain tensors, or DTensors of which each rank
-        reads its shard. Dtypes may differ: values are cast. Called by all ranks. CheckpointError, on all
-        ranks, where a read fails."""
+        """Reads initial weights into the task's tensors, cast to their dtype. Call it on all ranks.
+
+        Args:
+            state: tensors by path in the task: plain ones, or DTensors, of which each rank reads its shard.
+
+        Raises:
+            CheckpointError: on all ranks, if one of them cannot read.
+        """
         ranks = Ranks.current()
         doing = f"reading {self.init.path}"
         own = {base_name(name): tensor for name, tensor in state.items()}
@@ -116,8 +124,10 @@ class MatchedWeights:
         ranks.agree(doing, lambda: self._stream(targets, ranks.rank == 0 and len(targets) > 1))
 
     def fingerprint(self, names: Collection[str]) -> str:
-        """Of the stored tensors that fill these names; of a checkpoint of ours, that of its checksums. Not
-        collective."""
+        """sha256 of the stored tensors behind these names; for a checkpoint, of its files' checksums.
+
+        It needs no other rank.
+        """
         if self.found.run is not None:
             return self.found.run[0].fingerprint()
         wanted = {base_name(name) for name in names}
@@ -137,15 +147,15 @@ class MatchedWeights:
 
 
 class WeightMatch:
-    """What `init_from`, or a component that names its files, asks for.
+    """The matching of weights files with a task, for `init_from` or for a component that names its files.
 
     Args:
-        init: the config's section.
-        parts: components to fill, by their name in the task, on meta or not: weight formats are asked for
-            them. None compares stored names with paths in the task alone.
-        formats: by qualified name; those to be tried.
-        key: of the config, for errors.
-        source_of_run: opens a checkpoint of ours.
+        init: the config section.
+        parts: components to fill, by their name in the task, on the meta device or not; weight formats
+            inspect them. None compares stored names with paths in the task only.
+        formats: weight formats to try, by qualified name.
+        key: config key of the section, for errors.
+        source_of_run: opens a checkpoint of mm_core.
     """
 
     def __init__(
@@ -164,18 +174,18 @@ class WeightMatch:
         }
 
     def covers(self, state: Mapping[str, Tensor]) -> MatchedWeights:
-        """Finds the names of `state` and compares them with the stored ones. Called by all ranks.
+        """Compares a task's tensor names with those in the weights files. Call it on all ranks.
 
         Args:
             state: parameters and buffers by path in the task, on any device.
 
         Raises:
-            PlanError: a pattern of `include` or `exclude` that matches nothing, or nothing left to read.
-            CheckpointError: on all ranks: weights that cannot be read, and with `strict` a name that one
-                side lacks; other shapes always.
+            PlanError: a pattern in `include` or `exclude` matches nothing, or nothing is left to read.
+            CheckpointError: on all ranks: the weights cannot be read, shapes differ, or (with `strict`) one
+                side lacks a name.
         """
         init = self.init
-        names = {base_name(name): name for name in state}  # adapted layers by the names of files
+        names = {base_name(name): name for name in state}  # adapted layers have their plain names in files
         state = {name: state[own] for name, own in names.items()}
         chosen = set(select_parameters(init.include, state, "init_from.include") if init.include else state)
         chosen -= set(select_parameters(init.exclude, state, "init_from.exclude"))
@@ -194,7 +204,7 @@ class WeightMatch:
             found = self._by_format(path, state, chosen)
             if found is not None:
                 return found
-            if path.is_dir() and not any(path.glob("*.safetensors")):  # known to a format: no checkpoint
+            if path.is_dir() and not any(path.glob("*.safetensors")):  # a format recognises it
                 raise self._of_another(path)
         source = _open(path, init, self._open_run)
         origins, report = _compare(init, source, state, chosen)
@@ -203,26 +213,25 @@ class WeightMatch:
         return Found(report, [(whole(n, s, tuple(source.shapes[s])), source) for n, s in origins.items()])
 
     def _of_another(self, path: Path) -> CheckpointError:
-        """The error for a folder that formats know and read none of the components from."""
+        """The error for a folder that formats recognise but that has none of the components."""
         known = [name for name, form in self._formats.items() if form.recognises(path)] or ["none"]
         names = " or ".join(map(repr, self._parts))
         return CheckpointError(
-            f"nothing in this folder can be read into {names}: it holds another model",
+            f"nothing in this folder can be read into {names}: it contains a different model",
             where=str(path),
             accepted="weights of the component that the config describes",
-            hint=f"formats that know the folder: {', '.join(known)}; `mm weights show` lists what is in it",
+            hint=f"list the tensors with `mm weights show`; formats of this folder: {', '.join(known)}",
         )
 
     def _by_name_alone(self, path: Path) -> bool:
-        """Whether formats have no say: our own checkpoints, renamed files, a caller without a task."""
+        """Whether only names are compared: for our own checkpoints, renamed files, and no task."""
         init = self.init
         if not self._parts or init.prefixes or init.weights == "ema" or not path.exists():
             return True
         return path.is_dir() and not any(known.recognises(path) for known in self._formats.values())
 
     def _by_format(self, path: Path, state: Mapping[str, Tensor], chosen: Collection[str]) -> Found | None:
-        """Finds the components' tensors by weight formats; None where stored names are simply paths in
-        the task."""
+        """Finds the components' tensors by weight formats; None if stored names are paths in the task."""
         init = self.init
         fits: dict[str, Fit] = {}
         for root, part in self._parts.items():
@@ -245,7 +254,7 @@ class WeightMatch:
         return self._settle(fits, state, chosen)
 
     def _settle(self, fits: Mapping[str, Fit], state: Mapping[str, Tensor], chosen: Collection[str]) -> Found:
-        """The copies of what is chosen; raises for what does not fit."""
+        """The copies of the chosen names; raises an error if they do not fit."""
         init, pieces = self.init, Pieces()
         loaded: dict[str, None] = {}
         unexpected: dict[str, None] = {}
@@ -295,7 +304,7 @@ def _check_apart(path: Path, fits: Mapping[str, Fit]) -> None:
                 raise CheckpointError(
                     f"{other!r} and {root!r} would both be read from {_folders(way) or 'the same file'}",
                     where=str(path),
-                    hint="begin one after another: init_from.include, and the other one's own folder",
+                    hint="select one component with init_from.include, and give the other its own folder",
                 )
 
 
@@ -308,18 +317,18 @@ def _open(
     init: InitFromSection,
     source_of_run: Callable[[Path, Literal["model", "ema"]], CheckpointSource],
 ) -> StoredTensors | CheckpointSource:
-    """Weights whose names are paths in the task, or are made so by `prefixes`."""
+    """Opens weights whose names are paths in the task, or become so by `prefixes`."""
     if is_adapter(path):
         raise CheckpointError(
             "this is an adapter, not weights",
             where=str(path),
-            hint="train.adapters: [{from: ...}] begins with it",
+            hint="to start from an adapter, set train.adapters: [{from: ...}]",
         )
     of_files = path.is_file() and (path.suffix in {".safetensors", *TORCH_SUFFIXES} or path.suffix == ".json")
     if of_files or (path.is_dir() and any(path.glob("*.safetensors"))):
         if init.weights == "ema":
             raise CheckpointError(
-                "only checkpoints of mm_core tell an average from the weights",
+                "weights: ema needs a checkpoint of mm_core: other files contain no average",
                 where=str(path),
                 hint="leave out init_from.weights",
             )
@@ -327,7 +336,7 @@ def _open(
     if path.is_dir():
         return source_of_run(path, init.weights)
     raise CheckpointError(
-        "this is no file of weights" if path.exists() else "there is no such file or folder",
+        "this is not a weights file" if path.exists() else "there is no such file or folder",
         where=str(path),
         accepted="a run or checkpoint folder, a .safetensors file or a folder of them, "
         "or a .pt, .pth or .bin file of tensors",
@@ -341,7 +350,7 @@ def _compare(
     parameters: Mapping[str, Tensor],
     chosen: Collection[str],
 ) -> tuple[dict[str, str], MatchReport]:
-    """(path in the task -> stored name) of what is to be read, and the report."""
+    """(path in the task -> stored name) of the tensors to read, and the report."""
     stored = renamed([*source.shapes, *source.others], init)
     origins = {
         name: stored[name] for name in parameters if name in chosen and stored.get(name) in source.shapes
@@ -362,7 +371,13 @@ def _compare(
 
 
 def renamed(stored: Collection[str], init: InitFromSection) -> dict[str, str]:
-    """Path in the task -> stored name, by `prefixes`: the longest start that fits a name is replaced."""
+    """Stored weight names renamed by init_from.prefixes: path in the task -> stored name.
+
+    The longest prefix that fits a name is replaced.
+
+    Raises:
+        CheckpointError: two stored names become the same path.
+    """
     starts = sorted(init.prefixes, key=len, reverse=True)
     found: dict[str, str] = {}
     for name in stored:

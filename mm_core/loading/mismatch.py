@@ -1,4 +1,4 @@
-"""What is said of weights that do not fit a task."""
+"""Error report for weights that do not match a task."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ def mismatch_error(
     absent: Sequence[str] = (),
     key: str = "init_from",
 ) -> CheckpointError:
-    """One error with every name that does not fit.
+    """One error with every name of initial weights that does not fit the task.
 
     Args:
-        stored: what a stored name would be in the task -> the stored name.
-        absent: folders that are not there, in which what is missing lies.
-        key: of the config that names the weights.
+        init: the config section of the weights.
+        found: missing, unexpected and misshapen names.
+        stored: stored names, by their path in the task.
+        absent: folders of the missing names that do not exist.
+        key: config key that names the weights.
     """
     told = found if init.strict or not found.misshapen else Mismatch(misshapen=found.misshapen)
     left = set(told.unexpected)
@@ -38,27 +40,31 @@ def mismatch_error(
     if absent:
         what = f"{what}; there is no folder {' and no folder '.join(absent)}"
         hint = (
-            "init_from.include takes the parts that are there, and strict: false leaves the rest as it begins"
+            "select the existing parts with init_from.include; or set init_from.strict: false to leave the"
+            " rest at its initial values"
         )
     if key != "init_from":
-        hint = f"{key} must have the options of the model that this folder holds"
+        hint = f"set the options of {key} to those of the model in this folder"
     return CheckpointError(what, where=init.path, hint=hint)
 
 
 def _hint(found: Mismatch) -> str:
     if any(adapter_of(name) is not None for name in found.unexpected):
-        return "the run trained adapters: mm export --merge-lora puts them into weights to begin with"
+        return "that run trained adapters: merge them with mm export --merge-lora, and start from the result"
     if likely := likely_prefix(found.missing, found.unexpected):
         start, path, count = likely
-        return f"init_from.prefixes: {{{start!r}: {path!r}}} would name {count} of the missing ones"
+        return f"set init_from.prefixes: {{{start!r}: {path!r}}}, which finds {count} of the missing names"
     if found.misshapen:
-        return "leave them out with init_from.exclude"
+        return "leave the misshapen ones out with init_from.exclude, or use the model's own options"
     return "rename with init_from.prefixes, leave out with init_from.exclude, or set init_from.strict: false"
 
 
 def likely_prefix(missing: Collection[str], unexpected: Collection[str]) -> tuple[str, str, int] | None:
-    """(start of stored names, path in the task, how many names it mends): the change of the beginning that
-    makes most stored names into missing ones, or None."""
+    """The init_from prefix that turns most unexpected stored names into missing ones; None for none.
+
+    Returns:
+        (start of stored names, path in the task, how many missing names it finds).
+    """
     tails: dict[str, list[list[str]]] = {}
     for name in unexpected:
         tails.setdefault(".".join(name.split(".")[-2:]), []).append(name.split("."))

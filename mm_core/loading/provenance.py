@@ -1,4 +1,4 @@
-"""The files and folders that a run's weights began with, back through the runs that it began with."""
+"""The files and folders that a run's initial weights came from, followed back through earlier runs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mm_core.errors import MMError, TrustError
 from mm_core.loading.run_adapters import task_of
 
 _RUNS = 8
-"""Most runs that are followed back."""
+"""Maximum number of earlier runs that are followed."""
 
 
 def given_weights(config: RunConfig, facts: Mapping[str, Any]) -> str | None:
-    """What `mm import` or `init_from` gave to the whole task."""
+    """The path of a run's initial weights, from `mm import` or `init_from`; None for none."""
     imported = facts.get("imported")
     if isinstance(imported, Mapping):
         return str(imported.get("path"))
@@ -28,7 +28,7 @@ def given_weights(config: RunConfig, facts: Mapping[str, Any]) -> str | None:
 
 
 def own_weights(component: nn.Module) -> str | None:
-    """What a component names itself."""
+    """The path of the weights that a component's own config names; None for none."""
     named = component.weights_from if isinstance(component, SupportsWeightsFrom) else None
     return named.path if named is not None else None
 
@@ -40,12 +40,16 @@ def origins_of(
     note: Callable[[str], None] = lambda sentence: None,
     runs: int = _RUNS,
 ) -> dict[str, tuple[Path, ...]]:
-    """Trained component -> where its weights began, what counted last first. The places may be gone.
+    """The paths that each trained component's initial weights came from, most recent first.
+
+    Some paths may no longer exist.
 
     Args:
-        config, facts: of a checkpoint. task: built from that config.
-        note: told of runs whose code is not known, so that they are not followed.
-        runs: how many runs are followed back.
+        config: config of a checkpoint.
+        facts: facts of the checkpoint.
+        task: built from that config.
+        note: called with a sentence about a run that is not followed because its code is unknown.
+        runs: how many earlier runs to follow.
     """
     given = given_weights(config, facts)
     before: Mapping[str, tuple[Path, ...]] = {}
@@ -61,7 +65,7 @@ def origins_of(
 def _earlier_runs(
     path: Path, allow_code: bool, note: Callable[[str], None], runs: int
 ) -> dict[str, tuple[Path, ...]]:
-    """Of the run at `path`, where it is one that can still be read."""
+    """The origins of the run at `path`, if there is one that can still be read."""
     if not any((path / name).exists() for name in ("checkpoints", "config.yaml")):
         return {}
     try:
@@ -69,7 +73,7 @@ def _earlier_runs(
         config = load_config(checkpoint.folder / "config.yaml", stored=True, allow_code=allow_code)
         return origins_of(config, checkpoint.facts, task_of(config, checkpoint), note, runs)
     except TrustError as fault:
-        note(f"where the run at {path} began is not known: {fault.render()}")
+        note(f"the initial weights of the run at {path} are unknown: {fault.render()}")
         return {}
     except MMError:
         return {}

@@ -1,4 +1,4 @@
-"""The adapters of a run, as its checkpoints say, and its task with them."""
+"""The adapters of a run, from its checkpoints, and its task with them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from mm_core.weights.adapters.inject import Structure
 
 
 def task_of(config: RunConfig, checkpoint: OpenedCheckpoint | None) -> TaskModule:
-    """The run's task as `build_task` makes it, with the adapters that a checkpoint of it holds; None without
-    one."""
+    """Builds a run's task with the adapters in its checkpoint; `checkpoint` is None for a run without one."""
     return build_task(config, checkpoint.adapters if checkpoint is not None else {})
 
 
 def adapters_begun(config: RunConfig) -> Structure:
-    """Those of the run's newest checkpoint, where its config names files to begin with; {} before the
-    first. For a plan that is only shown."""
+    """The adapters in a run's newest checkpoint, if its config starts adapters from files; else {}.
+
+    For a plan that is only shown (`--dry-run`).
+    """
     if all(adapter.from_ is None for adapter in config.train.adapters):
         return {}
     steps = complete_steps(config.run.folder / "checkpoints")

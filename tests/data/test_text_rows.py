@@ -251,7 +251,7 @@ def test_a_tokenizer_of_the_folders_own_code_runs_only_where_that_is_said(tmp_pa
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     file = written(tmp_path / "a.jsonl", {"text": "why not"})
     with pytest.raises(
-        CheckpointError, match="made by Python files of this folder, which are not run"
+        CheckpointError, match="needs Python files in this folder, and they may not run"
     ) as caught:
         TextRowsDataset(file, folder)
     assert "trust_remote_code: true" in caught.value.hint
@@ -266,15 +266,15 @@ def test_a_tokenizer_file_that_does_not_parse_is_one_sentence(tmp_path, gpt):
     file = written(tmp_path / "a.jsonl", {"text": "i"})
     # That of a later version of the library, whose kind of model this one does not know.
     path.write_text(path.read_text().replace('"WordLevel"', '"OfTomorrow"'), encoding="utf-8")
-    with pytest.raises(CheckpointError, match="no tokenizer can be made of this folder"):
+    with pytest.raises(CheckpointError, match="no tokenizer can be opened from this folder"):
         TextRowsDataset(file, path.parent)
 
 
 def test_a_folder_without_a_tokenizer_is_one_sentence(tmp_path):
     file = written(tmp_path / "a.jsonl", {"text": "i"})
     what = {
-        tmp_path / "none": "there is no such folder, so no tokenizer can be made of it",
-        tmp_path: "no tokenizer can be made of this folder",
+        tmp_path / "none": "the tokenizer cannot be opened: there is no such folder",
+        tmp_path: "no tokenizer can be opened from this folder",
     }
     for folder, said in what.items():
         with pytest.raises(CheckpointError) as caught:

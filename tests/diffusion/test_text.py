@@ -256,7 +256,7 @@ def test_a_config_of_no_known_model_is_a_sentence(tmp_path):
 
 def test_a_folder_without_a_tokenizer_is_a_sentence(umt5, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="no tokenizer can be made of this folder") as caught:
+    with pytest.raises(CheckpointError, match="no tokenizer can be opened from this folder") as caught:
         mm_core.load_frozen(HFTextEncoder(str(umt5), tokenizer=str(tmp_path)), CPU)
     assert "tokenizer:" in str(caught.value)
 
@@ -269,7 +269,7 @@ def test_a_tokenizers_own_code_does_not_run_and_nobody_is_asked(umt5, tmp_path, 
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.raises(CheckpointError, match="made by Python files of this folder, which are not run"):
+    with pytest.raises(CheckpointError, match="needs Python files in this folder, and they may not run"):
         mm_core.load_frozen(HFTextEncoder(str(umt5), tokenizer=str(folder)), CPU)
     assert not (tmp_path / "ran").exists()
 

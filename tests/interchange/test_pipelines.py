@@ -334,7 +334,10 @@ def test_one_folder_fills_the_part_that_it_is_called_after(pair, tmp_path):
         import_weights(config_of(tmp_path, EXPERTS, "both"), pair / "transformer_2")
     said = str(caught.value)
     assert "missing: predictor.high." in said and "predictor.low" not in said.partition("hint")[0]
-    assert "; there is no folder transformer\n" in said and "init_from.include takes the parts" in said
+    assert (
+        "; there is no folder transformer\n" in said
+        and "select the existing parts with init_from.include" in said
+    )
 
 
 def test_a_part_may_be_absent_where_the_format_says_so(pair, tmp_path, monkeypatch):

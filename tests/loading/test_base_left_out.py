@@ -142,10 +142,11 @@ def test_a_base_that_has_gone_moved_or_changed_is_one_sentence(tiny, base, tmp_p
     for done in (mm(*command(base)), mm(*sample)):
         assert done.code == 1
         assert done.err == (
-            f"mm: error: {saved}: this checkpoint leaves 69 frozen weights to {base}:"
-            " there is no such file or folder\n  accepted: the files that the run began with\n  hint: put"
-            " them back, or have init_from name the place where they are; runs whose files may go set"
-            " checkpoint.frozen: true\n"
+            f"mm: error: {saved}: this checkpoint does not contain 69 frozen weights, and their files cannot"
+            f" be used: {base}: there is no such file or folder\n"
+            "  accepted: the files that the run started from\n"
+            "  hint: put the files back, or set init_from to their new place; to store such weights in"
+            " checkpoints, train with checkpoint.frozen: true\n"
         )
     done = mm("weights", "show", tmp_path / "tuned")
     assert f"missing: 69 frozen tensors of init_from, read from {base}\n" in done.out
@@ -168,7 +169,7 @@ def test_a_base_that_has_gone_moved_or_changed_is_one_sentence(tiny, base, tmp_p
     other["predictor.blocks.1.ffn.net.2.bias"][-1] += 1
     save_file(other, moved)
     done = mm(*command(moved))
-    assert done.code == 1 and f"{moved}: it holds other weights than it did" in done.err
+    assert done.code == 1 and f"{moved}: its weights have changed since" in done.err
 
 
 def test_a_place_that_the_environment_names_is_not_written_down(tiny, base, tmp_path, mm):

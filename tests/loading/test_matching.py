@@ -137,12 +137,12 @@ def test_a_run_or_a_checkpoint_gives_its_model_or_its_average(tmp_path):
 def test_weights_that_have_no_average_say_so(tmp_path):
     run = run_with(tmp_path / "run", task(3))
     assert fault(run, task(), weights="ema") == (
-        f"{run}/checkpoints/step_00000010: this checkpoint holds no average of the weights\n"
+        f"{run}/checkpoints/step_00000010: this checkpoint contains no average of the weights\n"
         "  hint: set init_from.weights to model, or choose a checkpoint of a run with `ema`"
     )
     path = stored_as("safetensors", tmp_path, weights())
     assert fault(path, task(), weights="ema") == (
-        f"{path}: only checkpoints of mm_core tell an average from the weights\n"
+        f"{path}: weights: ema needs a checkpoint of mm_core: other files contain no average\n"
         "  hint: leave out init_from.weights"
     )
 
@@ -200,11 +200,13 @@ def test_every_name_that_does_not_fit_is_listed_with_the_prefix_that_would_help(
     said = fault(path, task())
     assert said.startswith(f"{path}: these weights do not fit the task: 6 missing: predictor.first.weight")
     assert "6 unexpected: net.first.bias" in said
-    assert said.endswith("hint: init_from.prefixes: {'net': 'predictor'} would name 6 of the missing ones")
+    assert said.endswith(
+        "hint: set init_from.prefixes: {'net': 'predictor'}, which finds 6 of the missing names"
+    )
     into = task()
     begin(path, into, prefixes={"net": "predictor"})
     bare = stored_as("pt", tmp_path, weights())
-    assert "init_from.prefixes: {'': 'predictor'} would name 6" in fault(bare, task())
+    assert "init_from.prefixes: {'': 'predictor'}, which finds 6" in fault(bare, task())
 
 
 def test_a_misspelt_name_shows_the_near_one(tmp_path):
@@ -238,7 +240,7 @@ def test_another_shape_is_refused_unless_it_is_left_out(tmp_path):
         assert fault(path, task(), strict=strict) == (
             f"{path}: these weights do not fit the task: "
             "1 misshapen: predictor.last.bias (4 in the file, 3 in the task)\n"
-            "  hint: leave them out with init_from.exclude"
+            "  hint: leave the misshapen ones out with init_from.exclude, or use the model's own options"
         )
     assert begin(path, task(), exclude=("predictor.last.bias",)).skipped == ("predictor.last.bias",)
 
@@ -259,7 +261,7 @@ def test_a_path_that_holds_no_weights_says_what_would(tmp_path):
     )
     assert fault(tmp_path / "x.pt", task()) == f"{tmp_path}/x.pt: there is no such file or folder\n{accepted}"
     (tmp_path / "x.txt").write_text("no weights")
-    assert fault(tmp_path / "x.txt", task()) == f"{tmp_path}/x.txt: this is no file of weights\n{accepted}"
+    assert fault(tmp_path / "x.txt", task()) == f"{tmp_path}/x.txt: this is not a weights file\n{accepted}"
     assert "neither a checkpoint nor a run" in fault(tmp_path, task())
     first = stored_as("pt", tmp_path, weights())
     hint = f"\n  hint: files of torch.save are read one by one; name {first}"

@@ -149,7 +149,7 @@ def test_what_cannot_be_answered_is_a_sentence(folders, tmp_path):
         PretrainedTask(str(folders("bert_classes")), head, max_new_tokens=3)
     assert fault.value.where == "task.max_new_tokens"
     wordless = models.save_model("qwen3", tmp_path)
-    with pytest.raises(CheckpointError, match="no tokenizer can be made of this folder"):
+    with pytest.raises(CheckpointError, match="no tokenizer can be opened from this folder"):
         PretrainedTask(str(wordless), "AutoModelForCausalLM", max_new_tokens=3)
     task, batch = task_of(folders("qwen3"), "qwen3"), questions()
     batch.inputs["labels"][1] = batch.inputs["input_ids"][1]

@@ -382,10 +382,12 @@ def test_a_command_of_a_stored_config_is_not_run_by_training_with_it(stranger, t
     predictor = {**task["predictor"], "type": "custom_dit"}
     stranger.train(**config, task={**task, "predictor": predictor})
     stored = load_config(stranger.run / "config.yaml")  # nothing that a look at it could run
-    with pytest.raises(TrustError, match="programs of a stored run would run with your rights") as caught:
+    with pytest.raises(
+        TrustError, match="the stored run's callbacks would run programs as your user"
+    ) as caught:
         train(stored)
     assert f'the command ["touch", "{stranger.folder}/evil"]' in caught.value.what
-    assert caught.value.accepted == "callbacks=[] runs none of them"
+    assert caught.value.accepted == "callbacks=[], which runs none of them"
     assert not (stranger.folder / "evil").exists()
     assert load_config(stranger.run / "config.yaml", ["callbacks=[]"]).unknown_commands == ()
     assert load_config(stranger.run / "config.yaml", allow_code=True).unknown_commands == ()

@@ -99,4 +99,4 @@ def test_a_home_that_cannot_be_written_is_noted_and_training_goes_on(own, tmp_pa
     assert done.code == 0, done.err
     said = done.out + done.err
     assert "this run's code is not recorded as known" in said
-    assert "commands on the run will ask for --allow-code" in said
+    assert "commands on the run will need --allow-code" in said

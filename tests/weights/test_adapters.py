@@ -268,7 +268,7 @@ def test_adapters_are_of_linear_layers_alone_and_say_what_they_pass_over():
     assert skipped_layers(task, AdapterConfig(("model",))) == others
     assert not skipped_layers(task, AdapterConfig(("up",)))
     assert sentence_on(task, AdapterConfig(("model",))) == (
-        "adapter 'default' is of linear layers alone; its targets also hold model.stem (Conv3d), model.words"
+        "adapter 'default' changes linear layers only, and leaves out model.stem (Conv3d), model.words"
         " (Embedding)"
     )
 

@@ -164,7 +164,7 @@ def test_two_stored_tensors_for_a_tied_weight_are_silent_only_where_they_are_equ
         task.state_dict()["model.lm_head.weight"].bfloat16(), held["model.embed_tokens.weight"]
     )
     says = (
-        ", the model shares one tensor where the files hold two that differ"
+        ", the model shares one tensor for which the files contain two different ones"
         " (model.embed_tokens.weight is read, lm_head.weight is not)"
     )
     assert str(report).endswith("(core/transformers)" + (says if change in ("far", "near") else ""))
@@ -239,7 +239,7 @@ def test_a_pipeline_of_another_model_is_called_that(wan, tmp_path):
     with pytest.raises(CheckpointError) as caught:
         start(task, pipeline)
     assert str(caught.value).startswith(
-        f"{pipeline}: nothing in this folder can be read into 'predictor': it holds another model"
+        f"{pipeline}: nothing in this folder can be read into 'predictor': it contains a different model"
     )
     assert "core/diffusers" in caught.value.hint
 

@@ -65,7 +65,7 @@ def test_what_init_from_brings_is_not_read_from_the_components_folder(folders, t
     inside = {name for name in own if name.startswith("blocks.1.")}
     assert all(torch.equal(found[name], (other if name in inside else own)[name]) for name in own)
     first, last = files.notes()
-    assert first.endswith(f"; {len(inside)} of them are those of {folders['other']}")
+    assert first.endswith(f"; {len(inside)} of them replaced by {folders['other']}")
     assert last.startswith(f"{folders['other']}: {len(inside)} tensors loaded")
 
 

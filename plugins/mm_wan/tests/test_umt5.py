@@ -170,7 +170,7 @@ def test_a_tokenizer_folder_without_a_tokenizer(checkpoint, tmp_path):
 
 def test_a_damaged_tokenizer(copied):
     (copied / "tokenizer" / "tokenizer.json").write_text("{")
-    with pytest.raises(CheckpointError, match="no tokenizer can be made of this folder"):
+    with pytest.raises(CheckpointError, match="no tokenizer can be opened from this folder"):
         loaded(copied)
 
 
@@ -197,7 +197,7 @@ def test_weights_that_lack_a_layer(copied):
     with pytest.raises(CheckpointError, match=r"10 missing: .*block\.2\.layer\.0\.SelfAttention") as caught:
         loaded(copied)
     assert caught.value.hint == (
-        "WanUMT5 (or its config.json) must have the options of the model that this folder holds"
+        "set the options of WanUMT5 (or its config.json) to those of the model in this folder"
     )
 
 
