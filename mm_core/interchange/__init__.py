@@ -1,1 +1,1 @@
-"""Weights in and out: exporting, importing, listing and comparing what files of libraries hold."""
+"""Weights in and out: exporting, importing, listing and comparing the weights files of other libraries."""

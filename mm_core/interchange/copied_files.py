@@ -1,4 +1,4 @@
-"""Files and folders that an export takes over as they are: tokenizers, schedulers, frozen models."""
+"""Files and folders that an export copies unchanged: tokenizers, schedulers, frozen models."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from mm_core.weights.stored import open_whole
 
 
 def copy_verbatim(origin: Path, target: Path) -> None:
-    """Copies a file or a folder; what links point at is copied, never a link.
+    """Copies a file or folder into an export; for a link, the file behind it is copied.
 
     Raises:
-        CheckpointError: nothing is there, or a link in it leads out of its folder (something else of this
-            machine would be published) or to a folder. A hub's cache keeps its contents in `blobs` beside
-            `snapshots`: that counts as inside.
+        CheckpointError: there is no such file or folder, or a link in it leads out of its folder (other
+            files of this machine would be published) or to a folder. In a hub's cache, `blobs` beside
+            `snapshots` counts as inside.
     """
     paths = _checked(origin)
     if origin.is_dir():
@@ -29,32 +29,39 @@ def copy_verbatim(origin: Path, target: Path) -> None:
 
 
 def check_taken(origin: Path) -> None:
-    """CheckpointError for what `copy_verbatim` would refuse, and for safetensors files that are cut off:
-    known before hours are spent on writing what stands beside them."""
+    """Checks files that an export will copy, before hours are spent on writing its weights.
+
+    Raises:
+        CheckpointError: `copy_verbatim` would refuse the file or folder, or a safetensors file is truncated.
+    """
     for path in _checked(origin):
         if path.suffix == ".safetensors":
             open_whole(path)
 
 
 def _checked(origin: Path) -> list[Path]:
-    """The files that are taken over."""
+    """The files to copy."""
     if not origin.exists():
-        raise CheckpointError("this is missing, and the export needs it", where=str(origin))
+        raise CheckpointError(
+            "the export would copy this, but there is no such file or folder",
+            where=str(origin),
+            hint="put it back, or choose a different pipeline with --pipeline",
+        )
     home = _home((origin if origin.is_dir() else origin.parent).resolve())
     found = [origin] if origin.is_file() else sorted(origin.rglob("*"))
     paths = [path for path in found if path.is_symlink() or not path.is_dir()]
     for path in paths:
         if not path.is_file() or not path.resolve().is_relative_to(home):
             raise CheckpointError(
-                "this is no file of its folder (a link that leads out, say), so it is not taken over",
+                "the export does not copy this: it is not a file in its folder (but a link out of it, say)",
                 where=str(path),
-                hint="put the file itself there",
+                hint="replace it with the file itself",
             )
     return paths
 
 
 def _home(top: Path) -> Path:
-    """The folder that links may lead to."""
+    """The folder that links may point into."""
     for parent in top.parents:
         if parent.name == "snapshots" and (parent.parent / "blobs").is_dir():
             return parent.parent

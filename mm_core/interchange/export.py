@@ -1,7 +1,7 @@
-"""A checkpoint's weights as files that the models' own libraries load: `mm export`.
+"""Exporting a checkpoint's weights to files that the models' own libraries load: `mm export`.
 
-One process, and no model: the task is built on meta for its names and shapes, and each stored tensor is
-read from the checkpoint, laid out, cast and written before the next.
+It takes one process and builds no model: the task is built on the meta device for its names and shapes, and
+each stored tensor is read from the checkpoint, arranged, cast and written before the next.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mm_core.weights.progress import byte_bar
 from mm_core.weights.writing import parse_size, write_shards
 
 MAX_SHARD = "5GB"
-"""Most bytes of a file, as hubs like them."""
+"""Default for the largest file, as model hubs recommend."""
 
 
 def export(
@@ -50,29 +50,33 @@ def export(
     note: Callable[[str], None] = lambda sentence: None,
     allow_code: bool = False,
 ) -> Path:
-    """Writes a checkpoint's trained components in a weight format; `out` appears when all of it is there.
-    Of a run that trains adapters it writes these alone.
+    """Exports a checkpoint's trained components in a weight format; `out` appears when it is complete.
+
+    For a run with adapters, only the adapters are written.
 
     Args:
         run: a run's folder (its newest checkpoint), `DIR@STEP`, `DIR@best`, or a checkpoint's folder.
         out: a folder that does not exist yet, or is empty.
         format: name of a weight format.
-        weights: `ema` takes the average of what was trained, and the model's own tensors for the rest;
-            `auto` does so where the checkpoint holds an average.
-        merge_adapters: write the weights with the adapters in them (computed in fp32) instead.
-        dtype: `bf16`, `fp16`, `fp32`: of all floating-point parameters; buffers (tables, running means) and,
-            with None, everything keep that of the checkpoint.
-        max_shard: most bytes of a file, as `5GB`.
-        component: of the task, where it trains several and only one is wanted.
-        pipeline: folder whose other parts are taken over, for formats that write whole pipelines; None
-            takes the one that the run began with.
-        overrides: `key.path=value` over the run's config: where folders are that have moved.
-        note: told of folders that the run began with and that are gone: nothing of them is taken over.
-        allow_code: code that the run names runs, also where this user has not trained with it.
+        weights: `ema` exports the average, and the model's own tensors where there is none; `auto` does so
+            if the checkpoint contains an average.
+        merge_adapters: write the weights with the adapters merged into them (computed in fp32) instead.
+        dtype: dtype of all floating-point parameters: `bf16`, `fp16` or `fp32`. None keeps the checkpoint's.
+            Buffers (tables, running means) always keep theirs.
+        max_shard: size of the largest file, as `5GB`.
+        component: the only component to export, if the task trains several.
+        pipeline: folder to copy the remaining parts from, for formats that write complete pipelines; None
+            takes the one that the run started from.
+        overrides: `key.path=value` over the run's config, for folders that have moved.
+        note: called with a sentence about folders that the run started from and that no longer exist.
+        allow_code: run code that the run's config names even if this user has not trained with it.
+
+    Returns:
+        The path `out`.
 
     Raises:
-        MMError: no such checkpoint, or a damaged one; a format that cannot hold a component; something at
-            `out` already; a full disk.
+        MMError: no such checkpoint, or a damaged one; a component that the format cannot store; `out` exists
+            and is not empty; a full disk.
     """
     out = Path(out)
     check_unused(out)
@@ -106,14 +110,17 @@ def _opened(source: OpenedCheckpoint, averaged: bool) -> CheckpointSource:
 def _planned(
     run: StoredRun, planner: Planner, task: TaskModule, averaged: bool, component: str | None, merge: bool
 ) -> ExportPlan:
-    """The parts and their files, of the components that the run trains or of the one that is asked for;
-    nothing is read but names and shapes."""
+    """The parts and files of the trained components, or of the chosen one; reads names and shapes only."""
     modules = {root: task.get_submodule(root) for root in _roots(task, component)}
     adapted = {root: module for root, module in modules.items() if adapted_layers(module)}
     alone = bool(adapted) and not merge
     _complete(planner.saved, run.config, task, alone=alone)
     if merge and not adapted:
-        raise MMError("this run trains no adapter that could be merged", where="--merge-lora")
+        raise MMError(
+            "this run trains no adapters, so there is nothing to merge",
+            where="--merge-lora",
+            hint="leave out --merge-lora",
+        )
     if alone:
         for root in [root for root in modules if root not in adapted]:
             planner.check_nothing_beside(root, modules[root])
@@ -127,8 +134,14 @@ def _planned(
 def _placed(
     plan: ExportPlan, form: WeightFormat, pipeline: str | Path | None, note: Callable[[str], None]
 ) -> ExportPlan:
-    """The same with each part where a whole pipeline has it, for formats that write one. pipeline: is taken
-    for where all of them began."""
+    """The plan with each part at its place in a complete pipeline, for formats that write one.
+
+    Args:
+        plan: the plan without places.
+        form: the weight format.
+        pipeline: pipeline to copy from; None for the one that the weights started from.
+        note: called with a sentence about folders that no longer exist.
+    """
     companions = Companions()
     if plan.whole:
         origins = origins_of(plan.config, plan.source.facts, plan.task, note)
@@ -140,10 +153,10 @@ def _placed(
         ]
         companions = form.companions(plan.task, written)
         gone = {path for paths in origins.values() for path in paths if not path.exists()}
-        # What no library loads is no pipeline.
+        # Weights that no library loads are no pipeline.
         if gone and not companions.copies and plan.parts[0].layout.library:
             places = ", ".join(sorted(map(str, gone)))
-            note(f"{places}: the run began with it, and it is gone: what was trained is written alone")
+            note(f"{places}: the run started from this, but it is gone; only trained weights are written")
     if pipeline is not None and not companions.places:
         raise _no_pipeline(Path(pipeline), plan.label, plan.whole)
     parts = []
@@ -170,8 +183,10 @@ def _write(out: Path, plan: ExportPlan) -> None:
 
 
 def _complete(saved: CheckpointSource, config: RunConfig, task: TaskModule, *, alone: bool) -> None:
-    """Compares the checkpoint with the task by names and shapes, and finds what it leaves to other files,
-    which adapters alone do not need."""
+    """Compares the checkpoint with the task by names and shapes, and finds frozen weights that it lacks.
+
+    For adapters alone, the frozen weights are not needed.
+    """
     state = {
         f"{root}.{name}": tensor
         for root in task.trainable
@@ -202,33 +217,33 @@ def _roots(task: TaskModule, component: str | None) -> tuple[str, ...]:
 def _no_pipeline(folder: Path, label: str, whole: bool) -> MMError:
     if not whole:
         return MMError(
-            "a pipeline is written with all that the run trains, and here a part of it is exported",
+            "--pipeline needs an export of all weights that the run trains, but this one exports only a part",
             where="--pipeline",
             hint="leave out --component, or merge the adapters: --merge-lora",
         )
     return MMError(
-        f"the format {label} finds no part in this pipeline that the exported weights could be",
+        f"the format {label} finds no part in this pipeline for the exported weights",
         where=f"--pipeline: {folder}",
-        accepted="a folder whose model_index.json lists a model of the class that is written",
+        accepted="a folder whose model_index.json lists a model of the exported class",
     )
 
 
 def _check_apart(parts: Sequence[Part]) -> None:
-    """MMError where two components would have files of the same name."""
+    """MMError if two components would be written to files of the same name."""
     places: dict[tuple[str, str], Part] = {}
     for part in parts:
         other = places.setdefault((part.layout.folder, part.layout.stem), part)
         if other is not part:
             raise MMError(
-                f"{other.root!r} and {part.root!r} would be files of the same name",
+                f"{other.root!r} and {part.root!r} would be written to files of the same name",
                 where="--to",
-                hint=f"export one after another: --component {other.root}",
+                hint=f"export them separately: --component {other.root}",
             )
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """A place below `folder`, not taken yet; a format that names another one is wrong."""
+    """A place below `folder` that does not exist yet; a format that returns any other is wrong."""
     path = folder / name
     if Path(name).is_absolute() or ".." in Path(name).parts or path.is_file():
-        raise ContractError(f"a weight format would write {name!r}, which is outside or there already")
+        raise ContractError(f"a weight format would write {name!r}, which is outside or exists already")
     return path

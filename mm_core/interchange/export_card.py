@@ -1,4 +1,4 @@
-"""What the card of an export says: gathered from the checkpoint, its manifest and its config."""
+"""The content of an export's model card, gathered from the checkpoint, its manifest and its config."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.config.components import walk_components
 from mm_core.config.dump import to_mapping
 from mm_core.config.sections import RunConfig
+from mm_core.errors import plural
 from mm_core.interchange.export_plan import ExportPlan
 from mm_core.interchange.model_card import Card, render
 from mm_core.loading.provenance import given_weights, own_weights
@@ -23,7 +24,7 @@ _HUB = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 
 
 def card_of(plan: ExportPlan, folder: str) -> str:
-    """The text of README.md. folder: the export's name."""
+    """The text of an export's model card, README.md; `folder` is the export's name."""
     config, facts, manifest = plan.config, plan.source.facts, plan.source.manifest
     step = facts["step"]
     roots = list(dict.fromkeys(part.root for part in plan.parts))
@@ -32,7 +33,7 @@ def card_of(plan: ExportPlan, folder: str) -> str:
     hubs = [f"{found[1]}/{found[2]}" for origin in origins if (found := _HUB.search(origin))]
     names = ("adapters of " if plan.adapters_alone else "") + ", ".join(f"`{root}`" for root in roots)
     after = f"{names} of the run `{config.run.name}` after {step} steps, in the format `{plan.label}`."
-    begins = f" In mm_core, `init_from: {{path: {folder}}}` begins a run with it."
+    begins = f" In mm_core, `init_from: {{path: {folder}}}` starts a run from it."
     layouts = [part.layout for part in plan.parts]
     separate = [one.loading.replace("{folder}", str(PurePath(folder, one.folder))) for one in layouts]
     card = Card(
@@ -48,7 +49,7 @@ def card_of(plan: ExportPlan, folder: str) -> str:
             ("weights", "the moving average" if plan.averaged else "as trained"),
             *_adapters(plan),
             ("dtype", _dtypes([spec.dtype for part in plan.parts for spec in part.tensors])),
-            *[("began with the weights of", origin) for origin in origins],
+            *[("started from the weights of", origin) for origin in origins],
             ("steps", str(step)),
             ("samples seen", f"{float(facts.get('samples', 0)):.0f}"),
             ("seed", str(facts.get("seed", config.run.seed))),
@@ -63,7 +64,7 @@ def card_of(plan: ExportPlan, folder: str) -> str:
 
 
 def _data(source: OpenedCheckpoint) -> list[tuple[str, str, str, str]]:
-    """A row a dataset: split, type, rows, and the sums of its files."""
+    """A row for each dataset: split, type, rows, and the checksums of its files."""
     found = []
     for split, row in source.manifest.get("data", {}).items():
         sums = ", ".join(f"{key} {digest[:16]}" for key, digest in row.get("files", {}).items())
@@ -72,13 +73,14 @@ def _data(source: OpenedCheckpoint) -> list[tuple[str, str, str, str]]:
 
 
 def _adapters(plan: ExportPlan) -> Iterator[tuple[str, str]]:
-    """A row an adapter."""
-    held = "alone" if plan.adapters_alone else "merged into the weights"
+    """A row for each adapter."""
+    held = "not merged" if plan.adapters_alone else "merged into the weights"
     for part in plan.parts:
         for name, scales in part.adapters.items():
             first = next(iter(scales.values()))
             kind = "DoRA" if first.dora else "LoRA"
-            text = f"{kind} of rank {first.rank}, alpha {first.alpha:g}, in {len(scales)} layers, {held}"
+            layers = plural(len(scales), "layer")
+            text = f"{kind} of rank {first.rank}, alpha {first.alpha:g}, in {layers}, {held}"
             yield f"adapter `{name}`", text
 
 
@@ -91,7 +93,7 @@ def _described(config: RunConfig, root: str) -> str:
 
 
 def _licence(config: RunConfig, roots: Sequence[str]) -> str | None:
-    """That of the components, where they have one and the same."""
+    """The licence of the components, if all have the same one."""
     known = dict(walk_components(config.task))
     named = [known.get(root) for root in roots]
     licences = {
@@ -102,11 +104,11 @@ def _licence(config: RunConfig, roots: Sequence[str]) -> str | None:
 
 def _dtypes(kinds: Sequence[torch.dtype]) -> str:
     counts = Counter(str(kind).removeprefix("torch.") for kind in kinds)
-    return ", ".join(f"{name} ({count} tensors)" for name, count in counts.most_common())
+    return ", ".join(f"{name} ({plural(count, 'tensor')})" for name, count in counts.most_common())
 
 
 def _versions(source: OpenedCheckpoint) -> list[tuple[str, str]]:
-    """Distributions of the components, Python, torch, and what wrote the files."""
+    """Versions of the components' distributions, Python, torch, and the mm-core that wrote the files."""
     manifest = source.manifest
     plugins = {str(row.get("distribution")): str(row.get("version")) for row in manifest.get("plugins", ())}
     stack = {str(key): str(value) for key, value in manifest.get("devices", {}).items()}

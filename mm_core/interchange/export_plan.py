@@ -1,4 +1,4 @@
-"""What of a checkpoint goes into which file of an export: planned from names and shapes, read one by one."""
+"""Planning which tensors of a checkpoint go into which file of an export, from names and shapes."""
 
 from __future__ import annotations
 
@@ -40,20 +40,23 @@ from mm_core.weights.writing import Shard, TensorSpec, assemble, plan_shards
 _CASTABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 Scales = Mapping[str, Mapping[str, AdapterScale]]
-"""Adapter -> adapted module -> how it counts."""
+"""Adapter -> adapted module -> its rank and scale."""
 
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What an export writes.
+    """The plan of an export: all files that it writes.
 
     Attributes:
-        source: the checkpoint, and config, of the run.
-        label: of the format.
+        source: the run's checkpoint.
+        config: the run's config.
+        label: name of the weight format.
+        task: the run's task.
+        parts: the files of each component or adapter.
         averaged: whether the weights are the moving average.
-        adapters_alone: whether the weights below the adapters are left out.
-        whole: whether all that the run trains is written, with its weights.
-        companions: what lies beside the parts.
+        adapters_alone: whether only adapters are written, without the base weights.
+        whole: whether the weights of all trained components are written.
+        companions: further files beside the parts.
     """
 
     source: OpenedCheckpoint
@@ -69,10 +72,14 @@ class ExportPlan:
 
 @dataclass(frozen=True)
 class Part:
-    """The files of one component, or of one adapter of it.
+    """The exported files of one component, or of one of its adapters.
 
-    root: the component. layout: of the files. produce: gives each tensor of `shards` by its stored name.
-    adapters: those that the files hold, or that were merged into what they hold.
+    Attributes:
+        root: the component.
+        layout: the layout of the files.
+        shards: the files and their tensors.
+        produce: returns each tensor of `shards` by its stored name.
+        adapters: adapters in these files, or merged into their weights.
     """
 
     root: str
@@ -83,33 +90,34 @@ class Part:
 
     @property
     def tensors(self) -> list[TensorSpec]:
-        """All that is written."""
+        """All tensors in the exported files."""
         return [spec for shard in self.shards for spec in shard.tensors]
 
     @property
     def nbytes(self) -> int:
-        """Of all its files, without their headers."""
+        """Bytes of all exported files, without their headers."""
         return sum(spec.nbytes for spec in self.tensors)
 
 
 def own_state(component: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name; one that several names share, by the first, as its library saves it."""
+    """A component's parameters and buffers to export, by name; a shared one by its first name only."""
     tied = tied_names(component)
     return {name: tensor for name, tensor in component.state_dict().items() if name not in tied}
 
 
 @dataclass(frozen=True)
 class Planner:
-    """Plans the parts of components in one format.
+    """Plans the exported files of components in one weight format.
 
     Attributes:
-        registry: for the formats that could do what this one cannot.
-        label, form: the format and its qualified name.
+        registry: all weight formats, for errors that suggest a different one.
+        label: qualified name of the format.
+        form: the format.
         saved: the checkpoint.
-        dtype: of all floating-point parameters; None keeps the checkpoint's.
-        limit: most bytes of a file.
-        tables: paths in the task of tensors that keep their dtype: buffers, which a component holds in the
-            precision that it needs them in.
+        dtype: dtype of all floating-point parameters; None keeps the checkpoint's.
+        limit: size of the largest file in bytes.
+        tables: paths in the task of tensors that keep their dtype: buffers, which have the precision that
+            their component needs.
     """
 
     registry: Registry
@@ -121,7 +129,7 @@ class Planner:
     tables: Collection[str] = ()
 
     def weights(self, root: str, module: nn.Module) -> list[Part]:
-        """A component's weights, with its adapters in them: a part for each folder."""
+        """Plans the export of a component's weights with its adapters merged: a part for each folder."""
         with without_adapters(module):
             layouts = of_component(self.form.layout(root, module))
             asked = (layout.refusal() for layout in layouts if layout.refusal is not None)
@@ -132,7 +140,7 @@ class Planner:
             raise MMError(
                 f"{root}: {refusal}",
                 where=f"--to {self.label}",
-                accepted="core/safetensors, which holds any component under its own names",
+                accepted="core/safetensors, which can store any component with its own names",
             )
         own = {base_name(name): name for name in own_state(module) if adapter_of(name) is None}
         return [
@@ -143,13 +151,21 @@ class Planner:
     def _part(
         self, root: str, layout: Layout, own: Mapping[str, str], scales: Scales, limit: int | None
     ) -> Part:
-        """own: a tensor's name in the component -> with its adapters. scales: of those to merge."""
+        """The part of one layout.
+
+        Args:
+            root: the component.
+            layout: the layout of the files.
+            own: a tensor's name in the plain component -> its name in the component with adapters.
+            scales: adapters to merge.
+            limit: size of the largest file in bytes; None for one file.
+        """
         shapes = {name: self.saved.shapes[f"{root}.{path}"] for name, path in own.items()}
         dtypes = {name: self._cast(f"{root}.{path}") for name, path in own.items()}
         copies: dict[str, list[Copy]] = {}
         for copy in layout.keys.copies(shapes):
             copies.setdefault(copy.stored, []).append(copy)
-        # What is stored as one has one dtype: the widest of its parts.
+        # Tensors stored as one get the widest of their dtypes.
         for held in copies.values():
             widest = reduce(torch.promote_types, (dtypes[copy.component] for copy in held))
             dtypes |= {copy.component: widest for copy in held}
@@ -159,8 +175,13 @@ class Planner:
         return Part(root, layout, shards, lambda stored: assemble(copies[stored], read), _within(scales, own))
 
     def adapters(self, root: str, module: nn.Module) -> Iterator[Part]:
-        """A component's adapters alone, a part for each file, but for those in which nothing is adapted; each
-        adapter in a folder of its name where there are several."""
+        """Plans the export of a component's adapters without its weights: a part for each non-empty file.
+
+        With several adapters, each has a folder of its name.
+
+        Raises:
+            MMError: the format cannot store the adapters, or a module trained in full beside them.
+        """
         adapters = scales_of(module)
         with without_adapters(module):
             layouts = of_component(self.form.adapter(root, module))
@@ -169,8 +190,8 @@ class Planner:
         beside = trained_beside(module)
         if beside and (len(adapters) > 1 or any(layout.config is None for layout in layouts)):
             raise _only_merged(
-                f"{root}.{next(iter(beside))} is trained beside the adapters, and"
-                f" {'this format' if len(adapters) == 1 else 'one of several'} cannot hold it"
+                f"{root}.{next(iter(beside))} is trained beside the adapters, but"
+                f" {'this format' if len(adapters) == 1 else 'one of several adapters'} cannot contain it"
             )
         tensors: dict[tuple[str, str], dict[str, str]] = {}
         for name in own_state(module):
@@ -181,8 +202,8 @@ class Planner:
             for layout, adapted, held in zip(layouts, divided(layouts, scales), entire, strict=True):
                 if held and not adapted:
                     raise _only_merged(
-                        f"{root}.{held[0]} is trained beside the adapter, and {root}.{layout.part}, whose"
-                        " file would hold it, has none"
+                        f"{root}.{held[0]} is trained beside the adapter, but its file is not written since"
+                        f" {root}.{layout.part} has no adapter"
                     )
                 keys = {name: beside_key(layout, path, name) for path in held for name in beside[path]}
                 for path in adapted:
@@ -197,10 +218,14 @@ class Planner:
                     yield replace(part, adapters={adapter: own})
 
     def check_nothing_beside(self, root: str, module: nn.Module) -> None:
-        """MMError for a component without adapters that is trained in full beside those of another."""
+        """Refuses to export only adapters if a component without adapters is trained in full.
+
+        Raises:
+            MMError: the component has a trained parameter.
+        """
         if any(parameter.requires_grad for parameter in module.parameters()):
             raise _only_merged(
-                f"{root} is trained ({BESIDE}) and has no adapter, so that no file of adapters holds it"
+                f"{root} is trained ({BESIDE}) but has no adapter, so no adapter file would contain it"
             )
 
     def _cast(self, path: str) -> torch.dtype:
@@ -215,10 +240,10 @@ class Planner:
             able = [name for name, form in forms if _holds(form, root, module, adapter)]
             merged = adapter and _holds(self.form, root, module, adapter=False)
         return MMError(
-            f"the format {self.label} cannot hold {'an adapter of ' * adapter}{root!r},"
+            f"the format {self.label} cannot store {'an adapter of ' * adapter}{root!r},"
             f" of class {type(module).__name__}",
             where="--to",
-            accepted=", ".join(sorted(able)) or "no installed format can: a plugin offers one",
+            accepted=", ".join(sorted(able)) or "no installed format: install a plugin with one",
             hint="export merged weights (--merge-lora)" if merged else None,
         )
 
@@ -226,17 +251,17 @@ class Planner:
 def _holds(form: WeightFormat, root: str, module: nn.Module, adapter: bool) -> bool:
     try:
         return bool(form.adapter(root, module) if adapter else form.layout(root, module))
-    except ContractError:  # a model that the format has no map for
+    except ContractError:  # the format has no map for this model
         return False
 
 
 def _only_merged(what: str) -> MMError:
-    """The error for what no file of adapters can hold."""
+    """The error for a module that no adapter file can contain."""
     return MMError(what, where="--to", hint="export merged weights (--merge-lora)")
 
 
 def _within(scales: Scales, names: Collection[str]) -> Scales:
-    """Of the adapters, what changes a component's tensors of these names."""
+    """The adapters that change a component's tensors with these names."""
     kept = {
         adapter: {module: scale for module, scale in held.items() if f"{module}.weight" in names}
         for adapter, held in scales.items()
@@ -246,9 +271,11 @@ def _within(scales: Scales, names: Collection[str]) -> Scales:
 
 @dataclass
 class _Reader:
-    """A component's tensors from a checkpoint, one at a time, in the dtype that they are written in.
+    """Reads a component's tensors from a checkpoint, one at a time, in the dtype to write.
 
-    paths: name -> the name in the component with its adapters. scales: of the adapters to merge.
+    Attributes:
+        paths: name -> the name in the component with its adapters.
+        scales: adapters to merge.
     """
 
     saved: CheckpointSource
@@ -259,7 +286,7 @@ class _Reader:
     held: tuple[str, Tensor] | None = None
 
     def __call__(self, name: str) -> Tensor:
-        """Keeps the last one: what is stored in several pieces is read once."""
+        """Keeps the last tensor, so that one stored in several pieces is read once."""
         if self.held is None or self.held[0] != name:
             self.held = None  # freed before the next is allocated
             self.held = (name, self._read(name))
@@ -275,14 +302,14 @@ class _Reader:
             tensor = merge(tensor, adapters).to(dtype)
         if dtype == torch.float16 and not bool(torch.isfinite(tensor).all()):
             raise MMError(
-                f"{self.root}.{name} holds values that fp16 has no numbers for",
+                f"{self.root}.{name} contains values outside the range of fp16",
                 where="--dtype",
                 accepted="bf16, fp32",
             )
         return tensor
 
     def _parts(self, module: str, adapter: str) -> dict[str, Tensor]:
-        """Of an adapter in a module."""
+        """The tensors of an adapter in a module, by part."""
         names = {part: f"{module}.{part}.{adapter}.weight" for part in PARTS}
         held = {part: name for part, name in names.items() if f"{self.root}.{name}" in self.saved.shapes}
         return {part: self._fetch(name, torch.float32) for part, name in held.items()}

@@ -1,7 +1,7 @@
-"""Weights from elsewhere as a run's first checkpoint: `mm import`.
+"""Importing weights as a run's first checkpoint: `mm import`.
 
-As a run begins, without its data and frozen components: the task on meta, sharded, filled by streaming,
-and saved as step 0. The run then resumes from it like from any other.
+It works like the start of a run without data and frozen components: the task is built on the meta device,
+sharded, filled by streaming, and saved as step 0. The run then resumes from that checkpoint.
 """
 
 from __future__ import annotations
@@ -28,33 +28,36 @@ from mm_core.weights.adapters.record import record_of
 
 
 def import_weights(config: RunConfig, path: Path, format: str | None = None) -> tuple[Path, list[str]]:
-    """Makes `step_00000000` of the run that `config` describes from the weights at `path`. Called as the
-    rank that the environment names. Returns the checkpoint, and what was read in words.
+    """Imports weights files as checkpoint `step_00000000` of a new run. Call it on all ranks.
 
     Args:
-        config: of the run. Its `init_from` says how names are matched, where it is set; its path gives way
-            to `path`, and components that name files of their own are filled from these first.
-        path: file or folder. format: name of its weight format; None takes the one that fits best.
+        config: the run's config. If `init_from` is set, it controls how names are matched, but `path` is
+            read. Components that name their own files are filled from those first.
+        path: weights file or folder.
+        format: name of its weight format; None takes the one that fits best.
+
+    Returns:
+        The checkpoint's folder, and sentences about the weights that were read.
 
     Raises:
-        MMError: weights that cannot be read or do not fit; a run that has checkpoints already.
+        MMError: weights that cannot be read or do not fit; the run has checkpoints already.
     """
     with process_group():
         store = make_store(config)
         try:
-            Ranks.current().on_first("looking at the run's checkpoints", lambda: _refuse_begun(store.folder))
+            Ranks.current().on_first("checking for earlier checkpoints", lambda: _refuse_begun(store.folder))
             return _import(config, store, path, format)
         finally:
             store.close()
 
 
 def _refuse_begun(folder: Path) -> None:
-    """CheckpointError for a run that has checkpoints already."""
+    """CheckpointError if the run has checkpoints already."""
     if found := [*complete_steps(folder).values(), *incomplete_steps(folder)]:
         raise CheckpointError(
             f"this run has checkpoints already: {max(found).name}",
             where=str(folder),
-            hint="choose another run.name, or move them away",
+            hint="choose a different run.name, or move these checkpoints away",
         )
 
 
@@ -66,7 +69,7 @@ def _import(
     task = build_task(config)
     engine: Engine = config.registry.build("engine", config.engine)
     plan = _plan(config, task, engine)
-    held = config.checkpoint.frozen is not False  # what is imported is held, unless the config says otherwise
+    held = config.checkpoint.frozen is not False  # imported weights are stored unless the config forbids it
     imported = replace(config, init_from=init, checkpoint=replace(config.checkpoint, frozen=held))
     weights = FileWeights(imported, task)
     engine.prepare(task, plan.engine, partial(make_optimizer, config), Randomness(config.run.seed), weights)
@@ -89,7 +92,7 @@ def _import(
 
 
 def _plan(config: RunConfig, task: TaskModule, engine: Engine) -> RunPlan:
-    """The plan of the run. Its length is not needed, and would ask for the data where epochs set it; nor is
-    its batch, which other ranks may train."""
+    """The plan of the run, without its length, which may need the data, and its batch size, since training
+    may use a different number of ranks."""
     train = replace(config.train, steps=config.train.steps or 0, epochs=None, global_batch_size=None)
     return make_plan(replace(config, train=train), Ranks.current().count, task, engine)

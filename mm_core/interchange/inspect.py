@@ -1,4 +1,4 @@
-"""What weights hold: `mm weights show` and `mm weights diff`."""
+"""Listing and comparing weights files: `mm weights show` and `mm weights diff`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mm_core.checkpoint.reading import checkpoint_at, find_checkpoint
 from mm_core.config.load import load_config
-from mm_core.errors import CheckpointError
+from mm_core.errors import CheckpointError, plural
 from mm_core.loading.checkpoint_source import CheckpointSource
 from mm_core.modules.adapter_layers import adapter_of, base_name
 from mm_core.modules.tying import tied_names
@@ -31,9 +31,16 @@ from mm_core.weights.writing import TensorSpec
 
 @dataclass(frozen=True)
 class Contents:
-    """What lies at a path. formats: qualified names of the weight formats that recognise it; `checkpoint`
-    for one of ours. fits: how a component of a config reads it, best first, a sentence each. absent: what a
-    checkpoint leaves to other files, likewise."""
+    """The weights at a path, for `mm weights show`.
+
+    Attributes:
+        path: the file or folder.
+        formats: qualified names of the weight formats that recognise it; `checkpoint` for mm_core's own.
+        tensors: all tensors.
+        fits: sentences on how each component of a config can read it.
+        absent: sentences on frozen weights that the checkpoint does not store.
+        texts: metadata in the headers of safetensors files.
+    """
 
     path: Path
     formats: tuple[str, ...]
@@ -44,12 +51,12 @@ class Contents:
 
 
 def contents(path: Path, config: Path | None = None, allow_code: bool = False) -> Contents:
-    """Lists a file, folder, run or checkpoint by its headers alone; nothing in it runs.
+    """Lists the weights in a file, folder, run or checkpoint from headers only; no code in it runs.
 
     Args:
         path: weights, an adapter, a run or one of its checkpoints.
-        config: of a run whose components are held against files.
-        allow_code: code that a stored run's config names runs, also where this user has not trained with it.
+        config: config of a run whose components are compared with the files.
+        allow_code: run code that a stored run's config names even if this user has not trained with it.
 
     Raises:
         CheckpointError: no weights, or damaged or hostile ones.
@@ -60,9 +67,11 @@ def contents(path: Path, config: Path | None = None, allow_code: bool = False) -
         _listed(f"{place}{name}", stored, name) for place, stored in opened.items() for name in stored.shapes
     )
     if runs := [stored for stored in opened.values() if isinstance(stored, CheckpointSource)]:
-        unsaid = "a place that the environment named"
+        unsaid = "a path set by the environment"
         rows = runs[0].checkpoint.external
-        absent = tuple(f"{r.tensors} frozen tensors of {r.key}, read from {r.path or unsaid}" for r in rows)
+        absent = tuple(
+            f"{plural(r.tensors, 'frozen tensor')} of {r.key}, read from {r.path or unsaid}" for r in rows
+        )
         return Contents(path, ("checkpoint",), tensors, absent=absent)
     known = tuple(name for name, form in formats_of(registry).items() if form.recognises(path))
     texts: dict[str, str] = {}
@@ -83,7 +92,7 @@ def _fits(path: Path, config: Path, allow_code: bool) -> Iterator[str]:
     if is_adapter(path):
         linear = {root: linear_layers(task.get_submodule(root)) for root in task.trainable}
         found = locate(task, str(path), linear, formats_of(registry))
-        yield f"{found.root}: an adapter of {len(found.modules)} of its modules"
+        yield f"{found.root}: an adapter for {len(found.modules)} of its modules"
         return
     for root in task.trainable:
         component = task.get_submodule(root)
@@ -97,13 +106,17 @@ def _fits(path: Path, config: Path, allow_code: bool) -> Iterator[str]:
         way = with_ties_resolved(ways[0], tied)
         faults = (("missing", way.missing), ("unexpected", way.unexpected), ("misshapen", way.misshapen))
         words = [f"{len(names)} {kind}" for kind, names in faults if names]
-        said = "yes, whole" if way.whole else f"{way.found} tensors; {', '.join(words)}"
+        said = "yes, completely" if way.whole else f"{plural(way.found, 'tensor')}; {', '.join(words)}"
         yield f"{root} ({type(component).__name__}) by {way.format}: {said}"
 
 
 def open_weights(path: Path, registry: Registry) -> Iterator[tuple[str, StoredTensors | CheckpointSource]]:
-    """(what stands before the names, tensors): one pair for each model of a pipeline, else one with "".
-    path: of files, or `RUN@STEP`."""
+    """Opens the weights at a path: (prefix for names, tensors) for each model of a pipeline, else one pair.
+
+    Args:
+        path: a file or folder of weights, a run, a checkpoint, or `RUN@STEP`.
+        registry: all weight formats.
+    """
     if "@" in path.name and not path.exists():
         path = checkpoint_at(path)
     forms = [form for form in formats_of(registry).values() if path.is_dir() and form.recognises(path)]
@@ -124,10 +137,13 @@ def open_weights(path: Path, registry: Registry) -> Iterator[tuple[str, StoredTe
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """Of one tensor that both sides hold in the same shape.
+    """The difference of one tensor that both weights files contain in the same shape.
 
-    norms: L2, of either side. largest: the greatest absolute difference (float64). at: the place of the
-    first number that differs, and what either side holds there.
+    Attributes:
+        name: the tensor's name.
+        norms: L2 norm on each side.
+        largest: largest absolute difference (float64).
+        at: index of the first number that differs, and the number on each side.
     """
 
     name: str
@@ -138,8 +154,15 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class Differences:
-    """Of two sides. same: names of equal tensors. only: names that one side has. shaped: name and either
-    shape. changed: tensors whose numbers differ. dtypes: of tensors whose dtypes differ."""
+    """The differences between two weights files, folders or checkpoints.
+
+    Attributes:
+        same: names of equal tensors.
+        only: names that only the first or only the second side has.
+        shaped: tensors with different shapes: name and both shapes.
+        changed: tensors with different numbers.
+        dtypes: tensors with different dtypes: name and both dtypes.
+    """
 
     same: tuple[str, ...]
     only: tuple[tuple[str, ...], tuple[str, ...]]
@@ -149,15 +172,17 @@ class Differences:
 
     @property
     def none(self) -> bool:
-        """Whether both sides hold the same numbers under the same names."""
+        """Whether both sides contain the same weights under the same names."""
         return not (any(self.only) or self.shaped or self.changed)
 
 
 def differences(first: Path, second: Path) -> Differences:
-    """Compares two sides tensor by tensor, by name; numbers as they are, whatever their dtype. A
-    checkpoint's names are compared without the component's where nothing else fits.
+    """Compares the weights at two paths tensor by tensor, by name; values, not dtypes.
 
-    Raises CheckpointError for a side that cannot be read.
+    If no names match, a checkpoint's names are compared without the component's name.
+
+    Raises:
+        CheckpointError: a side that cannot be read.
     """
     registry = get_registry()
     sides = [_Side(path, registry) for path in (first, second)]
@@ -178,7 +203,7 @@ def differences(first: Path, second: Path) -> Differences:
 
 
 class _Side:
-    """Weights by name, whatever they lie in."""
+    """Weights by name, from files or a checkpoint."""
 
     def __init__(self, path: Path, registry: Registry) -> None:
         self._places: dict[str, tuple[StoredTensors | CheckpointSource, str]] = {}
@@ -187,20 +212,21 @@ class _Side:
                 stored.verify()
             self._places |= {f"{place}{name}": (stored, name) for name in stored.shapes}
         if not self._places:
-            raise CheckpointError("there is no tensor here", where=str(path))
+            raise CheckpointError(
+                "there are no tensors here", where=str(path), accepted="weights files or a checkpoint"
+            )
 
     def tensors(self) -> dict[str, TensorSpec]:
-        """What it holds."""
         return {title: _listed(title, stored, name) for title, (stored, name) in self._places.items()}
 
     def bare(self) -> None:
-        """A checkpoint's names without the component's and without adapters' layers, as files have them."""
+        """Shortens a checkpoint's names to those in weights files: without component and adapter layers."""
         for name, (stored, _) in list(self._places.items()):
             if isinstance(stored, CheckpointSource):
                 self._places[base_name(name).partition(".")[2]] = self._places.pop(name)
 
     def slabs(self, name: str) -> Iterator[Tensor]:
-        """A tensor, some rows at a time."""
+        """Reads a tensor of the weights some rows at a time."""
         stored, own = self._places[name]
         tensor = _listed(name, stored, own)
         boxes = chunks(box_of((0,) * len(tensor.shape), tensor.shape), torch.float64.itemsize)
@@ -229,7 +255,7 @@ def _tensor_difference(name: str, first: _Side, second: _Side) -> TensorDifferen
 
 
 def folded(tensors: Sequence[TensorSpec]) -> list[tuple[str, TensorSpec, int]]:
-    """(name with numbers as {*}, one of them, how many): tensors that differ in their numbers alone."""
+    """Groups tensors of a weights file whose names differ only in numbers: (name with {*}, one, count)."""
     groups: dict[tuple[str, tuple[int, ...], torch.dtype], list[TensorSpec]] = {}
     for tensor in tensors:
         key = re.sub(r"(?<=\.)\d+(?=\.|\Z)|\A\d+(?=\.)", "{*}", tensor.name)

@@ -1,6 +1,6 @@
-"""The README.md of an export: what the weights are, what they were made from, and how to load them.
+"""The README.md of an export: what the weights are, where they come from, and how to load them.
 
-It is made to be published: no path of this machine is in it, and no value that came from the environment.
+It can be published: it contains no path of this machine, and no value from the environment.
 """
 
 from __future__ import annotations
@@ -18,12 +18,21 @@ _SECRET = re.compile(r"(?:^|_)(?:token|secret|password|passwd|api_?key|credentia
 
 @dataclass(frozen=True)
 class Card:
-    """The facts of a card. Texts may hold paths: `render` keeps no more than the last part of an absolute
-    one.
+    """The facts of an export's model card. `render` shortens absolute paths in texts to their last part.
 
-    title: of the page. summary: a sentence or two below it. loading: Python that loads the weights.
-    facts: name and value a row. settings: the config's sections that made the weights. data: a row a
-    dataset (split, type, rows, files' sums). metrics: of the held-out data. made_with: name and version.
+    Attributes:
+        title: title of the page.
+        summary: a sentence or two below it.
+        library: library that loads the weights.
+        licence: licence of the weights.
+        base_model: hub name of the model that training started from.
+        tags: tags for model hubs.
+        loading: Python that loads the weights.
+        facts: rows of name and value.
+        settings: sections of the config that was trained with.
+        data: a row for each dataset (split, type, rows, checksums of its files).
+        metrics: metrics on held-out data.
+        made_with: rows of name and version.
     """
 
     title: str
@@ -41,7 +50,7 @@ class Card:
 
 
 def render(card: Card) -> str:
-    """The card as Markdown behind a YAML front matter, as model hubs read it."""
+    """The text of an export's model card: Markdown after a YAML front matter, as model hubs read it."""
     front = {
         "library_name": card.library,
         "license": card.licence.lower() if card.licence else None,
@@ -65,7 +74,7 @@ def render(card: Card) -> str:
 
 
 def _publishable(value: object, key: str = "") -> object:
-    """Plain values without paths of this machine, and without what is named like a secret."""
+    """Plain values without paths of this machine and without values of keys named like secrets."""
     if isinstance(value, Mapping):
         return {name: _publishable(item, str(name)) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -78,7 +87,7 @@ def _publishable(value: object, key: str = "") -> object:
 
 
 def _public(text: str) -> str:
-    """Absolute paths become `.../` and their last part."""
+    """Replaces absolute paths by `.../` and their last part."""
     return _PATH.sub(lambda found: ".../" + re.split(r"[/\\]", found[0].rstrip("/\\"))[-1], text)
 
 

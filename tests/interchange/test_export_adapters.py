@@ -163,7 +163,7 @@ def test_what_is_trained_beside_an_adapter_goes_with_it(tmp_path):
     ("kind", "beside", "adapters", "format", "said"),
     [
         ("qwen3_tied", "lm.inner.model.embed_tokens", 1, "transformers", "and shared with another module"),
-        ("qwen3", "lm.inner.lm_head", 2, "transformers", "and one of several cannot hold it"),
+        ("qwen3", "lm.inner.lm_head", 2, "transformers", "but one of several adapters cannot contain it"),
         (
             "bert",
             "lm.inner.cls.predictions.bias",
@@ -197,7 +197,7 @@ def test_diffusers_holds_nothing_beside_an_adapter(tmp_path):
     with pytest.raises(MMError) as caught:
         export(tmp_path / "runs/tuned", tmp_path / "out", "wan_transformer")
     assert str(caught.value) == (
-        "--to: predictor.proj_out is trained beside the adapters, and this format cannot hold it\n"
+        "--to: predictor.proj_out is trained beside the adapters, but this format cannot contain it\n"
         "  hint: export merged weights (--merge-lora)"
     )
 
@@ -222,7 +222,7 @@ def test_the_weights_below_stay_as_they_came(tmp_path):
 def test_what_has_no_adapter_and_what_can_hold_none(tmp_path):
     origin = published(tmp_path, "bert")
     import_weights(language(tmp_path), origin)
-    with pytest.raises(MMError, match="this run trains no adapter that could be merged"):
+    with pytest.raises(MMError, match="this run trains no adapters, so there is nothing to merge"):
         export(tmp_path / "runs/tuned", tmp_path / "out", "transformers", merge_adapters=True)
     adapters = [{"targets": ["query"], "rank": 2}]
     adapted = language(tmp_path, name="other", train={"epochs": 1, "adapters": adapters})
@@ -230,7 +230,7 @@ def test_what_has_no_adapter_and_what_can_hold_none(tmp_path):
     with pytest.raises(MMError) as caught:
         export(tmp_path / "runs/other", tmp_path / "out", "diffusers")
     assert str(caught.value) == (
-        "--to: the format core/diffusers cannot hold an adapter of 'lm', of class Wrapped\n"
+        "--to: the format core/diffusers cannot store an adapter of 'lm', of class Wrapped\n"
         "  accepted: core/safetensors, core/transformers"
     )
     assert not (tmp_path / "out").exists()

@@ -111,7 +111,7 @@ def test_the_card(tmp_path, monkeypatch):
         "tags": ["mm_core", "parts"],
     }
     assert 'model = BertForMaskedLM.from_pretrained("out")' in text
-    assert "| began with the weights of | .../abc |" in text
+    assert "| started from the weights of | .../abc |" in text
     assert "| dtype | bfloat16 (" in text
     assert "lr: ${oc.env:RATE,0.01}" in text
     assert str(tmp_path) not in text and os.sep + "tmp" not in text
@@ -164,10 +164,10 @@ def test_formats_and_components_that_do_not_fit(tmp_path):
         (
             "wan_transformer",
             "lm",
-        ): "the format custom_dit/wan_transformer cannot hold 'lm', of class Wrapped\n"
+        ): "the format custom_dit/wan_transformer cannot store 'lm', of class Wrapped\n"
         "  accepted: core/safetensors, core/transformers",
-        ("safetensors", None): "--to: 'lm' and 'head' would be files of the same name\n"
-        "  hint: export one after another: --component lm",
+        ("safetensors", None): "--to: 'lm' and 'head' would be written to files of the same name\n"
+        "  hint: export them separately: --component lm",
         ("safetensors", "heat"): "this run trains no component 'heat'\n"
         "  accepted: lm, head\n  hint: did you mean 'head'?",
     }

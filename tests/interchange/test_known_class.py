@@ -112,7 +112,7 @@ def test_a_subclass_that_is_another_model_is_refused(kind, why):
         planner.weights("predictor", model)
     assert str(fault.value) == (
         f"--to core/diffusers: predictor: {why}\n"
-        "  accepted: core/safetensors, which holds any component under its own names"
+        "  accepted: core/safetensors, which can store any component with its own names"
     )
 
 

@@ -47,7 +47,7 @@ def test_show_folds_blocks_and_names_format_and_component(wan, tiny, mm):
     )
     known = lines[-2].removeprefix("format: ").split(", ")
     assert {"custom_dit/wan_transformer", "core/diffusers", "core/safetensors"} <= set(known)
-    assert lines[-1] == "fits predictor (CustomDiT) by custom_dit/wan_transformer: yes, whole"
+    assert lines[-1] == "fits predictor (CustomDiT) by custom_dit/wan_transformer: yes, completely"
     whole = mm("weights", "show", wan, "--all", "--json")
     document, tensors = json.loads(whole.out), load_file(wan / "diffusion_pytorch_model.safetensors")
     assert set(document["tensors"]) == set(tensors) and document["metadata"] == {"format": "pt"}

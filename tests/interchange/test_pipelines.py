@@ -178,9 +178,9 @@ def test_without_a_pipeline_it_is_a_lone_model_and_any_can_be_named(origin, tmp_
     with pytest.raises(MMError) as caught:
         export(tmp_path / "runs/tuned", tmp_path / "o", "diffusers", pipeline=lone)
     assert str(caught.value) == (
-        f"--pipeline: {lone}: the format core/diffusers finds no part in this pipeline that the exported"
-        " weights could be\n"
-        "  accepted: a folder whose model_index.json lists a model of the class that is written"
+        f"--pipeline: {lone}: the format core/diffusers finds no part in this pipeline for the exported"
+        " weights\n"
+        "  accepted: a folder whose model_index.json lists a model of the exported class"
     )
     whole = export(tmp_path / "runs/tuned", tmp_path / "whole", "diffusers", pipeline=origin)
     same(stored(whole / "transformer"), stored(lone))
@@ -192,7 +192,7 @@ def test_an_origin_that_is_gone_is_said(origin, tmp_path, capsys):
     origin.rename(tmp_path / "elsewhere")
     command = ["export", "--run", str(tmp_path / "runs/tuned"), "--to", "diffusers", "--out"]
     assert main([*command, str(tmp_path / "alone")]) == 0
-    said = f"mm: {origin}: the run began with it, and it is gone: what was trained is written alone\n"
+    said = f"mm: {origin}: the run started from this, but it is gone; only trained weights are written\n"
     assert said in capsys.readouterr().err
     assert set(contents_of(tmp_path / "alone")) == {"README.md", "config.json", FILE}
     assert main([*command, str(tmp_path / "whole"), "--pipeline", str(tmp_path / "elsewhere")]) == 0
@@ -209,7 +209,7 @@ def test_a_part_alone_is_no_pipeline(origin, tmp_path):
     import_weights(config_of(tmp_path, task, init_from=init), origin)
     out = export(tmp_path / "runs/tuned", tmp_path / "out", "diffusers", component="predictor")
     assert set(contents_of(out)) == {"README.md", "config.json", FILE}
-    with pytest.raises(MMError, match="a pipeline is written with all that the run trains, and here a part"):
+    with pytest.raises(MMError, match="--pipeline needs an export of all weights that the run trains, but"):
         export(tmp_path / "runs/tuned", tmp_path / "o", "diffusers", component="control", pipeline=origin)
     assert nothing_at(tmp_path / "o")
 
@@ -226,7 +226,7 @@ def test_parts_that_cannot_be_taken_over_are_a_sentence(what, origin, tmp_path):
         said = f"vae/{FILE}: this is not a complete safetensors file: it is truncated"
     elif what == "gone":
         part.rename(tmp_path / "elsewhere")
-        said = "this is missing, and the export needs it"
+        said = "the export would copy this, but there is no such file or folder"
     else:
         (part / "config.json").unlink()
         if what == "link":
@@ -234,7 +234,7 @@ def test_parts_that_cannot_be_taken_over_are_a_sentence(what, origin, tmp_path):
             (part / "config.json").symlink_to(tmp_path / "secret")
         else:
             os.mkfifo(part / "config.json")
-        said = "this is no file of its folder"
+        said = "it is not a file in its folder"
     with pytest.raises(CheckpointError, match=said):
         export(tmp_path / "runs/tuned", tmp_path / "out", "diffusers")
     assert nothing_at(tmp_path / "out")
@@ -383,7 +383,7 @@ def test_what_is_wrong_in_any_folder_is_one_error(pair, tmp_path):
 def test_two_folders_as_one_component_are_listed_and_compared(pair, tmp_path):
     import_weights(config_of(tmp_path, EXPERTS), pair)
     listed = contents(pair, tmp_path / "tuned.yaml")
-    assert listed.fits == ("predictor (Around) by local/folders: yes, whole",)
+    assert listed.fits == ("predictor (Around) by local/folders: yes, completely",)
     assert {tensor.name.partition("/")[0] for tensor in listed.tensors} == {"transformer", "transformer_2"}
 
 

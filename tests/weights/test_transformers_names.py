@@ -327,7 +327,7 @@ def test_show_and_diff(tmp_path, mm):
     yaml = tmp_path / "tuned.yaml"
     shown = mm("weights", "show", origin, "--config", yaml)
     assert shown.code == 0, shown.err
-    assert shown.out.splitlines()[-1] == "fits lm (Wrapped) by core/transformers: yes, whole"
+    assert shown.out.splitlines()[-1] == "fits lm (Wrapped) by core/transformers: yes, completely"
     import_weights(config, origin)
     out = export(tmp_path / "runs/tuned", tmp_path / "out", "transformers")
     assert mm("weights", "diff", origin, out).code == 0

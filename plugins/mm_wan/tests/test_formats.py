@@ -372,7 +372,9 @@ def test_a_part_of_the_pipeline_that_is_gone_is_a_sentence(tmp_path):
     origin = runs.pipeline_at(tmp_path / "wan", published("wan2.1-t2v-1.3b"))
     import_weights(runs.config_of(tmp_path, {"from_pretrained": str(origin)}), origin)
     (origin / "vae").rename(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match=r"wan/vae: this is missing, and the export needs it"):
+    with pytest.raises(
+        CheckpointError, match=r"wan/vae: the export would copy this, but there is no such file or folder"
+    ):
         export(tmp_path / "runs/tuned", tmp_path / "out", "wan/diffusers")
     assert not (tmp_path / "out").exists()
 
@@ -381,7 +383,7 @@ def test_what_the_formats_cannot_hold_is_a_sentence(tmp_path):
     train = {"epochs": 1, "adapters": [ADAPTER]}
     import_weights(runs.config_of(tmp_path, architecture("wan2.1-t2v-1.3b"), train=train), lone(tmp_path))
     with pytest.raises(
-        MMError, match=r"wan/original cannot hold an adapter of 'predictor', of class WanTransformer"
+        MMError, match=r"wan/original cannot store an adapter of 'predictor', of class WanTransformer"
     ) as fault:
         export(tmp_path / "runs/tuned", tmp_path / "out", "wan/original")
     assert fault.value.hint == "export merged weights (--merge-lora)"
