@@ -1,8 +1,7 @@
 """The device stack: the only room that names accelerators and their communication backends.
 
-`cuda` speaks nccl, Ascend `npu` (through torch_npu, found by import) speaks hccl, `cpu` speaks gloo.
-Every process group also carries gloo for CPU tensors: the loop's small collectives and checkpoints
-use it.
+`cuda` uses nccl, Ascend `npu` (through torch_npu, found by import) uses hccl, `cpu` uses gloo. Every process
+group also has gloo for CPU tensors: the loop's small collectives and checkpoints use it.
 """
 
 from mm_core.device.kernels import attention_of_any_length, set_deterministic

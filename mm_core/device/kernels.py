@@ -1,4 +1,4 @@
-"""Which kernels torch may choose."""
+"""Settings for the kernels that torch may choose."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ import torch
 
 @contextmanager
 def attention_of_any_length(device: torch.device) -> Iterator[None]:
-    """Has torch's attention leave out cuDNN, which it prefers on some accelerators: that plans each length
-    anew, some tenths of a second for every one that it has not seen. Other devices have nothing like it."""
+    """A context in which attention on the device does not use cuDNN, for inputs of many lengths.
+
+    torch prefers cuDNN on some accelerators, which takes some tenths of a second to plan each new length.
+    Other devices need nothing.
+    """
     before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     if device.type != "cuda" or not before:
         yield
@@ -25,7 +28,7 @@ def attention_of_any_length(device: torch.device) -> Iterator[None]:
 
 
 def set_deterministic() -> None:
-    """Refuses kernels whose results vary from run to run. To be called before the device is used."""
+    """Makes torch refuse device kernels with non-deterministic results. Call it before the device is used."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUBLAS varies without it
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False

@@ -1,4 +1,4 @@
-"""Which device this process computes on, by its environment and by what is installed."""
+"""The device of this process, from its environment and the installed packages."""
 
 from __future__ import annotations
 
@@ -12,17 +12,23 @@ from typing import cast
 
 import torch
 
-from mm_core.errors import MMError
+from mm_core.errors import MMError, plural
 
 CPU_BACKEND = "gloo"
-"""Carries tensors on CPU between ranks."""
+"""The communication backend for CPU tensors."""
 
 _BACKENDS = {"cuda": "nccl", "npu": "hccl"}
 
 
 @dataclass(frozen=True)
 class World:
-    """Who this process is. rank of world_size processes; local_rank on its host."""
+    """The rank of this process.
+
+    Attributes:
+        rank: rank among all processes.
+        local_rank: rank among the processes on its host; also the index of its device.
+        world_size: number of processes.
+    """
 
     rank: int
     local_rank: int
@@ -30,7 +36,11 @@ class World:
 
 
 def environment_world() -> World:
-    """What the launcher's environment says; a lone process without one is rank 0 of 1."""
+    """The rank and world size in the launcher's environment; a process without a launcher is rank 0 of 1.
+
+    Raises:
+        MMError: a variable that is not an integer.
+    """
     read = os.environ.get
     try:
         rank, local = int(read("RANK", "0")), int(read("LOCAL_RANK", read("RANK", "0")))
@@ -44,13 +54,17 @@ def environment_world() -> World:
 
 
 if os.environ.get("MM_DEVICE") == "cpu":
-    # Model libraries import it where it is installed, and fail with it where its own libraries are missing.
+    # Model libraries import torch_npu if it is installed, and fail if its own libraries are missing.
     sys.modules.setdefault("torch_npu", None)  # type: ignore[arg-type]
 
 
 @cache
 def device_type() -> str:
-    """`npu`, `cuda` or `cpu`: the accelerator at hand; MM_DEVICE overrides it."""
+    """The kind of device on this host: `npu`, `cuda` or `cpu`; MM_DEVICE overrides it.
+
+    Raises:
+        MMError: MM_DEVICE names a device that is not available, or torch_npu cannot be imported.
+    """
     wanted = os.environ.get("MM_DEVICE")
     if wanted == "cpu":
         return "cpu"
@@ -60,15 +74,16 @@ def device_type() -> str:
             f"MM_DEVICE={wanted} is not available here",
             where="environment",
             accepted="cpu" if found == "cpu" else f"{found}, cpu",
-            hint="install the accelerator's build of torch, or unset MM_DEVICE",
+            hint="install the build of torch for this accelerator, or unset MM_DEVICE",
         )
     return found
 
 
 def _has_npu() -> bool:
-    """Whether torch_npu is installed and sees a device. MMError when it is installed and broken.
+    """Whether torch_npu is installed and finds a device. MMError if it is installed but cannot be imported.
 
-    The commands keep torch from importing it (TORCH_DEVICE_BACKEND_AUTOLOAD): with MM_DEVICE=cpu nobody does.
+    The commands prevent torch from importing it (TORCH_DEVICE_BACKEND_AUTOLOAD), so with MM_DEVICE=cpu it is
+    never imported.
     """
     if importlib.util.find_spec("torch_npu") is None:
         return False
@@ -84,53 +99,57 @@ def _has_npu() -> bool:
 
 
 def module_of(kind: str) -> ModuleType:
-    """torch's module of an accelerator: `torch.cuda`, `torch.npu`."""
+    """torch's module for a kind of accelerator: `torch.cuda`, `torch.npu`."""
     return cast(ModuleType, getattr(torch, kind))
 
 
 def current_module() -> ModuleType:
-    """torch's module of the accelerator at hand."""
+    """torch's module for this host's accelerator."""
     return module_of(device_type())
 
 
 def bind_device(local_rank: int) -> None:
-    """Gives this process its accelerator. MMError where the host has fewer."""
+    """Selects the accelerator of this process by its local rank.
+
+    Raises:
+        MMError: the host has fewer accelerators.
+    """
     kind = device_type()
     if kind == "cpu":
         return
     if local_rank >= device_count():
         raise MMError(
-            f"local rank {local_rank} has no {kind} device: this host has {device_count()}",
-            hint=f"launch at most {device_count()} ranks a host (--nproc auto)",
+            f"there is no {kind} device for local rank {local_rank}: this host has {device_count()}",
+            hint=f"launch at most {plural(device_count(), 'rank')} per host (--nproc auto)",
         )
     module_of(kind).set_device(local_rank)
 
 
 def communication_backends() -> str:
-    """What torch's process groups are made with: that of CPU tensors, and that of the accelerator."""
+    """The communication backends of process groups: for CPU tensors, and for the accelerator's."""
     kind = device_type()
     return CPU_BACKEND if kind == "cpu" else f"cpu:{CPU_BACKEND},{kind}:{_BACKENDS[kind]}"
 
 
 def device_count() -> int:
-    """Accelerators on this host; 0 on CPU."""
+    """The number of accelerators on this host; 0 on CPU."""
     return 0 if device_type() == "cpu" else int(current_module().device_count())
 
 
 def current_device() -> torch.device:
-    """This rank's device."""
+    """The device that this rank computes on."""
     kind = device_type()
     return torch.device(kind) if kind == "cpu" else torch.device(kind, environment_world().local_rank)
 
 
 def synchronize() -> None:
-    """Waits for the device's queue."""
+    """Waits until the device has finished its queue."""
     if device_type() != "cpu":
         current_module().synchronize()
 
 
 def device_stack() -> dict[str, str]:
-    """Names and versions of the stack below torch, for the run's manifest."""
+    """Names and versions of the device, torch and its accelerator libraries, for the run's manifest."""
     kind = device_type()
     stack = {"device": kind, "torch": str(torch.__version__)}
     if kind != "cpu":

@@ -1,4 +1,4 @@
-"""Time in the device's queue, and the memory of its allocator."""
+"""Measuring time in the device's queue and memory of its allocator."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from mm_core.device.kind import current_module, device_type
 
 
 class DeviceClock:
-    """Moments in the device's queue, or on the wall where there is none: marking one waits for nothing."""
+    """A clock of the device's queue, or of the wall on CPU; marking a moment does not wait."""
 
     def mark(self) -> Any:
-        """A moment."""
+        """Marks a moment in the device's queue; pass two of them to `seconds`."""
         if device_type() == "cpu":
             return time.perf_counter()
         event = current_module().Event(enable_timing=True)
@@ -24,7 +24,7 @@ class DeviceClock:
         return event
 
     def seconds(self, begun: Any, ended: Any) -> float:
-        """Between two moments; waits until the device has reached the second."""
+        """The seconds between two moments of the device's queue; waits until it reaches the second one."""
         if device_type() == "cpu":
             return float(ended - begun)
         ended.synchronize()
@@ -32,7 +32,7 @@ class DeviceClock:
 
 
 def peak_memory_bytes() -> int:
-    """Most memory held at once since the last reset: the device's allocator, or the process on CPU."""
+    """Peak memory in bytes since the last reset: of the device's allocator, or of the process on CPU."""
     if device_type() != "cpu":
         return int(current_module().max_memory_allocated())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -40,32 +40,32 @@ def peak_memory_bytes() -> int:
 
 
 def reset_peak_memory() -> None:
-    """`peak_memory_bytes` counts from here on; a process on CPU cannot forget."""
+    """Restarts the device's peak-memory measurement; on CPU the peak of a process cannot be reset."""
     if device_type() != "cpu":
         current_module().reset_peak_memory_stats()
 
 
 class MemoryRecorder:
-    """Records what the accelerator's allocator does, for PyTorch's memory viewer."""
+    """A recorder of the accelerator's memory allocations, for PyTorch's memory viewer."""
 
     def __init__(self, memory: ModuleType) -> None:
         self._memory = memory
 
     def start(self) -> None:
-        """Begins to record."""
+        """Starts recording the accelerator's memory allocations."""
         self._memory._record_memory_history(max_entries=100_000)
 
     def write(self, path: Path) -> None:
-        """Writes what was recorded: a pickle that the viewer reads."""
+        """Writes the recorded memory allocations: a pickle file for PyTorch's memory viewer."""
         self._memory._dump_snapshot(str(path))
 
     def stop(self) -> None:
-        """Ends the recording."""
+        """Stops recording the accelerator's memory allocations."""
         self._memory._record_memory_history(enabled=None)
 
 
 def memory_recorder() -> MemoryRecorder | None:
-    """The recorder of this device's allocator; None on CPU, or where its build of torch has none."""
+    """A recorder of this device's memory allocations; None on CPU, or if its build of torch has none."""
     if device_type() == "cpu":
         return None
     memory = getattr(current_module(), "memory", None)

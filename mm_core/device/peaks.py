@@ -28,15 +28,15 @@ _PEAKS: tuple[tuple[str, float], ...] = (
     ("Ascend910B3", 313e12),  # Huawei Atlas 800T A2, product page
     ("Ascend910B", 354e12),  # github.com/volcengine/verl, flops_counter.py: 24 cores x 8192 x 1.8 GHz
 )
-"""Dense bf16 FLOPs a second, by what stands in the device's name; the first that fits counts."""
+"""Dense bf16 FLOPs per second, by a part of the device's name; the first match applies."""
 
 
 def published_peak(name: str) -> float | None:
-    """Dense bf16 FLOPs a second of the accelerator of that name; None where no figure is known."""
+    """The published peak performance of a device by name, in dense bf16 FLOPs per second; None if unknown."""
     return next((peak for part, peak in _PEAKS if part in name), None)
 
 
 def peak_flops() -> float | None:
-    """Dense bf16 FLOPs a second of this device, where they are published; None on CPU."""
+    """The published peak performance of this device, in dense bf16 FLOPs per second; None if unknown."""
     kind = device_type()
     return None if kind == "cpu" else published_peak(str(module_of(kind).get_device_name()))

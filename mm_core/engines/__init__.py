@@ -1,1 +1,1 @@
-"""Engines: how a task is spread over devices."""
+"""Engines: how a task is sharded over devices and stepped."""

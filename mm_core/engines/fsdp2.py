@@ -1,8 +1,8 @@
 """The engine on PyTorch's `fully_shard` (FSDP2).
 
-One process, replicated and hybrid training are its cases: the mesh is always (replicas, shards),
-and (W, 1) is replicated training. Reference: https://arxiv.org/abs/2304.11277 and the
-documentation of torch.distributed.fsdp.fully_shard.
+It covers one process, sharded, replicated and hybrid training: the mesh is always (replicas, shards), and
+(W, 1) is replicated training. Reference: https://arxiv.org/abs/2304.11277 and the documentation of
+torch.distributed.fsdp.fully_shard.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from mm_core.runtime.groups import device_mesh
 
 
 class FSDP2Engine:
-    """Shards the task's trainable modules, trains them in mixed precision, owns the optimizer.
+    """The FSDP2 engine: shards a task's trained modules, steps them in mixed precision, owns the optimizer.
 
-    Its fields are those of `FSDP2Config`, where each is described.
+    Its fields are those of `FSDP2Config` and described there.
     """
 
     def __init__(self, **fields: Any) -> None:
@@ -70,7 +70,16 @@ class FSDP2Engine:
     # -- plan ----------------------------------------------------------------------------------
 
     def plan(self, task: TaskModule, world: int, optimizer_state_tensors: float) -> EnginePlan:
-        """The layout for `world` ranks. Bytes are those of rank 0, which holds the largest shards."""
+        """Plans the engine's sharding for `world` ranks, with the bytes of rank 0, whose shards are largest.
+
+        Args:
+            task: on the meta device.
+            world: number of ranks.
+            optimizer_state_tensors: tensors of optimizer state per parameter, in parameter sizes.
+
+        Raises:
+            PlanError: a setting of the engine that does not fit the task or the number of ranks.
+        """
         config = self.config
         replicas, shards = mesh_shape(world, config.sharding_size)
         check_replicas(self.device, replicas)
@@ -97,7 +106,7 @@ class FSDP2Engine:
                 own += size
                 left_alone += size if whole else 0
                 trained += size if parameter.requires_grad else 0
-        # Where nothing is prefetched by request, fully_shard still gathers the next one of the backward.
+        # Even without configured prefetching, fully_shard gathers the next module of the backward.
         ahead = max(config.num_to_forward_prefetch, config.num_to_backward_prefetch, 1)
         return EnginePlan(
             world=world,
@@ -119,7 +128,7 @@ class FSDP2Engine:
     # -- prepare -------------------------------------------------------------------------------
 
     def place_frozen(self, task: TaskModule, plan: EnginePlan, weights: InitialWeights) -> None:
-        """Gives the components that `plan.frozen` names their memory, and fills them one after another."""
+        """Allocates and fills a task's frozen components in `plan.frozen`, one after another."""
         mesh = self._mesh(plan) if any(part.placement == "sharded" for part in plan.frozen) else None
         for part in plan.frozen:
             place(task.get_submodule(part.name), part, self.device, weights, mesh["shard"] if mesh else None)
@@ -132,7 +141,17 @@ class FSDP2Engine:
         rng: Randomness,
         weights: WeightPlan | None = None,
     ) -> None:
-        """Recompute -> shard -> materialise -> initialise or fill -> optimizer; `task` changes in place."""
+        """Prepares a task for training: recompute -> shard -> allocate -> initialise or fill -> optimizer.
+
+        `task` changes in place. Call it on all ranks.
+
+        Args:
+            task: the task, on the meta device.
+            plan: result of `plan`.
+            optimizer: builds the optimizer from trained parameters by path; None for no training.
+            rng: the run's randomness.
+            weights: initial weights; None initialises everything randomly.
+        """
         names = task.trainable
         self._trained = {name: task.get_submodule(name) for name in names}
         self._tied = {name: tied_names(module) for name, module in self._trained.items()}
@@ -157,7 +176,7 @@ class FSDP2Engine:
         self._base_lrs = [float(group["lr"]) * float(group.get("lr_scale", 1.0)) for group in groups]
 
     def _keep_on_device(self, task: TaskModule, root: str, ignored: Sequence[str]) -> None:
-        """Brings back what offloading does not copy in for a call: buffers, and modules left alone."""
+        """Moves tensors that offloading does not copy for a call to the device: buffers, ignored modules."""
         for path in ignored:
             if path == root or path.startswith(f"{root}."):
                 task.get_submodule(path).to(self.device)
@@ -166,7 +185,7 @@ class FSDP2Engine:
                 setattr(owner, key, buffer.to(self.device))
 
     def _mesh(self, plan: EnginePlan) -> DeviceMesh:
-        if self._ranks is None:  # one for all: each brings process groups of its own
+        if self._ranks is None:  # only one: each mesh creates its own process groups
             self._ranks = device_mesh((plan.mesh["replicate"], plan.mesh["shard"]), ("replicate", "shard"))
         return self._ranks
 
@@ -178,7 +197,7 @@ class FSDP2Engine:
         policy = MixedPrecisionPolicy(
             param_dtype,
             _dtype(config.reduce_dtype),
-            cast_forward_inputs=False,  # ours below spares the timestep
+            cast_forward_inputs=False,  # cast_inputs below leaves the timestep as it is
         )
         pins = config.pin_memory and self.device.type != "cpu"
         shard = partial(
@@ -213,7 +232,16 @@ class FSDP2Engine:
     # -- step ----------------------------------------------------------------------------------
 
     def micro_step(self, compute: Callable[[], Loss], *, last: bool, scale: float) -> Loss:
-        """Forward, backward of `total * scale`; gradients are reduced (averaged) on the last one."""
+        """Runs forward and backward of one micro-batch; gradients are averaged over ranks on the last one.
+
+        Args:
+            compute: returns the loss.
+            last: whether this is the step's last micro-batch.
+            scale: the backward starts from `total * scale`.
+
+        Returns:
+            The loss, detached.
+        """
         for root in self._roots:
             root.set_requires_gradient_sync(last)
             root.set_is_last_backward(last)
@@ -221,7 +249,7 @@ class FSDP2Engine:
             loss = compute()
         if not last:
             self._unused.exempt_from_sync()
-        # A total that is not finite may still have finite gradients (x + nan): they would update unseen.
+        # A non-finite total may still have finite gradients (x + nan), which would update unnoticed.
         seed = torch.where(torch.isfinite(loss.total.detach()), scale, float("nan"))
         torch.autograd.backward(loss.total, seed.to(loss.total.dtype))
         return replace(loss, total=loss.total.detach())
@@ -233,12 +261,17 @@ class FSDP2Engine:
         return uncast_inputs(config.param_dtype)
 
     def grad_norm(self) -> float:
-        """The global L2 norm of the reduced gradients, the same on all ranks. Waits for the device."""
+        """The global L2 norm of the averaged gradients, equal on all ranks. Waits for the device."""
         total = torch.nn.utils.get_total_norm(self._gradients())
         return float(total.full_tensor() if isinstance(total, DTensor) else total)
 
     def step(self, norm: float, clip_grad_norm: float | None) -> None:
-        """Clips gradients of that norm, updates, clears them."""
+        """Clips the gradients, updates the parameters with the optimizer, and clears the gradients.
+
+        Args:
+            norm: result of `grad_norm`.
+            clip_grad_norm: largest norm; None for no clipping.
+        """
         assert self._optimizer is not None
         if clip_grad_norm is not None and norm > clip_grad_norm:
             torch._foreach_mul_(self._gradients(), clip_grad_norm / (norm + 1e-6))
@@ -246,7 +279,7 @@ class FSDP2Engine:
         self._optimizer.zero_grad()
 
     def discard(self) -> None:
-        """Clears the gradients without an update."""
+        """Clears the gradients without an optimizer update."""
         assert self._optimizer is not None
         self._optimizer.zero_grad()
 
@@ -255,7 +288,7 @@ class FSDP2Engine:
 
     @property
     def base_lr(self) -> float:
-        """The base rate of the first parameter group that has no `lr_scale`; else of the first."""
+        """The base learning rate of the first parameter group without `lr_scale`, or of the first group."""
         assert self._optimizer is not None
         groups = list(zip(self._optimizer.param_groups, self._base_lrs, strict=True))
         plain = [rate for group, rate in groups if group.get("lr_scale", 1.0) == 1.0]
@@ -263,8 +296,11 @@ class FSDP2Engine:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Evaluation mode without gradients. A forward without a backward leaves the roots gathered:
-        they are dropped at the end, or training would go on with what was gathered here."""
+        """A context for evaluating the trained modules: evaluation mode, without gradients.
+
+        A forward without a backward leaves the roots gathered; they are sharded again at the end, or training
+        would continue with the tensors gathered here.
+        """
         modes = {m: m.training for module in self._trained.values() for m in module.modules()}
         for module in self._trained.values():
             module.eval()
@@ -280,7 +316,11 @@ class FSDP2Engine:
     # -- learning rate -------------------------------------------------------------------------
 
     def scale_lr(self, factor: float) -> float:
-        """Sets each group's rate to its base rate times `factor`; returns that of `base_lr`."""
+        """Sets each parameter group's learning rate to its base rate times `factor`.
+
+        Returns:
+            `base_lr` times `factor`.
+        """
         assert self._optimizer is not None
         for group, base in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = base * factor
@@ -289,18 +329,24 @@ class FSDP2Engine:
     # -- state ---------------------------------------------------------------------------------
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The trained parameters (sharded) by their path in the task."""
+        """The parameters of the engine's trained modules (sharded), by path in the task."""
         yield from self._parameters.items()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """{"model": {path: tensor}, "optimizer": {path.state: tensor}}; live tensors, not copies."""
+        """The training state for a checkpoint: {"model": {path: tensor}, "optimizer": {path.state: tensor}}.
+
+        These are live tensors, not copies.
+
+        Raises:
+            ContractError: the optimizer has state that is no tensor.
+        """
         assert self._optimizer is not None
         state = self._optimizer.state
         lost = {key for values in state.values() for key, v in values.items() if not isinstance(v, Tensor)}
         if lost:
             raise ContractError(
-                f"{type(self._optimizer).__name__} keeps state that is no tensor: {', '.join(sorted(lost))}; "
-                "a checkpoint could not hold it",
+                f"{type(self._optimizer).__name__} has state that is not a tensor, so a checkpoint cannot"
+                f" contain it: {', '.join(sorted(lost))}",
                 where="optimizer",
                 accepted="tensors as state, such as a 0-dimensional one for a count",
             )
@@ -319,8 +365,12 @@ class FSDP2Engine:
         return state
 
     def state_template(self, stepped: Collection[str]) -> dict[str, dict[str, Tensor]]:
-        """A state to load into in place; with the optimizer's tensors of the parameters that it has stepped
-        before: one that no gradient has reached yet has none."""
+        """A training state to load a checkpoint into, in place.
+
+        Args:
+            stepped: parameters that have optimizer state in the checkpoint; a parameter that never had a
+                gradient has none.
+        """
         assert self._optimizer is not None
         if stepped and not self._optimizer.state:
             rates = [group["lr"] for group in self._optimizer.param_groups]
@@ -336,7 +386,7 @@ class FSDP2Engine:
         return self.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Copies tensors of `state_dict`'s shape into place."""
+        """Copies a training state from `state_dict`, such as a checkpoint's, into the engine's tensors."""
         stepped = {name.rpartition(".")[0] for name in state["optimizer"]}
         for part, tensors in self.state_template(stepped).items():
             for key, tensor in tensors.items():

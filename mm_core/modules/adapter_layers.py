@@ -1,6 +1,6 @@
-"""Adapter layers in a component: their names, and the component as its author wrote it.
+"""Adapter layers in a component: their names, and the component without them.
 
-The layers are PEFT's: a linear layer `to_q` becomes a module that holds the layer itself as `base_layer`
+The layers are PEFT's: a linear layer `to_q` becomes a module that contains the layer itself as `base_layer`
 and, for each adapter, `lora_A`, `lora_B` and, for DoRA, `lora_magnitude_vector`.
 """
 
@@ -14,16 +14,16 @@ from typing import Any
 from torch import Tensor, nn
 
 PARTS = ("lora_A", "lora_B", "lora_magnitude_vector")
-"""Modules that hold an adapter's parameters, by the adapter's name."""
+"""Modules that contain an adapter's parameters, by the adapter's name."""
 
 
 def base_name(name: str) -> str:
-    """The name that a parameter has in the component without adapters."""
+    """The name of a parameter in its component without adapter layers."""
     return name.replace(".base_layer.", ".").removeprefix("base_layer.")
 
 
 def adapter_of(name: str) -> tuple[str, str, str] | None:
-    """(module, part, adapter) of an adapter's parameter: `("blocks.0.to_q", "lora_A", "default")`."""
+    """Splits an adapter parameter's name: `("blocks.0.to_q", "lora_A", "default")`; None for any other."""
     pieces = name.split(".")
     for index, piece in enumerate(pieces[:-1]):
         if piece in PARTS and index > 0:
@@ -32,7 +32,7 @@ def adapter_of(name: str) -> tuple[str, str, str] | None:
 
 
 def adapted_layers(module: nn.Module) -> dict[str, Any]:
-    """PEFT's layers in a module, by path."""
+    """The adapter layers (PEFT's) in a module, by path."""
     return {
         path: layer
         for path, layer in module.named_modules()
@@ -42,7 +42,7 @@ def adapted_layers(module: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def without_adapters(module: nn.Module) -> Iterator[None]:
-    """Within it the module is what its author wrote: each adapted layer is its base layer."""
+    """A context in which a module has no adapter layers: each is replaced by its base layer."""
     layers = adapted_layers(module)
     for path, layer in layers.items():
         module.set_submodule(path, layer.base_layer)
@@ -54,8 +54,10 @@ def without_adapters(module: nn.Module) -> Iterator[None]:
 
 
 def init_adapters(module: nn.Module) -> None:
-    """Draws the adapters of a module: the first factor at random, the second zero, so that they begin by
-    changing nothing; a DoRA length one, until the weight's own is known."""
+    """Initialises the adapter layers in a module: lora_A at random, lora_B zero, so that nothing changes yet.
+
+    A DoRA magnitude is one until the row lengths of the weight are known.
+    """
     for layer in adapted_layers(module).values():
         for name, kind in layer.adapter_inits.items():
             first = layer.lora_A[name].weight
@@ -69,5 +71,5 @@ def init_adapters(module: nn.Module) -> None:
 
 
 def row_lengths(weight: Tensor) -> Tensor:
-    """[out]: the length of each row of a linear layer's weight [out, in], where DoRA begins."""
+    """The row lengths [out] of a linear layer's weight [out, in]: initial magnitudes of a DoRA adapter."""
     return (weight.float() ** 2).sum(1).sqrt()

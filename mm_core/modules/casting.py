@@ -1,7 +1,7 @@
-"""Dtypes of inputs and of frozen weights.
+"""Dtypes of inputs and frozen weights.
 
-Inputs under mixed precision are cast here, timesteps excepted: fully_shard's own `cast_forward_inputs` turns
-timestep 998.7 into 1000 in bf16.
+Under mixed precision this module casts inputs, except timesteps: fully_shard's own `cast_forward_inputs`
+turns timestep 998.7 into 1000 in bf16.
 """
 
 from __future__ import annotations
@@ -28,19 +28,21 @@ _TWO_DTYPES = re.compile(
     r"same dtype|dtypes must be the same|(?:bias|weight) type .* should be the same|expected scalar type"
     r"|expected m1 and m2"
 )
-"""What torch's products and convolutions answer to operands of two dtypes."""
+"""Errors of torch's products and convolutions for operands of two dtypes."""
 _FLOATING = re.compile(r"\b(?:b?float|half|double)\w*", re.IGNORECASE)
 
 
 def cast_frozen(task: TaskModule, dtype: torch.dtype) -> None:
-    """Gives the parameters that are not trained another dtype; what adapters hold keeps its own, and so do
-    buffers. To be called on the meta device, before the engine plans."""
+    """Casts a task's frozen parameters to a dtype; adapters and buffers keep theirs.
+
+    Call it on the meta device, before the engine plans.
+    """
     for parameter in _frozen_of(task):
         parameter.data = parameter.data.to(dtype)
 
 
 def quantise_frozen_values(task: TaskModule, dtype: torch.dtype) -> None:
-    """Gives them the values that they would have in a lower dtype, without changing their own."""
+    """Rounds a task's frozen parameters to the values of a lower dtype; their own dtype stays."""
     for parameter in _frozen_of(task):
         share = local(parameter)
         share.copy_(share.to(dtype))
@@ -54,22 +56,28 @@ def _frozen_of(task: TaskModule) -> Iterator[nn.Parameter]:
 
 
 def check_dtypes(task: TaskModule, roots: Iterable[str]) -> None:
-    """PlanError where trained parameters have another dtype than frozen ones, and this torch cannot shard
-    both together."""
+    """Checks that this torch can shard a task's trained and frozen parameters together if dtypes differ.
+
+    Raises:
+        PlanError: it cannot.
+    """
     for root in roots:
         kinds = {parameter.dtype for parameter in task.get_submodule(root).parameters()}
         if len(kinds) > 1 and not shards_mixed():
             names = " and ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
             raise PlanError(
-                f"{root} holds parameters of {names}, which torch {torch.__version__} cannot shard together",
+                f"{root} has parameters in {names}, which torch {torch.__version__} cannot shard together",
                 where="train.base_dtype",
-                hint="leave it out, or use a newer torch",
+                hint="remove train.base_dtype, or install a newer torch",
             )
 
 
 def shards_mixed() -> bool:
-    """Whether a group of fully_shard may hold frozen parameters of another dtype: 2.7 asserts that all are
-    alike, later versions look at the trained ones. Nothing public tells it before the first forward."""
+    """Whether this torch can shard modules whose frozen parameters have a dtype different from the trained.
+
+    torch 2.7 asserts one dtype for all, later versions check the trained ones only. Nothing public shows this
+    before the first forward.
+    """
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
@@ -79,9 +87,9 @@ def shards_mixed() -> bool:
 
 
 def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
-    """Casts floating tensors given to `module.forward` to `dtype`, all but those named in KEEP.
+    """Casts a module's floating-point inputs to a dtype, except timesteps (the names in KEEP).
 
-    Tensors within containers (rotary tables) and double-precision ones keep their dtype.
+    Tensors in containers (rotary tables) and double-precision ones keep their dtype.
     """
     names = list(inspect.signature(module.forward).parameters)
 
@@ -100,8 +108,11 @@ def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
 
 @contextmanager
 def uncast_inputs(dtype: str) -> Iterator[None]:
-    """For forwards whose inputs nobody casts: ContractError in the place of torch's, where weights of `dtype`
-    meet another."""
+    """A context for forwards of modules whose inputs are not cast, with a clear error for mixed dtypes.
+
+    Raises:
+        ContractError: in place of torch's error, if weights of `dtype` and inputs of a different dtype meet.
+    """
     try:
         yield
     except RuntimeError as fault:
@@ -109,8 +120,8 @@ def uncast_inputs(dtype: str) -> Iterator[None]:
         if not _TWO_DTYPES.search(line) or len(_FLOATING.findall(line)) < 2:
             raise
         raise ContractError(
-            "false leaves the casting of inputs to the model, and this model's weights, in"
-            f" {dtype}, met inputs of another dtype: {line}",
+            f"with false, the model must cast its inputs itself, but its {dtype} weights got inputs of a"
+            f" different dtype: {line}",
             where="engine.cast_forward_inputs",
-            hint="engine.cast_forward_inputs: true, or a model that casts what it gets to its weights' dtype",
+            hint="set engine.cast_forward_inputs: true, or cast inputs to the weights' dtype in the model",
         ) from fault

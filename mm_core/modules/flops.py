@@ -1,4 +1,4 @@
-"""FLOPs of a training step, from the products of a forward and from what is trained."""
+"""FLOPs of a training step, from the products of a forward and the trained parameters."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from mm_core.modules.patterns import above
 def step_flops(
     module: nn.Module, products: Sequence[ModuleFlops], recomputed: Collection[str] = ()
 ) -> StepFlops:
-    """What a forward of `module_flops` and its backward cost.
+    """The FLOPs of a module's forward and backward, from the products of its forward (`module_flops`).
 
-    A product with a weight costs as much again in backward for the weight's gradient, if it is trained, and
-    for its input's, if anything trained lies before it; one of two activations likewise for each of them.
-    Adapters (https://arxiv.org/abs/2106.09685) are counted with the layers that they are in; DoRA's lengths
-    are not.
+    In the backward, a product with a weight costs its forward once for the weight's gradient, if the weight
+    is trained, and once for the input's gradient, if anything before it is trained. A product of two
+    activations costs its forward once for each that needs a gradient. Adapters
+    (https://arxiv.org/abs/2106.09685) are counted with their layers; DoRA's magnitudes are not counted.
 
     Args:
-        module: whose products they are, built (on meta too): its parameters say what is trained.
+        module: the module, built (also on the meta device); its parameters show which are trained.
         products: in the order of the forward.
-        recomputed: paths in `module` of the modules whose forward runs again in backward; "" is itself.
+        recomputed: paths in `module` of modules whose forward runs again in the backward; "" is the module.
     """
     adapted = adapted_layers(module)
     trained = {path for name, p in module.named_parameters() if p.requires_grad for path in _paths(name)}

@@ -1,8 +1,8 @@
-"""Initial weights that do not depend on how many ranks hold them.
+"""Random initialisation that does not depend on the number of ranks.
 
-torch's in-place random functions draw into the *local* shard of a DTensor on CPU: every rank gets
-the same numbers, and other numbers at another world size. Under `seeded_init` the full tensor is
-drawn by a generator of (seed, parameter name), and each rank keeps its part.
+torch's in-place random functions draw into the *local* shard of a DTensor on CPU: every rank gets the same
+numbers, and a different world size gives different ones. Under `seeded_init` the full tensor is drawn by a
+generator seeded with (seed, parameter name), and each rank keeps its shard.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from torch.utils._pytree import tree_leaves
 
 from mm_core.contracts import Randomness, seeded
-from mm_core.errors import ContractError
+from mm_core.errors import ContractError, plural
 from mm_core.modules.adapter_layers import base_name, init_adapters, without_adapters
 from mm_core.modules.shards import local
 from mm_core.modules.torch_calls import Args, Function, Kwargs
@@ -36,18 +36,18 @@ _DRAWING = {getattr(Tensor, name) for name in _RANDOM_METHODS.split()} | {
     if name.endswith("_") and not name.startswith("_")
 }
 
-# Functions of nn.init that torch does not let a mode replace, and that draw into tensors of their own.
+# Functions of nn.init that a torch mode cannot replace, and that draw into their own tensors.
 _OWN_DRAWING = ("_no_grad_trunc_normal_", "orthogonal_", "sparse_", "eye_", "dirac_")
 _FILLING = frozenset({Tensor.copy_, Tensor.fill_, Tensor.zero_, nn.init.constant_})
-"""What leaves nothing of a tensor as it was, unless it is given something that was computed of that."""
+"""Calls that overwrite all of a tensor, unless their arguments were computed from it."""
 _LOOKING = frozenset({Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point}) | {
     getattr(Tensor, name).__get__ for name in ("shape", "device", "dtype", "ndim", "requires_grad")
 }
-"""What tells nothing of a tensor's values."""
+"""Calls that do not depend on a tensor's values."""
 _MIXED = "mixed torch.Tensor and DTensor"
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MARK = 0x5EEDA110C8ED0B57
-# Two marks of which all bits differ.
+# Two marks that differ in every bit.
 _MARKS: dict[torch.dtype, tuple[int, int]] = {torch.bool: (1, 0)} | {
     kind: (mark, ~mark)
     for size, kind in _SIGNED.items()
@@ -56,11 +56,12 @@ _MARKS: dict[torch.dtype, tuple[int, int]] = {torch.bool: (1, 0)} | {
 
 
 def fill_whole(target: Tensor, make: Callable[[], Tensor | None]) -> None:
-    """Fills a parameter from the whole tensor that `make` computes; each rank keeps its part. Within
-    `initialise`, which leaves out what other means will fill: `make` is not called for that.
+    """Fills a module's parameter in `init_weights` from the full tensor; each rank keeps its shard.
 
     Args:
-        make: returns None where nothing sets the tensor.
+        target: the parameter, or a buffer.
+        make: computes the full tensor, or returns None to leave the target unset. It is not called for
+            tensors that are filled later, from files.
     """
     if has_torch_function_unary(target):
         handle_torch_function(fill_whole, (target,), target, make)
@@ -76,7 +77,7 @@ class _SeededInit(TorchFunctionMode):
         self.spared = spared
         self.calls: dict[str, int] = {}
         self.filled: set[str] = set()
-        self.read = False  # integers that nobody had filled: what is copied then may depend on them
+        self.read = False  # unset integers were read, so copied values may depend on them
 
     def __torch_function__(
         self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
@@ -98,7 +99,7 @@ class _SeededInit(TorchFunctionMode):
         return self.draw(func, target, args[1:], rest)
 
     def call(self, func: Function, name: str | None, args: Args, kwargs: Kwargs) -> object:
-        """Calls what draws nothing. A whole tensor that is copied into a sharded parameter is cut to it."""
+        """Calls a function that draws nothing; a full tensor copied into a sharded parameter is sharded."""
         if func is Tensor.copy_ and name is not None and isinstance(args[0], DTensor):
             source = args[1] if len(args) > 1 else kwargs.get("src", kwargs.get("other"))
             if isinstance(source, Tensor) and not isinstance(source, DTensor):
@@ -113,14 +114,14 @@ class _SeededInit(TorchFunctionMode):
             shards = [a for a in tree_leaves((args, kwargs)) if isinstance(a, DTensor)]
             named = [self.names[id(a)] for a in shards if id(a) in self.names]
             raise ContractError(
-                f"init_weights computes with a plain tensor and {', '.join(named) or 'a sharded tensor'}, of"
-                f" which each rank holds a part, by {func.__name__}",
-                accepted="methods of the parameter with numbers, and copy_ of a whole plain tensor into it",
-                hint="compute the whole tensor first, then self.weight.copy_(whole)",
+                f"init_weights calls {func.__name__} with a plain tensor and"
+                f" {', '.join(named) or 'a parameter'}, which is sharded over the ranks",
+                accepted="methods of the parameter with numbers, and copy_ of a full plain tensor into it",
+                hint="compute the full tensor first, then self.weight.copy_(full)",
             ) from fault
 
     def note(self, func: Function, name: str | None, given: Iterable[object]) -> None:
-        """Keeps what is surely filled whole, by a call with the target `name` that reads `given`."""
+        """Records a target as completely filled if this call, which reads `given`, surely fills it."""
         if func in _DRAWING:
             self.filled |= {name} if name is not None else set()
         elif func not in _LOOKING:
@@ -130,16 +131,16 @@ class _SeededInit(TorchFunctionMode):
                 self.filled.add(name)
 
     def draw(self, func: Function, target: Any, args: Args, kwargs: Kwargs) -> object:
-        """Calls a drawing function for the whole tensor, by (seed, name), and keeps this rank's part."""
+        """Calls a random function for the full tensor, seeded with (seed, name); keeps this rank's shard."""
         name = self.names.get(id(target))
         if name is None:
             if isinstance(target, DTensor):
                 raise ContractError(
-                    "init_weights draws into a view of a parameter, or into a tensor made of it, by"
-                    f" {func.__name__.strip('_')}_",
-                    accepted="whole parameters: nn.init functions and methods on the parameter itself",
-                    hint="draw the whole parameter first, then overwrite a part of it; call"
-                    " nn.init.orthogonal_ and its like through their module, not by a name imported from it",
+                    f"init_weights calls {func.__name__.strip('_')}_ on a view of a parameter, or on a tensor"
+                    " computed from it",
+                    accepted="nn.init functions and methods on the complete parameter",
+                    hint="draw the complete parameter first, then overwrite a part of it; call functions such"
+                    " as nn.init.orthogonal_ through nn.init, not by a name imported from it",
                 )
             return func(target, *args, **kwargs)
         if name in self.spared:
@@ -154,7 +155,7 @@ class _SeededInit(TorchFunctionMode):
 
 
 def keep_local_part(target: Tensor, full: Tensor) -> None:
-    """Copies this rank's part of `full` into `target` (all of it into a plain tensor)."""
+    """Copies this rank's shard of a full tensor into a module's tensor (all of it into a plain tensor)."""
     if isinstance(target, DTensor):
         part = distribute_tensor(
             full.to(target.device), target.device_mesh, target.placements, src_data_rank=None
@@ -168,8 +169,10 @@ def keep_local_part(target: Tensor, full: Tensor) -> None:
 def seeded_init(
     module: nn.Module, prefix: str, rng: Randomness, spared: Collection[str] = ()
 ) -> Iterator[_SeededInit]:
-    """Within it, random initialisation of the parameters of `module` draws by (seed, name); that of the
-    names in `spared` does nothing."""
+    """A context in which random initialisation of a module's parameters is seeded with (seed, name).
+
+    For names in `spared`, random initialisation does nothing.
+    """
     # An adapted layer draws as it would without its adapter.
     names = {id(tensor): base_name(name) for name, tensor in _tensors(module, prefix, ())}
     mode = _SeededInit(names, rng.at("init"), {base_name(name) for name in spared})
@@ -192,15 +195,20 @@ def seeded_init(
 
 
 def initialise(module: nn.Module, prefix: str, rng: Randomness, spared: Collection[str] = ()) -> None:
-    """Calls the module's `init_weights`, and finds what it leaves unset. Nothing is drawn for the names in
-    `spared`, which are filled by other means.
+    """Initialises a module with its `init_weights`, and checks that it leaves no tensor unset.
 
-    Memory is marked before: floats by NaN, which no weight may be. An author may mean any integer, so where
-    some are not surely filled, all is done again over other marks: what then differs was not written, or
-    computed of memory that was not.
+    Before that, memory is filled with marks: NaN for floats, which no weight may be. Any integer may be a
+    valid value, so if some integers are not surely filled, everything is repeated with different marks:
+    values that differ then were not written, or were computed from unset memory.
+
+    Args:
+        module: the module, on its device.
+        prefix: its path in the task.
+        rng: the run's randomness.
+        spared: names that are filled later from files: nothing is drawn for them.
 
     Raises:
-        ContractError: with the names of all that is unset.
+        ContractError: lists all unset tensors.
     """
     filled = _over_marks(module, prefix, rng, spared, 0)
     found = dict(_tensors(module, prefix, spared))
@@ -209,7 +217,7 @@ def initialise(module: nn.Module, prefix: str, rng: Randomness, spared: Collecti
     }
     integers = [n for n, tensor in found.items() if not _is_float(tensor) and base_name(n) not in filled]
     once = {name: _bits(found[name]).clone() for name in integers}
-    # Ranks hold other rows of a sharded tensor. All begin again, or none: authors may gather.
+    # Ranks have different rows of a sharded tensor. All repeat, or none: authors may gather.
     sharded = any(isinstance(tensor, DTensor) and not _is_float(tensor) for tensor in found.values())
     if on_any_rank(bool(once)) if sharded else once:
         _over_marks(module, prefix, rng, spared, 1)
@@ -222,8 +230,11 @@ def initialise(module: nn.Module, prefix: str, rng: Randomness, spared: Collecti
 def _over_marks(
     module: nn.Module, prefix: str, rng: Randomness, spared: Collection[str], mark: int
 ) -> set[str]:
-    """Names of what was surely written, all of it. What is drawn into no parameter (a table that is computed
-    of random numbers) comes from generators that begin anew: the same on all ranks, and each time."""
+    """Initialises over marks; returns the names that were surely filled.
+
+    Random numbers outside parameters (for a computed table) come from newly seeded generators: the same on
+    all ranks, and each time.
+    """
     with torch.no_grad(), seeded(rng.at("init", "unnamed", prefix)):
         for _, tensor in _tensors(module, prefix, spared):
             bits = _bits(tensor)
@@ -245,7 +256,7 @@ def _is_float(tensor: Tensor) -> bool:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """This rank's part; integers as signed ones."""
+    """This rank's shard; integers as signed ones."""
     share = local(tensor)
     if _is_float(share) or share.dtype == torch.bool:
         return share
@@ -253,14 +264,14 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _unset(module: nn.Module, prefix: str, names: Sequence[str]) -> ContractError:
-    listed = ", ".join(names[:8]) + (f" and {len(names) - 8} others" if len(names) > 8 else "")
+    listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     kind = type(module).__name__
     if isinstance(module, FSDPModule):
         kind = kind.removeprefix("FSDP")
     return ContractError(
-        f"init_weights of {kind} left {len(names)} tensors unset: {listed}",
+        f"init_weights of {kind} left {plural(len(names), 'tensor')} unset: {listed}",
         where=prefix,
         accepted="every parameter and buffer filled in place, non-persistent tables included",
-        hint="fill them in init_weights, whole: self.position_ids.copy_(torch.arange(n)); what a constructor "
-        "computes is lost on the meta device",
+        hint="fill them completely in init_weights: self.position_ids.copy_(torch.arange(n)); values computed"
+        " in a constructor are lost on the meta device",
     )

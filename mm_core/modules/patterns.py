@@ -1,8 +1,7 @@
-"""The path grammar of module patterns, and parameters by it: those that a pattern names, or that lie below a
-module it names. One for wrap, ignore, recompute, freeze and LoRA.
+"""Patterns for module paths, and the parameters they select. Used for wrap, ignore, recompute, freeze, LoRA.
 
-`predictor.blocks.{*}` any one name; `{0-23}` a range, ends included; `{1,3,5}` a list;
-`{0-20,22-40}` both; several braces in a path.
+`predictor.blocks.{*}` matches any one name; `{0-23}` a range, ends included; `{1,3,5}` a list;
+`{0-20,22-40}` both. A path may have several braces.
 """
 
 from __future__ import annotations
@@ -18,9 +17,15 @@ _RANGE = re.compile(r"(\d+)-(\d+)\Z")
 
 
 def match(patterns: Sequence[str], paths: Iterable[str], key: str) -> list[str]:
-    """The paths that any pattern matches, in the order of `paths`.
+    """The module paths that match any of the patterns, in the order of `paths`.
 
-    Raises PlanError, naming `key`, for a pattern (or a number listed in one) that matches nothing.
+    Args:
+        patterns: patterns in the grammar above.
+        paths: all module paths.
+        key: config key of the patterns, for errors.
+
+    Raises:
+        PlanError: a pattern, or a number listed in one, matches nothing.
     """
     known = list(paths)
     chosen: set[str] = set()
@@ -30,12 +35,12 @@ def match(patterns: Sequence[str], paths: Iterable[str], key: str) -> list[str]:
 
 
 def freeze(task: TaskModule, patterns: Sequence[str]) -> list[str]:
-    """Takes the parameters that `patterns` cover out of training; returns their paths in the task.
+    """Freezes the parameters that match module patterns; returns their paths in the task.
 
-    To be called on the task before the engine plans.
+    Call it before the engine plans.
 
     Raises:
-        PlanError: a pattern that matches nothing, or nothing left to train.
+        PlanError: a pattern matches nothing, or nothing is left to train.
     """
     parameters = dict(task.named_parameters())
     names = select_parameters(patterns, parameters, "train.freeze")
@@ -51,9 +56,15 @@ def freeze(task: TaskModule, patterns: Sequence[str]) -> list[str]:
 
 
 def select_parameters(patterns: Sequence[str], names: Iterable[str], key: str) -> list[str]:
-    """The names of parameters that any pattern matches, by themselves or by a module above them.
+    """The parameters that match any module pattern, by their own name or by a module that contains them.
 
-    Raises PlanError, naming `key`, for a pattern that matches nothing.
+    Args:
+        patterns: patterns in the grammar above.
+        names: names of all parameters.
+        key: config key of the patterns, for errors.
+
+    Raises:
+        PlanError: a pattern matches nothing.
     """
     names = list(names)
     paths = dict.fromkeys(path for name in names for path in (*above(name), name))
@@ -62,7 +73,7 @@ def select_parameters(patterns: Sequence[str], names: Iterable[str], key: str) -
 
 
 def above(name: str) -> list[str]:
-    """The paths of the modules that hold `a.b.weight`: `a` and `a.b`."""
+    """The paths of the modules that contain a parameter: `a` and `a.b` for `a.b.weight`."""
     parts = name.split(".")
     return [".".join(parts[:count]) for count in range(1, len(parts))]
 
@@ -80,7 +91,7 @@ def _match_one(pattern: str, paths: list[str], key: str) -> set[str]:
         raise PlanError(
             f"pattern {pattern!r} matches no module",
             where=key,
-            accepted=f"a path such as {', '.join(near)}" if near else "nothing: there is no module to name",
+            accepted=f"a path such as {', '.join(near)}" if near else "no pattern: there are no modules",
         )
     for brace, values in zip(braces, map(set, zip(*found.values(), strict=True)), strict=True):
         absent = [item for item in brace or () if not any(_admits([item], value) for value in values)]
@@ -88,7 +99,7 @@ def _match_one(pattern: str, paths: list[str], key: str) -> set[str]:
         if absent or over:
             names = ", ".join(_show(item) for item in absent or over)
             raise PlanError(
-                f"pattern {pattern!r}: {names} reaches beyond the modules that exist",
+                f"pattern {pattern!r}: {names} includes modules that do not exist",
                 where=key,
                 accepted=f"{', '.join(sorted(values, key=_natural))}",
                 hint="write {*} for all of them",
@@ -143,8 +154,8 @@ def _natural(name: str) -> tuple[int, str]:
 
 
 def _examples(pattern: str, paths: list[str]) -> list[str]:
-    """Real paths near a pattern, numbered siblings folded to `{*}`: alike, else with an end alike, else as
-    deep (for a name without dots: the task's components)."""
+    """Existing paths near a pattern, with numbered siblings folded to `{*}`: similar ones, else ones with a
+    similar last name, else ones of the same depth (for a name without dots: the task's components)."""
     folded = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|\Z)", "{*}", path) for path in paths if path))
     plain = _BRACE.sub("{*}", pattern)
     if found := nearest(plain, folded, 3):

@@ -1,4 +1,4 @@
-"""This rank's share of a sharded tensor, taken out and put back where it lies."""
+"""This rank's shard of a sharded tensor: taking it out, and turning it back into a DTensor."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's share."""
+    """This rank's shard of a module's tensor; a plain tensor as it is."""
     held: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return held.detach()
 
 
 def like(tensor: Tensor, share: Tensor) -> Tensor:
-    """`share`, laid out over the ranks as `tensor` is, on the device that `share` is on.
+    """Turns a shard into a DTensor with the same sharding as `tensor`, on the shard's own device.
 
-    `DTensor.from_local` would move it to the mesh's device at once: what is copied into `share` afterwards
-    would be lost, and tensors that are kept on the host would meet one on an accelerator.
+    `DTensor.from_local` would move it to the mesh's device at once: later copies into `share` would be lost,
+    and tensors in host memory would be mixed with one on an accelerator.
     """
     if not isinstance(tensor, DTensor):
         return share

@@ -1,4 +1,4 @@
-"""What torch's overrides are given: any of its functions, and the arguments of one."""
+"""Types for torch's overrides: a function and its arguments."""
 
 from __future__ import annotations
 

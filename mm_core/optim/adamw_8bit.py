@@ -1,4 +1,4 @@
-"""AdamW with moments of 8 bits, by torchao."""
+"""AdamW with 8-bit moments, by torchao."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from torch import nn
 from mm_core.errors import PluginError
 from mm_core.optim.parameter_groups import Group
 
-with suppress(ImportError):  # torch then reads the tensors that it packs: `adamw_8bit` says what is missing
+with suppress(ImportError):  # lets torch load torchao's tensors; `adamw_8bit` reports a missing torchao
     import torchao.optim  # noqa: F401
 
 
 def adamw_8bit(
     groups: Sequence[Group], lr: float, betas: tuple[float, float], eps: float, weight_decay: float
 ) -> torch.optim.Optimizer:
-    """AdamW whose moments are quantised in blocks of 256 numbers; shards of less than 4096 numbers, or of no
-    multiple of 256, keep moments of full precision. torchao compiles the update on the first step.
+    """The AdamW optimizer with moments quantised to 8 bits, in blocks of 256 numbers.
+
+    Shards with fewer than 4096 numbers, or not a multiple of 256, keep moments in full precision. torchao
+    compiles the update on the first step.
 
     Reference: https://arxiv.org/abs/2110.02861
 
@@ -40,14 +42,14 @@ def adamw_8bit(
 
 
 def _rates_as_tensors(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """torchao compiles for a rate that is a tensor; a schedule sets numbers."""
+    """Converts learning rates to tensors: torchao compiles for tensors, but a schedule sets numbers."""
     for group in optimizer.param_groups:
         group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32)
 
 
 @cache
 def _optimizer_class() -> Callable[..., torch.optim.Optimizer]:
-    """torchao's class, whose quantised tensors are taught the copies that saving in the background makes."""
+    """torchao's class; adds the copies needed for saving in the background to its quantised tensors."""
     try:
         from torchao.optim import AdamW8bit
         from torchao.optim.subclass_8bit import OptimState8bit
@@ -72,8 +74,8 @@ def _optimizer_class() -> Callable[..., torch.optim.Optimizer]:
 
     class OwnKernels(AdamW8bit):  # type: ignore[misc]
         def step(self, closure: Callable[[], float] | None = None) -> object:
-            # torch 2.13 names what it has compiled for a DTensor by its whole shape, and takes it again on
-            # a rank whose shard has another size: memory that is not the tensor's would be written.
+            # torch 2.13 caches code compiled for a DTensor by its full shape, and reuses it on a rank whose
+            # shard has a different size: it would write to memory outside the tensor.
             with torch._functorch.config.patch(enable_autograd_cache=False):
                 return super().step(closure)
 
@@ -82,17 +84,17 @@ def _optimizer_class() -> Callable[..., torch.optim.Optimizer]:
 
 @cache
 def _check_runs(kind: Callable[..., torch.optim.Optimizer], device: torch.device) -> None:
-    """PluginError when a step on a small tensor fails: torchao needs a compiler for the device."""
+    """PluginError if a step on a small tensor fails: torchao needs a compiler for the device."""
     probe = nn.Parameter(torch.zeros(64, 64, device=device))
     probe.grad = torch.ones_like(probe)
     try:
         kind([probe], lr=torch.tensor(1e-3)).step()
     except Exception as fault:
-        # The compiler's own errors have no common class; all mean the same to the user.
+        # The compiler's errors have no common class; for the user they all mean the same.
         reason = str(fault).strip().partition("\n")[0]
         raise PluginError(
             f"torchao's 8-bit AdamW does not run on {device.type}: {reason}",
             where="optimizer",
-            accepted="a device that torch.compile serves (on CPU it needs a C++ compiler)",
+            accepted="a device that torch.compile supports (on CPU it needs a C++ compiler)",
             hint="set optimizer.type to adamw",
         ) from None

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, sharded as they are."""
+"""An exponential moving average of the weights, sharded like the weights."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from mm_core.modules.shards import local
 
 
 class EMA:
-    """Float32 shadows of the weights that this rank holds; no rank asks another for anything.
+    """The exponential moving average (EMA) of this rank's shards of the weights, in float32.
 
-    After n updates the next one keeps the share d = decay^every of the average, or (1 + n) / (10 + n) while
-    that is less and `ramp` is on, and takes 1 - d of the weights.
+    Ranks do not communicate for it. After n updates, the next one keeps the share d = decay^every of the
+    average, or (1 + n) / (10 + n) while that is less and `ramp` is on, and adds 1 - d of the weights.
 
     Args:
         parameters: plain tensors or DTensors, by path in the task; frozen ones have no average.
-        settings: the config's section. On the device the update waits for nothing; kept on the CPU, the
-            weights have to come there first.
+        settings: the config's section. On the device, an update waits for nothing; on the CPU, it waits for
+            a copy of the weights.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], settings: EMASection) -> None:
@@ -31,7 +31,7 @@ class EMA:
         self._shadows = {name: self._shadow(parameter) for name, parameter in self._parameters.items()}
 
     def update(self, step: int) -> None:
-        """Takes in the weights as they are after `step` steps, when an update is due then."""
+        """Updates the average of the weights after `step` steps, if an update is due."""
         if step % self._settings.every:
             return
         shadows = list(map(local, self._shadows.values()))
@@ -44,14 +44,17 @@ class EMA:
 
     @property
     def decay(self) -> float:
-        """The share of itself that the average keeps at the next update."""
+        """The share of the weights' average that the next update keeps."""
         decay = self._settings.decay**self._settings.every
         return min(decay, (1 + self.updates) / (10 + self.updates)) if self._settings.ramp else decay
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The average in place of the weights, which come back bit for bit; the true weights lie beside the
-        average meanwhile. To be entered outside of `Engine.evaluating`, which drops what it has gathered."""
+        """A context in which the average replaces the weights; afterwards they are restored bit for bit.
+
+        The weights are kept on the average's device meanwhile. Enter it outside `Engine.evaluating`, which
+        drops gathered tensors at its end.
+        """
         weights = list(map(local, self._parameters.values()))
         shadows = list(map(local, self._shadows.values()))
         saved = [w.to(s.device, copy=True) for w, s in zip(weights, shadows, strict=True)]
@@ -62,12 +65,14 @@ class EMA:
             torch._foreach_copy_(weights, saved)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The average by path in the task: live tensors, sharded as the parameters, to save or load into.
-        `updates` is not among them."""
+        """The average of the weights by path in the task, to save to a checkpoint or to load into.
+
+        These are live tensors, sharded like the parameters; `updates` is not among them.
+        """
         return dict(self._shadows)
 
     def reset(self) -> None:
-        """Begins anew from the weights as they are."""
+        """Restarts the average from the current weights."""
         for name, parameter in self._parameters.items():
             local(self._shadows[name]).copy_(local(parameter))
         self.updates = 0

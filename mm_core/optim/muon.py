@@ -27,14 +27,21 @@ def muon(
     eps: float,
     **own: float | str,
 ) -> MuonWithAdamW:
-    """Muon over the parameters of two and more dimensions, AdamW over the rest.
+    """The Muon optimizer for parameters with two or more dimensions, with AdamW for the others.
 
     Args:
-        own: settings that Muon alone has: momentum, nesterov, ns_steps, adjust_lr.
+        groups: parameter groups.
+        lr: learning rate.
+        weight_decay: weight decay.
+        adamw_for: patterns of parameters that AdamW updates although they are matrices.
+        adamw_lr: AdamW's learning rate; None for `lr`.
+        betas: AdamW's betas.
+        eps: AdamW's eps.
+        own: Muon's own settings: momentum, nesterov, ns_steps, adjust_lr.
 
     Raises:
         PluginError: this torch has no Muon.
-        PlanError: a pattern of `adamw_for` that matches nothing, or no matrix to train.
+        PlanError: a pattern in `adamw_for` matches nothing, or there is no matrix to train.
     """
     if not hasattr(torch.optim, "Muon"):
         raise PluginError(
@@ -51,7 +58,8 @@ def muon(
         raise PlanError(
             "muon has no matrix to train",
             where="optimizer",
-            accepted="parameters of two or more dimensions that optimizer.adamw_for does not match",
+            accepted="parameters with two or more dimensions that optimizer.adamw_for does not match",
+            hint="narrow optimizer.adamw_for, or set optimizer.type to adamw",
         )
     settings = {"lr": lr, "weight_decay": weight_decay, **own}
     rest = [group for group in others if group["params"]]
@@ -60,20 +68,20 @@ def muon(
 
 
 def _part(group: Group, wanted: Callable[[str, Tensor], bool]) -> Group:
-    """The group with only those of its parameters that are wanted."""
+    """The group with only the wanted parameters."""
     pairs = [(n, p) for n, p in zip(group["names"], group["params"], strict=True) if wanted(n, p)]
     return {**group, "names": [name for name, _ in pairs], "params": [p for _, p in pairs]}
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """One optimizer of two: its first parameter groups are Muon's, the others AdamW's.
+    """Muon and AdamW as one optimizer: the first parameter groups are Muon's, the others AdamW's.
 
-    Muon's update is `torch.optim.Muon`'s. Momentum is kept sharded as the parameter is; the matrix that is
-    orthogonalised is gathered whole on every rank. torch's own takes DTensors too, but its bfloat16 products
-    are then cut by rank, and two ranks differed from one by 4 % of a step (torch 2.13, gloo).
+    Muon's update is that of `torch.optim.Muon`. The momentum is sharded like the parameter; the matrix to
+    orthogonalise is gathered in full on every rank. torch's own accepts DTensors too, but then splits its
+    bfloat16 products by rank: two ranks differed from one by 4 % of a step (torch 2.13, gloo).
 
     References: https://kellerjordan.github.io/posts/muon/ and https://arxiv.org/abs/2502.16982 (the factor
-    `match_rms_adamw`). Tensors of more than two dimensions count as (first, all others).
+    `match_rms_adamw`). Tensors with more than two dimensions are used as matrices (first, all others).
     """
 
     def __init__(self, matrices: list[Group], settings: Group, rest: torch.optim.Optimizer | None) -> None:
@@ -85,7 +93,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """One update of both parts; `closure` computes the loss anew, as in torch's optimizers."""
+        """Updates the parameters with Muon and AdamW; `closure` recomputes the loss, as in torch."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -95,7 +103,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     self._update(parameter, parameter.grad, group)
         if self._rest is not None:
-            # Bound anew each time: torch's load_state_dict replaces both.
+            # Set again each time: torch's load_state_dict replaces both.
             self._rest.param_groups = self.param_groups[self._matrix_groups :]
             self._rest.state = self.state
             self._rest.step()
@@ -113,9 +121,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def _orthogonal_step(direction: Tensor, group: Group) -> Tensor:
-    """The change of a parameter along `direction`, sharded as that is. Collective for DTensors."""
+    """The change of a parameter along `direction`, with the same sharding. Collective for DTensors."""
     whole = direction.full_tensor() if isinstance(direction, DTensor) else direction
-    # Without momentum, decay and a start, torch's Muon leaves just its step in the parameter.
+    # Without momentum and decay, and from zero, torch's Muon leaves just its step in the parameter.
     scratch = nn.Parameter(torch.zeros_like(whole).flatten(1))
     scratch.grad = whole.flatten(1)
     once: torch.optim.Optimizer = torch.optim.Muon(

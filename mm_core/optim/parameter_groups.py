@@ -1,4 +1,4 @@
-"""Which parameters are trained, and which of them otherwise than the rest."""
+"""Parameter groups of an optimizer: trained parameters with their own learning rate or weight decay."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from mm_core.errors import PlanError
 from mm_core.modules.patterns import select_parameters
 
 Group = dict[str, Any]
-"""What torch's optimizers take: `params`, here with their `names`, and settings of their own."""
+"""A group for torch's optimizers: `params`, here with their `names`, and the group's own settings."""
 
 
 def groups_of(parameters: Mapping[str, nn.Parameter], train: TrainSection) -> list[Group]:
-    """Parameter groups for an optimizer's target; those of no group of the config come first.
+    """The parameter groups for an optimizer; parameters without a group in the config come first.
 
     Args:
-        parameters: what is trained (plain tensors or DTensors), by path in the task.
-        train: the config's section; of its groups the first that matches a parameter counts.
+        parameters: trained parameters (plain tensors or DTensors), by path in the task.
+        train: the config's section; the first of its groups that matches a parameter applies.
 
     Returns:
-        `{"params": [...], "names": [...]}` each, with `lr_scale` where a group of the config sets it, and
-        `weight_decay` where one sets it or where norms and biases are not to decay.
+        `{"params": [...], "names": [...]}` each, with `lr_scale` if a group in the config sets it, and
+        `weight_decay` if one sets it or if norms and biases have none.
 
     Raises:
-        PlanError: a pattern that matches no trained parameter, or a group that earlier ones leave empty.
+        PlanError: a pattern matches no trained parameter, or earlier groups leave a group empty.
     """
     owners: dict[str, int] = {}
     for index, section in enumerate(train.parameter_groups):
@@ -35,13 +35,13 @@ def groups_of(parameters: Mapping[str, nn.Parameter], train: TrainSection) -> li
         own = [name for name in select_parameters(section.match, parameters, key) if name not in owners]
         if not own:
             raise PlanError(
-                "earlier groups have taken every parameter that this one matches",
+                "earlier groups already contain every parameter that this one matches",
                 where=key,
-                hint="the first group that matches a parameter counts: put the narrower group first",
+                hint="put the narrower group first: the first group that matches a parameter applies",
             )
         owners |= dict.fromkeys(own, index)
     groups: dict[tuple[int, bool], Group] = {}
-    # Parameters of no group of the config have the index -1, which sorts first.
+    # Parameters without a group in the config have the index -1, which sorts first.
     for name in sorted(parameters, key=lambda name: owners.get(name, -1)):
         index = owners.get(name, -1)
         owner = train.parameter_groups[index] if index >= 0 else None
@@ -54,7 +54,7 @@ def groups_of(parameters: Mapping[str, nn.Parameter], train: TrainSection) -> li
 
 
 def _settings(section: ParameterGroup | None, spared: bool) -> dict[str, float]:
-    """What sets a group apart from the optimizer's own settings."""
+    """The group's settings that differ from the optimizer's."""
     found = {"weight_decay": 0.0} if spared else {}
     if section is not None:
         found["lr_scale"] = section.lr_scale

@@ -1,1 +1,1 @@
-"""How modules are spread over ranks: sharding layout, placing of frozen parts, recomputation, averaging."""
+"""Spreading modules over ranks: sharding layout, frozen placement, recomputation, gradient averaging."""

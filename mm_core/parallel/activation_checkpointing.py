@@ -1,4 +1,4 @@
-"""Activation recomputation, applied to modules from outside."""
+"""Recomputation of activations (activation checkpointing), applied to modules from outside."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 
 def recompute(module: nn.Module, use_reentrant: bool) -> None:
-    """Makes `module` keep its inputs only and run its forward again in backward.
+    """Makes a module keep only its inputs, and recompute its forward (activations) in the backward.
 
-    The bound `forward` is replaced, so parameter paths stay what they were, and hooks (those of
-    fully_shard too) stay outside of the recomputation.
+    The bound `forward` is replaced, so parameter paths stay the same, and hooks (also those of fully_shard)
+    are not run again.
     """
     forward = module.forward
 
@@ -23,7 +23,7 @@ def recompute(module: nn.Module, use_reentrant: bool) -> None:
         names, values = tuple(kwargs), tuple(kwargs.values())
 
         def run(_: torch.Tensor, *flat: object) -> object:
-            # Keywords travel as positions: the reentrant form tracks gradients of positions only.
+            # Keywords are passed as positions: the reentrant form tracks gradients of positions only.
             split = len(flat) - len(names)
             return forward(*flat[:split], **dict(zip(names, flat[split:], strict=True)))
 

@@ -1,7 +1,7 @@
-"""Where the weights of frozen components lie: on every rank, cut into shards, or in host memory.
+"""Placing the weights of frozen components: on every rank, sharded over ranks, or in host memory.
 
-Shards are PyTorch's `fully_shard` (FSDP2) without gradients. Offloaded weights wait in host memory and are
-on the device for the length of a call, block by block.
+Shards are PyTorch's `fully_shard` (FSDP2) without gradients. Offloaded weights stay in host memory and are
+on the device only during a call, block by block.
 """
 
 from __future__ import annotations
@@ -16,15 +16,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from mm_core.contracts import FrozenPlan, InitialWeights, Streamed, TaskModule
-from mm_core.errors import ContractError, PlanError, did_you_mean
+from mm_core.errors import ContractError, PlanError, did_you_mean, plural
 from mm_core.modules.patterns import match
 from mm_core.modules.tying import state_of, tie, tied_names
 from mm_core.parallel.layout import like_blocks
 
 
 def blocks_of(component: nn.Module, name: str) -> tuple[str, ...]:
-    """Paths of the modules, below `name` in the task, that are gathered or moved one at a time; () where
-    some of them share weights, and so take turns for nothing."""
+    """The paths of a frozen component's blocks, which are gathered or moved one at a time.
+
+    Empty if blocks share weights: moving them one at a time would save nothing.
+
+    Args:
+        component: a `Streamed` component.
+        name: its name in the task.
+    """
     assert isinstance(component, Streamed)
     if component.block_patterns == "auto":
         found = like_blocks(component, name)
@@ -33,7 +39,7 @@ def blocks_of(component: nn.Module, name: str) -> tuple[str, ...]:
         found = [
             f"{name}.{path}" for path in match(component.block_patterns, paths, f"block_patterns of {name}")
         ]
-    # A pattern may name lists within lists.
+    # A pattern may match lists within lists.
     outer = [path for path in found if not any(path.startswith(f"{other}.") for other in found)]
     users: dict[int, str] = {}
     for path in outer:
@@ -46,14 +52,16 @@ def blocks_of(component: nn.Module, name: str) -> tuple[str, ...]:
 def plan_frozen(
     task: TaskModule, placements: Mapping[str, str], ignored: Sequence[str], shards: int
 ) -> tuple[FrozenPlan, ...]:
-    """Where the weights of the task's frozen components will lie; those that are not built are left out.
+    """Plans the placement of the weights of a task's frozen components; components not built are left out.
 
     Args:
-        placements: `engine.frozen`. ignored: paths that the engine leaves alone. shards: ranks a shard group;
-            over one, nothing is cut.
+        task: the task.
+        placements: `engine.frozen`: component -> placement.
+        ignored: paths that the engine does not shard.
+        shards: ranks in a shard group; with one, nothing is sharded.
 
     Raises:
-        PlanError: a name that is no frozen component's, or one that cannot be placed so.
+        PlanError: a name that is not a frozen component's, or a placement that a component cannot have.
     """
     names = task.frozen
     for name, placement in placements.items():
@@ -67,15 +75,16 @@ def plan_frozen(
             )
         if placement != "replicated" and not isinstance(getattr(task, name), Streamed):
             raise PlanError(
-                f"{name!r} reads its weights itself, the same on every rank",
+                f"{name!r} loads its weights itself, in full on every rank",
                 where=where,
-                accepted="replicated; or another component, whose weights the core reads",
+                accepted="replicated",
+                hint=f"set {where}: replicated",
             )
         if placement == "sharded" and (inside := [p for p in ignored if f"{p}.".startswith(f"{name}.")]):
             raise PlanError(
-                f"{inside[0]!r} is to be sharded and to be left alone",
+                f"{inside[0]!r} would be sharded, but engine.ignored_modules excludes it from sharding",
                 where=where,
-                hint="take it out of engine.ignored_modules",
+                hint="remove it from engine.ignored_modules",
             )
     return tuple(
         _plan_of(getattr(task, name), name, placements.get(name, "replicated"), shards)
@@ -97,7 +106,7 @@ def _plan_of(component: nn.Module, name: str, placement: str, shards: int) -> Fr
 
 
 def bytes_of(component: nn.Module, shards: int = 1) -> int:
-    """Bytes that a rank keeps of a component, the largest share; shared tensors count once."""
+    """Bytes of a frozen component on the rank with the largest shard; shared tensors count once."""
     kept = sum(
         prod(p.shape[1:]) * -(-p.shape[0] // shards) * p.element_size() if p.dim() else p.element_size()
         for p in component.parameters()
@@ -112,17 +121,17 @@ def place(
     weights: InitialWeights,
     mesh: DeviceMesh | None = None,
 ) -> None:
-    """Gives an empty component its memory and fills it.
+    """Allocates a frozen component's memory in its planned placement, and fills it with weights.
 
     Args:
-        component: a `Streamed` one, built.
-        plan: where it will lie.
-        device: that computes.
-        weights: where the tensors come from, by path in the task.
-        mesh: the ranks that share a sharded one; all of them call this.
+        component: a `Streamed` component, built empty.
+        plan: its placement.
+        device: the device that computes.
+        weights: source of the tensors, by path in the task.
+        mesh: the ranks that share a sharded component; all of them call this.
 
     Raises:
-        ContractError: a table that no file holds has no values.
+        ContractError: a buffer that is not stored in files has no values.
     """
     name, offloaded = plan.name, plan.placement == "offloaded"
     assert isinstance(component, Streamed)
@@ -132,10 +141,10 @@ def place(
     empty = {key for key, tensor in stored.items() if tensor.is_meta}
     if tables := [key for key, buffer in component.named_buffers() if buffer.is_meta and key not in stored]:
         raise ContractError(
-            f"build_empty of {type(component).__name__} leaves {len(tables)} tables without values: "
-            + ", ".join(tables[:8]),
+            f"build_empty of {type(component).__name__} leaves {plural(len(tables), 'buffer')} without"
+            f" values: {', '.join(tables[:8])}",
             where=name,
-            accepted="buffers that no file holds, computed",
+            accepted="computed values in every buffer that is not stored in files",
             hint="build the modules within mm_core.contracts.empty_parameters",
         )
     if plan.placement == "sharded":
@@ -146,7 +155,7 @@ def place(
     state = state_of(component, name, tied)
     found = weights.covers(state)
     for path in {f"{name}.{key}" for key in empty - tied.keys()}.difference(found.names):
-        state[path].zero_()  # no result depends on it, but memory as it comes is no number
+        state[path].zero_()  # no result depends on it, but unset memory may contain NaN
     found.fill(state)
     if offloaded:
         _offload(component, name, plan.blocks, device)
@@ -154,7 +163,7 @@ def place(
 
 
 def _materialise(component: nn.Module, home: torch.device, device: torch.device) -> None:
-    """Memory for what has none, at `home`; buffers, which are computed with, go to the device."""
+    """Allocates missing memory at `home`; buffers, which are used in computations, go to the device."""
 
     def give(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device=home) if tensor.is_meta else tensor
@@ -171,7 +180,7 @@ def _materialise(component: nn.Module, home: torch.device, device: torch.device)
 
 def _shard(component: nn.Module, name: str, blocks: Sequence[str], mesh: DeviceMesh | None) -> None:
     assert isinstance(component, Streamed)
-    scalars = {p for p in component.parameters() if p.dim() == 0}  # they cannot be cut, and stay whole
+    scalars = {p for p in component.parameters() if p.dim() == 0}  # they cannot be sharded
     shard = functools.partial(fully_shard, mesh=mesh, reshard_after_forward=True, ignored_params=scalars)
     for path in sorted(blocks, key=lambda path: -path.count(".")):
         shard(component.get_submodule(path[len(name) + 1 :]))
@@ -182,8 +191,8 @@ def _shard(component: nn.Module, name: str, blocks: Sequence[str], mesh: DeviceM
 
 
 def _around(component: nn.Module, entry: str, before: Callable[[], None], after: Callable[[], None]) -> None:
-    """Makes a method of the component do more. FSDP leaves its root gathered after a forward, for a backward
-    that never comes here."""
+    """Wraps a method of the component with calls before and after it. FSDP leaves its root gathered after a
+    forward, for a backward that never runs here."""
     method: Callable[..., object] = getattr(component, entry)
 
     @functools.wraps(method)
@@ -201,8 +210,8 @@ def _around(component: nn.Module, entry: str, before: Callable[[], None], after:
 
 
 class _Unit:
-    """Parameters that are moved together. Away, they are views of a single number: they keep their shape,
-    dtype and device, by which others find out where to compute."""
+    """Offloaded parameters that are moved together. Off the device, they are views of a single number: they
+    keep their shape, dtype and device, which show others where to compute."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
         pins = device.type != "cpu"
@@ -211,12 +220,11 @@ class _Unit:
         self.leave()
 
     def come(self, *_: object) -> None:
-        """Onto the device."""
         for parameter, kept in self._kept:
             parameter.data = kept.to(self._device, non_blocking=True)
 
     def leave(self, *_: object) -> None:
-        """Off the device; nothing is copied back, since nothing changes."""
+        # Frozen weights do not change, so nothing is copied back.
         for parameter, kept in self._kept:
             parameter.data = torch.empty((), dtype=kept.dtype, device=self._device).expand(kept.shape)
 
@@ -235,8 +243,8 @@ def _offload(component: nn.Module, name: str, blocks: Sequence[str], device: tor
 
 
 def _units(component: nn.Module, name: str, blocks: Sequence[str]) -> Mapping[str, list[nn.Parameter]]:
-    """Path -> its parameters, the component's rest first. What is used outside of the blocks too is of the
-    rest."""
+    """Path -> its parameters, starting with those outside the blocks, which include parameters that blocks
+    share with other modules."""
     units: dict[str, dict[int, nn.Parameter]] = {name: {}, **{path: {} for path in blocks}}
     for path, parameter in component.named_parameters(prefix=name, remove_duplicate=False):
         unit = next((block for block in blocks if path.startswith(f"{block}.")), name)

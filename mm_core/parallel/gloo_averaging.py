@@ -1,9 +1,9 @@
-"""Gradient averaging on gloo, over torch versions.
+"""Gradient averaging on gloo, in all supported torch versions.
 
-fully_shard reduces fp32 and bf16 gradients by ReduceOp.AVG. In torch 2.7 gloo's reduce-scatter takes
-AVG and returns the SUM without a word (gradients too large by the number of ranks), and its
-all-reduce raises. Summing and dividing apart is right everywhere: newer versions offer that as a
-setting; the older one divides apart only for a device named `mtia`, so that name is passed on.
+fully_shard reduces fp32 and bf16 gradients by ReduceOp.AVG. In torch 2.7 gloo's reduce-scatter accepts AVG
+but silently returns the SUM (gradients too large by the number of ranks), and its all-reduce raises. Summing
+and dividing separately is right everywhere: newer versions have a setting for it; 2.7 divides separately only
+for a device named `mtia`, so that name is passed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FACTORS = "_get_gradient_divide_factors"
 
 
 def average_by_sum(device: torch.device, modules: Iterable[FSDPModule]) -> None:
-    """Makes gloo reduce gradients by SUM and an explicit division. Other backends keep AVG."""
+    """Makes sharded modules average gradients on CPU (gloo) by a sum and a division; others keep AVG."""
     if device.type != "cpu":
         return
     for module in modules:
@@ -32,12 +32,17 @@ def average_by_sum(device: torch.device, modules: Iterable[FSDPModule]) -> None:
 
 
 def check_replicas(device: torch.device, replicas: int) -> None:
-    """PlanError where this torch cannot replicate on CPU (2.7: an assertion inside fully_shard)."""
+    """Checks that this torch can keep replicas of sharded modules on the device.
+
+    Raises:
+        PlanError: torch 2.7 on CPU cannot (an assertion inside fully_shard).
+    """
     if device.type == "cpu" and replicas > 1 and not hasattr(FSDPModule, _SETTING):
         raise PlanError(
             f"torch {torch.__version__} cannot keep replicas on CPU",
             where="engine.sharding_size",
-            accepted="auto (every rank a shard); replicas need torch 2.8 or newer on CPU, or an accelerator",
+            accepted="auto (one shard per rank)",
+            hint="set engine.sharding_size: auto; replicas on CPU need torch 2.8 or newer",
         )
 
 

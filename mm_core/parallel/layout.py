@@ -1,4 +1,4 @@
-"""Which modules are wrapped, ignored and recomputed, on what mesh: decided on meta modules."""
+"""The sharding layout: which modules are wrapped, ignored and recomputed, decided on the meta device."""
 
 from __future__ import annotations
 
@@ -10,13 +10,20 @@ import torch
 from torch import nn
 
 from mm_core.contracts import TaskModule
-from mm_core.errors import PlanError
+from mm_core.errors import PlanError, plural
 from mm_core.modules.patterns import match
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Module paths relative to the task, in module order."""
+    """The sharding layout of a task: module paths in the task, in module order.
+
+    Attributes:
+        roots: trained components.
+        wrapped: modules sharded as units of their own.
+        recomputed: modules whose activations are recomputed in the backward.
+        ignored: modules that are not sharded.
+    """
 
     roots: tuple[str, ...]
     wrapped: tuple[str, ...]
@@ -30,8 +37,18 @@ Patterns = Literal["auto"] | Sequence[str]
 def decide_layout(
     task: TaskModule, trainable: Sequence[str], *, wrap: Patterns, recompute: Patterns, ignore: Sequence[str]
 ) -> Layout:
-    """Resolves the patterns against the task's modules. PlanError for one that matches nothing, or
-    that would leave trained parameters out of the sharding."""
+    """Decides a task's sharding layout: resolves the engine's module patterns against the task's modules.
+
+    Args:
+        task: the task, on the meta device or not.
+        trainable: names of the trained components.
+        wrap: patterns of modules to shard as units.
+        recompute: patterns of modules to recompute.
+        ignore: patterns of modules not to shard.
+
+    Raises:
+        PlanError: a pattern matches nothing, or would exclude trained parameters from sharding.
+    """
     paths = [name for name, _ in task.named_modules() if name]
     blocks = [path for root in trainable for path in like_blocks(task.get_submodule(root), root)]
 
@@ -40,20 +57,20 @@ def decide_layout(
 
     if recompute == "auto" and not blocks:
         raise PlanError(
-            f"'auto' finds no blocks in {', '.join(trainable)}",
+            f"'auto' finds no repeated blocks in {', '.join(trainable)}",
             where="engine.recompute_modules",
-            accepted="path patterns; or a model with _no_split_modules or a list of like modules",
+            accepted="path patterns; or a model with _no_split_modules or a list of equal modules",
         )
     ignored = resolve(ignore, "engine.ignored_modules")
     for path in ignored:
         inside = task.get_submodule(path).named_parameters(prefix=path)
         if trained := [name for name, p in inside if p.requires_grad and _inside(f"{name}.", trainable)]:
             raise PlanError(
-                f"{path!r} holds {len(trained)} trained parameters, such as {trained[0]!r}; "
-                "ignoring it would leave their gradients out of the reduction",
+                f"{path!r} contains {plural(len(trained), 'trained parameter')}, such as {trained[0]!r}; "
+                "if ignored, their gradients would not be averaged over ranks",
                 where="engine.ignored_modules",
                 accepted="frozen modules, or modules without parameters",
-                hint="take it out of the list",
+                hint="remove it from engine.ignored_modules",
             )
     wrapped = tuple(p for p in resolve(wrap, "engine.sub_modules_to_wrap") if p not in trainable)
     if tied := shared_outside(task, wrapped):
@@ -62,7 +79,7 @@ def decide_layout(
             raise PlanError(
                 f"{path!r} shares {own!r} with {other!r} outside of it: both must be gathered together",
                 where="engine.sub_modules_to_wrap",
-                accepted="auto, which leaves such modules out; or a module that holds both",
+                accepted="auto, which leaves such modules out; or a module that contains both",
             )
         wrapped = tuple(path for path in wrapped if path not in tied)
     recomputed = resolve(recompute, "engine.recompute_modules")
@@ -78,12 +95,16 @@ def decide_layout(
 
 
 def gathered_bytes(task: TaskModule, layout: Layout, dtype: torch.dtype | None, ahead: int | None) -> int:
-    """Most bytes of parameters that are whole at a time: what no wrapped module holds, and `ahead` wrapped
-    modules beside the one that computes, with those that they lie in.
+    """The peak bytes of gathered (unsharded) parameters in a task's sharding layout.
+
+    These are the parameters outside wrapped modules, and those of the computing wrapped module and `ahead`
+    further ones, with the modules that contain them.
 
     Args:
-        dtype: of gathered parameters; None: as stored.
-        ahead: None: every wrapped module stays gathered until its backward.
+        task: the task.
+        layout: its sharding layout.
+        dtype: dtype of gathered parameters; None for their own.
+        ahead: number of prefetched modules; None if every wrapped module stays gathered until its backward.
     """
     own = dict.fromkeys((*layout.roots, *layout.wrapped), 0)
     seen: set[int] = set()
@@ -103,13 +124,16 @@ def gathered_bytes(task: TaskModule, layout: Layout, dtype: torch.dtype | None, 
 
 
 def _inside(name: str, modules: Iterable[str]) -> list[str]:
-    """The modules that a dotted name lies in; that of a module itself ends in a dot."""
+    """The modules that contain a dotted name; end a module's own name in a dot to include itself."""
     return [path for path in modules if name.startswith(f"{path}.")]
 
 
 def shared_outside(task: TaskModule, paths: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Of the modules that share a parameter with what is not in them (tied weights), by path: (its name, the
-    other name)."""
+    """The modules that share a parameter with modules outside them (tied weights), which sharding must avoid.
+
+    Returns:
+        Path of the module -> (name of the parameter inside, name outside).
+    """
     names: dict[int, list[str]] = {}
     for name, parameter in task.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -124,20 +148,27 @@ def shared_outside(task: TaskModule, paths: Sequence[str]) -> dict[str, tuple[st
 
 
 def check_callable(task: TaskModule, paths: Sequence[str], key: str) -> None:
-    """PlanError for containers: nobody calls a list, so nothing would be gathered or recomputed."""
+    """Refuses containers as modules to wrap or recompute: a list is never called, so nothing would happen.
+
+    Raises:
+        PlanError: a path is a ModuleList or ModuleDict.
+    """
     for path in paths:
         if isinstance(task.get_submodule(path), (nn.ModuleList, nn.ModuleDict)):
             raise PlanError(
-                f"{path!r} is a container, which is never called itself",
+                f"{path!r} is a container, which the forward never calls",
                 where=key,
                 accepted=f"the modules in it: {path}.{{*}}",
             )
 
 
 def like_blocks(module: nn.Module, prefix: str) -> list[str]:
-    """Paths of the repeated blocks: what `_no_split_modules` names, else lists of like modules; of lists
-    within lists (a block's experts) the outer ones, each of which is a unit by itself."""
-    # The field's models carry this list by convention; it is no attribute of nn.Module.
+    """The paths of a module's repeated blocks, its units for sharding and recomputation.
+
+    These are the modules in `_no_split_modules`, else lists of modules of one class; for lists within lists
+    (a block's experts), the outer ones.
+    """
+    # Models in this field have the list by convention; it is not an attribute of nn.Module.
     names: set[str] = set(getattr(module, "_no_split_modules", None) or ())
     if names:
         return [f"{prefix}.{n}" for n, m in module.named_modules() if n and type(m).__name__ in names]
@@ -151,12 +182,16 @@ def like_blocks(module: nn.Module, prefix: str) -> list[str]:
 
 
 def mesh_shape(world: int, sharding_size: int | Literal["auto"]) -> tuple[int, int]:
-    """(replicas, shards): a shard group of `sharding_size` ranks, replicated over the others."""
+    """The device mesh (replicas, shards) for a number of ranks: shard groups of `sharding_size` ranks each.
+
+    Raises:
+        PlanError: `sharding_size` does not divide the number of ranks.
+    """
     shards = world if sharding_size == "auto" else sharding_size
     if world % shards:
         sizes = [str(n) for n in range(1, world + 1) if world % n == 0]
         raise PlanError(
-            f"sharding_size {shards} does not divide {world} rank{'s' * (world != 1)}",
+            f"sharding_size {shards} does not divide {plural(world, 'rank')}",
             where="engine.sharding_size",
             accepted=f"auto, {', '.join(sizes)}",
         )

@@ -78,8 +78,8 @@ def test_without_a_param_dtype_nothing_is_cast():
 
 
 SENTENCE = (
-    "engine.cast_forward_inputs: false leaves the casting of inputs to the model, and this model's weights,"
-    " in bf16, met inputs of another dtype: "
+    "engine.cast_forward_inputs: with false, the model must cast its inputs itself, but its bf16 weights got"
+    " inputs of a different dtype: "
 )
 
 
@@ -97,7 +97,7 @@ def test_a_model_that_does_not_cast_is_named_with_the_key(where):
     text = str(fault.value)
     assert text.startswith(SENTENCE) and "float and bfloat16" in text.lower()
     assert text.endswith(
-        "\n  hint: engine.cast_forward_inputs: true, or a model that casts what it gets to its weights' dtype"
+        "\n  hint: set engine.cast_forward_inputs: true, or cast inputs to the weights' dtype in the model"
     )
 
 

@@ -59,7 +59,7 @@ def test_a_language_models_adapters(kind, tmp_path):
     assert load_file(merged / "model.safetensors").keys() == load_file(origin / "model.safetensors").keys()
     assert not (out / "config.json").exists()
     card = (out / "README.md").read_text()
-    assert "library_name: peft" in card and f"| adapter `{names[-1]}` | " in card and " alone |" in card
+    assert "library_name: peft" in card and f"| adapter `{names[-1]}` | " in card and ", not merged |" in card
     assert f'from_pretrained(model, "{places[0].relative_to(tmp_path)}")' in card
     assert "merged into the weights" in (merged / "README.md").read_text()
 

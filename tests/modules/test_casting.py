@@ -64,7 +64,7 @@ LOW = ONES.bfloat16()
     ),
 )
 def test_two_floating_dtypes_are_a_matter_of_casting(product):
-    with pytest.raises(ContractError, match="met inputs of another dtype"), uncast_inputs("bf16"):
+    with pytest.raises(ContractError, match="got inputs of a different dtype"), uncast_inputs("bf16"):
         product()
 
 

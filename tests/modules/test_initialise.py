@@ -64,7 +64,7 @@ def last_row_left(table):
 @pytest.mark.parametrize("fill", (untouched, last_row_left))
 def test_a_table_that_is_not_set_is_named_with_what_to_do(kind, fill):
     with pytest.raises(
-        ContractError, match=r"Positions left 1 tensors unset: predictor\.position_ids"
+        ContractError, match=r"Positions left 1 tensor unset: predictor\.position_ids"
     ) as fault:
         begun(kind, fill)
     assert "self.position_ids.copy_(torch.arange(n))" in fault.value.hint
@@ -74,7 +74,7 @@ def test_integer_weights_that_are_not_set_are_named():
     with torch.device("meta"):
         module = Positions(torch.int64, lambda table: table.zero_())
         module.codes = nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
-    with pytest.raises(ContractError, match=r"1 tensors unset: predictor\.codes"):
+    with pytest.raises(ContractError, match=r"1 tensor unset: predictor\.codes"):
         initialise(module.to_empty(device="cpu"), "predictor", Randomness(1))
 
 
@@ -139,12 +139,12 @@ def copy_rows(whole, table):
     ),
 )
 def test_integers_that_are_computed_of_unset_memory_are_unset(compute):
-    with pytest.raises(ContractError, match=r"1 tensors unset: predictor\.position_ids"):
+    with pytest.raises(ContractError, match=r"1 tensor unset: predictor\.position_ids"):
         begun(torch.int64, compute)
 
 
 def test_a_mask_that_is_turned_over_in_unset_memory_is_unset():
-    with pytest.raises(ContractError, match=r"1 tensors unset: predictor\.position_ids"):
+    with pytest.raises(ContractError, match=r"1 tensor unset: predictor\.position_ids"):
         begun(torch.bool, lambda table: table.logical_not_())
 
 
@@ -157,7 +157,7 @@ def test_integers_that_are_computed_of_another_table_before_it_is_set_are_unset(
 
     module = Two(torch.int64, lambda table: None)
     module.register_buffer("others", torch.zeros(4, 3, dtype=torch.int64))
-    with pytest.raises(ContractError, match=r"1 tensors unset: predictor\.others"):
+    with pytest.raises(ContractError, match=r"1 tensor unset: predictor\.others"):
         initialise(module, "predictor", Randomness(1))
 
 
@@ -305,12 +305,12 @@ def test_other_sums_of_plain_and_sharded_tensors_are_named(sharded):
     with pytest.raises(ContractError) as fault:
         sharded(lambda w: nn.init.ones_(w).mul_(torch.ones(4)))
     assert str(fault.value) == (
-        "init_weights computes with a plain tensor and predictor.weight, of which each rank holds"
-        " a part, by mul_\n"
-        "  accepted: methods of the parameter with numbers, and copy_ of a whole plain tensor into it\n"
-        "  hint: compute the whole tensor first, then self.weight.copy_(whole)"
+        "init_weights calls mul_ with a plain tensor and predictor.weight, which is sharded over the"
+        " ranks\n"
+        "  accepted: methods of the parameter with numbers, and copy_ of a full plain tensor into it\n"
+        "  hint: compute the full tensor first, then self.weight.copy_(full)"
     )
-    with pytest.raises(ContractError, match="a plain tensor and a sharded tensor, of which each rank"):
+    with pytest.raises(ContractError, match="with a plain tensor and a parameter, which is sharded"):
         sharded(lambda w: w.data.copy_(torch.ones(4, 4)))
 
 
@@ -318,9 +318,9 @@ def test_other_sums_of_plain_and_sharded_tensors_are_named(sharded):
 def test_draws_that_cannot_be_by_seed_on_shards_are_told_as_what_they_are(sharded, draw):
     with pytest.raises(ContractError) as fault:
         sharded(draw)
-    assert "draws into a view of a parameter, or into a tensor made of it, by normal_" in fault.value.what
+    assert "calls normal_ on a view of a parameter, or on a tensor computed from it" in fault.value.what
     assert fault.value.hint.endswith(
-        "call nn.init.orthogonal_ and its like through their module, not by a name imported from it"
+        "call functions such as nn.init.orthogonal_ through nn.init, not by a name imported from it"
     )
 
 

@@ -65,7 +65,7 @@ def test_a_name_that_matches_nothing_shows_the_components_or_where_its_like_stan
 
 @pytest.mark.parametrize("pattern", ["predictor.blocks.{0-39}", "predictor.blocks.{3,31}"])
 def test_a_number_beyond_the_blocks_is_named(pattern):
-    with pytest.raises(PlanError, match=r"(0-39|31) reaches beyond the modules that exist"):
+    with pytest.raises(PlanError, match=r"(0-39|31) includes modules that do not exist"):
         match([pattern], PATHS, "k")
 
 

@@ -132,9 +132,9 @@ def test_a_least_rate_above_the_base_rate_is_refused(kind, key):
     with pytest.raises(ConfigError) as caught:
         kind(10, BASE, **{key: 0.1})
     assert str(caught.value) == (
-        f"lr_schedule.{key}: {key} is 0.1, which is more than the optimizer's rate of 0.02\n"
+        f"lr_schedule.{key}: {key} is 0.1, which is above the optimizer's learning rate 0.02\n"
         "  accepted: 0 to 0.02\n"
-        f"  hint: {key} is a learning rate, not a share of one"
+        f"  hint: lower it: {key} is a learning rate, not a share of one"
     )
 
 
@@ -142,7 +142,7 @@ def test_a_decay_that_overlaps_the_warm_up_is_refused():
     with pytest.raises(ConfigError) as caught:
         wsd(10, BASE, 4, decay_fraction=0.8)
     assert str(caught.value) == (
-        "lr_schedule.decay_fraction: the warm-up takes 4 steps and the decay 8, but the run has only 10\n"
+        "lr_schedule.decay_fraction: the warm-up has 4 steps and the decay 8, but the run has only 10\n"
         "  accepted: 0 to 0.6\n"
         "  hint: lower lr_schedule.decay_fraction or shorten the warm-up"
     )

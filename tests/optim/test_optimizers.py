@@ -224,7 +224,7 @@ def test_a_device_that_torchao_does_not_serve_is_told():
         low_bit._check_runs(Broken, torch.device("cpu"))
     assert str(caught.value) == (
         "optimizer: torchao's 8-bit AdamW does not run on cpu: No working C++ compiler found\n"
-        "  accepted: a device that torch.compile serves (on CPU it needs a C++ compiler)\n"
+        "  accepted: a device that torch.compile supports (on CPU it needs a C++ compiler)\n"
         "  hint: set optimizer.type to adamw"
     )
 

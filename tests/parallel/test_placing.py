@@ -134,7 +134,7 @@ def test_a_table_that_no_file_holds_and_that_is_not_computed_is_refused():
     encoder = Encoder()
     encoder.build_empty()
     encoder.places = torch.empty(SIZE, device="meta")
-    with pytest.raises(ContractError, match="Encoder leaves 1 tables without values: places") as fault:
+    with pytest.raises(ContractError, match="Encoder leaves 1 buffer without values: places") as fault:
         place(encoder, FrozenPlan("text", "replicated", (), 0, 0, 0), CPU, Drawn())
     assert "mm_core.contracts.empty_parameters" in fault.value.hint
 
@@ -204,11 +204,11 @@ def test_blocks_that_share_weights_are_moved_together():
     ("placements", "ignored", "sentence"),
     [
         ({"text": "sharded"}, (), "the task has no frozen component 'text'"),
-        ({"autoencoder": "offloaded"}, (), "'autoencoder' reads its weights itself, the same on every rank"),
+        ({"autoencoder": "offloaded"}, (), "'autoencoder' loads its weights itself, in full on every rank"),
         (
             {"text_encoder": "sharded"},
             ("text_encoder",),
-            "'text_encoder' is to be sharded and to be left alone",
+            "'text_encoder' would be sharded, but engine.ignored_modules excludes it from sharding",
         ),
     ],
 )

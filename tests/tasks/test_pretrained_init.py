@@ -135,7 +135,7 @@ def test_two_ranks_begin_as_one_to_the_bit(tmp_path):
     for world in (1, 2):
         run_ranks(HERE / "drawn_ranks.py", world, tmp_path / f"out{world}", *folders)
     one, first, second = (torch.load(tmp_path / name) for name in ("out1.0", "out2.0", "out2.1"))
-    said = "init_weights of Table left 1 tensors unset: model.codes"
+    said = "init_weights of Table left 1 tensor unset: model.codes"
     tables = [found.pop("tables") for found in (one, first, second)]
     assert tables == [["", said], ["", ""], ["", said]]
     refused = {name: why for name, why in one.items() if isinstance(why, str)}

@@ -490,7 +490,7 @@ def test_a_dtype_below_adapters_that_nothing_computes_in_is_a_sentence(tmp_path,
         " for the computation\n  hint: set engine.param_dtype: bf16"
     )
     monkeypatch.setattr(casting, "shards_mixed", lambda: False)
-    said = "predictor holds parameters of bfloat16 and float32, which torch .* cannot shard together"
+    said = "predictor has parameters in bfloat16 and float32, which torch .* cannot shard together"
     with pytest.raises(PlanError, match=said):
         make_plan(with_base_dtype(tmp_path, param_dtype="bf16"), 1, num_samples=100)
     with pytest.raises(ValueError, match="base_dtype works only with adapters"):

@@ -33,7 +33,7 @@ def no_layers() -> None:
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: match(["blocks.{*}"], [""], "engine.key"), "nothing: there is no module to name"),
+        (lambda: match(["blocks.{*}"], [""], "engine.key"), "no pattern: there are no modules"),
         (no_layers, "no target: the component has no linear layer"),
         (no_inputs, "these are none"),
         (lambda: no_layout_error(Path("x"), "predictor", ()), "none (no plugin has a format)"),

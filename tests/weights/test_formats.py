@@ -290,6 +290,7 @@ def test_an_adapter_is_no_weights_to_begin_with(tmp_path):
     save_file({"a": torch.ones(1)}, tmp_path / "adapter_model.safetensors")
     for path in (tmp_path, tmp_path / "adapter_model.safetensors"):
         with pytest.raises(
-            CheckpointError, match=r"this is an adapter, not weights\n  hint: train\.adapters"
+            CheckpointError,
+            match=r"this is an adapter, not weights\n  hint: to start from an adapter, set train\.adapters",
         ):
             start(Task(predictor=on_meta(custom_dit)), path)
