@@ -109,7 +109,8 @@ def test_a_group_that_matches_nothing_or_is_left_with_nothing_is_refused():
     with pytest.raises(PlanError) as caught:
         split(parameter_groups=(ParameterGroup(("predictor",)), ParameterGroup(("predictor.head",))))
     assert str(caught.value) == (
-        "train.parameter_groups.1.match: earlier groups already contain every parameter that this one matches\n"
+        "train.parameter_groups.1.match: earlier groups already contain every parameter that this one"
+        " matches\n"
         "  hint: put the narrower group first: the first group that matches a parameter applies"
     )
 
