@@ -69,6 +69,11 @@ def open_tokenizer(folder: str, trust_remote_code: RemoteCode = False) -> PreTra
             accepted=", ".join(sorted(names)),
             hint=_HINT,
         )
+    _set_padding(tokenizer, folder)
+    return tokenizer
+
+
+def _set_padding(tokenizer: PreTrainedTokenizerBase, folder: str) -> None:
     tokenizer.padding_side = "right"
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -79,7 +84,6 @@ def open_tokenizer(folder: str, trust_remote_code: RemoteCode = False) -> PreTra
             accepted="a tokenizer with pad_token or eos_token",
             hint="add pad_token to its tokenizer_config.json",
         )
-    return tokenizer
 
 
 def _move(tokenizer: PreTrainedTokenizerBase, opened: str, folder: str) -> None:

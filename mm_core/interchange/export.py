@@ -58,15 +58,12 @@ def export(
         run: a run's folder (its newest checkpoint), `DIR@STEP`, `DIR@best`, or a checkpoint's folder.
         out: a folder that does not exist yet, or is empty.
         format: name of a weight format.
-        weights: `ema` exports the average, and the model's own tensors where there is none; `auto` does so
-            if the checkpoint contains an average.
+        weights: `ema` exports the average, and the model's tensors without one; `auto` where there is one.
         merge_adapters: write the weights with the adapters merged into them (computed in fp32) instead.
-        dtype: dtype of all floating-point parameters: `bf16`, `fp16` or `fp32`. None keeps the checkpoint's.
-            Buffers (tables, running means) always keep theirs.
+        dtype: `bf16`, `fp16` or `fp32`, for all floating-point parameters; None keeps the checkpoint's.
         max_shard: size of the largest file, as `5GB`.
         component: the only component to export, if the task trains several.
-        pipeline: folder to copy the remaining parts from, for formats that write complete pipelines; None
-            takes the one that the run started from.
+        pipeline: pipeline's folder to copy the remaining parts from; None: the one the run started from.
         overrides: `key.path=value` over the run's config, for folders that have moved.
         note: called with a sentence about folders that the run started from and that no longer exist.
         allow_code: run code that the run's config names even if this user has not trained with it.

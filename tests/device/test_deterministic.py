@@ -1,4 +1,4 @@
-"""run.deterministic: kernels whose results vary are refused, in the run and from its first step."""
+"""run.deterministic: non-deterministic kernels are refused, from the first step of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A backend of torch that is installed and does not load: one sentence, and none where it is not used."""
+"""A torch backend that is installed but cannot be loaded is one error, and none where it is not used."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def mock_torch_npu_without_cann(tmp_path) -> Path:
-    """A mock (no Ascend host is here): torch_npu as pip installs it, where CANN's libraries are missing."""
+    """A mock (no Ascend host is here): torch_npu as pip installs it, without CANN's libraries."""
     info = tmp_path / "torch_npu-2.7.1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.7.1\n")

@@ -15,7 +15,7 @@ from support.tiny_models import Task
 
 
 class Seeing(nn.Module):
-    """Notes the dtypes of what it is given, and computes in that of its weight or of its input."""
+    """Records the dtypes of its inputs, and computes in that of its weight or of its input."""
 
     def __init__(self, own_cast: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the plan counts on the device and in host memory is what FSDP2 holds there."""
+"""The plan's bytes on the device and in host memory equal those of FSDP2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State that a checkpoint could not hold is refused when it is asked for, not lost."""
+"""Optimizer state that a checkpoint cannot contain is refused, not lost."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def whole(engine: FSDP2Engine) -> dict[str, torch.Tensor]:
 def test_parameters_that_no_gradient_has_reached_have_no_state_after_a_resume_either(
     make: Make, tmp_path: Path
 ):
-    """State made up for them would count steps that they have not had, when their first gradient comes."""
+    """Invented state would count steps that they never made, at their first gradient."""
     with process_group():
         task, engine = late_engine(make, seed=1)
         for _ in range(2):

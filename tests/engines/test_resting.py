@@ -1,4 +1,4 @@
-"""A sharded module that has not run yet does not stand in the way of gradient accumulation."""
+"""A sharded module that has not run yet does not break gradient accumulation."""
 
 from __future__ import annotations
 

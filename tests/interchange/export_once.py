@@ -1,4 +1,4 @@
-"""One export in a process of its own: to be killed, or to be measured.
+"""One export in its own process, to be killed or measured.
 
 Arguments: run, out, and a format (safetensors). Prints its anonymous memory at the start and at most, bytes.
 """

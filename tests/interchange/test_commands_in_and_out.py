@@ -1,4 +1,4 @@
-"""`mm import` and `mm export` as a person types them."""
+"""The commands `mm import` and `mm export`."""
 
 from __future__ import annotations
 

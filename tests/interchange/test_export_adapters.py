@@ -1,4 +1,4 @@
-"""Adapters out: alone as their libraries load them, and merged; both compute what the run computes."""
+"""Exports of adapters, separate and merged: both compute what the run computes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_language_models_adapters(kind, tmp_path):
 
 
 def test_a_merge_is_computed_in_fp32(tmp_path):
-    """Then cast once; the bits of what no adapter touches stay."""
+    """Then cast once; tensors without adapters keep every bit."""
     origin = published(tmp_path, "qwen3")
     config = language(tmp_path, "qwen3", train={"epochs": 1, "adapters": [ATTENTION]})
     trained(config, origin)
@@ -143,7 +143,7 @@ def test_a_dora_that_init_from_brings_is_as_it_was_trained(tmp_path):
 
 
 def test_what_is_trained_beside_an_adapter_goes_with_it(tmp_path):
-    """As what PEFT calls modules to save; merged weights hold it too."""
+    """As PEFT's modules_to_save; merged weights contain it too."""
     origin = published(tmp_path, "qwen3")
     beside = ["lm.inner.lm_head", "lm.inner.model.norm"]
     section = {"epochs": 1, "adapters": [ATTENTION], "also_train": beside}

@@ -1,4 +1,4 @@
-"""What an export leaves as it is: tables, what another host writes, and the environment of a past run."""
+"""Exports leave tables, the files of other hosts, and a past run's environment unchanged."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_table_keeps_its_precision_whatever_the_weights_are_written_in(tmp_pat
 
 
 def test_an_export_does_not_ask_for_the_environment_of_the_data(tmp_path, monkeypatch):
-    """What is a text stays as written; a number that nothing gives is still a fault, with what to set."""
+    """A text stays as written; a missing number is still an error that names what to set."""
     monkeypatch.setenv("CLIPS", str(tmp_path))
     saved = run(tmp_path)
     monkeypatch.delenv("CLIPS")
@@ -76,7 +76,7 @@ def test_an_export_does_not_ask_for_the_environment_of_the_data(tmp_path, monkey
 
 
 def test_what_freezing_keeps_is_left_out_where_the_config_says_so(tmp_path, monkeypatch):
-    """And is in an export all the same."""
+    """An export contains it anyway."""
     monkeypatch.setenv("CLIPS", str(tmp_path))
     saved = run(tmp_path, train={"steps": 1, "freeze": ["net.weight"]}, checkpoint={"frozen": False})
     assert OpenedCheckpoint(saved).names("model") == {"net.bias", "net.table"}
@@ -95,7 +95,7 @@ def test_what_freezing_keeps_is_left_out_where_the_config_says_so(tmp_path, monk
 
 
 def test_what_another_host_writes_is_left_for_a_day(tmp_path):
-    """Its processes cannot be asked after; the last file that was written tells."""
+    """Its processes are unknown here, so the time of the last written file decides."""
     stages = {
         name: tmp_path / f".out.tmp-0{i}-1@{name}" for i, name in enumerate(("writing", "dead", "late"))
     }

@@ -1,4 +1,4 @@
-"""An export is whole or not there: killed, on a full disk, from a damaged checkpoint; and its memory."""
+"""An export is complete or absent: killed, on a full disk, from a damaged checkpoint; and its memory."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_an_export_never_holds_the_model(large, tmp_path):
 
 @pytest.mark.slow
 def test_an_export_that_is_killed_leaves_nothing_under_its_name(large, tmp_path):
-    """At seeded moments; the next one finds the way free, and takes the rubbish with it."""
+    """Killed at seeded moments; the next export works, and removes the remains."""
     out, chance, killed_writing = tmp_path / "out", random.Random(4), 0
     for _ in range(6):
         process = begin(large, out)
@@ -141,7 +141,7 @@ def test_a_full_disk_is_one_sentence(small, tmp_path):
 
 
 def test_a_file_that_may_not_grow(small, tmp_path):
-    """As a full disk, for those who may not mount one."""
+    """Simulates a full disk, where mounting one is not allowed."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
     try:

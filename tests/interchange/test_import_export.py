@@ -1,4 +1,4 @@
-"""Weights into a run and out again: every bit the same, and loaded by the libraries they are of."""
+"""Weights imported and exported again: every bit is the same, and their libraries load them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_custom_dit_in_and_out(tmp_path):
 
 
 def test_shards_of_another_dtype_load_in_it(tmp_path):
-    """Files say their dtype; the library's config does not overrule them."""
+    """Files have their own dtype; the library's config does not override it."""
     origin = published(tmp_path, "qwen3_tied", torch.bfloat16)
     import_weights(language(tmp_path, "qwen3_tied"), origin)
     out = export(tmp_path / "runs/tuned", tmp_path / "out", "transformers", dtype="bf16", max_shard="4kB")

@@ -1,4 +1,4 @@
-"""Exports of subclasses of a library's models: of the class that the library knows, or not at all."""
+"""Exports of subclasses of a library's models use a class that the library exports, or are refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ QWEN |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embed
 
 
 class Mine(UNet2DModel):
-    """Another signature, the same model."""
+    """A different signature, the same model."""
 
     def forward(self, latents, timestep):
         return super().forward(latents, timestep, return_dict=False)[0]

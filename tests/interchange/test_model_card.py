@@ -1,4 +1,4 @@
-"""The card of an export: made to be published."""
+"""The model card of an export can be published."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipelines in and out, and components that lie in several folders: whole, loadable, or one sentence."""
+"""Pipelines in and out, and components in several folders: complete and loadable, or one error."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ LTX, EXPERTS = {"type": "local/ltx"}, {"type": "local/experts"}
 
 
 def after_training(config, saved: Path, part: str) -> torch.nn.Module:
-    """With the fact that training carries on."""
+    """With the facts that training records."""
     return runs.moved(config, saved, part, imported=open_checkpoint(saved).facts["imported"])
 
 
@@ -273,7 +273,7 @@ def test_a_file_that_may_not_grow_leaves_nothing_of_a_pipeline(origin, tmp_path)
 
 @pytest.mark.slow
 def test_a_pipeline_that_is_killed_leaves_nothing_under_its_name(origin, tmp_path):
-    """While its other parts are copied; the next export takes what is left with it."""
+    """Killed while its other parts are copied; the next export removes the remains."""
     save_file({"large": torch.zeros(150_000_000)}, origin / "vae" / "large.safetensors")
     import_weights(config_of(tmp_path, LTX), origin)
     out = tmp_path / "out"
@@ -315,7 +315,7 @@ def test_a_component_in_two_folders_in_and_out(pair, tmp_path):
 
 
 def test_one_of_two_parts_in_its_place(pair, tmp_path):
-    """A component that has one part alone; the other part of the pipeline is taken over."""
+    """A component with only one part; the other part of the pipeline is copied."""
     import_weights(config_of(tmp_path, {**EXPERTS, "parts": ["low"]}), pair)
     out = export(tmp_path / "runs/tuned", tmp_path / "out", "folders")
     for name in ("transformer", "transformer_2"):

@@ -1,4 +1,4 @@
-"""Runs with adapters whose checkpoints hold what is trained, and leave the rest to the files it came from."""
+"""Runs with adapters: checkpoints store trained weights; the others are read from their original files."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def test_a_checkpoint_is_what_is_trained_and_is_resumed_sampled_and_exported(
     tiny, base, style, tmp_path, mm, same_clips
 ):
-    """As one that holds everything, bit for bit, on other ranks too, once the adapter's file has gone."""
+    """Like a checkpoint with everything, bit for bit, also on other ranks, after the adapter's file is gone."""
     adapter = f"{{from: {style}}}"
     runs = {
         name: arguments(
@@ -121,7 +121,7 @@ LORA = "{targets: [to_q], rank: 1}"
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_dora_upon_weights_that_are_not_held_resumes_bit_for_bit(ranks, tiny, base, tmp_path, mm):
-    """Its head is not zero, so that every factor and length has a gradient from the first step on."""
+    """Its head is not zero, so every adapter tensor has a gradient from the first step on."""
     dora = "{targets: [to_q, ffn], rank: 2, dora: true, dropout: 0.2}"
     command = arguments(tiny, tmp_path, "dora", base, dora, "train.also_train=[predictor.proj_out]")
     done = mm(*command, "--nproc", ranks, "--verify-resume", 2)
@@ -150,7 +150,7 @@ def test_a_base_that_has_gone_moved_or_changed_is_one_sentence(tiny, base, tmp_p
         )
     done = mm("weights", "show", tmp_path / "tuned")
     assert f"missing: 69 frozen tensors of init_from, read from {base}\n" in done.out
-    # The adapter alone asks for no weights below it.
+    # An export of the adapter does not need the base weights.
     out = ("--to", "wan_transformer", "--out", tmp_path / "alone")
     assert mm("export", "--run", tmp_path / "tuned", *out).code == 0
     out = ("--to", "safetensors", "--merge-lora", "--out", tmp_path / "merged")
@@ -182,7 +182,7 @@ def test_a_place_that_the_environment_names_is_not_written_down(tiny, base, tmp_
 
 
 def test_what_is_held_from_then_on_and_what_an_older_checkpoint_holds(tiny, base, tmp_path, mm):
-    """checkpoint.frozen: true at a resume makes a run independent of its base, for good."""
+    """checkpoint.frozen: true at a resume makes a run permanently independent of its base."""
     command = arguments(tiny, tmp_path, "tuned", base, LORA)
     assert mm(*command, "--stop-after", 1).code == 75
     assert mm(*command, "checkpoint.frozen=true", "--stop-after", 2).code == 75
@@ -194,7 +194,7 @@ def test_what_is_held_from_then_on_and_what_an_older_checkpoint_holds(tiny, base
 
 
 def test_a_run_begins_with_one_that_holds_adapters_alone(tiny, base, tmp_path, mm):
-    """Adapters from it, and the weights below from where it read them."""
+    """Adapters from the run, and base weights from the files that it read."""
     assert mm(*arguments(tiny, tmp_path, "first", base, LORA)).code == 0
     second = arguments(tiny, tmp_path, "second", tmp_path / "first", LORA, "train.steps=0")
     assert mm(*second, "train.steps=1", "optimizer.lr=0.0").code == 0
@@ -220,7 +220,7 @@ def test_an_import_holds_what_it_copies_unless_it_is_told_not_to(tiny, base, tmp
 
 @pytest.mark.skipif(not shards_mixed(), reason="this torch shards no module of mixed dtypes")
 def test_a_base_in_bf16_trains_as_one_in_fp32_that_is_computed_in_bf16(tiny, base, tmp_path, mm, same_clips):
-    """Its values are numbers of bf16: not a bit of what is trained differs, nor of what is sampled."""
+    """Its values are bf16 numbers: trained weights and samples do not differ by a bit."""
     stored = {name: tensor.bfloat16() for name, tensor in load_file(base).items()}
     save_file(stored, base)
     clips, tuned, losses = [], [], []

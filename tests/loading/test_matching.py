@@ -1,4 +1,4 @@
-"""Weights to begin with: read from where they lie, compared by name first, and nothing in them runs."""
+"""Initial weights: compared by name before they are read, and no code in them runs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def begin(path: Path, into: dict[str, torch.Tensor], **fields) -> MatchReport:
 
 
 def fault(path: Path, into: dict[str, torch.Tensor], **fields) -> str:
-    """What is said; nothing may have been touched."""
+    """The error text; no tensor may have changed."""
     before = {name: tensor.clone() for name, tensor in into.items()}
     with pytest.raises(CheckpointError) as caught:
         begin(path, into, **fields)
@@ -251,7 +251,7 @@ def test_the_likely_prefix_is_the_one_that_mends_most():
     assert likely_prefix(missing, ["other"]) is None
 
 
-# -- faults of files ---------------------------------------------------------------------------
+# -- damaged files -----------------------------------------------------------------------------
 
 
 def test_a_path_that_holds_no_weights_says_what_would(tmp_path):
@@ -271,7 +271,7 @@ def test_a_path_that_holds_no_weights_says_what_would(tmp_path):
 
 
 def test_a_torch_files_weights_may_lie_beside_other_tensors(tmp_path):
-    """The deepest mapping with tensors is the model's; one that holds itself has an end."""
+    """The deepest mapping with tensors is the model's; one that contains itself does not hang."""
     stored = prefixed(weights(), "predictor.")
     path = tmp_path / "x.pt"
     torch.save({"model": {"state_dict": stored, "scale": torch.ones(1)}, "step": torch.tensor(7)}, path)
@@ -347,7 +347,7 @@ class Runs:
 
 
 def hostile(kind: str, mark: Path) -> bytes:
-    """Files that would make `mark` if anything in them ran."""
+    """Files that would create `mark` if any code in them ran."""
     command = f"open({str(mark)!r}, 'w').close()"
     payload = Runs(exec, command) if kind != "system" else Runs(__import__("os").system, f"touch {mark}")
     if kind == "bare pickle":

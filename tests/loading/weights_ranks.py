@@ -1,4 +1,4 @@
-"""Run by each rank: a tiny Transformers model with tied weights, begun from a folder, trained two steps.
+"""Run by each rank: a tiny Transformers model with tied weights, started from a folder, trained two steps.
 
 usage: weights_ranks.py OUT FOLDER
 """
@@ -39,7 +39,7 @@ class LanguageModel(nn.Module):
         return self.model(input_ids=ids, labels=ids).loss
 
     def init_weights(self) -> None:
-        """The rotary table is computed; all else is in the folder."""
+        """The rotary table is computed; everything else is in the folder."""
         rotary = self.model.model.rotary_emb
         table = 1.0 / rotary.config.rope_parameters["rope_theta"] ** (torch.arange(0, 8, 2) / 8)
         for buffer in rotary.buffers():

@@ -1,4 +1,4 @@
-"""Inputs are lowered, timesteps are not, recomputed or not."""
+"""Inputs are cast, timesteps are not, with and without recomputation."""
 
 from __future__ import annotations
 

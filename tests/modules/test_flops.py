@@ -1,4 +1,4 @@
-"""Operations of a step from what a predictor multiplies: those that torch counts, to the last one."""
+"""FLOPs of a step from a predictor's products equal exactly those that torch counts."""
 
 from __future__ import annotations
 

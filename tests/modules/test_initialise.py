@@ -1,4 +1,4 @@
-"""What `init_weights` leaves unset is found, whatever its type; what it sets has any value."""
+"""Tensors that `init_weights` leaves unset are found, for any dtype; set ones may have any value."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def begun(kind, fill, shape=(4, 3), **options):
 
 
 def untouched(table):
-    """Leaves a table as memory is."""
+    """Leaves a table unset."""
 
 
 def last_row_left(table):
@@ -104,7 +104,7 @@ def test_however_a_table_is_written_it_is_set(kind, fill):
 
 @pytest.mark.parametrize("kind", KINDS[:6], ids=str)
 def test_no_value_is_refused(kind):
-    """Not those that memory is marked with either."""
+    """Values equal to the marks in memory are accepted too."""
     for value in VALUES:
         whole = torch.tensor(value).to(kind).expand(4, 3)
         by_copy = begun(kind, functools.partial(copy_whole, whole))
@@ -298,7 +298,7 @@ def test_a_whole_tensor_is_copied_into_a_sharded_parameter(sharded):
 
     assert bool((sharded(twice) == 2).all())
     spared = sharded(lambda w: w.copy_(torch.full((4, 4), 7.0)), spared=("predictor.weight",))
-    assert not bool((spared == 7).all())  # its memory is unset, and may hold a 7 by chance
+    assert not bool((spared == 7).all())  # its memory is unset, and may contain a 7 by chance
 
 
 def test_other_sums_of_plain_and_sharded_tensors_are_named(sharded):

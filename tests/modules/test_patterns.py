@@ -1,4 +1,4 @@
-"""The path grammar: what a pattern matches, and what a wrong one is told."""
+"""Module patterns: what they match, and the errors for wrong ones."""
 
 from __future__ import annotations
 

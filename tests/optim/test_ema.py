@@ -32,7 +32,7 @@ def average(net: nn.Module, **fields) -> EMA:
 @pytest.mark.parametrize("device", ["same", "cpu"])
 def test_it_is_torchs_average(device):
     net = model()
-    # Theirs copies the weights at its first update; ours has them from the start.
+    # torch's copies the weights at its first update; ours has them from the start.
     theirs = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     theirs.update_parameters(net)
     ours = average(net, decay=0.9, ramp=False, device=device)

@@ -1,4 +1,4 @@
-"""Schedules equal Transformers' ones, step by step, and end where they say."""
+"""Schedules equal those of Transformers step by step, and end at the configured rate."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_cosine_ends_at_the_least_rate(min_lr):
 
 @pytest.mark.parametrize(("shape", "name"), [("linear", "linear"), ("sqrt", "1-sqrt"), ("cosine", "cosine")])
 def test_wsd_equals_that_of_transformers(shape, name):
-    """Their warm-up begins at the least rate."""
+    """Their warm-up starts at the lowest rate."""
     make = lambda o: get_wsd_schedule(o, 4, 6, num_training_steps=30, decay_type=name, min_lr_ratio=0.1)  # noqa: E731
     schedule = wsd(
         30, BASE, 4, warmup_init=0.1 * BASE, min_lr=0.1 * BASE, decay_fraction=0.2, decay_shape=shape

@@ -1,4 +1,4 @@
-"""Optimizers: the papers' updates, whatever kernel computes them and however parameters are cut."""
+"""Optimizers: the papers' updates, for any kernel and any sharding of the parameters."""
 
 from __future__ import annotations
 
@@ -181,7 +181,8 @@ def test_muon_without_a_matrix_or_with_a_pattern_of_nothing_is_refused():
         muon(bias, **dataclasses.asdict(MuonConfig()))
     assert str(caught.value) == (
         "optimizer: muon has no matrix to train\n"
-        "  accepted: parameters of two or more dimensions that optimizer.adamw_for does not match"
+        "  accepted: parameters with two or more dimensions that optimizer.adamw_for does not match\n"
+        "  hint: narrow optimizer.adamw_for, or set optimizer.type to adamw"
     )
     with pytest.raises(PlanError, match=r"optimizer.adamw_for: pattern 'embedding' matches no module"):
         muon_of(*layers(), adamw_for=("embedding",))
@@ -288,5 +289,5 @@ def test_muon_on_two_ranks_moves_as_on_one(tmp_path):
     matrices = ("predictor.first.weight", "predictor.first.weight.momentum_buffer")
     assert all(torch.equal(one[name], two[name]) for name in matrices), "Muon's part, bit for bit"
     for name in one:
-        # AdamW's fused kernel rounds the last numbers of an odd shard otherwise.
+        # AdamW's fused kernel rounds the last numbers of an odd shard differently.
         assert torch.allclose(one[name], two[name], rtol=1e-6, atol=1e-9), name

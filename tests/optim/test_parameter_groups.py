@@ -1,4 +1,4 @@
-"""Which parameters are trained, and how: by the path grammar, the first match counting."""
+"""Parameter groups and freezing by module patterns; the first match applies."""
 
 from __future__ import annotations
 

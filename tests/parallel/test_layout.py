@@ -39,7 +39,7 @@ def test_auto_takes_lists_of_like_blocks():
 
 
 def test_auto_takes_the_outer_ones_of_lists_within_lists():
-    """As blocks whose experts are modules of their own: each would be gathered alone."""
+    """Like blocks whose experts are modules themselves: each would be gathered separately."""
     model = Lists()
     for layer in range(3):
         model.layers[layer] = nn.Sequential(nn.ModuleList(nn.Linear(2, 2) for _ in range(4)))
@@ -56,7 +56,7 @@ def test_auto_takes_what_the_model_names():
 def test_frozen_modules_may_be_ignored_and_trained_ones_not():
     task = ListTask(Lists())
     assert layout(task, ignore=["autoencoder"]).ignored == ("autoencoder",)
-    with pytest.raises(PlanError, match=r"'predictor\.stem' holds 2 trained parameters"):
+    with pytest.raises(PlanError, match=r"'predictor\.stem' contains 2 trained parameters"):
         layout(task, ignore=["predictor.stem"])
 
 

@@ -54,7 +54,6 @@ class SelfLoaded(nn.Module):
         return []
 
     def load(self, device: torch.device) -> None:
-        """Nothing."""
 
 
 class Task(nn.Module):
@@ -130,7 +129,7 @@ def test_offloaded_weights_compute_the_same_and_are_there_for_a_call_alone():
 
 
 def test_a_table_that_no_file_holds_and_that_is_not_computed_is_refused():
-    """It would be memory as it comes."""
+    """It would be unset memory."""
     encoder = Encoder()
     encoder.build_empty()
     encoder.places = torch.empty(SIZE, device="meta")

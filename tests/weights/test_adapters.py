@@ -1,4 +1,4 @@
-"""Adapters in components: PEFT's layers, begun as PEFT and Diffusers begin them, from files of theirs."""
+"""Adapters in components: PEFT's layers, initialised like those of PEFT and Diffusers, and from their files."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Task(nn.Module):
         self.adapters = adapters
 
     def begin(self, seed: int = 0) -> Task:
-        """Gives it memory and values, as the engine does."""
+        """Allocates and fills it, as the engine does."""
         weights = AdapterWeights(self, self.adapters, FORMATS)
         self.predictor.to_empty(device="cpu")
         initialise(self.predictor, "predictor", Randomness(seed), weights.names)
@@ -80,7 +80,7 @@ def bold(model: CustomDiT) -> CustomDiT:
 
 
 def perturbed(model: nn.Module) -> nn.Module:
-    """Adapters as if trained: no factor is zero, no length that of the weight."""
+    """Adapters as if trained: no matrix is zero, no magnitude equals the weight's row lengths."""
     generator = torch.Generator().manual_seed(5)
     for name, parameter in model.named_parameters():
         if adapter_of(name) is not None:
@@ -145,7 +145,7 @@ def test_an_adapter_that_diffusers_has_saved_is_begun_from(tmp_path):
     torch.testing.assert_close(task.predictor(**call), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("error:Already found a")  # PEFT doubts that several are meant
+@pytest.mark.filterwarnings("error:Already found a")  # PEFT warns about several adapters
 def test_several_adapters_count_together_and_only_those_in_training_learn(tmp_path):
     first = peft.get_peft_model(plain(), peft.LoraConfig(r=4, target_modules=["to_q"]))
     perturbed(first).save_pretrained(tmp_path)
@@ -210,7 +210,7 @@ def test_the_patterns_of_an_alpha_mean_what_they_mean_to_peft(tmp_path, patterns
 
 
 def test_lengths_that_were_read_stay_where_they_are():
-    """A DoRA that `init_from` has brought is not begun anew."""
+    """A DoRA read by `init_from` is not initialised again."""
     adapter = AdapterConfig(targets=("to_q",), rank=2, dora=True)
     task = Task(adapter).begin()
     perturbed(task.predictor)
@@ -288,7 +288,7 @@ def test_a_layer_that_is_read_and_never_called_is_not_adapted():
 
 
 def test_a_weight_that_two_modules_share_is_not_adapted():
-    """A merge would change both, and the run one of them."""
+    """A merge would change both modules, but the run changes only one."""
 
     def build():
         model = nn.ModuleDict({"embed": nn.Embedding(5, 4), "head": nn.Linear(4, 5), "up": nn.Linear(4, 4)})
@@ -440,7 +440,7 @@ def test_names_that_torch_keeps_for_itself_are_a_sentence(name):
 
 
 def test_ranks_that_differ_are_kept_for_each_module_alone(tmp_path):
-    """`proj_out` is also how no other path may be meant that ends so."""
+    """`proj_out` must not match other paths with the same end."""
     config = peft.LoraConfig(
         r=4, lora_alpha=8, target_modules=["to_q", "proj_out"], rank_pattern={"attn1.to_q": 2}
     )
@@ -458,7 +458,7 @@ def test_ranks_that_differ_are_kept_for_each_module_alone(tmp_path):
         assert (layer.r["default"], layer.scaling["default"]) == (scale.rank, scale.factor), name
 
 
-# -- weights below adapters in another dtype -------------------------------------------------------
+# -- base weights in a different dtype -------------------------------------------------------
 
 
 def with_base_dtype(tmp_path: Path, **engine: object):
@@ -472,7 +472,7 @@ def with_base_dtype(tmp_path: Path, **engine: object):
 
 @pytest.mark.skipif(not casting.shards_mixed(), reason="this torch shards no module of mixed dtypes")
 def test_weights_below_adapters_are_held_in_bf16(tmp_path):
-    """Half the memory; adapters, what is trained beside them and tables are as they were."""
+    """Half the memory; adapters, weights trained beside them and tables do not change."""
     config = with_base_dtype(tmp_path, param_dtype="bf16")
     task = build_task(config)
     kinds = {adapter_of(n) is None: p.dtype for n, p in task.predictor.named_parameters()}

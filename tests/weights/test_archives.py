@@ -1,4 +1,4 @@
-"""Files of torch.save that unpack to more than they are: refused before a byte of them is unpacked."""
+"""torch.save files that unpack to more than their size are refused before any byte is unpacked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mm_core.weights.stored import open_stored
 
 
 def pack(path: Path, numbers: int, *, only: str = "") -> Path:
-    """Zeros as torch saves them; members whose name holds `only` are packed to a thousandth."""
+    """Zeros as torch saves them; members with `only` in their name are compressed to a thousandth."""
     whole = io.BytesIO()
     torch.save({"w": torch.zeros(numbers)}, whole)
     with zipfile.ZipFile(whole) as source, zipfile.ZipFile(path, "w") as target:
@@ -38,7 +38,7 @@ def test_a_bomb_is_refused_by_the_sizes_that_it_declares(tmp_path, suffix):
 
 
 def test_one_member_is_enough(tmp_path):
-    """The pickle alone, which torch unpacks first."""
+    """Only the pickle is compressed, which torch unpacks first."""
     whole = io.BytesIO()
     torch.save({"w": torch.zeros(3), "x": "a" * 1_000_000}, whole)
     path = tmp_path / "w.pt"
@@ -105,7 +105,7 @@ def test_a_directory_that_is_cut_off_or_unknown_is_one_sentence(tmp_path):
 
 @pytest.mark.parametrize("zipped", [True, False])
 def test_what_torch_saves_is_read(tmp_path, zipped):
-    """Many small tensors, whose names weigh more than their numbers; also as torch wrote before 1.6."""
+    """Many small tensors, whose names take more bytes than their numbers; also as torch wrote before 1.6."""
     state = {f"blocks.{number}.a_long_name.weight": torch.full((1,), float(number)) for number in range(300)}
     torch.save(state, tmp_path / "w.pt", _use_new_zipfile_serialization=zipped)
     stored = open_stored(tmp_path / "w.pt")

@@ -1,4 +1,4 @@
-"""Key maps one after another: what both do in two steps, any box of it, both ways."""
+"""Composed key maps equal their two steps, for any box and in both directions."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def written(copies: list[Copy], tensors: Mapping[str, torch.Tensor]) -> dict[str
 
 
 def rules(data, shapes: Mapping[str, tuple[int, ...]], mark: str) -> list:
-    """Any rule for each tensor, under names that nothing else has."""
+    """Any rule for each tensor, with unique names."""
     found, left = [], dict(shapes)
     for name, shape in shapes.items():
         if name not in left:
@@ -118,7 +118,7 @@ def test_two_maps_are_what_they_do_one_after_another(data):
 
 
 def test_slices_that_are_reshaped():
-    """A dimension of one before another view."""
+    """A dimension of length 1 before a different view."""
     both = composed(KeyMap((Stack("w", ("w.{e}",)),)), KeyMap((Reshape("w.{e}", "v.{e}", (2, 2)),)))
     shapes, own = {"w": (2, 3, 4)}, {"w": torch.arange(24.0).reshape(2, 3, 4)}
     copies = both.copies(shapes)

@@ -1,4 +1,4 @@
-"""Sentences that list what would do, where nothing would: none ends in an empty list."""
+"""Errors that list accepted values do not end in an empty list if there are none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a base is still the one that an adapter was trained on, seen without reading all of it."""
+"""Fingerprints show whether a base is unchanged, without reading all of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Formats on what Diffusers and Transformers themselves write."""
+"""Weight formats on files written by Diffusers and Transformers themselves."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def custom_dit() -> CustomDiT:
 
 
 def start(task: Task, path: Path, **fields) -> MatchReport:
-    """Weights of `path` in a task that has been given memory."""
+    """Weights of `path` in a task with allocated memory."""
     init = InitFromSection(path=str(path), **fields)
     parts = {name: task.get_submodule(name) for name in task.trainable}
     tied = tied_names(task)
@@ -79,7 +79,7 @@ def wan(tmp_path) -> Path:
 
 
 def pipeline_of(folder: Path, wan: Path) -> Path:
-    """The folder of a pipeline, whose other model has names of its own."""
+    """The folder of a pipeline, whose other model has different names."""
     folder.mkdir()
     wan.rename(folder / "transformer")
     (folder / "vae").mkdir()
@@ -147,7 +147,7 @@ def test_of_a_tied_weight_any_name_will_do(tmp_path):
 def test_two_stored_tensors_for_a_tied_weight_are_silent_only_where_they_are_equal(
     tmp_path, monkeypatch, change
 ):
-    monkeypatch.setattr(streaming, "_CHUNK", 256)  # the last rows are in another piece than the first
+    monkeypatch.setattr(streaming, "_CHUNK", 256)  # the last rows are not in the same piece as the first
     config = Qwen3Config(**QWEN, tie_word_embeddings=True)
     model = on_meta(lambda: AutoModelForCausalLM.from_config(config))
     generator = torch.Generator().manual_seed(0)
@@ -253,7 +253,7 @@ def test_a_hostile_config_is_simply_not_recognised(tmp_path, text):
 
 
 def two_transformers(tmp_path) -> tuple[Path, list[dict[str, torch.Tensor]]]:
-    """A pipeline with two models of one architecture and other numbers."""
+    """A pipeline with two models of one architecture and different numbers."""
     folder, held = tmp_path / "two", []
     for seed, name in enumerate(("transformer", "transformer_2")):
         torch.manual_seed(seed)

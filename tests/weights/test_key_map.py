@@ -1,4 +1,4 @@
-"""Key maps: every number has one place on each side, from any box, both ways."""
+"""Key maps: every number has one place on each side, for any box and in both directions."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def component() -> dict[str, torch.Tensor]:
 
 
 def stored() -> dict[str, torch.Tensor]:
-    """The same by hand, without the map."""
+    """The stored tensors, written by hand without the map."""
     own = {name.removeprefix("model."): tensor for name, tensor in component().items()}
     return {
         "layers.0.qkv.weight": torch.cat([own[f"blocks.0.{x}.weight"] for x in "qkv"]),
@@ -133,7 +133,7 @@ def test_any_box_of_a_tensor_is_read_alone(data):
 
 
 def test_the_file_is_put_together_from_the_component():
-    """What `assemble` writes, all rules."""
+    """The tensors that `assemble` writes, for all rules."""
     own = component()
     held: dict[str, list] = {}
     for copy in MAP.copies(SHAPES):

@@ -1,4 +1,4 @@
-"""An encoder is read out of the files of a larger model as Transformers itself reads it."""
+"""An encoder is read from the files of a larger model as Transformers itself reads it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_body_is_read_from_below_the_heads_of_a_larger_model(bert):
     theirs = BertForMaskedLM.from_pretrained(bert).eval().bert(IDS, attention_mask=MASK.long())
     encoder = read(bert)
     assert torch.equal(encoder.encode(IDS, MASK)[0], theirs.last_hidden_state)
-    # No file holds a pooler, and no hidden state depends on it: it is there, and no chance is in it.
+    # No file contains a pooler, and no hidden state depends on it: it exists, without random values.
     assert not any(tensor.any() for tensor in encoder.model.pooler.parameters())
 
 
@@ -82,7 +82,7 @@ def test_tables_that_older_files_hold_are_passed_over(bert):
 
 
 def test_what_lies_in_the_body_and_belongs_to_none_of_its_layers_is_an_error(bert):
-    """config.json of a smaller model would otherwise cut the larger one without a word."""
+    """config.json of a smaller model would otherwise silently truncate the larger one."""
     config = json.loads((bert / "config.json").read_text())
     (bert / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
     with pytest.raises(CheckpointError, match=r"16 unexpected: .*encoder\.layer\.1\.attention"):

@@ -1,4 +1,4 @@
-"""Probes go through cuts, joins and turns as tensors do, and tell where every number lies."""
+"""Probes are sliced, joined and permuted like tensors, and record the place of every number."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DIMS = st.integers(0, 2)
 
 
 def one_step(data, tensors: list, probes: list) -> None:
-    """The same call on one of the tensors and its probe; what comes of it is put beside the rest."""
+    """The same call on one of the tensors and its probe; the results are added to the rest."""
     place = data.draw(st.integers(0, len(tensors) - 1))
     tensor, probe = tensors[place], probes[place]
     dim = data.draw(st.integers(-tensor.dim(), tensor.dim() - 1)) if tensor.dim() else 0
@@ -55,7 +55,7 @@ def one_step(data, tensors: list, probes: list) -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_what_is_made_of_a_component_is_found_in_it(data):
-    """As a library saves: the copies of what was made put the same tensors together."""
+    """As a library saves: the recorded copies build the same tensors."""
     shapes = {f"t{i}": tuple(data.draw(st.tuples(*[st.integers(1, 4)] * 3))) for i in range(2)}
     own = {name: torch.randn(shape) for name, shape in shapes.items()}
     tensors, probes = list(own.values()), [Probe.of(name, shape) for name, shape in shapes.items()]
@@ -71,7 +71,7 @@ def test_what_is_made_of_a_component_is_found_in_it(data):
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_a_component_that_is_made_of_stored_tensors_is_found_in_them(data):
-    """As a library loads: parts side by side, in a stack, turned."""
+    """As a library loads: parts side by side, stacked, permuted."""
     count, parts = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
     size, dim, turn = data.draw(st.tuples(*[st.integers(1, 3)] * 2)), data.draw(DIMS), data.draw(DIMS)
     stored = {f"e{e}.{p}": torch.randn(size) for e in range(count) for p in range(parts)}

@@ -90,7 +90,7 @@ def test_in_and_out_is_what_the_library_wrote(kind, tmp_path):
     ],
 )
 def test_names_in_memory_and_in_files(kind, here, there, shape):
-    """Those of the published checkpoints, which readers of before 5.0 know."""
+    """Those of the published checkpoints, which versions before 5.0 can read."""
     with torch.device("meta"):
         model = model_of(kind)
     found = keys_as_saved(model, "lm.").copies({f"lm.{k}": s for k, s in shapes_of(model).items()})
@@ -142,7 +142,7 @@ def test_any_box_of_experts_is_read_alone(kind, tmp_path):
 
 
 def renamed(origin: Path, change) -> Path:
-    """A folder with the same tensors under other names, or turned."""
+    """A folder with the same tensors under different names, or permuted."""
     tensors = load_file(origin / FILE)
     save_file(dict(change(name, tensor) for name, tensor in tensors.items()), origin / FILE)
     return origin
@@ -172,7 +172,7 @@ OTHERS = {
 @fifth
 @pytest.mark.parametrize("kind", OTHERS)
 def test_files_of_other_versions_are_read_as_the_library_reads_them(kind, tmp_path):
-    """Names in memory; experts turned, as Qwen3-VL-MoE is published; names of before 2019."""
+    """Names in memory; permuted experts, as published for Qwen3-VL-MoE; names from before 2019."""
     origin = published(tmp_path, kind)
     before = load_file(origin / FILE)
     folder = renamed(origin, OTHERS[kind])
@@ -213,7 +213,7 @@ def rules(monkeypatch):
 
 @fifth
 def test_rules_that_fuse_and_turn(rules, tmp_path):
-    """Any family's: queries, keys and values in one, an output projection that is stored turned."""
+    """Any family's: queries, keys and values in one, an output projection that is stored transposed."""
     from transformers.core_model_loading import Chunk, Transpose, WeightConverter, WeightRenaming
 
     rules(
@@ -247,7 +247,7 @@ def test_a_rule_that_no_map_can_follow_is_named(rules, tmp_path):
     with pytest.raises(ContractError) as caught:
         keys_as_saved(model)
     said = str(caught.value)
-    # Early versions cannot turn it back at all, and do not come to a tensor.
+    # Early versions cannot invert it at all, and fail before any tensor.
     known = ("model.layers.0.self_attn.q_proj.weight", "view"), ("tensors", "which has no inverse")
     assert said.splitlines()[0] in [
         f"Qwen3ForCausalLM changes {what} between memory and file by PermuteForRope ({how})"
@@ -259,7 +259,7 @@ def test_a_rule_that_no_map_can_follow_is_named(rules, tmp_path):
     save_file(file, tmp_path / FILE)
     with pytest.raises(ContractError, match="by PermuteForRope"):
         keys_as_loaded(model, open_stored(tmp_path / FILE))
-    # Such a model is trained and exported all the same, under the names that it has in memory.
+    # Such a model can still be trained and exported, with its names in memory.
     plain = tmp_path / "plain"
     plain.mkdir()
     save_file({f"inner.{name}": tensor for name, tensor in model.state_dict().items()}, plain / FILE)

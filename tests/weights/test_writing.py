@@ -1,4 +1,4 @@
-"""Safetensors files that are written tensor by tensor: the library reads back every bit."""
+"""Safetensors files written tensor by tensor: the library reads back every bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mm_core.weights.writing import TensorSpec, assemble, header, parse_size, pl
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    """Every bit, so that two not-a-numbers are one."""
+    """Every bit, so that equal NaNs compare equal."""
     return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
 
 
@@ -60,7 +60,7 @@ def test_the_library_reads_back_every_bit(kind, tmp_path):
 
 
 def test_every_tensor_begins_at_a_multiple_of_its_item_size(tmp_path):
-    """A file that is mapped into memory can be used as it lies there."""
+    """Tensors in a mapped file are aligned, so they can be used without a copy."""
     kinds = (torch.bool, torch.float32, torch.uint8, torch.float64, torch.bfloat16)
     tensors = {str(kind): draw(kind, 3) for kind in kinds}
     (path,) = write(tmp_path, tensors)
@@ -91,7 +91,7 @@ def test_shards_and_their_index(tmp_path):
 
 
 def test_one_tensor_is_held_at_a_time(tmp_path):
-    """Each is let go of before the next is asked for."""
+    """Each tensor is released before the next is requested."""
     given_out: list[weakref.ref] = []
 
     def produce(name: str) -> torch.Tensor:

@@ -58,8 +58,7 @@ def add_adapters(
         known: adapters of a resumed run, from its checkpoint: their initial files are not read again.
 
     Raises:
-        PlanError: PEFT is not installed; targets match no linear layer; `beside` matches nothing, or an
-            adapted module.
+        PlanError: PEFT is not installed; targets or `beside` match nothing that can be trained so.
         CheckpointError: an initial adapter file cannot be read or does not fit.
     """
     if not adapters:
