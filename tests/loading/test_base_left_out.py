@@ -78,7 +78,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def test_a_checkpoint_is_what_is_trained_and_is_resumed_sampled_and_exported(
     tiny, base, style, tmp_path, mm, same_clips
 ):
-    """Like a checkpoint with everything, bit for bit, also on other ranks, after the adapter's file is gone."""
+    """Like a full checkpoint, bit for bit, also on other ranks, after the adapter's file is gone."""
     adapter = f"{{from: {style}}}"
     runs = {
         name: arguments(

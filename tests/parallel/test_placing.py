@@ -53,7 +53,7 @@ class SelfLoaded(nn.Module):
     def missing_files(self) -> list[str]:
         return []
 
-    def load(self, device: torch.device) -> None:
+    def load(self, device: torch.device) -> None: ...
 
 
 class Task(nn.Module):

@@ -1,4 +1,4 @@
-"""Adapters in components: PEFT's layers, initialised like those of PEFT and Diffusers, and from their files."""
+"""Adapters in components: PEFT's layers, initialised like PEFT's and Diffusers', or from their files."""
 
 from __future__ import annotations
 
