@@ -128,7 +128,7 @@ class FSDP2Engine:
     # -- prepare -------------------------------------------------------------------------------
 
     def place_frozen(self, task: TaskModule, plan: EnginePlan, weights: InitialWeights) -> None:
-        """Allocates and fills a task's frozen components in `plan.frozen`, one after another."""
+        """The engine's loading of frozen components: allocates and fills those in `plan.frozen` in turn."""
         mesh = self._mesh(plan) if any(part.placement == "sharded" for part in plan.frozen) else None
         for part in plan.frozen:
             place(task.get_submodule(part.name), part, self.device, weights, mesh["shard"] if mesh else None)
@@ -141,7 +141,7 @@ class FSDP2Engine:
         rng: Randomness,
         weights: WeightPlan | None = None,
     ) -> None:
-        """Prepares a task for training: recompute -> shard -> allocate -> initialise or fill -> optimizer.
+        """Prepares a task in the engine: recompute -> shard -> allocate -> initialise or fill -> optimizer.
 
         `task` changes in place. Call it on all ranks.
 
@@ -232,7 +232,7 @@ class FSDP2Engine:
     # -- step ----------------------------------------------------------------------------------
 
     def micro_step(self, compute: Callable[[], Loss], *, last: bool, scale: float) -> Loss:
-        """Runs forward and backward of one micro-batch; gradients are averaged over ranks on the last one.
+        """The engine's forward and backward of one micro-batch; the last one averages gradients over ranks.
 
         Args:
             compute: returns the loss.
@@ -261,12 +261,12 @@ class FSDP2Engine:
         return uncast_inputs(config.param_dtype)
 
     def grad_norm(self) -> float:
-        """The global L2 norm of the averaged gradients, equal on all ranks. Waits for the device."""
+        """The global L2 norm of the engine's averaged gradients, equal on all ranks. Waits for the device."""
         total = torch.nn.utils.get_total_norm(self._gradients())
         return float(total.full_tensor() if isinstance(total, DTensor) else total)
 
     def step(self, norm: float, clip_grad_norm: float | None) -> None:
-        """Clips the gradients, updates the parameters with the optimizer, and clears the gradients.
+        """The engine's update: clips gradients, steps the optimizer over the shards, clears the gradients.
 
         Args:
             norm: result of `grad_norm`.
@@ -279,7 +279,7 @@ class FSDP2Engine:
         self._optimizer.zero_grad()
 
     def discard(self) -> None:
-        """Clears the gradients without an optimizer update."""
+        """Clears the engine's gradients without an optimizer update."""
         assert self._optimizer is not None
         self._optimizer.zero_grad()
 
@@ -365,7 +365,7 @@ class FSDP2Engine:
         return state
 
     def state_template(self, stepped: Collection[str]) -> dict[str, dict[str, Tensor]]:
-        """A training state to load a checkpoint into, in place.
+        """The engine's training state as tensors to load a checkpoint into, in place.
 
         Args:
             stepped: parameters that have optimizer state in the checkpoint; a parameter that never had a

@@ -78,7 +78,7 @@ class Fit:
 
     @property
     def sources(self) -> list[StoredTensors]:
-        """The files that this layout reads, each once."""
+        """The weights files that this layout reads, each once."""
         read = [*(stored for _, stored in self.pieces), *(stored for stored, _ in self.unexpected)]
         return list({stored.where: stored for stored in read}.values())
 
@@ -128,7 +128,7 @@ def candidate_layouts(
     ways: list[Fit] = []
     seen: dict[Path, StoredTensors] = {}
     faults: list[MMError] = []
-    with without_adapters(component):  # a format knows what its author wrote
+    with without_adapters(component):  # formats work on the component without adapter layers
         for label, known in formats.items():
             lone = path.is_file()  # it does not show its format: any map that fits its names will do
             if not lone and not known.recognises(path):

@@ -234,7 +234,7 @@ class KeyMap:
         return found
 
     def stored_shapes(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, Shape]:
-        """The shape of every stored tensor, from those of the component's."""
+        """The shape of every tensor in a weights file, computed from the component's shapes."""
         return {copy.stored: copy.stored_shape for copy in self.copies(shapes)}
 
     def _of(self, name: str, shapes: Mapping[str, Sequence[int]]) -> list[Copy]:
