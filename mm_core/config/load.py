@@ -105,7 +105,8 @@ class _Sources:
             raise ConfigError(f"the file cannot be read: {first_line(error)}", where=str(path)) from None
         if real in above:
             chain = " -> ".join(p.name for p in (*above[above.index(real) :], real))
-            raise ConfigError(f"files include each other: {chain}", where=str(path))
+            what = f"files include each other: {chain}"
+            raise ConfigError(what, where=str(path), hint="remove one of these includes")
         if len(above) > MAX_CHAIN:
             raise ConfigError(f"files include each other over more than {MAX_CHAIN} levels", where=str(path))
         if real not in self._read:  # a file that is included several times is read once

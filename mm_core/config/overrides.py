@@ -64,7 +64,7 @@ def parse_override(text: str) -> tuple[list[str], Node]:
 def _value(text: str, where: str, path: str) -> Node:
     """Splits lists and mappings itself: YAML would read `{*}` and `{0-3,5}` as mappings."""
     if path.count(".") > MAX_DEPTH:
-        raise ConfigError("nested too deeply", where=where)
+        raise ConfigError("nested too deeply", where=where, accepted=f"at most {MAX_DEPTH} levels")
     if text.startswith("[") and text.endswith("]"):
         parts = _split(text[1:-1])
         return Node([_value(part, where, f"{path}.{i}") for i, part in enumerate(parts)], where, path)

@@ -1,7 +1,7 @@
 """Configs of stored runs: which files these are, and which of their settings need the user's permission.
 
 A user's own YAML may name any code, as the user's own script may. The config of a stored run or checkpoint
-may come from somebody else: code that it names runs only if this user has trained with it, or if a flag
+may come from another person: code that it names runs only if this user has trained with it, or if a flag
 allows it.
 """
 

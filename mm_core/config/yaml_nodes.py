@@ -151,7 +151,9 @@ def _content(path: Path, most: int) -> bytes:
         near = ", ".join(map(str, _yaml_files(path)[:8])) or None
         raise ConfigError("this is a folder, not a YAML file", where=str(path), accepted=near)
     if not stat.S_ISREG(status.st_mode):
-        raise ConfigError("this is a pipe, socket or device, not a file", where=str(path))
+        raise ConfigError(
+            "this is a pipe, socket or device, not a file", where=str(path), accepted="a YAML file on disk"
+        )
     with path.open("rb") as file:
         content = file.read(most + 1)
     if len(content) > most:

@@ -54,4 +54,4 @@ def ranks_text(ranks: Sequence[int]) -> str:
         else:
             spans.append([rank, rank])
     text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {text}"

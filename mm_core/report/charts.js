@@ -93,7 +93,7 @@ function nearest(xs, x) {
   return Math.abs(xs[low] - x) <= Math.abs(xs[high] - x) ? low : high;
 }
 
-// An exponential mean, without the pull of its first value (Adam's correction).
+// An exponential mean, without the bias of its first value (Adam's correction).
 function smooth(values, weight) {
   if (!weight) return values;
   let mean = 0, mass = 0;
@@ -251,7 +251,7 @@ function heatMap(card, readout, table, options) {
   return box.root;
 }
 
-// Bars of what was drawn, a stair of what was declared. `most`: the top of the scale, as below.
+// Bars of the realised shares, a stair line of the declared ones. `most`: the top of the scale, as below.
 function densityChart(card, readout, table, options) {
   const box = frame(card, 210, options.title);
   const most = options.most * 1.08 || 1;
@@ -278,7 +278,7 @@ function densityChart(card, readout, table, options) {
 
 const heights = (table) => table.x.map((_, c) => table.rows.reduce((sum, row) => sum + row[c], 0));
 
-// Seconds a step by phase, one on top of the other.
+// Seconds per step by phase, stacked.
 function stackedChart(card, readout, table, options) {
   const box = frame(card, 210, options.title);
   const most = options.most * 1.05 || 1;

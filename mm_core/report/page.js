@@ -110,11 +110,11 @@ function times() {
       stackedChart(node, readout, run.time, { title: "time by phase", most: Math.max(...shown((other) => other.time).flatMap(heights)) })));
 }
 
-// What the runs that are shown have of something: charts of one kind share their scale.
+// The values that the visible runs have: charts of one kind share their scale.
 const shown = (choose) => RUNS.filter((_, r) => view.shown[r]).map(choose).filter(Boolean);
 const titled = (run, text) => (MANY ? `${run.label}: ${text}` : text);
 
-// A card that goes when its run is switched off.
+// A card that is hidden when its run is switched off.
 function hideable(r, make) {
   const before = document.querySelectorAll(".card").length;
   make();
@@ -174,7 +174,7 @@ function table(heads, rows) {
     html("tbody", {}, ...rows.map((row) => html("tr", {}, ...row.map((cell, i) => html(i ? "td" : "th", {}, cell)))))));
 }
 
-// One line a key, one column a run; what a run does not say stays empty.
+// One line per key, one column per run; a value that a run does not have stays empty.
 function comparison(maps, keys = [...new Set(maps.flatMap((map) => Object.keys(map)))]) {
   return table(["", ...RUNS.map((run) => run.label)], keys.map((key) => [key, ...maps.map((map) => map[key] ?? "")]));
 }

@@ -114,7 +114,10 @@ def attributes(probe: PredictorProbe) -> None:
     module: Any = probe.on_meta()
     names = ("patch_size", "in_channels", "out_channels", "text_dim", "text_padding", "init_weights")
     if missing := [name for name in names if not hasattr(module, name)]:
-        raise ContractError(f"the predictor lacks the attributes {', '.join(missing)}")
+        raise ContractError(
+            f"the predictor lacks the attributes {', '.join(missing)}",
+            hint="set them in its class or constructor",
+        )
     if len(module.patch_size) != 3 or not all(isinstance(size, int) for size in module.patch_size):
         raise ContractError(f"patch_size is {module.patch_size!r}", accepted="three integers (t, h, w)")
     padding = module.text_padding

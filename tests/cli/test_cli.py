@@ -1,4 +1,4 @@
-"""`mm`: light to start, errors as sentences, exit codes that scripts can rely on; `mm plugins`."""
+"""`mm`: fast start, errors as messages, exit codes that scripts can rely on; `mm plugins`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's YAML that checks, and a one-file plugin whose config has a field of every sort."""
+"""A valid YAML of a run, and a one-file plugin whose config has a field of every type."""
 
 from __future__ import annotations
 
@@ -112,14 +112,14 @@ class Workplace:
         return load_config(self.folder / name, overrides)
 
     def faults(self, *overrides: str, name: str = "run.yaml") -> list[str]:
-        """The faults as a person reads them, with paths relative to the folder."""
+        """The errors as printed, with paths relative to the folder."""
         with pytest.raises(ConfigError) as caught:
             self.load(*overrides, name=name)
         found: Sequence[Exception] = caught.value.faults or (caught.value,)
         return [str(fault).replace(f"{self.folder}/", "") for fault in found]
 
     def fault(self, *overrides: str, name: str = "run.yaml") -> str:
-        """The only fault."""
+        """The only error."""
         (only,) = self.faults(*overrides, name=name)
         return only
 

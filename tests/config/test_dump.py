@@ -1,4 +1,4 @@
-"""A config is written with every default filled, and what is written loads again as the same config."""
+"""A config is written with every default filled in, and loads again as an equal config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every fault says where it is, what was found, what is accepted, and what was probably meant."""
+"""Every error contains its place, what was found, what is accepted, and what was probably meant."""
 
 from __future__ import annotations
 

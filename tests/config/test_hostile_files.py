@@ -1,4 +1,4 @@
-"""Files and texts that were made to break the reader: each is a sentence, and soon."""
+"""Files and strings made to break the reader: each gives a quick error message."""
 
 from __future__ import annotations
 
@@ -217,7 +217,9 @@ def test_a_pipe_a_device_and_a_circle_of_links_are_no_configs(place):
     os.mkfifo(place.folder / "pipe.yaml")
     (place.folder / "a.yaml").symlink_to("b.yaml")
     (place.folder / "b.yaml").symlink_to("a.yaml")
-    assert place.fault(name="pipe.yaml") == "pipe.yaml: this is a pipe, socket or device, not a file"
+    assert place.fault(name="pipe.yaml") == (
+        "pipe.yaml: this is a pipe, socket or device, not a file\n  accepted: a YAML file on disk"
+    )
     with pytest.raises(ConfigError, match="this is a pipe, socket or device, not a file"):
         load_config("/dev/zero")
     assert "a.yaml: the file cannot be read: " in place.fault(name="a.yaml")

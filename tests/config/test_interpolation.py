@@ -1,4 +1,4 @@
-"""`${...}`: keys of the config and the environment, nothing else; what is written keeps the text."""
+"""`${...}`: keys of the config and the environment, nothing else; the stored config keeps the text."""
 
 from __future__ import annotations
 

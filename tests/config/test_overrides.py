@@ -1,4 +1,4 @@
-"""`key=value` from the shell: typed like YAML, braces and brackets without further quotes."""
+"""`key=value` from the shell: typed like YAML, braces and brackets without extra quotes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every YAML under `configs/` checks; its folders are links into the plugins' packages."""
+"""Every YAML under `configs/` is valid; its folders are links into the plugins' packages."""
 
 from __future__ import annotations
 

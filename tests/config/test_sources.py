@@ -174,7 +174,8 @@ def test_files_that_include_each_other_are_an_error_that_names_the_circle(place)
     place.write("b.yaml", "include: a.yaml\n")
     place.edit(("run: {name: small}", "include: a.yaml\nrun: {name: small}"))
     assert place.fault() == (
-        "a.yaml: files include each other: a.yaml -> b.yaml -> a.yaml\n  hint: included at b.yaml:1"
+        "a.yaml: files include each other: a.yaml -> b.yaml -> a.yaml\n"
+        "  hint: remove one of these includes; included at b.yaml:1"
     )
 
 

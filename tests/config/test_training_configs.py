@@ -1,4 +1,4 @@
-"""The configs of optimizer, schedules and trackers: torch-free, checked, and fit for their targets."""
+"""The configs of optimizer, schedules and trackers: without torch, checked, and accepted by their targets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules that join keys of the training sections, each placed at the key that it is about."""
+"""Rules about several keys of the training sections, each reported at its key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mm validate`: one line when all is well, every fault and exit code 1 otherwise; no torch."""
+"""`mm validate`: one line for a valid config, else every error and exit code 1; no torch."""
 
 from __future__ import annotations
 

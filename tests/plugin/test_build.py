@@ -1,4 +1,4 @@
-"""build(): nested components first, calls that fit, and nobody's bug hidden."""
+"""build(): nested components first, calls that match the signature, and no hidden errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plugins are found by entry points; what is wrong with one is said in a sentence and harms no other."""
+"""Plugins are found by entry points; an error in one is reported in a sentence and affects no other."""
 
 from __future__ import annotations
 

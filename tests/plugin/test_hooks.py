@@ -1,4 +1,4 @@
-"""Every hook of a plugin is checked; a wrong one fails that plugin with a sentence that says why."""
+"""Every hook of a plugin is checked; a wrong one fails that plugin, and the message gives the reason."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def test_a_file_may_import_torch_without_a_warning(site: Any, tmp_path: Path) ->
 
 
 def test_another_runs_config_does_not_take_a_runs_plugins_away(site: Any, tmp_path: Path) -> None:
-    """As in a script that trains, and reads the config of another run while it does."""
+    """As in a script that trains and reads the config of another run meanwhile."""
     ours = site.registry(write(tmp_path / "ours.py", "ours"))
     section = ComponentConfig("predictor", "local/ours")
     assert ours.resolve("predictor", "local/ours").config_class()().depth == 4

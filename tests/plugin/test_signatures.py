@@ -1,4 +1,4 @@
-"""Targets without `config=`: what the core passes by position is no key, for each kind as it is built."""
+"""Targets without `config=`: arguments that the core passes by position are not keys, for each kind."""
 
 from __future__ import annotations
 

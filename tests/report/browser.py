@@ -1,4 +1,4 @@
-"""A real browser, spoken to by the DevTools protocol over a pipe: no driver, no further package."""
+"""A real browser, controlled by the DevTools protocol over a pipe: no driver, no extra package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Curves are made small without losing means, extremes, or what is not finite."""
+"""Curves are reduced without losing means, extremes, or values that are not finite."""
 
 from __future__ import annotations
 

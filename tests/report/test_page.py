@@ -1,4 +1,4 @@
-"""The page holds everything within itself, in little space, and runs nothing that a run has written."""
+"""The page contains everything it needs, stays small, and runs nothing that a run has written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run's folder says is read as it stands, also when a crash has torn it."""
+"""A run's folder is read as it is, even if a crash has truncated its files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of a run that was really trained: every part of it finds what training writes."""
+"""The page of a trained run: every part of it finds the files that training writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kit's check of `module_flops` finds numbers that are not torch's, and asks nobody who says none."""
+"""The kit's check of `module_flops` finds numbers that differ from torch's; it skips predictors without."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stored runs of strangers: their code leaves a mark where it runs."""
+"""Stored runs of somebody else: their code leaves a mark when it runs."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Stranger:
 
 
 def forget_modules() -> None:
-    """As a new process would begin: no plugin imported, and none watched."""
+    """The state of a new process: no plugin imported, none watched."""
     import sys
 
     from mm_core.plugin.trust.beside import _Finder
@@ -129,7 +129,7 @@ def forget_modules() -> None:
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder that the list is in."""
+    """The folder of the list of trusted code."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return tmp_path / "state" / "mm_core" / "trusted_code"
 

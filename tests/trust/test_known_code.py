@@ -1,4 +1,4 @@
-"""The list of code that a user has trained with: who may write it, and what happens where nobody can."""
+"""The list of code that a user has trained with: who may write it, and what happens if nobody can."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real commands in real processes: training records what it has run, and stored runs are held to it."""
+"""Real commands in real processes: training records the code it has run, and stored runs may run only that."""
 
 from __future__ import annotations
 

@@ -147,14 +147,14 @@ def _answer_all(
     for number, prompt in enumerate(args.prompt):
         if len(args.prompt) > 1:
             print("> " + prompt.encode(errors="backslashreplace").decode(), flush=True)
-        answer = opened.say([Turn("user", prompt, images)], decoding, number, tell)
+        answer = opened.say([Turn("user", prompt, images)], decoding, number, print_piece)
         print(flush=True)
         answers.append(Answer(number, f"prompt {number + 1}", prompt, answer))
     if out is not None:
         _write(answers, out)
 
 
-def tell(text: str) -> None:
+def print_piece(text: str) -> None:
     """Prints a piece of an answer on the terminal as soon as it is generated."""
     print(text, end="", flush=True)
 

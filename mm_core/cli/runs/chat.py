@@ -16,7 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from mm_core.cli.ranks import add_ranks, on_ranks
-from mm_core.cli.runs.answers import add_decoding, decoding_of, tell
+from mm_core.cli.runs.answers import add_decoding, decoding_of, print_piece
 from mm_core.cli.runs.stored_run import add_run, open_stored, run_folder
 from mm_core.errors import DataError, MMError
 
@@ -204,7 +204,7 @@ def _talk(chat: Chat, terminal: bool) -> int:
     bad = 0
     for line in _lines(terminal):
         try:
-            if not chat.line(line, tell):
+            if not chat.line(line, print_piece):
                 break
         except DataError as fault:
             bad += 1
