@@ -1,4 +1,4 @@
-"""Real commands in real processes: training records the code it has run; stored runs may run only that.
+"""Real commands in real processes: training records the code it has run; stored runs may run only that."""
 
 from __future__ import annotations
 
