@@ -1,7 +1,6 @@
 """Samples: annotations, reading and writing images and video, transforms, sampler, loader, skip ledger.
 
-The names below are those that plugins use; each resolves, and its part of the room is imported, when it is
-first used.
+The names below are for plugins; each name imports its module when it is first used.
 """
 
 from __future__ import annotations

@@ -1,16 +1,23 @@
-"""Names of classes: a run's datasets and its task number them alike."""
+"""Class names: checks that a run's datasets and its task number the classes identically."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from mm_core.contracts import Dataset, SupportsClassNames
-from mm_core.errors import ContractError
+from mm_core.errors import ContractError, plural
 
 
 def check_class_names(task: object, datasets: Mapping[str, Dataset]) -> None:
-    """ContractError where a dataset (by its name under `data`) gives a class's number another name than the
-    task does: what is learnt would be exported and predicted under wrong names."""
+    """Checks that every dataset numbers its classes as the task does, so that predictions get correct names.
+
+    Args:
+        task: the run's task.
+        datasets: the run's datasets, by their key under `data`.
+
+    Raises:
+        ContractError: a class number has different names in the data and in the task.
+    """
     known = task.class_names() if isinstance(task, SupportsClassNames) else ()
     if not known:
         return
@@ -21,10 +28,10 @@ def check_class_names(task: object, datasets: Mapping[str, Dataset]) -> None:
         pairs = enumerate(zip(named, known, strict=False))
         other = next((pair for pair in pairs if pair[1][0] != pair[1][1]), None)
         raise ContractError(
-            f"the data names {len(named)} classes, and the task {len(known)}"
+            f"the data have {plural(len(named), 'class name')}, but the task has {len(known)}"
             if other is None
-            else f"class {other[0]} is {other[1][0]!r} in the data, and {other[1][1]!r} in the task",
+            else f"class {other[0]} is {other[1][0]!r} in the data, but {other[1][1]!r} in the task",
             where=f"data.{split}",
             accepted=f"{', '.join(known)}"[:400],
-            hint="name the classes in task.labels, and repeat them here: labels: ${task.labels}",
+            hint="list the class names in task.labels, and reuse them here: labels: ${task.labels}",
         )

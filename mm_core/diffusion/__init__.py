@@ -1,4 +1,4 @@
-"""Flow matching, samplers, the codecs and text encoders of the core and the model folders they read."""
+"""Diffusion: flow-matching noise schedulers, samplers, autoencoders, text encoders, their model folders."""
 
 from mm_core.diffusion import rectified_flow
 from mm_core.diffusion.encoders.hf_folder import ModelFolder

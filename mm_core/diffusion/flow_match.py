@@ -13,14 +13,14 @@ from mm_core.diffusion import rectified_flow
 
 
 class FlowMatch(FlowMatchConfig):
-    """Rectified flow (Liu et al. 2022; SD3, Esser et al. 2024). Satisfies `NoiseScheduler`.
+    """The noise scheduler `flow_match`: rectified flow (Liu et al. 2022; SD3, Esser et al. 2024).
 
-    timestep = num_train_timesteps * sigma, kept in float32: in bfloat16, 998.7 would be 1000.
-    Fields are those of `FlowMatchConfig`, where each is described.
+    timestep = num_train_timesteps * sigma, in float32: in bfloat16, 998.7 would be 1000.
+    The arguments are the fields of `FlowMatchConfig`, described there. Satisfies `NoiseScheduler`.
     """
 
     def sample_timesteps(self, generators: Sequence[torch.Generator]) -> Tensor:
-        """timestep[B] float32 on CPU, row i drawn from generators[i]."""
+        """Draws diffusion timesteps for training: [B] float32 on CPU, row i from generators[i]."""
         if self.timesteps == "uniform":
             u = rectified_flow.uniform(generators)
         else:
@@ -28,39 +28,39 @@ class FlowMatch(FlowMatchConfig):
         return self.num_train_timesteps * rectified_flow.shift_sigma(u, self.shift)
 
     def timestep_quantile(self, u: Tensor) -> Tensor:
-        """timestep[B] float32 below which a share u[B] in (0, 1) of the training timesteps falls."""
+        """The diffusion timestep below which a share u of the training timesteps lies: [B] float32."""
         u = u.double()
         if self.timesteps == "logit_normal":
             u = rectified_flow.logit_normal_quantile(u, self.logit_mean, self.logit_std)
         return (self.num_train_timesteps * rectified_flow.shift_sigma(u, self.shift)).float()
 
     def add_noise(self, latents: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
-        """x_t[B,C,T,H,W] in the wider of float32 and the dtype of the latents."""
+        """Noisy latents x_t[B,C,T,H,W] at a diffusion timestep, in float32 or wider."""
         return rectified_flow.interpolate(latents, noise, timestep / self.num_train_timesteps)
 
     def target(self, latents: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
-        """The velocity eps - x_0."""
+        """The diffusion model's training target: the velocity eps - x_0."""
         return rectified_flow.velocity(latents, noise)
 
     def loss_weight(self, timestep: Tensor) -> Tensor:
-        """One for every sample: the density of the timesteps does the weighing."""
+        """Loss weight of diffusion timesteps: 1, since the density of the timesteps already weights them."""
         return torch.ones_like(timestep, dtype=torch.float32)
 
     def model_timestep(self, timestep: Tensor) -> Tensor:
-        """The timestep itself."""
+        """The diffusion timestep in the model's units: unchanged."""
         return timestep
 
     def sigmas(self, steps: int) -> Tensor:
-        """sigmas[steps+1] float32 from 1 to 0: equal steps before the shift."""
+        """Noise levels of the sampler, [steps+1] float32 from 1 to 0, equally spaced before the shift."""
         u = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
         return rectified_flow.shift_sigma(u, self.shift).float()
 
     def integrate(self, velocity: VelocityField, noise: Tensor, steps: int) -> Tensor:
-        """Euler's method from noise to clean latents, in float32."""
+        """Samples clean latents from noise by Euler's method, in float32."""
 
         def at(latents: Tensor, sigma: Tensor) -> Tensor:
             timestep = (self.num_train_timesteps * sigma).to(latents.device).expand(len(latents))
             return velocity(latents, timestep).float()
 
-        # The steps' sizes stay on the CPU: as scalars there they cost no copy and no synchronisation.
+        # Step sizes stay on the CPU: as scalars they need no copy and no synchronisation.
         return rectified_flow.euler(at, noise.float(), self.sigmas(steps))

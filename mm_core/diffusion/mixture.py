@@ -1,7 +1,7 @@
-"""What follows from a scheduler's linear mixtures of clean latents and noise, for any scheduler.
+"""Noise level and clean estimate for any noise scheduler that mixes clean latents and noise linearly.
 
-At a timestep, x_t = a x_0 + s eps and target = c x_0 + d eps. The four factors are read off by mixing
-ones and zeros, so that rectified flow and variance-preserving schedules need no code of their own.
+At a timestep, x_t = a x_0 + s eps and target = c x_0 + d eps. The four factors are found by mixing ones and
+zeros, so that rectified flow and variance-preserving schedules need no separate code.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from mm_core.contracts import NoiseScheduler
 
 
 def noise_share(scheduler: NoiseScheduler, timestep: Tensor) -> Tensor:
-    """s / (a + s), [B] float32 from 0 (clean) to 1 (noise): sigma itself for rectified flow."""
+    """Noise level of a diffusion timestep, s / (a + s): [B] float32 from 0 (clean) to 1 (noise).
+
+    For rectified flow it is sigma.
+    """
     one = _ones(timestep)
     signal = scheduler.add_noise(one, one * 0, timestep)
     noise = scheduler.add_noise(one * 0, one, timestep)
@@ -21,7 +24,16 @@ def noise_share(scheduler: NoiseScheduler, timestep: Tensor) -> Tensor:
 
 
 def clean_estimate(scheduler: NoiseScheduler, noisy: Tensor, predicted: Tensor, timestep: Tensor) -> Tensor:
-    """x_0[B,C,T,H,W] from x_t and a prediction of the target: x_0 = (d x_t - s target) / (a d - s c)."""
+    """Estimates clean latents from noisy latents and a diffusion model's prediction.
+
+    x_0 = (d x_t - s target) / (a d - s c).
+
+    Args:
+        scheduler: the noise scheduler.
+        noisy: x_t, [B,C,T,H,W].
+        predicted: the prediction of the target, [B,C,T,H,W].
+        timestep: [B].
+    """
     one = _ones(timestep)
     a, s = scheduler.add_noise(one, one * 0, timestep), scheduler.add_noise(one * 0, one, timestep)
     c, d = scheduler.target(one, one * 0, timestep), scheduler.target(one * 0, one, timestep)

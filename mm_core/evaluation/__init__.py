@@ -1,4 +1,4 @@
-"""Held-out samples: metrics, which rank takes which row, losses, predictions, clips sampled in training."""
+"""Evaluation on held-out samples: losses, metrics, predictions, and clips sampled during training."""
 
 from mm_core.evaluation.metrics.classes import F1, Accuracy, Perplexity, f1_score
 from mm_core.evaluation.metrics.needs import needed_outputs, needed_texts

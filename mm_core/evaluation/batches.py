@@ -1,4 +1,4 @@
-"""What an evaluation reads: every row exactly once over all ranks, in batches that all ranks share alike."""
+"""Batches of an evaluation: every row exactly once over all ranks, equally many batches on each rank."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from mm_core.errors import DataError
 
 @dataclass(frozen=True)
 class EvenRows(BatchPlan):
-    """`num_samples` rows, evenly spaced over a dataset of `total`, in order; any epoch reads them again."""
+    """The rows of an evaluation: `num_samples` rows evenly spaced over a dataset of `total`, in order."""
 
     total: int = 0
 
     def global_batch(self, step: int) -> list[SlotSpec]:
-        """The rows of step `step`, under the dataset's own indices; those of weight 0 only fill up."""
+        """Rows of one evaluation step, with the dataset's own indices; rows of weight 0 only fill up."""
         return [
             SlotSpec(SampleKey(0, key.index * self.total // self.num_samples), weight)
             for key, weight in super().global_batch(step)
@@ -30,17 +30,26 @@ class EvenRows(BatchPlan):
 
 
 class EvaluationData:
-    """The batches of one rank. Micro-batch m of the evaluation holds the same rows at any world size, and
-    belongs to rank m % world; every rank has equally many.
+    """The batches of one rank in an evaluation.
 
-    A row that cannot be read gets weight 0; `MicroBatchLoader` puts another one in its place, so that the
-    shapes stay as they are, and lists it in `Batch.failures`.
+    Micro-batch m contains the same rows at any world size, and belongs to rank m % world; every rank has
+    equally many. A row that cannot be read gets weight 0: `MicroBatchLoader` replaces it by another one,
+    which keeps the shapes, and lists it in `Batch.failures`.
 
     Args:
-        dataset: what is held out. where: its place in the config, for errors.
-        rows: how many to take, evenly spaced; None or more than there are takes all.
-        micro_batch_size: rows a batch. rank, world: this rank among those that see different rows.
-        transform: `Task.batch_transform()`. seed: the run's. loader: as training reads.
+        dataset: the held-out rows.
+        where: config path of the dataset, for error messages.
+        rows: number of rows to use, evenly spaced; None, or more than the dataset has, uses all.
+        micro_batch_size: rows in a batch.
+        rank: this rank's number among those with different rows.
+        world: number of ranks with different rows.
+        transform: `Task.batch_transform()`.
+        seed: the run's.
+        loader: settings of the data loader, as in training.
+        device: that batches are copied to.
+
+    Raises:
+        DataError: the dataset has no rows.
     """
 
     def __init__(
@@ -58,7 +67,7 @@ class EvaluationData:
         device: torch.device,
     ) -> None:
         if not len(dataset):
-            raise DataError("the dataset has no rows to evaluate", where=where)
+            raise DataError("the dataset has no rows to evaluate", where=where, hint="check its file")
         self.rows = len(dataset) if rows is None else min(rows, len(dataset))
         self._dataset, self._where, self._transform = dataset, where, transform
         self._rank, self._world = rank, world
@@ -75,11 +84,11 @@ class EvaluationData:
 
     @property
     def batches(self) -> int:
-        """Batches of a rank in one pass over the rows."""
+        """Number of batches of a rank in one pass over the evaluation's rows."""
         return self._plan.batches_per_epoch
 
     def read(self, passes: int = 1) -> Generator[Batch, None, None]:
-        """All batches, `passes` times over. Close the iterator to end its workers."""
+        """Reads all batches of the evaluation, `passes` times. Close the iterator to end its data workers."""
         loader = MicroBatchLoader(
             self._dataset,
             self._plan,
@@ -104,7 +113,7 @@ class EvaluationData:
 
 
 def without_failures(batch: Batch) -> Batch:
-    """The same batch, with weight 0 on rows that another one stands in for."""
+    """An evaluation's batch with weight 0 for rows that replace unreadable ones."""
     lost = {failure.index for failure in batch.failures if failure.replaced}
     if not lost:
         return batch

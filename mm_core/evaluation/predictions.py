@@ -1,4 +1,4 @@
-"""What an evaluation found, row by row: gathered from all ranks, in the dataset's order, as JSON lines."""
+"""Predictions of an evaluation for each row: gathered from all ranks in order, written as JSON lines."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Row = dict[str, object]
 
 
 class Predictions:
-    """Notes the rows of one pass of this rank's batches; rows that only fill up are left out."""
+    """Collects predictions for this rank's rows in one evaluation, without rows that only fill up."""
 
     def __init__(self) -> None:
         self._rows: dict[int, Row] = {}
 
     def batch(self, batch: Batch, evaluation: Evaluation) -> None:
-        """Adds a batch. Rows that could not be read are there with the reason."""
-        mine = {key.index for key in batch.keys}  # and not those that were to stand in for one
+        """Adds the predictions of a batch; unreadable rows are added with the reason."""
+        mine = {key.index for key in batch.keys}  # failed replacements are not rows of this batch
         lost = [failure for failure in batch.failures if failure.replaced and failure.index in mine]
         self._rows |= {f.index: {"row": f.index, "id": f.id, "error": f.reason} for f in lost}
         columns = _columns(evaluation)
@@ -46,7 +46,10 @@ class Predictions:
             }
 
     def gather(self, ranks: Ranks) -> list[Row]:
-        """All ranks' rows in the dataset's order, on rank 0; [] elsewhere. Called by all of them."""
+        """Gathers the predictions of all ranks on rank 0, in the dataset's order; [] on other ranks.
+
+        A collective call.
+        """
         table: dict[int, Row] = {}
         for rows in ranks.gather_first(self._rows):
             table |= rows
@@ -54,7 +57,7 @@ class Predictions:
 
 
 def _columns(evaluation: Evaluation) -> dict[str, list[object]]:
-    """`label` and `prediction`, of tokens those that count, and words, a value each row."""
+    """One value for each row: `label` and `prediction` (for tokens, only those with a label), and texts."""
     outputs, columns = evaluation.outputs, dict[str, list[object]]()
     labels = outputs.get("labels")
     if labels is not None:
@@ -81,5 +84,9 @@ def _plain(row: Tensor) -> object:
 
 
 def write_predictions(rows: Sequence[Row], path: Path) -> None:
-    """One JSON object a line, all of them or none. MMError where they cannot be written."""
+    """Writes predictions as JSON lines, either the complete file or nothing.
+
+    Raises:
+        MMError: the file cannot be written.
+    """
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

@@ -1,4 +1,4 @@
-"""Clips that several ranks sample: who generates which prompt, and how they come together."""
+"""Sampling clips on several ranks: each rank's share of the prompts, and gathering of the clips."""
 
 from __future__ import annotations
 
@@ -20,18 +20,23 @@ from mm_core.data.media.video_files import (
     write_prompts,
     write_video,
 )
-from mm_core.errors import ContractError
+from mm_core.errors import ContractError, plural
 from mm_core.runtime.groups import wait_for_ranks
 from mm_core.runtime.ranks import Ranks
 
 T = TypeVar("T")
 
 PLAYBACK_FPS = 16.0
-"""Frames a second of written files where neither the config nor the data names a rate."""
+"""Frames per second of written clips if neither the config nor the data set a rate."""
 
 
 def with_trained_size(request: SampleRequest, config: RunConfig) -> SampleRequest:
-    """Sizes that neither the request nor the task's `sample` sets: those of the training data."""
+    """A sampling request completed with clip sizes of the training data, where nothing else sets them.
+
+    Args:
+        request: its own sizes, then those of the task's `sample`, have priority.
+        config: of the run.
+    """
     defaults = config.task.options.get("sample")
     trained = config.data.train.options
     filled: dict[str, Any] = {}
@@ -42,8 +47,17 @@ def with_trained_size(request: SampleRequest, config: RunConfig) -> SampleReques
 
 
 def share_prompts(prompts: Sequence[T], rank: int, count: int) -> tuple[int, tuple[T, ...], int]:
-    """A rank's block of the prompts: the number of its first, the block filled up to the length of the
-    others', and how many of it are real. Every rank generates equally many."""
+    """A rank's block of the prompts; every rank samples equally many clips.
+
+    Args:
+        prompts: all prompts.
+        rank: of this process.
+        count: number of ranks.
+
+    Returns:
+        The number of the block's first prompt, the block filled up to the common length, and the number of
+        prompts in it that are not filled up.
+    """
     block = -(-len(prompts) // count)
     first = rank * block
     mine = tuple(prompts[first : first + block])
@@ -51,8 +65,10 @@ def share_prompts(prompts: Sequence[T], rank: int, count: int) -> tuple[int, tup
 
 
 def share_of(request: SampleRequest, ranks: Ranks) -> tuple[SampleRequest, int]:
-    """A rank's part of a request, filled up to the length of the others', and how many of its clips are
-    real: clip i is the one that a process generates that samples alone."""
+    """A rank's part of a sampling request, filled up to a common length, and its number of real clips.
+
+    Clip i is identical to the one that a single process samples.
+    """
     rows = list(zip(request.prompts, request.images or [()] * len(request.prompts), strict=True))
     first, mine, real = share_prompts(rows, ranks.rank, ranks.count)
     prompts, images = zip(*mine, strict=True)
@@ -61,34 +77,53 @@ def share_of(request: SampleRequest, ranks: Ranks) -> tuple[SampleRequest, int]:
 
 
 def no_clips(task: str, made: int = 0, wanted: int | None = None) -> ContractError:
-    """For a task that makes no clips, or fewer than there are prompts."""
+    """The error for a task that samples no clips, or fewer clips than prompts.
+
+    Args:
+        task: its type or class.
+        made: number of clips it made.
+        wanted: number of prompts; None for a task that makes no clips at all.
+    """
     what = (
         "makes no clips" if wanted is None else f"made {plural(made, 'clip')} for {plural(wanted, 'prompt')}"
     )
     return ContractError(
         f"the task {task} {what}",
         where="task.type",
-        accepted="a task whose `sample` returns a clip a prompt, or one that answers in words",
-        hint="`mm eval` measures what other tasks have learned",
+        accepted="a task whose `sample` returns one clip for each prompt, or one that answers with text",
+        hint="run `mm eval` to evaluate other tasks",
     )
 
 
 def check_made(ranks: Ranks, task: str, made: int, wanted: int) -> None:
-    """ContractError, on all ranks alike, where one of them made fewer clips than it has prompts: the others
-    would wait for it. Called by all of them."""
+    """Checks that every rank sampled one clip for each of its prompts; a collective call.
+
+    Args:
+        ranks: of the run.
+        task: type of the task, for the error message.
+        made: clips of this rank.
+        wanted: prompts of this rank.
+
+    Raises:
+        ContractError: some rank made fewer clips than it has prompts; raised on all ranks.
+    """
     rows = ranks.gather((min(made, wanted), wanted))
     in_all, of_all = sum(made for made, _ in rows), sum(wanted for _, wanted in rows)
     if in_all < of_all:
         raise no_clips(task, in_all, of_all)
 
 
-def plural(count: int, noun: str) -> str:
-    """`1 clip`, `2 clips`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
 def write_own(clips: Sequence[Clip], first: int, folder: Path) -> str | None:
-    """This rank's mp4 files, numbered from `first`. What went wrong: no run ends for want of a clip."""
+    """Writes this rank's sampled clips as mp4 files.
+
+    Args:
+        clips: the clips.
+        first: number of the first clip.
+        folder: to write to.
+
+    Returns:
+        The error, if any: a clip that cannot be written does not end the run.
+    """
     try:
         make_folder(folder)
         for number, clip in enumerate(clips, start=first):
@@ -101,8 +136,19 @@ def write_own(clips: Sequence[Clip], first: int, folder: Path) -> str | None:
 def gather_previews(
     ranks: Ranks, clips: Sequence[Clip], fault: str | None, folder: Path
 ) -> tuple[list[Clip], list[str]]:
-    """On rank 0: previews of all ranks' clips, in order, and what could not be written; it has written the
-    contact sheet and `prompts.json` then. Nothing elsewhere. All files are there when this returns."""
+    """Gathers previews of all sampled clips on rank 0, which writes the contact sheet and `prompts.json`.
+
+    A collective call; all files exist when it returns.
+
+    Args:
+        ranks: of the run.
+        clips: of this rank.
+        fault: this rank's error, if it could not write its clips.
+        folder: to write to.
+
+    Returns:
+        On rank 0 the previews in order, and the errors; empty lists on other ranks.
+    """
     own = [(to_bytes(preview(clip)), clip.fps, clip.prompt) for clip in clips]
     rows = ranks.gather_first((own, fault))
     previews = [Clip(from_bytes(frames), fps, prompt) for shares, _ in rows for frames, fps, prompt in shares]

@@ -1,4 +1,4 @@
-"""Held-out loss, metrics and sampled clips of a run: what `validation` in the YAML asks for."""
+"""The config section `validation`: held-out loss, metrics and sampled clips of a run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class EvaluatedEngine(Protocol):
-    """What of an engine an evaluation needs."""
+    """The parts of an engine that an evaluation needs."""
 
     device: torch.device
 
@@ -45,11 +45,11 @@ class EvaluatedEngine(Protocol):
 
 
 class EvaluationStopped(Exception):
-    """A rank was asked to stop; raised on all ranks at the same batch or forward."""
+    """The evaluation was abandoned because a stop was requested; raised on all ranks at the same point."""
 
 
 _Failure = tuple[str, int, str, bool]
-"""Of a `FailureRecord`: id, index, reason, and whether another row stands in for it."""
+"""Fields of a `FailureRecord`: id, index, reason, and whether another row replaces it."""
 
 
 def _shown(failures: Sequence[_Failure]) -> str:
@@ -58,24 +58,30 @@ def _shown(failures: Sequence[_Failure]) -> str:
 
 
 def _ignore(*_: object) -> None:
-    """Nobody listens."""
+    """A callback that does nothing."""
 
 
 class Validator:
-    """Evaluates and samples, with the same outcome on all ranks. All of them make it and call it alike.
+    """Evaluates a run on held-out rows, and samples clips, with the same result on all ranks.
+
+    All ranks create it and call its methods together.
 
     Args:
-        config: the run. settings: None takes `config.validation`, and every row of a test set.
-        run_dir: the run's folder; clips go to `samples/step_N` in it.
-        split: `validation`, `test` or `train`: the dataset's name under `data`, the start of metrics' names.
-        dataset: what is held out; None where only clips are sampled.
-        metrics: beside the loss, by the name that errors call them.
-        ema: averaged weights, which are then evaluated as well, and sampled from.
-        stop: whether this rank was asked to stop; polled before every batch and forward.
-        enter: told `validation` as often: a sign of life.
-        note: a sentence for people (told on every rank; rank 0's is to be shown).
-        seen: shown every batch of this rank with what was found.
-        log: receives the metrics of sampled clips. show: receives previews of them, on rank 0.
+        config: of the run.
+        task: the run's task.
+        engine: that holds the task.
+        dataset: the held-out rows; None if only clips are sampled.
+        run_dir: the run's folder; clips are written to `samples/step_N` in it.
+        split: `validation`, `test` or `train`: the dataset's key under `data`, and the prefix of metrics.
+        settings: None uses `config.validation`, and every row of a test set.
+        metrics: further metrics, with names for error messages.
+        ema: averaged weights, which are evaluated as well, and used for sampling.
+        stop: whether this rank should stop; called before every batch and forward.
+        enter: called with `validation` at the same points, as a heartbeat.
+        note: receives messages for the user (on every rank; only rank 0's should be shown).
+        seen: receives every batch of this rank with its evaluation.
+        log: receives the metrics of sampled clips.
+        show: receives previews of sampled clips, on rank 0.
     """
 
     def __init__(
@@ -123,11 +129,17 @@ class Validator:
     # -- held-out loss -------------------------------------------------------------------------
 
     def run(self, step: int) -> dict[str, float] | None:
-        """Evaluates every row, with the weights of `step` steps and with their average where there is one.
+        """Evaluates all held-out rows with the current weights and, if any, their average.
 
-        Returns `validation/loss`, `validation/loss_at/0.1`, the metrics' figures, `validation/rows` and,
-        where some could not be read, `validation/unreadable`; `validation_ema/...` for the average. None
-        when a rank was asked to stop. Rows, noise and timesteps are the same each time.
+        Rows, noise and timesteps are the same each time.
+
+        Args:
+            step: number of steps taken, for messages.
+
+        Returns:
+            `validation/loss`, `validation/loss_at/0.1`, figures of metrics, `validation/rows` and, if rows
+            could not be read, `validation/unreadable`; `validation_ema/...` for the averaged weights. None if
+            a stop was requested.
         """
         if self._data is None:
             return {}
@@ -142,7 +154,7 @@ class Validator:
                         found = self._one_pass(islice(batches, self._data.batches), self._data.rows)
                     figures |= {f"{prefix}/{name}": value for name, value in found.items()}
         except EvaluationStopped:
-            self._note(f"the {self.split} after step {step} was left: a rank was asked to stop")
+            self._note(f"{self.split} after step {step} was abandoned because a stop was requested")
             return None
         return figures
 
@@ -172,13 +184,17 @@ class Validator:
         if counted < rows or parts:
             self._tell(failures, rows - int(counted), rows)
         if weight <= 0:
-            raise DataError("every row has weight 0", where=f"data.{self.split}")
+            raise DataError(
+                "nothing can be evaluated: every row has weight 0",
+                where=f"data.{self.split}",
+                hint="check that the rows can be read and have labels",
+            )
         figures = {name: value / weight for name, value in zip(names, sums, strict=True)}
         lost = {"unreadable": rows - counted} if counted < rows else {}
         return {**figures, **self._figures(set(figures)), "rows": counted, **lost}
 
     def _next(self, batches: Iterator[Batch]) -> Batch | None:
-        """The next batch, once all ranks have theirs; None after the last, which is so on all ranks."""
+        """The next batch, once all ranks have theirs; None after the last one, on all ranks."""
         try:
             batch = next(batches, None)
         except MMError as fault:
@@ -189,7 +205,7 @@ class Validator:
         return batch
 
     def _go_on(self, fault: MMError | None = None) -> None:
-        """Agrees with the other ranks: EvaluationStopped when one was asked to stop; one's fault ends all."""
+        """Agrees with other ranks: a stop request or an error on any of them ends the evaluation on all."""
         self._enter("validation")
         flags = torch.tensor([float(self._stop()), float(fault is not None)], dtype=torch.float64)
         stopping, failing = gather_rows(flags).unbind(1)
@@ -202,33 +218,32 @@ class Validator:
             raise EvaluationStopped
 
     def _tell(self, failures: Sequence[_Failure], lost: int, rows: int) -> None:
-        """Names the rows, and parts of rows, that could not be read, once a process. Called by all ranks or
-        none."""
+        """Reports rows, and parts of rows, that could not be read, each once. A collective call."""
         everyone = [row for rank in self._ranks.gather(list(failures)) for row in rank]
         fresh = sorted({row for row in everyone if row[:2] not in self._told})
         self._told |= {row[:2] for row in fresh}
         whole, parts = ([row for row in fresh if row[3] is replaced] for replaced in (True, False))
         if whole:
             self._note(
-                f"warning: {lost} of {rows} rows of data.{self.split} could not be read and count for "
-                f"nothing: {_shown(whole)}"
+                f"warning: {lost} of {rows} rows of data.{self.split} could not be read and are not counted: "
+                f"{_shown(whole)}"
             )
         if parts:
             self._note(
-                f"warning: rows of data.{self.split} do without what could not be read of them: "
+                f"warning: parts of rows of data.{self.split} could not be read and are left out: "
                 f"{_shown(parts)}"
             )
 
     def _figures(self, taken: set[str]) -> dict[str, float]:
-        """What the metrics make of the sums over all ranks. ContractError for a name that is taken."""
+        """The metrics' figures from the sums over all ranks. ContractError for a name used twice."""
         figures: dict[str, float] = {}
         for name, metric in self._metrics:
             found = metric.result(sum_rows(metric.sums().double()))
             if twice := sorted(found.keys() & (taken | figures.keys())):
                 raise ContractError(
-                    f"the figure {twice[0]!r} is given twice",
+                    f"two metrics return the figure {twice[0]!r}",
                     where=f"validation.metrics: {name}",
-                    hint="take one of the metrics out",
+                    hint="remove one of the metrics",
                 )
             figures |= found
         return figures
@@ -236,11 +251,16 @@ class Validator:
     # -- sampled clips -------------------------------------------------------------------------
 
     def sample(self, step: int) -> Path | None:
-        """Generates the clips of `validation.samples`, from the averaged weights where there are some, into
-        `samples/step_N`; its path, or None when a rank was asked to stop.
+        """Samples the clips of `validation.samples`, from the averaged weights if there are any.
 
-        Each rank generates and writes its share of the prompts; clip i is the one that `mm sample` with
-        the same seed generates from a checkpoint of this step. Rank 0 adds the contact sheet.
+        Each rank generates and writes its share of the prompts; rank 0 adds the contact sheet. Clip i is
+        identical to the one that `mm sample` with the same seed generates from a checkpoint of this step.
+
+        Args:
+            step: number of steps taken.
+
+        Returns:
+            The folder `samples/step_N`, or None if a stop was requested.
         """
         request, real = share_of(self._request, self._ranks)
         applied = nullcontext if self._ema is None else self._ema.applied
@@ -248,7 +268,7 @@ class Validator:
             with applied(), self._engine.evaluating(), self._agreeing_forwards():
                 clips = list(self._task.sample(request) or ())[:real]
         except EvaluationStopped:
-            self._note(f"the samples after step {step} were left: a rank was asked to stop")
+            self._note(f"sampling after step {step} was abandoned because a stop was requested")
             return None
         folder = self.run_dir / "samples" / f"step_{step:08d}"
         fault = write_own(clips, request.first, folder)
@@ -263,7 +283,11 @@ class Validator:
         return folder
 
     def check_samples(self) -> None:
-        """MMError for clips of `validation.samples` that could not be generated: before the first step."""
+        """Checks, before the first step, that the clips of `validation.samples` can be sampled.
+
+        Raises:
+            MMError: they cannot.
+        """
         if self.settings.samples is None:
             return
         if not callable(getattr(self._task, "sample", None)):
@@ -275,7 +299,7 @@ class Validator:
     def _request(self) -> SampleRequest:
         """All clips of `validation.samples`, with their images read once."""
         samples = self.settings.samples
-        assert samples is not None, "validation.samples names the prompts"
+        assert samples is not None, "validation.samples contains the prompts"
         prompts = with_images([Prompt(text) for text in samples.prompts], samples.images, samples.last_images)
         request = SampleRequest(
             prompts=samples.prompts,
@@ -289,11 +313,12 @@ class Validator:
 
     @contextmanager
     def _agreeing_forwards(self) -> Iterator[None]:
-        """Before every forward of a trained module the ranks agree to go on. All run equally many."""
+        """A context in which ranks agree to continue before every forward of a trained module; all ranks run
+        equally many."""
         hooks = [
             self._task.get_submodule(name).register_forward_pre_hook(
                 lambda *_: self._go_on(),
-                prepend=True,  # before the engine gathers anything
+                prepend=True,  # before the engine's own collectives
             )
             for name in self._task.trainable
         ]
@@ -313,24 +338,24 @@ class Validator:
 
 
 def build_metrics(registry: Registry, settings: ValidationSection) -> list[tuple[str, Metric]]:
-    """The metrics that the section lists, by their type."""
+    """Builds the metrics listed in the config section `validation`, with their types."""
     return [(component.type, registry.build("metric", component)) for component in settings.metrics]
 
 
 def default_settings(config: RunConfig, split: str) -> ValidationSection:
-    """The run's own; of a test set every row is evaluated."""
+    """The run's validation settings for a split; every row of a test set is evaluated."""
     settings = config.validation or ValidationSection()
     return settings if split == "validation" else replace(settings, rows=None)
 
 
 def _row_sums(evaluation: Evaluation, counts: Tensor, before: Mapping[str, float]) -> dict[str, float]:
-    """The sums of the rows that count, in float64. ContractError for names that break the contract."""
+    """The sums over rows that count, in float64. ContractError for names that break the contract."""
     names = list(evaluation.sums)
     if "loss" not in names or (before and set(names) != set(before)):
         raise ContractError(
-            f"an evaluation gave the sums {sorted(names)}",
+            f"the task's evaluation returned the sums {sorted(names)}",
             where="Task.evaluate",
-            accepted="'loss' among them, and the same names for every batch",
+            accepted="sums that include 'loss', with the same names for every batch",
         )
     table = torch.stack([evaluation.sums[name] for name in names]).cpu().double()
     return dict(zip(names, table[:, counts].sum(1).tolist(), strict=True))

@@ -1,5 +1,5 @@
-"""Answers in words from a trained run: one process holds all of the model; several share it as they do in
-training. The rows of a file they share too; what one person asks, the first of them answers."""
+"""Text answers from a stored run. A single process holds the complete model; several ranks shard it as in
+training, and share the rows of a file. Prompts of a conversation are read by the first rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mm_core.contracts import (
     Turn,
 )
 from mm_core.device import current_device
-from mm_core.errors import ContractError, DataError, MMError, PeerError
+from mm_core.errors import ContractError, DataError, MMError, PeerError, plural
 from mm_core.inference.sample import among_ranks, load_as_rank
 from mm_core.loading.run_adapters import task_of
 from mm_core.runtime.launch.rank_process import out_of_memory
@@ -35,15 +35,24 @@ T = TypeVar("T")
 Inputs = Mapping[str, Tensor]
 
 _SAY, _DONE, _FAILED = "say", "done", "failed"
-"""What the first rank tells the others: take part in an answer; all is said; it has failed."""
+"""Messages of the first rank to the others: take part in an answer; the work is done; it has failed."""
 
 _POOL = 4
-"""Batches that a rank lays out before it puts rows of like length together."""
+"""Batches that a rank reads at a time, to group rows of similar length."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What was said to a row of a file. error: why it could not be asked."""
+    """The answer of a stored run to one row of a file.
+
+    Attributes:
+        row: number of the row.
+        id: its position in the file.
+        prompt: the row's prompt.
+        text: the answer.
+        references: correct answers, if the row contains them.
+        error: the reason why the row has no answer.
+    """
 
     row: int
     id: str = ""
@@ -53,7 +62,7 @@ class Answer:
     error: str | None = None
 
     def to_mapping(self) -> dict[str, object]:
-        """For JSON: of a row that could not be asked, the reason alone."""
+        """The answer as a mapping for JSON; only the error for a row without an answer."""
         if self.error is not None:
             return {"row": self.row, "error": self.error}
         found: dict[str, object] = {"row": self.row, "id": self.id, "prompt": self.prompt, "text": self.text}
@@ -62,7 +71,7 @@ class Answer:
 
 @dataclass
 class AnswerSession:
-    """A run's model that answers. All ranks call `rows` and `led`."""
+    """An opened stored run that answers prompts. All ranks call `rows` and `run_on_first_rank` together."""
 
     task: SupportsAnswer
     conversing: Conversing
@@ -80,11 +89,17 @@ class AnswerSession:
         on_text: OnText | None = None,
         stopped: Callable[[], bool] | None = None,
     ) -> str:
-        """The assistant's next turn; among several ranks, called within `led` alone. DataError for a
-        conversation that cannot be laid out, or answered.
+        """Answers the last turn of a conversation; on several ranks, call it only in `run_on_first_rank`.
 
-        on_text: is told each piece of it as soon as it is there. stopped: asked after each token whether this
-        is enough.
+        Args:
+            turns: the conversation.
+            decoding: temperature, top_p, seed and length.
+            number: of the answer, which seeds its draws.
+            on_text: receives each new piece of the answer.
+            stopped: called after each token; True ends the answer.
+
+        Raises:
+            DataError: the conversation does not fit the model or the data format.
         """
         _check_text(turns)
         inputs = self.conversing.prompt(turns)
@@ -96,14 +111,22 @@ class AnswerSession:
         return text
 
     def run_on_first_rank(self, work: Callable[[], T]) -> T:
-        """What `work` gives on the first rank, on every rank. Meanwhile the others take part in each `say` of
-        it. Where it fails, the first rank raises the fault and the others a PeerError."""
+        """Runs work that answers prompts on the first rank, while other ranks take part in each `say`.
+
+        A collective call; returns the first rank's result on every rank.
+
+        Args:
+            work: called on the first rank.
+
+        Raises:
+            PeerError: on the other ranks, if the work fails; the first rank raises the error itself.
+        """
         if self.ranks.rank:
             return cast(T, self._follow())
         try:
             given = work()
         except BaseException:
-            if not self._saying:  # else the others are in the midst of an answer, and hear nothing
+            if not self._saying:  # otherwise the other ranks are in a forward, and receive no message
                 self.ranks.from_first((_FAILED, None))
             raise
         self.ranks.from_first((_DONE, given))
@@ -119,22 +142,33 @@ class AnswerSession:
             self._idle_generation()
 
     def _idle_generation(self) -> None:
-        """Other ranks answer meanwhile, and hold a part of the model here: forwards go on until all end."""
+        """Takes part in the answers of other ranks: forwards of a sharded model need every rank."""
         if self.ranks.count > 1:
             self._answer([self.conversing.prompt([Turn("user", "?")])], Decoding(max_new_tokens=1), [0])
 
     # -- rows of a file ------------------------------------------------------------------------
 
     def rows(self, file: Path, decoding: Decoding, batch_size: int = 1) -> Iterator[Answer]:
-        """The answers to the rows of a file, in their order; among several ranks, on the first of them alone.
-        A row that cannot be read, or answered, is there with the reason.
+        """Answers the rows of a file, in order; a collective call, which yields on the first rank only.
 
-        batch_size: rows that a rank answers together, of like length. What they are answered does not depend
-        on it, but for rounding.
+        A row that cannot be read or answered yields an answer with the error.
+
+        Args:
+            file: of rows in the format of the run's dataset.
+            decoding: temperature, top_p, seed and length.
+            batch_size: rows of similar length that a rank answers together; it changes answers only by
+                rounding.
+
+        Raises:
+            DataError: the file has no rows, or cannot be read.
         """
         questions = self.conversing.questions(file)
         if not questions:
-            raise DataError("the file has no rows, so there is nothing to answer", where=str(file))
+            raise DataError(
+                "the file has no rows, so there is nothing to answer",
+                where=str(file),
+                hint="add rows in the format of the run's dataset, or use --prompt",
+            )
         count = self.ranks.count
         pool = count * batch_size * (_POOL if batch_size > 1 else 1)
         for first in range(0, len(questions), pool):
@@ -152,7 +186,7 @@ class AnswerSession:
         size: int,
         rounds: int,
     ) -> list[Answer]:
-        """The answers to the rows of these numbers, in `rounds` generations: as many as on other ranks."""
+        """The answers to this rank's rows, in `rounds` generations, the same number as on other ranks."""
         answers: list[Answer] = []
         read: list[tuple[int, Question]] = []
         for number in numbers:
@@ -195,8 +229,8 @@ class AnswerSession:
             tokens = sum(each["input_ids"].numel() for each in questions)
             raise MMError(
                 said.what,
-                where=f"{len(questions)} prompt{'s' * (len(questions) != 1)} of {tokens} tokens in all",
-                hint="a smaller --batch-size, fewer tiles, or more ranks (--nproc) that share the model",
+                where=f"{plural(len(questions), 'prompt')} with {tokens} tokens in total",
+                hint="use a smaller --batch-size, fewer image tiles, or more ranks (--nproc)",
             ) from fault
 
 
@@ -210,18 +244,18 @@ def answer_session(
     patient: bool = False,
     allow_code: bool = False,
 ) -> Iterator[AnswerSession]:
-    """Opens a run for questions, for the length of the block. Called as the rank that the environment names.
+    """A context with a stored run opened to answer prompts; call it on each rank that was launched.
 
     Args:
         run: a run's folder, `DIR@STEP`, or one of its checkpoints.
-        weights: `ema`, `model`, or `auto`: the average where the checkpoint holds one.
-        checkpoint: `latest` or `best`, of the complete ones.
-        overrides: `key.path=value` over the run's config: where folders are that have moved.
-        patient: ranks wait for the first one as long as a person thinks.
-        allow_code: code that the run names runs, also where this user has not trained with it.
+        weights: `ema`, `model`, or `auto`: the average if the checkpoint contains one.
+        checkpoint: `latest` or `best` complete checkpoint.
+        overrides: `key.path=value` to override the run's config, for example paths of moved folders.
+        patient: whether ranks wait for the first one without a timeout, for a person at a prompt.
+        allow_code: whether code named by the run may be executed if this user has not trained with it.
 
     Raises:
-        MMError: no checkpoint, a task that makes no text, a dataset that lays out no conversations.
+        MMError: no checkpoint, a task that generates no text, or a dataset without a format for prompts.
     """
     stored = stored_run(run, checkpoint, overrides, allow_code)
     source, config = stored.checkpoint, stored.config
@@ -250,15 +284,24 @@ def answer(
     overrides: Sequence[str] = (),
     allow_code: bool = False,
 ) -> str:
-    """What a run's model says to a prompt, after these images. For several questions, `answer_session`.
+    """Answers one prompt, with optional images, by the model of a stored run; see `answer_session` for more.
 
     Args:
-        images: files that are shown before the prompt.
-        max_new_tokens: of the answer; None takes the task's own, else 512.
-        temperature: 0 takes the likeliest token each time. top_p: of the likeliest tokens, the share of
-            probability that is drawn from. seed: of what is drawn.
-        on_text: is told each piece of the answer as soon as it is there.
-        run, weights, checkpoint, overrides, allow_code: as of `answer_session`.
+        run: a run's folder, `DIR@STEP`, or one of its checkpoints.
+        prompt: the text.
+        images: files of images before the prompt.
+        max_new_tokens: maximum length of the answer; None takes the task's value, else 512.
+        temperature: 0 always takes the most likely token.
+        top_p: tokens are drawn from the most likely ones with this total probability.
+        seed: of the draws.
+        on_text: receives each new piece of the answer.
+        weights: see `answer_session`.
+        checkpoint: see `answer_session`.
+        overrides: see `answer_session`.
+        allow_code: see `answer_session`.
+
+    Raises:
+        MMError: see `answer_session`; or the prompt does not fit the model.
     """
     decoding = checked(Decoding(max_new_tokens, temperature, top_p, seed))
     with answer_session(
@@ -269,23 +312,28 @@ def answer(
 
 
 def _check_text(turns: Sequence[Turn]) -> None:
-    """DataError for what a terminal or a pipe gave that is no text: no tokenizer takes it."""
+    """DataError for input of a terminal or a pipe that is not text: no tokenizer accepts it."""
     for turn in turns:
         try:
             turn.text.encode()
         except UnicodeEncodeError as fault:
             raise DataError(
-                f"what the {turn.role} says is not UTF-8 text (character {fault.start + 1})",
+                f"the {'prompt' if turn.role == 'user' else turn.role + ' text'} is not valid UTF-8 "
+                f"(character {fault.start + 1})",
                 where=turn.text.encode(errors="backslashreplace").decode(),
             ) from None
 
 
 def checked(decoding: Decoding) -> Decoding:
-    """The same. MMError for figures that make no answer."""
+    """Checks the decoding settings of an answer, and returns them.
+
+    Raises:
+        MMError: a value is out of range.
+    """
     ranges = {
         "max_new_tokens": (decoding.max_new_tokens is None or decoding.max_new_tokens >= 1, "1 or more"),
-        "temperature": (0 <= decoding.temperature < float("inf"), "0, which is greedy, or more"),
-        "top_p": (0 < decoding.top_p <= 1, "more than 0, up to 1"),
+        "temperature": (0 <= decoding.temperature < float("inf"), "0 (greedy) or more"),
+        "top_p": (0 < decoding.top_p <= 1, "more than 0, at most 1"),
     }
     for name, (right, accepted) in ranges.items():
         if not right:
@@ -294,30 +342,39 @@ def checked(decoding: Decoding) -> Decoding:
 
 
 def makes_words(config: RunConfig) -> bool:
-    """Whether the run's task answers in words, seen from its class."""
+    """Whether the task of a stored run answers prompts with text, judged by its class."""
     target = config.registry.resolve("task", config.task.type).load_target()
     return isinstance(target, type) and issubclass(target, SupportsAnswer)
 
 
 def check_words(config: RunConfig) -> None:
-    """ContractError for a run whose task makes no words."""
+    """Checks that the task of a stored run answers prompts with text.
+
+    Raises:
+        ContractError: it does not.
+    """
     if not makes_words(config):
         raise ContractError(
-            f"the task {config.task.type} does not answer in words",
+            f"the task {config.task.type} does not answer prompts with text",
             where="task.type",
-            accepted="a task that does: pretrained, say",
-            hint="mm sample makes the clips of a run that makes clips",
+            accepted="a task that does, such as pretrained",
+            hint="use `mm sample` for runs that generate clips",
         )
 
 
 def conversing_of(config: RunConfig) -> Conversing:
-    """What lays out questions as the rows that the run was trained on. ContractError where nothing does."""
+    """The prompt format of a stored run: that of the dataset it was trained on.
+
+    Raises:
+        ContractError: the dataset has no format for prompts.
+    """
     dataset = config.data.train
     target, fields = config.registry.target_of(dataset)
     if not isinstance(target, SupportsConversing):
         raise ContractError(
-            f"the run was trained on {dataset.type}, which lays out no questions in words",
+            f"the run was trained on {dataset.type}, which has no format for prompts",
             where="data.train.type",
-            accepted="a dataset whose class has `conversing`: text_rows, say",
+            accepted="a dataset whose class has `conversing`, such as text_rows",
+            hint="answer prompts with a run that was trained on such a dataset",
         )
     return target.conversing(**fields)

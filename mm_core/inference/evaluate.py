@@ -1,4 +1,4 @@
-"""A stored run evaluated, by one process or by several that share the model and the rows: `mm eval`."""
+"""`mm eval`: evaluates a stored run, in one process or on several ranks that share the model and the rows."""
 
 from __future__ import annotations
 
@@ -33,14 +33,23 @@ Split = Literal["train", "validation", "test"]
 
 _COUNTS = ("rows", "unreadable")
 _CUT = ("part", "split_seed")
-"""What datasets call the share of a file that they read."""
+"""Options of datasets that select a part of a file."""
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What was evaluated, and the figures by name, without the split's name before them.
+    """The result of evaluating a stored run.
 
-    predictions: by row in the dataset's order, on rank 0, where they were asked for.
+    Attributes:
+        checkpoint: folder of the evaluated checkpoint.
+        step: number of steps it was trained.
+        split: the dataset's key under `data`.
+        weights: which weights were evaluated.
+        figures: metrics by name, without the split as prefix.
+        config_sha256: hash of the config with the overrides.
+        overrides: of the config.
+        ranks: number of ranks.
+        predictions: one row for each sample in the dataset's order, on rank 0, if requested.
     """
 
     checkpoint: Path
@@ -54,7 +63,7 @@ class EvaluationResult:
     predictions: list[Row] = field(default_factory=list)
 
     def to_mapping(self) -> dict[str, object]:
-        """All but the predictions, for JSON."""
+        """The evaluation's result without the predictions, as a mapping for JSON."""
         return {
             "checkpoint": str(self.checkpoint),
             "step": self.step,
@@ -70,7 +79,7 @@ class EvaluationResult:
 
 @dataclass(frozen=True)
 class EvaluationTarget(StoredRun):
-    """A stored run and what it is evaluated on, found before anything heavy is read."""
+    """A stored run and the dataset to evaluate it on, found before anything large is read."""
 
     split: Split
     dataset: ComponentConfig
@@ -89,24 +98,25 @@ def evaluate(
     note: Callable[[str], None] = lambda sentence: None,
     allow_code: bool = False,
 ) -> EvaluationResult:
-    """Evaluates a checkpoint of a run on its held-out rows, as validation does while training. Called as the
-    rank that the environment names; several share the model, as in training, and the rows.
+    """Evaluates a checkpoint of a stored run on held-out rows, as validation does during training.
+
+    Call it on each rank that was launched; ranks share the model, as in training, and the rows.
 
     Args:
         run: a run's folder, `DIR@STEP`, or one of its checkpoints.
-        split: `validation`, `test` or `train`: the dataset under `data`.
-        weights: `ema`, `model`, or `auto`: the average where the checkpoint holds one.
-        checkpoint: `latest` or `best`, of the complete ones.
-        rows: how many, evenly spaced; None takes as many as the run's validation, and all of other sets.
-        metrics: beside the run's own, in the place of those of the same type: names, or `{type: f1, ...}`.
-        predictions: also keep what was found of each row.
-        overrides: `key=value` over the run's config, to evaluate on other data.
-        note: told, on rank 0, of rows that cannot be read.
-        allow_code: code that the run names runs, also where this user has not trained with it.
+        split: `validation`, `test` or `train`: the dataset's key under `data`.
+        weights: `ema`, `model`, or `auto`: the average if the checkpoint contains one.
+        checkpoint: `latest` or `best` complete checkpoint.
+        rows: number of rows, evenly spaced; None uses that of the run's validation, and all of other sets.
+        metrics: added to the run's own, replacing those of the same type: names, or `{type: f1, ...}`.
+        predictions: whether to keep the prediction for each row.
+        overrides: `key=value` to override the run's config, for example with other data.
+        note: receives messages about unreadable rows, on rank 0.
+        allow_code: whether code named by the run may be executed if this user has not trained with it.
 
     Raises:
-        MMError: no checkpoint, no such dataset in the run's config, nothing readable, a metric that needs
-            what the task does not give.
+        MMError: no checkpoint, no such dataset in the run's config, no readable row, or a metric that
+            does not fit the task.
     """
     chosen = choose(run, split, checkpoint, overrides, allow_code)
     settings = default_settings(chosen.config, split)
@@ -141,7 +151,7 @@ def _pass(
     predictions: bool,
     note: Callable[[str], None],
 ) -> tuple[dict[str, float], list[Row]]:
-    """One pass of all ranks over the rows: the figures, and on rank 0 the predictions if they are wanted."""
+    """One pass of all ranks over the rows: the metrics, and on rank 0 the predictions if requested."""
     ranks, found = Ranks.current(), Predictions()
     dataset = build_dataset(chosen.config.registry, chosen.dataset, chosen.config.run.seed)
     task = task_of(chosen.config, chosen.checkpoint)
@@ -160,7 +170,7 @@ def _pass(
         seen=found.batch if predictions else lambda batch, evaluation: None,
     )
     figures = validator.run(step)
-    assert figures is not None, "nobody asks this evaluation to stop"
+    assert figures is not None, "this evaluation has no stop requests"
     return figures, found.gather(ranks) if predictions else []
 
 
@@ -171,7 +181,18 @@ def choose(
     overrides: Sequence[str] = (),
     allow_code: bool = False,
 ) -> EvaluationTarget:
-    """The checkpoint, its config with the overrides, and the dataset. MMError where one is missing."""
+    """Finds what to evaluate: the stored run's checkpoint, its config with overrides, and the dataset.
+
+    Args:
+        run: a run's folder, `DIR@STEP`, or one of its checkpoints.
+        split: the dataset's key under `data`.
+        checkpoint: `latest` or `best` complete checkpoint.
+        overrides: `key=value` to override the run's config.
+        allow_code: whether code named by the run may be executed if this user has not trained with it.
+
+    Raises:
+        MMError: there is no checkpoint, or the config has no such dataset.
+    """
     source = OpenedCheckpoint(checkpoint_at(run, checkpoint))
     file = source.folder / "config.yaml"
     config = load_config(file, _with_section(file, overrides), stored=True, allow_code=allow_code)
@@ -184,7 +205,7 @@ def choose(
 def _metrics(
     registry: Registry, settings: ValidationSection, asked: Sequence[str | Mapping[str, object]]
 ) -> list[tuple[str, Metric]]:
-    """The section's metrics and those that were asked for, which replace others of their type."""
+    """The section's metrics and the requested ones, which replace those of the same type."""
     wanted = [{"type": each} if isinstance(each, str) else dict(each) for each in asked]
     added = [(str(each.get("type")), registry.build("metric", each)) for each in wanted]
     taken = {name.rpartition("/")[2] for name, _ in added}
@@ -193,8 +214,8 @@ def _metrics(
 
 
 def _with_section(path: Path, overrides: Sequence[str]) -> list[str]:
-    """The overrides, with a `validation` section for a run that has none where one of them names held-out
-    data: a config is refused with one of the two alone."""
+    """The overrides; if they add held-out data to a run without `validation`, also that section: a config
+    needs both or neither."""
     if not any(text.startswith(("data.validation=", "data.validation.")) for text in overrides):
         return list(overrides)
     stored = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -203,14 +224,14 @@ def _with_section(path: Path, overrides: Sequence[str]) -> list[str]:
 
 
 def _without_data(run: str | Path, file: Path, config: RunConfig, split: Split) -> MMError:
-    """The sentence for a run without the split, with a command that works once it names other files."""
+    """The error for a run without the split; its hint is a command to complete with another file."""
     held = [name for name in config.data.splits if name != "train"]
     options = to_mapping(config)["data"]["train"]
     dataset = config.data.train.type
     class_: object = config.registry.resolve("dataset", dataset).load_target()
     if isinstance(class_, SupportsEvaluated):
         options = class_.evaluated(options)
-    # What was cut off for training is nothing of another file.
+    # The training's part of its file does not apply to another file.
     train = {key: value for key, value in options.items() if value is not None and key not in _CUT}
     flow = yaml.safe_dump(train, default_flow_style=True, sort_keys=False, width=10**6).strip()
     words = ["mm", "eval", "--run", str(run), *(["--split", split] if split != "validation" else [])]
@@ -219,5 +240,5 @@ def _without_data(run: str | Path, file: Path, config: RunConfig, split: Split) 
         f"the run's config has no data.{split}",
         where=str(file),
         accepted=f"--split {' or '.join([*held, 'train'])}",
-        hint=f"name the data, here all of the training's file: {command}",
+        hint=f"add the data to the command, here with the complete training file: {command}",
     )

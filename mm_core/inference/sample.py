@@ -1,5 +1,5 @@
-"""Clips from a trained run: weights from a checkpoint, mp4 files and a contact sheet. One process holds all
-of the model; several share it as they do in training, and the prompts among them."""
+"""Sampling clips from a stored run: weights from a checkpoint, mp4 files and a contact sheet. A single
+process holds the complete model; several ranks shard it as in training, and share the prompts."""
 
 from __future__ import annotations
 
@@ -71,24 +71,32 @@ def sample(
     keep: bool = True,
     allow_code: bool = False,
 ) -> list[Clip]:
-    """Generates one clip a prompt from a run's checkpoint. Among several ranks (`WORLD_SIZE` is set), all of
-    which call it, the model is sharded as in training, and each returns and writes its share of the clips.
+    """Samples one clip for each prompt from a checkpoint of a stored run.
+
+    On several ranks (`WORLD_SIZE` is set) all call it: the model is sharded as in training, and each rank
+    returns and writes its share of the clips.
 
     Args:
         run: a run's folder, `DIR@STEP`, or one of its checkpoints.
-        prompt, prompts: what to show; `prompt` comes first when both are given.
-        images, last_images: for image-to-video, files of the first (and last) frame: one for all prompts, or
-            one for each. They are brought to the clip's size; one of another shape is stretched.
-        negative_prompt: what guidance leads away from.
-        seed: clip i's noise comes from (seed, i).
-        steps: solver steps. guidance: scale of classifier-free guidance (off up to 1), or one an expert.
-        num_frames, height, width, fps: of a clip; None takes the task's `sample`, then the training's.
+        prompt: the first prompt.
+        prompts: further prompts.
+        images: for image-to-video, files of the first frame: one for all prompts, or one for each. Images are
+            resized to the clip's size; those of another aspect ratio are stretched.
+        last_images: files of the last frame, like `images`.
+        negative_prompt: guidance leads away from it.
+        seed: the noise of clip i derives from (seed, i).
+        steps: solver steps.
+        guidance: scale of classifier-free guidance (1 or less: off), or one for each expert.
+        num_frames: of a clip; None takes the task's `sample`, then that of the training data; as do the next.
+        height: of a clip.
+        width: of a clip.
+        fps: frames per second.
         out: folder for mp4 files and a contact sheet; None writes nothing.
-        weights: `ema`, `model`, or `auto`: the average where the checkpoint holds one.
-        checkpoint: `latest` or `best`, of the complete ones.
-        overrides: `key.path=value` over the run's config: where folders are that have moved.
-        keep: false returns none of the clips: each is written to `out` when it is ready, and let go.
-        allow_code: code that the run names runs, also where this user has not trained with it.
+        weights: `ema`, `model`, or `auto`: the average if the checkpoint contains one.
+        checkpoint: `latest` or `best` complete checkpoint.
+        overrides: `key.path=value` to override the run's config, for example paths of moved folders.
+        keep: false returns no clips: each is written to `out` when it is ready, and freed.
+        allow_code: whether code named by the run may be executed if this user has not trained with it.
 
     Raises:
         MMError: no prompt, no checkpoint, a size or images that the model does not take, missing images.
@@ -117,17 +125,20 @@ def _prompts(
     images: Sequence[str | Path],
     last_images: Sequence[str | Path],
 ) -> list[Prompt]:
-    """All prompts with their images. MMError where there is none."""
+    """All prompts with their images. MMError if there is none."""
     given = [*([first] if first is not None else []), *others]
     if not given:
-        raise MMError("there is no prompt", accepted="prompt='...' or prompts=[...]")
+        raise MMError("there is no prompt to sample", accepted="prompt='...' or prompts=[...]")
     return with_images([p if isinstance(p, Prompt) else Prompt(p) for p in given], images, last_images)
 
 
 @contextmanager
 def among_ranks(patient: bool = False) -> Iterator[None]:
-    """The process group of all ranks for the length of the block, where the environment names several.
-    patient: they wait for each other without an end."""
+    """A context with the process group of all ranks of a command on a stored run, if there are several.
+
+    Args:
+        patient: whether ranks wait for each other without a timeout.
+    """
     group = process_group(None) if patient else process_group()
     with group if environment_world().world_size > 1 else nullcontext():
         yield
@@ -147,10 +158,10 @@ def _sample(
     if not isinstance(task, SupportsClips) and not callable(getattr(task, "sample", None)):
         raise no_clips(config.task.type)
     if isinstance(task, SupportsCheckRequest):
-        task.check_request(request)  # before anything is read
+        task.check_request(request)  # before weights are read
     engine = load_as_rank(task, config, source, weights)
     if out is not None:
-        make_folder(out)  # before hours of work
+        make_folder(out)  # fails early, before hours of work
     share, real = share_of(request, ranks)
     kept: list[Clip] = []
     previews: list[Clip] = []
@@ -160,7 +171,7 @@ def _sample(
         for number, clip in enumerate(clips or ()):
             made = number + 1
             if number >= real:
-                continue  # other ranks wait for it
+                continue  # only generated because other ranks need this rank's forwards
             if out is not None:
                 _write(clip, out / clip_name(share.first + number, clip.prompt))
                 previews.append(preview(clip))
@@ -175,10 +186,10 @@ def _sample(
 
 
 def _write(clip: Clip, path: Path) -> None:
-    """DataError where the system or the codec refuses."""
+    """Writes a clip. DataError if the system or the codec refuses."""
     try:
         write_video(clip, path)
-    except Exception as fault:  # PyAV's own errors are no OSError
+    except Exception as fault:  # PyAV's errors are not OSErrors
         raise DataError(f"the clip cannot be written: {fault}", where=str(path)) from fault
 
 
@@ -188,8 +199,15 @@ def _write(clip: Clip, path: Path) -> None:
 def load_task(
     config: RunConfig, checkpoint: Path | OpenedCheckpoint, weights: Weights = "auto"
 ) -> TaskModule:
-    """The run's task on this process's device, whole, in evaluation mode, with the checkpoint's weights. An
-    accelerator computes in the dtype that the engine trained in, and holds them in no other."""
+    """Loads the complete task of a stored run on this process's device, in evaluation mode.
+
+    On an accelerator, weights have the dtype that the engine computed with in training.
+
+    Args:
+        config: of the run.
+        checkpoint: whose weights are loaded.
+        weights: `ema`, `model`, or `auto`: the average if the checkpoint contains one.
+    """
     opened = open_checkpoint(checkpoint)
     task = task_of(config, opened)
     load_alone(task, config, opened, weights)
@@ -198,20 +216,31 @@ def load_task(
 
 @dataclass
 class SingleProcess:
-    """What an evaluation needs of an engine, for a task that is not sharded."""
+    """The parts of an engine that evaluating a stored run needs, for a task that is not sharded."""
 
     device: torch.device
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """The task was loaded in evaluation mode, so only gradients are left to switch off."""
+        """A context without gradients; a loaded task is already in evaluation mode."""
         return torch.no_grad()
 
 
 def load_as_rank(
     task: TaskModule, config: RunConfig, checkpoint: OpenedCheckpoint, weights: Weights
 ) -> EvaluatedEngine:
-    """Brings the weights of a checkpoint into the task: all in a lone process, else spread over all ranks,
-    which all call this. Returns what it is evaluated by."""
+    """Loads a checkpoint's weights into the task of a stored run: complete in a single process, else sharded.
+
+    All ranks call it together.
+
+    Args:
+        task: made by `task_of`.
+        config: of the run.
+        checkpoint: whose weights are loaded.
+        weights: `ema`, `model`, or `auto`: the average if the checkpoint contains one.
+
+    Returns:
+        The engine to evaluate the task with.
+    """
     if Ranks.current().count > 1:
         return load_sharded(task, config, checkpoint, weights)
     load_alone(task, config, checkpoint, weights)
@@ -219,11 +248,18 @@ def load_as_rank(
 
 
 def load_alone(task: TaskModule, config: RunConfig, checkpoint: OpenedCheckpoint, weights: Weights) -> None:
-    """The same with a task that `task_of` has made."""
+    """Loads a checkpoint's weights into the complete task of a stored run, in a single process.
+
+    Args:
+        task: made by `task_of`.
+        config: of the run.
+        checkpoint: whose weights are loaded.
+        weights: `ema`, `model`, or `auto`: the average if the checkpoint contains one.
+    """
     device = current_device()
     _undo_base_dtype(task, config)
     if _is_lowered(config, device):
-        compute_as_trained(task, config)  # while it has no memory
+        compute_as_trained(task, config)  # before parameters have memory
     load_frozen_alone(task, device, config)
     stored = CheckpointWeights(checkpoint, config, task, weights)
     state: dict[str, torch.Tensor] = {}
@@ -233,7 +269,7 @@ def load_alone(task: TaskModule, config: RunConfig, checkpoint: OpenedCheckpoint
         module.to_empty(device=device)
         tie(module, tied)
         own = state_of(module, name, tied)
-        # Fills tables that no checkpoint holds.
+        # Fills tables that checkpoints do not contain.
         initialise(module, name, Randomness(config.run.seed), spared=own)
         state |= own
     stored.fill(state)
@@ -244,7 +280,16 @@ def load_alone(task: TaskModule, config: RunConfig, checkpoint: OpenedCheckpoint
 def load_sharded(
     task: TaskModule, config: RunConfig, checkpoint: OpenedCheckpoint, weights: Weights
 ) -> Engine:
-    """The same over all ranks, spread by the run's engine. Called by all of them."""
+    """Loads a checkpoint's weights into the task of a stored run, sharded over all ranks by the run's engine.
+
+    A collective call.
+
+    Args:
+        task: made by `task_of`.
+        config: of the run.
+        checkpoint: whose weights are loaded.
+        weights: `ema`, `model`, or `auto`: the average if the checkpoint contains one.
+    """
     check_plugins(config)
     _undo_base_dtype(task, config)
     world, lowered = Ranks.current().count, _is_lowered(config, current_device())
@@ -261,24 +306,25 @@ def load_sharded(
 
 
 def _undo_base_dtype(task: TaskModule, config: RunConfig) -> None:
-    """Unlike in training, weights below adapters have the dtype of the others. While they have no memory."""
+    """Sets the dtype of weights below adapters to that of the others, different from training; before
+    parameters have memory."""
     if config.train.base_dtype is not None:
         cast_frozen(task, torch.float32)
 
 
 def _round_base_weights(task: TaskModule, config: RunConfig) -> None:
-    """Weights below adapters have the values that they were trained with."""
+    """Rounds weights below adapters to the values used in training."""
     if config.train.base_dtype is not None:
         quantise_frozen_values(task, torch_dtype(config.train.base_dtype))
 
 
 def _is_lowered(config: RunConfig, device: torch.device) -> bool:
-    """Whether it is sampled in a dtype of the engine's: a CPU computes in float32."""
+    """Whether to compute in the engine's `param_dtype`; a CPU computes in float32."""
     return device.type != "cpu" and config.engine.options.get("param_dtype") not in (None, "fp32")
 
 
 def _engine_of(config: RunConfig, world: int, lowered: bool) -> ComponentConfig:
-    """The run's engine, for `world` ranks: they may be no multiple of the run's shards."""
+    """The run's engine for `world` ranks, which may not be a multiple of the run's shards."""
     options = dict(config.engine.options)
     size = options.get("sharding_size")
     if isinstance(size, int) and world % size:
@@ -289,8 +335,7 @@ def _engine_of(config: RunConfig, world: int, lowered: bool) -> ComponentConfig:
 
 
 def _cast_parameters(task: TaskModule, ignored: Sequence[str], dtype: torch.dtype) -> None:
-    """Gives the parameters that the engine casts that dtype; what it leaves alone keeps its own, and so do
-    buffers."""
+    """Casts the parameters that the engine would cast; ignored modules and buffers keep their dtype."""
     for root in task.trainable:
         for path, parameter in task.get_submodule(root).named_parameters(prefix=root):
             if not any(path.startswith(part + ".") for part in ignored):
@@ -298,15 +343,15 @@ def _cast_parameters(task: TaskModule, ignored: Sequence[str], dtype: torch.dtyp
 
 
 def stored_weights(checkpoint: OpenedCheckpoint, weights: Weights) -> Literal["model", "ema"]:
-    """What `auto` stands for in a checkpoint: the average where it holds one, whatever its config says."""
+    """Resolves `auto` for the weights of a stored run: the average if the checkpoint contains one."""
     if weights == "auto":
         return "ema" if "ema" in checkpoint.parts else "model"
     return weights
 
 
 def compute_as_trained(task: TaskModule, config: RunConfig) -> None:
-    """Parameters and inputs in the engine's `param_dtype`, as the sharded modules compute; tables and
-    timesteps keep their precision."""
+    """Casts parameters and inputs of a stored run's task to the engine's `param_dtype`, as in sharded
+    training; tables and timesteps keep their precision."""
     options = config.engine.options
     name = options.get("param_dtype")
     if name in (None, "fp32"):

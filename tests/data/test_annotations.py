@@ -133,7 +133,7 @@ def test_every_other_fault_of_a_row_has_a_sentence(tmp_path: Path, row, sentence
 def test_files_that_hold_no_rows(tmp_path: Path) -> None:
     assert fault(tmp_path, "").what == "the annotation file is empty"
     assert fault(tmp_path, " \n ").what == "the annotation file is empty"
-    assert fault(tmp_path, "[]").what == "the file lists no samples"
+    assert fault(tmp_path, "[]").what == "the annotation file lists no samples"
     assert "a number, not a list" in fault(tmp_path, "3").what
     assert "an object, not a list of rows" in fault(tmp_path, '{\n"a": [1]\n}').what
     assert "nested too deeply" in fault(tmp_path, "[" * 100_000).what

@@ -192,7 +192,7 @@ def test_a_sample_does_without_its_unreadable_parts(workers: int) -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_when_nothing_can_be_read_the_run_stops_and_the_ledger_knows(tmp_path: Path, workers: int) -> None:
     ledger = SkipLedger(tmp_path, 0.5)
-    with pytest.raises(UnreadableError, match="others in its place could not be read: n/") as caught:
+    with pytest.raises(UnreadableError, match="others tried in its place could not be read: n/") as caught:
         list(ledger.watch(loader(Numbers(4, bad=(0, 1, 2, 3)), workers=workers)))
     assert "skipped.jsonl" in str(caught.value.hint) and "annotation" not in str(caught.value.hint)
     assert (tmp_path / "skipped.jsonl").read_text().count("\n") == 4
@@ -282,7 +282,7 @@ def test_a_plain_script_may_train(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "began 12\n"), done.stderr
     done = run_script(tmp_path, *"\n".join(own).format(guard="True").split("\n"))
     assert done.returncode == 1 and "a data worker ended unexpectedly" in done.stderr
-    assert 'must stand under `if __name__ == "__main__":`' in done.stderr
+    assert 'put the script\'s own work under `if __name__ == "__main__":`' in done.stderr
 
 
 def test_a_dataset_that_cannot_be_sent_to_a_worker_is_a_sentence() -> None:
@@ -347,7 +347,7 @@ def test_bad_videos_among_good_ones_are_skipped_counted_and_listed(
     entries.sort(key=lambda entry: entry["index"])  # a bad file may be met in place of another first
     assert [entry["index"] for entry in entries] == [0, 1, 2, 3]
     assert [entry["id"] for entry in entries] == [str(path) for path in paths]
-    reasons = ["does not exist", "0 bytes", "no readable video", "no video stream"]
+    reasons = ["does not exist", "0 bytes", "not a readable video", "no video stream"]
     assert all(reason in entry["reason"] for reason, entry in zip(reasons, entries, strict=True))
     strict = SkipLedger(tmp_path / "strict", 0.1)
     with pytest.raises(DataError, match=r"4 of \d+ samples could not be read"):

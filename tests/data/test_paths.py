@@ -30,7 +30,7 @@ ODD = {
     "loop.mp4/below.mp4": LOOP,
     "a" * 300 + ".mp4": "File name too long",
     "deep/" * 900 + "a.mp4": "File name too long",
-    "half\ud83d.mp4": r"it holds \ud83d, half of a character",
+    "half\ud83d.mp4": r"it contains \ud83d, half of a character",
     "byte\udce9.mp4": r"it holds \udce9, half of a character",
     "nul\0.mp4": "embedded null byte",
     "folder.mp4": "is a folder, not a video",
@@ -91,7 +91,7 @@ def test_odd_rows_of_videos_are_skipped_and_listed(odd: Path, shapes_data: Path,
     for index, path in enumerate(paths):
         assert ODD[path] in listed[index]["reason"], path
         assert listed[index]["id"] == str(odd / path)
-    assert listed[len(paths)]["reason"] == r"the caption holds \ude00, half of a character"
+    assert listed[len(paths)]["reason"] == r"the caption contains \ude00, half of a character"
     again = SkipLedger(odd / "run", 1.0)
     again.record([failure for batch in batches for failure in batch.failures])
     assert len((odd / "run" / "skipped.jsonl").read_text().splitlines()) == len(bad), "listed once"
@@ -160,7 +160,7 @@ def test_what_must_not_be_read_is_a_sentence(nobody: Path) -> None:
     [
         ("loop", "symbolic links"),
         ("a" * 300, "File name too long"),
-        ("half\ud83d", r"it holds \\ud83d, half of a character"),
+        ("half\ud83d", r"it contains \\ud83d, half of a character"),
         ("nul\0", "embedded null byte"),
         ("folder", "(Is|is) a (directory|folder)"),
         ("gone", "does not exist"),

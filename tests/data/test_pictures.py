@@ -61,7 +61,7 @@ def test_a_picture_is_one_frame_of_the_pixels_that_pillow_decodes(tmp_path: Path
     frames = reader.read(file, [0.0, 0.02])
     assert frames.dtype == torch.uint8 and frames.shape == (2, 90, 120, 3)
     assert torch.equal(frames[0], decoded(file)) and torch.equal(frames[0], frames[1])
-    with pytest.raises(DataError, match=r"the frame at 0.060 s was asked for, but the video ends at 0.040 s"):
+    with pytest.raises(DataError, match=r"a frame at 0.060 s is needed, but the video ends at 0.040 s"):
         reader.read(file, [0.06])
 
 
@@ -86,7 +86,7 @@ def test_pictures_train_as_clips_of_one_frame(tmp_path: Path, annotate) -> None:
         wanted = decoded(tmp_path / row["path"]).permute(2, 0, 1)[:, None].float() / 127.5 - 1
         assert torch.allclose(pixels, wanted, atol=1e-6)
     short = VideoTextDataset(tmp_path / "rows.json", 5, 90, 120)
-    with pytest.raises(DataError, match="too short: it holds 1 frame, a clip needs 5"):
+    with pytest.raises(DataError, match="too short: it has 1 frame, but a clip needs 5"):
         short[0]
 
 
@@ -134,7 +134,7 @@ def test_an_animation_that_ffmpeg_takes_for_a_picture_is_refused(tmp_path: Path,
     for act in (lambda: reader.probe(path), lambda: reader.read(path, [0.0])):
         with pytest.raises(DataError) as fault:
             act()
-        assert fault.value.what == "the WEBP file is animated (3 frames), which FFmpeg takes for a picture"
+        assert fault.value.what == "the WEBP file is animated (3 frames), but is read as a single picture"
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -150,7 +150,7 @@ def test_a_codec_that_nobody_knows_is_a_sentence(tmp_path: Path, encode, reader)
     data = encode(tmp_path / "a.mkv", 3).read_bytes()
     file = tmp_path / "unknown.mkv"
     file.write_bytes(data.replace(b"V_MPEG4/ISO/AVC", b"V_MPEG9/ISO/XYZ"))
-    with pytest.raises(DataError, match="of a codec that FFmpeg does not know") as caught:
+    with pytest.raises(DataError, match="FFmpeg does not support the codec of this video") as caught:
         reader.probe(file)
     assert caught.value.where == str(file)
 

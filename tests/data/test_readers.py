@@ -96,10 +96,10 @@ def test_what_is_no_video_gets_a_sentence(tmp_path: Path, encode, encode_audio, 
     expected = {
         "missing.mp4": "does not exist",
         "empty.mp4": r"empty file \(0 bytes\)",
-        "text.mp4": "no readable video",
+        "text.mp4": "not a readable video",
         "folder.mp4": "is a folder",
-        "cut.mp4": "no readable video",
-        "audio.mp4": r"has no video stream \(it has: audio\)",
+        "cut.mp4": "not a readable video",
+        "audio.mp4": r"has no video stream \(it contains: audio\)",
     }
     for name, sentence in expected.items():
         with pytest.raises(DataError, match=sentence) as caught:
@@ -122,7 +122,7 @@ def test_a_file_whose_header_promises_more_than_it_holds(tmp_path: Path, encode,
     with pytest.raises(DataError) as caught:
         reader.read(cut, [39.5 / 24])
     assert str(cut) in str(caught.value)
-    with pytest.raises(DataError, match="asked for, but the video ends at"):
+    with pytest.raises(DataError, match="is needed, but the video ends at"):
         reader.read(whole, [40.2 / 24])
 
 

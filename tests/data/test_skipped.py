@@ -117,4 +117,4 @@ def test_many_parts_are_too_large_a_share(tmp_path: Path) -> None:
     assert ledger.failed == 2.25
     with pytest.raises(DataError, match=r"2\.5 of 20 samples could not be read \(12%\)") as caught:
         ledger.add(parts(19, (19,), of=4))
-    assert "the last: p/19.png: broken" in str(caught.value)
+    assert "the last one: p/19.png: broken" in str(caught.value)

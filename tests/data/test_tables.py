@@ -64,7 +64,7 @@ def test_a_line_of_other_length_is_a_broken_row_and_lines_are_counted_through_li
     file.write_text('text,label\n"a\nb",1\nc\n\nd,2\n', encoding="utf-8")
     assert [*read_table(file, ["text"])] == [
         Cells("line 2", ("a\nb",)),
-        Cells("line 4", fault="1 column, where the first line has 2"),
+        Cells("line 4", fault="1 column, but the first line has 2"),
         Cells("line 6", ("d",)),
     ]
 
@@ -80,7 +80,7 @@ def test_quotes_may_be_letters(tmp_path):
     file = tmp_path / "rows.tsv"
     file.write_text('text\tlabel\n"open\t1\n', encoding="utf-8")
     assert [cells.values for cells in read_table(file, ["text"], quotes=False)] == [('"open',)]
-    with pytest.raises(DataError, match="not be told apart: unexpected end of data") as caught:
+    with pytest.raises(DataError, match="cannot be split into columns: unexpected end of data") as caught:
         list(read_table(file, ["text"]))
     assert caught.value.where == f"{file}:2" and "quotes: false" in caught.value.hint
 
@@ -91,10 +91,10 @@ FAULTS = [
     ("rows.json", b"[]", "the table has no rows"),
     ("rows.csv", b"text,label\n", "the table has no rows"),
     ("rows.csv", b"txt,label\na,1\n", "the table has no column 'text'"),
-    ("rows.csv", b"text,text\na,b\n", "2 columns of the table are called 'text'"),
+    ("rows.csv", b"text,text\na,b\n", "2 columns of the table are named 'text'"),
     ("rows.csv", b"text\n\xff\n", "the table is not UTF-8 text (byte 5)"),
     ("rows.parquet", b"PAR1", "the table cannot be read as Parquet: "),
-    ("rows.xlsx", b"", "the kind of the table is not known by its name, which ends in .xlsx"),
+    ("rows.xlsx", b"", "the format of the table is unknown: its name ends in .xlsx"),
 ]
 
 
@@ -121,6 +121,6 @@ def test_a_file_that_is_not_there_names_the_one_that_is(tmp_path):
 def test_without_pyarrow_it_is_said_what_to_install(tmp_path, monkeypatch):
     file = save(tmp_path, "parquet")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(DataError, match="Parquet is read by pyarrow, which is not installed") as caught:
+    with pytest.raises(DataError, match="reading Parquet needs pyarrow, which is not installed") as caught:
         list(read_table(file, ["text"]))
-    assert caught.value.hint == "pip install 'mm-core[parquet]'"
+    assert caught.value.hint == "run: pip install 'mm-core[parquet]'"

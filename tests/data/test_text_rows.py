@@ -120,7 +120,7 @@ def test_of_prompt_and_text_only_the_text_is_learnt(tmp_path, gpt):
     assert batch.inputs["input_ids"].tolist() == [[13, 14, 12, 5, 6], [7, 12, 9, 4, 0]]
     assert batch.inputs["labels"].tolist() == [[-100, -100, -100, 5, 6], [-100, -100, 9, 4, -100]]
     long = written(tmp_path / "long.jsonl", {"q": "i am so very glad", "a": "why"}, *rows)
-    with pytest.raises(DataError, match="the prompt has 5 tokens, and max_length 5 leaves none to learn"):
+    with pytest.raises(DataError, match="the prompt has 5 tokens, so max_length 5 leaves no room for text"):
         TextRowsDataset(long, gpt, text="a", prompt="q", max_length=5)[0]
 
 
@@ -171,7 +171,7 @@ def test_a_text_that_is_a_date_is_broken(tmp_path, bert):
     for place, row in enumerate(rows):
         parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / f"{place}.parquet")
     for place, found in enumerate(["of type date", "null"]):
-        with pytest.raises(DataError, match=f"none of the 1 rows can be used; row 1: the text is {found}"):
+        with pytest.raises(DataError, match=f"no row of 1 can be used; row 1: the text is {found}"):
             TextRowsDataset(tmp_path / f"{place}.parquet", bert)
 
 
@@ -184,11 +184,11 @@ def test_lengths_grow_with_the_texts_and_the_dataset_pickles_without_its_tokeniz
 
 
 FAULTS = [
-    ({"label": "mood"}, "none of the 2 rows can be used; line 1: no column 'mood' (found: label, text)"),
-    ({"label": "label"}, "labels that are unknown: 'joy' (line 1), 'hapy' (line 2)"),
-    ({"label": "label", "labels": ("joy", "happy")}, "labels that are unknown: 'hapy' (line 2)"),
-    ({"text": 0}, "none of the 2 rows can be used; line 1: column 0 is a number, and the row is an object"),
-    ({"part": (0.0, 0.1)}, "part [0.0, 0.1] of 2 rows holds none"),
+    ({"label": "mood"}, "no row of 2 can be used; line 1: no column 'mood' (found: label, text)"),
+    ({"label": "label"}, "unknown labels: 'joy' (line 1), 'hapy' (line 2)"),
+    ({"label": "label", "labels": ("joy", "happy")}, "unknown labels: 'hapy' (line 2)"),
+    ({"text": 0}, "no row of 2 can be used; line 1: column 0 is a number, but the row is an object"),
+    ({"part": (0.0, 0.1)}, "part [0.0, 0.1] of 2 rows contains no row"),
 ]
 
 
@@ -204,7 +204,7 @@ def test_a_table_that_does_not_fit_its_options_is_one_sentence(tmp_path, bert, o
 
 def test_a_class_beyond_the_names_is_unknown(tmp_path, bert):
     file = written(tmp_path / "a.jsonl", {"text": "i", "label": 1}, {"text": "am", "label": 2})
-    with pytest.raises(DataError, match=r"labels that are unknown: '2' \(line 2\)"):
+    with pytest.raises(DataError, match=r"unknown labels: '2' \(line 2\)"):
         TextRowsDataset(file, bert, label="label", labels=("joy", "anger"))
 
 
@@ -221,7 +221,7 @@ def test_numbers_that_are_names_of_classes_are_names(tmp_path, bert, stars):
     dataset = TextRowsDataset(file, bert, label="label", labels=("1", "2", "3"))
     assert [dataset[place]["labels"] for place in (0, 1)] == [0, 2]
     none = written(tmp_path / "b.jsonl", {"text": "i", "label": 0})
-    with pytest.raises(DataError, match=r"labels that are unknown: '0' \(line 1\)"):
+    with pytest.raises(DataError, match=r"unknown labels: '0' \(line 1\)"):
         TextRowsDataset(none, bert, label="label", labels=("1", "2", "3"))
 
 
@@ -237,7 +237,7 @@ def test_a_label_that_is_missing_in_a_column_of_numbers_is_a_broken_row(tmp_path
 
 def test_half_a_character_is_a_broken_row(tmp_path, gpt):
     file = written(tmp_path / "a.jsonl", {"text": "glad"}, {"text": "glad \ud83d"})
-    with pytest.raises(DataError, match=r"the text holds \\ud83d, half of a character"):
+    with pytest.raises(DataError, match=r"the text contains \\ud83d, half of a character"):
         TextRowsDataset(file, gpt)[1]
 
 
@@ -255,7 +255,7 @@ def test_a_tokenizer_of_the_folders_own_code_runs_only_where_that_is_said(tmp_pa
     ) as caught:
         TextRowsDataset(file, folder)
     assert "trust_remote_code: true" in caught.value.hint
-    with pytest.warns(UserWarning, match="text_rows.trust_remote_code is on: Python files of"):
+    with pytest.warns(UserWarning, match="text_rows.trust_remote_code is on: Python files in"):
         dataset = TextRowsDataset(file, folder, trust_remote_code=True)
     again = pickle.loads(pickle.dumps(dataset))
     assert again[0]["ids"] == [13, 14, 4] and type(again._tokenizer).__name__ == "Own"

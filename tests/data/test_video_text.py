@@ -82,17 +82,17 @@ def test_the_caption_of_a_list_is_drawn_and_repeatable(build) -> None:
 
 
 def test_a_video_that_is_too_short_names_both_counts(build, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="too short: it holds 40 frames, a clip needs 41") as caught:
+    with pytest.raises(DataError, match="too short: it has 40 frames, but a clip needs 41") as caught:
         build(num_frames=41)[0]
     assert caught.value.where == str(tmp_path / "videos" / "a.mp4")
-    with pytest.raises(DataError, match="it holds 20 frames at 12 a second, a clip needs 21"):
+    with pytest.raises(DataError, match="it has 20 frames at 12 per second, but a clip needs 21"):
         build(num_frames=21, fps=12)[0]
 
 
 def test_a_row_that_declares_too_few_frames_is_refused_unopened(build, tmp_path: Path) -> None:
     dataset = build({"num_frames": 5})
     (tmp_path / "videos" / "a.mp4").unlink()
-    with pytest.raises(DataError, match="the annotation declares 5 frames, a clip needs 8"):
+    with pytest.raises(DataError, match="the annotation declares 5 frames, but a clip needs 8"):
         dataset[0]
 
 

@@ -228,7 +228,7 @@ def test_a_death_that_breaks_the_thread_that_pins_memory(
 def test_a_batch_that_the_pinning_thread_could_not_take() -> None:
     """No worker has ended: the limit of open files, which torch's thread meets in the same place."""
     reading = StandInForAccelerator([])
-    words = "could not be taken from its data worker: RuntimeError: Pin memory"
+    words = "could not be received from its data worker: RuntimeError: Pin memory"
     with pytest.raises(DataError, match=words), workers.deaths_explained(reading):
         raise PINNING
     with pytest.raises(RuntimeError, match="of another kind"), workers.deaths_explained(reading):

@@ -89,7 +89,7 @@ def test_rows_that_cannot_be_read_weigh_nothing_in_every_pass(workers):
 def test_a_dataset_without_rows_and_one_that_cannot_be_read_are_sentences():
     with pytest.raises(DataError, match=r"data\.test: the dataset has no rows to evaluate"):
         data(validation.Clips(0), where="data.test")
-    with pytest.raises(DataError, match=r"data\.validation: sample 0 and 2 others in its place"):
+    with pytest.raises(DataError, match=r"data\.validation: sample 0 and 2 others tried in its place"):
         list(data(validation.Clips(3, broken=(0, 1, 2))).read())
 
 
@@ -162,7 +162,7 @@ def test_a_request_to_stop_is_heard_between_batches(parts, look):
     validator = parts.validator(data, ema=parts.ema, stop=validation.stops_at(look))
     assert validator.run(4) is None
     assert sum(data.reads.values()) == 4 * look  # the batch in hand, none after
-    assert "the validation after step 4 was left" in parts.notes[0]
+    assert "validation after step 4 was abandoned" in parts.notes[0]
 
 
 def test_every_batch_and_forward_is_a_sign_of_life(parts):
@@ -224,7 +224,7 @@ def test_frame_change_tells_frozen_clips_from_moving_ones():
 
 
 def test_a_figure_that_is_given_twice_is_refused(parts):
-    with pytest.raises(ContractError, match="the figure 'latent_psnr' is given twice"):
+    with pytest.raises(ContractError, match="two metrics return the figure 'latent_psnr'"):
         parts.validator(validation.Clips(4), metrics=("latent_psnr", "latent_psnr")).run(1)
 
 

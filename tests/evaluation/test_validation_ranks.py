@@ -40,7 +40,7 @@ def test_a_rank_that_is_asked_to_stop_takes_the_others_with_it_and_training_can_
     found = run(tmp_path, 2, "stop")
     for rank in found:
         assert rank["run"] is None and rank["sample"] is None
-        assert "was left: a rank was asked to stop" in rank["notes"][0]
+        assert "was abandoned because a stop was requested" in rank["notes"][0]
     assert found[0]["after"] == found[1]["after"] and not list(tmp_path.rglob("*.mp4"))
 
 

@@ -98,9 +98,9 @@ def test_rows_of_text_are_no_conversation_and_show_nothing(place, capsys, monkey
     said = capsys.readouterr()
     first, second = said.out.splitlines()
     assert first == second
-    assert "rows of text are a prompt and what follows it, and no conversations" in said.err
-    assert "begin anew with /new" in said.err
-    shows = pytest.raises(DataError, match="rows of text show no images")
+    assert "the run was trained on single prompts, not on conversations of several turns" in said.err
+    assert "start again with /new" in said.err
+    shows = pytest.raises(DataError, match="its prompts cannot contain images")
     with answer_session(place / "runs/qwen3") as opened, shows:
         opened.say([Turn("user", "w5", (Path("a.png"),))], Decoding(max_new_tokens=2))
 
@@ -123,20 +123,22 @@ def test_what_generates_no_text_is_a_sentence(place, tmp_path):
         (checkpoint / "config.yaml").write_text(yaml.safe_dump(changed))
         return checkpoint
 
-    with pytest.raises(ContractError, match="the run's rows are classified") as fault:
+    with pytest.raises(ContractError, match="the run's model classifies rows") as fault:
         mm_core.answer(stored("classes", data={"train": train}), "w5")
-    assert fault.value.hint == "mm eval --predictions FILE says the class of each row"
+    assert fault.value.hint == "run `mm eval --predictions FILE` for the class of each row"
     task = {"type": "pretrained", "from_pretrained": str(classes)}
     task |= {"auto_class": "AutoModelForSequenceClassification"}
     with pytest.raises(ContractError, match="BertForSequenceClassification generates no text") as fault:
         mm_core.answer(stored("head", task=task), "w5")
     assert fault.value.where == "task.auto_class"
     clips = yaml.safe_load((HERE.parents[1] / "configs/custom_dit/quickstart.yaml").read_text())
-    with pytest.raises(ContractError, match="the task core/text_to_video does not answer in words") as fault:
+    with pytest.raises(
+        ContractError, match="the task core/text_to_video does not answer prompts with text"
+    ) as fault:
         mm_core.answer(stored("clips", task=clips["task"], data=clips["data"]), "w5")
-    assert fault.value.hint == "mm sample makes the clips of a run that makes clips"
+    assert fault.value.hint == "use `mm sample` for runs that generate clips"
     rows = {"train": {"type": "token_rows", "kind": "tokens"}}
-    with pytest.raises(ContractError, match="trained on local/token_rows, which lays out no questions"):
+    with pytest.raises(ContractError, match="trained on local/token_rows, which has no format for prompts"):
         mm_core.answer(stored("rows", data=rows), "w5")
 
 
@@ -184,7 +186,7 @@ def test_a_prompt_that_leaves_a_model_no_positions_fails_alone(tmp_path, capsys)
     asked.write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = ["sample", "--run", tmp_path / "runs/qwen3", "--batch-size", 3]
     said = ran(capsys, *command, "--prompts", asked, "--out", out)
-    reason = "a prompt has 16 tokens, and GPT2LMHeadModel has 16 positions, answer included"
+    reason = "a prompt has 16 tokens, but GPT2LMHeadModel has only 16 positions"
     assert said.startswith(f"2 answers in {out}; 1 row could not be read: ") and reason in said
     first, long, second = (json.loads(line) for line in out.read_text().splitlines())
     assert reason in long["error"] and "text" in first and "text" in second

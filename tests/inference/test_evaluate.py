@@ -196,7 +196,7 @@ def test_the_hint_for_a_table_names_all_of_its_file(tmp_path):
     CheckpointStore(tmp_path, 1).save(1, {"model": {}}, {}, to_yaml(load_config(tmp_path / "run.yaml")))
     with pytest.raises(MMError, match="has no data") as caught:
         mm_core.evaluate(tmp_path, split="test")
-    assert "all of the training's file: mm eval" in caught.value.hint
+    assert "the complete training file: mm eval" in caught.value.hint
     assert "label: mood" in caught.value.hint and "part" not in caught.value.hint
 
 

@@ -221,10 +221,10 @@ def test_prompts_are_read_from_lines_json_and_jsonl(tmp_path, name, text):
 @pytest.mark.parametrize(
     ("name", "text", "sentence"),
     [
-        ("p.txt", "\n \n", "the file holds no prompt"),
-        ("p.json", "[]", "the file holds no prompt"),
+        ("p.txt", "\n \n", "the file contains no prompt"),
+        ("p.json", "[]", "the file contains no prompt"),
         ("p.json", "{480, 832}", "this is not JSON"),
-        ("p.json", "[3]", "a row is no prompt: 3"),
+        ("p.json", "[3]", "a row is not a prompt: 3"),
     ],
 )
 def test_prompt_files_that_hold_none_are_sentences(tmp_path, name, text, sentence):
@@ -267,7 +267,7 @@ def test_options_of_answers_are_refused_of_a_run_that_makes_clips(run, capsys):
 
 def test_a_run_that_makes_clips_does_not_chat(run, capsys):
     assert main(["chat", "--run", str(run)]) == 1
-    assert "the task core/text_to_video does not answer in words" in capsys.readouterr().err
+    assert "the task core/text_to_video does not answer prompts with text" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_another_model_is_refused(run, tmp_path):
@@ -384,8 +384,8 @@ def test_a_task_that_makes_nothing_is_a_sentence(run, tmp_path, monkeypatch, cap
     assert code == 1
     assert capsys.readouterr().err == (
         "mm: error: task.type: the task core/text_to_video made 0 clips for 2 prompts\n"
-        "  accepted: a task whose `sample` returns a clip a prompt, or one that answers in words\n"
-        "  hint: `mm eval` measures what other tasks have learned\n"
+        "  accepted: a task whose `sample` returns one clip for each prompt, or one that answers with text\n"
+        "  hint: run `mm eval` to evaluate other tasks\n"
     )
 
 

@@ -145,7 +145,7 @@ def test_the_manifest_says_whose_code_has_run(tmp_path, mm):
     done = mm("train", "--config", path)
     assert done.code == 0, done.err
     (told,) = (line for line in done.err.splitlines() if "trust_remote_code is on" in line)
-    assert told == f"warning: task.trust_remote_code is on: Python files of {folder} are run"
+    assert told == f"warning: task.trust_remote_code is on: Python files in {folder} are executed"
     manifest = json.loads((tmp_path / "runs/bert_classes/manifest.json").read_text())
     assert manifest["config"]["task"]["trust_remote_code"] is True
     written = yaml.safe_load((tmp_path / "runs/bert_classes/config.yaml").read_text())
@@ -159,7 +159,7 @@ def test_an_output_embedding_that_is_gathered_alone_is_refused(tmp_path, mm):
     )
     done = mm("train", "--config", path)
     assert done.code != 0
-    assert "engine.sub_modules_to_wrap: the output embedding is gathered for itself alone" in done.err
+    assert "engine.sub_modules_to_wrap: the output embedding is sharded as a module of its own" in done.err
     assert mm("train", "--config", path, "task.loss=plain").code == 0
 
 
@@ -170,5 +170,5 @@ def test_ranks_whose_batches_have_other_inputs_end_before_they_wait_for_one_anot
     batches = {"micro_batch_size": 1, "global_batch_size": 2}
     path = models.run_config("bert_classes", folder, tmp_path, data=data, train=batches)
     done = mm("train", "--config", path, "--nproc", 2)
-    sentence = "the batches of rank 0 and rank 1 have other inputs: token_type_ids only in one"
+    sentence = "the batches of rank 0 and rank 1 have different inputs: only one rank has token_type_ids"
     assert done.code != 0 and sentence in done.err and "a blank image, say" in done.err

@@ -104,7 +104,7 @@ def test_in_validation(group, tiny, tmp_path, untouched):
     code, text = end(process)
     assert time.monotonic() - sent < 20, "the rest of the validation was waited for"
     assert code == 75, text
-    assert "the validation after step 6 was left: a rank was asked to stop" in text
+    assert "validation after step 6 was abandoned because a stop was requested" in text
     assert open_checkpoint(tmp_path / "run").facts["step"] == 6
     resumed_is_untouched(config_at(tiny, tmp_path, "run"), tmp_path / "run", untouched)
 
@@ -171,7 +171,7 @@ def test_in_the_last_validation(tiny, tmp_path, capsys, unsignalled):
     """No step is left, but the run is not done: it makes up for the validation and the test."""
     assert train_here(tiny, tmp_path, at=[2]) == 75
     text = capsys.readouterr()
-    assert "the validation after step 4 was left: a rank was asked to stop" in text.err
+    assert "validation after step 4 was abandoned because a stop was requested" in text.err
     assert "stopped by SIGTERM after step 4 of 4" in text.out
     files = saved(tmp_path / "run")
     assert {step for step, _ in figures(tmp_path / "run")} == {2}
@@ -193,6 +193,6 @@ def test_in_a_validation_that_is_made_up_for(tiny, tmp_path, capsys, unsignalled
 
 def test_in_the_test(tiny, tmp_path, capsys, unsignalled):
     assert train_here(tiny, tmp_path, at=[3]) == 75
-    assert "the test after step 4 was left: a rank was asked to stop" in capsys.readouterr().err
+    assert "test after step 4 was abandoned because a stop was requested" in capsys.readouterr().err
     assert train_here(tiny, tmp_path, at=[3]) == 0
     assert figures(tmp_path / "run") == unsignalled

@@ -65,9 +65,9 @@ def test_a_run_is_resumed_exactly_and_lists_the_broken_row(config, tmp_path):
 @pytest.mark.parametrize(
     ("split", "names", "sentence"),
     [
-        ("train", "[y, x, z]", "class 0 is 'y' in the data, and 'x' in the task"),
-        ("validation", "[x, z, y]", "class 1 is 'z' in the data, and 'y' in the task"),
-        ("validation", "[x, y, z, a]", "the data names 4 classes, and the task 3"),
+        ("train", "[y, x, z]", "class 0 is 'y' in the data, but 'x' in the task"),
+        ("validation", "[x, z, y]", "class 1 is 'z' in the data, but 'y' in the task"),
+        ("validation", "[x, y, z, a]", "the data have 4 class names, but the task has 3"),
     ],
 )
 def test_data_that_numbers_the_classes_otherwise_than_the_task_is_refused(config, split, names, sentence):

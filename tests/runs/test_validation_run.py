@@ -76,7 +76,7 @@ def test_a_signal_while_sampling_saves_and_leaves(tiny, tmp_path, group):
     (os.killpg if group else os.kill)(running.pid, signal.SIGTERM)
     code, text, _ = running.end(120)
     assert code == 75, text
-    assert "the samples after step 6 were left: a rank was asked to stop" in text
+    assert "sampling after step 6 was abandoned because a stop was requested" in text
     run = tmp_path / "tiny"
     assert (run / "checkpoints/step_00000006/checksums.json").exists() and not (run / "samples").exists()
 

@@ -136,7 +136,7 @@ def test_an_answer_ends_where_the_model_has_no_more_positions(tmp_path):
     (said,) = answers.to([row(10)], Decoding(), [0])
     theirs = model.generate(**row(10), max_new_tokens=6, do_sample=False, pad_token_id=0)[0, 10:]
     assert said == answers.tokenizer.decode(theirs) and len(said.split()) == 6
-    with pytest.raises(DataError, match="16 tokens, and GPT2LMHeadModel has 16 positions") as fault:
+    with pytest.raises(DataError, match="16 tokens, but GPT2LMHeadModel has only 16 positions") as fault:
         answers.check(row(16))
     assert fault.value.hint == "lower max_length of the dataset"
 

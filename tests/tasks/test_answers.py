@@ -155,10 +155,10 @@ def test_what_cannot_be_answered_is_a_sentence(folders, tmp_path):
     batch.inputs["labels"][1] = batch.inputs["input_ids"][1]
     with pytest.raises(ContractError, match="a row has nothing before its last labels") as fault:
         found_of(task, batch)
-    assert fault.value.hint == "leave task.max_new_tokens out where texts are learnt as a whole"
+    assert fault.value.hint == "remove task.max_new_tokens if the data have no prompts"
     packed = questions()
     packed.inputs["attention_mask"] = packed.inputs["attention_mask"][:, None, None].bool()
-    with pytest.raises(ContractError, match="rows that are packed into one sequence"):
+    with pytest.raises(ContractError, match="rows packed into one sequence"):
         task._answers.of(packed)
 
 
@@ -173,6 +173,6 @@ def test_positions_that_begin_anew_are_a_packed_row(folders):
     del batch.inputs["attention_mask"]
     batch.inputs["position_ids"] = torch.arange(length).expand(batch.inputs["input_ids"].shape).clone()
     batch.inputs["position_ids"][:, 2:] -= 2
-    with pytest.raises(ContractError, match="rows that are packed into one sequence") as fault:
+    with pytest.raises(ContractError, match="rows packed into one sequence") as fault:
         task._answers.of(batch)
-    assert fault.value.hint is not None and "packing: false of data.validation" in fault.value.hint
+    assert fault.value.hint is not None and "packing: false in data.validation" in fault.value.hint

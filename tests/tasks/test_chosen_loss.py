@@ -56,14 +56,14 @@ def test_bart_adds_a_bias_to_its_logits_which_the_plan_tells(tmp_path):
     place = bart(tmp_path)
     task = task_of(place)
     (note,) = task.notes()
-    assert note.startswith(ALL + "the model does `") and "to its logits before their loss" in note
+    assert note.startswith(ALL + "the model applies `") and "to its logits before the loss" in note
     assert stepped(task) == stepped(task_of(place, loss="plain"))
 
 
 def test_an_adapter_on_the_output_embedding_is_told_too(tmp_path):
     place, adapter = qwen(tmp_path), AdapterConfig(targets=("lm_head", "q_proj"), rank=2)
     task = task_of(place, adapter)
-    why = "the output embedding has an adapter, and a chunked loss is of its weight alone"
+    why = "the output embedding has an adapter, which a chunked loss does not support"
     assert task.notes() == [ALL + why]
     assert task.notes() == [ALL + why], "once"
     assert stepped(task) == stepped(task_of(place, adapter, loss="plain"))
@@ -71,7 +71,7 @@ def test_an_adapter_on_the_output_embedding_is_told_too(tmp_path):
         task_of(place, adapter, loss="chunked").notes()
     assert str(fault.value) == (
         f"task.loss: {why}\n  accepted: auto, plain\n"
-        "  hint: or leave the output embedding out of the adapter's targets"
+        "  hint: or remove the output embedding from the adapter's targets"
     )
 
 
@@ -124,4 +124,4 @@ def test_a_trial_is_as_good_where_the_attention_is_set_by_the_config(tmp_path, m
     """As with Transformers 4.53."""
     monkeypatch.delattr(transformers.PreTrainedModel, "set_attn_implementation", raising=False)
     (note,) = task_of(bart(tmp_path)).notes()
-    assert "the model does `" in note
+    assert "the model applies `" in note

@@ -163,7 +163,7 @@ def test_what_cannot_wait_for_the_chunks_is_refused(between, what):
     model, (ids, labels) = Language(between=between), rows()
     with (
         defer_logits(model.head, 4)(),
-        pytest.raises(ContractError, match=f"the model does `{what}` to its logits") as e,
+        pytest.raises(ContractError, match=f"the model applies `{what}` to its logits") as e,
     ):
         model(ids, follow(labels, RowLosses(torch.ones(3))))
     assert "accepted: scales, caps (tanh), casts and reshaping" in str(e.value)
@@ -173,5 +173,5 @@ def test_what_cannot_wait_for_the_chunks_is_refused(between, what):
 def test_a_scale_that_is_trained_is_refused():
     scale = nn.Parameter(torch.tensor(2.0))
     model, (ids, labels) = Language(between=lambda logits: logits * scale), rows()
-    with defer_logits(model.head, 4)(), pytest.raises(ContractError, match="the model does `mul`"):
+    with defer_logits(model.head, 4)(), pytest.raises(ContractError, match="the model applies `mul`"):
         model(ids, follow(labels, RowLosses(torch.ones(3))))

@@ -170,12 +170,20 @@ def test_evaluation_estimates_what_is_not_given():
 @pytest.mark.parametrize(
     ("choices", "images", "sentence"),
     [
-        ((("first",),), [], "no image is given to a predictor that needs the first frame"),
-        ((("first", "last"),), [(image(1),)] * 2, "1 image is given to a predictor that needs the first and"),
-        ((("first",),), [(image(1),)] * 3, "there are 2 prompts and images for 3 clips"),
-        ((("first",), ()), [(image(1),), ()], "clip 0 is given 1 image and clip 1 no image"),
+        ((("first",),), [], "the request contains no image, but the predictor needs the first frame"),
+        (
+            (("first", "last"),),
+            [(image(1),)] * 2,
+            "the request contains 1 image, but the predictor needs the first and",
+        ),
+        ((("first",),), [(image(1),)] * 3, "there are 2 prompts, but images for 3 clips"),
+        ((("first",), ()), [(image(1),), ()], "clip 0 has 1 image, but clip 1 has no image"),
         (((),), [(image(1),)] * 2, "this predictor makes clips from text alone"),
-        ((("first", "last"),), [(image(1),) * 3] * 2, "3 images are given to a predictor that needs"),
+        (
+            (("first", "last"),),
+            [(image(1),) * 3] * 2,
+            "the request contains 3 images, but the predictor needs",
+        ),
     ],
 )
 def test_images_that_a_predictor_does_not_take(choices, images, sentence):
@@ -189,7 +197,7 @@ def test_what_does_not_fit_is_found_when_the_plan_is_made():
     sizes = {"num_frames": 6, "height": 8, "width": 8}
     cases = [
         (task_of(Repeats(), frames=("last",)), "the last frame of each clip"),
-        (task_of(Repeats(image_dim=3)), "image features 3 wide, and there is no image encoder"),
+        (task_of(Repeats(image_dim=3)), "image features 3 wide, but the task has no image encoder"),
         (task_of(Repeats(image_dim=4), image_encoder=Brightness()), "are 3 wide, but the predictor takes 4"),
         (task_of(Repeats(), image_encoder=Brightness()), "the predictor takes no image features"),
     ]
@@ -214,7 +222,7 @@ def test_one_image_serves_all_that_have_none_and_several_go_one_each():
     both = with_images(prompts, ["1.png", "2.png"], ["3.png", "4.png"])
     assert both == [Prompt("a", Path("1.png"), Path("3.png")), Prompt("b", Path("2.png"), Path("4.png"))]
     assert with_images(prompts, [], []) == prompts
-    with pytest.raises(MMError, match="there are 2 prompts and 3 images"):
+    with pytest.raises(MMError, match="there are 2 prompts, but 3 images"):
         with_images(prompts, ["1", "2", "3"], [])
 
 
@@ -226,7 +234,7 @@ def test_images_are_read_once_and_stay_with_their_prompts(tmp_path: Path):
     assert [len(row) for row in rows] == [1, 1, 2] and rows[0][0] is rows[2][0]
     assert rows[1][0][:, 0, 0].tolist() == [0, 0, 255]
     assert read_images([Prompt("1"), Prompt("2")]) == ()
-    with pytest.raises(DataError, match="a last frame is given without a first one"):
+    with pytest.raises(DataError, match="a prompt has an image of the last frame, but none of the first"):
         read_images([Prompt("1", None, a)])
     shares = [share_prompts(rows, rank, 2) for rank in range(2)]
     assert shares[1][1][0] is rows[2] and shares[1][2] == 1

@@ -209,7 +209,7 @@ def test_packed_rows_under_a_dense_mask_are_warned_of(tmp_path):
     folder = models.save_model("qwen3", tmp_path)
     task = task_of(folder)
     with pytest.warns(
-        RunWarning, match="rows are packed, and sdpa computes attention over all .*: 25 x 25; "
+        RunWarning, match=r"rows are packed, but sdpa computes attention over .* \(25 x 25\); "
     ):
         task.prepare(batch(**row()), Randomness(1))
     with warnings.catch_warnings():
@@ -220,9 +220,9 @@ def test_packed_rows_under_a_dense_mask_are_warned_of(tmp_path):
 
 
 SENTENCES = {
-    "Bloom": "AutoModelForCausalLM makes no model of this folder: BloomForCausalLM does not support",
-    "Jamba": "JambaForCausalLM computes attention in a way of its own, which packed_sdpa cannot replace",
-    "Falcon": "the model of this folder knows no attention 'packed_sdpa'",
+    "Bloom": "AutoModelForCausalLM cannot build a model from this folder: BloomForCausalLM does not support",
+    "Jamba": "JambaForCausalLM computes attention in its own code, which packed_sdpa cannot replace",
+    "Falcon": "the model of this folder does not support attention 'packed_sdpa'",
 }
 
 

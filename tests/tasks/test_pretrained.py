@@ -253,7 +253,7 @@ def refused(folder: Path | str, auto_class: str = "AutoModelForCausalLM", **opti
 def test_folders_that_hold_no_model(folders, tmp_path):
     fault = refused(tmp_path / "absent")
     assert isinstance(fault, CheckpointError) and fault.what == "there is no such folder"
-    assert fault.hint.startswith("set task.from_pretrained")
+    assert fault.hint.endswith("set task.from_pretrained: DIR")
     assert refused(tmp_path).what == "this folder holds no config.json"
     (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
     assert "config.json describes no model that Transformers knows" in refused(tmp_path).what
@@ -262,11 +262,11 @@ def test_folders_that_hold_no_model(folders, tmp_path):
 def test_a_folder_of_another_kind_of_model(folders):
     fault = refused(folders("bert_classes"), "AutoModelForImageTextToText")
     assert fault.what == (
-        "AutoModelForImageTextToText makes no model of this folder, whose config.json is of 'bert'"
+        "AutoModelForImageTextToText cannot build this folder's model, which is of type 'bert'"
     )
     assert fault.accepted.endswith("or its own class: BertForSequenceClassification")
     fault = refused(folders("bert_classes"), "transformers:Qwen3ForCausalLM")
-    assert fault.what.startswith("Qwen3ForCausalLM makes no model of this folder")
+    assert fault.what.startswith("Qwen3ForCausalLM cannot build this folder's model")
 
 
 def test_classes_that_there_are_not(folders):
@@ -275,8 +275,8 @@ def test_classes_that_there_are_not(folders):
     assert fault.what == "Transformers has no auto class 'AutoModelForSequenceClasification'"
     assert "AutoModelForSequenceClassification" in fault.accepted
     fault = refused(bert, "json:JSONDecoder")
-    assert fault.what == "'json:JSONDecoder' is no model of Transformers"
-    assert fault.accepted == "a child of transformers.PreTrainedModel"
+    assert fault.what == "'json:JSONDecoder' is not a Transformers model"
+    assert fault.accepted == "a subclass of transformers.PreTrainedModel"
     assert "cannot be imported: No module named 'nowhere'" in refused(bert, "nowhere:Model").what
     assert "AutoModel" in refused(bert, "AutoTokenizer").accepted
     with pytest.raises(ConfigError, match="neither an auto class of Transformers, e"):
@@ -295,7 +295,7 @@ def test_options_that_do_not_fit_the_model(folders):
     fault = refused(bert, head, attn_implementation="quadratic")
     assert "BertForSequenceClassification" in fault.what or "quadratic" in fault.what
     fault = refused(bert, "AutoModel")
-    assert fault.what == "BertModel computes no loss: its forward takes no `labels`"
+    assert fault.what == "BertModel computes no loss: its forward has no argument `labels`"
 
 
 def test_batches_that_the_model_cannot_take(folders):
@@ -303,21 +303,21 @@ def test_batches_that_the_model_cannot_take(folders):
     count = task.batch_transform()
     key = SampleKey(0, 0)
     with pytest.raises(
-        ContractError, match="the dataset makes a Batch, and the task pretrained takes a Text"
+        ContractError, match="the dataset makes a Batch, but the task `pretrained` takes a Text"
     ):
         count(Batch([key], torch.ones(1), ["a"]))
     batch = models.batch_of(TokenRows("classes"), range(2))
     labels = batch.inputs.pop("labels")
-    with pytest.raises(ContractError, match="gives no `labels`, so there is nothing to learn"):
+    with pytest.raises(ContractError, match="contain no `labels`, so there is nothing to train on"):
         count(batch)
     batch.inputs["labels"] = labels
     assert task.weight(count(batch)) == 2
     batch.inputs["token_type_ids"] = torch.zeros_like(batch.inputs["input_ids"])
-    with pytest.raises(ContractError, match="token_type_ids only in some") as found:
+    with pytest.raises(ContractError, match="only some contain token_type_ids") as found:
         task.weight(count(batch))
     assert "the same names in every batch" in str(found.value)
     batch.inputs["labels"] = torch.tensor([1, 3])
-    with pytest.raises(ContractError, match="a row's class is 3, and the model has 3 classes") as found:
+    with pytest.raises(ContractError, match="a row's class is 3, but the model has 3 classes") as found:
         count(batch)
     assert found.value.accepted == "classes from 0 to 2" and "task.labels" in found.value.hint
 
@@ -344,14 +344,14 @@ TOO_MUCH = [
     (
         torch.full((2, 40), 7),
         torch.tensor([0, 1]),
-        "a batch is 40 tokens long, and the model has positions for 32",
+        "a batch is 40 tokens long, but the model has only 32 positions",
     ),
     (
         torch.full((2, 4), 48),
         torch.tensor([0, 1]),
-        "a row has the token 48, and the model has 48 tokens, from 0",
+        "a row contains token 48, but the model's tokens are 0 to 47",
     ),
-    (torch.full((2, 4), 7), torch.tensor([0.5, 1]), "the labels are numbers, and the model has 3 classes"),
+    (torch.full((2, 4), 7), torch.tensor([0.5, 1]), "the labels are numbers, but the model has 3 classes"),
 ]
 
 
@@ -366,7 +366,7 @@ def test_rows_that_a_model_cannot_take_are_refused_where_they_are_read(folders, 
 def test_a_class_a_row_is_nothing_for_a_model_that_estimates_a_number(folders):
     task = task_of(folders("bert_numbers"), "bert_numbers")
     rows = torch.full((2, 4), 7)
-    with pytest.raises(ContractError, match="the model's one output would estimate the class's num") as found:
+    with pytest.raises(ContractError, match="the labels are classes, but the model has one output") as found:
         task.batch_transform()(class_batch(CLASSES, rows))
     assert "label_type: number" in found.value.accepted and "num_labels" in found.value.hint
     assert task.weight(task.batch_transform()(class_batch(CLASSES.float(), rows))) == 2
@@ -389,7 +389,9 @@ def test_an_override_that_contradicts_the_labels_is_refused(folders, overrides, 
 
 def test_a_class_a_row_is_nothing_for_a_model_of_tokens(folders):
     task = task_of(folders("qwen3"), "qwen3")
-    with pytest.raises(ContractError, match="a row has one label, and the model learns a label for"):
+    with pytest.raises(
+        ContractError, match="the data have one label for each row, but the model needs one for"
+    ):
         task.batch_transform()(class_batch(CLASSES, torch.full((2, 4), 7)))
 
 
@@ -407,7 +409,7 @@ def test_a_classifier_that_knows_no_padding_token_says_how_to_name_one(folders):
     options = {"overrides": {"pad_token_id": None}}
     task = task_of(folders("qwen3_classes"), "qwen3_classes", **options)
     batch = class_batch(torch.tensor([1, 0]), torch.tensor([[5, 6, 2], [7, 8, 9]]), pad=2)
-    with pytest.raises(ContractError, match="names no pad_token_id") as found:
+    with pytest.raises(ContractError, match="sets no pad_token_id") as found:
         task.batch_transform()(batch)
     assert "task.overrides: {pad_token_id: 2}" in found.value.hint
     even = class_batch(torch.tensor([1, 0]), torch.tensor([[5, 6], [7, 8]]))
@@ -428,7 +430,7 @@ def test_a_term_beside_the_labels_loss_is_refused(folders):
     config.save_pretrained(mixture := folders("qwen3").parent / "mixture")
     batch = models.batch_of(TokenRows("tokens"), range(3))
     task = task_of(mixture, "qwen3", weights="random")
-    with pytest.raises(ContractError, match="it adds to the loss of its labels, or scales it") as found:
+    with pytest.raises(ContractError, match="it scales the loss of its labels or adds a term") as found:
         loss_of(task, batch)
     assert "task.overrides: {output_router_logits: false}" in str(found.value)
     task = task_of(mixture, "qwen3", weights="random", overrides={"output_router_logits": False})
@@ -475,10 +477,10 @@ class Silent(Weighted):
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("Weighted", "its cross_entropy weighs the classes"),
-        ("Twice", "it adds several losses of the labels"),
-        ("Hinge", "it computes a loss that is none of cross entropy, squared or absolute error"),
-        ("Chosen", "it leaves labels out before the loss, so that rows cannot be told apart"),
+        ("Weighted", "its cross_entropy uses class weights"),
+        ("Twice", "it computes several losses from the labels"),
+        ("Hinge", "its loss is not cross entropy, squared error or absolute error"),
+        ("Chosen", "it drops labels before the loss, so they cannot be assigned to rows"),
         ("Silent", "it computes no loss from `labels`"),
     ],
 )
@@ -525,13 +527,18 @@ def test_code_of_a_folder_runs_only_where_that_is_said(folders, tmp_path, monkey
     }
     (folder / "config.json").write_text(json.dumps(document))
     fault = refused(folder, "AutoModelForSequenceClassification")
-    assert fault.what == "config.json names Python files of the folder, which are not run"
-    assert fault.hint == "read them, and set task.trust_remote_code: true"
+    assert (
+        fault.what
+        == "the model needs Python files of its folder, which are not executed without your permission"
+    )
+    assert fault.hint == "read these files; if you trust them, set task.trust_remote_code: true"
     with warnings.catch_warnings(record=True) as told, torch.device("meta"):
         warnings.simplefilter("always")
         task = PretrainedTask(str(folder), "AutoModelForSequenceClassification", trust_remote_code=True)
     assert type(task.model).__name__ == "OwnModel"
-    assert any(f"trust_remote_code is on: Python files of {folder} are run" in str(w.message) for w in told)
+    assert any(
+        f"trust_remote_code is on: Python files in {folder} are executed" in str(w.message) for w in told
+    )
     path = models.run_config("bert_classes", folder, tmp_path, task={"trust_remote_code": True})
     assert to_mapping(load_config(path))["task"]["trust_remote_code"] is True
     # What is exported is loaded in the same way, and by the same files.

@@ -284,6 +284,8 @@ class Forgetful(Outer):
 
 def test_a_parameter_that_no_one_sets_is_named():
     model = own(Forgetful)
-    with pytest.raises(ContractError, match="Forgetful leaves 1 parameters unset: forgotten\n") as fault:
+    with pytest.raises(
+        ContractError, match="Forgetful does not initialise 1 parameter: forgotten\n"
+    ) as fault:
         begin(model, 1)
-    assert "have _init_weights fill them" in fault.value.hint
+    assert "fill them in _init_weights" in fault.value.hint

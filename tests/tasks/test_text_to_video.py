@@ -297,7 +297,7 @@ def test_a_request_goes_before_the_tasks_own_defaults():
 
 def test_what_is_set_nowhere_is_named():
     task = make_task(sample=SampleConfig(height=8))
-    with pytest.raises(ContractError, match="unset: num_frames, width, fps") as caught:
+    with pytest.raises(ContractError, match="not set: num_frames, width, fps") as caught:
         task.sample(SampleRequest(("up",)))
     assert "task.sample" in str(caught.value)
 
@@ -328,11 +328,14 @@ def test_all_mismatchs_are_told_at_once_with_what_would_fit():
     with pytest.raises(ContractError) as caught:
         task.check({"num_frames": 2, "height": 8, "width": 830})
     text = str(caught.value)
-    assert "4 components do not fit" in text
+    assert "the task has 4 errors" in text
     assert "task.predictor.in_channels: in_channels is 16, but the autoencoder's latents have 12" in text
     assert "task.predictor.out_channels: out_channels is 16" in text
     assert "text_dim is 10, but the text encoder's hidden states are 8 wide" in text
-    assert "data.train.width: width 830 makes 415 latents, which do not divide into patches of 2" in text
+    assert (
+        "data.train.width: width 830 makes 415 latents, which do not divide into the predictor's patches of 2"
+        in text
+    )
     assert "828 or 832" in text
 
 
@@ -381,4 +384,4 @@ def test_sizes_that_are_refused_together_get_no_empty_list_of_others(sizes):
 def test_a_size_below_one_is_told_the_least_that_fits(size):
     with pytest.raises(ContractError, match=rf"width {size} \(nearest: 2\)") as caught:
         make_task().check({**FITTING, "width": size})
-    assert "width 4" in str(caught.value), "what also divides into patches"
+    assert "width 4" in str(caught.value), "a hint with sizes that divide into patches"

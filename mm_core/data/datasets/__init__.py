@@ -1,6 +1,6 @@
-"""The datasets that the core ships: text rows and videos with captions."""
+"""The datasets included in mm_core: text rows, and videos with captions."""
 
 from typing import Any
 
 Sample = dict[str, Any]
-"""What a dataset reads, by name; the loader adds `key` and `weight`."""
+"""One sample of a dataset, by name; the loader adds `key` and `weight`."""

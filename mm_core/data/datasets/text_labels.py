@@ -1,4 +1,4 @@
-"""Labels of rows: names of classes, their numbers, or values to be estimated."""
+"""Labels of text rows: names of classes, their numbers, or values to predict."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from mm_core.builtin.configs.data import TextRowsConfig
 from mm_core.errors import DataError, did_you_mean
 
-_SHOWN = 5  # unknown labels spelt out in one error; the rest are counted
+_SHOWN = 5  # unknown labels listed in one error; the rest are counted
 
 
 class Labels:
-    """Reads the labels of a table, and remembers those that are no classes.
+    """Reads the labels of a table's rows, and collects those that are unknown.
 
-    A label is the name of a class, or its number from 0; where names are numbers themselves (1 to 5 stars),
-    it is a name.
+    A label is the name of a class, or its number from 0. If class names are numbers (1 to 5 stars), a label
+    is always a name.
     """
 
     def __init__(self, wanted: TextRowsConfig) -> None:
@@ -26,8 +26,8 @@ class Labels:
         self._unknown: dict[str, list[str]] = {}
 
     def read(self, value: object, place: str) -> tuple[float | None, str | None]:
-        """The class or number, and None; or None and what is wrong with the row."""
-        missing = value is None or value != value  # null, and the NaN that some libraries write for it
+        """Reads the label of a row: (class or number, None), or (None, the error of the row)."""
+        missing = value is None or value != value  # null, or NaN, which some libraries write instead
         if missing or (isinstance(value, str) and not value.strip()):
             return None, "the label is empty"
         number = self._number(value)
@@ -37,7 +37,7 @@ class Labels:
         return number, None
 
     def _number(self, value: object) -> float | None:
-        """None for what is no label."""
+        """The class or number of a label; None if unknown."""
         name = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
         named = self._names.get(name, self._names.get(name.strip()))
         if named is not None or self._by_name:
@@ -49,7 +49,11 @@ class Labels:
         return int(number) if known and number >= 0 and number == int(number) else None
 
     def check(self, file: Path) -> None:
-        """DataError for labels that are none: all of them, with the rows that have them."""
+        """Checks that all labels of the table's rows are known.
+
+        Raises:
+            DataError: lists the unknown labels and their rows.
+        """
         if not self._unknown:
             return
         shown = [
@@ -59,9 +63,9 @@ class Labels:
         more = f" and {len(self._unknown) - _SHOWN} others" if len(self._unknown) > _SHOWN else ""
         one = next(iter(self._unknown))
         accepted = "numbers" if self._rating else ", ".join(self._names) or "whole numbers from 0"
-        hint = "labels: [..] names the classes in the order of their numbers"
+        hint = "list the class names in the order of their numbers: labels: [...]"
         raise DataError(
-            f"labels that are unknown: {', '.join(shown)}{more}",
+            f"unknown labels: {', '.join(shown)}{more}",
             where=str(file),
             accepted=accepted[:400],
             hint=did_you_mean(one, self._names) if self._names else None if self._rating else hint,
@@ -69,7 +73,7 @@ class Labels:
 
 
 def _parsed(value: Any) -> float | None:
-    """None for what is no finite number."""
+    """The value as a finite number; None if it is not one."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""Questions laid out as `text_rows` lays out its rows: a prompt, and the text that follows it."""
+"""Prompts in the format of the dataset `text_rows`: a prompt, and the text that follows it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mm_core.builtin.configs.data import TextRowsConfig
 from mm_core.contracts import Question, Turn
 from mm_core.data.rows.json_rows import kind_of
 from mm_core.data.rows.tables import Cells, read_table
-from mm_core.errors import ContractError, DataError
+from mm_core.errors import ContractError, DataError, plural
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,10 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TextQuestions:
-    """Satisfies `Conversing`. Inputs are `input_ids` and `attention_mask` [1,L].
+    """Turns prompts into model inputs in the format of `text_rows`. Satisfies `Conversing`.
+
+    Inputs are `input_ids` and `attention_mask` [1,L].
 
     Raises:
-        ContractError: in the constructor for rows that have a label, which are classified.
+        ContractError: in the constructor, if the rows have labels: the run trains a classifier.
     """
 
     wanted: TextRowsConfig
@@ -35,25 +37,34 @@ class TextQuestions:
     def __post_init__(self) -> None:
         if self.wanted.label is not None:
             raise ContractError(
-                "the run's rows are classified, so there is nothing to answer in words",
+                "the run's model classifies rows, so it cannot answer prompts with text",
                 where="data.train.label",
-                hint="mm eval --predictions FILE says the class of each row",
+                hint="run `mm eval --predictions FILE` for the class of each row",
             )
 
     def prompt(self, turns: Sequence[Turn]) -> Mapping[str, Tensor]:
-        """DataError for more than one turn, and for images: rows hold neither."""
+        """The model inputs of a prompt in the format of text rows: one turn, without images.
+
+        Raises:
+            DataError: there are more turns, or images.
+        """
         if any(turn.images for turn in turns):
-            raise DataError("rows of text show no images", where=str(turns[-1].images or turns[0].images))
+            raise DataError(
+                "the run was trained on text rows, so its prompts cannot contain images",
+                where=str(turns[-1].images or turns[0].images),
+                hint="remove the images",
+            )
         if len(turns) > 1:
             raise DataError(
-                "rows of text are a prompt and what follows it, and no conversations",
+                "the run was trained on single prompts, not on conversations of several turns",
                 accepted="one prompt at a time",
-                hint="in mm chat, begin anew with /new",
+                hint="in mm chat, start again with /new",
             )
         return self._inputs(turns[0].text, "the prompt")
 
     def questions(self, file: Path) -> Sequence[Callable[[], Question]]:
-        """Rows with the dataset's own columns; where `text` follows a prompt, it is right."""
+        """The prompts in a file of text rows with the dataset's own columns; `text` after a prompt is its
+        reference answer."""
         columns = [self.wanted.text, *([] if self.wanted.prompt is None else [self.wanted.prompt])]
         rows = read_table(file, columns, self.wanted.quotes)
         return [partial(self._question, file, cells) for cells in rows]
@@ -76,9 +87,9 @@ class TextQuestions:
             tokens = tokens[:-1]
         if not 0 < len(tokens) < self.wanted.max_length:
             raise DataError(
-                f"the prompt has {len(tokens)} tokens",
+                f"the prompt has {plural(len(tokens), 'token')}",
                 where=where,
-                accepted=f"1 to {self.wanted.max_length - 1}: less than max_length of the dataset",
+                accepted=f"1 to {self.wanted.max_length - 1} tokens: fewer than the dataset's max_length",
             )
         ids = torch.tensor([tokens])
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

@@ -1,4 +1,4 @@
-"""The dataset `text_rows`: texts of a table, tokenized where they are read."""
+"""The dataset `text_rows`: texts of a table, tokenized by data workers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mm_core.data.rows.captions import half_character
 from mm_core.data.rows.json_rows import kind_of
 from mm_core.data.rows.packed_rows import PackedRows
 from mm_core.data.rows.tables import Cells, read_table
-from mm_core.errors import DataError, RunWarning
+from mm_core.errors import DataError, RunWarning, plural
 from mm_core.tokenizer import open_tokenizer
 
 if TYPE_CHECKING:
@@ -31,7 +31,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TextRow:
-    """A row of the table. other: its prompt, or the second text of a pair. fault: why it cannot be used."""
+    """A row of a table of texts.
+
+    Attributes:
+        place: line or row in the file.
+        text: the text.
+        other: its prompt, or the second text of a pair.
+        label: class or number.
+        fault: the reason why the row cannot be used.
+    """
 
     place: str
     text: str = ""
@@ -41,23 +49,23 @@ class TextRow:
 
 
 class TextRowsDataset:
-    """Rows of text and what is to be learnt of them, as `TextBatch` for the task `pretrained`.
+    """The dataset `text_rows`: texts of a table with their labels, as `TextBatch` for the task `pretrained`.
 
     A sample is {"ids": tokens, "types": segments of a pair or None, "labels": the class, the number, or a
-    label for each token (-100 for those of the prompt), "id": its place in the file}. A batch is padded to
-    its longest row. Fields are those of `TextRowsConfig`.
+    label for each token (-100 for tokens of the prompt), "id": its position in the file}. A batch is padded
+    to its longest row. The arguments are the fields of `TextRowsConfig`.
 
     Raises:
-        DataError: in the constructor for a table that cannot be read, a column that it does not have, labels
-            that are no classes, and where no row is left; per sample for broken rows.
-        CheckpointError: for a folder without a tokenizer.
+        DataError: in the constructor if the table cannot be read, lacks a column, contains unknown labels, or
+            has no usable row; for a sample if its row is broken.
+        CheckpointError: the tokenizer's folder contains no tokenizer.
     """
 
     def __init__(self, file: str | Path, tokenizer: str | Path, **others: Any) -> None:
         wanted = TextRowsConfig(str(file), str(tokenizer), **others)
         self.wanted, self.file = wanted, Path(file)
         if wanted.trust_remote_code:
-            what = f"text_rows.trust_remote_code is on: Python files of {wanted.tokenizer} are run"
+            what = f"text_rows.trust_remote_code is on: Python files in {wanted.tokenizer} are executed"
             warnings.warn(what, RunWarning, stacklevel=2)
         self._tokenizer: PreTrainedTokenizerBase | None = open_tokenizer(
             wanted.tokenizer, wanted.trust_remote_code
@@ -66,33 +74,37 @@ class TextRowsDataset:
         self.rows = PackedRows(self._read(sizes), TextRow)
         self._places = _part(len(self.rows), wanted)
         if not len(self._places):
-            none = f"part {list(wanted.part)} of {len(self.rows)} rows holds none"
-            raise DataError(none, where=str(self.file))
+            none = f"part {list(wanted.part)} of {plural(len(self.rows), 'row')} contains no row"
+            raise DataError(none, where=str(self.file), hint="widen `part`, or use more rows")
         self._sizes = torch.frombuffer(sizes, dtype=torch.int64)[self._places]
 
     def __len__(self) -> int:
         return len(self._places)
 
     def lengths(self) -> Tensor:
-        """[N] int64: bytes of each row's text, which grow as its tokens do."""
+        """The length of each sample in bytes of text, which grows with its tokens: int64 [N]."""
         return self._sizes
 
     def class_names(self) -> tuple[str, ...]:
-        """`labels`, for the task to compare with its own."""
+        """Names of the dataset's classes, which the task compares with its own."""
         return self.wanted.labels
 
     def __getitem__(self, index: int) -> Sample:
-        """The tokens and labels of a row. DataError for one that cannot be used."""
+        """The tokens and labels of a text row.
+
+        Raises:
+            DataError: the row cannot be used.
+        """
         row = self.rows[int(self._places[index])]
         if row.fault is not None:
             raise DataError(row.fault, where=f"{self.file}, {row.place}")
         sample = self._learnt(row) if self.wanted.label is None else self._labelled(row)
         if not sample["ids"]:
-            raise DataError("the tokenizer makes no tokens of the text", where=f"{self.file}, {row.place}")
+            raise DataError("the tokenizer finds no tokens in the text", where=f"{self.file}, {row.place}")
         return {**sample, "id": f"{self.file.name}, {row.place}"}
 
     def collate(self, samples: Sequence[Sample]) -> TextBatch:
-        """Samples, to which the loader has added `key` and `weight`, padded on the right."""
+        """Collates text samples, with their `key` and `weight`, into a batch padded on the right."""
         rows = [sample["ids"] for sample in samples]
         inputs = {
             "input_ids": self._padded(rows, self._open().pad_token_id),
@@ -115,7 +127,11 @@ class TextRowsDataset:
 
     @classmethod
     def conversing(cls, file: str | Path, tokenizer: str | Path, **others: Any) -> TextQuestions:
-        """What lays out questions as the rows are, without any of them. ContractError for rows of classes."""
+        """Makes prompts in the format of the dataset's rows, without reading the rows.
+
+        Raises:
+            ContractError: the rows have labels, so the run trains a classifier.
+        """
         wanted = TextRowsConfig(str(file), str(tokenizer), **others)
         return TextQuestions(wanted, open_tokenizer(wanted.tokenizer, wanted.trust_remote_code))
 
@@ -125,8 +141,8 @@ class TextRowsDataset:
     # -- reading -------------------------------------------------------------------------------
 
     def _read(self, sizes: array[int]) -> Iterator[TextRow]:
-        """Every row of the table, those that cannot be used too, so that a split does not move when they are
-        mended. DataError for labels that are no classes, and where nothing can be used."""
+        """Every row of the table, also unusable ones, so that a split stays the same when they are fixed.
+        DataError for unknown labels, and if no row is usable."""
         wanted, labels = self.wanted, Labels(self.wanted)
         other = wanted.prompt if wanted.label is None else wanted.pair
         columns = [column for column in (wanted.text, other, wanted.label) if column is not None]
@@ -141,9 +157,9 @@ class TextRowsDataset:
         if not usable:
             assert first is not None
             raise DataError(
-                f"none of the {len(sizes)} rows can be used; {first.place}: {first.fault}",
+                f"no row of {len(sizes)} can be used; {first.place}: {first.fault}",
                 where=str(self.file),
-                hint="data.<split>.text, prompt, pair and label name the columns",
+                hint="check the column names in data.<split>: text, prompt, pair, label",
             )
 
     def _open(self) -> PreTrainedTokenizerBase:
@@ -163,7 +179,7 @@ class TextRowsDataset:
         return {"ids": found["input_ids"], "types": segments, "labels": row.label}
 
     def _learnt(self, row: TextRow) -> Sample:
-        """A text is followed by the token that ends it, unless it fills the whole length."""
+        """Tokens of prompt and text. An end token follows the text, unless it fills the maximum length."""
         tokenizer, longest = self._open(), self.wanted.max_length
         end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         before: list[int] = []
@@ -172,7 +188,8 @@ class TextRowsDataset:
             before = before[:-1] if before[-1:] == end else before
             if len(before) >= longest:
                 raise DataError(
-                    f"the prompt has {len(before)} tokens, and max_length {longest} leaves none to learn",
+                    f"the prompt has {plural(len(before), 'token')}, so max_length {longest} "
+                    "leaves no room for text",
                     where=f"{self.file}, {row.place}",
                 )
         special = row.other is None
@@ -191,7 +208,7 @@ class TextRowsDataset:
 
 
 def _part(count: int, wanted: TextRowsConfig) -> Tensor:
-    """int64: the rows from one share of the shuffled table to another, in the table's order."""
+    """int64: the row numbers of the configured part of the shuffled table, in the table's order."""
     shuffled = torch.randperm(count, generator=Randomness(wanted.split_seed).generator("split"))
     first, end = (round(share * count) for share in wanted.part)
     return shuffled[first:end].sort().values
@@ -207,6 +224,6 @@ def _row(cells: Cells, other: bool, labels: Labels) -> TextRow:
             found = "empty" if isinstance(value, str) else kind_of(value)
             return TextRow(cells.place, fault=f"the text is {found}")
         if half := half_character(value):
-            return TextRow(cells.place, fault=f"the text holds {half}, half of a character")
+            return TextRow(cells.place, fault=f"the text contains {half}, half of a character")
     number, fault = labels.read(rest[0], cells.place) if rest else (None, None)
     return TextRow(cells.place, text, second, number, fault)

@@ -18,20 +18,19 @@ from mm_core.data.rows.annotations import Annotation, inside, read_annotations
 from mm_core.data.rows.captions import clean_caption, half_character
 from mm_core.data.rows.packed_rows import PackedRows
 from mm_core.data.rows.paths import check_folder
-from mm_core.errors import DataError
+from mm_core.errors import DataError, plural
 
 
 class VideoTextDataset:
-    """Clips of `num_frames` frames and a caption each.
+    """The dataset `video_text`: clips of `num_frames` frames, each with a caption.
 
-    A sample is {"pixels": float32 [3,F,Y,X] in [-1,1], "caption": str, "id": path in the folder}.
-    Frames are taken at `fps`, by time, or at the video's own rate. Facts in the annotation only
-    save time: a row that declares fewer frames than a clip needs is refused unopened. Fields are those of
-    `VideoTextConfig`.
+    A sample is {"pixels": float32 [3,F,Y,X] in [-1,1], "caption": str, "id": path in the folder}. Frames are
+    taken at `fps`, by time, or at the video's own rate. Sizes in the annotation only save time: a video that
+    declares fewer frames than a clip needs is not opened. The arguments are the fields of `VideoTextConfig`.
 
     Raises:
-        DataError: in the constructor for annotations that cannot be used; per sample for videos
-            that are missing, damaged, outside the folder, or shorter than a clip.
+        DataError: in the constructor if the annotations cannot be used; for a sample if its video is missing,
+            damaged, outside the folder, or shorter than a clip.
     """
 
     def __init__(
@@ -55,16 +54,16 @@ class VideoTextDataset:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Sample:
-        """The sample without chance: its first frames and its first caption."""
+        """The sample without random choices: the video's first frames and its first caption."""
         return self._sample(index, 0.0, 0.0)
 
     def sample_at(self, index: int, rng: Randomness) -> Sample:
-        """The sample whose start (with `random_start`) and caption are drawn from `rng`."""
+        """The sample with its start (with `random_start`) and caption drawn from `rng`."""
         start = rng.uniform("start") if self.wanted.random_start else 0.0
         return self._sample(index, start, rng.uniform("caption"))
 
     def collate(self, samples: Sequence[Sample]) -> VideoTextBatch:
-        """Samples, to which the loader has added `key` and `weight`, as a batch."""
+        """Collates clips into a batch; the loader has added `key` and `weight` to each sample."""
         return VideoTextBatch(
             keys=[sample["key"] for sample in samples],
             sample_weights=torch.tensor([sample["weight"] for sample in samples], dtype=torch.float32),
@@ -74,12 +73,12 @@ class VideoTextDataset:
         )
 
     def _sample(self, index: int, start: float, caption: float) -> Sample:
-        """start, caption: uniform numbers in [0, 1) that choose among what is possible."""
+        """The sample with its start and caption chosen by uniform numbers in [0, 1)."""
         row, wanted = self.rows[index], self.wanted
         path = inside(self.folder, row.path)
         for text in row.captions:
             if half := half_character(text):
-                raise DataError(f"the caption holds {half}, half of a character", where=str(path))
+                raise DataError(f"the caption contains {half}, half of a character", where=str(path))
         if wanted.fps is None and row.num_frames is not None and row.num_frames < wanted.num_frames:
             raise self._short(path, row.num_frames, "the annotation declares")
         times = self._times(path, self.reader.probe(path), start)
@@ -91,20 +90,20 @@ class VideoTextDataset:
         }
 
     def _times(self, path: Path, info: VideoInfo, start: float) -> list[float]:
-        """The seconds to read at: the middle of a source frame, so that rounded timestamps do not matter."""
+        """The times to read, in seconds: the middle of source frames, so that rounding does not matter."""
         period = 1.0 / info.fps
         spacing = period if self.wanted.fps is None else 1.0 / self.wanted.fps
         spare = info.num_frames * period - period - (self.wanted.num_frames - 1) * spacing
         if spare < -1e-6:
             available = math.floor((info.num_frames - 1) * period / spacing + 1e-6) + 1
-            raise self._short(path, available, "it holds")
+            raise self._short(path, available, "it has")
         first = int(start * (math.floor(spare / period + 1e-6) + 1))
         return [(first + 0.5) * period + frame * spacing for frame in range(self.wanted.num_frames)]
 
     def _short(self, path: Path, available: int, verb: str) -> DataError:
-        rate = "" if self.wanted.fps is None else f" at {self.wanted.fps:g} a second"
+        rate = "" if self.wanted.fps is None else f" at {self.wanted.fps:g} per second"
         return DataError(
-            f"the video is too short: {verb} {available} frame{'s' if available != 1 else ''}{rate}, "
-            f"a clip needs {self.wanted.num_frames}",
+            f"the video is too short: {verb} {plural(available, 'frame')}{rate}, "
+            f"but a clip needs {self.wanted.num_frames}",
             where=str(path),
         )

@@ -1,1 +1,1 @@
-"""Which samples a rank reads, in which order, by which processes, and what happens to bad ones."""
+"""Loading of samples: their order, the worker processes that read them, and handling of unreadable ones."""

@@ -36,20 +36,20 @@ from mm_core.errors import DataError, MMError, PartsError
 from mm_core.plugin.local import LocalFile, import_again, imported_files
 
 ATTEMPTS = 8
-"""Samples tried in place of an unreadable one before the run is stopped."""
+"""How many other samples are tried in place of an unreadable one before the run stops."""
 
 
 class WorkerTraceback(Exception):
-    """Where in a worker an error arose: the cause of the DataError that names the sample."""
+    """The traceback of an error in a data worker: the cause of the DataError that names the sample."""
 
 
 class CodeError(DataError):
-    """A dataset, collate or batch transform that raised what is no DataError: never skipped."""
+    """An error in the code of a dataset, collate or batch transform (not a DataError): never skipped."""
 
 
 @dataclass(frozen=True)
 class _Fault:
-    """An error on its way from a worker: returned, because torch rewrites exceptions that are raised."""
+    """An error sent from a worker as a value, because torch rewrites raised exceptions."""
 
     error: MMError
     trace: str
@@ -58,32 +58,34 @@ class _Fault:
 class MicroBatchLoader:
     """Iterates over the micro-batches of one data-parallel rank, steps [start_step, end_step).
 
-    Each step yields its micro-batches one after another, `per_step` of them. The content depends
-    on (dataset, plan, rng, rank, data_parallel, step) alone: not on workers, prefetch or the step
-    that the loader started at, so a resumed run needs no state.
+    Each step yields `per_step` micro-batches. Their content depends only on (dataset, plan, rng, rank,
+    data_parallel, step), not on workers, prefetch or the first step, so a resumed run needs no state.
 
-    A sample that raises DataError is replaced by another one, drawn from (seed, epoch, index,
-    attempt), under the key and weight of the first; the batch lists it in `failures`, or each of its parts
-    that a PartsError holds. So it lists the parts that a sample does without.
+    A sample that raises DataError is replaced by another one, drawn from (seed, epoch, index, attempt), with
+    the key and weight of the first. The batch lists it in `failures`; of a sample that raised a PartsError,
+    or that was read without some of its parts, it lists each unreadable part.
 
-    The process's own generators (random, NumPy's, torch's on CPU) begin anew before each sample is read, at
-    (seed, epoch, index), and before each batch is collated and transformed, at the keys of its rows.
+    The process's own generators (random, NumPy, torch on CPU) are seeded before each sample is read, from
+    (seed, epoch, index), and before each batch is collated and transformed, from the keys of its rows.
 
     Args:
-        dataset: map-style; one that satisfies SupportsSampleAt gets rng.at("data", epoch, index).
+        dataset: map-style; if it satisfies SupportsSampleAt, it gets rng.at("data", epoch, index).
         plan: which samples, in which order.
         batch_transform: applied to each collated batch in the worker (`Task.batch_transform()`).
-        rng: the run's root.
-        rank, data_parallel: this rank's place among those that see different samples.
-        start_step, end_step: steps already taken, steps in all.
-        workers: processes; 0 reads in this one.
+        rng: the root of the run's randomness.
+        rank: this rank's number among the data-parallel ranks.
+        data_parallel: number of data-parallel ranks.
+        start_step: number of steps already taken.
+        end_step: total number of steps.
+        workers: number of worker processes; 0 reads in this process.
         prefetch: micro-batches each worker keeps ready.
-        pin_memory: page-locked batches, where `device_type` is not "cpu".
+        pin_memory: whether to use page-locked memory, unless `device_type` is "cpu".
+        device_type: type of the device that batches are copied to.
 
     Raises (while iterating):
-        UnreadableError: when a sample and all its replacements are unreadable.
-        CodeError: when the dataset, its collate or the transform raises anything else.
-        DataError: when a worker dies.
+        UnreadableError: a sample and all its replacements are unreadable.
+        CodeError: the dataset, its collate or the transform raises anything else.
+        DataError: a worker dies.
     """
 
     def __init__(
@@ -105,7 +107,7 @@ class MicroBatchLoader:
         self.per_step = len(plan.micro_batches(0, rank, data_parallel))
         self._length = max(0, end_step - start_step) * self.per_step
         self._sent = (dataset, batch_transform, rng)
-        # The server goes first: it may move the folder that workers note themselves in.
+        # The server starts first: it may move the folder in which workers register.
         needed = [__name__, type(dataset).__module__, type(batch_transform).__module__]
         context = start_server(needed) if workers else None
         self._loader: DataLoader[Batch | _Fault] = DataLoader(
@@ -117,14 +119,14 @@ class MicroBatchLoader:
             pin_memory=pin_memory and device_type != "cpu",
             worker_init_fn=StartWorker() if workers else None,
             multiprocessing_context=context,
-            generator=torch.Generator().manual_seed(0),  # torch's own draw must not move the global one
+            generator=torch.Generator().manual_seed(0),  # torch's draw must not advance the global generator
         )
 
     def __len__(self) -> int:
         return self._length
 
     def __iter__(self) -> Iterator[Batch]:
-        """Starts the workers, then yields. Closing the iterator (or losing it) ends them."""
+        """Starts the data workers, then yields micro-batches. The workers end with the iterator."""
         if not self._loader.num_workers:
             return self._drain(iter(self._loader))
         with starting(), script_for(self._sent), starts_explained():
@@ -138,11 +140,11 @@ class MicroBatchLoader:
                         raise item.error from WorkerTraceback(item.trace)
                     yield item
         finally:
-            del reading  # a traceback may keep this frame; the workers end with the last reference
+            del reading  # a traceback may keep this frame alive, and with it the workers
 
 
 class _Slots:
-    """The sampler that torch's DataLoader draws from: one list of rows a micro-batch."""
+    """The sampler for torch's DataLoader: one list of rows for each micro-batch."""
 
     def __init__(self, plan: BatchPlan, rank: int, data_parallel: int, steps: range) -> None:
         self.plan, self.rank, self.data_parallel, self.steps = plan, rank, data_parallel, steps
@@ -153,22 +155,22 @@ class _Slots:
 
 
 class _Reading(TorchDataset[Batch | _Fault]):
-    """What runs in a worker: rows -> samples -> batch -> transformed batch."""
+    """The work of a data worker: rows -> samples -> batch -> transformed batch."""
 
     def __init__(self, dataset: Dataset, transform: Callable[[Batch], Batch] | None, rng: Randomness) -> None:
         self.dataset, self.transform, self.rng = dataset, transform, rng
         self.size = len(dataset)
 
     def __getstate__(self) -> tuple[bytes, dict[str, LocalFile]]:
-        """For a worker: itself, and the one-file plugins that must be imported before it can be read."""
+        """State for a worker: the pickled object, and the one-file plugins to import before unpickling."""
         try:
             return bytes(ForkingPickler.dumps(self.__dict__)), imported_files()
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise DataError(
                 f"the dataset or the task's batch transform cannot be sent to a data worker: {error}",
                 where=type(self.dataset).__qualname__,
-                accepted="what pickles: classes and functions of modules, files that are opened on first use",
-                hint="data.loader.workers=0 reads in the training process",
+                accepted="objects that pickle: classes and functions of modules; files opened on first use",
+                hint="make it picklable, or set data.loader.workers=0 to read in the training process",
             ) from error
 
     def __setstate__(self, state: tuple[bytes, dict[str, LocalFile]]) -> None:
@@ -177,7 +179,7 @@ class _Reading(TorchDataset[Batch | _Fault]):
         self.__dict__.update(pickle.loads(pickled))
 
     def __getitem__(self, slots: list[SlotSpec]) -> Batch | _Fault:
-        # A worker's generators serve nothing else; those of the training process do.
+        # In a worker nothing else uses the generators; in the training process their state must be kept.
         with nullcontext() if get_worker_info() else generators_kept():
             try:
                 return self._batch(slots)
@@ -200,7 +202,7 @@ class _Reading(TorchDataset[Batch | _Fault]):
         return batch
 
     def _sample(self, slot: SlotSpec, failures: list[FailureRecord]) -> dict[str, object]:
-        """The slot's sample or, where it is unreadable, the first readable replacement."""
+        """The slot's sample, or the first readable replacement if it is unreadable."""
         tried: list[FailureRecord] = []
         for index in self._candidates(slot):
             try:
@@ -218,16 +220,16 @@ class _Reading(TorchDataset[Batch | _Fault]):
             return {**sample, "key": slot.key, "weight": slot.weight}
         shown = "; ".join(f"{failure.id}: {failure.reason}" for failure in tried[:3])
         raise UnreadableError(
-            f"sample {slot.key.index} and {len({f.index for f in tried}) - 1} others in its place could not "
-            f"be read: {shown}",
+            f"sample {slot.key.index} and {len({f.index for f in tried}) - 1} others tried in its place "
+            f"could not be read: {shown}",
             failures + tried,
             where="data.train",
-            hint="check the file that lists the samples, and what it names; skipped.jsonl in the run's folder"
-            " lists those that failed",
+            hint="check the file that lists the samples and the paths in it; skipped.jsonl in the run's"
+            " folder lists the samples that failed",
         )
 
     def _candidates(self, slot: SlotSpec) -> Iterator[int]:
-        """The slot's own sample, then up to ATTEMPTS others, a function of the slot alone."""
+        """The slot's own sample, then up to ATTEMPTS others that depend on the slot alone."""
         tried = {slot.key.index}
         yield slot.key.index
         for attempt in range(1, min(ATTEMPTS, self.size - 1) + 1):
@@ -246,7 +248,8 @@ class _Reading(TorchDataset[Batch | _Fault]):
 
     @contextmanager
     def _guarded(self, who: str) -> Iterator[None]:
-        """A fault of the dataset's code is no unreadable sample: it stops the run, and says where it is."""
+        """Turns an error in foreign code into a CodeError, which stops the run: it is not an unreadable
+        sample."""
         try:
             yield
         except MMError:
@@ -255,12 +258,12 @@ class _Reading(TorchDataset[Batch | _Fault]):
             raise CodeError(
                 f"{who} raised {type(error).__name__}: {error}",
                 where=type(self.dataset).__qualname__,
-                hint="this is a fault in code, not in the data; MM_DEBUG=1 shows the worker's traceback",
+                hint="fix this code; set MM_DEBUG=1 to see the worker's traceback",
             ) from error
 
 
 def _records(error: DataError, index: int, replaced: bool) -> list[FailureRecord]:
-    """What is noted of a sample that cannot be read, or of each part of it that cannot."""
+    """Failure records of an unreadable sample, or of each of its unreadable parts."""
     if not isinstance(error, PartsError):
         return [FailureRecord(error.where or f"sample {index}", index, error.what, replaced=replaced)]
     return [

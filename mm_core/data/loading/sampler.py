@@ -1,4 +1,4 @@
-"""Which samples a step sees: a pure function of (seed, step, world), with no state to save."""
+"""The samples of each training step: a pure function of (seed, step, world), without state to save."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from mm_core.contracts import Randomness, SampleKey
-from mm_core.errors import PlanError
+from mm_core.errors import PlanError, plural
 
 _WINDOW, _WINDOWS = 64, 8
-"""Global batches, at most, whose samples are sorted by length together, and the least of such windows in an
-epoch: sorted as one, a small dataset would make the same batches in each epoch."""
+"""Maximum number of global batches sorted by length together, and minimum number of such windows in an
+epoch: sorted in one window, a small dataset would have the same batches in every epoch."""
 
 
 class SlotSpec(NamedTuple):
-    """One row of a micro-batch. A row of weight 0 only fills up a ragged batch."""
+    """A sample's key and weight: one row of a micro-batch. Rows of weight 0 fill up an incomplete batch."""
 
     key: SampleKey
     weight: float
@@ -28,19 +28,26 @@ class SlotSpec(NamedTuple):
 class BatchPlan:
     """The infinite stream of global batches over a map-style dataset.
 
-    An epoch is an order of all samples, cut into global batches. With `drop_last` the remainder of
-    an epoch is left out; without, its last batch is ragged: filled to full size with repeats of
-    that epoch's samples at weight 0, so that every rank runs as many micro-batches as the others.
+    An epoch is an order of all samples, cut into global batches. With `drop_last` the remainder of an epoch
+    is dropped. Otherwise its last batch is filled to full size with repeats of the epoch's samples at weight
+    0, so that every rank runs the same number of micro-batches.
 
-    Micro-batch m of a global batch belongs to data-parallel rank m % dp, as its (m // dp)-th, so
-    that the global batch is the same set, in the same micro-batches, at any world size.
+    Micro-batch m of a global batch belongs to data-parallel rank m % dp, as its (m // dp)-th. A global batch
+    thus consists of the same samples in the same micro-batches at any world size.
 
-    With `lengths`, int64 of each sample, those of a global batch are of similar length and stand in
-    their order, so that neither padding nor the wait for other ranks takes much; which are together and
-    the order of the batches still change with the epoch.
+    Args:
+        num_samples: samples in the dataset.
+        micro_batch_size: samples of a rank's forward.
+        global_batch_size: samples of a step, over all ranks.
+        seed: the run's.
+        order: of the samples in an epoch.
+        drop_last: whether to drop the remainder of an epoch.
+        repeat_first: whether every step uses the batch of step 0.
+        lengths: int64 of each sample. If set, a global batch has samples of similar length, sorted, to
+            reduce padding and waiting for other ranks. Batches and their order still change with the epoch.
 
     Raises:
-        PlanError: sizes that do not fit each other or the dataset.
+        PlanError: the sizes do not fit each other or the dataset.
     """
 
     num_samples: int
@@ -61,22 +68,22 @@ class BatchPlan:
                 hint="change train.global_batch_size or train.micro_batch_size",
             )
         if self.num_samples < 1:
-            raise PlanError("the dataset has no samples")
+            raise PlanError("the dataset has no samples", hint="check the file that lists the samples")
         if self.drop_last and self.num_samples < self.global_batch_size:
             raise PlanError(
-                f"the dataset has {self.num_samples} samples, fewer than a global batch of "
-                f"{self.global_batch_size}, so that every epoch would be dropped",
+                f"the dataset has {plural(self.num_samples, 'sample')}, fewer than a global batch of "
+                f"{self.global_batch_size}, so every epoch would be dropped",
                 hint="lower train.global_batch_size, or set data.loader.drop_last=false",
             )
 
     @property
     def batches_per_epoch(self) -> int:
-        """Global batches that one epoch makes."""
+        """Number of global batches of samples in one epoch."""
         whole, rest = divmod(self.num_samples, self.global_batch_size)
         return whole if self.drop_last or not rest else whole + 1
 
     def global_batch(self, step: int) -> list[SlotSpec]:
-        """The rows of step `step` (from 0), over all ranks; with `repeat_first` those of step 0."""
+        """The samples of a training step (from 0), over all ranks; with `repeat_first` those of step 0."""
         step = 0 if self.repeat_first else step
         epoch, batch = divmod(step, self.batches_per_epoch)
         order = self._epoch(epoch)
@@ -87,7 +94,7 @@ class BatchPlan:
         return [SlotSpec(SampleKey(epoch, index), weight) for index, weight in weighted]
 
     def facts(self) -> dict[str, object]:
-        """What the order follows from, beside the samples' lengths."""
+        """The values that determine the order of samples (without their lengths), for a resume check."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "lengths"}
         return {**plain, "group_by_length": self.lengths is not None}
 
@@ -97,7 +104,13 @@ class BatchPlan:
         return grouped_order(self.lengths, self.global_batch_size, self.seed, epoch)
 
     def micro_batches(self, step: int, rank: int, data_parallel: int) -> list[list[SlotSpec]]:
-        """What data-parallel rank `rank` of `data_parallel` reads in a step, in order."""
+        """The micro-batches of samples that one data-parallel rank reads in a step, in order.
+
+        Args:
+            step: from 0.
+            rank: this rank's number among the data-parallel ranks.
+            data_parallel: number of data-parallel ranks.
+        """
         size = self.micro_batch_size
         if self.global_batch_size % (size * data_parallel):
             raise PlanError(
@@ -113,7 +126,7 @@ class BatchPlan:
 
 @lru_cache(maxsize=4)
 def epoch_order(num_samples: int, order: str, seed: int, epoch: int) -> Tensor:
-    """int64 [num_samples]: the dataset's indices in the order of that epoch."""
+    """The dataset's indices in the order of an epoch, int64 [num_samples]."""
     if order == "sequential":
         return torch.arange(num_samples)
     return torch.randperm(num_samples, generator=Randomness(seed).generator("order", epoch))
@@ -121,8 +134,16 @@ def epoch_order(num_samples: int, order: str, seed: int, epoch: int) -> Tensor:
 
 @lru_cache(maxsize=4)
 def grouped_order(lengths: Tensor, global_batch_size: int, seed: int, epoch: int) -> Tensor:
-    """int64 [N]: the dataset's indices in the order of that epoch, by global batches of similar length. The
-    remainder, which makes no whole batch, is any."""
+    """The dataset's indices in the order of an epoch, in global batches of similar length: int64 [N].
+
+    The last samples, which make no complete batch, are in random order.
+
+    Args:
+        lengths: int64 [N], length of each sample.
+        global_batch_size: samples of a step.
+        seed: the run's.
+        epoch: from 0.
+    """
     order = epoch_order(len(lengths), "random", seed, epoch)
     count = len(order) // global_batch_size
     if not count:

@@ -1,7 +1,7 @@
-"""What datasets of users draw, from the process's own generators.
+"""Seeding of the process's own generators for the constructors of datasets.
 
-Left alone, torch's DataLoader seeds them by the worker's number: every rank draws the same, whatever run.seed
-is, and a resumed run draws from the start again.
+By default torch's DataLoader seeds them from the worker's number: every rank would draw the same numbers
+whatever run.seed is, and a resumed run would draw from the start again.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from mm_core.schema.fields import ComponentConfig
 
 
 def build_dataset(registry: Registry, section: ComponentConfig, seed: int) -> Dataset:
-    """The dataset that a section of the config names; what its constructor draws depends on `seed` alone.
+    """Builds the dataset of a config section; random draws of its constructor depend on `seed` alone.
 
-    All ranks and every resume draw the same there, and so do the training, validation and test datasets: a
-    constructor that shuffles the same files and takes a part of them takes parts that share none.
+    All ranks, every resume, and the training, validation and test datasets draw the same numbers: if their
+    constructors shuffle the same files and take different parts, these parts have no file in common.
 
     Args:
-        registry: of the run. section: `data.train`, `data.validation` or `data.test`.
+        registry: the run's registry.
+        section: `data.train`, `data.validation` or `data.test`.
         seed: the run's.
     """
     with seeded(Randomness(seed).at("dataset")):

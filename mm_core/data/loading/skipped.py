@@ -1,4 +1,4 @@
-"""The account of samples that could not be read: runs/<name>/skipped.jsonl."""
+"""The skip ledger: the list of samples that could not be read, in runs/<name>/skipped.jsonl."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mm_core.contracts import Batch, FailureRecord
 from mm_core.errors import DataError
 
 MIN_DRAWS = 20
-"""Samples drawn before the failed share is judged: one bad file among the first few proves nothing."""
+"""Samples drawn before the failed share is checked: one bad file among the first few proves nothing."""
 
 
 class UnreadableError(DataError):
-    """Neither a sample nor any of its replacements could be read. `failures` lists them."""
+    """A sample and all its replacements could not be read. `failures` lists them."""
 
     def __init__(self, what: str, failures: Sequence[FailureRecord], **details: str | None) -> None:
         self.failures = list(failures)
@@ -27,17 +27,17 @@ class UnreadableError(DataError):
 
 
 class SkipLedger:
-    """Writes each skipped sample once and stops the run when too many are skipped.
+    """Lists each unreadable sample once in `skipped.jsonl`, and stops the run when too many are skipped.
 
-    Several ranks may share the file: each line is appended under a lock, after a look at what the
-    others wrote. The share is of the distinct samples that this rank has met since it started. A part of a
-    sample counts as its share of the sample that it was first met in, and is listed by its own number: once,
+    Several ranks may share the file: each line is appended under a lock, after reading the lines of other
+    ranks. The failed share refers to the distinct samples that this rank has drawn since it started. A part
+    of a sample counts as its share of the sample it first appeared in, and is listed once by its own number,
     whichever samples it belongs to in later epochs.
 
     Args:
-        run_dir: the run's folder; `skipped.jsonl` is made in it with the first failure.
+        run_dir: the run's folder; `skipped.jsonl` is created in it with the first failure.
         max_failed_share: share of distinct samples that may be unreadable.
-        min_draws: samples drawn before the share is judged.
+        min_draws: samples drawn before the share is checked.
     """
 
     def __init__(self, run_dir: Path, max_failed_share: float, min_draws: int = MIN_DRAWS) -> None:
@@ -47,18 +47,18 @@ class SkipLedger:
         self.draws = 0
         self._failed: set[tuple[bool, int]] = set()
         self._failed_share = Fraction(0)
-        self._seen = bytearray()  # one byte a sample of the dataset
-        self.seen = 0  # distinct samples met, readable or not
+        self._seen = bytearray()  # one byte for each sample of the dataset
+        self.seen = 0  # distinct samples drawn, readable or not
         self._written: set[tuple[str, int]] = set()
         self._offset = 0
 
     @property
     def failed(self) -> float:
-        """Distinct samples that could not be read, and distinct parts as shares of samples."""
+        """Number of distinct samples that could not be read; unreadable parts count as shares of samples."""
         return float(self._failed_share)
 
     def watch(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The same batches, each entered in the ledger before it is handed on."""
+        """Passes batches on, and enters the unreadable samples of each in the ledger first."""
         try:
             for batch in batches:
                 self.add(batch)
@@ -68,7 +68,11 @@ class SkipLedger:
             raise
 
     def add(self, batch: Batch) -> None:
-        """Enters a batch. DataError when the failed share has grown above the limit."""
+        """Enters a batch and its unreadable samples in the ledger.
+
+        Raises:
+            DataError: the share of unreadable samples is above the limit.
+        """
         self.draws += len(batch) + len({failure.index for failure in batch.failures if failure.replaced})
         for key in batch.keys:
             self._meet(key.index)
@@ -78,14 +82,14 @@ class SkipLedger:
             last = batch.failures[-1]
             raise DataError(
                 f"{_short(self.failed)} of {self.seen} samples could not be read ({share:.0%}), more than "
-                f"data.loader.max_failed_share={self.max_failed_share:g} admits; "
-                f"the last: {last.id}: {last.reason}",
+                f"data.loader.max_failed_share={self.max_failed_share:g} allows; "
+                f"the last one: {last.id}: {last.reason}",
                 where=str(self.path),
-                hint="mend or drop the files that are listed there, or raise the share",
+                hint="fix or remove the files listed there, or raise data.loader.max_failed_share",
             )
 
     def record(self, failures: Sequence[FailureRecord]) -> None:
-        """Counts failures and appends those that the file does not list yet."""
+        """Counts unreadable samples, and appends those that `skipped.jsonl` does not list yet."""
         for failure in failures:
             self._meet(failure.index)
             if (known := (failure.part is None, _number(failure))) not in self._failed:
@@ -96,27 +100,27 @@ class SkipLedger:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a+b") as file:
-            with suppress(OSError):  # a file system without locks: at worst a line stands twice
+            with suppress(OSError):  # a file system without locks: at worst a line is written twice
                 fcntl.flock(file, fcntl.LOCK_EX)
             self._catch_up(file)
             for failure in fresh:
                 if (failure.id, _number(failure)) not in self._written:
                     line = {"id": failure.id, "index": _number(failure), "reason": failure.reason}
                     text = json.dumps(line, ensure_ascii=False) + "\n"
-                    file.write(text.encode(errors="backslashreplace"))  # of half a character: JSON's escape
+                    file.write(text.encode(errors="backslashreplace"))  # half a character as a JSON escape
                     self._written.add((failure.id, _number(failure)))
             file.flush()
             os.fsync(file.fileno())
             self._offset = file.tell()
 
     def _catch_up(self, file: IO[bytes]) -> None:
-        """Reads the lines that other ranks, or an earlier start of this run, have written."""
+        """Reads the lines written by other ranks or by an earlier start of this run."""
         file.seek(self._offset)
         added = file.read()
         if added and not added.endswith(b"\n"):
-            file.write(b"\n")  # a crash tore the last line: the next one begins afresh
+            file.write(b"\n")  # a crash left an incomplete last line
         for line in added.splitlines():
-            with suppress(ValueError, KeyError, TypeError):  # a line torn by a crash lists nothing
+            with suppress(ValueError, KeyError, TypeError):  # an incomplete line lists nothing
                 entry = json.loads(line)
                 self._written.add((entry["id"], entry["index"]))
 
@@ -129,7 +133,7 @@ class SkipLedger:
 
 
 def _number(failure: FailureRecord) -> int:
-    """The sample's, or the part's own."""
+    """The number of the part, or of the sample if no part is set."""
     return failure.index if failure.part is None else failure.part
 
 

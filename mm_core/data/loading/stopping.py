@@ -1,4 +1,4 @@
-"""A request to stop, as work that comes before the first step hears of it."""
+"""Requests to stop, checked during long work before the first step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mm_core.runtime.ranks import on_any_rank
 
 
 class StopRequested(Exception):
-    """Long work was left, on all ranks, because the run was asked to stop. No fault: the run ends by it."""
+    """Long work was abandoned on all ranks because a stop was requested. Not an error: it ends the run."""
 
 
 _asked: ContextVar[Callable[[], bool] | None] = ContextVar("mm_core_stop_asked", default=None)
@@ -18,7 +18,7 @@ _asked: ContextVar[Callable[[], bool] | None] = ContextVar("mm_core_stop_asked",
 
 @contextmanager
 def stop_on(asked: Callable[[], bool]) -> Iterator[None]:
-    """In the block, `check_stop` asks `asked` whether this rank has been told to stop."""
+    """A context in which `check_stop` calls `asked` to learn whether this rank should stop."""
     token = _asked.set(asked)
     try:
         yield
@@ -27,13 +27,13 @@ def stop_on(asked: Callable[[], bool]) -> Iterator[None]:
 
 
 def check_stop() -> None:
-    """What takes longer than some seconds when a dataset is opened or measures calls this now and then.
+    """Ends long work of a dataset (opening, measuring) if a stop was requested; call it every few seconds.
 
-    Of several ranks, all call it equally often: they agree, and a signal to one is enough. Outside of a run
-    it does nothing.
+    A collective call: all ranks must call it equally often, and a signal to one rank is enough. Outside of a
+    run it does nothing.
 
     Raises:
-        StopRequested: on every rank, where any of them was told to stop.
+        StopRequested: on every rank, if a stop was requested on any of them.
     """
     asked = _asked.get()
     if asked is None:

@@ -1,8 +1,8 @@
-"""The processes that read data: how they begin and end, what they ignore, and what is said when one dies.
+"""Data workers: how these processes start and end, which signals they ignore, the errors when one dies.
 
-They are forked by a server process that holds neither the model nor a thread (multiprocessing's
-"forkserver"). A fork of the training process itself, whose threads talk to other ranks and write
-checkpoints, can stop for ever on a lock that one of them held.
+They are forked by a server process without model or threads (multiprocessing's "forkserver"). A fork of the
+training process itself, whose threads communicate with other ranks and write checkpoints, may deadlock on a
+lock held by one of them.
 """
 
 from __future__ import annotations
@@ -32,14 +32,24 @@ import torch
 from mm_core.errors import DataError
 from mm_core.runtime import leftovers as aftermath
 
-_SIGNALS = {signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM}  # what asks a run to save
+_SIGNALS = {signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM}  # requests to save or stop a run
 _SERVER_LOST = 255
-"""Exit status that multiprocessing gives a worker of whose end no server can tell."""
+"""Exit status that multiprocessing sets for a worker whose server was lost."""
+_MEMORY = (
+    "the machine may be out of memory or of shared memory (/dev/shm): lower data.loader.workers or"
+    " data.loader.prefetch, or set data.loader.workers=0 to read in the training process"
+)
 
 
 def start_server(modules: Sequence[str]) -> BaseContext:
-    """The context that workers start in. The first call starts the server, without waiting for it;
-    the server imports `modules` once, so that no worker has to."""
+    """The multiprocessing context that data workers start in.
+
+    The first call starts the fork server, without waiting for it. The server imports modules once for all
+    workers.
+
+    Args:
+        modules: names of the modules to import.
+    """
     context = multiprocessing.get_context("forkserver")
     modules = [aftermath.__name__, *modules]
     if "transformers" in sys.modules:  # tokenizers are opened in the workers
@@ -47,7 +57,7 @@ def start_server(modules: Sequence[str]) -> BaseContext:
     context.set_forkserver_preload(modules)
     aftermath.use_short_folder()
     with _quiet_tracker():
-        resource_tracker.ensure_running()  # its start lifts the mask, so it goes first
+        resource_tracker.ensure_running()  # its start unblocks signals, so it goes first
     _end_at_exit()
     with starting():
         forkserver.ensure_running()
@@ -56,8 +66,11 @@ def start_server(modules: Sequence[str]) -> BaseContext:
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Processes that begin here inherit the mask. The server keeps it, workers lift it when they are
-    ready (StartWorker), so no signal to the process group finds them unprepared."""
+    """A context in which data workers are started with signals blocked.
+
+    The server keeps them blocked, a worker unblocks them when it is ready (StartWorker), so no signal to the
+    process group reaches an unprepared worker.
+    """
     held = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         with aftermath.told():
@@ -68,8 +81,8 @@ def starting() -> Iterator[None]:
 
 @contextmanager
 def _quiet_tracker() -> Iterator[None]:
-    """multiprocessing's tracker, started here, removes the semaphores of a process that was killed without a
-    warning about the leak: that comes long after the sentence on what happened, and explains nothing."""
+    """A context in which multiprocessing's tracker starts without its warning about leaked semaphores of a
+    killed process: the warning comes long after the error message, and explains nothing."""
     before = os.environ.get("PYTHONWARNINGS")
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [before, "ignore:resource_tracker:UserWarning"]))
     try:
@@ -82,17 +95,20 @@ def _quiet_tracker() -> Iterator[None]:
 
 @cache
 def _end_at_exit() -> None:
-    """Before multiprocessing's own end, which asks workers by SIGTERM and waits until they have followed."""
+    """Kills workers before multiprocessing's own exit handler, which sends SIGTERM and waits for them."""
     process = os.getpid()
     atexit.register(lambda: aftermath.kill_workers() if os.getpid() == process else None)
 
 
 @contextmanager
 def script_for(sent: object) -> Iterator[None]:
-    """Workers that begin here import the script that trains if something of it is in what they are sent.
+    """A context in which data workers import the user's training script only if they need it.
 
-    multiprocessing has them import it in any case, by its file's name, and it would train there once
-    more but for `if __name__ == "__main__":`.
+    By default multiprocessing imports the script in every worker, which would start training once more
+    without `if __name__ == "__main__":`.
+
+    Args:
+        sent: the objects that are sent to the workers; they need the script if they refer to it.
     """
     script = vars(sys.modules["__main__"])
     if _names_script(sent):
@@ -111,7 +127,7 @@ def _names_script(sent: object) -> bool:
     pickler = _WithoutTensors(found := io.BytesIO())
     try:
         pickler.dump(sent)
-    except Exception:  # what is wrong with it is said when it is sent
+    except Exception:  # the error is reported when the object is sent
         return True
     return b"__main__" in found.getvalue()
 
@@ -122,8 +138,11 @@ class _WithoutTensors(pickle.Pickler):
 
 
 class StartWorker:
-    """Runs first in every worker: one thread, no end by a signal to the process group, which must not take
-    the readers away before the run has saved, and an end with the training process, however that ends."""
+    """The first function of every data worker.
+
+    The worker uses one thread, ignores signals to the process group (the run still reads data until it has
+    saved), and ends with the training process, however that ends.
+    """
 
     def __init__(self) -> None:
         self.folder = Path(aftermath.folders()[0])
@@ -139,26 +158,26 @@ class StartWorker:
         threading.Thread(target=self._end_with_parent, name="mm_core parent watch", daemon=True).start()
 
     def _end_with_parent(self) -> None:
-        """torch's workers look for the end of their parent, which is the server."""
+        """Waits for the end of the training process: torch's workers watch only their parent, the server."""
         server, parent = os.getppid(), multiprocessing.parent_process()
         assert parent is not None
-        connection.wait([parent.sentinel])  # a pipe whose other end nobody but the training process holds
-        if os.getppid() != server:  # else it clears up once its workers are gone
+        connection.wait([parent.sentinel])  # a pipe whose other end only the training process holds
+        if os.getppid() != server:  # else the server cleans up after its workers
             shutil.rmtree(self.folder, ignore_errors=True)
         os._exit(1)
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """A training process that is killed while it takes a batch breaks the connection to multiprocessing's
-    thread that hands batches over, which prints a traceback by this function. It explains nothing."""
+    """An excepthook that hides one useless traceback: that of multiprocessing's thread which sends batches,
+    when the training process is killed while it receives one."""
     aside = threading.current_thread() is not threading.main_thread()
     if not (aside and isinstance(error, EOFError | ConnectionError)):
         sys.__excepthook__(kind, error, trace)
 
 
 def _let_server_end() -> None:
-    """The server ends when nobody holds this descriptor any more. Workers, which end with the server, are
-    given it too: neither would end after a training process that was killed."""
+    """Closes the worker's copy of a descriptor: the server ends when all copies are closed, and workers end
+    with the server, so neither would end after the training process was killed."""
     server: Any = forkserver._forkserver
     if server._forkserver_alive_fd is not None:
         os.close(server._forkserver_alive_fd)
@@ -167,9 +186,10 @@ def _let_server_end() -> None:
 
 @contextmanager
 def deaths_explained(reading: object) -> Iterator[None]:
-    """Turns what torch and the operating system tell of a lost worker into a DataError.
+    """A context that turns errors from the death of a data worker into a DataError with the reason.
 
-    reading: torch's iterator, which knows its processes.
+    Args:
+        reading: torch's iterator, which holds the worker processes.
     """
     try:
         yield
@@ -179,29 +199,29 @@ def deaths_explained(reading: object) -> Iterator[None]:
                 raise _death(reading) from error
             if "Pin memory thread exited" not in str(error):
                 raise
-        # Batches pass as file descriptors that the worker hands over: one that died in between breaks the
-        # connection before its end is known. Where torch pins memory, the thread that does so ends by it.
+        # Workers send batches as file descriptors: a death in between breaks the connection before the exit
+        # status is available. With pinned memory, torch's pinning thread ends by this error.
         end = time.monotonic() + 2.0
         while not _ended(reading) and time.monotonic() < end:
             time.sleep(0.01)
         if _ended(reading):
             raise _death(reading) from error
         raise DataError(
-            f"a batch could not be taken from its data worker: {type(error).__name__}: {error}",
+            f"a batch could not be received from its data worker: {type(error).__name__}: {error}",
             hint="raise the limit of open files (ulimit -n), or lower data.loader.workers",
         ) from error
 
 
 @contextmanager
 def starts_explained() -> Iterator[None]:
-    """A worker or its server that ends while workers are started breaks a pipe or a socket."""
+    """A context that turns errors from the start of data workers into a DataError with the reason."""
     try:
         yield
     except (OSError, EOFError) as error:
         raise DataError(
             f"the data workers could not be started: {type(error).__name__}: {error}",
-            hint=f"a worker or its server was killed: {_MEMORY}; if it is the limit of open files or of"
-            " processes that is reached, raise it (ulimit -n, ulimit -u)",
+            hint=f"a worker or its server was killed: {_MEMORY}; if a limit of open files or processes is"
+            " reached, raise it (ulimit -n, ulimit -u)",
         ) from error
 
 
@@ -214,32 +234,23 @@ def _death(reading: object) -> DataError:
     where = ", ".join(f"process {worker.pid}, exit status {worker.exitcode}" for worker in ended) or None
     _abandon(reading)
     if ended and all(worker.exitcode == _SERVER_LOST for worker in ended):
-        return DataError(
-            "the process that starts the data workers was killed, and they have ended with it", hint=_MEMORY
-        )
+        return DataError("the process that starts the data workers was killed, and they ended", hint=_MEMORY)
     if any((worker.exitcode or 0) > 0 for worker in ended):
         return DataError(
             "a data worker ended unexpectedly",
             where=where,
-            hint="what it printed says why. Where the dataset is written in the script that trains, workers "
-            'import it: what it does must stand under `if __name__ == "__main__":`. data.loader.workers=0 '
-            "reads in the training process",
+            hint="read its output above for the reason. If the dataset is defined in the training script, "
+            'put the script\'s own work under `if __name__ == "__main__":`, since workers import it; or set '
+            "data.loader.workers=0 to read in the training process",
         )
     return DataError("a data worker was killed", where=where, hint=_MEMORY)
 
 
-_MEMORY = (
-    "the machine may be out of memory or of shared memory (/dev/shm): lower data.loader.workers or"
-    " data.loader.prefetch; data.loader.workers=0 reads in the training process"
-)
-
-
 def _abandon(reading: Any) -> None:
-    """Ends the other workers by force. torch would tell them by an event, whose lock the killed one may have
-    held."""
+    """Kills the other workers. torch would end them by an event, whose lock the dead worker may hold."""
     for worker in getattr(reading, "_workers", ()):
         if worker.exitcode is not None:
-            continue  # its number may be another process's
+            continue  # its pid may belong to another process by now
         with suppress(OSError):
             os.kill(worker.pid, signal.SIGKILL)
     if reading is not None:

@@ -1,4 +1,4 @@
-"""Image files, and their pixels at a clip's size."""
+"""Reading image files, and resizing images to a clip's size."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from mm_core.errors import DataError, MMError
 
 
 def read_image(path: Path) -> Tensor:
-    """uint8 [3,Y,X], upright (by its EXIF orientation) and in colour. DataError for what is no readable
-    image, or so large that Pillow takes it for an attack."""
+    """Reads an image file as RGB uint8 [3,Y,X], upright by its EXIF orientation.
+
+    Raises:
+        DataError: the file is not a readable image, or so large that Pillow suspects an attack.
+    """
     with opened_image(path) as opened:
         image = _eight_bits(ImageOps.exif_transpose(opened)).convert("RGB")
     return _tensor(image)
@@ -25,8 +28,11 @@ def read_image(path: Path) -> Tensor:
 
 @contextmanager
 def opened_image(path: Path) -> Iterator[ImageFile.ImageFile]:
-    """Pillow's image, of which only the header is read. DataError for what is no readable image, also where
-    that shows in the block: its decoders raise whatever a damaged file makes of them."""
+    """A context with Pillow's image object of a file, of which only the header is read.
+
+    Raises:
+        DataError: the file is not a readable image; also if decoding fails in the block.
+    """
     plain_file(path, "image", missing="there is no such image")
     try:
         with Image.open(path) as opened:
@@ -38,20 +44,28 @@ def opened_image(path: Path) -> Iterator[ImageFile.ImageFile]:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """Of 16 bits the upper eight, where Pillow would cut everything brighter to white. ValueError for numbers
-    that do not say what is black and what white."""
+    """The image with 8-bit shades: the upper 8 of 16 bits, where Pillow would clip bright shades to white.
+    ValueError for pixel values without a defined black and white."""
     if image.mode not in ("I", "F") and not image.mode.startswith("I;16"):
         return image
     whole = image.convert("I")
     values = numpy.asarray(whole)
     if image.mode == "F" or not 0 <= values.min() <= values.max() < 1 << 16:
-        raise ValueError(f"its pixels are numbers (Pillow's mode {image.mode}), not shades of 8 or 16 bits")
+        raise ValueError(f"its pixels (Pillow's mode {image.mode}) are not shades of 8 or 16 bits")
     return whole.point(lambda shade: shade * (1 / 256)).convert("L")
 
 
 def fit_image(image: Tensor, height: int, width: int) -> Tensor:
-    """float32 [3,height,width] in [-1,1] of uint8 [3,Y,X], by Pillow's Lanczos filter. An image of another
-    shape is stretched, as Diffusers' image-to-video pipelines do it: crop it before if that is not wanted."""
+    """Resizes an image to a clip's size with Pillow's Lanczos filter: float32 [3,height,width] in [-1,1].
+
+    An image of another aspect ratio is stretched, as in Diffusers' image-to-video pipelines: crop it before
+    to avoid that.
+
+    Args:
+        image: uint8 [3,Y,X].
+        height: of the clip.
+        width: of the clip.
+    """
     picture = Image.fromarray(image.permute(1, 2, 0).cpu().contiguous().numpy())
     if picture.size != (width, height):
         picture = picture.resize((width, height), Image.Resampling.LANCZOS)

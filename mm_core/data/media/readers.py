@@ -1,4 +1,4 @@
-"""Video readers: frames shown at given times, from files that may be anything."""
+"""Video readers: the frames of a video file at given times; files may be damaged or malicious."""
 
 from __future__ import annotations
 
@@ -31,31 +31,32 @@ if TYPE_CHECKING:
 Pixels = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 """uint8 [Y,X,3]."""
 
-_SEEK_FROM = 1.0  # seconds; below, decoding from the start costs less than a second index look-up
+_SEEK_FROM = 1.0  # seconds; before this, decoding from the start costs less than a second index look-up
 _EPSILON = 1e-3  # seconds; times and timestamps are compared within this (Matroska rounds to it)
-_BT709 = 1  # AVCOL_SPC_BT709, as frames carry it
+_BT709 = 1  # AVCOL_SPC_BT709, the colour space of a frame
 
 _OPTIONS = {
-    "protocol_whitelist": "file",  # a playlist in disguise must not make FFmpeg open addresses
-    "pattern_type": "none",  # `a%03d.jpg` is a file of that name, not a pattern of others'
+    "protocol_whitelist": "file",  # a playlist in disguise must not make FFmpeg open URLs
+    "pattern_type": "none",  # `a%03d.jpg` is the name of one file, not a pattern
 }
 
-_PICTURE_RATE = 25.0  # frames a second of a still picture, as FFmpeg has it
+_PICTURE_RATE = 25.0  # frames per second of a still picture, as in FFmpeg
 
 _FAULTS = (av.FFmpegError, OSError, ValueError, ArithmeticError, RuntimeError)
-"""What PyAV raises for damaged files: FFmpeg's errors, and those of a header's odd numbers."""
+"""Exceptions that PyAV raises for damaged files: FFmpeg's errors, and those from bad numbers in a header."""
 
 
 class _Reader:
-    """What readers share: FFmpeg reads the header, through PyAV, so that all refuse the same files."""
+    """Base of the readers: all read headers through PyAV (FFmpeg), so that they refuse the same files."""
 
     def __init__(self, max_pixels: int = PyAVConfig.max_pixels) -> None:
         self.max_pixels = max_pixels
 
     def probe(self, path: Path) -> VideoInfo:
-        """What the header says, and one frame where the rotation is only known from it.
+        """Reads size, frame rate and duration of a video from its header, and decodes at most one frame.
 
-        DataError for a file that is missing, empty, no video, or larger than `max_pixels` a frame.
+        Raises:
+            DataError: the file is missing, empty or not a video, or its frames exceed `max_pixels`.
         """
         with _opened(path, self.max_pixels) as (container, stream):
             picture = _picture(container, path)
@@ -68,29 +69,30 @@ class _Reader:
             else:
                 first, frames, seconds = _counted(container, stream, path)
             if first is None or frames < 1 or seconds <= 0:
-                raise DataError("the video stream holds no frames", where=str(path))
+                raise DataError("the video stream contains no frames", where=str(path))
             width, height = stream.width, stream.height
             if _quarter_turns(first) % 2:
                 width, height = height, width
             declared = float(stream.average_rate or 0)
-            # A rate that does not fit the count is a guess from the first packets (Matroska does that);
-            # that of a lone picture may be missing.
+            # A rate that contradicts the frame count is a guess from the first packets (in Matroska); the
+            # rate of a single picture may be missing.
             fits = declared > 0 and abs(declared * seconds - frames) <= 1
             return VideoInfo(width, height, declared if fits else frames / seconds, frames, seconds)
 
 
 class PyAVReader(_Reader):
-    """Decodes with FFmpeg, one thread, by timestamps.
+    """Reads videos with FFmpeg (PyAV), in one thread, by timestamps.
 
     Times count from the first frame; a still picture is one frame of 1/25 s. Variable frame rates are
-    honoured, display rotation is applied, and a frame that the decoder flags as damaged is refused (it would
-    conceal the damage).
+    supported, display rotation is applied, and a frame that the decoder flags as damaged is refused (the
+    decoder would conceal the damage).
     """
 
     def read(self, path: Path, seconds: Sequence[float]) -> Tensor:
-        """Frames shown at the given times -> uint8 [F,Y,X,3] RGB, in the order asked for.
+        """Reads the frames of a video at given times: uint8 [F,Y,X,3] RGB, in the order of `seconds`.
 
-        DataError for what `probe` refuses, and for damaged or truncated files.
+        Raises:
+            DataError: `probe` refuses the file, or it is damaged or truncated.
         """
         times = _checked(seconds, path)
         order = sorted(range(len(times)), key=times.__getitem__)
@@ -112,14 +114,18 @@ class PyAVReader(_Reader):
 
 
 class DecordReader(_Reader):
-    """Decodes with decord 0.6. It does not notice bit rot, knows no AV1, and has x86_64 Linux wheels only."""
+    """Reads videos with decord 0.6, which misses bit rot, has no AV1, and wheels only for x86_64 Linux."""
 
     def read(self, path: Path, seconds: Sequence[float]) -> Tensor:
-        """Frames shown at the given times -> uint8 [F,Y,X,3] RGB, in the order asked for."""
+        """Reads the frames of a video at given times: uint8 [F,Y,X,3] RGB, in the order of `seconds`.
+
+        Raises:
+            DataError: decord is missing, or the file cannot be read.
+        """
         times = _checked(seconds, path)
         decord = _import_decord()
         info = self.probe(path)
-        if info.num_frames == 1:  # pictures, of which decord opens none
+        if info.num_frames == 1:  # decord cannot open pictures
             return PyAVReader(self.max_pixels).read(path, times)
         try:
             reader = decord.VideoReader(_name(path), ctx=decord.cpu(0), num_threads=1)
@@ -140,17 +146,17 @@ class DecordReader(_Reader):
 
 @contextmanager
 def _opened(path: Path, max_pixels: int) -> Iterator[tuple[InputContainer, VideoStream]]:
-    """(container, its first real video stream), refused by header before anything is decoded. DataError also
-    for what FFmpeg's own numbers of a damaged file lead to in the block."""
+    """(container, its first real video stream), checked by its header before anything is decoded. DataError
+    for errors in the block as well, since a damaged file may have a good header."""
     if plain_file(path, "video") == 0:
         raise DataError("the video is an empty file (0 bytes)", where=str(path))
     try:
         container = av.open(_name(path), metadata_errors="replace", options=_OPTIONS)
     except _FAULTS as error:
         raise DataError(
-            f"this is no readable video: {plain_reason(error)}",
+            f"this is not a readable video: {plain_reason(error)}",
             where=str(path),
-            hint="it may be truncated, damaged, or of a format that FFmpeg does not know",
+            hint="the file may be truncated, damaged, or in a format that FFmpeg does not support",
         ) from None
     try:
         with container:
@@ -162,51 +168,50 @@ def _opened(path: Path, max_pixels: int) -> Iterator[tuple[InputContainer, Video
 
 
 def _name(path: Path) -> str:
-    """From the root: FFmpeg takes `12:30.mp4` for the file 30.mp4 of a protocol 12."""
+    """The absolute path: FFmpeg would read `12:30.mp4` as the file 30.mp4 of a protocol 12."""
     return str(path.absolute())
 
 
 def _stream(container: InputContainer, path: Path, max_pixels: int) -> VideoStream:
-    """The container's first real video stream, ready to be decoded. DataError where none can be."""
-    covers = av.stream.Disposition.attached_pic  # an audio file's cover picture is no video
+    """The container's first real video stream, ready to decode. DataError if there is none."""
+    covers = av.stream.Disposition.attached_pic  # the cover picture of an audio file is not a video
     streams = [s for s in container.streams.video if not s.disposition & covers]
     if not streams:
         kinds = sorted({s.type for s in container.streams})
         raise DataError(
-            f"the file has no video stream (it has: {', '.join(kinds) or 'nothing'})", where=str(path)
+            f"the file has no video stream (it contains: {', '.join(kinds) or 'nothing'})", where=str(path)
         )
     stream = streams[0]
     if stream.codec_context is None:
-        raise DataError("the video is of a codec that FFmpeg does not know", where=str(path))
+        raise DataError("FFmpeg does not support the codec of this video", where=str(path))
     if stream.width * stream.height > max_pixels:
         raise DataError(
             f"frames of {stream.width}x{stream.height} are larger than the reader's max_pixels",
             where=str(path),
             accepted=f"up to {max_pixels} pixels a frame",
-            hint="raise `max_pixels` of the reader if the machine has the memory to decode it",
+            hint="raise `max_pixels` of the reader if the machine has enough memory to decode it",
         )
-    stream.codec_context.thread_count = 1  # workers are the parallelism
+    stream.codec_context.thread_count = 1  # data workers already run in parallel
     stream.codec_context.thread_type = "NONE"
     return stream
 
 
 def _picture(container: InputContainer, path: Path) -> Tensor | None:
-    """uint8 [1,Y,X,3] of a still picture, read as every other image is: FFmpeg ignores mirrored orientations
-    and fills what is cut off with grey. None for videos, and for pictures of kinds that Pillow does not
-    know."""
+    """uint8 [1,Y,X,3] of a still picture, read with Pillow like any other image: FFmpeg ignores mirrored
+    orientations and fills missing parts with grey. None for videos, and for formats Pillow cannot read."""
     name = container.format.name
     if name != "image2" and not name.endswith("_pipe"):
         return None
     try:
         with opened_image(path) as image:
-            # Further pictures of a camera's JPEG or of a TIFF are previews and pages.
+            # Further pictures in a camera's JPEG or in a TIFF are previews or pages.
             count = 1 if image.format in ("MPO", "TIFF") else getattr(image, "n_frames", 1)
         if count > 1:
             raise DataError(
-                f"the {image.format} file is animated ({count} frames), which FFmpeg takes for a picture",
+                f"the {image.format} file is animated ({count} frames), but is read as a single picture",
                 where=str(path),
                 accepted="pictures of one frame; animations as GIF, APNG or videos",
-                hint="convert it, to mp4 say",
+                hint="convert it, for example to mp4",
             )
         return read_image(path).permute(1, 2, 0)[None].contiguous()
     except DataError as fault:
@@ -218,8 +223,8 @@ def _picture(container: InputContainer, path: Path) -> Tensor | None:
 def _counted(
     container: InputContainer, stream: VideoStream, path: Path
 ) -> tuple[VideoFrame | None, int, float]:
-    """(first frame, frames, seconds) of a stream whose header does not say: counted over the packets, of
-    which no more are decoded than the first frame takes. One pass: not every container can go back."""
+    """(first frame, number of frames, seconds) of a stream whose header lacks them: counted over the packets,
+    decoding only until the first frame, in one pass, since not every container can seek back."""
     first: VideoFrame | None = None
     spans: list[tuple[int, int]] = []
     for packet in container.demux(stream):
@@ -231,18 +236,18 @@ def _counted(
         return first, 0, 0.0
     ticks = max(pts + duration for pts, duration in spans) - min(pts for pts, _ in spans)
     if not max(spans)[1] and len(spans) > 1:
-        # No durations: the last frame lasts as long as the mean.
+        # Packets without durations: the last frame gets the mean duration.
         ticks = ticks * len(spans) // (len(spans) - 1)
     return first, len(spans), float(ticks * stream.time_base)
 
 
 def _decode(container: InputContainer, stream: VideoStream, path: Path) -> Iterator[VideoFrame]:
-    """Decoded frames from the container's position on, as `_sound` has them."""
+    """Decoded frames from the container's position on, checked by `_sound`."""
     return _sound(container.decode(stream), stream, path)
 
 
 def _sound(frames: Iterable[VideoFrame], stream: VideoStream, path: Path) -> Iterator[VideoFrame]:
-    """The same frames. DataError at one that the decoder flags as damaged, or of another size."""
+    """Passes frames on. DataError at a frame that the decoder flags as damaged, or of a different size."""
     for frame in frames:
         if frame.is_corrupt:
             raise DataError(f"the video is damaged at {frame.time or 0:.2f} s", where=str(path))
@@ -254,15 +259,15 @@ def _sound(frames: Iterable[VideoFrame], stream: VideoStream, path: Path) -> Ite
 def _from_keyframe(
     container: InputContainer, stream: VideoStream, wanted: list[float], path: Path
 ) -> list[Pixels] | None:
-    """The wanted frames after a seek; None (and back at the start) when the seek did not serve.
+    """The wanted frames after a seek; None, with the container back at its start, if the seek failed.
 
-    A seek may land too late (an index by decoding time) or on frames that refer to what was
-    skipped (open groups of pictures). Reading from the start then decides what the file is worth.
+    A seek may end too late (an index by decoding time) or on frames that refer to skipped ones (open groups
+    of pictures). The caller then reads from the start.
     """
     start = stream.start_time
     if start is None or stream.time_base is None:
         return None
-    # The reading from the start raises a fault again, DataError among them, if it is the file's.
+    # If the file itself is damaged, reading from the start raises the error again.
     with suppress(*_FAULTS):
         container.seek(start + int(Fraction(wanted[0]) / stream.time_base), stream=stream, backward=True)
         frames = _pick(_decode(container, stream, path), stream, wanted, path, seeked=True)
@@ -275,9 +280,9 @@ def _from_keyframe(
 def _pick(
     frames: Iterator[VideoFrame], stream: VideoStream, wanted: list[float], path: Path, *, seeked: bool
 ) -> list[Pixels] | None:
-    """For every time (ascending) the last frame that begins at or before it.
+    """For every time (ascending), the last frame that begins at or before it.
 
-    None when decoding began after the first time that is wanted; DataError when it ends too early.
+    None if decoding began after the first wanted time; DataError if the video ends before the last one.
     """
     base = stream.time_base
     first = stream.start_time if seeked else None
@@ -286,7 +291,7 @@ def _pick(
     picked: list[Pixels] = []
     for frame in frames:
         if frame.pts is None:
-            raise DataError("a frame carries no timestamp", where=str(path))
+            raise DataError("a frame of the video has no timestamp", where=str(path))
         first = frame.pts if first is None else first
         begins = float((frame.pts - first) * base)
         while len(picked) < len(wanted) and wanted[len(picked)] + _EPSILON < begins:
@@ -299,7 +304,7 @@ def _pick(
         shown, pixels = frame, None
     if shown is None:
         raise DataError("no frame of the video can be decoded", where=str(path))
-    # The last frame is shown for its own duration; what is asked for later is not there.
+    # The last frame is shown for its own duration; later times are an error.
     lasts = max(float((shown.duration or 0) * base), 1.0 / float(stream.average_rate or 1))
     end = float((shown.pts - first) * base) + lasts
     if wanted[-1] >= end + _EPSILON:
@@ -309,8 +314,8 @@ def _pick(
 
 
 def _rgb(frame: VideoFrame) -> Pixels:
-    """The frame's pixels, upright, by the colour matrix that the frame names."""
-    # The library's default matrix is BT.601 whatever the frame says in some of its versions.
+    """The frame's pixels, upright, converted with the frame's own colour matrix."""
+    # Some versions of the library use BT.601 by default, whatever the frame's colour space.
     matrix = Colorspace.ITU709 if frame.colorspace == _BT709 else None
     array = frame.to_ndarray(format="rgb24", src_colorspace=matrix)
     return np.ascontiguousarray(np.rot90(array, _quarter_turns(frame)))
@@ -333,9 +338,9 @@ def _checked(seconds: Sequence[float], path: Path) -> list[float]:
 
 def _too_short(path: Path, time: float, end: float) -> DataError:
     return DataError(
-        f"the frame at {time:.3f} s was asked for, but the video ends at {end:.3f} s",
+        f"a frame at {time:.3f} s is needed, but the video ends at {end:.3f} s",
         where=str(path),
-        hint="the file may be truncated, or its header may promise more than it holds",
+        hint="the file may be truncated, or its header may state a wrong length",
     )
 
 
@@ -344,7 +349,7 @@ def _import_decord() -> ModuleType:
         return import_module("decord")
     except ImportError:
         raise DataError(
-            "the video reader `decord` was asked for, but the package decord is not installed",
-            accepted="`core/pyav`, which is always there",
-            hint="pip install decord (x86_64 Linux), or set `reader: {type: pyav}`",
+            "the config selects the video reader `decord`, but the package decord is not installed",
+            accepted="`core/pyav`, which is always installed",
+            hint="run `pip install decord` (x86_64 Linux), or set `reader: {type: pyav}`",
         ) from None

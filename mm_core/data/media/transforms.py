@@ -1,4 +1,4 @@
-"""From decoded frames to the pixels that a model sees."""
+"""Transforms from decoded video frames to a model's pixels: resizing and cropping."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Interpolation = Literal["bicubic", "bilinear"]
 
 
 def covering_size(height: int, width: int, target_height: int, target_width: int) -> tuple[int, int]:
-    """The smallest size of the same aspect that covers the target (its short side fits exactly)."""
+    """The smallest (height, width) with a video frame's aspect ratio that covers a target size."""
     scale = max(target_height / height, target_width / width)
     return max(target_height, round(height * scale)), max(target_width, round(width * scale))
 
@@ -20,10 +20,16 @@ def covering_size(height: int, width: int, target_height: int, target_width: int
 def resize_centre_crop(
     frames: Tensor, height: int, width: int, interpolation: Interpolation = "bicubic"
 ) -> Tensor:
-    """Short-side resize and centre crop: uint8 [F,Y,X,3] -> float32 [3,F,height,width] in [-1,1].
+    """Resizes video frames by their short side and crops the centre: float32 [3,F,height,width] in [-1,1].
 
     The resize is antialiased and works on 8-bit values, as Pillow's does (the two agree within two
-    levels). It goes frame by frame, so that beside the result one resized frame is held at a time.
+    levels). Frames are resized one at a time to save memory.
+
+    Args:
+        frames: uint8 [F,Y,X,3].
+        height: of the result.
+        width: of the result.
+        interpolation: filter of the resize.
     """
     count, source_height, source_width, _ = frames.shape
     size = covering_size(source_height, source_width, height, width)

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     import numpy
 
 SHEET, PROMPTS = "contact_sheet.png", "prompts.json"
-"""Names of the files beside a folder's clips."""
+"""Names of the further files in a folder of clips."""
 
 
 def write_clips(clips: Sequence[Clip], folder: Path) -> Path:
-    """One H.264 mp4 a clip, `prompts.json`, and a contact sheet whose path is returned."""
+    """Writes each clip as an H.264 mp4, `prompts.json`, and a contact sheet, whose path is returned."""
     make_folder(folder)
     names = [clip_name(index, clip.prompt) for index, clip in enumerate(clips)]
     for name, clip in zip(names, clips, strict=True):
@@ -36,27 +36,31 @@ def write_clips(clips: Sequence[Clip], folder: Path) -> Path:
 
 
 def make_folder(folder: Path) -> None:
-    """The folder, with its parents. DataError when the system refuses."""
+    """Creates a folder for clips, with its parents.
+
+    Raises:
+        DataError: the system refuses.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(f"the folder cannot be made: {error.strerror}", where=str(folder)) from None
+        raise DataError(f"the folder cannot be created: {error.strerror}", where=str(folder)) from None
 
 
 def clip_name(index: int, prompt: str) -> str:
-    """`003-a-red-circle.mp4`: the clip's number, and what of its prompt can stand in a file name."""
+    """File name of a clip, made of its number and its prompt: `003-a-red-circle.mp4`."""
     slug = re.sub(r"[^a-z0-9]+", "-", prompt.lower())[:60].strip("-")
     return f"{index:03d}-{slug}.mp4" if slug else f"{index:03d}.mp4"
 
 
 def write_prompts(prompts: Mapping[str, str], folder: Path) -> None:
-    """`prompts.json`: the prompt of each file, in the form of an annotation file."""
+    """Writes `prompts.json`, the prompt of each clip's file, in the format of an annotation file."""
     rows = [{"path": name, "cap": prompt} for name, prompt in prompts.items()]
     (folder / PROMPTS).write_text(json.dumps(rows, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
 def write_video(clip: Clip, path: Path) -> None:
-    """H.264 with full chroma, so that small clips keep their colours; a single frame is one too."""
+    """Writes a clip as an H.264 video (a single frame too), small clips with full chroma to keep colours."""
     import av
 
     frames = to_bytes(clip)
@@ -73,8 +77,8 @@ def write_video(clip: Clip, path: Path) -> None:
 
 
 def gif_bytes(clip: Clip) -> bytes:
-    """The clip as a GIF that repeats for ever, at its own speed (a GIF counts in hundredths of a second,
-    and players slow down below two of them)."""
+    """Encodes a clip as a GIF that repeats endlessly at the clip's speed (frame times are rounded to
+    hundredths of a second, at least two, since players slow down below that)."""
     from PIL import Image
 
     images = [Image.fromarray(frame) for frame in to_bytes(clip)]
@@ -88,7 +92,7 @@ def gif_bytes(clip: Clip) -> bytes:
 
 
 def preview(clip: Clip, most: int = 256) -> Clip:
-    """The whole clip at no more than `most` pixels a side, by averaging; small clips stay as they are."""
+    """A clip shrunk to at most `most` pixels per side, by averaging; smaller clips are returned unchanged."""
     height, width = clip.pixels.shape[2:]
     share = most / max(height, width)
     if share >= 1:
@@ -99,19 +103,25 @@ def preview(clip: Clip, most: int = 256) -> Clip:
 
 
 def to_bytes(clip: Clip) -> numpy.ndarray:
-    """uint8 array [F,Y,X,3] of a clip."""
+    """Pixels of a clip as a uint8 array [F,Y,X,3]."""
     pixels = ((clip.pixels.clamp(-1, 1) + 1) * 127.5).round().byte()
     return pixels.permute(1, 2, 3, 0).contiguous().numpy()
 
 
 def from_bytes(frames: numpy.ndarray) -> Tensor:
-    """pixels [3,F,Y,X] float32 in [-1, 1] from uint8 [F,Y,X,3]: the inverse of `to_bytes`."""
+    """Pixels of a clip, float32 [3,F,Y,X] in [-1, 1], from uint8 [F,Y,X,3]: the inverse of `to_bytes`."""
     return torch.from_numpy(frames).permute(3, 0, 1, 2).float().contiguous() / 127.5 - 1
 
 
 def write_contact_sheet(clips: Sequence[Clip], path: Path, most_frames: int = 8, least: int = 64) -> Path:
-    """A row a clip: its prompt and up to `most_frames` frames over its length, each at least `least`
-    pixels high."""
+    """Writes a contact sheet of clips: one row for each clip, with its prompt and frames over its length.
+
+    Args:
+        clips: the clips.
+        path: of the sheet, which is returned.
+        most_frames: maximum number of frames per clip.
+        least: minimum height of a frame in pixels.
+    """
     from PIL import Image, ImageDraw
 
     label = 16

@@ -1,1 +1,1 @@
-"""Annotation files (JSON, JSON lines, CSV, Parquet) and prompts: the rows in them and the paths they name."""
+"""Rows of annotation files (JSON, JSON lines, CSV, Parquet) and prompt files, and the paths in them."""

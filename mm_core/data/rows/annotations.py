@@ -9,7 +9,7 @@ from typing import Any
 
 from mm_core.data.rows.json_rows import RowFile, kind_of
 from mm_core.data.rows.paths import refused
-from mm_core.errors import DataError
+from mm_core.errors import DataError, plural
 
 ACCEPTED = (
     'a JSON list or JSONL of rows {"path": "clips/a.mp4", "cap": "a caption" (or a list of captions)}, '
@@ -17,12 +17,15 @@ ACCEPTED = (
     "other keys are ignored"
 )
 _SIDES = ("height", "width")
-_SHOWN = 10  # faults spelled out in one error; the rest are counted
+_SHOWN = 10  # errors listed in one message; the rest are counted
 
 
 @dataclass(frozen=True)
 class Annotation:
-    """One row. row counts from 1. The optional facts are the file's own claims about the video."""
+    """One row of an annotation file.
+
+    The row number counts from 1. Sizes, rate and number of frames are the file's own claims about the video.
+    """
 
     row: int
     path: str
@@ -34,11 +37,14 @@ class Annotation:
 
 
 def read_annotations(file: Path) -> list[Annotation]:
-    """Every row of `file`, checked. DataError reports all faults of the rows at once.
+    """Reads and checks every row of an annotation file.
 
-    A path that leaves its folder by `..` or by being absolute is a fault here; one that leaves it
-    through a symbolic link is found by `inside` when the sample is read, because resolving a
-    million paths at start-up takes minutes on a network file system.
+    A path that is absolute or leaves its folder by `..` is an error here. A path that leaves it through a
+    symbolic link is found by `inside` when the sample is read, because resolving a million paths at start-up
+    takes minutes on a network file system.
+
+    Raises:
+        DataError: reports all errors of the rows at once.
     """
     rows: list[Annotation] = []
     faults: dict[str, list[str]] = {}
@@ -53,33 +59,41 @@ def read_annotations(file: Path) -> list[Annotation]:
     if faults:
         raise DataError(_describe(faults), where=str(file), accepted=ACCEPTED)
     if not rows:
-        raise DataError("the file lists no samples", where=str(file), accepted=ACCEPTED)
+        raise DataError("the annotation file lists no samples", where=str(file), accepted=ACCEPTED)
     return rows
 
 
 def inside(folder: Path, relative: str) -> Path:
-    """`folder/relative`. DataError when symbolic links lead it out of the folder, and for what is no path."""
+    """The path of a sample's file in its folder.
+
+    Args:
+        folder: the folder of the samples.
+        relative: the path in a row.
+
+    Raises:
+        DataError: symbolic links lead out of the folder, or the system refuses the path.
+    """
     path = folder / relative
     with refused("path", path):
-        relative.encode()  # a name that is no text could not be reported
+        relative.encode()  # a name that is not text could not be reported
         within = path.resolve().is_relative_to(folder.resolve())
     if not within:
         raise DataError(
             "the path leaves its folder through a symbolic link",
             where=str(path),
             accepted=f"files inside {folder}",
-            hint="set `folder` to the real place of the files",
+            hint="set `folder` to the real folder of the files",
         )
     return path
 
 
 def _hint(line: str) -> str | None:
-    named = 'a resolution is an object with names: {"height": 480, "width": 832}'
+    named = 'write a resolution as an object: {"height": 480, "width": 832}'
     return named if "resolution" in line else None
 
 
 def _fault(row: object) -> str | None:
-    """What is wrong with a row, worded without its number so that like faults can be gathered."""
+    """The error of a row, without its number, so that equal errors can be grouped; None if it has none."""
     if not isinstance(row, dict):
         return f"{kind_of(row)} instead of a row"
     missing = [key for key in ("path", "cap") if key not in row]
@@ -134,10 +148,10 @@ def _annotation(row: int, value: Mapping[str, Any]) -> Annotation:
 
 def _describe(faults: dict[str, list[str]]) -> str:
     count = sum(len(places) for places in faults.values())
-    lines = [f"{count} row{'s' if count != 1 else ''} cannot be used"]
+    lines = [f"{plural(count, 'row')} cannot be used"]
     for fault, places in list(faults.items())[:_SHOWN]:
         more = f" and {len(places) - _SHOWN} more" if len(places) > _SHOWN else ""
         lines.append(f"  {', '.join(places[:_SHOWN])}{more}: {fault}")
     if len(faults) > _SHOWN:
-        lines.append(f"  and {len(faults) - _SHOWN} further kinds of fault")
+        lines.append(f"  and {len(faults) - _SHOWN} further kinds of error")
     return "\n".join(lines)

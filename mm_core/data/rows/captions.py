@@ -1,4 +1,4 @@
-"""Texts of rows: what no tokenizer takes, and captions as they come from the web."""
+"""Texts of rows: cleaning captions from the web, and finding text that no tokenizer takes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import unicodedata
 
 
 def clean_caption(text: str) -> str:
-    """One line of readable text: HTML entities resolved, control characters gone, single spaces.
+    """Cleans a sample's caption: HTML entities resolved, control characters removed, single spaces.
 
-    Entities are resolved twice, because scraped captions often were escaped twice
-    (`&amp;quot;`). Letters of any script, emoji and the joiners inside them stay as they are.
+    Entities are resolved twice, because scraped captions are often escaped twice (`&amp;quot;`). Letters of
+    any script, emoji and the joiners inside them are kept.
     """
     text = html.unescape(html.unescape(text))
     text = "".join(" " if unicodedata.category(letter) == "Cc" else letter for letter in text)
@@ -18,8 +18,10 @@ def clean_caption(text: str) -> str:
 
 
 def half_character(text: str) -> str | None:
-    """Spelt out, the first half of a surrogate pair that stands alone: JSON can write one, and no tokenizer
-    takes it."""
+    """The first unpaired surrogate in a sample's text, as an escape; None if there is none.
+
+    JSON can contain one, but no tokenizer accepts it.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""Files of rows in JSON: a list, or an object a line (JSONL)."""
+"""Row files in JSON: a list, or one value per line (JSONL)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,21 @@ from typing import Any, TextIO
 from mm_core.data.rows.paths import plain_file, refusal, status
 from mm_core.errors import DataError, MMError, did_you_mean
 
+_TOO_DEEP = "the JSON is nested too deeply"
+_DEEPEST = 100
+"""Maximum nesting of lists and objects in a row; Python's pickle supports less than 500."""
+
 
 @dataclass(frozen=True)
 class RowFile:
-    """A file of rows. role: what it is, in sentences. accepted: what its rows look like. hint: a remedy
-    for a line that is not JSON."""
+    """A file of a dataset's rows.
+
+    Attributes:
+        path: of the file.
+        role: noun for the file in error messages, such as "annotation file".
+        accepted: description of its rows for error messages.
+        hint: returns a hint for a line that is not JSON.
+    """
 
     path: Path
     role: str
@@ -27,7 +37,11 @@ class RowFile:
 
     @contextmanager
     def opened(self, newline: str | None = None) -> Iterator[TextIO]:
-        """DataError where the file is not there, or refused, also while it is read."""
+        """A context with the open row file.
+
+        Raises:
+            DataError: the file is missing or cannot be read, also for errors in the block.
+        """
         try:
             with self.path.open(encoding="utf-8-sig", newline=newline) as file:
                 yield file
@@ -36,24 +50,28 @@ class RowFile:
         except FileNotFoundError:
             raise self.missing() from None
         except UnicodeDecodeError as error:
-            place = _torn(self.path)  # the error counts from what was read last
+            place = _bad_byte(self.path)  # the error's own position counts from the last buffer
             what = f"the {self.role} is not UTF-8 text (byte {error.start if place is None else place})"
             raise DataError(what, where=str(self.path), accepted=self.accepted) from None
-        except (OSError, ValueError) as error:  # ValueError: what is no path
+        except (OSError, ValueError) as error:  # ValueError: not a valid path
             what = f"the {self.role} cannot be read: {refusal(error)}"
             raise DataError(what, where=str(self.path)) from None
 
     def check_file(self) -> None:
-        """DataError where there is no plain file."""
+        """Checks that the row file exists and is a plain file.
+
+        Raises:
+            DataError: it is not.
+        """
         if status(self.path, self.role) is None:
             raise self.missing()
         plain_file(self.path, self.role)
 
     def missing(self) -> DataError:
-        """The file does not exist."""
+        """The error for a row file that does not exist."""
         folder = self.path.parent
         hint: str | None = None
-        with suppress(OSError):  # a folder that must not be listed
+        with suppress(OSError):  # a folder without permission to list it
             if folder.is_dir():
                 hint = did_you_mean(self.path.name, [p.name for p in folder.iterdir()])
             else:
@@ -61,13 +79,18 @@ class RowFile:
         return DataError(f"the {self.role} does not exist", where=str(self.path), hint=hint)
 
     def empty(self) -> DataError:
-        """The file holds nothing."""
+        """The error for a row file without content."""
         return DataError(f"the {self.role} is empty", where=str(self.path), accepted=self.accepted)
 
     def json_values(self) -> Iterator[tuple[str, Any]]:
-        """(a name for the row's place, its parsed value) for every row; a DataError is the value of a line
-        that is not JSON, and of a row that is nested too deeply. DataError for a file that as a whole is
-        none. Of JSONL, one line at a time is in memory."""
+        """Reads every row of the file as (name of its position, parsed value).
+
+        The value is a DataError for a line that is not JSON, or a row nested too deeply. Of JSONL, one line
+        is in memory at a time.
+
+        Raises:
+            DataError: the file as a whole is not JSON, or not a list of rows.
+        """
         with self.opened() as file:
             head = _head(file)  # read once: it may be a pipe
             if self._is_jsonl([line.strip() for line in head if line.strip()]):
@@ -82,30 +105,30 @@ class RowFile:
         if isinstance(rows, DataError):
             raise rows
         if not isinstance(rows, list):
-            what = f"the file holds {kind_of(rows)}, not a list of rows"
+            what = f"the file contains {kind_of(rows)}, not a list of rows"
             raise DataError(what, where=str(self.path), accepted=self.accepted)
         rows.reverse()
         for number in range(1, len(rows) + 1):
-            yield f"row {number}", self._flat(rows.pop(), None)  # what has been taken need not stay
+            yield f"row {number}", self._flat(rows.pop(), None)  # pop frees the row's memory
 
     def _is_jsonl(self, filled: Sequence[str]) -> bool:
-        """Whether each row stands on a line of its own, as the file's name says, or the first two lines that
-        hold something. DataError where there is none."""
+        """Whether each line is a row, judged by the file's suffix, or by its first two non-empty lines.
+        DataError if the file is empty."""
         if not filled:
             raise self.empty()
         if self.path.suffix.lower() in (".jsonl", ".ndjson"):
             return True
-        # A list may be a row, or all rows; several lines of them are JSONL.
+        # One list may be a row, or all rows; several lines that start with a list are JSONL.
         if not filled[0].startswith("{") and not (filled[0].startswith("[") and len(filled) > 1):
             return False
         try:
             json.loads(filled[0])
-        except (ValueError, RecursionError) as error:  # but for bad JSON: a row as far as it was read
+        except (ValueError, RecursionError) as error:  # valid JSON with too many digits or levels is a row
             return not isinstance(error, json.JSONDecodeError)
         return True
 
     def _parse(self, text: str, line: int | None) -> object:
-        """line: its number; None for the text of a whole file."""
+        """The parsed text of a line (by its number), or of the complete file (None); a DataError if bad."""
         try:
             return json.loads(text)
         except json.JSONDecodeError as error:
@@ -113,13 +136,13 @@ class RowFile:
             shown = next(islice(StringIO(text), error.lineno - 1, None), "").strip()
             what = f"this is not JSON: {error.msg} at column {error.colno} of `{shown[:120]}`"
             return self._unfit(what, number, self.hint(shown))
-        except ValueError:  # of Python's own: digits beyond sys.get_int_max_str_digits()
+        except ValueError:  # more digits than sys.get_int_max_str_digits()
             return self._unfit("a whole number has too many digits", line)
         except RecursionError:
             return self._unfit(_TOO_DEEP, line)
 
     def _flat(self, value: object, line: int | None) -> object:
-        """The value, or the DataError of one that could be read and not be packed for data workers."""
+        """The value, or a DataError if it is nested too deeply to be pickled for data workers."""
         level: list[object] = [value]
         for _ in range(_DEEPEST):
             level = [inner for outer in level if isinstance(outer, (dict, list)) for inner in _inside(outer)]
@@ -132,18 +155,12 @@ class RowFile:
         return DataError(what, where=where, accepted=self.accepted, hint=hint)
 
 
-_TOO_DEEP = "the JSON is nested too deeply"
-
-_DEEPEST = 100
-"""Levels of lists and objects in a row; Python's pickle follows less than 500."""
-
-
 def _inside(value: dict[str, object] | list[object]) -> Iterable[object]:
     return value.values() if isinstance(value, dict) else value
 
 
 def _head(file: Iterable[str]) -> list[str]:
-    """The first lines, up to the second that holds something."""
+    """The first lines, up to the second non-empty one."""
     head, filled = [], 0
     for line in file:
         head.append(line)
@@ -153,8 +170,8 @@ def _head(file: Iterable[str]) -> list[str]:
     return head
 
 
-def _torn(path: Path) -> int | None:
-    """The place of the first byte that is no UTF-8; None where the file cannot be read again."""
+def _bad_byte(path: Path) -> int | None:
+    """The position of the first byte that is not UTF-8; None if the file cannot be read again."""
     if not path.is_file():
         return None
     place = 0
@@ -169,7 +186,7 @@ def _torn(path: Path) -> int | None:
 
 
 def kind_of(value: object) -> str:
-    """What a value of JSON or another table is, for sentences."""
+    """The kind of a value in a dataset's row, in words for an error message: `an object`, `text`, `null`."""
     names = {dict: "an object", list: "a list", str: "text", bool: "true/false", type(None): "null"}
     if isinstance(value, (list, str, dict)) and not value:
         return f"empty {names[type(value)].split()[-1]}"

@@ -17,12 +17,12 @@ R = TypeVar("R", bound="DataclassInstance")
 
 
 class PackedRows(Sequence[R], Generic[R]):
-    """Rows as bytes in two tensors: data workers share their memory, where lists of objects would be
-    pickled for each worker anew.
+    """Rows of a dataset packed as bytes in two tensors, whose memory data workers share; a list of objects
+    would be pickled for each worker.
 
     Args:
-        rows: dataclasses of one kind; they are packed as they come.
-        kind: makes a row of its fields.
+        rows: dataclass instances of one class; read once.
+        kind: the class, called with the fields of a row.
     """
 
     def __init__(self, rows: Iterable[R], kind: Callable[..., R]) -> None:

@@ -1,4 +1,4 @@
-"""Paths that rows name. Anything may stand there: every refusal of the system is a DataError, made here."""
+"""Paths in rows of a dataset: every path the system refuses becomes a DataError."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ _KINDS = {
 
 
 def status(path: Path, what: str) -> os.stat_result | None:
-    """What is at a path, symbolic links followed; None for nothing. DataError for what the system refuses.
+    """File status of a path in a dataset's row, symbolic links followed; None if nothing is there.
 
     Args:
-        path: what a row names.
-        what: the noun for it in the sentence: "video", "image".
+        path: the path.
+        what: noun for the error message: "video", "image".
+
+    Raises:
+        DataError: the system refuses the path.
     """
     with refused(what, path):
         try:
@@ -35,15 +38,16 @@ def status(path: Path, what: str) -> os.stat_result | None:
 
 
 def plain_file(path: Path, what: str, missing: str | None = None) -> int:
-    """The bytes of a file that can be opened without waiting: opening a named pipe would wait for ever, and a
-    device may never end.
+    """Size in bytes of a sample's file, after a check that it is a plain file: opening a named pipe would
+    hang, and a device may never end.
 
     Args:
-        path, what: as of `status`.
-        missing: the sentence where nothing is there; None: "the <what> does not exist".
+        path: the path.
+        what: noun for the error message: "video", "image".
+        missing: message if nothing is there; None: "the <what> does not exist".
 
     Raises:
-        DataError: nothing is there, it is no plain file, or the system refuses the path.
+        DataError: nothing is there, it is not a plain file, or the system refuses the path.
     """
     found = status(path, what)
     if found is None:
@@ -51,12 +55,20 @@ def plain_file(path: Path, what: str, missing: str | None = None) -> int:
     if not stat.S_ISREG(found.st_mode):
         kind = _KINDS.get(stat.S_IFMT(found.st_mode), "no file")
         article = "an" if what[0] in "aeiou" else "a"
-        raise DataError(f"is {kind}, not {article} {what}", where=str(path), accepted="plain files")
+        raise DataError(f"this is {kind}, not {article} {what}", where=str(path), accepted="plain files")
     return found.st_size
 
 
 def check_folder(path: Path, what: str) -> None:
-    """DataError where `path` is no folder. what: the noun with its article, as "the folder of the videos"."""
+    """Checks that a folder of samples exists.
+
+    Args:
+        path: the path.
+        what: noun with its article for the error message: "the folder of the videos".
+
+    Raises:
+        DataError: `path` is not a folder.
+    """
     found = status(path, what.removeprefix("the "))
     if found is None or not stat.S_ISDIR(found.st_mode):
         raise DataError(f"{what} does not exist", where=str(path))
@@ -64,19 +76,19 @@ def check_folder(path: Path, what: str) -> None:
 
 @contextmanager
 def refused(what: str, path: Path) -> Iterator[None]:
-    """What the system, or Python before it, refuses to do with `path` in the block is a DataError."""
+    """A context that turns refusals of a sample's path, by the system or by Python, into a DataError."""
     try:
         yield
     except MMError:
         raise
-    except (OSError, ValueError, RuntimeError) as fault:  # RuntimeError: a loop, of Path.resolve up to 3.12
+    except (OSError, ValueError, RuntimeError) as fault:  # RuntimeError: a loop in Path.resolve up to 3.12
         raise DataError(f"the {what} cannot be opened: {refusal(fault)}", where=str(path)) from None
 
 
 def refusal(fault: BaseException) -> str:
-    """Why a path was refused, without the number of the error and the path around it."""
+    """The reason why the system refused a sample's path, without error number and path."""
     if isinstance(fault, OSError) and fault.strerror:
         return fault.strerror
     if isinstance(fault, UnicodeEncodeError):
-        return f"it holds {ascii(fault.object[fault.start])[1:-1]}, half of a character"
+        return f"it contains {ascii(fault.object[fault.start])[1:-1]}, half of a character"
     return os.strerror(errno.ELOOP) if isinstance(fault, RuntimeError) else str(fault)

@@ -1,4 +1,4 @@
-"""What is to be generated, from the shell and from files: texts, and the images that clips are given."""
+"""Prompts from the shell and from files: texts, and the images a clip starts or ends with."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ from pathlib import Path
 from torch import Tensor
 
 from mm_core.data.media.images import read_image
-from mm_core.errors import DataError, MMError
+from mm_core.errors import DataError, MMError, plural
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One clip. text: what it shows. image, last_image: files of its first and its last frame."""
+    """The prompt of one clip: its text, and files of its first and last frame.
+
+    Attributes:
+        text: description of the clip.
+        image: file of the first frame.
+        last_image: file of the last frame.
+    """
 
     text: str
     image: Path | None = None
@@ -23,8 +29,14 @@ class Prompt:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Prompts from a JSON list (texts, or objects with `prompt` or `cap` and, for image-to-video, `image`
-    and `last_image`, files beside this one), JSONL, or one a line. DataError for a file that holds none."""
+    """Reads prompts from a file: a JSON list or JSONL of texts or objects, or one prompt per line.
+
+    Objects contain `prompt` or `cap` and, for image-to-video, `image` and `last_image`: paths relative to the
+    file.
+
+    Raises:
+        DataError: the file contains no prompt, or cannot be read.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -39,7 +51,11 @@ def read_prompts(path: Path) -> list[Prompt]:
     else:
         prompts = [Prompt(line.strip()) for line in text.splitlines() if line.strip()]
     if not prompts:
-        raise DataError("the file holds no prompt", where=str(path), accepted="one prompt a line, or JSON")
+        raise DataError(
+            "the file contains no prompt",
+            where=str(path),
+            accepted="one prompt per line, a JSON list, or JSONL",
+        )
     return prompts
 
 
@@ -51,14 +67,14 @@ def _prompt_of(row: object, path: Path) -> Prompt:
             if isinstance(row.get(key), str):
                 return Prompt(str(row[key]), _file(row, "image", path), _file(row, "last_image", path))
     raise DataError(
-        f"a row is no prompt: {row!r}"[:200],
+        f"a row is not a prompt: {row!r}"[:200],
         where=str(path),
         accepted="texts, or objects with 'prompt' or 'cap'",
     )
 
 
 def _file(row: Mapping[str, object], key: str, path: Path) -> Path | None:
-    """A file that a row names, as seen from the file of the rows."""
+    """A path in a row, relative to the file of the rows."""
     name = row.get(key)
     if name is None:
         return None
@@ -70,8 +86,16 @@ def _file(row: Mapping[str, object], key: str, path: Path) -> Path | None:
 def with_images(
     prompts: Sequence[Prompt], images: Sequence[str | Path], last_images: Sequence[str | Path]
 ) -> list[Prompt]:
-    """The prompts with these images: one for all that have none of their own, or one for each prompt.
-    MMError for any other number."""
+    """Adds images to prompts: one image for all prompts without an own one, or one image for each prompt.
+
+    Args:
+        prompts: the prompts.
+        images: files of first frames.
+        last_images: files of last frames.
+
+    Raises:
+        MMError: the number of images is neither one nor that of the prompts.
+    """
     firsts = _one_each([prompt.image for prompt in prompts], images, "image")
     lasts = _one_each([prompt.last_image for prompt in prompts], last_images, "last image")
     rows = zip(prompts, firsts, lasts, strict=True)
@@ -81,8 +105,8 @@ def with_images(
 def _one_each(own: Sequence[Path | None], files: Sequence[str | Path], what: str) -> list[Path | None]:
     if len(files) not in (0, 1, len(own)):
         raise MMError(
-            f"there are {len(own)} prompt{'s' * (len(own) != 1)} and {len(files)} {what}s",
-            accepted=f"one {what} for all{f', or {len(own)}' if len(own) > 1 else ''}",
+            f"there are {plural(len(own), 'prompt')}, but {plural(len(files), what)}",
+            accepted=f"one {what} for all prompts{f', or {len(own)}' if len(own) > 1 else ''}",
         )
     if len(files) == len(own):
         return [Path(file) for file in files]
@@ -90,16 +114,20 @@ def _one_each(own: Sequence[Path | None], files: Sequence[str | Path], what: str
 
 
 def read_images(prompts: Sequence[Prompt]) -> tuple[tuple[Tensor, ...], ...]:
-    """The images of each prompt, as `SampleRequest.images` takes them; () where no prompt has any.
-    DataError for a file that is no readable image, or a last frame without a first."""
+    """Reads the images of prompts, in the form of `SampleRequest.images`; () if no prompt has an image.
+
+    Raises:
+        DataError: a file is not a readable image, or a prompt has a last frame without a first one.
+    """
     read: dict[Path, Tensor] = {}
     rows = []
     for prompt in prompts:
         if prompt.last_image is not None and prompt.image is None:
             raise DataError(
-                "a last frame is given without a first one",
+                "a prompt has an image of the last frame, but none of the first",
                 where=str(prompt.last_image),
                 accepted="an image of the first frame as well",
+                hint="add --image, or `image` in the row",
             )
         files = [file for file in (prompt.image, prompt.last_image) if file is not None]
         for file in files:

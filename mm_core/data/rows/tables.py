@@ -1,4 +1,4 @@
-"""Columns of tables: JSON, JSONL, CSV, TSV and Parquet."""
+"""Tables of rows: reading columns from JSON, JSONL, CSV, TSV and Parquet."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mm_core.data.rows.json_rows import RowFile, kind_of
-from mm_core.errors import DataError, did_you_mean
+from mm_core.errors import DataError, did_you_mean, plural
 
 if TYPE_CHECKING:
     from _csv import Reader
@@ -21,15 +21,20 @@ Column = str | int
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
 _ROLE = "table"
 _ACCEPTED = (
-    "JSON or JSONL of objects, whose keys are the columns, or of lists; CSV or TSV, whose first line names "
-    "the columns where they are asked for by name; Parquet"
+    "JSON or JSONL of objects, whose keys are the columns, or of lists; CSV or TSV, with column names in the "
+    "first line if columns are selected by name; Parquet"
 )
 
 
 @dataclass(frozen=True)
 class Cells:
-    """One row. place: line or row, from 1. values: one for each column that was asked for; () where the row
-    cannot be used, and `fault` says why."""
+    """The selected cells of one row of a table.
+
+    Attributes:
+        place: line or row, from 1.
+        values: one for each selected column; () if the row cannot be used.
+        fault: the reason why the row cannot be used.
+    """
 
     place: str
     values: tuple[Any, ...] = ()
@@ -37,18 +42,21 @@ class Cells:
 
 
 def read_table(file: Path, columns: Sequence[Column], quotes: bool = True) -> Iterator[Cells]:
-    """Every row of `file` as cells of `columns`, broken rows among them.
+    """Reads every row of a table as cells of the selected columns; broken rows are included.
 
-    quotes: in CSV and TSV, fields may stand in double quotes; False reads those as letters.
+    Args:
+        file: of a kind in `SUFFIXES`.
+        columns: names, or numbers from 0.
+        quotes: whether fields in CSV and TSV may be in double quotes; False reads quotes as letters.
 
     Raises:
-        DataError: no such file, another kind of file, a column that it does not have, no rows at all.
-        Of JSON each row has columns of its own: one that lacks some is a broken row.
+        DataError: the file is missing, of another kind, lacks a column, or has no rows. In JSON each row has
+            its own columns: a row that lacks one is a broken row.
     """
     suffix = file.suffix.lower()
     if suffix not in SUFFIXES:
         raise DataError(
-            f"the kind of the table is not known by its name, which ends in {suffix or 'nothing'}",
+            f"the format of the table is unknown: its name ends in {suffix or 'no suffix'}",
             where=str(file),
             accepted=", ".join(SUFFIXES),
         )
@@ -76,13 +84,15 @@ def _json_cells(place: str, value: object, columns: Sequence[Column]) -> Cells:
     for column in columns:
         if isinstance(column, int):
             if not isinstance(value, list):
-                return Cells(place, fault=f"column {column} is a number, and the row is an object with names")
+                return Cells(place, fault=f"column {column} is a number, but the row is an object with names")
             if column >= len(value):
                 return Cells(place, fault=f"no column {column}: the row has {len(value)}")
             cells.append(value[column])
             continue
         if isinstance(value, list):
-            return Cells(place, fault=f"column {column!r} is a name, and the row is a list: number it from 0")
+            return Cells(
+                place, fault=f"column {column!r} is a name, but the row is a list: use a number from 0"
+            )
         if column not in value:
             found = ", ".join(sorted(value)) or "nothing"
             return Cells(place, fault=f"no column {column!r} (found: {found[:200]})")
@@ -92,7 +102,7 @@ def _json_cells(place: str, value: object, columns: Sequence[Column]) -> Cells:
 
 @contextmanager
 def _long_fields() -> Iterator[None]:
-    """The csv module refuses fields from 128 KB on, and texts are longer."""
+    """Raises the csv module's limit of 128 KB per field: texts are longer."""
     before = csv.field_size_limit(2**31 - 1)
     try:
         yield
@@ -101,7 +111,7 @@ def _long_fields() -> Iterator[None]:
 
 
 def _separated(rows: RowFile, columns: Sequence[Column], separator: str, quotes: bool) -> Iterator[Cells]:
-    """CSV and TSV. Their first line is a head where a column is asked for by name."""
+    """Rows of CSV and TSV. The first line contains names if a column is selected by name."""
     quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
     with rows.opened(newline="") as file, _long_fields():
         reader = csv.reader(file, delimiter=separator, quoting=quoting, strict=True)
@@ -124,30 +134,30 @@ def _lines(rows: RowFile, reader: Reader, columns: Sequence[Column]) -> Iterator
                 if named:
                     continue
             if len(line) != len(head):
-                columns_of = f"{len(line)} column{'s' if len(line) != 1 else ''}"
-                yield Cells(f"line {start}", fault=f"{columns_of}, where the first line has {len(head)}")
+                count = plural(len(line), "column")
+                yield Cells(f"line {start}", fault=f"{count}, but the first line has {len(head)}")
                 continue
             yield Cells(f"line {start}", tuple(line[place] for place in places))
     except csv.Error as error:
         raise DataError(
-            f"the columns cannot be told apart: {error}",
+            f"the line cannot be split into columns: {error}",
             where=f"{rows.path}:{last + 1}",
-            accepted='fields that hold quotes, separators or line ends stand in quotes: "a ""b"" c"',
-            hint="quotes: false reads quotes as letters",
+            accepted='fields with quotes, separators or line ends in double quotes: "a ""b"" c"',
+            hint="fix the line, or set quotes: false to read quotes as letters",
         ) from None
     if head is None:
         raise rows.empty()
 
 
 def _place(rows: RowFile, column: Column, head: Sequence[str]) -> int:
-    """The number of a column. DataError for one that there is not."""
+    """The number of a column. DataError if it does not exist."""
     if isinstance(column, int) and column < len(head):
         return column
     if (count := list(head).count(str(column))) == 1:
         return list(head).index(str(column))
     if count:
         raise DataError(
-            f"{count} columns of the table are called {column!r}",
+            f"{count} columns of the table are named {column!r}",
             where=str(rows.path),
             hint="rename all but one",
         )
@@ -164,9 +174,9 @@ def _parquet(rows: RowFile, columns: Sequence[Column]) -> Iterator[Cells]:
         from pyarrow import ArrowException, parquet
     except ImportError:
         raise DataError(
-            "Parquet is read by pyarrow, which is not installed",
+            "reading Parquet needs pyarrow, which is not installed",
             where=str(rows.path),
-            hint="pip install 'mm-core[parquet]'",
+            hint="run: pip install 'mm-core[parquet]'",
         ) from None
     try:
         with parquet.ParquetFile(rows.path) as file:

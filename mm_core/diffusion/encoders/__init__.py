@@ -1,1 +1,1 @@
-"""Autoencoders and text encoders that the core ships, read from folders of Transformers' layout."""
+"""Autoencoders and text encoders included in mm_core, and the Transformers model folders they read."""

@@ -1,4 +1,4 @@
-"""The folder of a frozen Transformers model: what it lacks, and the model that it describes."""
+"""The folder of a frozen Transformers model: its missing files, its config, and the empty model."""
 
 from __future__ import annotations
 
@@ -23,81 +23,109 @@ _PICKLED = ("*.bin", "*.pt", "*.pth")
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A folder as Transformers' `save_pretrained` writes it. role: what the model is, in sentences.
-    trust_remote_code: Python files of the folder may run; `known` ones come as a copy (see `code_folder`)."""
+    """The folder of a frozen encoder model, as written by Transformers' `save_pretrained`.
+
+    Attributes:
+        path: of the folder.
+        role: noun for the model in error messages, such as "text encoder".
+        trust_remote_code: whether Python files of the folder may run; `known` ones are used from a copy (see
+            `code_folder`).
+    """
 
     path: Path
     role: str
     trust_remote_code: RemoteCode = False
 
     def has(self, name: str) -> bool:
-        """Whether a file of that name is there."""
+        """Whether the encoder's model folder contains a file of this name."""
         return (self.path / name).is_file()
 
     def missing_files(self) -> list[str]:
-        """Of config.json and the weights, those that do not exist."""
+        """Missing files of the encoder's model folder: config.json and weights."""
         names = ["config.json"]
-        if not self.pickled_only():  # those are there, and reading says why it refuses them
+        if not self.pickled_only():  # pickled weights are refused when they are read
             names += self._weight_files()
         return [str(self.path / name) for name in names if not self.has(name)]
 
     def pickled_only(self) -> bool:
-        """Whether the weights are there as pickles and not otherwise."""
+        """Whether the model folder contains its weights only as pickles."""
         pickled = any(path for pattern in _PICKLED for path in self.path.glob(pattern))
         return pickled and not any(self.path.glob("*.safetensors"))
 
     def config(self) -> PretrainedConfig:
-        """The model's config. CheckpointError for none, or one that Transformers does not know."""
+        """Reads the config of the encoder's model folder.
+
+        Raises:
+            CheckpointError: config.json is missing, or Transformers does not support it.
+        """
         from transformers import AutoConfig
 
         if not self.has("config.json"):
             raise CheckpointError(
-                f"the folder of the {self.role} holds no config.json",
+                f"the folder of the {self.role} contains no config.json",
                 where=str(self.path),
-                accepted="a folder as Transformers' save_pretrained writes it",
-                hint=f"in Diffusers' layout that is the sub-folder {self.role.replace(' ', '_')}",
+                accepted="a model folder as written by Transformers' save_pretrained",
+                hint=f"in a Diffusers pipeline, use its sub-folder {self.role.replace(' ', '_')}",
             )
         try:
             return AutoConfig.from_pretrained(
                 self.path, local_files_only=True, trust_remote_code=bool(self.trust_remote_code)
             )
-        except MMError:  # of a plugin that reads its own kind of config.json
+        except MMError:  # raised by a plugin with its own kind of config.json
             raise
         except (OSError, ValueError, KeyError) as fault:
             raise CheckpointError(
-                f"config.json describes no model that Transformers knows: {first_line(fault)}",
+                f"Transformers cannot read config.json: {first_line(fault)}",
                 where=str(self.path),
+                hint="check the file, or upgrade transformers if the model is newer",
             ) from fault
 
     def check(self) -> None:
-        """CheckpointError for pickled weights, or weights that are not all there."""
+        """Checks that the model folder contains all weights, and not as pickles.
+
+        Raises:
+            CheckpointError: it does not.
+        """
         if self.pickled_only():
             raise CheckpointError(
-                "the weights are pickled, which can run code when they are read",
+                "the weights are pickled, so reading them could run code",
                 where=str(self.path),
                 accepted="safetensors",
                 hint="convert them: load the model where you trust it and call "
                 "save_pretrained(..., safe_serialization=True)",
             )
         if missing := self.missing_files():
-            raise CheckpointError(f"files are missing: {', '.join(missing)}", where=str(self.path))
+            raise CheckpointError(
+                f"files are missing: {', '.join(missing)}",
+                where=str(self.path),
+                hint="download the model again",
+            )
 
     @property
     def weights(self) -> WeightsFrom:
-        """Where the core finds the weights; the folder may hold a larger model."""
+        """The source of the encoder's weights; the folder may contain a larger model."""
         return WeightsFrom(str(self.path), "core/transformers", part=True)
 
     def empty(self, kind: type[AutoModel], config: PretrainedConfig, dtype: torch.dtype) -> nn.Module:
-        """The model that `kind.from_config` makes, in evaluation mode, without memory for its parameters.
-        They have the dtype that `from_pretrained` would keep them in. CheckpointError for pickled weights,
-        weights that are not all there, or a config.json that nothing can be made of."""
+        """Builds the encoder model of a folder in evaluation mode, without memory for its parameters.
+
+        Parameters have the dtype that `from_pretrained` would give them.
+
+        Args:
+            kind: auto class, whose `from_config` is called.
+            config: of the model.
+            dtype: of most parameters.
+
+        Raises:
+            CheckpointError: weights are pickled or missing, or no model can be built from the config.
+        """
         self.check()
         try:
             with empty_parameters():
                 model: nn.Module = kind.from_config(config, **{dtype_key(): dtype})
         except (OSError, ValueError, TypeError, AttributeError, LookupError, RuntimeError) as fault:
             raise CheckpointError(
-                f"no {self.role} can be made of config.json: {first_line(fault)}", where=str(self.path)
+                f"the {self.role} cannot be built from config.json: {first_line(fault)}", where=str(self.path)
             ) from fault
         for name in _kept_in_fp32(model, dtype):
             parameter = model.get_parameter(name)
@@ -105,7 +133,7 @@ class ModelFolder:
         return model.eval().requires_grad_(False)
 
     def _weight_files(self) -> list[str]:
-        """The safetensors files that the folder's index lists, or the one file of small models."""
+        """The safetensors files listed in the folder's index, or the single file of a small model."""
         index = self.path / "model.safetensors.index.json"
         if not index.is_file():
             return ["model.safetensors"]
@@ -116,12 +144,12 @@ class ModelFolder:
                 f"the index of the weights is damaged: {type(fault).__name__}: {fault}",
                 where=str(index),
                 accepted="JSON with a weight_map from tensor to file",
-                hint="copy the file again",
+                hint="copy or download the file again",
             ) from None
 
 
 def dtype_key() -> str:
-    """Transformers renamed the argument; the old name is gone in later versions."""
+    """Name of the dtype argument of Transformers models: `dtype`, or `torch_dtype` before version 4.56."""
     import transformers
     from packaging.version import Version
 
@@ -129,7 +157,7 @@ def dtype_key() -> str:
 
 
 def _kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> list[str]:
-    """Names of the parameters that Transformers leaves in fp32 in a model of this dtype."""
+    """Names of the parameters that Transformers keeps in fp32 in a model of this dtype."""
     parts: set[str] = set()
     if dtype is torch.float16:
         parts |= set(model._keep_in_fp32_modules or ())

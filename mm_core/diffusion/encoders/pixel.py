@@ -1,4 +1,4 @@
-"""The autoencoder `pixel`: latents are the pixels themselves, rearranged."""
+"""The autoencoder `pixel`: its latents are rearranged pixels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mm_core.errors import ContractError
 
 @dataclass
 class PixelPosterior:
-    """A distribution without spread: latents[B,C,T,H,W] themselves are its moments."""
+    """The posterior of the `pixel` autoencoder: latents [B,C,T,H,W] without any spread."""
 
     moments: Tensor
 
@@ -27,8 +27,10 @@ class PixelPosterior:
 
 
 class PixelAutoencoder(nn.Module):
-    """Space-to-depth and time-to-depth: a block of temporal x spatial x spatial pixels becomes one
-    latent of 3 * temporal * spatial^2 channels, in [-1, 1]. Lossless; satisfies `Autoencoder`.
+    """The autoencoder `pixel`: a block of temporal x spatial x spatial pixels becomes one latent.
+
+    Latents have 3 * temporal * spatial^2 channels (space-to-depth and time-to-depth), in [-1, 1]. Lossless.
+    Satisfies `Autoencoder`.
     """
 
     def __init__(self, spatial: int = PixelConfig.spatial, temporal: int = PixelConfig.temporal) -> None:
@@ -37,14 +39,18 @@ class PixelAutoencoder(nn.Module):
         self.latent_channels = 3 * temporal * spatial * spatial
 
     def load(self, device: torch.device) -> None:
-        """There is nothing to read."""
+        """Does nothing: this autoencoder has no weights."""
 
     def missing_files(self) -> list[str]:
-        """None are needed."""
+        """Missing weight files of the autoencoder: none, since it needs no files."""
         return []
 
     def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        """(C,T,H,W) of a clip. ContractError unless F, Y and X are multiples of the stride."""
+        """Shape (C,T,H,W) of the autoencoder's latents for a clip.
+
+        Raises:
+            ContractError: a size is not a multiple of the stride.
+        """
         sizes = {"num_frames": num_frames, "height": height, "width": width}
         faults = [
             f"{name} {size} (nearest: {', '.join(map(str, _multiples_near(size, stride)))})"
@@ -61,7 +67,7 @@ class PixelAutoencoder(nn.Module):
         return self.latent_channels, num_frames // t, height // y, width // x
 
     def encode(self, pixels: Tensor) -> PixelPosterior:
-        """pixels[B,3,F,Y,X] -> latents[B,C,T,H,W]."""
+        """Encodes clips: pixels [B,3,F,Y,X] -> latents [B,C,T,H,W]."""
         self.latent_shape(*pixels.shape[2:])
         t, y, x = self.stride
         return PixelPosterior(
@@ -69,7 +75,7 @@ class PixelAutoencoder(nn.Module):
         )
 
     def decode(self, latents: Tensor) -> Tensor:
-        """latents[B,C,T,H,W] -> pixels[B,3,F,Y,X]."""
+        """Decodes latents [B,C,T,H,W] -> pixels [B,3,F,Y,X] of clips."""
         t, y, x = self.stride
         return rearrange(latents, "b (c pt ph pw) t h w -> b c (t pt) (h ph) (w pw)", pt=t, ph=y, pw=x)
 

@@ -1,4 +1,4 @@
-"""Text encoders: `bytes`, which needs no weights, and `hf_text`, any Transformers encoder directory."""
+"""Text encoders: `bytes`, which needs no weights, and `hf_text`, any Transformers encoder folder."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from transformers import AutoModel, PretrainedConfig, PreTrainedTokenizerBase
 
 END, PAD = 256, 257
-"""Tokens beside the 256 bytes: the end of every caption, and padding."""
+"""Tokens after the 256 bytes: the end of every caption, and padding."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "spiece.model", "vocab.txt", "vocab.json")
 
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """UTF-8 bytes, cut to max_length - 1, and an end token. Rows are padded to the longest."""
+    """The tokenizer of the text encoder `bytes`: UTF-8 bytes, cut to max_length - 1, and an end token."""
 
     max_length: int
 
     def __call__(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """ids[B,L] int64, mask[B,L] bool."""
+        """Tokenizes captions: ids [B,L] int64 and mask [B,L] bool, padded to the longest caption."""
         rows = [[*caption.encode()[: self.max_length - 1], END] for caption in captions]
         longest = max(map(len, rows))
         ids = torch.tensor([row + [PAD] * (longest - len(row)) for row in rows])
@@ -41,13 +41,13 @@ class ByteTokenizer:
 
 
 class ByteTextEncoder(nn.Module):
-    """Hidden states from fixed random tables, the same on every machine. Satisfies `TextEncoder`.
+    """The text encoder `bytes`: hidden states from fixed random tables, the same on every machine.
 
-    A token's state is the sum of its byte's vector, of a vector for the word up to it (so that a
-    word can be told by its last byte), and of sinusoidal positions (Vaswani et al. 2017).
+    A token's state is the sum of a vector for its byte, a vector for the word up to it (so that the last byte
+    identifies the word), and sinusoidal positions (Vaswani et al. 2017). Satisfies `TextEncoder`.
     """
 
-    _WORDS = 4096  # vectors for words; two words in 4096 share one by chance
+    _WORDS = 4096  # number of vectors for words; two words share one with probability 1 / 4096
     _SEED = 20240229
 
     table: Tensor | None
@@ -63,7 +63,7 @@ class ByteTextEncoder(nn.Module):
         self.register_buffer("words", None, persistent=False)
 
     def load(self, device: torch.device) -> None:
-        """Draws the tables; nothing is read."""
+        """Draws the text encoder's tables; reads no files."""
         if self.table is None:
             rng = Randomness(self._SEED)
             self.table = rng.normal((PAD + 1, self.hidden_size), "bytes")
@@ -72,22 +72,22 @@ class ByteTextEncoder(nn.Module):
         self.table, self.words = self.table.to(device), self.words.to(device)
 
     def missing_files(self) -> list[str]:
-        """None are needed."""
+        """Missing files of the text encoder: none, since it needs no files."""
         return []
 
     def tokenizer(self) -> Tokenizer:
-        """The half for data workers."""
+        """The text encoder's tokenizer, for data workers."""
         return ByteTokenizer(self.max_length)
 
     def encode(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """ids[B,L], mask[B,L] -> hidden[B,L,D] float32 of unit scale, mask[B,L]."""
+        """Encodes captions: ids [B,L] -> hidden states [B,L,D] in float32 at unit scale, and mask [B,L]."""
         assert self.table is not None and self.words is not None, "load() comes first"
         positions = sinusoids(ids.shape[1], self.hidden_size).to(ids.device)
         hidden = self.table[ids] + self.words[self._word_so_far(ids)] + positions
         return hidden / 3**0.5, mask
 
     def _word_so_far(self, ids: Tensor) -> Tensor:
-        """[B,L]: a hash of the bytes since the last space, this one included."""
+        """[B,L]: a hash of the bytes since the last space, including the current byte."""
         state = torch.zeros_like(ids[:, 0])
         states = []
         for column in ids.unbind(1):
@@ -97,7 +97,10 @@ class ByteTextEncoder(nn.Module):
 
 
 def sinusoids(length: int, width: int) -> Tensor:
-    """[L,D]: sin and cos of position / 10000^(2i/D) (Vaswani et al. 2017, section 3.5), at unit scale."""
+    """Sinusoidal positions of text tokens, [L,D] at unit scale: sin and cos of position / 10000^(2i/D).
+
+    Vaswani et al. 2017, section 3.5.
+    """
     position = torch.arange(length, dtype=torch.float64)[:, None]
     angles = position / 10000 ** (torch.arange(0, width, 2, dtype=torch.float64) / width)
     table = torch.stack([angles.sin(), angles.cos()], dim=2).flatten(1)[:, :width]
@@ -106,8 +109,13 @@ def sinusoids(length: int, width: int) -> Tensor:
 
 @dataclass
 class HFTokenizer:
-    """A Transformers tokenizer of a folder, opened where it is first used (in the data worker). padding: to
-    the longest row, or always to max_length."""
+    """The tokenizer of a Transformers text encoder, opened at its first use (in the data worker).
+
+    Attributes:
+        folder: of the tokenizer.
+        max_length: maximum number of tokens.
+        padding: to the longest caption, or always to max_length.
+    """
 
     folder: str
     max_length: int
@@ -115,7 +123,7 @@ class HFTokenizer:
     _opened: PreTrainedTokenizerBase | None = field(default=None, init=False, repr=False, compare=False)
 
     def __call__(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """ids[B,L] int64, mask[B,L] bool; rows are padded on the right."""
+        """Tokenizes captions: ids [B,L] int64 and mask [B,L] bool, padded on the right."""
         if self._opened is None:
             self._opened = open_tokenizer(self.folder)
         rows = self._opened(
@@ -133,10 +141,11 @@ class HFTokenizer:
 
 
 class HFTextEncoder(nn.Module):
-    """The last hidden states of a Transformers text encoder. Satisfies `TextEncoder` and `Streamed`.
+    """The text encoder `hf_text`: last hidden states of a Transformers text encoder.
 
-    Of encoder-decoder families (T5, UMT5) the encoder alone is read. Nothing is ever downloaded, and
-    weights are read from safetensors only. Fields are those of `HFTextConfig`.
+    Of encoder-decoder families (T5, UMT5) only the encoder is read. Nothing is ever downloaded, and weights
+    are read from safetensors only. The arguments are the fields of `HFTextConfig`. Satisfies `TextEncoder`
+    and `Streamed`.
     """
 
     entry_points = ("encode",)
@@ -161,25 +170,36 @@ class HFTextEncoder(nn.Module):
 
     @property
     def hidden_size(self) -> int:
-        """Width of a hidden state, as config.json says. CheckpointError when it says nothing."""
+        """Width of the text encoder's hidden states, from config.json.
+
+        Raises:
+            CheckpointError: config.json is missing or is not that of a text encoder.
+        """
         return int(self._config().hidden_size)
 
     def missing_files(self) -> list[str]:
-        """Of config.json, the weights and the tokenizer, those that do not exist."""
+        """Missing files of the text encoder: config.json, weights, tokenizer."""
         missing = self._files.missing_files()
         if not any((self.tokenizer_folder / name).is_file() for name in _TOKENIZER_FILES):
             missing.append(str(self.tokenizer_folder / _TOKENIZER_FILES[0]))
         return missing
 
     def build_empty(self) -> None:
-        """Makes the encoder of config.json. CheckpointError for a folder that holds no such model, or pickles
-        alone, and for a tokenizer that cannot be opened."""
+        """Builds the text encoder from config.json, without memory for its parameters.
+
+        Raises:
+            CheckpointError: files are missing, the weights are pickled, or the tokenizer cannot be opened.
+        """
         if self.model is not None:
             return
         config = self._config()
         self._files.check()
         if missing := self.missing_files():
-            raise CheckpointError(f"files are missing: {', '.join(missing)}", where=str(self.folder))
+            raise CheckpointError(
+                f"files are missing: {', '.join(missing)}",
+                where=str(self.folder),
+                hint="download the model again",
+            )
         open_tokenizer(str(self.tokenizer_folder))
         self.model = self._files.empty(_kind(config, self.folder), config, self.dtype)
         named = (name for name, _ in self.named_parameters() if ".pooler." in name)
@@ -187,42 +207,42 @@ class HFTextEncoder(nn.Module):
         self.weights_from = replace(self._files.weights, unused=tuple(poolers))
 
     def tokenizer(self) -> Tokenizer:
-        """The half for data workers."""
+        """The text encoder's tokenizer, for data workers."""
         return HFTokenizer(str(self.tokenizer_folder), self.max_length)
 
     @torch.no_grad()
     def encode(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """ids[B,L], mask[B,L] -> hidden[B,L,D] in the encoder's dtype, mask[B,L]."""
-        assert self.model is not None, "its weights come first"
+        """Encodes captions: ids [B,L] -> hidden states [B,L,D] in the encoder's dtype, and mask [B,L]."""
+        assert self.model is not None, "the weights must be loaded first"
         return self.model(input_ids=ids, attention_mask=mask.long()).last_hidden_state, mask
 
     def train(self, mode: bool = True) -> HFTextEncoder:
-        """Stays in evaluation mode: a frozen encoder has no dropout."""
+        """Keeps the text encoder in evaluation mode: a frozen encoder uses no dropout."""
         return super().train(False)
 
     def _config(self) -> PretrainedConfig:
-        """The model's config, of the text part where there are several. CheckpointError for none."""
+        """The model's config, checked to be that of a text encoder. CheckpointError otherwise."""
         config = self._files.config()
         if not hasattr(config, "vocab_size") or not hasattr(config, "hidden_size"):
             raise CheckpointError(
-                f"a model of type {config.model_type!r} is no text encoder: it has no vocabulary",
+                f"a model of type {config.model_type!r} is not a text encoder: it has no vocabulary",
                 where=str(self.folder),
-                accepted="T5, UMT5, BERT, CLIP's text model and other Transformers encoders of text",
+                accepted="T5, UMT5, BERT, CLIP's text model and other text encoders of Transformers",
             )
         return config
 
 
 def _kind(config: PretrainedConfig, folder: Path) -> type[AutoModel]:
-    """The Transformers class that makes the encoder alone."""
+    """The Transformers class that builds only the encoder."""
     from transformers import AutoModel, AutoModelForTextEncoding
     from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING
 
     known = type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING
     if config.is_encoder_decoder and not known:
         raise CheckpointError(
-            f"Transformers has no encoder on its own for the encoder-decoder type {config.model_type!r}",
+            f"Transformers has no separate encoder for the encoder-decoder type {config.model_type!r}",
             where=str(folder),
-            accepted="T5, MT5, UMT5, T5Gemma, or a model that is an encoder only",
+            accepted="T5, MT5, UMT5, T5Gemma, or an encoder-only model",
         )
     kind: type[AutoModel] = AutoModelForTextEncoding if known else AutoModel
     return kind

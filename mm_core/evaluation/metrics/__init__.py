@@ -1,1 +1,1 @@
-"""Figures of held-out samples: pure functions, and the metrics that sum them exactly over ranks."""
+"""Metrics of held-out samples: pure functions, and their sums, exact over ranks."""

@@ -1,4 +1,4 @@
-"""Metrics of labels that are classes or tokens."""
+"""Metrics for labels that are classes or tokens: accuracy, perplexity, F1."""
 
 from __future__ import annotations
 
@@ -16,16 +16,20 @@ from mm_core.evaluation.metrics.summed import SummedMetric, mean
 
 Average = Literal["macro", "micro", "weighted"]
 
-_HINT = "take a metric that fits the task: these are of labels that are classes or tokens"
+_HINT = "choose a metric that fits the task: this one is for labels that are classes or tokens"
 
-_F1_HINT = "the F1 score is of rows with one class, or with several yes or no; accuracy is of tokens too"
+_F1_HINT = "F1 needs rows with one class or with several yes/no labels; use accuracy for tokens"
 
 
 class Accuracy(SummedMetric):
-    """The share of labels that were predicted: of rows, or of tokens whose label is not -100."""
+    """The metric `accuracy`: share of labels predicted correctly, over rows, or tokens with a label."""
 
     def batch(self, batch: Batch, evaluation: Evaluation) -> None:
-        """Adds the rows of a batch. ContractError when the task gives no predictions."""
+        """Adds the rows of a batch to the metric.
+
+        Raises:
+            ContractError: the task's evaluation contains no predictions.
+        """
         names = ("predictions", "labels")
         predicted, labels = (
             rows[counting(batch, rows)] for rows in needed_outputs(evaluation, "accuracy", names, _HINT)
@@ -40,16 +44,20 @@ class Accuracy(SummedMetric):
 
 
 class Perplexity(SummedMetric):
-    """exp of the mean cross entropy over the labels that count, in nats."""
+    """The metric `perplexity`: exp of the mean cross entropy over labels, in nats."""
 
     def batch(self, batch: Batch, evaluation: Evaluation) -> None:
-        """Adds the rows of a batch. ContractError where the loss is no cross entropy of labels."""
+        """Adds the rows of a batch to the metric.
+
+        Raises:
+            ContractError: the loss is not a cross entropy of labels.
+        """
         needed_outputs(evaluation, "perplexity", ("predictions", "labels"), _HINT)
         for place, values in enumerate((evaluation.weights, evaluation.sums["loss"])):
             self._sums[place] += values[counting(batch, values)].double().sum().cpu()
 
     def result(self, sums: Tensor) -> Mapping[str, float]:
-        """`perplexity`, infinite where its exponent overflows; {} without labels."""
+        """`perplexity`, infinite if its exponent overflows; {} without labels."""
         try:
             return {name: math.exp(loss) for name, loss in mean("perplexity", sums).items()}
         except OverflowError:
@@ -57,13 +65,13 @@ class Perplexity(SummedMetric):
 
 
 class F1(SummedMetric):
-    """The F1 score of rows of one class, or of several yes or no (yes: a logit above 0).
+    """The metric `f1`: F1 score for rows with one class, or with several yes/no labels (yes: logit above 0).
 
-    F1 of a class = 2 TP / (2 TP + FP + FN). Classes that neither labels nor predictions name do not count.
+    F1 of a class = 2 TP / (2 TP + FP + FN). Classes without labels and predictions do not count.
 
     Args:
-        average: `macro`, the mean over classes; `weighted`, weighted by their labels; `micro`, of the counts
-            summed over classes, which for rows of one class is the accuracy.
+        average: `macro`, the mean over classes; `weighted`, weighted by the number of labels; `micro`, from
+            counts summed over classes, which equals the accuracy for rows with one class.
     """
 
     width = 3
@@ -73,7 +81,11 @@ class F1(SummedMetric):
         super().__init__()
 
     def batch(self, batch: Batch, evaluation: Evaluation) -> None:
-        """Adds the rows of a batch. ContractError when the task gives no logits [B,K] of classes."""
+        """Adds the rows of a batch to the metric.
+
+        Raises:
+            ContractError: the task's evaluation contains no logits [B,K] of classes.
+        """
         logits, labels = needed_outputs(evaluation, "f1", ("logits", "labels"), _F1_HINT)
         classes = logits.shape[1]
         if labels.dim() == 1 and "predictions" in evaluation.outputs:
@@ -85,11 +97,12 @@ class F1(SummedMetric):
             found, wanted = logits[rows] > 0, labels[rows] > 0
         else:
             raise ContractError(
-                "the F1 score is of classes, and the labels are numbers",
+                "the F1 score needs classes, but the labels are numbers",
                 where="validation.metrics: f1",
                 accepted="labels [B] of classes, or [B,K] of 0 and 1",
+                hint="remove f1 from validation.metrics",
             )
-        # [3K]: of each class what was right, predicted and labelled; [3], for any class, before a batch.
+        # [3K]: for each class the correct predictions, all predictions, all labels; [3] before any batch.
         counts = torch.stack([(found & wanted).sum(0), found.sum(0), wanted.sum(0)]).cpu().double()
         self._sums = (self._sums.view(3, -1) + counts).flatten()
 
@@ -102,7 +115,14 @@ class F1(SummedMetric):
 
 
 def f1_score(right: Tensor, predicted: Tensor, labelled: Tensor, average: Average) -> float:
-    """The averaged F1 score from counts by class [K]: predicted and labelled alike, predicted, labelled."""
+    """Averaged F1 score, from counts for each class.
+
+    Args:
+        right: [K], correct predictions.
+        predicted: [K], all predictions.
+        labelled: [K], all labels.
+        average: over classes.
+    """
     if average == "micro":
         right, predicted, labelled = (counts.sum()[None] for counts in (right, predicted, labelled))
     there = predicted + labelled > 0
@@ -113,7 +133,7 @@ def f1_score(right: Tensor, predicted: Tensor, labelled: Tensor, average: Averag
 
 
 def counting(batch: Batch, rows: Tensor) -> Tensor:
-    """[B]: which rows count, where the rows are."""
+    """Which rows of an evaluation count, bool [B], on the device of `rows`."""
     return (batch.sample_weights > 0).to(rows.device)
 
 

@@ -1,4 +1,4 @@
-"""What a metric needs of an evaluation, or a sentence where the task does not give it."""
+"""Checks that an evaluation contains what a metric needs."""
 
 from __future__ import annotations
 
@@ -11,16 +11,30 @@ from mm_core.errors import ContractError
 
 
 def needed_outputs(evaluation: Evaluation, metric: str, names: Sequence[str], hint: str) -> list[Tensor]:
-    """The outputs of these names. ContractError, with the hint, where the task does not give them all."""
+    """Outputs of an evaluation that a metric needs.
+
+    Args:
+        evaluation: of a batch.
+        metric: its name, for the error message.
+        names: of the outputs.
+        hint: for the error message.
+
+    Raises:
+        ContractError: the task's evaluation does not contain them.
+    """
     if missing := [name for name in names if name not in evaluation.outputs]:
         raise _not_given(evaluation, metric, " and ".join(map(repr, missing)), hint)
     return [evaluation.outputs[name] for name in names]
 
 
 def needed_texts(evaluation: Evaluation, metric: str) -> list[tuple[str, tuple[str, ...]]]:
-    """Each row's text and what would have been right. ContractError where the task gives no words."""
+    """Texts of an evaluation that a metric needs: for each row the generated text and its references.
+
+    Raises:
+        ContractError: the task's evaluation contains no texts.
+    """
     if evaluation.texts is None or evaluation.references is None:
-        hint = "set task.max_new_tokens, so that the task pretrained generates answers in words"
+        hint = "set task.max_new_tokens, so that the task `pretrained` generates answers"
         raise _not_given(evaluation, metric, "'texts' and 'references'", hint)
     return list(zip(evaluation.texts, evaluation.references, strict=True))
 
@@ -28,8 +42,8 @@ def needed_texts(evaluation: Evaluation, metric: str) -> list[tuple[str, tuple[s
 def _not_given(evaluation: Evaluation, metric: str, missing: str, hint: str) -> ContractError:
     given = sorted(evaluation.outputs) + ["texts, references"] * (evaluation.texts is not None)
     return ContractError(
-        f"the metric needs {missing}, which the task's evaluation does not give",
+        f"the metric needs {missing}, which the task's evaluation does not contain",
         where=f"validation.metrics: {metric}",
-        accepted=f"a task that gives them; this one gives {', '.join(given) or 'losses alone'}",
+        accepted=f"metrics that need only what the evaluation contains: {', '.join(given) or 'losses'}",
         hint=hint,
     )

@@ -1,4 +1,4 @@
-"""What metrics share: a vector of sums, and only that leaves a rank."""
+"""The base of metrics: a vector of sums, which is all that ranks exchange."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ from mm_core.contracts import Batch, Clip, Evaluation
 
 
 class SummedMetric:
-    """A metric that sums over the rows of batches, or over sampled clips. width: how many sums it keeps."""
+    """Base class for metrics that sum over held-out rows, or over sampled clips."""
 
     width = 2
+    """Number of sums."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets what was seen."""
+        """Sets the sums of the metric to zero."""
         self._sums = torch.zeros(self.width, dtype=torch.float64)
 
     def batch(self, batch: Batch, evaluation: Evaluation) -> None:
-        """Adds the rows of a batch, which a metric of clips does not look at."""
+        """Adds the rows of a batch to the metric; metrics for clips ignore them."""
 
     def sampled(self, clips: Sequence[Clip]) -> None:
-        """Adds sampled clips, in which a metric of rows finds nothing to compare."""
+        """Adds sampled clips to the metric; metrics for rows ignore them."""
 
     def sums(self) -> Tensor:
-        """[n] float64."""
+        """The sums of the metric on this rank, [n] float64."""
         return self._sums.clone()
 
 
 def mean(name: str, sums: Tensor) -> Mapping[str, float]:
-    """The mean under its name, of [2]: how many there were, and their sum; {} without any."""
+    """The mean of a metric, under its name, from sums [2] (count, total); {} if the count is 0."""
     count, total = sums.tolist()
     return {name: total / count} if count else {}

@@ -1,4 +1,4 @@
-"""Metrics of what a model says in words."""
+"""Metrics for generated text: exact match and ANLS."""
 
 from __future__ import annotations
 
@@ -18,15 +18,25 @@ Normalize = Literal["none", "case", "squad"]
 
 
 class TextMetric(SummedMetric):
-    """The mean over rows of what `score` says of a text and the references that it is held against, any of
-    which is right: 0 to 1. The figure is called `name`. Thoughts are left out: see `without_thought`."""
+    """A metric for generated text: the mean over rows of a score from 0 to 1.
+
+    Thoughts are removed from the texts first, see `without_thought`.
+
+    Args:
+        name: of the figure.
+        score: compares a text with its references, each of which is correct.
+    """
 
     def __init__(self, name: str, score: Callable[[str, Sequence[str]], float]) -> None:
         self.name, self.score = name, score
         super().__init__()
 
     def batch(self, batch: Batch, evaluation: Evaluation) -> None:
-        """Adds the rows of a batch. ContractError when the task gives no words."""
+        """Adds the rows of a batch to the metric.
+
+        Raises:
+            ContractError: the task's evaluation contains no texts.
+        """
         rows = needed_texts(evaluation, self.name)
         for (text, references), weight in zip(rows, batch.sample_weights.tolist(), strict=True):
             if weight > 0:
@@ -40,8 +50,10 @@ class TextMetric(SummedMetric):
 
 
 def without_thought(text: str) -> str:
-    """What a model that thinks aloud answers: the text behind `</think>`; "" for a thought that is begun and
-    not ended, as one that `max_new_tokens` has cut off."""
+    """The answer without the thoughts of a reasoning model: the text after `</think>`.
+
+    "" if the thought never ends, for example because `max_new_tokens` cut it off.
+    """
     _, closed, answer = text.rpartition("</think>")
     if closed:
         return answer.strip()
@@ -49,11 +61,11 @@ def without_thought(text: str) -> str:
 
 
 def exact_match(normalize: Normalize) -> TextMetric:
-    """The share of rows whose text is one of the references.
+    """The metric `exact_match`: share of rows whose generated text equals one of the references.
 
     Args:
-        normalize: before they are compared: `none` strips white space at the ends; `case` also takes upper
-            and lower case as one; `squad` as `squad_normalized`.
+        normalize: how texts are normalised before the comparison: `none` strips white space at the ends;
+            `case` also ignores case; `squad` uses `squad_normalized`.
     """
     ways: dict[str, Callable[[str], str]] = {
         "none": lambda text: text.strip(),
@@ -69,32 +81,32 @@ def exact_match(normalize: Normalize) -> TextMetric:
 
 
 def anls(threshold: float) -> TextMetric:
-    """Average normalized Levenshtein similarity (Biten et al., Scene Text Visual Question Answering, ICCV
-    2019, equation 1; https://arxiv.org/abs/1905.13648).
+    """The metric `anls`: average normalized Levenshtein similarity of generated text and references.
 
-    Upper and lower case are one, and so is white space of any length.
+    Biten et al., Scene Text Visual Question Answering, ICCV 2019, equation 1;
+    https://arxiv.org/abs/1905.13648. Case and the length of white space are ignored.
 
     Args:
-        threshold: the normalized distance from which on an answer is worth nothing; the paper's is 0.5.
+        threshold: normalized distance from which an answer scores 0; 0.5 in the paper.
     """
     return TextMetric("anls", lambda text, references: anls_score(text, references, threshold))
 
 
 def anls_score(text: str, references: Sequence[str], threshold: float = 0.5) -> float:
-    """The best similarity of one answer over the references; 0 where its distance reaches the threshold."""
+    """ANLS metric of one answer: its best similarity to a reference, 0 from the threshold distance on."""
     said = _plain(text)
     best = max((normalized_similarity(said, _plain(each)) for each in references), default=0.0)
     return best if 1 - best < threshold else 0.0
 
 
 def normalized_similarity(text: str, reference: str) -> float:
-    """1 - distance / length of the longer one, 0 to 1; 1 for two empty texts."""
+    """Similarity of two texts for a metric: 1 - edit distance / longer length; 1 for two empty texts."""
     longer = max(len(text), len(reference))
     return 1 - edit_distance(text, reference) / longer if longer else 1.0
 
 
 def edit_distance(text: str, other: str) -> int:
-    """The fewest insertions, deletions and substitutions of characters that turn one into the other
+    """Edit distance of two texts for a metric: the minimum number of characters to insert, delete and replace
     (Levenshtein 1966)."""
     row = list(range(len(other) + 1))
     for i, character in enumerate(text, start=1):
@@ -105,8 +117,10 @@ def edit_distance(text: str, other: str) -> int:
 
 
 def squad_normalized(text: str) -> str:
-    """Lower case, without punctuation, English articles and spare white space: how SQuAD compares answers
-    (Rajpurkar et al. 2016, https://arxiv.org/abs/1606.05250)."""
+    """An answer normalised as in SQuAD's metric: lower case, no punctuation, English articles or extra space.
+
+    Rajpurkar et al. 2016, https://arxiv.org/abs/1606.05250.
+    """
     bare = "".join(c for c in text.lower() if c not in string.punctuation)
     return _plain(re.sub(r"\b(a|an|the)\b", " ", bare))
 

@@ -1,4 +1,4 @@
-"""Metrics of clips. Only sums leave a rank, so that they are exact over ranks."""
+"""Metrics for video: latent PSNR of held-out clips, and frame change of sampled clips."""
 
 from __future__ import annotations
 
@@ -15,18 +15,22 @@ from mm_core.evaluation.metrics.summed import SummedMetric, mean
 
 
 class LatentPSNR(SummedMetric):
-    """Peak signal-to-noise ratio, in dB, of the one-step clean estimate against the clean latents.
+    """The metric `latent_psnr`: peak signal-to-noise ratio, in dB, of one-step estimates of clean latents.
 
-    PSNR = 10 log10(R^2 / MSE). Latents have no greatest value, so the range R is that of a uniform signal
-    with the references' variance, R^2 = 12 (E[x^2] - E[x]^2), over all rows of the evaluation.
+    PSNR = 10 log10(R^2 / MSE). Latents have no maximum, so the range R is that of a uniform signal with the
+    variance of the clean latents, R^2 = 12 (E[x^2] - E[x]^2), over all rows of the evaluation.
     """
 
     width = 4
-    """Rows, and the sums of their means of x, x^2 and squared error."""
+    """Number of rows, and the sums of their means of x, x^2 and squared error."""
 
     def batch(self, batch: Batch, evaluation: Evaluation) -> None:
-        """Adds the rows of a batch. ContractError when the task gives no estimates."""
-        hint = "take a metric that fits the task: text_to_video is one that gives them"
+        """Adds the rows of a batch to the metric.
+
+        Raises:
+            ContractError: the task's evaluation contains no estimates.
+        """
+        hint = "remove latent_psnr from validation.metrics: it is for the task text_to_video"
         found = needed_outputs(evaluation, "latent_psnr", ("clean", "estimate"), hint)
         clean, estimate = (latents.float() for latents in found)
         rows = (clean, clean.square(), (estimate - clean).square())
@@ -36,7 +40,7 @@ class LatentPSNR(SummedMetric):
         self._sums[1:] += counted.sum(1)
 
     def result(self, sums: Tensor) -> Mapping[str, float]:
-        """`latent_psnr`, infinite for a perfect estimate; {} without rows."""
+        """`latent_psnr` in dB, infinite for a perfect estimate; {} without rows."""
         count, first, second, error = sums.tolist()
         if not count:
             return {}
@@ -49,26 +53,32 @@ class LatentPSNR(SummedMetric):
 
 
 class FrameChange(SummedMetric):
-    """How much sampled clips move: the mean absolute difference of successive frames, 0 to 1 (black to
-    white). Near 0 means frozen video. Clips of one frame are left out."""
+    """The metric `frame_change`: mean absolute difference of successive frames in sampled clips.
+
+    From 0 to 1 (black to white); near 0 the video is frozen. Clips of one frame are left out.
+    """
 
     def batch(self, batch: Batch, evaluation: Evaluation) -> None:
-        """Held-out clips are not looked at. ContractError for rows of text, of which nothing is sampled."""
+        """Ignores held-out clips, since the metric uses sampled ones.
+
+        Raises:
+            ContractError: the rows are text, from which no clips are sampled.
+        """
         if isinstance(batch, TextBatch):
             raise ContractError(
-                "the metric is of sampled clips, and the task makes none of rows of text",
+                "the metric needs sampled clips, but the task samples no clips from rows of text",
                 where="validation.metrics: frame_change",
                 accepted="a task that samples clips: text_to_video",
-                hint="accuracy and f1 are of classes, perplexity of tokens, exact_match of answers in words",
+                hint="use accuracy or f1 for classes, perplexity for tokens, exact_match for answers",
             )
 
     def sampled(self, clips: Sequence[Clip]) -> None:
-        """Adds clips."""
+        """Adds sampled clips to the metric."""
         for clip in clips:
             if clip.pixels.shape[1] > 1:
                 self._sums[0] += 1
                 self._sums[1] += clip.pixels.diff(dim=1).abs().mean().double() / 2
 
     def result(self, sums: Tensor) -> Mapping[str, float]:
-        """`frame_change`, the mean over clips; {} without clips that have two frames."""
+        """`frame_change`, the mean over clips; {} without clips of at least two frames."""
         return mean("frame_change", sums)

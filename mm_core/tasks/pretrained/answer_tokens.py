@@ -1,4 +1,4 @@
-"""Tokens of several prompts that are answered together: laid side by side, and drawn apart."""
+"""Prompts answered in one batch: joining them, and drawing each row's tokens independently of the others."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ from mm_core.contracts import Decoding, Randomness
 
 
 def joined(rows: Sequence[Mapping[str, Tensor]], pad: int, left: bool = True) -> dict[str, Tensor]:
-    """The inputs of rows [1,L] as those of one batch [B,L]: shorter ones are padded, on the left where each
-    goes on behind its last token. What is no row of tokens (images) lies one behind the other."""
+    """Joins prompts of one row each into a batch: tokens [1,L] are padded to [B,L], images concatenated.
+
+    Args:
+        rows: the model inputs of each prompt.
+        pad: the padding token.
+        left: whether to pad on the left, for generation that continues after each row's last token.
+    """
     if len(rows) == 1:
         return dict(rows[0])
-    # Without a mask, padding would be read.
+    # Without a mask, the model would attend to padding.
     rows = [{"attention_mask": torch.ones_like(row["input_ids"]), **row} for row in rows]
     longest = max(row["input_ids"].shape[1] for row in rows)
     batch = {}
@@ -35,12 +40,13 @@ def _padded(row: Tensor, count: int, value: int, left: bool) -> Tensor:
 
 
 class SeededTokenSampler:
-    """Draws each row's next token, by a number from the row's own generator: what a row is answered depends
-    on no other. What Transformers' `generate` takes for a logits processor; it then takes the likeliest.
+    """Draws the next token of each answer with the answer's own generator, so no answer depends on another.
+
+    A logits processor for Transformers' `generate`, which then takes the most likely token.
 
     Args:
         decoding: temperature, top_p and the seed.
-        numbers: of the answers; answer i is drawn from (seed, i).
+        numbers: the number of each row's answer; answer i is drawn from (seed, i).
     """
 
     def __init__(self, decoding: Decoding, numbers: Sequence[int]) -> None:
@@ -48,8 +54,8 @@ class SeededTokenSampler:
         self._generators = [Randomness(decoding.seed).generator("answer", number) for number in numbers]
 
     def __call__(self, tokens: Tensor, scores: Tensor) -> Tensor:
-        """[B,V]: 0 for the token that is drawn, -inf elsewhere."""
-        # In float64: a row's sums are to be the same whatever it is computed beside.
+        """The logits [B,V] of a draw: 0 for each row's drawn token, -inf elsewhere."""
+        # In float64: a row's sums must not depend on the other rows of its batch.
         logits = scores.double()
         logits = (logits - logits.max(-1, keepdim=True).values) / self.temperature
         sums = self._nucleus(logits.softmax(-1)).cumsum(-1)
@@ -59,7 +65,7 @@ class SeededTokenSampler:
         return torch.full_like(scores, -torch.inf).scatter(1, found, 0.0)
 
     def _nucleus(self, shares: Tensor) -> Tensor:
-        """The likeliest tokens' probabilities, up to the first with which they sum to `top_p`; 0 elsewhere
+        """Probabilities of the most likely tokens, up to the first that makes their sum `top_p`; 0 elsewhere
         (nucleus sampling, Holtzman et al. 2020, https://arxiv.org/abs/1904.09751)."""
         if self.top_p >= 1:
             return shares
@@ -71,10 +77,10 @@ class SeededTokenSampler:
 
 @dataclass(frozen=True)
 class StopWhenAsked:
-    """Ends all answers once it is asked for: what Transformers' `generate` takes for a stopping criterion."""
+    """A stopping criterion for Transformers' `generate`: ends all answers once `asked` returns True."""
 
     asked: Callable[[], bool]
 
     def __call__(self, tokens: Tensor, scores: object, **others: object) -> Tensor:
-        """[B]: whether a row has ended."""
+        """Whether each answer has ended, bool [B]."""
         return torch.full((len(tokens),), self.asked(), dtype=torch.bool, device=tokens.device)

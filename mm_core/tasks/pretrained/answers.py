@@ -1,4 +1,4 @@
-"""What a Transformers model says of a row in words, and what would have been right."""
+"""Answers that a Transformers model generates, with their references; names of classes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from mm_core.builtin.configs.pretrained import PretrainedConfig
 from mm_core.contracts import IGNORED_LABEL, Decoding, OnText, TextBatch
-from mm_core.errors import ContractError, DataError
+from mm_core.errors import ContractError, DataError, plural
 from mm_core.runtime.ranks import Ranks
 from mm_core.tasks.pretrained.answer_tokens import SeededTokenSampler, StopWhenAsked, joined
 from mm_core.tasks.pretrained.batches import limits_of
@@ -26,17 +26,24 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig as ModelConfig
 
 Words = tuple[list[str], list[tuple[str, ...]]]
-"""A text of each row, and its references."""
+"""(the model's text for each row, the reference texts of each row)."""
 
 
 class Answers:
-    """Generates from a prompt; of a batch, greedily from what stands before the last labels of each row: what
-    was asked last, after all that was said before. An encoder's input is all prompt. What the folder's
-    generation_config.json says beside the choice of tokens (a penalty of repetition, say) holds here too.
+    """Generates answers to prompts, and to the last question of each row of a batch.
+
+    The prompt of a batch's row is everything before its last run of labels (for an encoder-decoder model, the
+    whole encoder input); such prompts are answered greedily. Settings of the folder's generation_config.json
+    that do not choose tokens (a repetition penalty, for example) apply as well.
 
     Args:
-        model: of Transformers. wanted: names its folder, which has a tokenizer. max_new_tokens: of an answer.
-        where: the key that asks for answers.
+        model: a Transformers model.
+        wanted: the task's config; its folder must contain a tokenizer.
+        max_new_tokens: maximum length of an answer.
+        where: the config key that requests answers, for error messages.
+
+    Raises:
+        ContractError: the model generates no text.
     """
 
     def __init__(
@@ -46,7 +53,8 @@ class Answers:
             raise ContractError(
                 f"{type(model).__name__} generates no text",
                 where=where,
-                accepted="none; or a class that does: AutoModelForCausalLM, AutoModelForSeq2SeqLM, ...",
+                accepted="a class that generates text: AutoModelForCausalLM, AutoModelForSeq2SeqLM, ...",
+                hint="set task.auto_class to such a class, or remove task.max_new_tokens",
             )
         self.model, self.max_new_tokens = model, max_new_tokens
         self.tokenizer = open_tokenizer(wanted.from_pretrained, wanted.trust_remote_code)
@@ -58,7 +66,7 @@ class Answers:
         self._settings.eos_token_id, self._settings.pad_token_id = self._ends, self.tokenizer.pad_token_id
 
     def of(self, batch: TextBatch) -> Words:
-        """The rows' answers. Ranks generate together: each forward is one of all of them."""
+        """The model's answers to the rows of a batch, with their references; called by all ranks together."""
         given = {name: tensor for name, tensor in batch.inputs.items() if name != "labels"}
         labels = batch.inputs["labels"]
         given = given if self._composite else prompts(given, labels, self.tokenizer.pad_token_id)
@@ -72,8 +80,8 @@ class Answers:
         return found, wanted
 
     def _after(self, given: Mapping[str, Tensor]) -> list[str]:
-        """What follows the prompts of a batch. Where images lie beside them, no row can be taken out, so that
-        all end where the longest has to."""
+        """The answers to the prompts of a batch. A batch with images cannot be split by rows: there the
+        longest prompt limits the length of all answers."""
         ids = given["input_ids"]
         whole = self._composite or any(tensor.shape != ids.shape for tensor in given.values())
         lengths = [ids.shape[1]] * len(ids) if whole else (given["attention_mask"] > 0).sum(1).tolist()
@@ -92,8 +100,15 @@ class Answers:
         on_text: OnText | None = None,
         stopped: Callable[[], bool] | None = None,
     ) -> list[str]:
-        """The answers to prompts, generated together; what is asked beside a prompt changes nothing of its
-        answer. on_text: of the first one. stopped: asked after each token whether this is enough."""
+        """Answers prompts in one batch; an answer does not depend on the other prompts.
+
+        Args:
+            questions: the model inputs of each prompt.
+            decoding: temperature, top_p, seed and length.
+            numbers: the number of each answer, which seeds its draws.
+            on_text: called with new text of the first answer.
+            stopped: called after each token; True ends all answers.
+        """
         lengths = [each["input_ids"].shape[1] for each in questions]
 
         def taken(rows: list[int]) -> Mapping[str, Tensor]:
@@ -117,10 +132,16 @@ class Answers:
         taken: Callable[[list[int]], Mapping[str, Tensor]],
         listening: Callable[[list[int]], Mapping[str, object]] = lambda rows: {},
     ) -> list[str]:
-        """The answers to prompts of these lengths. Those for which the model has positions for as many tokens
-        are answered together, so that how long one is says nothing of how far another is answered.
+        """The answers to prompts of the given lengths.
 
-        taken: the inputs of some of them, as one batch. listening: what else `generate` is given of these.
+        Prompts with the same room for an answer are generated together, so that the length of one prompt does
+        not shorten the answer to another.
+
+        Args:
+            lengths: tokens of each prompt.
+            max_new_tokens: maximum length of an answer.
+            taken: returns the inputs of the given rows as one batch.
+            listening: returns further arguments of `generate` for the given rows.
         """
         groups: dict[int, list[int]] = {}
         for row, length in enumerate(lengths):
@@ -136,66 +157,71 @@ class Answers:
         return found
 
     def _rooms(self, own: Collection[int]) -> list[int]:
-        """This rank's and those of others: all take part in each generation, for as many forwards. One whose
-        answers end earlier goes on, so that its prompts have to leave the model as many positions."""
+        """The answer lengths of all ranks. Every rank takes part in every generation, with the same number of
+        forwards: a rank whose answers end earlier continues, so its prompts need as much room."""
         if self._positions is None or self._composite or Ranks.current().count == 1:
             return list(own)
         return sorted(set().union(*Ranks.current().gather(set(own))))
 
     def check(self, question: Mapping[str, Tensor]) -> None:
-        """DataError for a prompt that leaves the model no room for an answer."""
+        """Checks that a prompt leaves the model room for an answer.
+
+        Raises:
+            DataError: the prompt is too long.
+        """
         self._room(question["input_ids"].shape[1])
 
     def _generate(self, given: Mapping[str, Tensor], max_new_tokens: int, **listening: object) -> Tensor:
-        """[B, up to max_new_tokens]: what follows the prompts."""
+        """Generated tokens [B, up to max_new_tokens], without the prompts."""
         sharded = isinstance(self.model, FSDPModule)
         if sharded and not self._gathers:
-            # FSDP2 gathers for a forward alone, and the library runs a vision tower before it.
+            # FSDP2 gathers parameters for `forward` alone, and `generate` runs a vision tower before it.
             register_fsdp_forward_method(self.model, "generate")
             self._gathers = True
         settings = copy.deepcopy(self._settings)
         settings.max_new_tokens = max_new_tokens
-        # As an argument, they would be filled from the folder's where they are the library's defaults.
+        # As an argument, settings equal to the library's defaults would be replaced by the folder's.
         own, self.model.generation_config = self.model.generation_config, settings
         try:
             found: Tensor = self.model.generate(**given, **listening, synced_gpus=Ranks.current().count > 1)
         finally:
             self.model.generation_config = own
-        # A decoder of its own begins with one token, which for some models is also the end.
+        # A separate decoder begins with one token, which some models also use as the end.
         return found[:, 1 if self._composite else given["input_ids"].shape[1] :]
 
     def _room(self, length: int) -> int:
-        """How many tokens fit behind prompts of this length. DataError where none does."""
+        """How many tokens fit after prompts of this length. DataError if none does."""
         if self._positions is None:
             return sys.maxsize
         room = self._positions - (1 if self._composite else length)
         if room < 1 or length > self._positions:
             kind = type(self.model).__name__
             raise DataError(
-                f"a prompt has {length} tokens, and {kind} has {self._positions} positions, answer included",
+                f"a prompt has {plural(length, 'token')}, but {kind} has only {self._positions} positions "
+                "for prompt and answer together",
                 where="data",
                 hint="lower max_length of the dataset",
             )
         return room
 
     def text(self, row: Sequence[int]) -> str:
-        """Tokens as words, up to the first that ends an answer."""
+        """Text of an answer's tokens, up to the first end token."""
         tokens = list(takewhile(lambda token: token not in self._ends, row))
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True)).strip()
 
 
 @dataclass
 class _Listener:
-    """What Transformers' `generate` takes for a streamer: tells an answer on, word by word."""
+    """A streamer for Transformers' `generate`: passes the text of the first answer on as it grows."""
 
     answers: Answers
     on_text: OnText
-    _tokens: list[int] | None = None  # until the prompt has come
+    _tokens: list[int] | None = None  # None until the prompt has arrived
     _told: str = ""
 
     def put(self, tokens: Tensor) -> None:
-        """The prompt first, then each token, of the first row. What may still change is held back: half a
-        character, and white space that may be the last."""
+        """Receives the prompt, then each new token of the answer. Text that may still change is kept back:
+        half a character, and trailing white space."""
         if self._tokens is None:
             self._tokens = []
             return
@@ -203,7 +229,7 @@ class _Listener:
         self._tell(self.answers.text(self._tokens).rstrip("\ufffd"))
 
     def end(self) -> None:
-        """Nothing more comes."""
+        """Ends the answer: passes on the text that was kept back."""
         self._tell(self.answers.text(self._tokens or []))
 
     def _tell(self, text: str) -> None:
@@ -213,7 +239,14 @@ class _Listener:
 
 
 def class_names(config: ModelConfig, predictions: Tensor, labels: Tensor, batch: TextBatch) -> Words:
-    """The names of classes [B] that were found, and of those that are right."""
+    """The names of predicted classes and of the correct ones, for a batch of a classifier.
+
+    Args:
+        config: the model's config, which names the classes.
+        predictions: [B].
+        labels: [B].
+        batch: its references, if any, replace the names of the labels.
+    """
     names: Mapping[int, str] = config.id2label
     found, wanted = (
         [str(names.get(number, number)) for number in numbers.tolist()] for numbers in (predictions, labels)
@@ -222,27 +255,29 @@ def class_names(config: ModelConfig, predictions: Tensor, labels: Tensor, batch:
 
 
 def prompts(inputs: Mapping[str, Tensor], labels: Tensor, pad: int) -> dict[str, Tensor]:
-    """The inputs of a causal model up to each row's last run of labels, padded on the left. ContractError for
-    a row that begins with it.
+    """The prompts of a causal model's batch: its inputs up to each row's last run of labels, padded left.
 
-    What is no row of tokens (images) stays as it is, and so do all tokens then, since some stand for images:
-    those behind the prompt are hidden, and moved before its last token, which generation goes on from.
+    In a batch with images all tokens stay, since some are placeholders of images: tokens after the prompt are
+    masked, and moved before the prompt's last token, from which generation continues.
+
+    Raises:
+        ContractError: rows are packed, or a row has nothing before its last labels.
     """
     ids = inputs["input_ids"]
     mask = inputs.get("attention_mask", torch.ones_like(ids))
     if mask.dim() != 2 or _begin_anew(inputs, mask):
         raise ContractError(
-            "rows that are packed into one sequence cannot be answered one by one",
+            "rows packed into one sequence cannot be answered one by one",
             where="task.max_new_tokens",
-            hint="evaluate a dataset that does not pack: packing: false of data.validation",
+            hint="set packing: false in data.validation",
         )
     asked = (_last_labels(labels).cumsum(1) == 0) & (mask > 0)
     if not bool(asked.any(1).all()):
         raise ContractError(
             "a row has nothing before its last labels, so there is no prompt to answer",
             where="task.max_new_tokens",
-            accepted="labels of -100 on the prompt",
-            hint="leave task.max_new_tokens out where texts are learnt as a whole",
+            accepted="label -100 on every token of the prompt",
+            hint="remove task.max_new_tokens if the data have no prompts",
         )
     cut = {**inputs, "attention_mask": torch.where(asked, mask, 0)}
     cut.pop("position_ids", None)  # the model counts those that the mask shows
@@ -255,7 +290,7 @@ def prompts(inputs: Mapping[str, Tensor], labels: Tensor, pad: int) -> dict[str,
 
 
 def _begin_anew(inputs: Mapping[str, Tensor], mask: Tensor) -> bool:
-    """Whether positions say that a row holds several texts, each of which sees itself alone."""
+    """Whether positions begin again within a row: it then packs several texts that do not see each other."""
     positions = inputs.get("position_ids")
     if positions is None or positions.shape != mask.shape:
         return False
@@ -264,20 +299,20 @@ def _begin_anew(inputs: Mapping[str, Tensor], mask: Tensor) -> bool:
 
 
 def _order(asked: Tensor, hidden: Tensor) -> Tensor:
-    """Places of a row's tokens: the prompt, with what is hidden before its last one."""
+    """Order of a row's tokens: the prompt, with the hidden tokens before its last one."""
     shown = asked.nonzero().flatten()
     return torch.cat([shown[:-1], hidden.nonzero().flatten(), shown[-1:]])
 
 
 def _last_labels(labels: Tensor) -> Tensor:
-    """[B,L] bool: where each row's last run of labels that count is."""
+    """[B,L] bool: each row's last run of labels that are not ignored."""
     known = (labels != IGNORED_LABEL).int()
     runs = (known.diff(dim=1, prepend=torch.zeros_like(known[:, :1])) > 0).cumsum(1)
     return (known > 0) & (runs == runs[:, -1:])
 
 
 def _briefest(given: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """A prompt's last token, where it is of tokens alone."""
+    """The last token of a prompt; the whole prompt if it has other inputs than tokens."""
     ids = given["input_ids"]
     if any(tensor.shape != ids.shape for tensor in given.values()):
         return given
@@ -285,7 +320,7 @@ def _briefest(given: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
 
 def _settings(model: PreTrainedModel) -> GenerationConfig:
-    """What the model's folder says of its generation, without its choice of tokens."""
+    """The generation settings of the model's folder, without those that choose tokens."""
     found = copy.deepcopy(model.generation_config)
     found.do_sample, found.num_beams, found.max_length = False, 1, None
     found.temperature = found.top_p = found.top_k = None
@@ -293,7 +328,7 @@ def _settings(model: PreTrainedModel) -> GenerationConfig:
 
 
 def _ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """The tokens that end an answer, wherever the folder names them."""
+    """The tokens that end an answer, from the tokenizer and from generation_config.json."""
     return {
         int(token)
         for tokens in (tokenizer.eos_token_id, model.generation_config.eos_token_id)

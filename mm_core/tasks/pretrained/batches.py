@@ -1,6 +1,6 @@
-"""What is asked of batches of task `pretrained`, mostly by data workers, who also count labels.
+"""Checks of a `pretrained` task's batches, mostly in data workers, which also count labels.
 
-An accelerator would stop at most of what is refused here without a word of it.
+Most of what is refused here would otherwise crash an accelerator without a useful message.
 """
 
 from __future__ import annotations
@@ -19,19 +19,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _POSITIONS = {"position_embeddings", "embed_positions", "wpe"}
-"""What Transformers' models call a table of as many rows as a text may have tokens."""
+"""Names that Transformers' models use for their table of positions."""
 
-_SAME_NAMES = "the same names in every batch: a blank image, say, where a row has none"
+_SAME_NAMES = "the same names in every batch (a blank image, for example, for rows without one)"
 _TOKENS = {"ForCausalLM", "ForConditionalGeneration", "ForMaskedLM", "ForTokenClassification"}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a model takes; None is no limit.
+    """Limits of a Transformers model on its batches; None is no limit.
 
-    vocabulary, positions: rows of its tables. tokens, rows: whether its labels are known to be one a token,
-    or one a row. classes: how many those have; 1: a row's label is a number. pad: the token by which it may
-    look for the end of a row.
+    Attributes:
+        vocabulary: number of tokens in its embedding table.
+        positions: maximum number of tokens in a row.
+        tokens: whether it is known to need one label for each token.
+        rows: whether it is known to need one label for each row.
+        classes: number of classes of a row's label; 1: the label is a number.
+        pad: its padding token, by which it may search for the end of a row.
     """
 
     vocabulary: int | None = None
@@ -42,27 +46,31 @@ class Limits:
     pad: int | None = None
 
     def checked(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The inputs, with the model's own padding token. ContractError for those that it cannot take."""
+        """The inputs of a batch with the model's own padding token, checked against the model's limits.
+
+        Raises:
+            ContractError: the model cannot take the batch.
+        """
         if self.classes is not None and inputs["labels"].dim() == 1:
             self._check_classes(inputs["labels"], self.classes)
         if self.tokens and inputs["labels"].dim() == 1:
             raise _mismatch_error(
-                "a row has one label, and the model learns a label for each token",
+                "the data have one label for each row, but the model needs one for each token",
                 accepted="labels [B, L] (text_rows: without `label`)",
-                hint="task.auto_class: AutoModelForSequenceClassification learns one a row",
+                hint="set task.auto_class: AutoModelForSequenceClassification for one label per row",
             )
         ids = inputs.get("input_ids")
         if ids is None or ids.dim() != 2 or not ids.numel():
             return inputs
         if self.positions is not None and ids.shape[1] > self.positions:
             raise _mismatch_error(
-                f"a batch is {ids.shape[1]} tokens long, and the model has positions for {self.positions}",
-                hint=f"cut longer rows: max_length: {self.positions} of text_rows",
+                f"a batch is {ids.shape[1]} tokens long, but the model has only {self.positions} positions",
+                hint=f"cut longer rows: set max_length: {self.positions} in the dataset",
             )
         if self.vocabulary is not None and (largest := int(ids.max())) >= self.vocabulary:
             raise _mismatch_error(
-                f"a row has the token {largest}, and the model has {self.vocabulary} tokens, from 0",
-                hint="the tokenizer is another model's: point `tokenizer` at the folder of this one",
+                f"a row contains token {largest}, but the model's tokens are 0 to {self.vocabulary - 1}",
+                hint="the tokenizer is another model's: set the dataset's `tokenizer` to this model's folder",
             )
         return self._padded(inputs, ids) if self.rows else inputs
 
@@ -70,41 +78,43 @@ class Limits:
         if classes == 1:
             if not labels.is_floating_point():
                 raise _mismatch_error(
-                    "a row's label is a class, and the model's one output would estimate the class's number",
-                    accepted="a number a row (text_rows: label_type: number)",
-                    hint="task.labels, or task.overrides: {num_labels: ...}, makes a model of classes",
+                    "the labels are classes, but the model has one output, which predicts a number",
+                    accepted="a number for each row (text_rows: label_type: number)",
+                    hint="set task.labels, or task.overrides: {num_labels: ...}, for a model with classes",
                 )
             return
         if labels.is_floating_point():
             raise _mismatch_error(
-                f"the labels are numbers, and the model has {classes} classes",
-                accepted="a class a row, from 0 (text_rows: label_type: class)",
-                hint="task.overrides: {num_labels: 1} makes a model that estimates a number",
+                f"the labels are numbers, but the model has {classes} classes",
+                accepted="a class for each row, from 0 (text_rows: label_type: class)",
+                hint="set task.overrides: {num_labels: 1} for a model that predicts a number",
             )
         strange = [label for label in labels.tolist() if label != IGNORED_LABEL and not 0 <= label < classes]
         if strange:
             raise _mismatch_error(
-                f"a row's class is {strange[0]}, and the model has {classes} classes",
+                f"a row's class is {strange[0]}, but the model has {classes} classes",
                 accepted=f"classes from 0 to {classes - 1}",
-                hint="task.labels names the classes of the model, and so how many it has",
+                hint="list all classes in task.labels, or fix the row",
             )
 
     def _padded(self, inputs: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
-        """Decoders classify a row by the last token that is not their own padding."""
+        """The inputs with the model's own padding token: decoders classify a row by the last token before
+        padding."""
         mask = inputs.get("attention_mask")
         if mask is None or mask.shape != ids.shape or bool((mask > 0).all()):
             return inputs
         if self.pad is None:
             raise ContractError(
-                "a batch is padded, and config.json names no pad_token_id: the model finds no end of a row",
+                "a batch is padded, but config.json sets no pad_token_id to mark the end of a row",
                 where="task.overrides",
-                hint=f"task.overrides: {{pad_token_id: {int(ids[mask == 0][0])}}} takes the tokenizer's",
+                hint="set the tokenizer's padding token: "
+                f"task.overrides: {{pad_token_id: {int(ids[mask == 0][0])}}}",
             )
         return {**inputs, "input_ids": ids.masked_fill(mask == 0, self.pad)}
 
 
 def limits_of(model: PreTrainedModel) -> Limits:
-    """Those of a model of Transformers."""
+    """The limits of a Transformers model, read from its config and its tables."""
     config = model.config.get_text_config()
     kind = getattr(model, "loss_type", None)
     rows = kind == "ForSequenceClassification"
@@ -119,7 +129,8 @@ def limits_of(model: PreTrainedModel) -> Limits:
 
 
 def _vocabulary(model: PreTrainedModel) -> int | None:
-    """None where a token of the config's has no row of the table: the model puts images in its place."""
+    """Size of the embedding table; None if a token of the config is beyond it, since the model then replaces
+    that token by images."""
     try:
         table = model.get_input_embeddings()
     except NotImplementedError:
@@ -132,7 +143,7 @@ def _vocabulary(model: PreTrainedModel) -> int | None:
 
 
 def _positions(model: nn.Module, longest: object) -> int | None:
-    """How many tokens a text may have. RoBERTa's first position comes after that of padding."""
+    """Maximum number of tokens in a text. RoBERTa's first position follows that of padding."""
     if not isinstance(longest, int):
         return None
     for path, table in model.named_modules():
@@ -145,10 +156,12 @@ def _positions(model: nn.Module, longest: object) -> int | None:
 
 @dataclass(frozen=True)
 class CountLabels:
-    """What data workers do with a collated batch: count the labels of each row that its loss is over.
+    """Checks a collated batch in data workers, and counts the labels of each row that enter the loss.
 
-    shifted: a token's label is the next one, so that the first of a row counts for nothing.
-    accepted: names that the model's forward takes; None where it takes any. limits: what else it takes.
+    Attributes:
+        shifted: a token's label is the next token, so the first label of a row does not count.
+        accepted: argument names of the model's forward; None if it takes any name.
+        limits: the model's limits on batches.
     """
 
     shifted: bool
@@ -156,28 +169,32 @@ class CountLabels:
     limits: Limits
 
     def __call__(self, batch: Batch) -> Batch:
-        """The batch with `counts` and `tokens`. ContractError for one that the model cannot take."""
+        """The batch with the number of its labels (`counts`) and of its `tokens`.
+
+        Raises:
+            ContractError: the model cannot take the batch.
+        """
         if not isinstance(batch, TextBatch):
             raise _mismatch_error(
-                f"the dataset makes a {type(batch).__name__}, and the task pretrained takes a TextBatch",
-                hint="choose a dataset of tokens (text_rows), or the task that the dataset is for",
+                f"the dataset makes a {type(batch).__name__}, but the task `pretrained` takes a TextBatch",
+                hint="choose a dataset of tokens (text_rows), or the task made for this dataset",
             )
         if "labels" not in batch.inputs:
             raise _mismatch_error(
-                "the dataset gives no `labels`, so there is nothing to learn",
-                accepted=f"inputs with labels; these are {', '.join(batch.inputs) or 'none'}",
+                "the dataset's batches contain no `labels`, so there is nothing to train on",
+                accepted=f"inputs with `labels`; the batch contains {', '.join(batch.inputs) or 'none'}",
             )
         strange = sorted(set(batch.inputs) - {*(self.accepted or batch.inputs), "labels"})
         if strange:
             raise _mismatch_error(
-                f"the model's forward takes no {', '.join(strange)}",
+                f"the batches contain {', '.join(strange)}, which the model's forward does not take",
                 accepted=", ".join(self.accepted or ()),
             )
         inputs = self.limits.checked(batch.inputs)
         return replace(batch, inputs=inputs, counts=self.counts(inputs["labels"]), tokens=_tokens(inputs))
 
     def counts(self, labels: Tensor) -> list[int]:
-        """Of each row of labels [B], [B,K] or [B,L]."""
+        """The number of labels in each row that enter the loss, from labels [B], [B,K] or [B,L]."""
         if labels.is_floating_point():
             return [1] * len(labels)
         if labels.dim() == 1:
@@ -199,29 +216,41 @@ def _tokens(inputs: Mapping[str, Tensor]) -> int:
 
 @dataclass
 class BatchSchema:
-    """Batches with other inputs run other modules of a model, and ranks that run other modules wait for one
-    another for ever. where: the data's place in the config."""
+    """Checks that all batches of all ranks have the same input names.
+
+    Batches with different inputs run different modules of a model, and ranks that run different modules
+    deadlock.
+
+    Args:
+        where: the config path of the data, for error messages.
+    """
 
     where: str
     _seen: frozenset[str] | None = None
     _agreed: bool = False
 
     def check(self, names: Iterable[str]) -> None:
-        """ContractError for a batch with other inputs than those before it on this rank."""
+        """Checks that a batch has the same input names as the earlier batches of this rank.
+
+        Raises:
+            ContractError: the names are different.
+        """
         found = frozenset(names)
         if self._seen is None:
             self._seen = found
         elif found != self._seen:
             raise ContractError(
-                f"a batch has other inputs than those before it: {', '.join(sorted(found ^ self._seen))} "
-                "only in some",
+                "batches have different inputs: only some contain " + ", ".join(sorted(found ^ self._seen)),
                 where=self.where,
                 accepted=_SAME_NAMES,
             )
 
     def agree(self, names: Iterable[str]) -> None:
-        """Before the first forward the ranks compare theirs: ContractError, on all of them, where they
-        differ. Called by all ranks, at the same place of their work."""
+        """Compares the input names of batches across ranks, before the first forward; a collective call.
+
+        Raises:
+            ContractError: the names are different on some rank; raised on all ranks.
+        """
         self.check(names)
         if self._agreed:
             return
@@ -231,7 +260,7 @@ class BatchSchema:
         if other is not None:
             only = ", ".join(sorted(set(everyone[0]) ^ set(everyone[other])))
             raise ContractError(
-                f"the batches of rank 0 and rank {other} have other inputs: {only} only in one",
+                f"the batches of rank 0 and rank {other} have different inputs: only one rank has {only}",
                 where=self.where,
                 accepted=_SAME_NAMES,
             )

@@ -1,4 +1,4 @@
-"""Whether a model's loss can be computed by chunks: tried on the meta device, before there are weights."""
+"""Whether a model's loss can be computed in chunks: tried on the meta device, before weights exist."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class _Reached(Exception):
-    """The logits came to a loss of the labels as they were held back."""
+    """The deferred logits reached a loss of the labels."""
 
 
 @dataclass
@@ -31,15 +31,19 @@ class _Reaching(RowLosses):
 
 
 def obstacle(model: PreTrainedModel, options: Mapping[str, object]) -> str | None:
-    """What a model does to its logits that a chunked loss cannot follow; None where none is known.
+    """The reason why a model's loss cannot be computed in chunks; None if no reason is known.
 
-    A copy of the model is run on four tokens. What cannot be run so (memory that is not meta, inputs other
-    than tokens, control flow by values) is left to the first step, but for decoders of a text encoder:
-    many add a bias to their logits.
+    Runs a copy of the model on four tokens. A model that cannot run this way (parameters outside the meta
+    device, inputs other than tokens, control flow that depends on values) is tested by the first step
+    instead, except text encoder-decoders: many of them add a bias to their logits.
+
+    Args:
+        model: the Transformers model, on the meta device.
+        options: further arguments of its forward.
     """
     if any(tensor.device.type != "meta" for tensor in model.parameters()):
         return None
-    trial = copy.deepcopy(model).eval()  # layers that are left out by chance ask for a number
+    trial = copy.deepcopy(model).eval()  # layers dropped at random read a value, which meta tensors lack
     head = trial.get_output_embeddings()
     assert isinstance(head, nn.Linear)
     ids = torch.ones(1, 4, dtype=torch.int64, device="meta")
@@ -56,12 +60,12 @@ def obstacle(model: PreTrainedModel, options: Mapping[str, object]) -> str | Non
         )
         if suspect or hasattr(model, "final_logits_bias"):
             kind = type(fault).__name__
-            return f"{type(model).__name__} cannot be tried without memory ({kind}: {first_line(fault)})"
+            return f"{type(model).__name__} cannot run on the meta device ({kind}: {first_line(fault)})"
     return None
 
 
 def _attend_plainly(model: PreTrainedModel) -> None:
-    """Other attentions look into masks, which have no values on the meta device."""
+    """Selects eager attention: other kinds read values of masks, which the meta device does not have."""
     if hasattr(model, "set_attn_implementation"):
         model.set_attn_implementation("eager")
         return

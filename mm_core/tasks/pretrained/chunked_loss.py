@@ -1,9 +1,9 @@
 """Cross entropy of a large vocabulary without its logits.
 
-Within a model's own forward its output embedding hands on logits that are held back: their hidden states, and
-what the model does with them (a scale, a cap). The loss is computed by chunks of tokens, and so are, at once,
-the gradients of hidden states and embedding (Wijmans et al. 2024, https://arxiv.org/abs/2411.09009, and the
-chunked losses of https://arxiv.org/abs/2410.10989, go the same way in kernels of their own).
+Within the model's own forward, the output embedding returns deferred logits: the hidden states, and the
+operations that the model applies to its logits (a scale, a cap). The loss is then computed in chunks of
+tokens, together with the gradients of hidden states and embedding (Wijmans et al. 2024,
+https://arxiv.org/abs/2411.09009, and https://arxiv.org/abs/2410.10989 do the same in their own kernels).
 """
 
 from __future__ import annotations
@@ -26,10 +26,18 @@ from mm_core.modules.torch_calls import Args, Function, Kwargs
 Step = Callable[[Tensor], Tensor]
 Steps = Sequence[Step]
 
+_TOLD = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_contiguous, Tensor.is_floating_point}
+_ELEMENTWISE = {
+    *(getattr(Tensor, name) for name in ("mul", "__mul__", "__rmul__", "div", "__truediv__", "true_divide")),
+    *(torch.mul, torch.div, torch.true_divide, torch.tanh, Tensor.tanh),
+}
+
 
 class DeferredLogits(Tensor):
-    """The logits [..., V] of a linear layer that was not run. They have a shape, a dtype and a device, and no
-    memory. Reshaping goes to the hidden states; scales, tanh and casts wait for the chunks."""
+    """Logits [..., V] of a linear layer that has not run: a shape, a dtype and a device without memory.
+
+    Reshaping is applied to the hidden states; scales, tanh and casts are applied later, to each chunk.
+    """
 
     hidden: Tensor
     head: nn.Linear
@@ -38,7 +46,14 @@ class DeferredLogits(Tensor):
 
     @staticmethod
     def of(hidden: Tensor, head: nn.Linear, chunk: int, steps: tuple[Step, ...] = ()) -> DeferredLogits:
-        """Those of `head` for hidden[..., D]."""
+        """Deferred logits of an output embedding for hidden states [..., D].
+
+        Args:
+            hidden: [..., D].
+            head: the output embedding.
+            chunk: tokens whose logits are in memory at a time.
+            steps: elementwise operations to apply to the logits.
+        """
         dtype = head.weight.dtype
         for step in steps:
             dtype = step(torch.empty(0, dtype=dtype)).dtype
@@ -50,11 +65,11 @@ class DeferredLogits(Tensor):
         return made
 
     def later(self, step: Step) -> DeferredLogits:
-        """The same after an elementwise step."""
+        """Deferred logits with one more elementwise operation."""
         return DeferredLogits.of(self.hidden, self.head, self.chunk_tokens, (*self.steps, step))
 
     def shaped(self, hidden: Tensor) -> DeferredLogits:
-        """The same of these hidden states."""
+        """Deferred logits of other hidden states, with the same output embedding and operations."""
         return DeferredLogits.of(hidden, self.head, self.chunk_tokens, self.steps)
 
     @classmethod
@@ -77,8 +92,8 @@ class DeferredLogits(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **given)
         raise ContractError(
-            f"the model does `{getattr(func, '__name__', func)}` to its logits before their loss, which "
-            "a chunked loss cannot do without them",
+            f"the model applies `{getattr(func, '__name__', func)}` to its logits before the loss, which "
+            "a chunked loss does not support",
             where="task.loss",
             accepted="scales, caps (tanh), casts and reshaping",
             hint="set task.loss: plain",
@@ -89,19 +104,19 @@ class DeferredLogits(Tensor):
         cls, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         raise ContractError(
-            f"the logits of a chunked loss were never computed, and {func} asks for them",
+            f"the model applies {func} to its logits, which a chunked loss never computes",
             where="task.loss",
             hint="set task.loss: plain",
         )
 
 
 def _tells(func: Function) -> bool:
-    """Whether a function asks only what is known: shape, dtype, device."""
+    """Whether a function reads only shape, dtype or device."""
     return func in _TOLD or getattr(func, "__name__", "") == "__get__"
 
 
 def _reshaped(logits: DeferredLogits, func: Function, args: Args, given: Kwargs) -> DeferredLogits | None:
-    """The logits in another shape that has the vocabulary last, as it was."""
+    """The logits in another shape whose last dimension is still the vocabulary; None for anything else."""
     if func is Tensor.contiguous:
         return logits
     if func in (Tensor.view, Tensor.reshape) and not given:
@@ -119,15 +134,8 @@ def _reshaped(logits: DeferredLogits, func: Function, args: Args, given: Kwargs)
     return None
 
 
-_TOLD = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_contiguous, Tensor.is_floating_point}
-_ELEMENTWISE = {
-    *(getattr(Tensor, name) for name in ("mul", "__mul__", "__rmul__", "div", "__truediv__", "true_divide")),
-    *(torch.mul, torch.div, torch.true_divide, torch.tanh, Tensor.tanh),
-}
-
-
 def _computed(logits: DeferredLogits, func: Function, args: Args, given: Kwargs) -> DeferredLogits | None:
-    """The logits after an elementwise step with constants."""
+    """The logits after an elementwise operation with constants; None for any other operation."""
     if func is Tensor.to:
         places = [value for value in (*args, *given.values()) if not isinstance(value, torch.dtype)]
         if any(torch.device(place) != logits.device for place in places if not isinstance(place, bool)):
@@ -149,9 +157,11 @@ def _computed(logits: DeferredLogits, func: Function, args: Args, given: Kwargs)
 
 
 def defer_logits(head: nn.Linear, chunk: int) -> Callable[[], AbstractContextManager[None]]:
-    """Changes a model's output embedding: within the context that is returned, it holds its logits back.
+    """Lets a model's output embedding defer its logits within the context that is returned.
 
-    chunk: tokens whose logits are in memory at a time.
+    Args:
+        head: the output embedding.
+        chunk: tokens whose logits are in memory at a time.
     """
     forward, active = head.forward, False
 
@@ -174,18 +184,27 @@ def defer_logits(head: nn.Linear, chunk: int) -> Callable[[], AbstractContextMan
 def chunked_cross_entropy(
     logits: DeferredLogits, target: Tensor, weights: Tensor, predict: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(weighted sum, loss of each label [N] without gradients, most likely labels [N] if `predict`).
+    """Cross entropy of deferred logits, computed in chunks of tokens.
 
     Args:
-        logits: [N,V]. target: [N], -100 for what counts for nothing. weights: [N] float32.
+        logits: [N,V].
+        target: [N]; -100 is ignored.
+        weights: [N] float32.
+        predict: whether to return the most likely labels.
+
+    Returns:
+        The weighted sum, the loss of each label [N] without gradients, the most likely labels [N] or None.
+
+    Raises:
+        ContractError: the output embedding is sharded by itself, so it is not available for the loss.
     """
     head, hidden = logits.head, logits.hidden
     if isinstance(head.weight, DTensor):
         raise ContractError(
-            "the output embedding is gathered for itself alone, and given back before the loss",
+            "the output embedding is sharded as a module of its own, so a chunked loss cannot use its weight",
             where="engine.sub_modules_to_wrap",
             accepted="modules other than the output embedding",
-            hint="leave it out of the list, or set task.loss: plain",
+            hint="remove it from the list, or set task.loss: plain",
         )
     flat = hidden.reshape(-1, hidden.shape[-1]).to(head.weight.dtype)
     total, losses, best = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
@@ -220,12 +239,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, of_total: Tensor, *_: object) -> tuple[Tensor | None, ...]:
         head, ctx.head = ctx.head, None
-        assert head is not None, "the gradients of a chunked loss are there for one backward"
+        assert head is not None, "a chunked loss supports one backward only"
         return (*head.gradients(of_total), None, None, None, None, None)
 
 
 class _Head:
-    """An output embedding on hidden states [N,D], and the gradients of both, each where it is wanted."""
+    """An output embedding applied to hidden states [N,D], with the gradients that autograd needs."""
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, steps: Steps, wanted: Sequence[bool]
@@ -233,17 +252,24 @@ class _Head:
         self.hidden, self.weight, self.bias, self.steps = hidden, weight, bias, steps
         self.differentiable = any(wanted)
         self._of_hidden = torch.empty_like(hidden) if wanted[0] else None
-        # Those of the embedding add up over chunks: in float32, whatever its own dtype.
+        # Gradients of the embedding are summed over chunks, in float32 whatever its own dtype.
         self._of_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
         self._of_bias = (
             torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
         )
 
     def losses(self, part: slice, target: Tensor, weights: Tensor, best: Tensor | None) -> Tensor:
-        """[n] of a chunk, whose gradients are added, times `weights`. best: is given the likeliest labels."""
+        """Losses [n] of one chunk, whose gradients, times `weights`, are added to the sums.
+
+        Args:
+            part: the chunk's tokens.
+            target: labels [n].
+            weights: [n].
+            best: filled with the most likely labels [n], if not None.
+        """
         raw = functional.linear(self.hidden[part], self.weight, self.bias)
         logits, back = _after(raw, self.steps, self.differentiable)
-        del raw  # what follows happens in one chunk of memory: logits, exponentials, softmax less one-hot
+        del raw  # the rest reuses one chunk of memory: logits, exponentials, softmax minus one-hot
         if best is not None:
             best.copy_(logits.argmax(1))
         known = target != IGNORED_LABEL
@@ -255,12 +281,12 @@ class _Head:
             slope = exponentials.div_(sums)
             slope.scatter_add_(1, labels, slope.new_full(labels.shape, -1.0))
             slope.mul_(weights.where(known, 0)[:, None])
-            with _disable_current_modes():  # who counts operations takes these for a backward already
+            with _disable_current_modes():  # FLOP counters already count these products as the backward
                 self._add(part, back(slope).to(self.weight.dtype))
         return (sums.log() + most - of_label)[:, 0].where(known, 0)
 
     def _add(self, part: slice, slope: Tensor) -> None:
-        """What the gradient of a chunk's linear layer [n,V] makes of those of its inputs."""
+        """Adds the gradients of the linear layer's inputs, from the gradient [n,V] of a chunk's logits."""
         if self._of_hidden is not None:
             torch.mm(slope, self.weight, out=self._of_hidden[part])
         if self._of_weight is not None and slope.dtype == torch.float32:
@@ -271,15 +297,15 @@ class _Head:
             self._of_bias += slope.sum(0, dtype=torch.float32)
 
     def gradients(self, factor: Tensor) -> list[Tensor | None]:
-        """All of them times a factor, in the dtypes of what they are gradients of; in place."""
+        """The summed gradients of a chunked loss times a factor, in the dtypes of their tensors; in place."""
         found = [(self._of_hidden, self.hidden.dtype)]
         found += [(gradient, self.weight.dtype) for gradient in (self._of_weight, self._of_bias)]
         return [g.mul_(factor).to(dtype) if g is not None else None for g, dtype in found]
 
 
 def _after(raw: Tensor, steps: Steps, differentiable: bool) -> tuple[Tensor, Step]:
-    """(logits in float32 that may be overwritten, from their gradient to that of `raw`)."""
-    while steps and steps[-1] is Tensor.float:  # as is done at the end in any case
+    """(logits in float32 that may be overwritten, a function from their gradient to that of `raw`)."""
+    while steps and steps[-1] is Tensor.float:  # the cast at the end does the same
         steps = steps[:-1]
     if not steps or not differentiable:
         for step in steps:

@@ -1,8 +1,8 @@
-"""A model's initialisation on a tape: recorded while its constructor runs, played for a few tensors alone.
+"""Recording of a model's initialisation: made while its constructor runs, replayed for single tensors.
 
-Parameters of a recorded model have no memory, and do not show it: what constructors and initialisers do to
-them (whole, to rows, through `.data`, from a parent, twice) is recorded, whoever does it. Every parameter can
-then be computed alone, on any rank, with the values that the model has where it is built in one piece.
+Parameters of a recorded model have no memory. Everything that constructors and initialisers do to them (to
+all of it, to rows, through `.data`, from a parent module, twice) is recorded. Each parameter can then be
+computed separately, on any rank, with the values it has in a model built normally.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _UNFILLED = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::ne
 _UNFILLED |= {"aten::new_empty_strided"}
 _COPIES = {"aten::clone", "aten::_to_copy"}
 _WHOLE = {"aten::fill_", "aten::zero_", "aten::copy_", "aten::normal_", "aten::uniform_"}
-# What leaves the tensors: a number, or a shape that depends on values.
+# Operations whose result leaves the recording: a Python number, or a shape that depends on values.
 _LEAVES = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::nonzero"}
 _LEAVES |= {"aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::item"}
 
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor within a recorded storage."""
+    """The place of a tensor within a recorded storage, for initial weights."""
 
     storage: int
     dtype: torch.dtype
@@ -53,15 +53,15 @@ class _Call:
 
 @dataclass(eq=False)
 class _Storage:
-    held: UntypedStorage  # keeps its address from being used again
-    home: nn.Module | None  # the module whose parameter it is
+    held: UntypedStorage  # kept alive so that its address is not reused
+    home: nn.Module | None  # the module that owns it as a parameter
     writers: list[_Node] = field(default_factory=list)
-    unread: list[_Node] = field(default_factory=list)  # writers since another storage depended on it
+    unread: list[_Node] = field(default_factory=list)  # writers since another storage last read it
 
 
 @dataclass(eq=False)
 class _Node:
-    """One operation. `group`: the random ones of a group share a generator, in their order."""
+    """One recorded operation."""
 
     order: int
     call: _Call | None
@@ -70,18 +70,18 @@ class _Node:
     spec: TreeSpec
     made: list[tuple[int, int]]  # (index of an output, new storage)
     uses: set[int]  # storages read or written
-    group: Group | None = None
+    group: Group | None = None  # random operations of a group share a generator, in order
 
 
 Group = tuple[_Call | None, nn.Module | int]
-"""Draws that share a generator: of a call, into the parameters of a module, or of one operation."""
+"""Random draws that share a generator: those of one call for one module's parameters, or one operation."""
 
 
 class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records what happens to the parameters of a model that is built within `recording`.
+    """Records the initialisation of a model's parameters while the model is built within `recording`.
 
-    Numbers that control a constructor's flow are computed for it at once. Whatever is drawn at random for
-    them, for buffers or by a constructor outside of parameters is the same for every seed.
+    Numbers that control a constructor's flow are computed at once. Random values drawn for such numbers, for
+    buffers, or by a constructor outside of parameters are the same for every seed.
     """
 
     def __init__(self) -> None:
@@ -90,19 +90,19 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._order = count()
         self._storages: dict[int, _Storage] = {}
         self._numbers: dict[int, int] = {}  # address of a storage -> its number
-        self._unfilled: dict[int, UntypedStorage] = {}  # real memory that nobody has written yet, by address
+        self._unfilled: dict[int, UntypedStorage] = {}  # real memory not yet written, by address
         self._groups: dict[Group, list[_Node]] = {}
-        self._settled: dict[Group, int] = {}  # groups that were drawn during the recording
+        self._settled: dict[Group, int] = {}  # groups drawn during the recording
         self._call: _Call | None = None
 
     # -- recording -------------------------------------------------------------------------------
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Within it, parameters are recorded from their registration on."""
+        """A context in which a model is built: its parameters are recorded from their registration on."""
         register = nn.Module.register_parameter
         truncated: Function = nn.init._no_grad_trunc_normal_
-        thread = threading.get_ident()  # others build their models meanwhile
+        thread = threading.get_ident()  # other threads may build models at the same time
 
         def register_recorded(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
             register(module, name, param)
@@ -111,7 +111,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 module._parameters[name] = self._adopt(param, module)
 
         def draw_truncated(tensor: Tensor, *args: object, **kwargs: object) -> object:
-            # It looks at what it draws, and draws again.
+            # It reads the values it draws, and draws again: recorded as one operation.
             if not isinstance(tensor, FakeTensor):
                 return truncated(tensor, *args, **kwargs)
             self._record(truncated, (tensor, *args), kwargs, [tensor], None, random=True, whole=True)
@@ -130,7 +130,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def initialising(self, module: nn.Module) -> Iterator[None]:
-        """Within it, all that is made is a step towards the weights of `module`, and is recorded too."""
+        """A context for the initialiser of a module: new tensors made in it are recorded as well."""
         before, self._call = self._call, _Call(module)
         try:
             yield
@@ -164,7 +164,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
     def _follow(self, name: str, inputs: list[Tensor], written: list[Tensor], found: object) -> None:
-        """Keeps the list of memory that nobody has written."""
+        """Updates the table of memory that is not yet written."""
         empty = name in _UNFILLED or (
             name in _COPIES and any(_address(tensor) in self._unfilled for tensor in inputs)
         )
@@ -212,7 +212,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._groups.setdefault(node.group, []).append(node)
 
     def _forget(self, storage: _Storage) -> None:
-        """Drops what other calls wrote before all of it is written anew: nothing has depended on it."""
+        """Drops earlier calls' writes to a storage that was never read and is now overwritten completely."""
         for node in storage.unread:
             if node.call is not self._call:
                 storage.writers.remove(node)
@@ -236,7 +236,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return torch.empty(like.shape, dtype=like.dtype, device="cpu")
 
     def _constant(self, value: Tensor, home: nn.Module | None) -> Tensor:
-        """A tensor of the tape that begins with a value."""
+        """A recorded tensor that starts with a value."""
         tensor = self._empty(value)
         self._keep(tensor, home)
         self._record(Tensor.copy_, (tensor, value), {}, [tensor], None, whole=True)
@@ -260,7 +260,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- playing ---------------------------------------------------------------------------------
 
     def value(self, tensor: Tensor) -> Tensor:
-        """What a recorded tensor holds now."""
+        """The current values of a recorded parameter or buffer."""
         with torch.utils._python_dispatch._disable_current_modes():
             place = self._place(tensor)
             for storage in self._needed([place.storage])[1]:
@@ -271,7 +271,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Randomness(0).seed32("settled", self._settled.setdefault(group, len(self._settled)))
 
     def _needed(self, numbers: Iterable[int]) -> tuple[list[_Node], set[int]]:
-        """(the operations that these storages depend on, all storages that they use)."""
+        """(the operations that the storages depend on, all storages used by these operations)."""
         todo, known, nodes = list(numbers), set(numbers), set()
         while todo:
             new: list[_Node] = []
@@ -286,7 +286,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sorted(nodes, key=lambda node: node.order), known
 
     def _play(self, numbers: Iterable[int], seed: Callable[[Group], int]) -> dict[int, Tensor]:
-        """The storages, and what they depend on, each as a flat tensor that is its owner."""
+        """Replays the storages and everything they depend on, each as a flat tensor that owns its memory."""
         nodes, known = self._needed(numbers)
         made = {number for node in nodes for _, number in node.made}
         sizes = {number: self._storages[number].held.nbytes() for number in known - made}
@@ -313,22 +313,27 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- the model --------------------------------------------------------------------------------
 
     def places(self, model: nn.Module) -> dict[str, Place]:
-        """Where the parameters of a model that was recorded are, by every of their names, and its buffers
-        that are made of them; of what nothing has been written to, nothing."""
+        """The places of a recorded model's parameters, under all of their names, and of buffers made of them;
+        tensors that nothing wrote to are left out."""
         for module in model.modules():
             for name, param in module._parameters.items():
-                if param is not None and not isinstance(param, FakeTensor):  # put there by other means
+                if param is not None and not isinstance(param, FakeTensor):  # not added by registration
                     module._parameters[name] = self._adopt(param, module)
         named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
         found = {name: self._place(tensor) for name, tensor in named if isinstance(tensor, FakeTensor)}
         return {name: place for name, place in found.items() if self._storages[place.storage].writers}
 
     def home(self, place: Place) -> nn.Module | None:
-        """The module whose parameter the tensor is."""
+        """The module that owns a recorded parameter."""
         return self._storages[place.storage].home
 
     def play(self, places: Mapping[str, Place], seed: Callable[[Group], int]) -> dict[str, Tensor]:
-        """These tensors. `seed`: that of a group of draws: (call, module or number)."""
+        """Computes recorded parameters: replays their initialisation.
+
+        Args:
+            places: the tensors to compute, by name.
+            seed: returns the seed of a group of draws.
+        """
 
         def of_group(group: Group) -> int:
             return self._settle(group) if group in self._settled else seed(group)
@@ -337,7 +342,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return {name: _at(place, found) for name, place in places.items()}
 
     def groups(self) -> list[Group]:
-        """All groups of draws, in their order."""
+        """All groups of random draws in a model's initialisation, in order."""
         return [group for group, nodes in self._groups.items() if nodes]
 
 
@@ -352,7 +357,7 @@ def _at(place: Place, found: Mapping[int, Tensor]) -> Tensor:
 
 
 def _written(func: OpOverload[..., object], args: Args, kwargs: Kwargs) -> list[Tensor]:
-    """The arguments that an operation changes."""
+    """The arguments that an operation writes to."""
     found: list[Tensor] = []
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

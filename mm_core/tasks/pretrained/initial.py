@@ -1,4 +1,4 @@
-"""The weights with which a model of Transformers begins: those of the library's own `from_config`."""
+"""Initial weights of a Transformers model, those of the library's own `from_config`, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mm_core.contracts import Randomness
-from mm_core.errors import ContractError
+from mm_core.errors import ContractError, plural
 from mm_core.modules.initialise import fill_whole
 from mm_core.tasks.pretrained.init_tape import Group, Tape
 
@@ -26,8 +26,8 @@ _SEED = "mm_seed"
 
 @contextmanager
 def recorded() -> Iterator[Tape]:
-    """Within it, models of Transformers are built without memory for their parameters, and the tape knows how
-    they begin."""
+    """A context in which Transformers models are built without memory for their parameters, while a tape
+    records their initialisation."""
     from transformers import PreTrainedModel
 
     before, tape, thread = PreTrainedModel._initialize_weights, Tape(), threading.get_ident()
@@ -36,7 +36,7 @@ def recorded() -> Iterator[Tape]:
     def initialise_recorded(
         self: PreTrainedModel, module: nn.Module, *args: object, **kwargs: object
     ) -> None:
-        own = threading.get_ident() == thread  # others build models of their own meanwhile
+        own = threading.get_ident() == thread  # other threads may build models at the same time
         with tape.initialising(module) if own else nullcontext():
             before(self, module, *args, **kwargs)
 
@@ -45,13 +45,15 @@ def recorded() -> Iterator[Tape]:
 
 
 def prepare_initialisation(model: PreTrainedModel, make: Callable[[], PreTrainedModel]) -> None:
-    """Has the engine fill the model as its authors do: tables as computed, weights as they draw them.
+    """Gives a Transformers model an `init_weights` that fills it as its authors do: tables as computed,
+    weights drawn at random.
 
     Args:
-        make: builds the model again, to see how it begins; not called where files hold all weights.
+        model: the model, with parameters on the meta device.
+        make: builds the model again, to record its initialisation; not called if files contain all weights.
     """
     tables = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    # A buffer that the engine seeds as it seeds any other tensor: the rest is drawn from it.
+    # The engine seeds this buffer like any other tensor; all other draws derive from it.
     model.register_buffer(_SEED, torch.zeros(1, device="cpu"), persistent=False)
 
     @functools.cache
@@ -63,7 +65,7 @@ def prepare_initialisation(model: PreTrainedModel, make: Callable[[], PreTrained
     def init_weights() -> None:
         seed = nn.init.uniform_(getattr(model, _SEED))
         rng = Randomness(int(float(seed) * 2**24))
-        drawn: dict[str, Tensor] = {}  # the parameters of one module, each whole
+        drawn: dict[str, Tensor] = {}  # the complete parameters of one module
 
         def whole(name: str, unset: list[str]) -> Tensor | None:
             if name not in drawn:
@@ -74,15 +76,16 @@ def prepare_initialisation(model: PreTrainedModel, make: Callable[[], PreTrained
             return drawn.get(name)
 
         unset: list[str] = []
-        # Buffers without a value are made of parameters.
+        # Buffers on the meta device are made of parameters.
         made = [(name, model.get_buffer(name)) for name, table in tables.items() if table.is_meta]
         for name, parameter in [*model.named_parameters(), *made]:
             fill_whole(parameter, functools.partial(whole, name, unset if parameter.numel() else []))
         if unset:
             raise ContractError(
-                f"{recipe().model} leaves {len(unset)} parameters unset: {', '.join(unset[:8])}",
-                accepted="what its constructor or its _init_weights gives values to",
-                hint="take weights that hold them (task.weights: files), or have _init_weights fill them",
+                f"{recipe().model} does not initialise "
+                f"{plural(len(unset), 'parameter')}: {', '.join(unset[:8])}",
+                accepted="parameters that the constructor or _init_weights of the model fills",
+                hint="use files that contain them (task.weights: files), or fill them in _init_weights",
             )
         for name, table in tables.items():
             if not table.is_meta:
@@ -92,11 +95,11 @@ def prepare_initialisation(model: PreTrainedModel, make: Callable[[], PreTrained
 
 
 class Recipe:
-    """How the parameters of a model begin.
+    """Computes the initial parameters of a Transformers model from its recorded initialisation.
 
     Args:
-        tape: of its constructor.
-        model: it, as recorded.
+        tape: the recording of the model's constructor.
+        model: the recorded model.
     """
 
     def __init__(self, tape: Tape, model: nn.Module) -> None:
@@ -115,13 +118,13 @@ class Recipe:
             self._keys[group] = key if counts[key] == 1 else (*key, counts[key])
 
     def unit(self, name: str) -> list[str]:
-        """Names of the parameters of the same module, which are drawn by one generator; [] for one that
-        nothing sets."""
+        """Names of all parameters in the same module, which share a generator; [] for a parameter that the
+        model never initialises."""
         place = self._places.get(name)
         return self._units[id(self._tape.home(place))] if place is not None else []
 
     def draw(self, names: Iterable[str], rng: Randomness) -> dict[str, Tensor]:
-        """These parameters, whole, on the CPU: a function of the seed and the model alone."""
+        """Draws complete initial parameters on the CPU; they depend on the seed and the model alone."""
         places = {name: self._places[name] for name in names}
         return self._tape.play(places, lambda group: rng.seed32(*self._keys[group]))
 

@@ -1,8 +1,8 @@
 """A model's own loss, taken as a sum.
 
-Transformers' models compute a mean over a micro-batch, each at a place of its own. The labels that they are
-given here follow them to that place: a tensor that keeps its kind as it is cut, joined and reshaped, and that
-answers when a loss of it is asked for. There the loss of each label is known, and so are sums by row.
+Transformers models compute a mean over a micro-batch, each somewhere in its own forward. The labels passed to
+them are a tensor subclass that survives slicing and reshaping, and intercepts the call of a loss function.
+At this point the loss of each label is available, and so are sums by row.
 """
 
 from __future__ import annotations
@@ -30,11 +30,18 @@ _RESHAPING = {
 
 @dataclass
 class RowLosses:
-    """What one forward makes of the labels of B rows.
+    """The losses of B rows in one forward of a Transformers model.
 
-    weights: [B] float32, factors of the rows' losses in `total`. keep_predictions: for evaluations.
-    rows: [B] float32, the summed loss of each row. counted: [B], over how many labels. total: what the model
-    takes for its mean. sums: how often it asked. version: of `total`, before the model adds to it in place.
+    Attributes:
+        weights: [B] float32, factors of the rows' losses in `total`.
+        keep_predictions: whether to keep the most likely labels, for evaluation.
+        rows: [B] float32, the summed loss of each row.
+        counted: [B], the number of labels in each row's sum.
+        total: the weighted sum returned to the model in place of its mean.
+        predictions: the most likely label for each label.
+        labels: the labels as the loss function received them.
+        sums: number of loss calls with the labels.
+        version: version counter of `total`, which changes if the model adds to it in place.
     """
 
     weights: Tensor
@@ -48,15 +55,19 @@ class RowLosses:
     version: int = 0
 
     def of_model(self, function: Function, args: Args, given: Kwargs) -> Tensor:
-        """The loss that a model asks for: the weighted sum in the place of its mean."""
+        """Computes the loss function that a model calls with its labels: the weighted sum instead of a mean.
+
+        Raises:
+            ContractError: the model's loss cannot be expressed as a sum over rows.
+        """
         call = inspect.signature(function).bind(*args, **given)
         call.apply_defaults()
         options = call.arguments
         name = _LOSSES[function]
         if options["reduction"] == "none":
-            raise _unsummable(f"it weighs the {name} of each label itself")
+            raise _unsummable(f"it computes the {name} of each label and reduces it itself")
         if options.get("weight") is not None or options.get("pos_weight") is not None:
-            raise _unsummable(f"its {name} weighs the classes")
+            raise _unsummable(f"its {name} uses class weights")
         found, target = options["input"], plain(options["target"])
         total: Tensor | None = None
         if function is functional.cross_entropy:
@@ -64,7 +75,7 @@ class RowLosses:
             counted = target != IGNORED_LABEL
         else:
             if isinstance(found, DeferredLogits):
-                raise _unsummable(f"its {name} is of the output embedding", "set task.loss: plain")
+                raise _unsummable(f"it computes {name} from the output embedding", "set task.loss: plain")
             losses = function(found.float(), target.float(), reduction="none")
             # A row with several values counts once, as in the mean.
             losses = self._by_row(losses).mean(1)
@@ -76,14 +87,14 @@ class RowLosses:
         return self.total
 
     def _cross_entropy(self, found: Tensor, target: Tensor, options: Kwargs) -> tuple[Tensor, Tensor | None]:
-        """The loss of each label; where gradients do not go through that, also the weighted sum."""
+        """The loss of each label, and, if gradients do not pass through it, the weighted sum."""
         if options["ignore_index"] != IGNORED_LABEL:
-            raise _unsummable(f"it ignores the label {options['ignore_index']}, and -100 is what counts here")
+            raise _unsummable(f"it ignores label {options['ignore_index']}, but only -100 may be ignored")
         total: Tensor | None = None
         if isinstance(found, DeferredLogits):
             if options["label_smoothing"]:
-                raise _unsummable("it smooths its labels", "set task.loss: plain")
-            each = target.numel() // len(self.weights)  # labels of a row, which have its weight
+                raise _unsummable("it uses label smoothing", "set task.loss: plain")
+            each = target.numel() // len(self.weights)  # labels in a row
             weights = self.weights[:, None].expand(-1, each).reshape(-1)
             total, losses, best = chunked_cross_entropy(found, target, weights, self.keep_predictions)
         else:
@@ -98,12 +109,12 @@ class RowLosses:
 
     def _by_row(self, values: Tensor) -> Tensor:
         if values.numel() % len(self.weights):
-            raise _unsummable("it leaves labels out before the loss, so that rows cannot be told apart")
+            raise _unsummable("it drops labels before the loss, so they cannot be assigned to rows")
         return values.reshape(len(self.weights), -1)
 
 
 class FollowedLabels(Tensor):
-    """Labels that are still known as such where a loss is computed; see `follow`."""
+    """Labels that intercept the loss function called with them; see `follow`."""
 
     record: RowLosses
 
@@ -117,44 +128,53 @@ class FollowedLabels(Tensor):
             return followed.record.of_model(func, args, given)
         with torch._C.DisableTorchFunctionSubclass():
             if func is Tensor.to and followed is not None and followed.is_floating_point():
-                # The engine lowers the precision of what a forward is given; 998.7 would become 1000.
+                # The engine casts a forward's inputs to a lower precision; 998.7 would become 1000.
                 args = (followed, *(a for a in args[1:] if not isinstance(a, torch.dtype)))
                 given = {name: value for name, value in given.items() if name != "dtype"}
                 if len(args) + len(given) == 1:
                     return followed
             found = func(*args, **given)
-        # What is computed with labels in another way (inputs of a decoder) is an ordinary tensor.
+        # Anything else computed from labels (a decoder's inputs) is an ordinary tensor.
         if func in _RESHAPING and isinstance(found, Tensor) and followed is not None:
             return follow(plain(found), followed.record)
         return plain(found) if isinstance(found, FollowedLabels) else found
 
 
 def follow(labels: Tensor, record: RowLosses) -> Tensor:
-    """The labels, such that `record` notes the loss that is computed of them."""
+    """Makes labels record the loss that a model computes from them.
+
+    Args:
+        labels: the batch's labels.
+        record: filled during the forward.
+    """
     followed = labels.as_subclass(FollowedLabels)
     followed.record = record
     return followed
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """A tensor that is not followed any more."""
+    """Labels as an ordinary tensor again, without recording of a loss."""
     return tensor.as_subclass(Tensor) if isinstance(tensor, FollowedLabels) else tensor
 
 
 def check_returned(record: RowLosses, returned: object) -> None:
-    """ContractError where a model's loss is another thing than the sum that `record` has noted."""
+    """Checks that the loss returned by a model is the recorded sum over its labels.
+
+    Raises:
+        ContractError: the model computed another loss, or changed the sum.
+    """
     if record.total is None:
         raise _unsummable(
             "it computes no loss from `labels`"
             if returned is None
-            else "it computes a loss that is none of cross entropy, squared or absolute error"
+            else "its loss is not cross entropy, squared error or absolute error"
         )
     if record.sums > 1:
-        raise _unsummable("it adds several losses of the labels")
+        raise _unsummable("it computes several losses from the labels")
     if returned is not record.total or record.total._version != record.version:
         raise _unsummable(
-            "it adds to the loss of its labels, or scales it (a router's term, say)",
-            "switch the term off by a key of config.json (task.overrides: {output_router_logits: false})",
+            "it scales the loss of its labels or adds a term to it (a router's, for example)",
+            "switch the term off by overriding config.json (task.overrides: {output_router_logits: false})",
         )
 
 

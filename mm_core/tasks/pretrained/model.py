@@ -1,4 +1,4 @@
-"""A model of Transformers from its folder: the class, and the modules without memory."""
+"""Building a Transformers model from its folder: its class, and its modules on the meta device."""
 
 from __future__ import annotations
 
@@ -36,27 +36,32 @@ if TYPE_CHECKING:
 
 
 def build_model(wanted: PretrainedConfig, name: str) -> PreTrainedModel:
-    """The model of a folder, called `name` in its task: parameters on the meta device, tables computed.
+    """Builds the Transformers model of a folder: parameters on the meta device, tables computed.
 
-    It has what the core asks of a component: `init_weights`, and `weights_from` where files hold weights.
+    The model gets what mm_core expects of a component: `init_weights`, and `weights_from` if files contain
+    its weights.
+
+    Args:
+        wanted: the task's config.
+        name: the model's attribute in its task.
 
     Raises:
-        CheckpointError: no such folder, or one that no model can be made of.
-        ContractError: a class that there is not, or that makes no such model.
+        CheckpointError: the folder is missing or contains no model.
+        ContractError: the class is missing, or does not fit the folder.
     """
     folder = Path(wanted.from_pretrained)
     if not (folder / "config.json").is_file():
         raise CheckpointError(
-            "this folder holds no config.json" if folder.is_dir() else "there is no such folder",
+            "this folder contains no config.json" if folder.is_dir() else "there is no such folder",
             where=str(folder),
-            accepted="a folder as Transformers' save_pretrained writes it",
-            hint="set task.from_pretrained; models are downloaded first: hf download NAME --local-dir DIR",
+            accepted="a model folder as written by Transformers' save_pretrained",
+            hint="download the model (hf download NAME --local-dir DIR) and set task.from_pretrained: DIR",
         )
     if wanted.trust_remote_code:
-        what = f"task.trust_remote_code is on: Python files of {folder} are run"
+        what = f"task.trust_remote_code is on: Python files in {folder} are executed"
         warnings.warn(what, RunWarning, stacklevel=2)
-    with torch.device("cpu"):  # modules that are imported now may hold tensors of their own
-        kind = _class_of(wanted.auto_class)  # its module may make further types of config.json known
+    with torch.device("cpu"):  # modules imported here may create tensors
+        kind = _class_of(wanted.auto_class)  # its module may register further model types
 
         def make() -> tuple[ModelConfig, PreTrainedModel]:
             with code_folder(folder, wanted.trust_remote_code) as place:
@@ -66,7 +71,7 @@ def build_model(wanted: PretrainedConfig, name: str) -> PreTrainedModel:
                     model.name_or_path = model.config.name_or_path = str(folder)
             return config, model
 
-        # Buffers that are drawn by chance are the same on every rank.
+        # Random buffers must be the same on every rank.
         with torch.random.fork_rng(devices=[]), empty_parameters():
             torch.default_generator.manual_seed(0)
             config, model = make()
@@ -77,7 +82,7 @@ def build_model(wanted: PretrainedConfig, name: str) -> PreTrainedModel:
     new = tuple(path.removeprefix(f"{name}.") for path in begun)
     model.weights_from = None
     if wanted.weights == "files":
-        # A config.json that was read as another type than it states is of another layout.
+        # A config.json read as a different type from the stated one has a different layout.
         stated = read_mapping(folder / "config.json").get("model_type", config.model_type)
         layout = "core/transformers" if stated == config.model_type else None
         model.weights_from = WeightsFrom(str(folder), layout, part=True, new=new)
@@ -98,7 +103,7 @@ def _config_of(folder: Path, wanted: PretrainedConfig) -> ModelConfig:
 
 
 def _override(config: ModelConfig, changes: Mapping[str, object], where: str) -> None:
-    """Changes keys of a config, and of those in it. ContractError for one that there is not."""
+    """Sets keys of a config and of its sub-configs. ContractError for an unknown key."""
     known = config.to_dict()
     for key, value in changes.items():
         if key not in known and not hasattr(config, key):
@@ -114,7 +119,7 @@ def _override(config: ModelConfig, changes: Mapping[str, object], where: str) ->
 
 
 def _class_of(auto_class: str) -> type[PreTrainedModel]:
-    """A class of models, or an auto class that chooses one by a config."""
+    """A model class, or an auto class that chooses one by the config."""
     import transformers
 
     if ":" not in auto_class:
@@ -133,15 +138,15 @@ def _class_of(auto_class: str) -> type[PreTrainedModel]:
             kind = getattr(importlib.import_module(module), name)
     except MMError:
         raise
-    except Exception as fault:  # it is code of others: it may raise anything
+    except Exception as fault:  # foreign code may raise anything
         raise ContractError(
             f"{auto_class!r} cannot be imported: {first_line(fault)}", where="task.auto_class"
         ) from fault
     if not (inspect.isclass(kind) and issubclass(kind, transformers.PreTrainedModel)):
         raise ContractError(
-            f"{auto_class!r} is no model of Transformers",
+            f"{auto_class!r} is not a Transformers model",
             where="task.auto_class",
-            accepted="a child of transformers.PreTrainedModel",
+            accepted="a subclass of transformers.PreTrainedModel",
         )
     return kind
 
@@ -168,10 +173,10 @@ def _made(
     except (OSError, ValueError, TypeError, AttributeError, LookupError, ImportError, RuntimeError) as fault:
         if isinstance(fault, KeyError) and fault.args == (wanted.attn_implementation,):
             raise ContractError(
-                f"the model of this folder knows no attention {wanted.attn_implementation!r}",
+                f"the model of this folder does not support attention {wanted.attn_implementation!r}",
                 where="task.attn_implementation",
-                accepted="eager, sdpa: it does not let one choose any other function",
-                hint="leave attn_implementation out",
+                accepted="eager, sdpa",
+                hint="remove task.attn_implementation",
             ) from fault
         if automatic and kind.__name__ in _code_of(folder):
             raise _untrusted(folder, wanted, _no_model(kind, folder, fault)) from fault
@@ -181,9 +186,9 @@ def _made(
 
 
 def _read_generation(model: PreTrainedModel, folder: Path) -> None:
-    """What the folder says of the model's generation. CheckpointError where that cannot be read."""
+    """Reads generation_config.json of the folder, if any. CheckpointError if it cannot be read."""
     file = folder / "generation_config.json"
-    # One that the library made of config.json says no more than that, and often less.
+    # A file that the library derived from config.json contains no more than that, and often less.
     derived = read_mapping(file).get("_from_model_config")
     if model.can_generate() and file.is_file() and not derived:
         settings = type(model.generation_config)
@@ -191,45 +196,47 @@ def _read_generation(model: PreTrainedModel, folder: Path) -> None:
             model.generation_config = settings.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, TypeError) as fault:
             raise CheckpointError(
-                f"what it says of generation cannot be read: {first_line(fault)}", where=str(file)
+                f"this file cannot be read as generation settings: {first_line(fault)}",
+                where=str(file),
+                hint="fix the file, or remove it to use the defaults",
             ) from fault
 
 
 def _no_model(kind: type[PreTrainedModel], folder: Path, fault: Exception) -> ContractError:
     return ContractError(
-        f"{kind.__name__} makes no model of this folder: {first_line(fault)}", where=str(folder)
+        f"{kind.__name__} cannot build a model from this folder: {first_line(fault)}", where=str(folder)
     )
 
 
 def _code_of(folder: Path) -> Mapping[str, object]:
-    """What config.json says of Python files in the folder: auto class -> class."""
+    """The classes that config.json refers to in Python files of the folder: auto class -> class."""
     found = read_mapping(folder / "config.json").get("auto_map")
     return found if isinstance(found, dict) else {}
 
 
 def _untrusted(folder: Path, wanted: PretrainedConfig, otherwise: MMError) -> MMError:
-    """The error of a folder whose code was not run; `otherwise` where there is none, or it was."""
+    """The error for a folder whose code was not run; `otherwise` if it has no code, or the code was run."""
     if wanted.trust_remote_code or not _code_of(folder):
         return otherwise
     return ContractError(
-        "config.json names Python files of the folder, which are not run",
+        "the model needs Python files of its folder, which are not executed without your permission",
         where=str(folder),
-        hint="read them, and set task.trust_remote_code: true",
+        hint="read these files; if you trust them, set task.trust_remote_code: true",
     )
 
 
 def _other_kind(kind: type[PreTrainedModel], config: ModelConfig, folder: Path) -> ContractError:
     listed = ", ".join(config.architectures or ())
     return ContractError(
-        f"{kind.__name__} makes no model of this folder, whose config.json is of {config.model_type!r}",
+        f"{kind.__name__} cannot build this folder's model, which is of type {config.model_type!r}",
         where=str(folder),
         accepted=f"an auto class for it, or its own class: {listed}" if listed else "an auto class for it",
-        hint="set task.auto_class, or task.from_pretrained",
+        hint="set task.auto_class to one of these, or task.from_pretrained to another folder",
     )
 
 
 def forward_names(model: nn.Module) -> tuple[Sequence[str], bool]:
-    """(names of what the model's forward takes, whether it takes others as well)."""
+    """Argument names of a Transformers model's forward, and whether it accepts any other name."""
     parameters = inspect.signature(type(model).forward).parameters.values()
     names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY or p.kind is p.POSITIONAL_OR_KEYWORD]
     return names[1:], any(p.kind is p.VAR_KEYWORD for p in parameters)

@@ -1,17 +1,17 @@
-"""Attention of packed rows that costs what their conversations cost: `attn_implementation: packed_sdpa`.
+"""Attention for packed rows at the cost of their pieces: `attn_implementation: packed_sdpa`.
 
-Of a packed row (no attention mask, positions that begin anew with each of its pieces) Transformers makes a
-dense block-diagonal mask for `sdpa`: L*L of it is stored and computed. Here the lengths of the pieces stand
-for the mask, and torch's scaled_dot_product_attention(is_causal=True) is called for each piece. In every
-other case, and wherever it is not certain that a mask is causal within pieces and nothing else (sliding
-windows, images that see both ways, padding, caches), masks and attention are those of `sdpa`.
+For a packed row (no attention mask, positions that restart at each piece) Transformers makes a dense
+block-diagonal mask for `sdpa`: L*L values are stored and computed. This module replaces the mask by the
+lengths of the pieces, and calls torch's scaled_dot_product_attention(is_causal=True) for each piece. In every
+other case, and whenever a mask may be more than causal within pieces (sliding windows, images that attend
+both ways, padding, caches), masks and attention are those of `sdpa`.
 
-Work of a layer falls from L*L to half the sum of the squares of the lengths. It launches the kernels of
-attention once a piece instead of once (in half precision on CUDA FlashAttention's: one forward, three
-backward): some 10 microseconds each, which shows only where a row is of hundreds of pieces. The lengths are
-brought to the host once a forward, where Transformers waits for the device anyway to see whether a row is
-packed. What a mask consists of is read from the functions that Transformers composes it of, which 4.53, 4.57
-and 5.23 do alike; where another version does not, the mask is the dense one.
+The work of a layer falls from L*L to half the sum of the squared lengths. Attention kernels are launched once
+per piece instead of once (in half precision on CUDA those of FlashAttention: one forward, three backward):
+some 10 microseconds each, which matters only for rows of hundreds of pieces. The lengths are copied to the
+host once per forward, at a point where Transformers synchronises anyway to test whether a row is packed. The
+parts of a mask are read from the functions that Transformers composes it of; versions 4.53, 4.57 and 5.23 do
+this in the same way. With a version that does not, the dense mask is used.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _DENSE = {"sdpa", "eager"}
 
 @dataclass(frozen=True)
 class CausalPieces:
-    """What stands for the mask of one packed row: the lengths of its pieces, each causal in itself."""
+    """Replaces the attention mask of one packed row: the lengths of its pieces, each causal in itself."""
 
     lengths: tuple[int, ...]
 
 
 def register() -> None:
-    """Makes `packed_sdpa` known to Transformers, for attention and for its mask."""
+    """Registers `packed_sdpa` with Transformers, as an attention function and as its mask function."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, packed_attention)
@@ -51,19 +51,23 @@ def register() -> None:
 
 
 def check(model: nn.Module) -> None:
-    """ContractError for a model that computes some of its attention otherwise than through `sdpa`."""
+    """Checks that a model's attention can be replaced by `packed_sdpa`, if its config selects that.
+
+    Raises:
+        ContractError: the model computes some of its attention in code of its own.
+    """
     own = _own_attention(model)
     if own is not None and own.config._attn_implementation == NAME:
         raise ContractError(
-            f"{type(own).__name__} computes attention in a way of its own, which {NAME} cannot replace",
+            f"{type(own).__name__} computes attention in its own code, which {NAME} cannot replace",
             where="task.attn_implementation",
-            accepted="models that leave their attention to Transformers' AttentionInterface",
-            hint="leave attn_implementation out",
+            accepted=f"{NAME} for models that use Transformers' AttentionInterface",
+            hint="remove task.attn_implementation",
         )
 
 
 def _own_attention(model: nn.Module) -> PreTrainedModel | None:
-    """The first model within a model whose attention cannot be chosen; None where there is none."""
+    """The first sub-model whose attention cannot be selected; None if there is none."""
     from transformers import PreTrainedModel
 
     within = (module for module in model.modules() if isinstance(module, PreTrainedModel))
@@ -71,8 +75,8 @@ def _own_attention(model: nn.Module) -> PreTrainedModel | None:
 
 
 def packed_mask(*sizes: object, **asked: object) -> Tensor | CausalPieces | None:
-    """The mask of a forward, as `AttentionMaskInterface` asks for it: `CausalPieces` for a packed row, else
-    what `sdpa` takes."""
+    """The attention mask of a forward, with the signature of Transformers' `AttentionMaskInterface`:
+    `CausalPieces` for a packed row, else the mask for `sdpa`."""
     from transformers import AttentionMaskInterface
 
     pieces = _pieces(asked.get("mask_function")) if asked.get("attention_mask") is None else None
@@ -90,16 +94,18 @@ def packed_attention(
     attention_mask: Tensor | CausalPieces | None,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """Attention of a layer, as `AttentionInterface` asks for it.
+    """Attention of a layer for packed rows, with the signature of Transformers' `AttentionInterface`.
 
     Args:
         module: the layer.
-        query: [B,H,L,D]; key, value: [B,K,L,D], of which each serves H/K heads.
-        attention_mask: what `packed_mask` made.
-        options: dropout, scaling and whatever else `sdpa` takes.
+        query: [B,H,L,D].
+        key: [B,K,L,D]; each of its heads serves H/K heads of the query.
+        value: [B,K,L,D].
+        attention_mask: made by `packed_mask`.
+        options: dropout, scaling and other arguments of `sdpa`.
 
     Returns:
-        [B,L,H,D], and None for the weights, which are never held.
+        [B,L,H,D], and None for the attention weights, which are never computed.
     """
     from transformers import AttentionInterface
 
@@ -108,7 +114,7 @@ def packed_attention(
         found: tuple[Tensor, None] = sdpa(module, query, key, value, attention_mask, **options)
         return found
     options["is_causal"] = True
-    # Not slices: the backward of each would fill a whole row of zeros.
+    # split instead of slices: the backward of each slice would fill a complete row with zeros.
     lengths = attention_mask.lengths
     parts = zip(*(whole.split_with_sizes(lengths, dim=2) for whole in (query, key, value)), strict=True)
     with attention_of_any_length(query.device):
@@ -117,7 +123,7 @@ def packed_attention(
 
 
 def warn_of_dense(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> None:
-    """RunWarning where a batch's rows are packed and the model computes all of a row's L*L."""
+    """Warns once if a batch's rows are packed and the model computes attention over complete rows."""
     positions = inputs.get("position_ids")
     if positions is None or positions.dim() != 2 or "attention_mask" in inputs:
         return
@@ -126,19 +132,19 @@ def warn_of_dense(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> None:
     if packed and _own_attention(model) is None:
         length = positions.shape[1]
         warnings.warn(
-            f"rows are packed, and {chosen} computes attention over all of a row: {length} x {length}; "
-            f"task.attn_implementation: {NAME} computes each piece alone, which comes to the same",
+            f"rows are packed, but {chosen} computes attention over complete rows ({length} x {length}); "
+            f"set task.attn_implementation: {NAME} for the same result with less work",
             RunWarning,
             stacklevel=2,
         )
 
 
-# -- what a mask function of Transformers consists of ----------------------------------------------
+# -- the parts of a Transformers mask function -----------------------------------------------------
 
 
 def _pieces(mask_function: object) -> Tensor | None:
-    """[B,L] int: the number of the piece that a token is in, where a mask is causal within pieces and
-    nothing else; None where it is another, or cannot be told."""
+    """[B,L] int: the piece number of each token, if a mask is only causal within pieces; None for any other
+    mask, and if its parts are unknown."""
     from transformers import masking_utils
 
     conditions = _conditions(mask_function)
@@ -161,7 +167,7 @@ def _conditions(mask_function: object) -> list[object]:
 
 
 def _held(mask_function: object, factory: str) -> dict[str, Any]:
-    """The variables that a mask function holds, where this function of Transformers made it; {} elsewhere."""
+    """The closure variables of a mask function made by the named Transformers function; {} for any other."""
     from transformers import masking_utils
 
     made = getattr(getattr(masking_utils, factory, None), "__code__", None)

@@ -36,14 +36,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.utils import ModelOutput
 
-_NEW_TOKENS = 512  # of an answer at most, where neither the request nor `max_new_tokens` says
+_NEW_TOKENS = 512  # maximum length of an answer if neither the request nor `max_new_tokens` sets it
 _SHIFTED = {"ForCausalLM", "ForConditionalGeneration", None}
-"""Transformers' losses in which a token's label is the next one; None: of classes without a name for it."""
+"""Transformers losses in which a token's label is the next token; None: classes without a named loss."""
 
 
 @dataclass
 class PretrainedInputs:
-    """What a forward takes. weights: [B] float32 on the device. weight: of the batch. counts: of each row."""
+    """Inputs of one forward of a Transformers model in training.
+
+    Attributes:
+        inputs: arguments of the model's forward.
+        weights: [B] float32 on the device, the weight of each row.
+        counts: number of labels in each row.
+        weight: total weight of the batch.
+        tokens: number of tokens in the batch.
+    """
 
     inputs: dict[str, Tensor]
     weights: Tensor
@@ -53,10 +61,10 @@ class PretrainedInputs:
 
 
 class PretrainedTask(nn.Module):
-    """Trains a model on batches that its `forward` takes by name. Satisfies `Task`.
+    """Trains any Transformers model with its own loss, passing inputs by name. Satisfies `Task`.
 
     The loss is the one that the model computes from `labels`, as a sum: over tokens whose label is not -100,
-    or over rows; rows of weight 0 count for nothing. Fields are those of `PretrainedConfig`.
+    or over rows; rows of weight 0 do not count. The arguments are the fields of `PretrainedConfig`.
     """
 
     trainable = ("model",)
@@ -70,7 +78,7 @@ class PretrainedTask(nn.Module):
         names, others_too = forward_names(self.model)
         if "labels" not in names:
             raise ContractError(
-                f"{type(self.model).__name__} computes no loss: its forward takes no `labels`",
+                f"{type(self.model).__name__} computes no loss: its forward has no argument `labels`",
                 where="task.auto_class",
                 accepted="a class with a head: AutoModelForCausalLM, AutoModelForSequenceClassification, ...",
             )
@@ -85,7 +93,7 @@ class PretrainedTask(nn.Module):
             limits=limits_of(self.model),
         )
         self._notes: list[str] = []
-        # In a tuple: as an attribute, it would be a module of the task and its weights would have two names.
+        # A tuple: as an attribute it would be a second sub-module, and its weights would have two names.
         self._head = _head_of_chunks(self.model, wanted)
         if self._head and wanted.loss == "auto" and (why := obstacle(self.model, self._options)):
             self._without_chunks(why)
@@ -96,29 +104,33 @@ class PretrainedTask(nn.Module):
         if wanted.max_new_tokens is not None:
             self._answers = Answers(self.model, wanted, wanted.max_new_tokens, "task.max_new_tokens")
         self._asked = self._answers
-        # In training, and in evaluations.
+        # Keyed by model.training.
         self._schemas = {True: BatchSchema("data.train"), False: BatchSchema("data.validation")}
-        self._checked: set[bool] = set()  # in training, in evaluation
+        self._checked: set[bool] = set()  # values of model.training whose first forward was checked
         self._record: RowLosses | None = None
-        # Before the engine's own hooks, which may cast what the model returns.
+        # Registered before the engine's hooks, which may cast the model's outputs.
         self.model.register_forward_hook(self._look)
 
     def class_names(self) -> tuple[str, ...]:
-        """Those of the model: `labels`, or what config.json has; () where that only numbers them."""
+        """Names of the classes that the model predicts, from `labels` or config.json; () if only numbered."""
         named: Mapping[int, str] = self.model.config.id2label or {}
         numbered = all(name == f"LABEL_{number}" for number, name in named.items())
         return () if numbered else tuple(named[number] for number in sorted(named, key=int))
 
     def notes(self) -> Sequence[str]:
-        """What `auto` has chosen that is not the best. ContractError where `chunked` cannot be."""
+        """Notes for the user on the loss chosen by `task.loss: auto`, if it is not the chunked one.
+
+        Raises:
+            ContractError: `task.loss: chunked` is set but not possible.
+        """
         if self._head and self.model.get_output_embeddings() is not self._head[0]:
-            why = "the output embedding has an adapter, and a chunked loss is of its weight alone"
+            why = "the output embedding has an adapter, which a chunked loss does not support"
             if self._wanted.loss == "chunked":
                 raise ContractError(
                     why,
                     where="task.loss",
                     accepted="auto, plain",
-                    hint="or leave the output embedding out of the adapter's targets",
+                    hint="or remove the output embedding from the adapter's targets",
                 )
             self._without_chunks(why)
         return self._notes
@@ -130,22 +142,25 @@ class PretrainedTask(nn.Module):
     # -- training ------------------------------------------------------------------------------
 
     def weight(self, batch: Batch) -> float:
-        """The number of labels that the loss is over, each times the weight of its row."""
+        """The weight of a batch in the loss: the number of its labels, each times the weight of its row."""
         assert isinstance(batch, TextBatch)
         self._schemas[True].check(batch.inputs)
         return _weight(batch, self._counts(batch))
 
     def _counts(self, batch: TextBatch) -> list[int]:
-        """Labels of each row that the loss is over: as data workers have counted them, where they have."""
+        """Labels of each row that enter the loss, as counted by data workers, or counted now."""
         return batch.counts if batch.counts is not None else self._labels.counts(batch.inputs["labels"])
 
     def batch_transform(self) -> Callable[[Batch], Batch]:
-        """Counting labels, for data workers."""
+        """The transform that data workers apply to a batch: checking it and counting its labels."""
         return self._labels
 
     def prepare(self, batch: Batch, rng: Randomness) -> PretrainedInputs:
-        """The batch as it is: nothing is drawn and nothing encoded. ContractError for one whose inputs have
-        other names than the others, those of other ranks among them."""
+        """The inputs of a training step: those of the batch, unchanged, since nothing is drawn or encoded.
+
+        Raises:
+            ContractError: its input names are different from those of earlier batches or other ranks.
+        """
         assert isinstance(batch, TextBatch)
         self._schemas[self.model.training].agree(batch.inputs)
         if self.model.training and True not in self._checked:
@@ -155,7 +170,7 @@ class PretrainedTask(nn.Module):
         return PretrainedInputs(batch.inputs, weights, counts, _weight(batch, counts), batch.tokens)
 
     def loss(self, inputs: PretrainedInputs) -> Loss:
-        """The model's own loss, in float32, as a weighted sum over labels."""
+        """The Transformers model's own loss, in float32, as a weighted sum over labels."""
         returned = self._forward(inputs, RowLosses(inputs.weights))
         return Loss(returned.loss, inputs.weight, tokens=inputs.tokens)
 
@@ -163,7 +178,7 @@ class PretrainedTask(nn.Module):
         given = dict(inputs.inputs)
         given["labels"] = follow(given["labels"], record)
         self._record = record
-        self.notes()  # adapters came after the model
+        self.notes()  # again: adapters were added after the model was built
         try:
             with self._holding():
                 returned = self.model(**given, **self._options)
@@ -179,8 +194,8 @@ class PretrainedTask(nn.Module):
         return returned
 
     def _look(self, model: nn.Module, args: object, returned: object) -> ModelOutput | None:
-        """Checks what the first forward returns: the loss is the sum that was asked for, and nothing else.
-        Of a loss's forward, no more is handed on: FSDP2 warns of views, such as InternVL's image features."""
+        """Checks that the first forward returns the recorded sum as its loss. Keeps only loss and logits of
+        the output: FSDP2 warns about views among the rest, such as InternVL's image features."""
         if self._record is None:
             return None
         if model.training not in self._checked:
@@ -193,11 +208,12 @@ class PretrainedTask(nn.Module):
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, rng: Randomness, quantiles: Sequence[float]) -> Evaluation:
-        """Each row's loss, summed over its labels; its weight is their number.
+        """Validation loss of each row, summed over its labels; the row's weight is the number of labels.
 
-        outputs: for labels that are classes or tokens `predictions` and `labels`, [B], or [B,L] with -100
-        where nothing counts; where rows have one label, or several numbers, also `logits` [B,K]. texts: the
-        names of classes; of tokens the answers that are generated where `max_new_tokens` is set.
+        Returns:
+            `outputs` contains `predictions` and `labels` for labels that are classes or tokens, [B], or [B,L]
+            with -100 at ignored labels; `logits` [B,K] if rows have one label or several numbers. `texts`
+            contains names of classes, or generated answers if `max_new_tokens` is set.
         """
         assert isinstance(batch, TextBatch)
         inputs = self.prepare(batch, rng)
@@ -223,13 +239,21 @@ class PretrainedTask(nn.Module):
     # -- answers -------------------------------------------------------------------------------
 
     def check_answers(self) -> Answers:
-        """What answers prompts. ContractError for a model that generates no text."""
+        """The generator of answers to prompts.
+
+        Raises:
+            ContractError: the model generates no text.
+        """
         if self._asked is None:
             self._asked = Answers(self.model, self._wanted, _NEW_TOKENS, "task.auto_class")
         return self._asked
 
     def check_question(self, question: Mapping[str, Tensor]) -> None:
-        """DataError for a prompt that leaves no room for an answer."""
+        """Checks that a prompt leaves the model room for an answer.
+
+        Raises:
+            DataError: the prompt is too long.
+        """
         self.check_answers().check(question)
 
     def answer(
@@ -240,29 +264,29 @@ class PretrainedTask(nn.Module):
         on_text: OnText | None = None,
         stopped: Callable[[], bool] | None = None,
     ) -> list[str]:
-        """What the model says to prompts, by its own `generate`."""
+        """Answers prompts by the model's own `generate`; arguments as in `Answers.to`."""
         return self.check_answers().to(questions, decoding, numbers, on_text, stopped)
 
     # -- the rest of the contract --------------------------------------------------------------
 
     def sample(self, request: SampleRequest) -> list[Clip]:
-        """ContractError: these models make no clips."""
+        """Refuses to sample clips, since a Transformers model makes none: always a ContractError."""
         self.check_request(request)
 
     def check_request(self, request: SampleRequest) -> NoReturn:
-        """ContractError, before any training."""
+        """Refuses a request to sample clips, before any training: always a ContractError."""
         raise ContractError(
             "a Transformers model generates no clips",
             where="task.type",
-            hint="leave validation.samples out; `mm sample --run DIR --prompt ..` answers in words",
+            hint="remove validation.samples; `mm sample --run DIR --prompt ...` prints answers as text",
         )
 
     def check(self, batch_spec: Mapping[str, Any]) -> None:
-        """What fits is seen in the first batch: datasets name their inputs only there."""
+        """Checks nothing before training: inputs are known, and checked, only with the first batch."""
 
 
 def _head_of_chunks(model: PreTrainedModel, wanted: PretrainedConfig) -> tuple[nn.Linear, ...]:
-    """The model's output embedding, if it is to hold its logits back."""
+    """The model's output embedding in a tuple if its logits are to be deferred, else ()."""
     head = model.get_output_embeddings() if wanted.loss != "plain" else None
     if type(head) is nn.Linear:
         return (head,)
@@ -271,34 +295,34 @@ def _head_of_chunks(model: PreTrainedModel, wanted: PretrainedConfig) -> tuple[n
         raise ContractError(
             f"a chunked loss needs an output embedding, and {type(model).__name__} has {found}",
             where="task.loss",
-            accepted="auto, plain; chunked for models whose get_output_embeddings is a linear layer",
+            accepted="auto, plain (chunked needs a model whose get_output_embeddings is a linear layer)",
         )
     return ()
 
 
 def _check_counts(record: RowLosses, counts: Sequence[int]) -> None:
-    """ContractError where the model's loss is over other labels than `weight` has counted."""
+    """ContractError if the model's loss covers a different number of labels from what `weight` counted."""
     assert record.counted is not None
     found = [int(count) for count in record.counted.tolist()]
     if found != list(counts):
         raise ContractError(
-            f"the model's loss is over {found} labels of a batch's rows, where {list(counts)} were counted",
+            f"the model's loss covers {found} labels in the rows of a batch, but {list(counts)} were counted",
             where="task.auto_class",
-            accepted="labels that are shifted by one (causal models), or not at all",
+            accepted="models that shift labels by one (causal models), or not at all",
         )
 
 
 def _unfit(model: nn.Module, inputs: Mapping[str, Tensor], fault: Exception) -> ContractError:
-    """What the model's authors say of a batch."""
+    """The error for a batch that the model's own code refuses."""
     shapes = ", ".join(f"{name} {[*tensor.shape]}" for name, tensor in inputs.items())
     return ContractError(
         f"{type(model).__name__} cannot take the batch: {first_line(fault)}",
         where="data",
-        accepted="inputs and labels that fit the model, and each other",
-        hint=f"this one has {shapes}",
+        accepted="inputs and labels that fit the model and each other",
+        hint=f"check the dataset; this batch contains {shapes}",
     )
 
 
 def _weight(batch: TextBatch, counts: Sequence[int]) -> float:
-    """The rows' numbers of labels, each times the row's weight."""
+    """The sum over rows of the number of labels times the row's weight."""
     return float(sum(w * n for w, n in zip(batch.sample_weights.tolist(), counts, strict=True)))

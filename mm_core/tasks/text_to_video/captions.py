@@ -1,4 +1,4 @@
-"""Captions of a batch as hidden states: tokens, dropped captions, the padding that a predictor wants."""
+"""Captions of a batch as hidden states: tokens, dropped captions, the padding the predictor expects."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from mm_core.tasks.text_to_video.returned_shapes import check_text
 
 @dataclass(frozen=True)
 class TokenizeCaptions:
-    """Fills `text_ids` and `text_mask` of a batch from its captions, in the data worker."""
+    """Tokenizes the captions of a batch in the data worker: fills `text_ids` and `text_mask`."""
 
     tokenizer: Tokenizer
 
     def __call__(self, batch: Batch) -> Batch:
-        """The batch with its captions as tokens."""
         assert isinstance(batch, VideoTextBatch)
         ids, mask = self.tokenizer(batch.captions)
         return replace(batch, text_ids=ids, text_mask=mask)
@@ -28,14 +27,23 @@ class TokenizeCaptions:
 
 @dataclass(eq=False)
 class Captions:
-    """Encodes captions. padding: `Predictor.text_padding`."""
+    """Encodes captions with the task's text encoder.
+
+    Args:
+        encoder: the text encoder.
+        padding: the predictor's `text_padding`.
+    """
 
     encoder: TextEncoder
     padding: str | tuple[str, int]
 
     def encoded(self, batch: VideoTextBatch, dropped: Sequence[bool] = ()) -> tuple[Tensor, Tensor]:
-        """text[B,L,D], mask[B,L] of a batch, on the device of its pixels, with the empty caption in the
-        `dropped` rows."""
+        """Text states [B,L,D] and mask [B,L] of a batch's captions, on the device of its pixels.
+
+        Args:
+            batch: the clips and their captions, tokenized or not.
+            dropped: for each row, whether to encode the empty caption in place of its own.
+        """
         ids, mask = batch.text_ids, batch.text_mask
         if ids is None or mask is None:
             ids, mask = self.encoder.tokenizer()(batch.captions)
@@ -43,12 +51,12 @@ class Captions:
         return self._encode(*self._without(dropped, ids.to(device), mask.to(device)))
 
     def encoded_texts(self, captions: Sequence[str], device: torch.device) -> tuple[Tensor, Tensor]:
-        """text[B,L,D], mask[B,L] of captions."""
+        """Text states [B,L,D] and mask [B,L] of captions given as strings."""
         ids, mask = self.encoder.tokenizer()(captions)
         return self._encode(ids.to(device), mask.to(device))
 
     def _without(self, dropped: Sequence[bool], ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """The same tokens, with the empty caption in the `dropped` rows."""
+        """The tokens of a batch, with those of the empty caption in the `dropped` rows."""
         if not any(dropped):
             return ids, mask
         empty_ids, empty_mask = self._empty
@@ -63,7 +71,7 @@ class Captions:
         return self.encoder.tokenizer()([""])
 
     def _encode(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states in float32 (the engine lowers them), padded as the predictor wants."""
+        """Hidden states in float32 (the engine casts them), padded as the predictor expects."""
         rows = len(ids)
         text, mask = self.encoder.encode(ids, mask)
         check_text(text, mask, rows)
@@ -75,7 +83,7 @@ class Captions:
 
 
 def _pad(tensor: Tensor, length: int) -> Tensor:
-    """[B,L] or [B,L,D] with zeros behind, up to `length` tokens."""
+    """[B,L] or [B,L,D], padded at the end with zeros to `length` tokens."""
     missing = length - tensor.shape[1]
     if missing <= 0:
         return tensor

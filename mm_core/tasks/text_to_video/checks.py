@@ -1,4 +1,4 @@
-"""Whether the components of a text-to-video task fit each other and the clips: one sentence a misfit."""
+"""Checks that the components of a text-to-video task match each other and the clips."""
 
 from __future__ import annotations
 
@@ -15,11 +15,16 @@ if TYPE_CHECKING:
 
 SIZES = ("num_frames", "height", "width")
 Sizes = Mapping[str, int | None]
-"""By `SIZES`, in pixels; None where the data do not say."""
+"""Clip sizes keyed by `SIZES`: frames, and pixels; None where the dataset does not set one."""
 
 
 def collect_faults(task: TextToVideo, sizes: Mapping[str, Sizes]) -> list[ContractError]:
-    """Every misfit. `sizes` maps the place that clip sizes are written in to the sizes."""
+    """Every mismatch between the components of a text-to-video task, and between them and the clips.
+
+    Args:
+        task: the task with its components built.
+        sizes: clip sizes to check, keyed by the config path that sets them.
+    """
     faults = [*_channel_faults(task), *_text_faults(task), *_frame_faults(task), *_latents_faults(task)]
     faults += scheduler_faults(task.scheduler, task.autoencoder.latent_channels)
     for where, clip in sizes.items():
@@ -30,21 +35,26 @@ def collect_faults(task: TextToVideo, sizes: Mapping[str, Sizes]) -> list[Contra
 
 
 def latents_of(autoencoder: Autoencoder, given: str | None) -> str:
-    """`sample` or `mode`: as the task says, else as the autoencoder's options do, else the mode."""
+    """How the autoencoder's latents are taken, `sample` or `mode`.
+
+    Args:
+        autoencoder: its `do_sample` option decides where the task sets nothing; without it, `mode`.
+        given: `latents` of the task, or None.
+    """
     if given is not None:
         return given
     return "sample" if isinstance(autoencoder, SupportsDoSample) and autoencoder.do_sample else "mode"
 
 
 def _latents_faults(task: TextToVideo) -> Iterator[ContractError]:
-    """Two options that say opposite things of the latents."""
+    """Contradicting values of `task.latents` and the autoencoder's `do_sample`."""
     own = task.autoencoder.do_sample if isinstance(task.autoencoder, SupportsDoSample) else None
     if own is not None and own != (task.latents == "sample"):
         yield ContractError(
-            f"latents is {task.latents}, and the autoencoder's do_sample is {str(own).lower()}",
+            f"latents is {task.latents}, but the autoencoder's do_sample is {str(own).lower()}",
             where="task.latents",
             accepted="sample" if own else "mode",
-            hint="leave one of the two out",
+            hint="remove one of the two",
         )
 
 
@@ -61,7 +71,7 @@ def _channel_faults(task: TextToVideo) -> Iterator[ContractError]:
 
 def _text_faults(task: TextToVideo) -> Iterator[ContractError]:
     predictor, encoder = task.predictor, task.text_encoder
-    # The width stands in the encoder's files, which a dry run may do without.
+    # The encoder's files contain its width, and a dry run may work without them.
     if not encoder.missing_files() and predictor.text_dim != encoder.hidden_size:
         yield ContractError(
             f"text_dim is {predictor.text_dim}, but the text encoder's hidden states are "
@@ -79,28 +89,28 @@ def _text_faults(task: TextToVideo) -> Iterator[ContractError]:
 
 
 def _frame_faults(task: TextToVideo) -> Iterator[ContractError]:
-    """Frames that the predictor cannot be given, or an image encoder that it needs, or does not."""
+    """Frames the predictor cannot take, and an image encoder that is missing or unused."""
     possible, dim, encoder = choices(task.predictor), image_dim(task.predictor), task.image_encoder
     if task.frames not in possible:
         yield ContractError(
-            f"frames asks to show the predictor {describe(task.frames)} of each clip",
+            f"frames would give the predictor {describe(task.frames)} of each clip, which it cannot take",
             where="task.frames",
             accepted=" or ".join(f"[{', '.join(names)}]" for names in possible),
-            hint="leave it out: the predictor says what it is made for",
+            hint="remove task.frames: the predictor's own default is then used",
         )
     if dim is not None and encoder is None:
         yield ContractError(
-            f"the predictor takes image features {dim} wide, and there is no image encoder",
+            f"the predictor takes image features {dim} wide, but the task has no image encoder",
             where="task.image_encoder",
             accepted="a component, such as `image_encoder: {type: ..., from_pretrained: ...}`",
         )
     if dim is None and encoder is not None:
         yield ContractError(
-            "there is an image encoder, and the predictor takes no image features",
+            "the task has an image encoder, but the predictor takes no image features",
             where="task.image_encoder",
-            hint="leave it out",
+            hint="remove task.image_encoder",
         )
-    # The width stands in the encoder's files, which a dry run may do without.
+    # The encoder's files contain its width, and a dry run may work without them.
     if dim is not None and encoder is not None and not encoder.missing_files() and encoder.hidden_size != dim:
         yield ContractError(
             f"the image encoder's hidden states are {encoder.hidden_size} wide, but the predictor "
@@ -111,7 +121,13 @@ def _frame_faults(task: TextToVideo) -> Iterator[ContractError]:
 
 
 def size_faults(task: TextToVideo, where: str, sizes: Mapping[str, int]) -> Iterator[ContractError]:
-    """What the autoencoder says of the clip, or what does not divide into the predictor's patches."""
+    """Errors of a clip size that the autoencoder refuses or that does not divide into patches.
+
+    Args:
+        task: the text-to-video task.
+        where: the config path or the request that sets the sizes.
+        sizes: frames, height and width of the clip.
+    """
     try:
         shape = task.autoencoder.latent_shape(**sizes)
     except ContractError as fault:
@@ -125,25 +141,25 @@ def size_faults(task: TextToVideo, where: str, sizes: Mapping[str, int]) -> Iter
             near = _near(sizes[name], stride * patch, _divides(task, sizes, name, place))
             yield ContractError(
                 f"{name} {sizes[name]} makes {shape[1 + place]} latents, which do not divide into "
-                f"patches of {patch}",
+                f"the predictor's patches of {patch}",
                 where=f"{where}.{name}",
                 accepted=f"{' or '.join(map(str, near))}, for example" if near else None,
             )
 
 
 def _fitting(task: TextToVideo, sizes: Mapping[str, int]) -> str | None:
-    """The nearest sizes that the autoencoder takes and that divide into patches, each for itself; None where
-    there are none, or where it refuses the sizes together and each of them alone would do."""
+    """A hint with the nearest sizes that the autoencoder takes and that divide into patches, each size judged
+    separately; None where there are none, or where each size is valid and only their combination is not."""
     periods = [s * p for s, p in zip(task.autoencoder.stride, task.predictor.patch_size, strict=True)]
     names = list(sizes)
-    for frames in (1, periods[0]):  # beside sizes that fit, one that does not is found out
+    for frames in (1, periods[0]):  # with valid sizes for the others, each size can be judged by itself
         fitting = dict(zip(names, (frames, *periods[1:]), strict=True))
         tests = [_divides(task, fitting, name, place) for place, name in enumerate(names)]
         if all(test(fitting[name]) for name, test in zip(names, tests, strict=True)):
             wrong = [place for place, name in enumerate(names) if not tests[place](sizes[name])]
             near = {names[p]: _near(sizes[names[p]], periods[p], tests[p]) for p in wrong}
             said = [f"{name} {' or '.join(map(str, found))}" for name, found in near.items() if found]
-            return f"what also divides into the predictor's patches: {', '.join(said)}" if said else None
+            return f"sizes that also divide into the predictor's patches: {', '.join(said)}" if said else None
     return None
 
 

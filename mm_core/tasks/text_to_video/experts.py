@@ -1,9 +1,9 @@
-"""Which expert of a predictor a step trains, and which one a timestep belongs to.
+"""Which expert of a predictor a step trains, and which expert a timestep belongs to.
 
-A run that trains one expert trains the timesteps of that expert alone. One that trains several draws a step's
-expert with the share that its timesteps have of all, from (seed, step): the same on every rank and in every
-micro-batch, since ranks that call different sharded modules would wait for each other for ever. Over the
-steps the timesteps then are distributed as for one model that is trained on all of them.
+A run that trains one expert draws only the timesteps of that expert. A run that trains several draws one
+expert for each step, from (seed, step), with a probability equal to the expert's share of all timesteps. The
+expert is the same on every rank and in every micro-batch: ranks that call different sharded modules would
+deadlock. Over many steps the timesteps are distributed as for one model trained on all of them.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from mm_core.contracts import (
     SupportsExperts,
     SupportsTruncated,
 )
-from mm_core.errors import ContractError
+from mm_core.errors import ContractError, plural
 from mm_core.schema.fields import Guidance
 
 
 class Experts:
-    """The experts of a predictor; a predictor without has one expert, called None, for all timesteps.
+    """The experts of a predictor; a predictor without experts has one, named None, for all timesteps.
 
-    scheduler: whose timesteps the run trains on the whole.
+    Args:
+        predictor: the task's predictor.
+        scheduler: the noise scheduler, for the timesteps of all experts.
 
     Raises:
-        ContractError: a scheduler that cannot be cut to an expert's timesteps, or never draws them.
+        ContractError: the scheduler cannot be restricted to an expert's timesteps, or never draws them.
     """
 
     def __init__(self, predictor: Predictor | SupportsExperts, scheduler: NoiseScheduler) -> None:
@@ -43,8 +45,8 @@ class Experts:
             return
         if not isinstance(scheduler, SupportsTruncated):
             raise ContractError(
-                f"the predictor has {len(self._experts)} experts, and the timesteps of a "
-                f"{type(scheduler).__name__} cannot be cut to those of one",
+                f"the predictor has {plural(len(self._experts), 'expert')}, but a {type(scheduler).__name__} "
+                "cannot draw the timesteps of one expert alone",
                 where="task.scheduler",
                 accepted="a scheduler with `truncated` and `mass`, such as wan/flow_match",
             )
@@ -56,8 +58,12 @@ class Experts:
             self.scheduler = self._trained[0][1]
 
     def of_step(self, rng: Randomness, step: int) -> tuple[str | None, NoiseScheduler]:
-        """The expert that step `step` (from 0) trains, and the scheduler of its timesteps. `rng` is the
-        run's root."""
+        """The expert that a training step trains, and the noise scheduler of its timesteps.
+
+        Args:
+            rng: the root of the run's randomness.
+            step: from 0.
+        """
         if not self._trained:
             return None, self.scheduler
         place = rng.uniform("expert", step) * sum(mass for *_, mass in self._trained)
@@ -65,30 +71,34 @@ class Experts:
             if place < mass:
                 return expert.name, scheduler
             place -= mass
-        expert, scheduler, _ = self._trained[-1]  # a rounding beyond the end
+        expert, scheduler, _ = self._trained[-1]  # rounding may leave `place` at the very end
         return expert.name, scheduler
 
     def of(self, timestep: Tensor) -> str | None:
-        """The expert that a batch at one timestep[B] belongs to. On the CPU nothing is waited for."""
+        """The expert for a batch whose rows share one timestep [B] (pass a CPU tensor: no device sync)."""
         if not self._experts:
             return None
         t = float(timestep[0])
         return next(e.name for e in self._experts if e.low <= t and (e.high is None or t < e.high))
 
     def scales(self, guidance: Guidance, where: str = "guidance") -> dict[str | None, float]:
-        """The guidance scale of each expert. ContractError for a list of another length."""
+        """The guidance scale of each expert of the predictor.
+
+        Raises:
+            ContractError: `guidance` is a list whose length is not the number of experts.
+        """
         names: list[str | None] = [expert.name for expert in self._experts] if self._experts else [None]
         given = [guidance] * len(names) if isinstance(guidance, int | float) else list(guidance)
         if len(given) != len(names):
             listed = ", then ".join(expert.name for expert in self._experts)
             raise ContractError(
-                f"guidance lists {len(given)} scale{'s' * (len(given) != 1)}, and the predictor has "
-                f"{len(self._experts) or 'no'} experts",
+                f"guidance lists {plural(len(given), 'scale')}, but the predictor has "
+                f"{plural(len(self._experts), 'expert') if self._experts else 'no experts'}",
                 where=where,
                 accepted=f"a number, or one for each expert: {listed}" if listed else "a number",
             )
         return dict(zip(names, map(float, given), strict=True))
 
     def complete(self, device: torch.device) -> AbstractContextManager[None]:
-        """All experts are there for the length of the block, those that are not trained as well."""
+        """A context in which all experts of the predictor are loaded, also those this run does not train."""
         return nullcontext() if self._routed is None else self._routed.complete(device)

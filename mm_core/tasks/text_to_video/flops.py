@@ -1,4 +1,4 @@
-"""Flops of what `text_to_video` trains, from the shapes of a forward's arguments."""
+"""FLOPs of training a text-to-video predictor, computed from the shapes of the forward's arguments."""
 
 from __future__ import annotations
 
@@ -28,16 +28,15 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class TrainedFlops:
-    """Of the forward and backward of a predictor. Reckoned once for each set of shapes: what is trained does
-    not change in a run."""
+    """FLOPs of a predictor's forward and backward, computed once for each set of shapes."""
 
     def __init__(self, predictor: Predictor) -> None:
         self._predictor = predictor
         self._known: dict[tuple[object, ...], float] = {}
 
     def of(self, given: PredictorInputs, text: Tensor, expert: str | None = None) -> float:
-        """Flops that MFU counts, of a forward with these arguments and its backward; 0 where the predictor
-        does not say what it multiplies."""
+        """FLOPs that MFU counts for one forward of the predictor with these arguments and its backward; 0 for
+        a predictor without `module_flops`."""
         if not isinstance(self._predictor, SupportsModuleFlops):
             return 0.0
         shapes = _shapes(given, text)
@@ -50,12 +49,15 @@ class TrainedFlops:
 def sample_flops(
     task: TextToVideo, batch_spec: Mapping[str, Any], recomputed: Collection[str]
 ) -> StepFlops | None:
-    """Of one sample, with text as long as it may be. None where the clips' size, the predictor's products or
-    the tokens of an image encoder are not known.
+    """FLOPs of one training clip with a caption of the maximum length.
 
     Args:
+        task: the text-to-video task.
         batch_spec: the dataset's fields.
-        recomputed: module paths in the task.
+        recomputed: module paths in the task whose activations are recomputed.
+
+    Returns:
+        None where the clip size, the predictor's `module_flops` or the image encoder's tokens are unknown.
     """
     predictor, tokens = task.predictor, _feature_tokens(task)
     known = all(batch_spec.get(name) is not None for name in SIZES)
@@ -81,7 +83,7 @@ def sample_flops(
 
 
 def _feature_tokens(task: TextToVideo) -> int | None:
-    """Tokens of the given frames' image features; 0 without, None where their number is not known."""
+    """Number of tokens of the given frames' image features; 0 without features, None where unknown."""
     if not task.frames or image_dim(task.predictor) is None:
         return 0
     each = task.image_encoder.tokens if task.image_encoder is not None else None
@@ -89,7 +91,7 @@ def _feature_tokens(task: TextToVideo) -> int | None:
 
 
 def _trained_expert(predictor: object) -> str | None:
-    """One that is trained, which stands for all: experts are alike. None for a predictor without."""
+    """The first trained expert (all experts have the same shapes); None for a predictor without experts."""
     experts = predictor.experts if isinstance(predictor, SupportsExperts) else ()
     return next((expert.name for expert in experts if expert.trained), None)
 

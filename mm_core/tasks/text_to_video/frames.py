@@ -1,4 +1,4 @@
-"""Frames that a clip is given: in training those of the clip itself, in sampling images."""
+"""Given frames of an image-to-video model: frames of the clip in training, images in sampling."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mm_core.contracts import FrameNames, GivenFrames, Predictor, PredictorInputs, SupportsFrames
 from mm_core.data.media.images import fit_image
-from mm_core.errors import ContractError
+from mm_core.errors import ContractError, plural
 from mm_core.tasks.text_to_video.returned_shapes import encoded
 
 if TYPE_CHECKING:
@@ -21,22 +21,28 @@ _BY_COUNT: tuple[FrameNames, ...] = ((), ("first",), ("first", "last"))
 
 
 def choices(predictor: Predictor) -> tuple[FrameNames, ...]:
-    """The sets of frames that a predictor can be given; the first is what it is trained with."""
+    """The sets of given frames that a predictor accepts; the first is its default for training."""
     return predictor.frame_choices if isinstance(predictor, SupportsFrames) else ((),)
 
 
 def describe(names: FrameNames) -> str:
-    """`no frame`, `the first frame`, `the first and the last frame`."""
+    """Given frames in words, for a message: `no frame`, `the first frame`, `the first and the last frame`."""
     return f"the {' and the '.join(names)} frame" if names else "no frame"
 
 
 def image_dim(predictor: Predictor) -> int | None:
-    """Width of the image features that it takes; None for none."""
+    """Width of the image features that a predictor takes; None if it takes none."""
     return predictor.image_dim if isinstance(predictor, SupportsFrames) else None
 
 
 def clip_frames(task: TextToVideo, pixels: Tensor, names: FrameNames) -> GivenFrames | None:
-    """The frames of pixels[B,3,F,Y,X] in [-1,1] themselves, encoded. None where none are given."""
+    """Given frames taken from the training clips themselves, encoded; None if `names` is empty.
+
+    Args:
+        task: the text-to-video task.
+        pixels: [B,3,F,Y,X] in [-1,1].
+        names: the frames to give.
+    """
     if not names:
         return None
     frames = [pixels[:, :, _PLACES[name]] for name in names]
@@ -49,11 +55,13 @@ def clip_frames(task: TextToVideo, pixels: Tensor, names: FrameNames) -> GivenFr
 def image_frames(
     task: TextToVideo, images: Sequence[Sequence[Tensor]], size: tuple[int, int, int], device: torch.device
 ) -> GivenFrames | None:
-    """The images of each clip, encoded. None where none are given.
+    """Given frames made from the images of a sampling request, encoded; None without images.
 
     Args:
-        images: of each clip the same number of images, uint8 [3,Y,X] of any size.
+        task: the text-to-video task.
+        images: for each clip the same number of images, uint8 [3,Y,X] of any size.
         size: (F, Y, X) of the clips.
+        device: where to encode.
     """
     names = _BY_COUNT[len(images[0])] if images else ()
     if not names:
@@ -83,7 +91,14 @@ def _encode(
 def inputs_of(
     predictor: Predictor, latents: Tensor, timestep: Tensor, given: GivenFrames | None
 ) -> PredictorInputs:
-    """What the forward takes beside the text: latents[B,C,T,H,W], timestep[B] in model units."""
+    """The predictor's arguments without the text: latents, timesteps and given frames.
+
+    Args:
+        predictor: the task's predictor.
+        latents: [B,C,T,H,W].
+        timestep: [B], in model units.
+        given: frames to show the predictor, or None.
+    """
     if given is None:
         return PredictorInputs(latents, timestep)
     assert isinstance(predictor, SupportsFrames)
@@ -91,22 +106,26 @@ def inputs_of(
 
 
 def check_images(predictor: Predictor, images: Sequence[Sequence[Tensor]], prompts: int) -> None:
-    """ContractError unless the images are as many as the predictor takes, the same for all clips."""
+    """Checks the images of a sampling request: as many as the predictor takes, equally many for each clip.
+
+    Raises:
+        ContractError: the number of images does not match.
+    """
     rows = images or [()] * prompts
     if len(rows) != prompts:
         raise ContractError(
-            f"there are {prompts} prompts and images for {len(rows)} clips",
+            f"there are {plural(prompts, 'prompt')}, but images for {plural(len(rows), 'clip')}",
             where="images",
-            accepted="one row each",
+            accepted="one list of images for each prompt",
         )
     counts = [len(row) for row in rows]
     if len(set(counts)) > 1:
         other = next(place for place, count in enumerate(counts) if count != counts[0])
         raise ContractError(
-            f"clip 0 is given {_images(counts[0])} and clip {other} {_images(counts[other])}",
+            f"clip 0 has {_images(counts[0])}, but clip {other} has {_images(counts[other])}",
             where="images",
-            accepted="as many for every clip",
-            hint="sample them apart",
+            accepted="the same number of images for every clip",
+            hint="sample clips with different numbers of images in separate commands",
         )
     possible = choices(predictor)
     if counts[0] < len(_BY_COUNT) and _BY_COUNT[counts[0]] in possible:
@@ -114,18 +133,18 @@ def check_images(predictor: Predictor, images: Sequence[Sequence[Tensor]], promp
     takes = " or ".join(describe(names) for names in possible)
     if possible == ((),):
         raise ContractError(
-            "an image is given, and this predictor makes clips from text alone",
+            "the request contains an image, but this predictor makes clips from text alone",
             where="images",
             accepted="no image",
-            hint="leave the images out, or sample an image-to-video model",
+            hint="remove the images, or sample an image-to-video model",
         )
     raise ContractError(
-        f"{_images(counts[0])} {'are' if counts[0] > 1 else 'is'} given to a predictor that needs {takes}",
+        f"the request contains {_images(counts[0])}, but the predictor needs {takes}",
         where="images",
         accepted=" or ".join(_images(len(names)) for names in possible),
-        hint="give --image (and --last-image for the last frame), or `image` in the rows of --prompts",
+        hint="set --image (and --last-image for the last frame), or `image` in the rows of --prompts",
     )
 
 
 def _images(count: int) -> str:
-    return f"{count or 'no'} image{'s' * (count > 1)}"
+    return plural(count, "image") if count else "no image"

@@ -1,4 +1,4 @@
-"""The shapes that components return: one that does not fit is named where it arises, not where it breaks."""
+"""Checks of the shapes that components return: an error names the component that made the wrong shape."""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ from mm_core.errors import ContractError, MMError, first_line
 
 
 def expect(found: Tensor, shape: Sequence[int], component: str, what: str) -> Tensor:
-    """The tensor itself; ContractError where it has another shape. what: that returned it."""
+    """Returns a component's tensor unchanged if it has the expected shape.
+
+    Args:
+        found: the tensor.
+        shape: the shape it must have.
+        component: the component's key under `task`.
+        what: the method that returned it.
+
+    Raises:
+        ContractError: the shape is different.
+    """
     if tuple(found.shape) != tuple(shape):
         raise _wrong_shape(component, what, found, shape)
     return found
@@ -21,7 +31,13 @@ def expect(found: Tensor, shape: Sequence[int], component: str, what: str) -> Te
 def encoded(
     autoencoder: Autoencoder, pixels: Tensor, generators: Sequence[torch.Generator] | None = None
 ) -> Tensor:
-    """latents[B,C,T,H,W] float32 of pixels[B,3,F,Y,X]: a sample, or without generators the mode."""
+    """Clips encoded by the autoencoder, with their shape checked: latents [B,C,T,H,W] in float32.
+
+    Args:
+        autoencoder: the task's autoencoder.
+        pixels: [B,3,F,Y,X].
+        generators: one for each clip, to draw a sample of the posterior; None takes its mode.
+    """
     posterior = autoencoder.encode(pixels)
     latents = posterior.mode() if generators is None else posterior.sample(generators)
     frames, height, width = pixels.shape[2:]
@@ -30,15 +46,21 @@ def encoded(
 
 
 def check_text(text: Tensor, mask: Tensor, rows: int) -> None:
-    """ContractError for what is no text[B,L,D] with its mask[B,L] of so many rows."""
+    """Checks the shapes that a text encoder returned: text [rows,L,D] and mask [rows,L].
+
+    Raises:
+        ContractError: a shape is different.
+    """
     if text.dim() != 3 or len(text) != rows:
         raise _wrong_shape("text_encoder", "encode", text, f"hidden states [{rows}, L, D]")
     expect(mask, text.shape[:2], "text_encoder", "the mask of encode")
 
 
 def scheduler_faults(scheduler: NoiseScheduler, channels: int) -> Iterator[ContractError]:
-    """What a scheduler answers to three tiny rows of latents whose sizes are all different, so that what fits
-    there by chance fits everywhere. None of its functions is called twice for one fault."""
+    """Errors in the shapes that a noise scheduler returns, tested on three tiny rows of latents.
+
+    All sizes are different, so that no wrong shape passes by chance. Each method is called once.
+    """
     rows, shape = 3, (3, channels, 2, 5, 7)
     latents = torch.zeros(shape, device="cpu")
     timestep, half = torch.zeros(rows, device="cpu"), torch.full((rows,), 0.5, device="cpu")
@@ -59,14 +81,14 @@ def scheduler_faults(scheduler: NoiseScheduler, channels: int) -> Iterator[Contr
             continue
         except MMError as fault:
             yield fault if isinstance(fault, ContractError) else ContractError(str(fault))
-        except RuntimeError as fault:  # torch's answer to shapes that do not broadcast
+        except RuntimeError as fault:  # torch raises it for shapes that do not broadcast
             yield ContractError(
                 f"{name} does not take timesteps [{rows}] with latents {[*shape]}: {first_line(fault)}",
                 where="task.scheduler",
                 hint="give factors of a timestep the shape [B, 1, 1, 1, 1]",
             )
         if name == "sample_timesteps":
-            return  # the others are functions of these
+            return  # the other methods need valid timesteps
 
 
 def _wrong_shape(component: str, what: str, found: Tensor, wanted: Sequence[int] | str) -> ContractError:

@@ -43,18 +43,23 @@ from mm_core.tasks.text_to_video.frames import check_images, choices, clip_frame
 from mm_core.tasks.text_to_video.returned_shapes import encoded, expect
 
 Images = Sequence[Sequence[Tensor]]
-"""Of each clip the images that it is given, uint8 [3,Y,X]."""
+"""For each clip its given images, uint8 [3,Y,X]."""
 
 
 @dataclass
 class TextToVideoInputs:
-    """What a forward needs, on the device, in float32.
+    """Inputs of one forward of the text-to-video task, on the device, in float32.
 
-    given: noisy latents [B,C,T,H,W], their timesteps, and what the predictor takes of given frames.
-    target: [B,C,T,H,W]. text: [B,L,D]. text_mask: [B,L].
-    factors: [B], loss weight of the timestep times weight of the sample. weight: of the batch.
-    weights: [B], of the samples. sigma: [B], noise level from 0 to 1. expert: of the predictor, for all
-    rows.
+    Attributes:
+        given: noisy latents [B,C,T,H,W], their timesteps, and the predictor's tensors for given frames.
+        text: [B,L,D].
+        text_mask: [B,L].
+        target: [B,C,T,H,W].
+        factors: [B], loss weight of the timestep times weight of the sample.
+        weight: total weight of the batch.
+        weights: [B], weight of each sample.
+        sigma: [B], noise level from 0 to 1.
+        expert: the expert of the predictor for all rows, or None.
     """
 
     given: PredictorInputs
@@ -72,11 +77,11 @@ class TextToVideo(nn.Module):
     """Trains a predictor on latents of clips, conditioned on their captions. Satisfies `Task`.
 
     The loss is the mean squared error over (C,T,H,W) of each sample, times its weights, summed over
-    the batch. A predictor that is `SupportsFrames` is shown frames of the clip itself (`frames`), and what
-    it is shown in the place of noisy latents counts for nothing. Noise, timesteps and dropped captions derive
+    the batch. A predictor that is `SupportsFrames` is shown frames of the clip itself (`frames`); latents
+    replaced by a given frame do not enter the loss. Noise, timesteps and dropped captions derive
     from (seed, purpose, epoch, sample).
     Classifier-free guidance: Ho and Salimans 2022, https://arxiv.org/abs/2207.12598.
-    Fields are those of `TextToVideoConfig`, with components built.
+    The arguments are the fields of `TextToVideoConfig`, with components built.
     """
 
     trainable = ("predictor",)
@@ -115,24 +120,29 @@ class TextToVideo(nn.Module):
 
     @cached_property
     def bins(self) -> Bins:
-        """Noise level, in ten bins."""
+        """The bins of the training loss: ten noise levels."""
         return declared_bins(self.scheduler)
 
     def weight(self, batch: Batch) -> float:
-        """The sum of the samples' weights."""
+        """The weight of a batch of clips: the sum of its sample weights."""
         return float(batch.sample_weights.sum())
 
     def batch_transform(self) -> TokenizeCaptions:
-        """Tokenizing, for data workers."""
+        """The transform that data workers apply to a batch: tokenizing its captions."""
         return TokenizeCaptions(self.text_encoder.tokenizer())
 
     def begin_step(self, step: int) -> None:
-        """What follows is of `step` (from 0): it decides which expert is trained."""
+        """Starts a training step (from 0); the step decides which expert is trained."""
         self._step = step
 
     @torch.no_grad()
     def prepare(self, batch: Batch, rng: Randomness) -> TextToVideoInputs:
-        """Encodes pixels and captions, draws noise and timesteps. `rng` is the run's root."""
+        """Encodes the pixels and captions of a batch, and draws noise and timesteps.
+
+        Args:
+            batch: a `VideoTextBatch`.
+            rng: the root of the run's randomness.
+        """
         assert isinstance(batch, VideoTextBatch)
         device = batch.pixels.device
         drawn = self.latents == "sample"
@@ -165,7 +175,7 @@ class TextToVideo(nn.Module):
         )
 
     def loss(self, inputs: TextToVideoInputs) -> Loss:
-        """Squared error of the prediction, in float32, as a weighted sum over samples."""
+        """The diffusion loss: squared error of the prediction, in float32, as a weighted sum over samples."""
         predicted = self._predict(inputs.given, inputs.text, inputs.text_mask, inputs.expert)
         losses = _squared_error(predicted, inputs.target, inputs.given.counts) * inputs.factors
         bins = sum_by_bin(inputs.sigma, losses, inputs.weights)
@@ -175,7 +185,7 @@ class TextToVideo(nn.Module):
         return Loss(losses.sum(), inputs.weight, bins=bins, tokens=tokens, flops=flops)
 
     def _predict(self, given: PredictorInputs, text: Tensor, mask: Tensor, expert: str | None) -> Tensor:
-        # Sharded parameters are float32 here and the engine casts; a lone bf16 predictor needs it done.
+        # The engine casts sharded float32 parameters; an unsharded bf16 predictor needs this cast.
         dtype = _main_dtype(self.get_submodule("predictor"))
         routed: dict[str, Any] = {} if expert is None else {"expert": expert}
         return self.predictor(
@@ -191,11 +201,14 @@ class TextToVideo(nn.Module):
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, rng: Randomness, quantiles: Sequence[float]) -> Evaluation:
-        """Each row's loss, as `loss` weighs it, at every quantile of the training timesteps and their mean.
+        """Validation loss of each clip at every quantile of the training timesteps, and the mean over them.
 
-        The noise is of (seed, row), the same at all quantiles and evaluations; captions are kept and
-        latents are the posterior's mode. outputs: `clean` latents and their one-step `estimate` from
-        the middle quantile, [B,C,T,H,W].
+        The noise derives from (seed, row): it is the same at all quantiles and in all evaluations. Captions
+        are never dropped, and latents are the posterior's mode.
+
+        Returns:
+            Losses by name; `outputs` contains the `clean` latents and their one-step `estimate` from the
+            middle quantile, [B,C,T,H,W].
         """
         assert isinstance(batch, VideoTextBatch)
         device = batch.pixels.device
@@ -227,13 +240,13 @@ class TextToVideo(nn.Module):
     # -- sampling ------------------------------------------------------------------------------
 
     def sample(self, request: SampleRequest) -> list[Clip]:
-        """One clip a prompt. Clip i starts from the noise of (seed, first + i), whatever is generated
-        with it."""
+        """Generates one clip for each prompt. The noise of clip i derives from (seed, first + i), whatever
+        other clips are generated with it."""
         return list(self.clips(request))
 
     @torch.no_grad()
     def clips(self, request: SampleRequest) -> Iterator[Clip]:
-        """The same, one after another as they are ready."""
+        """Generates one clip for each prompt, and yields each as soon as it is ready."""
         wanted = self._complete(request)
         self.check_request(wanted)
         shape = self._sample_shape(wanted)
@@ -248,28 +261,32 @@ class TextToVideo(nn.Module):
                 yield from (Clip(p, wanted.fps, prompt) for p, prompt in zip(pixels, prompts, strict=True))
 
     def check_request(self, request: SampleRequest) -> None:
-        """MMError for what `sample` would refuse: sizes, images, guidance, an expert that is nowhere."""
+        """Checks a sampling request before any work: sizes, images, guidance, files of all experts.
+
+        Raises:
+            MMError: `sample` would refuse the request.
+        """
         wanted = self._complete(request)
         self._sample_shape(wanted)
         check_images(self.predictor, wanted.images, len(wanted.prompts))
         assert wanted.guidance is not None
         self.experts.scales(wanted.guidance)
         with self.experts.complete(self._device()):
-            pass  # its files are looked at
+            pass  # opening the context checks that the experts' files exist
 
     def _complete(self, request: SampleRequest) -> SampleRequest:
-        """The request with the task's own defaults. ContractError when one is set nowhere."""
+        """The request completed with the task's defaults. ContractError where a value is set nowhere."""
         names = ("steps", "guidance", *SIZES, "fps")
         values = {name: getattr(request, name) for name in names}
         values |= {name: getattr(self.sample_defaults, name) for name in names if values[name] is None}
         if unset := [name for name, value in values.items() if value is None]:
             raise ContractError(
-                f"what to sample is not fully said, unset: {', '.join(unset)}",
+                f"the sampling request is incomplete; not set: {', '.join(unset)}",
                 where="task.sample",
                 hint="set them in the request or under task.sample in the config",
             )
         if values["steps"] < 1:
-            raise ContractError(f"sampling takes at least one step, not {values['steps']}", where="steps")
+            raise ContractError(f"sampling needs at least one step, not {values['steps']}", where="steps")
         return replace(request, **values)
 
     def _sample_shape(self, request: SampleRequest) -> tuple[int, int, int, int]:
@@ -308,12 +325,12 @@ class TextToVideo(nn.Module):
 
         clean = self.scheduler.integrate(velocity, noise.to(device), steps)
         expect(clean, noise.shape, "scheduler", "integrate")
-        # What was given in the place of noisy latents is in the clip as it was given.
+        # Latents of given frames go into the clip unchanged.
         clean = inputs_of(self.predictor, clean, clean.new_zeros(len(clean)), frames).latents
         return expect(self.autoencoder.decode(clean), (len(clean), 3, *size), "autoencoder", "decode")
 
     def _device(self) -> torch.device:
-        """Where it is computed: the frozen parts lie there, a predictor's parameters may be offloaded."""
+        """The device to compute on: that of the frozen parts, since the predictor may be offloaded."""
         for part in (self.text_encoder, self.autoencoder, self.predictor):
             if isinstance(part, nn.Module):
                 for tensor in chain(part.parameters(), part.buffers()):
@@ -323,11 +340,15 @@ class TextToVideo(nn.Module):
     # -- checks --------------------------------------------------------------------------------
 
     def sample_flops(self, batch_spec: Mapping[str, Any], recomputed: Collection[str]) -> StepFlops | None:
-        """Flops of a training sample, for the plan."""
+        """FLOPs of one training clip, for the plan; None where they are unknown."""
         return sample_flops(self, batch_spec, recomputed)
 
     def check(self, batch_spec: Mapping[str, Any]) -> None:
-        """ContractError with every misfit of the components, the data's sizes and the sizes to sample."""
+        """Checks that the components match each other, the clip sizes of the data and the sizes to sample.
+
+        Raises:
+            ContractError: lists every mismatch.
+        """
         sizes = {"data.train": {name: batch_spec.get(name) for name in SIZES}}
         own = {name: getattr(self.sample_defaults, name) or batch_spec.get(name) for name in SIZES}
         if own != sizes["data.train"]:
@@ -341,19 +362,18 @@ class TextToVideo(nn.Module):
             raise faults[0]
         if faults:
             raise ContractError(
-                "\n".join([f"{len(faults)} components do not fit:", *(fault.render() for fault in faults)])
+                "\n".join([f"the task has {len(faults)} errors:", *(fault.render() for fault in faults)])
             )
 
 
 def _size_of(request: SampleRequest) -> tuple[int, int, int]:
-    """(F, Y, X) of a request that is complete."""
+    """(F, Y, X) of a complete request."""
     assert request.num_frames is not None and request.height is not None and request.width is not None
     return request.num_frames, request.height, request.width
 
 
 def _squared_error(predicted: Tensor, target: Tensor, counts: Tensor | None) -> Tensor:
-    """[B] float32: the mean over (C,T,H,W), where counts[1,1,T,H,W] is true (None: everywhere).
-    ContractError when the shapes differ."""
+    """[B] float32: the mean over (C,T,H,W) where counts[1,1,T,H,W] is true (None: everywhere)."""
     if predicted.shape != target.shape:
         raise ContractError(
             f"the predictor returned {tuple(predicted.shape)} for targets {tuple(target.shape)}",
@@ -362,12 +382,12 @@ def _squared_error(predicted: Tensor, target: Tensor, counts: Tensor | None) -> 
     squares = (predicted.float() - target).square()
     if counts is None:
         return squares.flatten(1).mean(1)
-    # Selected, not multiplied: what does not count may hold anything.
+    # torch.where instead of a product: values that do not count may be non-finite.
     return torch.where(counts, squares, 0.0).flatten(1).sum(1) / (counts.sum() * squares.shape[1])
 
 
 def _main_dtype(module: nn.Module) -> torch.dtype:
-    """That of most floating parameters by size: tables and norms may be kept more precise."""
+    """The dtype of most floating-point parameter elements: tables and norms may have a higher precision."""
     sizes: Counter[torch.dtype] = Counter()
     for parameter in module.parameters():
         if parameter.is_floating_point():

@@ -202,7 +202,7 @@ def test_two_ranks_say_what_one_says(place, run, tmp_path):
         (["--top-p", "nan"], "top_p is nan"),
         (["--batch-size", 2], "--batch-size works only with --prompts"),
         (["--prompt", " "], "the prompt is empty, and shows nothing"),
-        (["--prompt", "a\udcff"], "a\\udcff: what the user says is not UTF-8 text (character 2)"),
+        (["--prompt", "a\udcff"], "a\\udcff: the prompt is not valid UTF-8 (character 2)"),
         (["--prompt", "<image><image>"], "the text says <image> <image>, and no images are shown"),
         (["--out", "."], "the file cannot be written: this is a folder"),
         (["--out", "/proc/nowhere/x.jsonl"], "the file cannot be written"),
@@ -248,4 +248,4 @@ def test_memory_that_runs_out_is_a_sentence(place, run, capsys, monkeypatch):
     rows = data.write(place / "files" / "full.jsonl", QUESTIONS)
     said = mm(capsys, "sample", "--run", run, "--prompts", rows, "--batch-size", 2, code=1)
     assert "out of memory: CUDA out of memory. Tried to allocate 2 GiB" in said
-    assert "2 prompts of" in said and "hint: a smaller --batch-size" in said
+    assert "2 prompts with" in said and "hint: use a smaller --batch-size" in said

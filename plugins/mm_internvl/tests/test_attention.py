@@ -32,7 +32,7 @@ def logged(name: str) -> list[dict]:
 @pytest.mark.slow
 def test_two_ranks_compute_what_one_computes_under_the_dense_mask(config):
     dense = mm_core.load_config(config, [*FEWER, "run.name=dense", "task.attn_implementation=sdpa"])
-    with pytest.warns(mm_core.errors.RunWarning, match="rows are packed, and sdpa computes"):
+    with pytest.warns(mm_core.errors.RunWarning, match="rows are packed, but sdpa computes"):
         mm_core.train(dense)
     command = ["train", "--config", config, "--nproc", 2, *FEWER, "run.name=pieces"]
     done = warm.mm(*command, env=os.environ | {"OMP_NUM_THREADS": "1"})

@@ -69,7 +69,7 @@ def test_lines_that_are_no_text_end_no_chat(place, run, capsys, monkeypatch):
     said = capsys.readouterr()
     assert len(said.out.splitlines()) == 1 and said.out.strip()
     for fault in (
-        "what the user says is not UTF-8 text (character 9)",
+        "the prompt is not valid UTF-8 (character 9)",
         "a\\x00b: there is no such image",
         "/image: there is no such image",
         "the text says <video>, and no images are shown",

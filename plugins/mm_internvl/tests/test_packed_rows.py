@@ -238,8 +238,8 @@ def test_a_run_trains_on_what_is_left_of_a_pack(place, tmp_path, capsys, workers
     assert json.loads(listed)["index"] == 1 and json.loads(listed)["id"].endswith("torn_0.png")
     assert not (tmp_path / "whole" / "runs" / "tuned" / "skipped.jsonl").exists()
     said = capsys.readouterr().err
-    assert "warning: rows of data.validation do without what could not be read of them: " in said
-    assert "torn_0.png: the image cannot be read: " in said and "count for nothing" not in said
+    assert "warning: parts of rows of data.validation could not be read and are left out: " in said
+    assert "torn_0.png: the image cannot be read: " in said and "are not counted" not in said
     assert f"samples that could not be read were replaced, or parts left out; {folder}/skipped.jsonl" in said
 
 

@@ -18,7 +18,7 @@ WANTED = (
     " WanTransformer3DModel), or as Wan-AI lays it out (config.json of WanModel)\n"
 )
 FRAMES = "  accepted: num_frames of 4k+1, height a multiple of 8, width a multiple of 8\n"
-PATCHES = "  hint: what also divides into the predictor's patches: "
+PATCHES = "  hint: sizes that also divide into the predictor's patches: "
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +161,7 @@ def test_an_autoencoder_of_other_channels(said):
     for name in ("in_channels", "out_channels"):
         sentence = f"task.predictor.{name}: {name} is 16, but the autoencoder's latents have 48 channels\n"
         assert f"{sentence}  accepted: 48\n" in found
-    assert found.startswith("mm: error: 2 components do not fit:\n")
+    assert found.startswith("mm: error: the task has 2 errors:\n")
 
 
 @pytest.mark.parametrize(("latents", "sampled"), [("mode", "true"), ("sample", "false")])
@@ -169,8 +169,8 @@ def test_a_task_and_an_autoencoder_that_say_opposite_things_of_the_latents(said,
     other = "sample" if sampled == "true" else "mode"
     found = said(*dry(f"task.latents={latents}", f"task.autoencoder.do_sample={sampled}"))
     assert found == (
-        f"mm: error: task.latents: latents is {latents}, and the autoencoder's do_sample is {sampled}\n"
-        f"  accepted: {other}\n  hint: leave one of the two out\n"
+        f"mm: error: task.latents: latents is {latents}, but the autoencoder's do_sample is {sampled}\n"
+        f"  accepted: {other}\n  hint: remove one of the two\n"
     )
 
 
@@ -194,7 +194,8 @@ def test_sizes_that_the_autoencoder_cannot_encode(said, size):
 def test_sizes_that_do_not_divide_into_patches(said):
     found = said(*dry("data.train.height=56"))
     assert found == (
-        "mm: error: data.train.height: height 56 makes 7 latents, which do not divide into patches of 2\n"
+        "mm: error: data.train.height: height 56 makes 7 latents, "
+        "which do not divide into the predictor's patches of 2\n"
         "  accepted: 48 or 64, for example\n"
     )
 
@@ -234,6 +235,6 @@ def test_sampling_a_run_whose_autoencoder_was_cut_off(said, run, tmp_path):
 def test_images_and_scales_that_the_model_does_not_take(said, run):
     assert said(*sample(run, "--image", "none.png")) == "mm: error: none.png: there is no such image\n"
     assert said(*sample(run, "--guidance", "4", "3")) == (
-        "mm: error: guidance: guidance lists 2 scales, and the predictor has no experts\n"
+        "mm: error: guidance: guidance lists 2 scales, but the predictor has no experts\n"
         "  accepted: a number\n"
     )

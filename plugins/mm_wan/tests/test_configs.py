@@ -170,7 +170,7 @@ def test_samples_that_could_not_be_made_end_the_run_before_its_first_step(tmp_pa
     render_clips(tmp_path / "data/real_clips")
     make_tiny_checkpoint(checkpoint_of("i2v_tiny"), "i2v")
     output = train("i2v_tiny", "validation.samples={prompts: [a boat]}", code=1)
-    assert "no image is given to a predictor that needs the first frame" in output
+    assert "the request contains no image, but the predictor needs the first frame" in output
     assert "Traceback" not in output and not list(tmp_path.glob("runs/*/checkpoints/step*"))
     assert (tmp_path / "runs/wan_i2v_tiny/metrics.jsonl").read_text() == ""
 

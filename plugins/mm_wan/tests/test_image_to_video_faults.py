@@ -28,21 +28,37 @@ def made(tmp_path_factory):
 @pytest.mark.parametrize(
     ("variant", "arguments", "sentence"),
     [
-        ("i2v", [], "no image is given to a predictor that needs the first frame; accepted: 1 image"),
-        ("i2v", ["{0}", "last:{1}"], "2 images are given to a predictor that needs the first frame"),
-        ("flf2v", ["{0}"], "1 image is given to a predictor that needs the first and the last frame"),
-        ("flf2v", ["last:{1}"], "a last frame is given without a first one"),
+        (
+            "i2v",
+            [],
+            "the request contains no image, but the predictor needs the first frame; accepted: 1 image",
+        ),
+        (
+            "i2v",
+            ["{0}", "last:{1}"],
+            "the request contains 2 images, but the predictor needs the first frame",
+        ),
+        (
+            "flf2v",
+            ["{0}"],
+            "the request contains 1 image, but the predictor needs the first and the last frame",
+        ),
+        ("flf2v", ["last:{1}"], "a prompt has an image of the last frame, but none of the first"),
         (
             "ti2v",
             ["{0}", "last:{1}"],
-            "2 images are given to a predictor that needs the first frame or no",
+            "the request contains 2 images, but the predictor needs the first frame or no",
         ),
-        ("i2v", ["{0}", "{1}", "{2}"], "there are 2 prompts and 3 images"),
+        ("i2v", ["{0}", "{1}", "{2}"], "there are 2 prompts, but 3 images"),
         ("i2v", ["nowhere.png"], "nowhere.png: there is no such image"),
         ("i2v", ["{folder}/model_index.json"], "model_index.json: the image cannot be read"),
         ("i2v", ["{0}", "--num-frames=6"], "num_frames 6 (nearest: 5 or 9)"),
         ("i2v", ["{0}", "--num-frames=1"], "a clip of 1 frames has none left to predict where 1 are given"),
-        ("i2v", ["{0}", "--width=40"], "width 40 makes 5 latents, which do not divide into patches of 2"),
+        (
+            "i2v",
+            ["{0}", "--width=40"],
+            "width 40 makes 5 latents, which do not divide into the predictor's patches of 2",
+        ),
         ("i2v", ["{0}", "--height=36"], "height 36 (nearest: 32 or 40)"),
     ],
 )
@@ -65,7 +81,7 @@ def test_an_image_for_a_text_to_video_model(tmp_path):
     import_weights(config, folder)
     (image, *_) = frames.images_at(tmp_path)
     with pytest.raises(
-        ContractError, match="an image is given, and this predictor makes clips from text alone"
+        ContractError, match="the request contains an image, but this predictor makes clips from text alone"
     ):
         mm_core.sample(tmp_path / "runs/t2v", PROMPT, images=[image])
     predictor = build_task(config).predictor
@@ -74,7 +90,7 @@ def test_an_image_for_a_text_to_video_model(tmp_path):
 
 def test_clips_given_different_numbers_of_images(made):
     at = made("ti2v")
-    with pytest.raises(ContractError, match="clip 0 is given 1 image and clip 1 no image"):
+    with pytest.raises(ContractError, match="clip 0 has 1 image, but clip 1 has no image"):
         mm_core.sample(at.run, prompts=[Prompt("a", at.images[0]), Prompt("b")])
 
 
@@ -90,9 +106,9 @@ def test_misfits_are_found_before_training(made, tmp_path):
     at, other = made("i2v"), made("ti2v")
     encoder = at.config.task.options["image_encoder"]
     cases = [
-        ({"image_encoder": None}, "takes image features 32 wide, and there is no image encoder"),
-        ({"frames": ("last",)}, "asks to show the predictor the last frame of each clip"),
-        ({"frames": ()}, "asks to show the predictor no frame of each clip"),
+        ({"image_encoder": None}, "takes image features 32 wide, but the task has no image encoder"),
+        ({"frames": ("last",)}, "would give the predictor the last frame of each clip"),
+        ({"frames": ()}, "would give the predictor no frame of each clip"),
         (
             {"autoencoder": other.config.task.options["autoencoder"]},
             "in_channels is 16, but the autoencoder's latents have 48 channels",
@@ -102,7 +118,9 @@ def test_misfits_are_found_before_training(made, tmp_path):
         config = frames.replace_task(at.config, **options)
         with pytest.raises(ContractError, match=sentence):
             make_plan(config, 1)
-    with pytest.raises(ContractError, match="there is an image encoder, and the predictor takes no image"):
+    with pytest.raises(
+        ContractError, match="the task has an image encoder, but the predictor takes no image"
+    ):
         make_plan(frames.replace_task(other.config, image_encoder=encoder), 1)
     wide = json.loads((at.folder / "image_encoder/config.json").read_text()) | {"hidden_size": 40}
     (shutil.copytree(at.folder, tmp_path / "wide") / "image_encoder/config.json").write_text(json.dumps(wide))

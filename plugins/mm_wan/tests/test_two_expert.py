@@ -291,7 +291,7 @@ def test_a_run_samples_by_its_folders_alone(pair, tmp_path):
 
 def test_a_guidance_list_of_another_length_is_a_sentence(pair, task, tmp_path):
     sentence = (
-        "guidance lists 3 scales, and the predictor has 2 experts\n  accepted: a number, or one for each "
+        "guidance lists 3 scales, but the predictor has 2 experts\n  accepted: a number, or one for each "
         "expert: high, then low"
     )
     with pytest.raises(ContractError) as fault:
@@ -368,7 +368,7 @@ def test_a_scheduler_that_cannot_be_cut_is_a_sentence(pair, tmp_path):
     path.write_text((tmp_path / "pair.yaml").read_text().replace("sample_shift: 3.0", "shift: 3.0"))
     path.write_text(path.read_text().replace("wan/flow_match", "core/flow_match"))
     assert config.task.options["scheduler"].type == "wan/flow_match"
-    with pytest.raises(ContractError, match=r"2 experts, and the timesteps of a FlowMatch cannot be cut to"):
+    with pytest.raises(ContractError, match=r"2 experts, but a FlowMatch cannot draw the timesteps of one"):
         mm_core.plan.build_task(load_config(path))
 
 

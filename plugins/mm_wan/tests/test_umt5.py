@@ -204,5 +204,5 @@ def test_weights_that_lack_a_layer(copied):
 def test_pickles_are_refused(copied):
     (copied / "text_encoder" / "model.safetensors").unlink()
     (copied / "text_encoder" / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch owned'\ntR.")
-    with pytest.raises(CheckpointError, match="the weights are pickled, which can run code"):
+    with pytest.raises(CheckpointError, match="the weights are pickled, so reading them could run code"):
         loaded(copied)

@@ -123,9 +123,9 @@ def test_without_rows_there_is_no_figure(name):
 @pytest.mark.parametrize(
     ("name", "missing", "hint"),
     [
-        ("accuracy", "'predictions' and 'labels'", "take a metric that fits the task"),
-        ("f1", "'logits' and 'labels'", "the F1 score is of rows with one class"),
-        ("perplexity", "'predictions' and 'labels'", "take a metric that fits the task"),
+        ("accuracy", "'predictions' and 'labels'", "choose a metric that fits the task"),
+        ("f1", "'logits' and 'labels'", "F1 needs rows with one class"),
+        ("perplexity", "'predictions' and 'labels'", "choose a metric that fits the task"),
         ("exact_match", "'texts' and 'references'", "set task.max_new_tokens"),
         ("anls", "'texts' and 'references'", "set task.max_new_tokens"),
     ],
@@ -136,15 +136,15 @@ def test_a_metric_that_the_task_gives_nothing_for_is_refused(name, missing, hint
     )
     with pytest.raises(ContractError) as fault:
         build("metric", {"type": name}).batch(batch(torch.ones(2)), clips)
-    assert fault.value.what == f"the metric needs {missing}, which the task's evaluation does not give"
+    assert fault.value.what == f"the metric needs {missing}, which the task's evaluation does not contain"
     assert fault.value.where == f"validation.metrics: {name}"
-    assert fault.value.accepted == "a task that gives them; this one gives clean, estimate"
+    assert fault.value.accepted == "metrics that need only what the evaluation contains: clean, estimate"
     assert fault.value.hint.startswith(hint)
 
 
 def test_numbers_to_learn_have_no_classes():
     numbers = {"logits": torch.ones(2, 1), "labels": torch.tensor([0.5, 3.2])}
-    with pytest.raises(ContractError, match="the F1 score is of classes, and the labels are numbers"):
+    with pytest.raises(ContractError, match="the F1 score needs classes, but the labels are numbers"):
         build("metric", {"type": "f1"}).batch(
             batch(torch.ones(2)), Evaluation({"loss": torch.ones(2)}, torch.ones(2), numbers)
         )
@@ -155,7 +155,9 @@ def test_numbers_to_learn_have_no_classes():
 def test_a_metric_of_clips_is_refused_for_rows_of_text():
     ids = torch.ones(1, 2, dtype=torch.int64)
     batch = TextBatch([SampleKey(0, 0)], torch.ones(1), ["a"], {"input_ids": ids})
-    with pytest.raises(ContractError, match="of sampled clips, and the task makes none of rows") as caught:
+    with pytest.raises(
+        ContractError, match="needs sampled clips, but the task samples no clips from rows"
+    ) as caught:
         build("metric", {"type": "frame_change"}).batch(
             batch, Evaluation({"loss": torch.ones(1)}, torch.ones(1))
         )
