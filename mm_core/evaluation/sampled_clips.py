@@ -47,7 +47,7 @@ def with_trained_size(request: SampleRequest, config: RunConfig) -> SampleReques
 
 
 def share_prompts(prompts: Sequence[T], rank: int, count: int) -> tuple[int, tuple[T, ...], int]:
-    """A rank's block of the prompts; every rank samples equally many clips.
+    """A rank's block of the prompts in an evaluation; every rank samples equally many clips.
 
     Args:
         prompts: all prompts.

@@ -73,24 +73,16 @@ def sample(
 ) -> list[Clip]:
     """Samples one clip for each prompt from a checkpoint of a stored run.
 
-    On several ranks (`WORLD_SIZE` is set) all call it: the model is sharded as in training, and each rank
-    returns and writes its share of the clips.
+    All ranks of a launcher call it together, and each returns and writes its share of the clips.
 
     Args:
         run: a run's folder, `DIR@STEP`, or one of its checkpoints.
-        prompt: the first prompt.
-        prompts: further prompts.
-        images: for image-to-video, files of the first frame: one for all prompts, or one for each. Images are
-            resized to the clip's size; those of another aspect ratio are stretched.
-        last_images: files of the last frame, like `images`.
-        negative_prompt: guidance leads away from it.
-        seed: the noise of clip i derives from (seed, i).
+        prompt, prompts: the first prompt, and further ones.
+        images, last_images: files of first (and last) frames: one for all prompts, or one for each.
+        negative_prompt: guidance leads away from it. seed: the noise of clip i derives from (seed, i).
         steps: solver steps.
         guidance: scale of classifier-free guidance (1 or less: off), or one for each expert.
-        num_frames: of a clip; None takes the task's `sample`, then that of the training data; as do the next.
-        height: of a clip.
-        width: of a clip.
-        fps: frames per second.
+        num_frames, height, width, fps: of a clip; None takes the task's `sample`, then the training data's.
         out: folder for mp4 files and a contact sheet; None writes nothing.
         weights: `ema`, `model`, or `auto`: the average if the checkpoint contains one.
         checkpoint: `latest` or `best` complete checkpoint.

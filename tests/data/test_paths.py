@@ -31,7 +31,7 @@ ODD = {
     "a" * 300 + ".mp4": "File name too long",
     "deep/" * 900 + "a.mp4": "File name too long",
     "half\ud83d.mp4": r"it contains \ud83d, half of a character",
-    "byte\udce9.mp4": r"it holds \udce9, half of a character",
+    "byte\udce9.mp4": r"it contains \udce9, half of a character",
     "nul\0.mp4": "embedded null byte",
     "folder.mp4": "is a folder, not a video",
     ".": "is a folder, not a video",

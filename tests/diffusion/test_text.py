@@ -197,7 +197,7 @@ def test_missing_files_are_listed_without_reading_anything(tmp_path):
         str(tmp_path / "nowhere" / "model.safetensors"),
         str(tmp_path / "tok" / "tokenizer.json"),
     ]
-    with pytest.raises(CheckpointError, match=r"holds no config\.json"):
+    with pytest.raises(CheckpointError, match=r"contains no config\.json"):
         mm_core.load_frozen(encoder, CPU)
 
 
@@ -227,7 +227,7 @@ def test_a_model_without_a_vocabulary_is_no_text_encoder(tmp_path):
     ViTModel(
         ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
     ).save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match="type 'vit' is no text encoder"):
+    with pytest.raises(CheckpointError, match="type 'vit' is not a text encoder"):
         mm_core.load_frozen(HFTextEncoder(str(tmp_path)), CPU)
 
 

@@ -222,7 +222,7 @@ def test_one_image_serves_all_that_have_none_and_several_go_one_each():
     both = with_images(prompts, ["1.png", "2.png"], ["3.png", "4.png"])
     assert both == [Prompt("a", Path("1.png"), Path("3.png")), Prompt("b", Path("2.png"), Path("4.png"))]
     assert with_images(prompts, [], []) == prompts
-    with pytest.raises(MMError, match="there are 2 prompts, but 3 images"):
+    with pytest.raises(MMError, match="the request contains 2 prompts, but 3 images"):
         with_images(prompts, ["1", "2", "3"], [])
 
 

@@ -254,7 +254,7 @@ def test_folders_that_hold_no_model(folders, tmp_path):
     fault = refused(tmp_path / "absent")
     assert isinstance(fault, CheckpointError) and fault.what == "there is no such folder"
     assert fault.hint.endswith("set task.from_pretrained: DIR")
-    assert refused(tmp_path).what == "this folder holds no config.json"
+    assert refused(tmp_path).what == "this folder contains no config.json"
     (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
     assert "config.json describes no model that Transformers knows" in refused(tmp_path).what
 

@@ -28,7 +28,7 @@ def read_image(path: Path) -> Tensor:
 
 @contextmanager
 def opened_image(path: Path) -> Iterator[ImageFile.ImageFile]:
-    """A context with Pillow's image object of a file, of which only the header is read.
+    """A context with an image file opened by Pillow; only its header is read.
 
     Raises:
         DataError: the file is not a readable image; also if decoding fails in the block.

@@ -105,7 +105,7 @@ def with_images(
 def _one_each(own: Sequence[Path | None], files: Sequence[str | Path], what: str) -> list[Path | None]:
     if len(files) not in (0, 1, len(own)):
         raise MMError(
-            f"there are {plural(len(own), 'prompt')}, but {plural(len(files), what)}",
+            f"the request contains {plural(len(own), 'prompt')}, but {plural(len(files), what)}",
             accepted=f"one {what} for all prompts{f', or {len(own)}' if len(own) > 1 else ''}",
         )
     if len(files) == len(own):

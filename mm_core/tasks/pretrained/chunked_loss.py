@@ -157,7 +157,7 @@ def _computed(logits: DeferredLogits, func: Function, args: Args, given: Kwargs)
 
 
 def defer_logits(head: nn.Linear, chunk: int) -> Callable[[], AbstractContextManager[None]]:
-    """Lets a model's output embedding defer its logits within the context that is returned.
+    """Lets the output embedding of a task's model defer its logits for a chunked loss, within a context.
 
     Args:
         head: the output embedding.
@@ -184,7 +184,7 @@ def defer_logits(head: nn.Linear, chunk: int) -> Callable[[], AbstractContextMan
 def chunked_cross_entropy(
     logits: DeferredLogits, target: Tensor, weights: Tensor, predict: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Cross entropy of deferred logits, computed in chunks of tokens.
+    """Computes a training loss, cross entropy, in chunks of tokens without storing all logits.
 
     Args:
         logits: [N,V].

@@ -35,7 +35,7 @@ _LEAVES |= {"aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a tensor within a recorded storage, for initial weights."""
+    """The place of a tensor in the recorded initialisation of a task's model."""
 
     storage: int
     dtype: torch.dtype
@@ -78,7 +78,7 @@ Group = tuple[_Call | None, nn.Module | int]
 
 
 class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the initialisation of a model's parameters while the model is built within `recording`.
+    """Records how a task's Transformers model initialises its parameters, while it is built in `recording`.
 
     Numbers that control a constructor's flow are computed at once. Random values drawn for such numbers, for
     buffers, or by a constructor outside of parameters are the same for every seed.
@@ -99,7 +99,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """A context in which a model is built: its parameters are recorded from their registration on."""
+        """A context to build a task's model in: its parameters are recorded from their registration on."""
         register = nn.Module.register_parameter
         truncated: Function = nn.init._no_grad_trunc_normal_
         thread = threading.get_ident()  # other threads may build models at the same time
@@ -313,8 +313,10 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- the model --------------------------------------------------------------------------------
 
     def places(self, model: nn.Module) -> dict[str, Place]:
-        """The places of a recorded model's parameters, under all of their names, and of buffers made of them;
-        tensors that nothing wrote to are left out."""
+        """The places of parameters in the recorded initialisation of a task's model, by all their names.
+
+        Includes buffers made of parameters; leaves out tensors that nothing wrote to.
+        """
         for module in model.modules():
             for name, param in module._parameters.items():
                 if param is not None and not isinstance(param, FakeTensor):  # not added by registration
@@ -324,11 +326,11 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return {name: place for name, place in found.items() if self._storages[place.storage].writers}
 
     def home(self, place: Place) -> nn.Module | None:
-        """The module that owns a recorded parameter."""
+        """The module of a task's model that owns a recorded parameter."""
         return self._storages[place.storage].home
 
     def play(self, places: Mapping[str, Place], seed: Callable[[Group], int]) -> dict[str, Tensor]:
-        """Computes recorded parameters: replays their initialisation.
+        """Computes parameters of a task's model by replaying their recorded initialisation.
 
         Args:
             places: the tensors to compute, by name.
@@ -342,7 +344,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return {name: _at(place, found) for name, place in places.items()}
 
     def groups(self) -> list[Group]:
-        """All groups of random draws in a model's initialisation, in order."""
+        """All groups of random draws in the initialisation of a task's model, in order."""
         return [group for group, nodes in self._groups.items() if nodes]
 
 

@@ -26,8 +26,8 @@ _SEED = "mm_seed"
 
 @contextmanager
 def recorded() -> Iterator[Tape]:
-    """A context in which Transformers models are built without memory for their parameters, while a tape
-    records their initialisation."""
+    """A context to build a task's Transformers model without memory, while a tape records its
+    initialisation."""
     from transformers import PreTrainedModel
 
     before, tape, thread = PreTrainedModel._initialize_weights, Tape(), threading.get_ident()
@@ -45,8 +45,7 @@ def recorded() -> Iterator[Tape]:
 
 
 def prepare_initialisation(model: PreTrainedModel, make: Callable[[], PreTrainedModel]) -> None:
-    """Gives a Transformers model an `init_weights` that fills it as its authors do: tables as computed,
-    weights drawn at random.
+    """Gives a task's Transformers model an `init_weights` that fills it as its authors do.
 
     Args:
         model: the model, with parameters on the meta device.
@@ -95,7 +94,7 @@ def prepare_initialisation(model: PreTrainedModel, make: Callable[[], PreTrained
 
 
 class Recipe:
-    """Computes the initial parameters of a Transformers model from its recorded initialisation.
+    """Computes the initial parameters of a task's Transformers model from its recorded initialisation.
 
     Args:
         tape: the recording of the model's constructor.

@@ -43,7 +43,7 @@ class CausalPieces:
 
 
 def register() -> None:
-    """Registers `packed_sdpa` with Transformers, as an attention function and as its mask function."""
+    """Registers `packed_sdpa` with Transformers, so that a task's model can use it for attention."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, packed_attention)
@@ -51,7 +51,7 @@ def register() -> None:
 
 
 def check(model: nn.Module) -> None:
-    """Checks that a model's attention can be replaced by `packed_sdpa`, if its config selects that.
+    """Checks that the attention of a task's model can be replaced by `packed_sdpa`, if the config selects it.
 
     Raises:
         ContractError: the model computes some of its attention in code of its own.
@@ -75,8 +75,10 @@ def _own_attention(model: nn.Module) -> PreTrainedModel | None:
 
 
 def packed_mask(*sizes: object, **asked: object) -> Tensor | CausalPieces | None:
-    """The attention mask of a forward, with the signature of Transformers' `AttentionMaskInterface`:
-    `CausalPieces` for a packed row, else the mask for `sdpa`."""
+    """The attention mask in a forward of a task's Transformers model: `CausalPieces` for a packed row.
+
+    Its signature is that of `AttentionMaskInterface`; for all other rows it returns the mask for `sdpa`.
+    """
     from transformers import AttentionMaskInterface
 
     pieces = _pieces(asked.get("mask_function")) if asked.get("attention_mask") is None else None
@@ -94,7 +96,9 @@ def packed_attention(
     attention_mask: Tensor | CausalPieces | None,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """Attention of a layer for packed rows, with the signature of Transformers' `AttentionInterface`.
+    """Attention for packed rows in a layer of a task's Transformers model.
+
+    Its signature is that of Transformers' `AttentionInterface`.
 
     Args:
         module: the layer.

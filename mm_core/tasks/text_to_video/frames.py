@@ -31,7 +31,7 @@ def describe(names: FrameNames) -> str:
 
 
 def image_dim(predictor: Predictor) -> int | None:
-    """Width of the image features that a predictor takes; None if it takes none."""
+    """Width of the image features that a text-to-video predictor takes; None if it takes none."""
     return predictor.image_dim if isinstance(predictor, SupportsFrames) else None
 
 

@@ -173,7 +173,7 @@ _USER, _SAID = {"role": "user", "content": "what?"}, {"role": "assistant", "cont
         (data.asked("<image>", "red", image="a" * 300), "the image cannot be opened: File name too long"),
         (data.asked("<video>", "red", video="a" * 300), "the video cannot be opened: File name too long"),
         (data.asked("<image>", "red", image=5), "5 is no path of an image or video"),
-        (data.asked("<image>", "red", image=["."]), "is a folder, not an image"),
+        (data.asked("<image>", "red", image=["."]), "this is a folder, not an image"),
         (
             {**data.ROWS[0], "tools": [{"name": "search"}]},
             "the row has `tools`, which the model would not be shown",

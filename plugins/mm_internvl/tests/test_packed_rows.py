@@ -250,6 +250,6 @@ def test_too_many_damaged_images_end_a_run(place, tmp_path):
     length = int(dataset(place, [good], max_tiles=2).lengths()[0])
     with pytest.raises(DataError) as fault:
         run_of(place, tmp_path, rows, data=packed(place, 3 * length), train=steps)
-    assert "more than data.loader.max_failed_share=0.1 admits" in fault.value.what
+    assert "more than data.loader.max_failed_share=0.1 allows" in fault.value.what
     seen, share = re.match(r"[\d.]+ of (\d+) samples could not be read \((\d+)%\)", fault.value.what).groups()
     assert 15 <= int(seen) <= 20 and 20 <= int(share) <= 50

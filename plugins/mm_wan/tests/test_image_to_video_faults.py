@@ -49,7 +49,7 @@ def made(tmp_path_factory):
             ["{0}", "last:{1}"],
             "the request contains 2 images, but the predictor needs the first frame or no",
         ),
-        ("i2v", ["{0}", "{1}", "{2}"], "there are 2 prompts, but 3 images"),
+        ("i2v", ["{0}", "{1}", "{2}"], "the request contains 2 prompts, but 3 images"),
         ("i2v", ["nowhere.png"], "nowhere.png: there is no such image"),
         ("i2v", ["{folder}/model_index.json"], "model_index.json: the image cannot be read"),
         ("i2v", ["{0}", "--num-frames=6"], "num_frames 6 (nearest: 5 or 9)"),
@@ -98,7 +98,7 @@ def test_rows_that_name_no_file(tmp_path):
     (tmp_path / "rows.json").write_text('[{"prompt": "a", "image": 3}]')
     with pytest.raises(DataError, match="image is 3"):
         read_prompts(tmp_path / "rows.json")
-    with pytest.raises(MMError, match="there are 1 prompt and 2 last images"):
+    with pytest.raises(MMError, match="the request contains 1 prompt, but 2 last images"):
         mm_core.sample(tmp_path, "a", last_images=["a.png", "b.png"])
 
 
