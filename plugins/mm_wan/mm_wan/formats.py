@@ -1,4 +1,4 @@
-"""Weight formats of Wan's transformer: Diffusers' pipelines, and Wan-AI's own layout."""
+"""Weight formats for Wan's transformer: Diffusers' pipelines, and Wan-AI's own layout."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from mm_wan.predictor.transformer import TEXT_LENGTH, WanTransformer
 from mm_wan.predictor.two_expert import TwoExpert
 
 _LORA = {"high": "pytorch_lora_weights.safetensors", "low": "pytorch_lora_weights_2.safetensors"}
-"""Files of the experts' adapters; of a lone transformer the first."""
+"""File names for the adapters of the two experts. A single transformer uses the first."""
 
 # The first image-to-video checkpoints hold a norm that nothing uses; Diffusers ignores it as well.
 DIFFUSERS_KEYS = KeyMap(ignored=("blocks.{i}.attn2.norm_added_q.weight",))
@@ -79,34 +79,43 @@ ORIGINAL_KEYS = KeyMap(
         Rename("scale_shift_table", "head.modulation"),
     )
 )
-"""Names of `WanTransformer3DModel` -> those of `WanModel` (https://github.com/Wan-Video/Wan2.1,
-wan/modules/model.py), the inverse of Diffusers' conversion (scripts/convert_wan_to_diffusers.py)."""
+"""Tensor names of `WanTransformer3DModel` -> names of `WanModel` (https://github.com/Wan-Video/Wan2.1,
+wan/modules/model.py): the inverse of Diffusers' conversion (scripts/convert_wan_to_diffusers.py)."""
 
 
 class WanDiffusers:
-    """A pipeline's folder that `WanPipeline.from_pretrained` loads, or a lone transformer's.
+    """The weight format `wan/diffusers`: a pipeline's folder that `WanPipeline.from_pretrained` loads, or the
+    folder of a single transformer.
 
-    A run that began with a pipeline's weights is written as a pipeline: its transformer, and the parts of
-    that pipeline that were not trained. Others are written as a transformer's folder.
+    A run that started from a pipeline is exported as a pipeline: the trained transformer, and the parts of
+    the original pipeline that were not trained. Any other run is exported as a transformer's folder.
     """
 
     def __init__(self) -> None:
         self._folder = Diffusers()
 
     def recognises(self, path: Path) -> bool:
-        """A pipeline that lists a Wan transformer, or the folder of one."""
+        """Whether a folder holds Wan weights in Diffusers' layout: a pipeline with a Wan transformer, or the
+        transformer alone."""
         return bool(wan_parts(path)) or read_mapping(path / "config.json").get("_class_name") == CLASS
 
     def folders(self, path: Path) -> Sequence[str]:
-        """The Wan transformers of a pipeline; [""] for a lone one's folder."""
+        """Names of the folders with Wan weights in a Diffusers pipeline; [""] for a transformer's own
+        folder."""
         return wan_parts(path) or [""]
 
     def open(self, path: Path, folder: str = "") -> StoredTensors:
-        """The tensors of one transformer."""
+        """Opens the weights files of one Wan transformer in Diffusers' layout.
+
+        Args:
+            path: folder of the pipeline or of the transformer.
+            folder: name of the transformer's folder in the pipeline; "" for `path` itself.
+        """
         return self._folder.open(path, folder)
 
     def layout(self, name: str, component: nn.Module) -> Layout | Sequence[Layout] | None:
-        """A WanTransformer, under Diffusers' names; each expert that is trained in the folder of its own."""
+        """How weights of a Wan transformer are named in Diffusers' layout; None for any other module. Each
+        trained expert of Wan 2.2 has its own folder."""
         if isinstance(component, TwoExpert):
             return [
                 replace(self._layout(model), part=name, folder=EXPERT_PARTS[name])
@@ -115,7 +124,7 @@ class WanDiffusers:
         return self._layout(component) if isinstance(component, WanTransformer) else None
 
     def _layout(self, component: WanTransformer) -> Layout:
-        # Without a folder of its own: of two transformers, which fit alike, neither may be taken unasked.
+        # No folder is named here: a pipeline's two transformers fit equally, and the user must choose one.
         return Layout(
             DIFFUSERS_KEYS,
             stem=STEM,
@@ -125,7 +134,8 @@ class WanDiffusers:
         )
 
     def adapter(self, name: str, component: nn.Module) -> AdapterLayout | Sequence[AdapterLayout] | None:
-        """What `WanPipeline.load_lora_weights` reads; of two experts a file each."""
+        """How adapter weights of a Wan transformer are written for `WanPipeline.load_lora_weights`: one file,
+        or one for each trained expert. None for any other module."""
         if isinstance(component, TwoExpert):
             built = component.built
             return [replace(_adapter(_LORA[name], EXPERT_PARTS[name]), part=name) for name in built]
@@ -135,30 +145,39 @@ class WanDiffusers:
         return _adapter(_LORA["high"], pipeline[1] if pipeline else "")
 
     def companions(self, task: TaskModule, written: Sequence[Written]) -> Companions:
-        """The pipeline that the run began with, around what is written."""
+        """Files that complete an exported Wan pipeline, copied from the pipeline that the run started
+        from."""
         return self._folder.companions(task, written)
 
 
 class WanOriginal:
-    """A folder as Wan-AI publishes it: config.json of `WanModel` and its safetensors."""
+    """The weight format `wan/original`: a folder as Wan-AI publishes it, with config.json of `WanModel` and
+    its safetensors."""
 
     def __init__(self) -> None:
         self._folder = Diffusers()
 
     def recognises(self, path: Path) -> bool:
-        """A folder whose config.json is WanModel's, or that holds the two of Wan 2.2."""
+        """Whether a folder holds Wan weights in Wan-AI's layout: config.json of WanModel, or the two folders
+        of Wan 2.2's experts."""
         return is_original(path) or bool(_experts(path))
 
     def folders(self, path: Path) -> Sequence[str]:
-        """Those of Wan 2.2's two transformers; else the top."""
+        """Names of the folders with Wan weights in Wan-AI's layout: those of Wan 2.2's experts, or [""]."""
         return [""] if is_original(path) else _experts(path)
 
     def open(self, path: Path, folder: str = "") -> StoredTensors:
-        """The tensors of one transformer."""
+        """Opens the weights files of one Wan transformer in Wan-AI's layout.
+
+        Args:
+            path: folder of the transformer, or of both experts.
+            folder: name of the expert's folder; "" for `path` itself.
+        """
         return self._folder.open(path, folder)
 
     def layout(self, name: str, component: nn.Module) -> Layout | Sequence[Layout] | None:
-        """A WanTransformer, under Wan-AI's names; each expert that is trained in the folder of its own."""
+        """How weights of a Wan transformer are named in Wan-AI's layout; None for any other module. Each
+        trained expert of Wan 2.2 has its own folder."""
         if isinstance(component, TwoExpert):
             return [
                 replace(self._layout(model), part=name, folder=EXPERT_FOLDERS[name])
@@ -177,12 +196,13 @@ class WanOriginal:
         )
 
     def adapter(self, name: str, component: nn.Module) -> AdapterLayout | None:
-        """None: Wan-AI's own code reads no adapters."""
+        """None: Wan-AI's own code reads no adapter files."""
         return None
 
     def companions(self, task: TaskModule, written: Sequence[Written]) -> Companions:
-        """The expert that was not trained, where the run began with both. Its other parts are torch files of
-        other names, which no run of ours begins with."""
+        """Files that complete an export in Wan-AI's layout: the expert that was not trained, if the run
+        started from both. Wan-AI's other parts are torch files with other names, and no run starts from
+        them."""
         copies = {
             folder: Path(component.weights_from.path) / folder
             for component in task.children()
@@ -198,7 +218,7 @@ def _experts(path: Path) -> list[str]:
 
 
 def _adapter(file: str, part: str) -> AdapterLayout:
-    """Of the transformer that is a pipeline's `part`."""
+    """The adapter file for the transformer in a pipeline's folder `part`."""
     second = ", load_into_transformer_2=True" if part == EXPERT_PARTS["low"] else ""
     return AdapterLayout(
         file,
@@ -206,12 +226,12 @@ def _adapter(file: str, part: str) -> AdapterLayout:
         metadata_key="lora_adapter_metadata",
         library="diffusers",
         loading=f'pipeline.load_lora_weights("{{folder}}", weight_name="{file}"{second})',
-        others=(ORIGINAL_KEYS,),  # ComfyUI, and most programs that train LoRAs
+        others=(ORIGINAL_KEYS,),  # names used by ComfyUI and most programs that train LoRAs
     )
 
 
 def original_config(component: WanTransformer) -> dict[str, object]:
-    """config.json of `WanModel` for the same architecture."""
+    """config.json of Wan-AI's `WanModel` for the architecture of a Wan transformer."""
     built = component.architecture
     if built.pos_embed_seq_len is not None:
         kind = "flf2v"

@@ -1,4 +1,4 @@
-"""Entry point of the plugin: imports nothing heavy."""
+"""Entry point of the plugin `wan`: registers its components and imports no torch."""
 
 from mm_core import Component, hookimpl
 
@@ -19,9 +19,7 @@ def mm_predictors() -> list[Component]:
             name="two_expert",
             target="mm_wan.predictor.two_expert:TwoExpert",
             config="mm_wan.predictor.config:TwoExpertConfig",
-            summary="Wan 2.2 A14B: one transformer for much noise, one for little, trained together or alone",
-            licence="Apache-2.0",
-            paper="https://arxiv.org/abs/2503.20314",
+            summary="Wan 2.2 A14B: two transformers, for high and for low noise, trained together or alone",
         ),
     ]
 
@@ -48,7 +46,7 @@ def mm_text_encoders() -> list[Component]:
             name="umt5",
             target="mm_wan.encoders.umt5:WanUMT5",
             config="mm_wan.encoders.config:WanUMT5Config",
-            summary="UMT5 as Wan's pipelines use it, Transformers' own class",
+            summary="UMT5 text encoder as Wan's pipelines use it, Transformers' own class",
             aliases=("UMT5",),
             licence="Apache-2.0",
             paper="https://arxiv.org/abs/2304.09151",
@@ -91,7 +89,7 @@ def mm_weight_formats() -> list[Component]:
         Component(
             name="diffusers",
             target="mm_wan.formats:WanDiffusers",
-            summary="a folder that Diffusers' WanPipeline loads, or its transformer's alone",
+            summary="the folder of a Diffusers WanPipeline, or of its transformer alone",
         ),
         Component(
             name="original",

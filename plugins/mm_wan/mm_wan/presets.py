@@ -1,9 +1,9 @@
 """The published architectures of Wan 2.1 and 2.2, as data; torch-free.
 
-Each is the architecture of the repository that stands beside it, under the names of Diffusers'
-`WanTransformer3DModel`: what `get_transformer_config` of Diffusers' scripts/convert_wan_to_diffusers.py gave
-that repository, and wan/configs of github.com/Wan-Video/Wan2.1 and Wan2.2 say. tests/test_presets.py compares
-each tensor with them, and with the sizes of the published files.
+Each preset names a published repository and its architecture, with the field names of Diffusers'
+`WanTransformer3DModel`. The values come from `get_transformer_config` in Diffusers'
+scripts/convert_wan_to_diffusers.py and from wan/configs in github.com/Wan-Video/Wan2.1 and Wan2.2.
+tests/test_presets.py compares each tensor with them, and the totals with the sizes of the published files.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class Architecture:
-    """Fields of `WanTransformer3DModel`. The defaults are those of Diffusers' class, which are the 14B
-    text-to-video model's."""
+    """Fields of `WanTransformer3DModel`. The defaults are those of Diffusers' class: the 14B text-to-video
+    model."""
 
     patch_size: tuple[int, int, int] = (1, 2, 2)
     num_attention_heads: int = 40
@@ -37,19 +37,20 @@ class Architecture:
 
     @property
     def width(self) -> int:
-        """Channels of a token."""
+        """Channels of one token in Wan's transformer."""
         return self.num_attention_heads * self.attention_head_dim
 
     @property
     def fields(self) -> dict[str, object]:
-        """Name -> value: what `WanTransformer3DModel` is called with."""
+        """Arguments of Diffusers' `WanTransformer3DModel`, by name."""
         return asdict(self)
 
 
 DEFAULTS: Mapping[str, object] = MappingProxyType(Architecture().fields)
 
+# Upper limits for the sizes of an architecture. A config.json above them is refused: no model of that size
+# exists, and an attempt to build one would never end.
 LARGEST = 100_000
-"""Of any size. What is beyond it, or beyond these, nobody could build: it would only take for ever to try."""
 MOST_LAYERS, LARGEST_HEAD, MOST_POSITIONS = 1000, 1024, 32768
 _LARGEST = {
     "num_layers": MOST_LAYERS,
@@ -59,23 +60,27 @@ _LARGEST = {
 
 
 def largest(field: str) -> int:
-    """The largest value that a size of the architecture may have."""
+    """The largest accepted value for one field of a Wan transformer's architecture."""
     return _LARGEST.get(field, LARGEST)
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A published transformer. source: the repository whose config.json it is. boundary: where the model has
-    two of them, the share of the timesteps at which the one for less noise takes over (`boundary_ratio` of
-    the repository's model_index.json)."""
+    """A published Wan transformer.
+
+    Attributes:
+        source: repository that publishes the config.json.
+        architecture: fields of the transformer.
+        boundary: for a model of two transformers, the share of the timesteps where the high-noise one begins
+            (`boundary_ratio` in the repository's model_index.json). None for a single transformer.
+    """
 
     source: str
     architecture: Architecture
     boundary: float | None = None
 
 
-T2V_BOUNDARY, I2V_BOUNDARY = 0.875, 0.9
-"""Of Wan 2.2's two published pairs of experts."""
+T2V_BOUNDARY, I2V_BOUNDARY = 0.875, 0.9  # of Wan 2.2's two published pairs of experts
 
 _LARGE = Architecture()
 _SMALL = Architecture(num_attention_heads=12, num_layers=30, ffn_dim=8960)
@@ -101,5 +106,5 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 
 
 def presets_of(architecture: Architecture) -> list[str]:
-    """The presets of that architecture: several models may share one."""
+    """Names of the Wan presets with this architecture. Several published models may share one."""
     return [name for name, preset in PRESETS.items() if preset.architecture == architecture]

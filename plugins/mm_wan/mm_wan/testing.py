@@ -1,4 +1,4 @@
-"""Wan checkpoints that fit in a test: real classes, the real layout, tiny sizes."""
+"""Tiny Wan checkpoints for tests: the published classes and file layout at small sizes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEXT_WIDTH = 32
 """Width of the hidden states of tiny text encoders, and `text_dim` of tiny transformers."""
 
 _IMAGE, _IMAGE_PATCH = 32, 16
-"""Pixels of a side that tiny image encoders see, and of their patches."""
+"""Side in pixels of the tiny image encoder's input, and of its patches."""
 
 SENTENCES = (
     *(
@@ -38,19 +38,19 @@ SENTENCES = (
     "bright tones, overexposed, static, blurred details, subtitles, worst quality, low quality",
     "the camera follows a white horse that runs slowly along the beach at night",
 )
-"""What tiny tokenizers are made from: their words are tokens, everything else is spelt."""
+"""Source of the tiny tokenizers: each word is a token, and any other text is spelt letter by letter."""
 
 
 @dataclass(frozen=True)
 class _Facts:
-    """What sets a variant apart."""
+    """How one variant differs from the others."""
 
     pipeline: str = "WanPipeline"
     channels: int = 16  # of the latents
-    conditions: int = 0  # input channels of the transformer beside the latents: a mask of 4, and an image
-    boundary_ratio: float | None = None  # where there are two transformers
-    expand_timesteps: bool = False  # a timestep a token
-    clip: bool = True  # whether given frames may be shown to CLIP as well
+    conditions: int = 0  # input channels of the transformer beside the latents: 4 for a mask, and an image
+    boundary_ratio: float | None = None  # set for a pair of transformers
+    expand_timesteps: bool = False  # one timestep per token
+    clip: bool = True  # whether CLIP may encode the given frames
     last_frame: bool = False  # positions for CLIP's tokens of two images
 
 
@@ -74,32 +74,34 @@ def make_tiny_checkpoint(
     image_encoder: bool = True,
     max_shard_size: str | None = None,
 ) -> Path:
-    """Writes a whole pipeline folder as Diffusers lays it out, which its `from_pretrained` loads: about 1 MB.
+    """Writes a tiny Wan pipeline (about 1 MB) in Diffusers' layout, which its `from_pretrained` loads.
 
     The autoencoder has the published strides and channels. Its latents_mean and latents_std are measured, so
-    that normalised latents are at unit scale, and its posterior is narrow, as that of a trained one.
+    normalised latents have unit scale. Its posterior is narrow, like a trained one.
 
     Args:
-        folder: is made where it does not exist.
+        folder: output folder; created if it does not exist.
         variant: `t2v` (Wan 2.1, 16 channels), `t2v_high_low` (Wan 2.2 A14B: two transformers, boundary
             0.875), `i2v` (Wan 2.1: mask and image latents beside the noisy ones), `i2v_high_low` (Wan 2.2
-            A14B: the same with two transformers, boundary 0.9, and never CLIP), `flf2v` (Wan 2.1: the first
-            and the last frame), `ti2v` (Wan 2.2 5B: 48 channels, a timestep a token).
-        seed: of all weights; the same folder, byte for byte, for the same seed and library versions.
-        image_encoder: for `i2v` and `flf2v`, a CLIP image encoder, and a transformer that takes its
+            A14B: the same with two transformers, boundary 0.9, always without CLIP), `flf2v` (Wan 2.1: the
+            first and the last frame), `ti2v` (Wan 2.2 5B: 48 channels, one timestep per token).
+        seed: seed for all weights. Equal seeds and library versions give equal files, byte for byte.
+        image_encoder: for `i2v` and `flf2v`: adds a CLIP image encoder, and a transformer that takes its
             embeddings.
-        max_shard_size: cuts weights into files of this size and an index ("100KB").
+        max_shard_size: splits the weights into files of this size, with an index ("100KB").
 
     Returns:
         The folder.
 
     Raises:
-        ContractError: a variant that is none of these.
+        ContractError: the variant does not exist.
     """
     import diffusers
 
     if variant not in _VARIANTS:
-        raise ContractError(f"{variant!r} is no variant of a tiny checkpoint", accepted=", ".join(_VARIANTS))
+        raise ContractError(
+            f"unknown variant {variant!r} of a tiny checkpoint", accepted=", ".join(_VARIANTS)
+        )
     facts = _VARIANTS[variant]
     image_encoder = image_encoder and facts.clip
     folder = Path(folder)
@@ -127,10 +129,10 @@ def make_tiny_checkpoint(
 
 
 def _tokenizer() -> T5TokenizerFast:
-    """A T5 tokenizer: a unigram model over the words of `SENTENCES`, scored by how often they occur, and
-    over single printable letters.
+    """A T5 tokenizer: a unigram model over the words of `SENTENCES`, scored by frequency, and over single
+    printable letters.
 
-    Not by tokenizers' own trainer, whose pieces come in another order each time.
+    The trainer of the tokenizers library is not used: its pieces come in a different order each time.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import T5TokenizerFast
@@ -178,7 +180,7 @@ def _text_encoder(vocabulary: int) -> UMT5EncoderModel:
 
 
 def _autoencoder(channels: int) -> AutoencoderKLWan:
-    """Four levels as the published ones have, for their strides."""
+    """An autoencoder with four levels, which gives the published strides."""
     from diffusers import AutoencoderKLWan
 
     sizes: dict[str, object] = {

@@ -15,7 +15,7 @@ from mm_core.cli.main import main
 CONFIG = Path(__file__).parents[1] / "mm_wan/configs/t2v_tiny.yaml"
 WANTED = (
     "  accepted: the folder of a Wan pipeline (model_index.json), of its transformer (config.json of"
-    " WanTransformer3DModel), or as Wan-AI lays it out (config.json of WanModel)\n"
+    " WanTransformer3DModel), or in Wan-AI's layout (config.json of WanModel)\n"
 )
 FRAMES = "  accepted: num_frames of 4k+1, height a multiple of 8, width a multiple of 8\n"
 PATCHES = "  hint: sizes that also divide into the predictor's patches: "
@@ -70,12 +70,16 @@ def test_the_config_itself_is_good(folder, monkeypatch, capfd):
 @pytest.mark.parametrize(
     ("named", "sentence"),
     [
-        ("flux", "flux: this is no Wan transformer: config.json is of FluxTransformer2DModel\n" + WANTED),
-        ("data", "data: this is no Wan transformer: config.json is missing\n" + WANTED),
+        (
+            "flux",
+            "flux: this folder holds no Wan transformer: config.json names the class FluxTransformer2DModel\n"
+            + WANTED,
+        ),
+        ("data", "data: this folder holds no Wan transformer: config.json is missing\n" + WANTED),
         (
             "ckpt/none",
-            f"ckpt/none: there is no such folder\n{WANTED}"
-            "  hint: fetch the weights there; or set preset to plan a run without them\n",
+            f"ckpt/none: this folder does not exist\n{WANTED}"
+            "  hint: download the weights to it; or set preset to plan a run without them\n",
         ),
     ],
 )
@@ -124,10 +128,10 @@ def test_absurd_options_are_refused_too(said):
 def test_a_folder_of_another_variant_than_the_preset(said):
     found = said(*dry("task.predictor.preset=wan2.1-t2v-1.3b"))
     assert found == (
-        "mm: error: ckpt/wan_tiny: the preset is wan2.1-t2v-1.3b, and this folder holds no published model:"
+        "mm: error: ckpt/wan_tiny: the preset is wan2.1-t2v-1.3b, but this folder holds no published model:"
         " num_attention_heads 2 instead of 12, attention_head_dim 12 instead of 128, text_dim 32 instead of"
         " 4096, freq_dim 32 instead of 256, ffn_dim 48 instead of 8960, num_layers 2 instead of 30\n"
-        "  hint: leave preset out: the folder says what it holds\n"
+        "  hint: leave preset out: the folder's config.json defines the architecture\n"
     )
 
 

@@ -275,13 +275,13 @@ def test_its_config_imports_no_torch():
         ),
         (
             {"min_timestep_boundary": 0.4171, "max_timestep_boundary": 0.4175},
-            "min_timestep_boundary 0.4171 and max_timestep_boundary 0.4175 have none of the 1000 timesteps "
-            "between them",
+            "none of the 1000 timesteps is between min_timestep_boundary 0.4171 and max_timestep_boundary "
+            "0.4175",
         ),
         ({"sigma_min": 0.5, "sigma_max": 0.5}, "sigma_min 0.5 must be below sigma_max 0.5"),
         (
             {"solver": "euler", "solver_order": 2},
-            "solver_order 2 is not Euler's, which is of the first order",
+            "solver_order 2 does not apply to the solver euler, which has order 1",
         ),
         ({"solver": "ddim"}, "solver: found 'ddim'"),
         ({"shift": 0.0}, "shift: found 0"),
@@ -301,5 +301,5 @@ def test_intervals_and_weights_with_nothing_in_them_are_refused():
         ContractError, match=r"never draws a timestep within the boundaries \(timesteps: logit_normal"
     ):
         WanFlowMatch(timesteps="logit_normal", logit_mean=-60.0, max_timestep_boundary=0.1)
-    with pytest.raises(ContractError, match="the Gaussian weights of these noise levels are all 0"):
+    with pytest.raises(ContractError, match="the Gaussian loss weights of these noise levels are all 0"):
         WanFlowMatch(num_train_timesteps=2, extra_one_step=False)

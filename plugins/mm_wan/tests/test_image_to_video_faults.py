@@ -53,7 +53,7 @@ def made(tmp_path_factory):
         ("i2v", ["nowhere.png"], "nowhere.png: there is no such image"),
         ("i2v", ["{folder}/model_index.json"], "model_index.json: the image cannot be read"),
         ("i2v", ["{0}", "--num-frames=6"], "num_frames 6 (nearest: 5 or 9)"),
-        ("i2v", ["{0}", "--num-frames=1"], "a clip of 1 frames has none left to predict where 1 are given"),
+        ("i2v", ["{0}", "--num-frames=1"], "the clip has 1 frame, and 1 of them is given"),
         (
             "i2v",
             ["{0}", "--width=40"],

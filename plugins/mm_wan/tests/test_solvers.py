@@ -136,12 +136,12 @@ def test_a_folder_that_is_not_there_is_only_missed_when_sampling(tmp_path):
     of_diffusers("unipc").save_pretrained(tmp_path / "scheduler")
     with pytest.raises(CheckpointError) as error:
         scheduler.integrate(Curved(), NOISE, 2)
-    assert "there is no scheduler_config.json" in str(error.value)
+    assert "this folder holds no scheduler_config.json" in str(error.value)
     assert f"did you mean {tmp_path / 'scheduler'}?" in str(error.value)
 
 
 REFUSED = [
-    (DDPMScheduler(), {}, "is of class 'DDPMScheduler', which cannot sample Wan"),
+    (DDPMScheduler(), {}, "has class 'DDPMScheduler', which cannot sample Wan"),
     (
         of_diffusers("unipc"),
         {"solver": "euler"},
@@ -151,15 +151,23 @@ REFUSED = [
     (
         UniPCMultistepScheduler(),
         {},
-        "prediction_type is 'epsilon', so the scheduler does not integrate Wan's",
+        "prediction_type is 'epsilon', with which the scheduler cannot sample Wan",
     ),
     (
         of_diffusers("dpm++", algorithm_type="sde-dpmsolver++"),
         {},
-        "'sde-dpmsolver++', which draws noise in each",
+        "'sde-dpmsolver++', which adds random noise in each",
     ),
-    (of_diffusers("euler", stochastic_sampling=True), {}, "stochastic_sampling is True, so the scheduler"),
-    (of_diffusers("unipc", use_dynamic_shifting=True), {}, "use_dynamic_shifting is True, so the scheduler"),
+    (
+        of_diffusers("euler", stochastic_sampling=True),
+        {},
+        "stochastic_sampling is True, with which the scheduler",
+    ),
+    (
+        of_diffusers("unipc", use_dynamic_shifting=True),
+        {},
+        "use_dynamic_shifting is True, with which the scheduler",
+    ),
     (
         of_diffusers("unipc"),
         {"num_train_timesteps": 500},
@@ -176,7 +184,9 @@ def test_a_folder_of_another_scheduler_is_refused_before_training(tmp_path, save
     assert sentence in str(error.value) and str(tmp_path / "scheduler_config.json") in str(error.value)
 
 
-@pytest.mark.parametrize(("text", "sentence"), [("{", "cannot be read"), (json.dumps([1]), "are no mapping")])
+@pytest.mark.parametrize(
+    ("text", "sentence"), [("{", "cannot be read"), (json.dumps([1]), "are not a mapping")]
+)
 def test_a_damaged_file_is_said_so(tmp_path, text, sentence):
     (tmp_path / "scheduler_config.json").write_text(text)
     with pytest.raises(CheckpointError, match=f"the scheduler's settings {sentence}"):
@@ -185,9 +195,9 @@ def test_a_damaged_file_is_said_so(tmp_path, text, sentence):
 
 @pytest.mark.parametrize("steps", [0, -1])
 def test_sampling_takes_at_least_one_step(steps):
-    with pytest.raises(ContractError, match=f"sampling takes at least one step, not {steps}"):
+    with pytest.raises(ContractError, match=f"sampling needs at least one step, not {steps}"):
         WanFlowMatch().integrate(Curved(), NOISE, steps)
-    with pytest.raises(ContractError, match=f"sampling takes at least one step, not {steps}"):
+    with pytest.raises(ContractError, match=f"sampling needs at least one step, not {steps}"):
         WanFlowMatch().sigmas(steps)
 
 

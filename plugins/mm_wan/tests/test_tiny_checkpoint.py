@@ -98,7 +98,7 @@ def test_the_tokenizer_knows_the_words_and_spells_the_rest(tmp_path):
 
 
 def test_no_such_variant(tmp_path):
-    with pytest.raises(ContractError, match="'t3v' is no variant of a tiny checkpoint"):
+    with pytest.raises(ContractError, match="unknown variant 't3v' of a tiny checkpoint"):
         make_tiny_checkpoint(tmp_path, "t3v")
     assert not any(tmp_path.iterdir())
 

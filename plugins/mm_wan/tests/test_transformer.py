@@ -149,7 +149,7 @@ def test_a_condition_that_is_needed_or_not_known_is_a_sentence():
     for name in ("image_latents", "image_embeds"):
         rest = {key: tensor for key, tensor in given.items() if key != name}
         with pytest.raises(
-            ContractError, match=f"needs the condition '{name}', which is not given{accepted}"
+            ContractError, match=f"the condition '{name}', which this model needs, is missing{accepted}"
         ):
             model(**rest)
     with pytest.raises(
@@ -166,11 +166,13 @@ def test_inputs_that_do_not_fit_are_a_sentence():
     given = inputs("wan2.1-t2v-14b")
     with pytest.raises(ContractError, match=r"\(2, 5, 4\) do not divide into patches of \(1, 2, 2\)"):
         model(**given | {"latents": given["latents"][:, :, :, :5]})
-    with pytest.raises(ContractError, match="the text has 7 tokens\n  accepted: 512, padded with zeros"):
+    with pytest.raises(
+        ContractError, match="the text has 7 tokens\n  accepted: 512 tokens, padded with zeros"
+    ):
         model(**given | {"text": given["text"][:, :7]})
-    with pytest.raises(ContractError, match=r"11 timesteps a sample are given for 12 tokens"):
+    with pytest.raises(ContractError, match=r"each sample has 11 timesteps but 12 tokens"):
         model(**given | {"timestep": torch.zeros(2, 11)})
-    with pytest.raises(ContractError, match="2 x 3 x 2 tokens reaches beyond the rotary tables of 2 pos"):
+    with pytest.raises(ContractError, match="2 x 3 x 2 tokens exceeds the rotary tables, which have 2 pos"):
         WanTransformer(**TINY | {"rope_max_seq_len": 2})(**given)
     with pytest.raises(ContractError, match="attention_head_dim 5 cannot hold rotary positions"):
         WanTransformer(**TINY | {"attention_head_dim": 5})
@@ -224,7 +226,7 @@ def test_a_folder_of_another_variant_than_the_presets_is_a_sentence(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(
         CheckpointError,
-        match=r"the preset is wan2.1-t2v-14b, and this folder holds wan2.1-i2v-14b-480p or wan2.1-i2v-14b"
+        match=r"the preset is wan2.1-t2v-14b, but this folder holds wan2.1-i2v-14b-480p or wan2.1-i2v-14b"
         r"-720p: in_channels 36 instead of 16, image_dim 1280 instead of None, added_kv_proj_dim 5120",
     ):
         WanTransformer(from_pretrained=str(tmp_path), preset="wan2.1-t2v-14b")
@@ -237,23 +239,27 @@ def test_a_preset_serves_until_the_folder_is_there(tmp_path):
         model = WanTransformer(from_pretrained=str(tmp_path / "later"), preset="wan2.1-t2v-1.3b")
     assert model.weights_from.path == str(tmp_path / "later") and len(model.blocks) == 30
     with pytest.raises(
-        CheckpointError, match=r"later: there is no such folder\n  accepted: the folder of a Wa"
+        CheckpointError, match=r"later: this folder does not exist\n  accepted: the folder of a Wa"
     ):
         WanTransformer(from_pretrained=str(tmp_path / "later"))
 
 
 def test_what_is_no_wan_folder_is_a_sentence(tmp_path):
-    with pytest.raises(CheckpointError, match=r"this is no Wan transformer: config.json is missing"):
+    with pytest.raises(
+        CheckpointError, match=r"this folder holds no Wan transformer: config.json is missing"
+    ):
         WanTransformer(from_pretrained=str(tmp_path))
     (tmp_path / "config.json").write_text('{"_class_name": "AutoencoderKLWan"}')
-    with pytest.raises(CheckpointError, match=r"no Wan transformer: config.json is of AutoencoderKLWan"):
+    with pytest.raises(
+        CheckpointError, match=r"no Wan transformer: config.json names the class AutoencoderKLWan"
+    ):
         WanTransformer(from_pretrained=str(tmp_path))
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(CheckpointError, match=r"no Wan transformer: config.json names no class"):
         WanTransformer(from_pretrained=str(tmp_path))
     (tmp_path / "config.json").write_text('{"_class_name": "WanTransformer3DModel", "vace_layers": [0]}')
     with pytest.raises(
-        CheckpointError, match="has settings that WanTransformer3DModel does not know: vace_la"
+        CheckpointError, match="has settings that WanTransformer3DModel does not have: vace_la"
     ):
         WanTransformer(from_pretrained=str(tmp_path))
     for value in ('"two"', "0", "true"):
@@ -267,7 +273,7 @@ def test_what_is_no_wan_folder_is_a_sentence(tmp_path):
     (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline", "transformer": ["a", "b"]}')
     with pytest.raises(CheckpointError, match=r"this pipeline \(FluxPipeline\) has no Wan transformer"):
         WanTransformer(from_pretrained=str(tmp_path))
-    with pytest.raises(CheckpointError, match=r"config.json: this is a file"):
+    with pytest.raises(CheckpointError, match=r"config.json: this is a file, not a folder"):
         WanTransformer(from_pretrained=str(tmp_path / "config.json"))
 
 

@@ -164,7 +164,7 @@ def test_a_tokenizer_folder_without_a_tokenizer(checkpoint, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("{}")
     with pytest.raises(CheckpointError) as caught:
         loaded(checkpoint, tokenizer=str(tmp_path))
-    assert caught.value.what == "there is no tokenizer in this folder"
+    assert caught.value.what == "this folder holds no tokenizer"
     assert caught.value.where == str(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""The image encoder `wan/clip_vision`: Transformers' CLIPVisionModel, fed as Wan's pipelines feed it."""
+"""The image encoder `wan/clip_vision`: Transformers' CLIPVisionModel, with inputs as in Wan's pipelines."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 SETTINGS = "preprocessor_config.json"
 PUBLISHED_TOKENS = 257
-"""ViT-H/14 on 224 pixels (Wan 2.1, wan/modules/clip.py): 16 x 16 patches, and one for the whole."""
+"""Tokens of ViT-H/14 on 224 pixels (Wan 2.1, wan/modules/clip.py): 16 x 16 patches and the class token."""
 _KINDS = ("clip_vision_model", "clip")
 
 
 class WanCLIPVision(nn.Module):
-    """Hidden states of images by CLIP (https://arxiv.org/abs/2103.00020), frozen. Satisfies `ImageEncoder`
-    and `Streamed`.
+    """CLIP image encoder for Wan's image-to-video models (https://arxiv.org/abs/2103.00020), frozen.
+    Satisfies `ImageEncoder` and `Streamed`.
 
-    Equal to `WanImageToVideoPipeline.encode_image`: the states before the last layer, of the class token and
-    the patches. Fields are those of `WanCLIPVisionConfig`. The constructor opens no file.
+    The output equals `WanImageToVideoPipeline.encode_image`: hidden states before the last layer, for the
+    class token and the patches. `WanCLIPVisionConfig` describes the fields. The constructor opens no file.
     """
 
     entry_points = ("encode",)
@@ -55,26 +55,33 @@ class WanCLIPVision(nn.Module):
 
     @property
     def hidden_size(self) -> int:
-        """Width of a hidden state, as config.json says. CheckpointError when it is no CLIP's."""
+        """Width of the image encoder's hidden states, from config.json.
+
+        Raises:
+            CheckpointError: config.json describes no CLIP model.
+        """
         return int(self._config().hidden_size)
 
     @property
     def tokens(self) -> int:
-        """Of one image: its patches and their class, as config.json says; where it is not there yet, those of
-        the encoder that all of Wan's models were published with."""
+        """Number of tokens that the image encoder gives for one image: its patches and a class token, from
+        config.json. Without that file: 257, as for all published Wan models."""
         if not self._files.has("config.json"):
             return PUBLISHED_TOKENS
         config = self._config()
         return 1 + (int(config.image_size) // int(config.patch_size)) ** 2
 
     def missing_files(self) -> list[str]:
-        """Of config.json, the weights and the processor's settings, those that do not exist."""
+        """Files of the CLIP image encoder that do not exist: config.json, weights, processor settings."""
         settings = self.processor_folder / SETTINGS
         return self._files.missing_files() + ([] if settings.is_file() else [str(settings)])
 
     def build_empty(self) -> None:
-        """Makes the encoder. CheckpointError for a folder of another model, without a processor's settings,
-        or of pickles alone; nothing in a file runs."""
+        """Builds the CLIP image encoder without memory for its weights. Executes no code from files.
+
+        Raises:
+            CheckpointError: the folder holds another model, no processor settings, or only pickled weights.
+        """
         if self.model is not None:
             return
         from transformers import AutoModel
@@ -86,9 +93,17 @@ class WanCLIPVision(nn.Module):
 
     @torch.no_grad()
     def encode(self, images: Sequence[Tensor]) -> Tensor:
-        """B images, each uint8 [3,Y,X] of any size -> hidden[B,K,D] in the encoder's dtype; K is 1 + the
-        patches."""
-        assert self.model is not None and self._processor is not None, "its weights come first"
+        """Encodes images with CLIP.
+
+        Args:
+            images: B images, each uint8 [3,Y,X] of any size.
+
+        Returns:
+            Hidden states [B,K,D] in the encoder's dtype; K is 1 + the number of patches.
+        """
+        assert self.model is not None and self._processor is not None, (
+            "call build_empty and load weights first"
+        )
         from PIL import Image
 
         pictures = [Image.fromarray(image.permute(1, 2, 0).cpu().contiguous().numpy()) for image in images]
@@ -100,11 +115,11 @@ class WanCLIPVision(nn.Module):
         return found
 
     def train(self, mode: bool = True) -> WanCLIPVision:
-        """Stays in evaluation mode: it is frozen."""
+        """Keeps the frozen image encoder in evaluation mode, whatever `mode` is."""
         return super().train(False)
 
     def _config(self) -> CLIPVisionConfig:
-        """Of the vision part. CheckpointError for another model's."""
+        """Config of CLIP's vision part. CheckpointError if config.json describes another model."""
         config = self._files.config()
         if config.model_type not in _KINDS:
             raise CheckpointError(
@@ -117,24 +132,25 @@ class WanCLIPVision(nn.Module):
 
 
 def _processor_folder(weights: Path) -> Path:
-    """Where the settings are looked for: with the weights if they are there, else beside them."""
+    """Folder with the processor settings: the weights' folder if it has them, else its neighbour."""
     return weights if (weights / SETTINGS).is_file() else weights.parent / "image_processor"
 
 
 def _open_processor(folder: Path) -> CLIPImageProcessor:
-    """CLIP's processor: by Pillow, as Wan's pipelines were published, whatever else is installed."""
+    """CLIP's processor based on Pillow, which Wan's pipelines were published with, even if torchvision is
+    installed."""
     import transformers
 
-    # Transformers 5 gave the name without a suffix to a processor that computes by torchvision.
+    # In Transformers 5, the name without a suffix is a processor based on torchvision.
     name = "CLIPImageProcessorPil" if hasattr(transformers, "CLIPImageProcessorPil") else "CLIPImageProcessor"
     try:
         settings = read_mapping(folder / SETTINGS)
         if not settings:
-            raise ValueError(f"{SETTINGS} is missing or no mapping")
+            raise ValueError(f"{SETTINGS} is missing or is not a mapping")
         return getattr(transformers, name).from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, TypeError) as fault:
         raise CheckpointError(
-            f"there are no settings of an image processor here: {first_line(fault)}",
+            f"the settings of the image processor cannot be read: {first_line(fault)}",
             where=str(folder),
             accepted="the folder `image_processor` of a Wan pipeline",
             hint=f"set processor: to the folder that holds {SETTINGS}",

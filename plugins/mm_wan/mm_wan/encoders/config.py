@@ -12,14 +12,14 @@ _Size = Annotated[int, Range(ge=1)]
 
 @dataclass(frozen=True)
 class TilingParam:
-    """Tiles that larger clips are cut into, as `AutoencoderKLWan.enable_tiling` takes them. All four are
-    multiples of the autoencoder's spatial stride. Tiles change the latents a little at their seams. The
-    48-channel autoencoder encodes patches of 2x2 pixels, and Diffusers counts its tiles in these there."""
+    """Sizes of the tiles into which larger clips are cut, as arguments of `AutoencoderKLWan.enable_tiling`.
+    All four are multiples of the autoencoder's spatial stride. Latents differ slightly at the seams. The
+    48-channel autoencoder encodes patches of 2x2 pixels, and there Diffusers counts tiles in patches."""
 
-    tile_sample_min_height: _Size = 256  # pixels of a tile, down
-    tile_sample_min_width: _Size = 256  # pixels of a tile, across
-    tile_sample_stride_height: _Size = 192  # pixels from a tile to the next one down; the rest is blended
-    tile_sample_stride_width: _Size = 192  # pixels from a tile to the next one across
+    tile_sample_min_height: _Size = 256  # height of a tile in pixels
+    tile_sample_min_width: _Size = 256  # width of a tile in pixels
+    tile_sample_stride_height: _Size = 192  # pixels from one tile down to the next; overlaps are blended
+    tile_sample_stride_width: _Size = 192  # pixels from one tile across to the next; overlaps are blended
 
 
 @dataclass(frozen=True)
@@ -27,36 +27,40 @@ class WanVAEConfig:
     """The causal video autoencoder of Wan 2.1 (16 channels) and Wan 2.2 TI2V (48 channels)."""
 
     from_pretrained: str  # folder with config.json and safetensors: a pipeline's `vae`, or the pipeline's
-    dtype: DType = "fp32"  # of the weights and the layers; latents come in fp32
-    latent_channels: _Size | None = None  # what is expected: 16 or 48; none: whatever config.json says
-    tiling: bool = False  # cuts clips larger than a tile into tiles: less memory, more time
-    tiling_param: TilingParam = field(default_factory=TilingParam)  # sizes of the tiles
-    slicing: bool = False  # one clip of a batch at a time: less memory, more time
-    norm_latents: bool = True  # brings latents to unit scale, which the predictors are trained on
-    norm_mode: Literal["channel_specified_shift_scale", "value_shift_scale"] = (
-        "channel_specified_shift_scale"  # (x - latents_mean) / latents_std of config.json, or scalars
+    dtype: DType = "fp32"  # dtype of weights and layers; latents are always fp32
+    latent_channels: _Size | None = (
+        None  # expected channels of the latents, 16 or 48; null: as in config.json
     )
-    shift_factor: float | None = None  # of value_shift_scale: (x - shift_factor) * scaling_factor; none: 0
-    scaling_factor: Annotated[float, Range(gt=0)] | None = None  # of value_shift_scale, which needs it
+    tiling: bool = False  # cut clips larger than a tile into tiles: less memory, more time
+    tiling_param: TilingParam = field(default_factory=TilingParam)  # sizes of the tiles
+    slicing: bool = False  # encode one clip of a batch at a time: less memory, more time
+    norm_latents: bool = True  # scale latents to unit variance, as the published predictors expect
+    norm_mode: Literal["channel_specified_shift_scale", "value_shift_scale"] = (
+        "channel_specified_shift_scale"  # (x - latents_mean) / latents_std from config.json, or scalars
+    )
+    shift_factor: float | None = None  # for value_shift_scale: (x - shift_factor) * scaling_factor; null: 0
+    scaling_factor: Annotated[float, Range(gt=0)] | None = None  # for value_shift_scale, where it is required
     do_sample: bool | None = (
-        None  # latents trained on: of the posterior a sample, or the mode; none: task.latents
+        None  # train on a sample of the posterior (true) or on its mode (false); null: as task.latents
     )
 
 
 @dataclass(frozen=True)
 class WanUMT5Config:
-    """The UMT5 encoder of Wan, fed as Wan's pipelines feed it."""
+    """The UMT5 text encoder of Wan, with inputs as in Wan's pipelines."""
 
     from_pretrained: str  # folder with config.json and safetensors: a pipeline's `text_encoder`, or its own
-    tokenizer: str | None = None  # folder; none: that of the weights, else `tokenizer` beside it
-    max_length: _Size = 512  # tokens; longer captions are cut, all are padded to it
-    dtype: DType = "bf16"  # of the weights and the hidden states
+    tokenizer: str | None = None  # tokenizer folder; null: the weights' folder, else `tokenizer` beside it
+    max_length: _Size = 512  # tokens per caption; longer captions are cut, shorter ones padded
+    dtype: DType = "bf16"  # dtype of weights and hidden states
 
 
 @dataclass(frozen=True)
 class WanCLIPVisionConfig:
-    """The CLIP image encoder of Wan 2.1's image-to-video models, fed as their pipelines feed it."""
+    """The CLIP image encoder of Wan 2.1's image-to-video models, with inputs as in their pipelines."""
 
     from_pretrained: str  # folder with config.json and safetensors: a pipeline's `image_encoder`, or its own
-    processor: str | None = None  # folder; none: that of the weights, else `image_processor` beside it
-    dtype: DType = "fp32"  # of the weights and the hidden states; Wan's pipelines are published with fp32
+    processor: str | None = (
+        None  # processor folder; null: the weights' folder, else `image_processor` beside it
+    )
+    dtype: DType = "fp32"  # dtype of weights and hidden states; Wan's pipelines are published with fp32

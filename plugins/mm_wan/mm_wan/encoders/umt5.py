@@ -1,4 +1,4 @@
-"""The text encoder `wan/umt5`: Transformers' UMT5EncoderModel, fed as Wan's pipelines feed it."""
+"""The text encoder `wan/umt5`: Transformers' UMT5EncoderModel, with inputs as in Wan's pipelines."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from mm_wan.encoders.vae_files import pipeline_part
 
 
 def clean_prompt(text: str) -> str:
-    """A caption as Diffusers' Wan pipelines clean it: broken Unicode mended, HTML entities resolved twice,
-    single spaces."""
+    """Cleans a caption or prompt as Diffusers' Wan pipelines do: fixes broken Unicode, resolves HTML entities
+    twice, and reduces white space to single spaces."""
     import ftfy
-    import regex  # its \s is not that of `re`
+    import regex  # its \s differs from that of `re`
 
     text = html.unescape(html.unescape(ftfy.fix_text(text))).strip()
     return str(regex.sub(r"\s+", " ", text).strip())
@@ -31,22 +31,23 @@ def clean_prompt(text: str) -> str:
 
 @dataclass
 class WanTokenizer:
-    """Captions -> cleaned, cut and padded to the tokenizer's max_length, with an end token."""
+    """Tokenizer for Wan's captions: cleans them, adds an end token, cuts or pads to max_length."""
 
     tokenizer: HFTokenizer
 
     def __call__(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """ids[B,max_length] int64, mask[B,max_length] bool."""
+        """Turns captions into token ids [B,max_length] int64 and their mask [B,max_length] bool."""
         return self.tokenizer([clean_prompt(caption) for caption in captions])
 
 
 class WanUMT5(nn.Module):
-    """Hidden states of captions by UMT5 (https://arxiv.org/abs/2304.09151), frozen.
+    """UMT5 text encoder for Wan's captions (https://arxiv.org/abs/2304.09151), frozen.
 
     Satisfies `TextEncoder` and `Streamed`.
 
-    Equal to `WanPipeline.encode_prompt`: rows of max_length tokens, the padding masked inside the encoder and
-    zero behind it. Fields are those of `WanUMT5Config`. The constructor opens no weights.
+    The output equals `WanPipeline.encode_prompt`: rows of max_length tokens; padding is masked inside the
+    encoder, and its hidden states are zero. `WanUMT5Config` describes the fields. The constructor opens no
+    weights.
     """
 
     entry_points = ("encode",)
@@ -68,21 +69,24 @@ class WanUMT5(nn.Module):
 
     @property
     def weights_from(self) -> WeightsFrom | None:
-        """The folder's safetensors."""
+        """Folder and format of the text encoder's weights."""
         return self.encoder.weights_from
 
     @property
     def hidden_size(self) -> int:
-        """Width of a hidden state, as config.json says."""
+        """Width of the text encoder's hidden states, from config.json."""
         return self.encoder.hidden_size
 
     def missing_files(self) -> list[str]:
-        """Of config.json, the weights and the tokenizer, those that do not exist."""
+        """Files of the UMT5 text encoder that do not exist: config.json, weights, tokenizer."""
         return self.encoder.missing_files()
 
     def build_empty(self) -> None:
-        """Makes the encoder. CheckpointError for a folder of another model, a tokenizer folder without a
-        tokenizer, or pickles alone."""
+        """Builds the UMT5 text encoder without memory for its weights.
+
+        Raises:
+            CheckpointError: the folder holds another model or only pickled weights, or no tokenizer exists.
+        """
         kind = read_mapping(self.folder / "config.json").get("model_type")
         if (self.folder / "config.json").is_file() and kind != "umt5":
             raise CheckpointError(
@@ -94,7 +98,7 @@ class WanUMT5(nn.Module):
             )
         if not _has_tokenizer(self.tokenizer_folder):
             raise CheckpointError(
-                "there is no tokenizer in this folder",
+                "this folder holds no tokenizer",
                 where=str(self.tokenizer_folder),
                 accepted="the folder `tokenizer` of a Wan pipeline",
                 hint="set tokenizer: to the folder that holds tokenizer.json or spiece.model",
@@ -102,22 +106,30 @@ class WanUMT5(nn.Module):
         self.encoder.build_empty()
 
     def tokenizer(self) -> Tokenizer:
-        """The half for data workers."""
+        """The tokenizer of this text encoder, for use in data workers."""
         return WanTokenizer(HFTokenizer(str(self.tokenizer_folder), self.max_length, "max_length"))
 
     @torch.no_grad()
     def encode(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """ids[B,L], mask[B,L] -> hidden[B,L,D] in the encoder's dtype, zero behind the mask; mask[B,L]."""
+        """Encodes captions with UMT5.
+
+        Args:
+            ids: token ids [B,L].
+            mask: [B,L]; False for padding.
+
+        Returns:
+            Hidden states [B,L,D] in the encoder's dtype, zero for padding; and the mask [B,L].
+        """
         hidden, mask = self.encoder.encode(ids, mask)
         return hidden.masked_fill(~mask[..., None].bool(), 0), mask
 
     def train(self, mode: bool = True) -> WanUMT5:
-        """Stays in evaluation mode: a frozen encoder has no dropout."""
+        """Keeps the frozen text encoder in evaluation mode, without dropout, whatever `mode` is."""
         return super().train(False)
 
 
 def _tokenizer_folder(weights: Path) -> Path:
-    """Where a tokenizer is looked for: with the weights if one is there, else beside them."""
+    """The tokenizer's folder: the weights' folder if it holds one, else its neighbour."""
     return weights if _has_tokenizer(weights) else weights.parent / "tokenizer"
 
 

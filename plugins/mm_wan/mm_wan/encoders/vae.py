@@ -35,10 +35,10 @@ _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 class Normalisation:
-    """Latents of the autoencoder <-> latents at unit scale, in float32.
+    """Converts latents between the autoencoder's scale and unit scale, in float32.
 
-    channel_specified_shift_scale is (x - mean) / std, computed as Diffusers' Wan pipelines do, through
-    the reciprocal of std. value_shift_scale is (x - shift_factor) * scaling_factor.
+    channel_specified_shift_scale is (x - mean) / std, computed with the reciprocal of std as in Diffusers'
+    Wan pipelines. value_shift_scale is (x - shift_factor) * scaling_factor.
     """
 
     def __init__(self, shift: Tensor, scale: Tensor) -> None:
@@ -46,19 +46,20 @@ class Normalisation:
         self.scale = scale.float().view(1, -1, 1, 1, 1)
 
     def unit(self, latents: Tensor) -> Tensor:
-        """latents[B,C,T,H,W] of the autoencoder -> at unit scale."""
+        """Scales the autoencoder's latents [B,C,T,H,W] to unit scale."""
         return (latents.float() - self.shift.to(latents.device)) * self.scale.to(latents.device)
 
     def own(self, latents: Tensor) -> Tensor:
-        """latents[B,C,T,H,W] at unit scale -> the autoencoder's."""
+        """Scales latents [B,C,T,H,W] from unit scale back to the autoencoder's scale."""
         return latents.float() / self.scale.to(latents.device) + self.shift.to(latents.device)
 
 
 class WanPosterior:
-    """A normal distribution of each latent. Satisfies `Posterior`.
+    """Normal distribution over a clip's latents, from Wan's autoencoder. Satisfies `Posterior`.
 
-    moments: [B,2C,T,H,W], mean and log variance as the autoencoder gives them, before any normalisation:
-    what a cache stores, and `WanVAE.posterior` takes back.
+    Attributes:
+        moments: [B,2C,T,H,W], mean and log variance from the autoencoder, before any normalisation. A cache
+            stores them, and `WanVAE.posterior` accepts them.
     """
 
     def __init__(self, moments: Tensor, normalisation: Normalisation | None) -> None:
@@ -66,13 +67,16 @@ class WanPosterior:
         self._normalisation = normalisation
 
     def sample(self, generators: Sequence[torch.Generator]) -> Tensor:
-        """latents[B,C,T,H,W] float32; row i has the noise of generators[i]."""
+        """Draws latents [B,C,T,H,W] float32 for B clips; row i uses the noise of generators[i]."""
         if len(generators) != len(self.moments):
-            raise ContractError(f"{len(generators)} generators are given for {len(self.moments)} clips")
+            raise ContractError(
+                f"the number of generators ({len(generators)}) differs from the number of clips "
+                f"({len(self.moments)})"
+            )
         return self._unit(self._distribution().sample(list(generators)))
 
     def mode(self) -> Tensor:
-        """latents[B,C,T,H,W] float32, the most likely ones."""
+        """The most likely latents [B,C,T,H,W] float32 of the clips."""
         return self._unit(self._distribution().mode())
 
     def _distribution(self) -> DiagonalGaussianDistribution:
@@ -85,22 +89,23 @@ class WanPosterior:
 
 
 class WanVAE(nn.Module):
-    """Clips <-> latents by Diffusers' AutoencoderKLWan (https://arxiv.org/abs/2503.20314, section 4.1).
+    """Encodes clips into latents and decodes them with Diffusers' AutoencoderKLWan, frozen
+    (https://arxiv.org/abs/2503.20314, section 4.1).
 
     Satisfies `Autoencoder`, `Streamed` and `SupportsDoSample`. F = 4k+1 frames become T = k+1 latents;
     Y and X are divided by 8 (Wan 2.1, 16 channels) or 16 (Wan 2.2 TI2V, 48 channels).
-    Time is taken in pieces of four frames, so that memory does not grow with the clip.
-    Fields are those of `WanVAEConfig`.
+    Clips are encoded in pieces of four frames, so memory does not grow with their length.
+    `WanVAEConfig` describes the fields.
 
-    The constructor opens no file. What config.json says is read when it is first asked for; where that file
-    is not there yet, `latent_channels` tells which of the two published autoencoders is meant.
+    The constructor opens no file; config.json is read on first use. If that file does not exist yet,
+    `latent_channels` selects one of the two published autoencoders.
 
     Raises:
-        ContractError: options that contradict each other.
+        ContractError: options contradict each other.
     """
 
     entry_points = ("encode", "decode")
-    block_patterns = ()  # a call runs its layers once for each piece of a clip: moved or gathered whole
+    block_patterns = ()  # a call runs its layers once per piece of a clip, so it is not split into blocks
     model: AutoencoderKLWan | None
 
     def __init__(self, from_pretrained: str, **others: Any) -> None:
@@ -114,20 +119,29 @@ class WanVAE(nn.Module):
         self.register_module("model", None)
         self._check_options()
 
-    # -- what it is -----------------------------------------------------------------------------
+    # -- sizes ----------------------------------------------------------------------------------
 
     @property
     def latent_channels(self) -> int:
-        """Channels of the latents. CheckpointError when config.json has other ones than were asked for."""
+        """Channels of the autoencoder's latents.
+
+        Raises:
+            CheckpointError: config.json has a number different from the config's `latent_channels`.
+        """
         return self._facts[0]
 
     @property
     def stride(self) -> tuple[int, int, int]:
-        """Frames, rows and columns of pixels a latent; the first frame is a latent of its own."""
+        """Frames, rows and columns of pixels per latent of the autoencoder. The first frame has its own
+        latent."""
         return self._facts[1]
 
     def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        """(C,T,H,W) of a clip. ContractError unless F is 4k+1 and Y and X are multiples of the stride."""
+        """Shape (C,T,H,W) of the latents for a clip of this size.
+
+        Raises:
+            ContractError: num_frames is not 4k+1, or height or width is no multiple of the stride.
+        """
         t, y, x = self.stride
         faults = []
         for name, size, step, rest in (
@@ -150,22 +164,25 @@ class WanVAE(nn.Module):
     # -- weights --------------------------------------------------------------------------------
 
     def missing_files(self) -> list[str]:
-        """Of config.json and the weights, those that do not exist."""
+        """Files of the Wan autoencoder that do not exist: config.json, weights."""
         names = ["config.json"]
-        if not self._pickled():  # those are there, and load() says why it refuses them
+        if not self._pickled():  # build_empty() refuses pickled weights with an error of its own
             names += self._weight_files()
         return [str(self.folder / name) for name in names if not (self.folder / name).is_file()]
 
     def build_empty(self) -> None:
-        """Makes the autoencoder. CheckpointError for a folder of another model, or of pickles alone; nothing
-        in a file runs."""
+        """Builds the Wan autoencoder without memory for its weights. Executes no code from files.
+
+        Raises:
+            CheckpointError: the folder holds another model, or only pickled weights.
+        """
         if self.model is not None:
             return
         if not (self.folder / "config.json").is_file():
             raise CheckpointError(
                 "the folder of the autoencoder holds no config.json",
                 where=str(self.folder),
-                accepted=f"a folder as Diffusers' {CLASS}.save_pretrained writes it, or its pipeline's",
+                accepted=f"a folder written by Diffusers' {CLASS}.save_pretrained, or its pipeline's folder",
             )
         self._check_tiles(self.stride[1])
         model = empty_model(self._config, self.folder, self.dtype)
@@ -174,44 +191,50 @@ class WanVAE(nn.Module):
         if self.tiling is not None:
             model.enable_tiling(**asdict(self.tiling))
         model.use_slicing = self.wanted.slicing
-        _ = self._normalisation  # complains now, not at the first clip
+        _ = self._normalisation  # raises its error now, not at the first clip
         self.model = model.eval().requires_grad_(False)
 
     # -- pixels <-> latents -----------------------------------------------------------------------
 
     @torch.no_grad()
     def encode(self, pixels: Tensor) -> WanPosterior:
-        """pixels[B,3,F,Y,X] in [-1,1] -> posterior over latents[B,C,T,H,W]. ContractError for sizes that
-        `latent_shape` refuses."""
+        """Encodes clips [B,3,F,Y,X] with pixels in [-1,1] into a distribution over latents [B,C,T,H,W].
+
+        Raises:
+            ContractError: `latent_shape` refuses the clips' size.
+        """
         model = self.model
-        assert model is not None, "its weights come first"
+        assert model is not None, "call build_empty and load weights first"
         self.latent_shape(*pixels.shape[2:])
         if self.wanted.slicing and len(pixels) > 1:
             return self.posterior(torch.cat([self._moments(model, row[None]) for row in pixels]))
         return self.posterior(self._moments(model, pixels))
 
     def posterior(self, moments: Tensor) -> WanPosterior:
-        """The posterior whose moments[B,2C,T,H,W] were kept from an earlier `encode`. Needs no weights."""
+        """The distribution over latents from cached moments [B,2C,T,H,W] of an earlier `encode`. Needs no
+        weights."""
         return WanPosterior(moments, self._normalisation)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """latents[B,C,T,H,W] -> pixels[B,3,F,Y,X] in [-1,1], in the autoencoder's dtype."""
-        assert self.model is not None, "its weights come first"
+        """Decodes latents [B,C,T,H,W] into clips [B,3,F,Y,X] with pixels in [-1,1], in the autoencoder's
+        dtype."""
+        assert self.model is not None, "call build_empty and load weights first"
         if self._normalisation is not None:
             latents = self._normalisation.own(latents)
         found: Tensor = self.model.decode(latents.to(self.dtype)).sample
         return found
 
     def train(self, mode: bool = True) -> WanVAE:
-        """Stays in evaluation mode: it is frozen."""
+        """Keeps the frozen autoencoder in evaluation mode, whatever `mode` is."""
         return super().train(False)
 
     # -- inside -----------------------------------------------------------------------------------
 
     def _moments(self, model: AutoencoderKLWan, pixels: Tensor) -> Tensor:
-        """[B,2C,T,H,W] of pixels[B,3,F,Y,X]: what AutoencoderKLWan.encode gives. It casts and patchifies a
-        whole clip at once; here each piece is, so that only the moments grow with the clip."""
+        """Moments [B,2C,T,H,W] of pixels [B,3,F,Y,X], equal to those of AutoencoderKLWan.encode. That method
+        casts and patchifies the complete clip at once; here each piece is cast alone, so only the moments
+        grow with the clip."""
         from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, patchify
 
         found: Tensor
@@ -219,7 +242,7 @@ class WanVAE(nn.Module):
             found = model.encode(pixels.to(self.dtype)).latent_dist.parameters
             return found
         patch = model.config.patch_size
-        # Each causal convolution keeps the frames that the next piece looks back at.
+        # Each causal convolution keeps the frames that it needs for the next piece.
         kept = [None] * sum(isinstance(layer, WanCausalConv3d) for layer in model.encoder.modules())
         encoded = []
         for piece in pixels.tensor_split(tuple(range(1, pixels.shape[2], FRAMES_A_LATENT)), dim=2):
@@ -233,7 +256,7 @@ class WanVAE(nn.Module):
 
     @cached_property
     def _config(self) -> Mapping[str, Any]:
-        """config.json. CheckpointError when it is another model's."""
+        """Content of config.json. CheckpointError if it describes another model."""
         where = self.folder / "config.json"
         try:
             found = json.loads(where.read_text(encoding="utf-8"))
@@ -244,15 +267,16 @@ class WanVAE(nn.Module):
         kind = found.get("_class_name") if isinstance(found, dict) else None
         if kind != CLASS:
             raise CheckpointError(
-                f"this folder holds no Wan autoencoder: its config.json is of {kind or 'no Diffusers model'}",
+                "this folder holds no Wan autoencoder: its config.json "
+                + (f"names the class {kind}" if kind else "names no Diffusers class"),
                 where=str(self.folder),
-                accepted=f"the folder `vae` of a Wan pipeline, of class {CLASS}",
+                accepted=f"the folder `vae` of a Wan pipeline, with class {CLASS}",
             )
         return dict(found)
 
     @cached_property
     def _facts(self) -> tuple[int, tuple[int, int, int]]:
-        """Channels and stride, from the layers that config.json describes."""
+        """Channels and stride of the layers that config.json describes."""
         asked = self.wanted.latent_channels
         if not (self.folder / "config.json").is_file():
             return asked or 16, (4, 16, 16) if asked == 48 else (4, 8, 8)
@@ -276,30 +300,29 @@ class WanVAE(nn.Module):
             )
         from diffusers import AutoencoderKLWan
 
-        defaults = signature(
-            AutoencoderKLWan.__init__
-        ).parameters  # the first published config has no numbers
+        # The first published config.json has no such numbers: the class's defaults serve.
+        defaults = signature(AutoencoderKLWan.__init__).parameters
         mean, std = (
             self._config.get(name, defaults[name].default) for name in ("latents_mean", "latents_std")
         )
         if not is_numbers(mean, std, count=self.latent_channels) or min(std) <= 0:
             raise CheckpointError(
-                f"latents_mean and latents_std are not of {self.latent_channels} numbers each, one a channel",
+                f"latents_mean and latents_std need {self.latent_channels} numbers each, one per channel",
                 where=str(self.folder / "config.json"),
-                accepted="finite numbers, those of latents_std above 0",
+                accepted="finite numbers; those in latents_std above 0",
             )
         return Normalisation(torch.tensor(mean), 1.0 / torch.tensor(std))
 
     def _weight_files(self) -> list[str]:
-        """The files that the folder's index lists, or the one file of small models."""
+        """Files listed in the folder's index; without an index, the single file of a small model."""
         index = self.folder / f"{STEM}{INDEX}"
         if not index.is_file():
             return [f"{STEM}.safetensors"]
-        listed = read_mapping(index).get("weight_map")  # load() says what is wrong with a damaged one
+        listed = read_mapping(index).get("weight_map")  # a damaged index is reported when weights are read
         return sorted(set(map(str, listed.values()))) if isinstance(listed, dict) else []
 
     def _pickled(self) -> list[str]:
-        """Names of pickled weights, where there are no others."""
+        """Names of pickled weights files, if the folder has no safetensors."""
         if any(self.folder.glob("*.safetensors")):
             return []
         return sorted(path.name for pattern in _PICKLED for path in self.folder.glob(pattern))
@@ -308,7 +331,10 @@ class WanVAE(nn.Module):
         wanted = self.wanted
         scalars = wanted.shift_factor is not None or wanted.scaling_factor is not None
         if wanted.norm_mode == "value_shift_scale" and wanted.scaling_factor is None:
-            raise ContractError("norm_mode value_shift_scale needs a scaling_factor")
+            raise ContractError(
+                "norm_mode value_shift_scale needs a scaling_factor",
+                hint="set scaling_factor to a number above 0",
+            )
         if wanted.norm_mode != "value_shift_scale" and scalars:
             raise ContractError(
                 f"shift_factor and scaling_factor are not used by norm_mode {wanted.norm_mode}",
@@ -316,7 +342,7 @@ class WanVAE(nn.Module):
             )
 
     def _check_tiles(self, step: int) -> None:
-        """ContractError for tiles that leave gaps, or do not divide into latents."""
+        """Raises ContractError for tiles that leave gaps or do not divide into latents."""
         if self.tiling is None:
             return
         sizes = asdict(self.tiling)
@@ -324,7 +350,7 @@ class WanVAE(nn.Module):
             tile, apart = sizes[f"tile_sample_min_{axis}"], sizes[f"tile_sample_stride_{axis}"]
             if apart > tile or tile % step or apart % step:
                 raise ContractError(
-                    f"tiles of {axis} {tile} that are {apart} apart do not cover a clip in whole latents",
+                    f"tiles of {axis} {tile} with stride {apart} leave gaps or cut latents",
                     where="tiling_param",
-                    accepted=f"multiples of {step}, the stride at most the tile",
+                    accepted=f"multiples of {step}, with a stride no larger than the tile",
                 )

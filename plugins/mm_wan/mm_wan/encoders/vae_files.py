@@ -1,4 +1,4 @@
-"""What the folder of an AutoencoderKLWan holds: its layers, by config.json."""
+"""Reads the folder of an AutoencoderKLWan: which layers its config.json describes."""
 
 from __future__ import annotations
 
@@ -18,16 +18,27 @@ if TYPE_CHECKING:
 CLASS = "AutoencoderKLWan"
 STEM = "diffusion_pytorch_model"
 FRAMES_A_LATENT = 4
-"""That AutoencoderKLWan encodes at a time, after the first."""
+"""Frames that AutoencoderKLWan encodes at a time, after the first frame."""
 
 
 def pipeline_part(folder: Path, name: str) -> Path:
-    """The folder of one model, also where the pipeline's folder is given."""
+    """The folder of one part (such as `vae`) of a Wan pipeline, given that folder or the pipeline's."""
     return folder / name if (folder / "model_index.json").is_file() else folder
 
 
 def layers_of(config: Mapping[str, Any], folder: Path) -> tuple[int, tuple[int, int, int]]:
-    """Channels and stride of the layers that config.json describes, with AutoencoderKLWan's defaults."""
+    """Channels and stride of the Wan autoencoder that a config.json describes.
+
+    Args:
+        config: content of config.json. Missing keys have AutoencoderKLWan's defaults.
+        folder: folder of config.json, for errors.
+
+    Returns:
+        Channels of the latents; frames, rows and columns of pixels per latent.
+
+    Raises:
+        CheckpointError: no such autoencoder can be built, or it does not encode 4 frames per latent.
+    """
     try:
         channels = int(config.get("z_dim", 16))
         levels, halves = config.get("dim_mult", (1, 2, 4, 4)), config.get("temperal_downsample", (0, 1, 1))
@@ -36,15 +47,16 @@ def layers_of(config: Mapping[str, Any], folder: Path) -> tuple[int, tuple[int, 
         raise _no_model(fault, folder) from fault
     if frames != FRAMES_A_LATENT:
         raise CheckpointError(
-            f"the autoencoder takes {frames} frames a latent, and "
+            f"the autoencoder has {frames} frames per latent, but "
             f"{CLASS} encodes {FRAMES_A_LATENT} at a time",
             where=str(folder / "config.json"),
+            accepted=f"a temperal_downsample that gives {FRAMES_A_LATENT} frames per latent",
         )
     return channels, (frames, shrink, shrink)
 
 
 def is_numbers(*given: object, count: int) -> bool:
-    """Whether each is a sequence of so many finite numbers."""
+    """Whether each value from an autoencoder's config.json is a sequence of `count` finite numbers."""
     return all(
         isinstance(one, list | tuple)
         and len(one) == count
@@ -61,7 +73,16 @@ def _no_model(fault: Exception, folder: Path) -> CheckpointError:
 
 
 def empty_model(config: Mapping[str, object], folder: Path, dtype: torch.dtype) -> AutoencoderKLWan:
-    """An AutoencoderKLWan without memory for its parameters, which are of `dtype`."""
+    """Builds a Wan autoencoder without memory for its parameters.
+
+    Args:
+        config: content of config.json.
+        folder: folder of config.json, for errors.
+        dtype: dtype of the parameters.
+
+    Raises:
+        CheckpointError: Diffusers cannot build an autoencoder from this config.
+    """
     from diffusers import AutoencoderKLWan
 
     try:

@@ -1,1 +1,1 @@
-"""Wan's transformers, one or two of them, and their operation counts."""
+"""Wan's predictors: one transformer, or a pair of experts, and their FLOPs."""

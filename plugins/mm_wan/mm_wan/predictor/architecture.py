@@ -1,8 +1,7 @@
-"""Which transformer is meant: a folder's, a published one, or one by its fields.
+"""Finds the architecture of a Wan transformer: from a folder, from a preset, or from its fields.
 
-Two layouts are read: that of Diffusers (config.json of `WanTransformer3DModel`, alone or in a pipeline's
-folder) and Wan-AI's own (config.json of `WanModel`, https://github.com/Wan-Video/Wan2.1,
-wan/modules/model.py).
+Two folder layouts are read: Diffusers' (config.json of `WanTransformer3DModel`, alone or in a pipeline's
+folder) and Wan-AI's (config.json of `WanModel`, https://github.com/Wan-Video/Wan2.1, wan/modules/model.py).
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ ORIGINAL_CLASS = "WanModel"
 STEM = "diffusion_pytorch_model"
 INDEX = "model_index.json"
 EXPERT_PARTS = {"high": "transformer", "low": "transformer_2"}
-"""Folders of Wan 2.2's two transformers in a pipeline: for much noise, and for little."""
+"""Folders of Wan 2.2's two transformers in a pipeline: high noise and low noise."""
 EXPERT_FOLDERS = {"high": "high_noise_model", "low": "low_noise_model"}
-"""The same in the folder that Wan-AI publishes."""
+"""Folders of Wan 2.2's two transformers in Wan-AI's own layout."""
 ACCEPTED = (
     f"the folder of a Wan pipeline ({INDEX}), of its transformer (config.json of {CLASS}),"
-    f" or as Wan-AI lays it out (config.json of {ORIGINAL_CLASS})"
+    f" or in Wan-AI's layout (config.json of {ORIGINAL_CLASS})"
 )
 _ORIGINAL_KEYS = ("dim", "ffn_dim", "freq_dim", "in_dim", "num_heads", "num_layers", "out_dim")
 
@@ -34,17 +33,17 @@ _ORIGINAL_KEYS = ("dim", "ffn_dim", "freq_dim", "in_dim", "num_heads", "num_laye
 def resolve(
     from_pretrained: str | None, preset: str | None, fields: Mapping[str, Any]
 ) -> tuple[Architecture, WeightsFrom | None]:
-    """The architecture, and the weights that it begins with.
+    """The architecture of a Wan transformer, and where its initial weights are.
 
     Args:
-        from_pretrained: a folder. Where it does not exist yet and `preset` names what it will hold, the
-            preset serves: a run can be planned before its weights are fetched.
-        preset: a name of PRESETS.
-        fields: of the architecture; those that are None were not set.
+        from_pretrained: folder with weights. If it does not exist yet, `preset` replaces it, so a run can be
+            planned before its weights are downloaded.
+        preset: a name in PRESETS.
+        fields: fields of the architecture; None means not set.
 
     Raises:
-        CheckpointError: a folder that is no Wan transformer's, or another one's than the preset's.
-        ConfigError: a name that no preset has, or fields that contradict the folder or the preset.
+        CheckpointError: the folder holds no Wan transformer, or one different from the preset.
+        ConfigError: the preset does not exist, or fields contradict the folder or the preset.
     """
     if preset is not None and preset not in PRESETS:
         raise ConfigError(
@@ -72,9 +71,9 @@ def _check_preset(folder: Path, published: Architecture, preset: str) -> None:
     if different := _differences(published.fields, expected):
         held = " or ".join(presets_of(published)) or "no published model"
         raise CheckpointError(
-            f"the preset is {preset}, and this folder holds {held}: {different}",
+            f"the preset is {preset}, but this folder holds {held}: {different}",
             where=str(folder),
-            hint="leave preset out: the folder says what it holds",
+            hint="leave preset out: the folder's config.json defines the architecture",
         )
 
 
@@ -82,7 +81,7 @@ def _uncontradicted(published: Architecture, given: Mapping[str, object], origin
     if different := _differences(given, published):
         raise ConfigError(
             f"these options contradict {origin}: {different}",
-            hint="leave them out: the published config counts",
+            hint="leave them out: the published config defines the architecture",
         )
     return published
 
@@ -96,13 +95,17 @@ def _differences(found: Mapping[str, object], expected: Architecture) -> str:
 
 
 def read_fields(folder: Path) -> Architecture:
-    """The architecture of the transformer in a folder. CheckpointError where there is none."""
+    """Reads the architecture of the Wan transformer in a folder, from its config.json.
+
+    Raises:
+        CheckpointError: the folder is missing, or holds no Wan transformer or more than one.
+    """
     if not folder.is_dir():
         raise CheckpointError(
-            "this is a file" if folder.exists() else "there is no such folder",
+            "this is a file, not a folder" if folder.exists() else "this folder does not exist",
             where=str(folder),
             accepted=ACCEPTED,
-            hint="fetch the weights there; or set preset to plan a run without them",
+            hint="download the weights to it; or set preset to plan a run without them",
         )
     if is_original(folder):
         return _original_fields(folder)
@@ -112,33 +115,33 @@ def read_fields(folder: Path) -> Architecture:
         parts = wan_parts(folder)
         if not parts:
             raise CheckpointError(
-                f"this pipeline ({index.get('_class_name', 'of no class')}) has no Wan transformer",
+                f"this pipeline ({index.get('_class_name', 'class not named')}) has no Wan transformer",
                 where=str(folder),
                 accepted=ACCEPTED,
             )
         if len(parts) > 1:
             raise CheckpointError(
-                f"this pipeline has {len(parts)} transformers, each for timesteps of its own",
+                f"this pipeline has {len(parts)} transformers, each for its own timesteps",
                 where=str(folder),
                 accepted=f"one of them: {' or '.join(str(folder / part) for part in parts)}",
-                hint="wan/two_expert takes both, and trains them together or one alone on its timesteps",
+                hint="to use both, set type: wan/two_expert; it trains both, or one on its own timesteps",
             )
         place = folder / parts[0]
     config = read_mapping(place / "config.json")
     if config.get("_class_name") != CLASS:
-        found = f"config.json is of {config['_class_name']}" if "_class_name" in config else ""
+        found = f"config.json names the class {config['_class_name']}" if "_class_name" in config else ""
         missing = (
             "config.json names no class" if (place / "config.json").exists() else "config.json is missing"
         )
         raise CheckpointError(
-            f"this is no Wan transformer: {found or missing}", where=str(place), accepted=ACCEPTED
+            f"this folder holds no Wan transformer: {found or missing}", where=str(place), accepted=ACCEPTED
         )
     return _diffusers_fields(config, place / "config.json")
 
 
 def wan_parts(folder: Path) -> list[str]:
-    """The Wan transformers that a pipeline's folder lists: `transformer`, `transformer_2`. Both of them are
-    also found without a pipeline around them."""
+    """Names of the Wan transformers in a pipeline's folder: `transformer`, `transformer_2`. A folder with
+    both, but without the pipeline's index, counts as well."""
     index = read_mapping(folder / INDEX)
     if not index:
         both = list(EXPERT_PARTS.values())
@@ -148,7 +151,7 @@ def wan_parts(folder: Path) -> list[str]:
 
 
 def is_original(folder: Path) -> bool:
-    """Whether a folder is laid out as Wan-AI does; by its config.json alone."""
+    """Whether a folder has Wan-AI's own layout, judged by its config.json alone."""
     config = read_mapping(folder / "config.json")
     return config.get("_class_name", ORIGINAL_CLASS) == ORIGINAL_CLASS and config.keys() >= set(
         _ORIGINAL_KEYS
@@ -156,13 +159,17 @@ def is_original(folder: Path) -> bool:
 
 
 def pipeline_of(weights: WeightsFrom | None) -> tuple[Path, str] | None:
-    """(pipeline's folder, name of the transformer's folder in it) for weights that lie in a pipeline."""
+    """Finds the Diffusers pipeline that holds a Wan transformer's weights.
+
+    Returns:
+        The pipeline's folder and the name of the transformer's folder in it; None outside a pipeline.
+    """
     if weights is None:
         return None
     path = Path(weights.path)
     if parts := wan_parts(path):
         return path, parts[0]
-    # A link is followed no further than its name: `transformer` in the pipeline's own folder.
+    # Links are not resolved: the name `transformer` in the pipeline's own folder decides.
     parent = path.absolute().parent
     return (parent, path.absolute().name) if path.absolute().name in wan_parts(parent) else None
 
@@ -171,10 +178,11 @@ def _diffusers_fields(config: Mapping[str, object], where: Path) -> Architecture
     settings = {name: value for name, value in config.items() if not name.startswith("_")}
     if strange := [name for name in settings if name not in DEFAULTS]:
         raise CheckpointError(
-            f"this transformer has settings that {CLASS} does not know: {', '.join(strange)}",
+            f"config.json has settings that {CLASS} does not have: {', '.join(strange)}",
             where=str(where),
             accepted=", ".join(DEFAULTS),
-            hint="it is another variant of Wan, or needs a later version of this plugin",
+            hint="the folder holds a variant of Wan that this version of mm-wan does not support: "
+            "upgrade mm-wan",
         )
     fields = {**DEFAULTS, **settings}
     if isinstance(patch := fields["patch_size"], list):
@@ -184,8 +192,8 @@ def _diffusers_fields(config: Mapping[str, object], where: Path) -> Architecture
 
 
 def _checked(fields: Mapping[str, Any], where: Path) -> Architecture:
-    """The architecture of these fields. CheckpointError for a value that is none of its field: nobody vouches
-    for the folder."""
+    """The architecture with these fields. Raises CheckpointError for a value that its field cannot have: the
+    folder is not trusted."""
     for name, value in fields.items():
         accepted = f"a value such as {DEFAULTS[name]!r}"
         if name == "patch_size":
@@ -211,7 +219,8 @@ def _is_size(value: object, name: str) -> bool:
 
 
 def _original_fields(folder: Path) -> Architecture:
-    """What config.json does not say (WanModel keeps it out) is seen from the tensors' shapes."""
+    """The architecture of a folder in Wan-AI's layout. WanModel's config.json omits some fields: they are
+    derived from the shapes of the tensors."""
     config = read_mapping(folder / "config.json")
     if strange := [name for name in _ORIGINAL_KEYS if not _is_size(config[name], name)]:
         raise CheckpointError(
@@ -222,7 +231,9 @@ def _original_fields(folder: Path) -> Architecture:
     shapes = open_stored(folder, STEM).shapes
     needed = ("patch_embedding.weight", "text_embedding.0.weight")
     if absent := [name for name in needed if name not in shapes]:
-        raise CheckpointError(f"these weights lack {', '.join(absent)}", where=str(folder), accepted=ACCEPTED)
+        raise CheckpointError(
+            f"the weights in this folder lack {', '.join(absent)}", where=str(folder), accepted=ACCEPTED
+        )
     image = shapes.get("img_emb.proj.1.weight")
     positions = shapes.get("img_emb.emb_pos")
     fields = {
@@ -249,9 +260,11 @@ def _original_fields(folder: Path) -> Architecture:
 
 
 def expert_folders(top: Path) -> dict[str, str]:
-    """Where the experts lie below a folder, by their names. Of one that does not exist yet, a pipeline's.
+    """Names of the folders of Wan 2.2's two experts below a folder, by expert (`high`, `low`). A folder that
+    does not exist yet counts as a pipeline's.
 
-    CheckpointError for a folder that does not hold two.
+    Raises:
+        CheckpointError: the folder does not hold two experts.
     """
     if not top.exists():
         return EXPERT_PARTS
@@ -262,18 +275,24 @@ def expert_folders(top: Path) -> dict[str, str]:
     found = parts or [name for name in EXPERT_FOLDERS.values() if is_original(top / name)]
     if not parts and len(found) == len(EXPERT_FOLDERS):
         return EXPERT_FOLDERS
-    what = "a lone transformer" if lone else f"of two experts only {found[0]}" if found else "no two experts"
+    what = (
+        "a single transformer" if lone else f"only one expert, {found[0]}" if found else "no pair of experts"
+    )
     raise CheckpointError(
         f"this folder holds {what}",
         where=str(top),
         accepted=f"a pipeline's folder ({INDEX}) with {' and '.join(EXPERT_PARTS.values())}, or Wan-AI's "
         f"with {' and '.join(EXPERT_FOLDERS.values())}",
-        hint="wan/transformer trains a lone one" if lone or found else None,
+        hint="to train a single transformer, set type: wan/transformer" if lone or found else None,
     )
 
 
 def stored_boundary(top: Path) -> float | None:
-    """What a pipeline's index says of its two transformers; None where it says nothing."""
+    """The boundary between Wan 2.2's two experts in a pipeline's index (`boundary_ratio`); None if not set.
+
+    Raises:
+        CheckpointError: the value is no number between 0 and 1.
+    """
     found = read_mapping(top / INDEX).get("boundary_ratio")
     if found is None or (type(found) is float and 0 < found < 1):
         return found

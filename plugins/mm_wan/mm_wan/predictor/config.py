@@ -28,52 +28,52 @@ Train = Literal["both", "high", "low"]
 
 @dataclass(frozen=True)
 class ArchitectureConfig:
-    """Fields of Wan's transformer. One that is not set is that of the folder or preset, and without either
-    that of Diffusers' class (14B text-to-video)."""
+    """Fields of Wan's transformer. Default of each field: the value of the folder or preset; without either,
+    the default of Diffusers' class (14B text-to-video)."""
 
-    patch_size: tuple[_Size, _Size, _Size] | None = None  # latents a token along (t, h, w)
+    patch_size: tuple[_Size, _Size, _Size] | None = None  # latents per token along (t, h, w)
     num_attention_heads: _Size | None = None  # the width is num_attention_heads * attention_head_dim
     attention_head_dim: Annotated[int, Range(ge=1, le=LARGEST_HEAD)] | None = (
-        None  # channels a head; even, 6 or more
+        None  # channels per head; even, at least 6
     )
     in_channels: _Size | None = (
-        None  # of the first layer: those of the latents, and of frames given with them
+        None  # input channels of the first layer: those of the latents and of frames given with them
     )
-    out_channels: _Size | None = None  # of the prediction, which are those of the latents
+    out_channels: _Size | None = None  # channels of the prediction: those of the latents
     text_dim: _Size | None = None  # width of the text encoder's hidden states
     freq_dim: _Size | None = None  # width of the timestep's sinusoids
     ffn_dim: _Size | None = None  # inner width of the feed-forward
     num_layers: Annotated[int, Range(ge=1, le=MOST_LAYERS)] | None = None  # transformer blocks
     cross_attn_norm: bool | None = None  # layer norm before the cross-attention
-    qk_norm: Literal["rms_norm_across_heads"] | None = None  # norm of queries and keys; the only one Wan has
-    eps: Annotated[float, Range(gt=0)] | None = None  # of all norms
-    image_dim: _Size | None = None  # width of CLIP's image features; none: the model takes no such features
+    qk_norm: Literal["rms_norm_across_heads"] | None = None  # norm of queries and keys; Wan has only this one
+    eps: Annotated[float, Range(gt=0)] | None = None  # epsilon of all norms
+    image_dim: _Size | None = None  # width of CLIP's image features; null: the model takes none
     added_kv_proj_dim: _Size | None = (
-        None  # width of the image's keys and values; the model's where it has any
+        None  # width of the image's keys and values: the model's width, if it takes image features
     )
     rope_max_seq_len: Annotated[int, Range(ge=1, le=MOST_POSITIONS)] | None = (
-        None  # tokens along any axis that the rotary tables reach
+        None  # largest number of tokens along one axis that the rotary tables cover
     )
     pos_embed_seq_len: _Size | None = None  # image tokens of first and last frame together (first-last-frame)
 
 
 @dataclass(frozen=True)
 class WanTransformerConfig(ArchitectureConfig):
-    """Wan's diffusion transformer (https://arxiv.org/abs/2503.20314), from a folder, by the name of a
-    published architecture, or by its fields. A field that is not set is that of the folder or preset, and
-    without either that of Diffusers' class (14B text-to-video)."""
+    """Wan's diffusion transformer (https://arxiv.org/abs/2503.20314), from a folder, from the name of a
+    published architecture, or from its fields. Default of each field: the value of the folder or preset;
+    without either, the default of Diffusers' class (14B text-to-video)."""
 
-    from_pretrained: str | None = None  # folder of a pipeline, of its transformer, or as Wan-AI lays it out
-    preset: PresetName | None = None  # published architecture; a folder must be of it
+    from_pretrained: str | None = None  # folder of a pipeline, of its transformer, or in Wan-AI's layout
+    preset: PresetName | None = None  # published architecture; the folder must have the same
 
 
 @dataclass(frozen=True)
 class TwoExpertConfig(ArchitectureConfig):
-    """Wan 2.2 A14B: two transformers of one architecture, one for much noise and one for little."""
+    """Wan 2.2 A14B: two transformers of one architecture, one for high noise and one for low noise."""
 
-    from_pretrained: str | None = None  # folder of a pipeline, or the one that Wan-AI publishes
-    preset: TwoExpertPresetName | None = None  # published pair; a folder must be of it
+    from_pretrained: str | None = None  # folder of a pipeline, or in Wan-AI's layout, with both experts
+    preset: TwoExpertPresetName | None = None  # published pair; the folder must hold the same architecture
     boundary: Annotated[float, Range(gt=0, lt=1)] | None = (
-        None  # share of the timesteps where `high` begins; none: the folder's or preset's, or as published
+        None  # share of the timesteps where `high` begins; null: from the folder or preset, or as published
     )
-    train: Train = "both"  # experts; one that is not trained takes no memory but while clips are sampled
+    train: Train = "both"  # experts to train; an untrained one takes memory only while clips are sampled

@@ -1,4 +1,4 @@
-"""An expert that is not trained: its transformer read from the folder that it was published in."""
+"""Reads the untrained expert of Wan 2.2 from its original folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from mm_core.errors import CheckpointError
+from mm_core.errors import CheckpointError, plural
 from mm_core.plugin import get_registry
 from mm_core.weights import Fit, best_layout, candidate_layouts, formats_of, no_layout_error, stream
 from mm_wan.predictor.architecture import is_original
@@ -16,14 +16,26 @@ from mm_wan.predictor.transformer import WanTransformer
 
 @dataclass(frozen=True)
 class ExpertFiles:
-    """A transformer without memory, and the files that hold its weights."""
+    """The untrained expert of Wan 2.2 and its weights files.
+
+    Attributes:
+        model: transformer without memory for its parameters.
+        way: layout used to read the files.
+    """
 
     model: WanTransformer
     way: Fit
 
     def read(self, dtype: torch.dtype, device: torch.device) -> WanTransformer:
-        """The transformer, frozen: parameters in `dtype`, streamed tensor by tensor onto `device`; tables in
-        their own precision. CheckpointError where a file cannot be read."""
+        """Reads the untrained Wan expert's weights, tensor by tensor, into a frozen transformer.
+
+        Args:
+            dtype: dtype of the parameters; rotary tables keep their own precision.
+            device: device of all tensors.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
         model = self.model
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
@@ -36,11 +48,11 @@ class ExpertFiles:
 
 
 def open_expert(folder: Path) -> ExpertFiles:
-    """The transformer of a folder of Diffusers' or Wan-AI's. Only names and shapes are read.
+    """Opens the files of one Wan expert, in Diffusers' or Wan-AI's layout. Reads only names and shapes.
 
     Raises:
-        CheckpointError: a folder that is missing, damaged or hostile, or whose weights are not all of the
-            transformer that its config.json describes.
+        CheckpointError: the folder is missing, damaged or unsafe, or its tensors differ from the transformer
+            that its config.json describes.
     """
     with torch.device("meta"):
         model = WanTransformer(from_pretrained=str(folder))
@@ -54,8 +66,9 @@ def open_expert(folder: Path) -> ExpertFiles:
         wrong = [name for name, *_ in way.misshapen]
         names = [*way.missing, *wrong, *(name for _, name in way.unexpected)]
         raise CheckpointError(
-            f"these weights are not all and only those of the transformer in config.json: {len(names)} of "
-            f"them differ, such as {names[0]}",
+            "the weights do not match the transformer that config.json describes: "
+            f"{plural(len(names), 'tensor')} missing, unexpected or with another shape, such as {names[0]}",
             where=str(folder),
+            hint="download the folder again",
         )
     return ExpertFiles(model, way)

@@ -1,8 +1,7 @@
-"""Operations of Wan's transformer: what a forward multiplies, module by module.
+"""FLOPs of a forward of Wan's transformer, module by module.
 
-A multiplication and an addition are two operations: a matrix product [m,k] x [k,n] counts 2mkn. Norms,
-activations and rotations count for nothing, as is usual for MFU (https://arxiv.org/abs/2204.02311,
-appendix B).
+A matrix product [m,k] x [k,n] counts 2mkn: a multiplication and an addition are two operations. Norms,
+activations and rotations are not counted, as is usual for MFU (https://arxiv.org/abs/2204.02311, appendix B).
 """
 
 from __future__ import annotations
@@ -25,13 +24,14 @@ def module_flops(
     image_tokens: int = 0,
     timesteps_per_token: bool = False,
 ) -> list[ModuleFlops]:
-    """The products of a forward, by modules of Diffusers' class (models/transformers/transformer_wan.py).
+    """FLOPs of a forward of Wan's transformer, by modules of Diffusers' class
+    (models/transformers/transformer_wan.py).
 
     Args:
-        architecture: of the transformer.
-        latents: (B, C, T, H, W), or (C, T, H, W) for one clip.
-        text_length: tokens of the text.
-        image_tokens: of CLIP's image features (257 a frame); 0 without.
+        architecture: architecture of the transformer.
+        latents: shape (B, C, T, H, W), or (C, T, H, W) for one clip.
+        text_length: number of text tokens.
+        image_tokens: number of CLIP tokens per sample (257 per frame); 0 without image features.
         timesteps_per_token: whether each token has its own timestep.
     """
     patch = architecture.patch_size
@@ -42,7 +42,7 @@ def module_flops(
     times = N if timesteps_per_token else B
     time, text, image = (f"{_EMBEDDER}.{name}_embedder" for name in ("time", "text", "image"))
     found = _embedders(architecture, (N, L, K), times)
-    given: tuple[str, ...] = ("patch_embedding", f"{_EMBEDDER}.time_proj")  # what the first block is given
+    given: tuple[str, ...] = ("patch_embedding", f"{_EMBEDDER}.time_proj")  # inputs of the first block
     for index in range(architecture.num_layers):
         block = f"blocks.{index}"
         given += (f"{block}.scale_shift_table",)
@@ -55,7 +55,9 @@ def module_flops(
         found += [linear_flops(f"{across}.{name}", L, M, M, (text,)) for name in ("to_k", "to_v")]
         found += attention_flops(across, (B, tokens, text_length, M), *_QKV)
         if K:
-            assert architecture.added_kv_proj_dim is not None, "of a model that takes images"
+            assert architecture.added_kv_proj_dim is not None, (
+                "only a model that takes images has image tokens"
+            )
             added = [f"{across}.{name}" for name in ("add_k_proj", "add_v_proj")]
             found += [linear_flops(name, K, architecture.added_kv_proj_dim, M, (image,)) for name in added]
             found += attention_flops(across, (B, tokens, image_tokens, M), *_IMAGE_QKV)
@@ -71,12 +73,12 @@ def module_flops(
 
 
 def _embedders(architecture: Architecture, tokens: tuple[int, int, int], times: int) -> list[ModuleFlops]:
-    """The products before the blocks.
+    """FLOPs before the blocks.
 
     Args:
-        architecture: of the transformer.
-        tokens: of the clips, the texts and the images.
-        times: timesteps that are embedded.
+        architecture: architecture of the transformer.
+        tokens: total tokens of clips, of texts and of images.
+        times: number of embedded timesteps.
     """
     N, L, K = tokens
     M = architecture.width
@@ -92,7 +94,7 @@ def _embedders(architecture: Architecture, tokens: tuple[int, int, int], times: 
         linear_flops(f"{text}.linear_2", L, M, M, after=(f"{text}.linear_1",)),
     ]
     if K:
-        assert architecture.image_dim is not None, "of a model that takes images"
+        assert architecture.image_dim is not None, "only a model that takes images has image tokens"
         wide, inner = architecture.image_dim, f"{image}.ff.net"
         found += [
             linear_flops(f"{inner}.0.proj", K, wide, wide, after=(f"{image}.norm1",)),
@@ -112,6 +114,6 @@ def forward_flops(
     image_tokens: int = 0,
     timesteps_per_token: bool = False,
 ) -> int:
-    """Operations of a forward: arguments as of `module_flops`."""
+    """Total FLOPs of a forward of Wan's transformer. Arguments as for `module_flops`."""
     found = module_flops(architecture, latents, text_length, image_tokens, timesteps_per_token)
     return sum(product.flops for product in found)

@@ -1,8 +1,8 @@
-"""How each variant of Wan is shown frames of its clip, as Diffusers' WanImageToVideoPipeline does it.
+"""How each variant of Wan takes given frames of its clip, as in Diffusers' WanImageToVideoPipeline.
 
-- Image-to-video models take, below the noisy latents, a mask and the latents of a clip that is grey but for
-  the given frames; Wan 2.1's also CLIP's features of these frames.
-- TI2V takes the first frame's latents in the place of the noisy ones, at timestep 0.
+- Image-to-video models take more input channels: a mask, and the latents of a clip that is grey except for
+  the given frames. Those of Wan 2.1 also take CLIP's features of these frames.
+- TI2V takes the first frame's latents in place of the first noisy ones, at timestep 0.
 
 Letters: B batch; C,T,H,W latents; F,Y,X pixels; N tokens.
 """
@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from mm_core.contracts import FrameNames, GivenFrames, PredictorInputs
-from mm_core.errors import ContractError
+from mm_core.errors import ContractError, plural
 from mm_wan.presets import Architecture
 
 TI2V_CHANNELS = 48
-"""Of the latents of Wan 2.2's TI2V, whose architecture has no other mark."""
+"""Channels of Wan 2.2 TI2V's latents. Nothing else in its architecture identifies it."""
 
 
 def frame_choices(architecture: Architecture) -> tuple[FrameNames, ...]:
-    """The sets of frames that a transformer of this architecture can be given."""
+    """Sets of given frames (first, first and last, none) that a Wan transformer supports."""
     if architecture.in_channels > architecture.out_channels:
         if architecture.pos_embed_seq_len is not None:
             return (("first", "last"),)  # a position for CLIP's tokens of both
@@ -36,10 +36,22 @@ def frame_choices(architecture: Architecture) -> tuple[FrameNames, ...]:
 
 
 def padded_clip(frames: Sequence[Tensor], num_frames: int) -> Tensor:
-    """pixels[B,3,F,Y,X]: the first (and last) frame[B,3,Y,X] of a clip, and grey between or behind."""
+    """Builds the clip that Wan's autoencoder encodes for given frames: those frames, and grey for the others.
+
+    Args:
+        frames: the first frame, or the first and the last; each [B,3,Y,X].
+        num_frames: frames of the clip.
+
+    Returns:
+        Pixels [B,3,F,Y,X].
+
+    Raises:
+        ContractError: all frames of the clip are given.
+    """
     if num_frames <= len(frames):
         raise ContractError(
-            f"a clip of {num_frames} frames has none left to predict where {len(frames)} are given",
+            f"no frames are left to predict: the clip has {plural(num_frames, 'frame')}, "
+            f"and {len(frames)} of them {'are' if len(frames) > 1 else 'is'} given",
             where="num_frames",
             accepted="5 or more",
         )
@@ -49,7 +61,14 @@ def padded_clip(frames: Sequence[Tensor], num_frames: int) -> Tensor:
 
 
 def beside(latents: Tensor, timestep: Tensor, given: GivenFrames, mask_channels: int) -> PredictorInputs:
-    """A mask of a channel for each frame of pixels in a latent, over the given clip's latents."""
+    """Gives frames to a Wan image-to-video model as extra input channels: a mask, then the frames' latents.
+
+    Args:
+        latents: noisy latents [B,C,T,H,W].
+        timestep: [B].
+        given: the given frames.
+        mask_channels: channels of the mask, one per frame of pixels in a latent.
+    """
     batch, _, t, h, w = latents.shape
     mask = latents.new_zeros(batch, mask_channels, t, h, w)
     mask[:, :, 0] = 1
@@ -64,11 +83,22 @@ def beside(latents: Tensor, timestep: Tensor, given: GivenFrames, mask_channels:
 def in_place(
     latents: Tensor, timestep: Tensor, given: GivenFrames, patch_size: tuple[int, int, int]
 ) -> PredictorInputs:
-    """The first latent as it is given, its tokens at timestep 0, and no part of the loss."""
+    """Gives the first frame to Wan 2.2 TI2V in place of the first noisy latent: its tokens have timestep
+    0, and the loss ignores them.
+
+    Args:
+        latents: noisy latents [B,C,T,H,W].
+        timestep: [B].
+        given: the given frame.
+        patch_size: latents per token along (t, h, w).
+
+    Raises:
+        ContractError: the clip has one latent only, so nothing is left to predict.
+    """
     t, h, w = latents.shape[2:]
     if t < 2:
         raise ContractError(
-            "a clip of one latent has none left to predict where the first frame is given",
+            "no frames are left to predict: the clip has one latent, which holds the given first frame",
             where="num_frames",
             accepted="5 or more",
         )

@@ -1,6 +1,6 @@
 """Predictor `wan/transformer`: Diffusers' `WanTransformer3DModel` under the core's contract.
 
-Architecture: Wan (https://arxiv.org/abs/2503.20314). The class is a subclass, so that parameters, blocks
+Architecture: Wan (https://arxiv.org/abs/2503.20314). The class is a subclass: parameters, blocks
 (`blocks.{*}`) and state dicts have Diffusers' names, and the forward is Diffusers' own, bit for bit.
 
 Letters: B batch; C,T,H,W latents; L,D text; N tokens; K image tokens.
@@ -24,27 +24,28 @@ from diffusers.models.transformers.transformer_wan import (
 from torch import Tensor, nn
 
 from mm_core.contracts import FrameNames, GivenFrames, ModuleFlops, PredictorInputs, WeightsFrom
-from mm_core.errors import ContractError, did_you_mean
+from mm_core.errors import ContractError, did_you_mean, plural
 from mm_wan.predictor.architecture import CLASS, resolve
 from mm_wan.predictor.flops import forward_flops, module_flops
 from mm_wan.predictor.frames import beside, frame_choices, in_place, padded_clip
 from mm_wan.presets import Architecture
 
 TEXT_LENGTH = 512
-"""Tokens that every Wan model was trained with; its image-to-video models find the image by counting them."""
+"""Text tokens that every Wan model was trained with. Its image-to-video models rely on this number: image
+tokens follow them in one sequence."""
 
 
 class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers has no types
-    """Predicts the velocity of noisy latents. Satisfies `Predictor`, `SupportsWeightsFrom` and
-    `SupportsFrames` of `mm_core.contracts`.
+    """Wan's video transformer: predicts the velocity of noisy latents. Satisfies `Predictor`,
+    `SupportsWeightsFrom` and `SupportsFrames` of `mm_core.contracts`.
 
-    Fields are those of `WanTransformerConfig`, where each is described. Text is padded with zeros to 512
-    tokens; the mask is ignored, as in Diffusers' pipelines.
+    `WanTransformerConfig` describes the fields. Text is padded with zeros to 512 tokens; the mask is ignored,
+    as in Diffusers' pipelines.
 
     Raises:
-        CheckpointError: a folder that is no Wan transformer's, or another one's than the preset's.
-        ConfigError: fields that contradict the folder or the preset.
-        ContractError: a head that cannot hold rotary positions of three axes.
+        CheckpointError: the folder holds no Wan transformer, or one different from the preset.
+        ConfigError: fields contradict the folder or the preset.
+        ContractError: a head is too small for rotary positions of three axes.
     """
 
     text_padding = ("fixed", TEXT_LENGTH)
@@ -55,6 +56,7 @@ class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers 
         if head % 2 or head < 6:
             raise ContractError(
                 f"attention_head_dim {head} cannot hold rotary positions of three axes",
+                where="wan/transformer",
                 accepted="an even number, 6 or more",
             )
         super().__init__(**built.fields)
@@ -75,22 +77,22 @@ class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers 
     def forward(
         self, latents: Tensor, timestep: Tensor, text: Tensor, text_mask: Tensor, **conditions: Tensor
     ) -> Tensor:
-        """Velocity[B,C,T,H,W] in the dtype of the latents.
+        """Predicts the velocity [B,C,T,H,W] of noisy latents with Wan's transformer, in the latents' dtype.
 
         Args:
-            latents: [B,C,T,H,W], T, H and W multiples of patch_size.
-            timestep: [B], or [B,N] one a token, float32 in 0 .. 1000.
-            text: hidden states [B,512,D], zeros behind the caption.
+            latents: [B,C,T,H,W]; T, H and W are multiples of patch_size.
+            timestep: [B], or [B,N] with one per token; float32 in 0 .. 1000.
+            text: hidden states [B,512,D], zeros after the caption.
             text_mask: bool [B,512]; ignored.
             conditions: exactly those of `needed_conditions`.
 
         Raises:
-            ContractError: latents that do not divide into patches or reach beyond the rotary tables, text of
-                another length, or a condition that is missing or not known.
+            ContractError: latents do not divide into patches or exceed the rotary tables, text has another
+                length, or a condition is missing or unknown.
         """
         self._check(latents, timestep, text, conditions)
-        # Diffusers' model takes inputs in the dtype of its weights; under mixed precision they have that
-        # for a call alone, so that no caller can know it.
+        # Diffusers' model takes inputs in the dtype of its weights. Under mixed precision the weights have
+        # this dtype only during the call, so the caller cannot cast beforehand.
         given, dtype = latents.dtype, self.patch_embedding.weight.dtype
         latents, text = latents.to(dtype), text.to(dtype)
         conditions = {name: tensor.to(dtype) for name, tensor in conditions.items()}
@@ -98,7 +100,7 @@ class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers 
             latents = torch.cat([latents, image_latents], dim=1)
         image_embeds = conditions.get("image_embeds")
         if image_embeds is not None and self.architecture.pos_embed_seq_len is not None:
-            # Diffusers takes first and last frame as rows of their own, and puts them together again.
+            # Diffusers takes the first and the last frame as separate rows, and joins them itself.
             batch, tokens, width = image_embeds.shape
             image_embeds = image_embeds.reshape(2 * batch, tokens // 2, width)
         (predicted,) = super().forward(
@@ -114,10 +116,11 @@ class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers 
 
     @property
     def needed_conditions(self) -> dict[str, str]:
-        """Conditions that this variant takes, each with its shape. None for text-to-video.
+        """Conditions that this variant of Wan's transformer needs, each with its shape; empty for
+        text-to-video.
 
-        image_latents: latents of the given frames, below the mask that says which are given. image_embeds:
-        hidden states of CLIP's image encoder.
+        Possible keys: `image_latents`, a mask of the given frames and their latents; `image_embeds`, hidden
+        states of CLIP's image encoder.
         """
         needed = {"image_latents": f"[B,{self.image_channels},T,H,W]"} if self.image_channels else {}
         if self.image_dim is not None:
@@ -132,7 +135,7 @@ class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers 
         image_tokens: int = 0,
         timesteps_per_token: bool = False,
     ) -> int:
-        """Operations of a forward of latents of shape (B,C,T,H,W) or (C,T,H,W): see `flops`."""
+        """Total FLOPs of a forward of Wan's transformer. Arguments: see `mm_wan.predictor.flops`."""
         return forward_flops(self.architecture, latents, text_length, image_tokens, timesteps_per_token)
 
     def module_flops(
@@ -142,7 +145,8 @@ class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers 
         text: Sequence[int],
         **conditions: Sequence[int],
     ) -> Sequence[ModuleFlops]:
-        """What a forward of arguments of these shapes multiplies: see `flops`."""
+        """FLOPs of each module of Wan's transformer for inputs of these shapes: see
+        `mm_wan.predictor.flops`."""
         images = conditions.get("image_embeds")
         return module_flops(
             self.architecture, latents, text[1], 0 if images is None else images[1], len(timestep) == 2
@@ -151,12 +155,22 @@ class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers 
     # -- given frames ------------------------------------------------------------------------------
 
     def frames_clip(self, frames: Sequence[Tensor], num_frames: int) -> Tensor:
-        """What the autoencoder encodes of the given frames[B,3,Y,X]: see `mm_wan.predictor.frames`."""
+        """Builds the clip that Wan's autoencoder encodes for given frames: see `mm_wan.predictor.frames`.
+
+        Args:
+            frames: given frames, each [B,3,Y,X].
+            num_frames: frames of the clip.
+        """
         return padded_clip(frames, num_frames) if self.image_channels else frames[0][:, :, None]
 
     def with_frames(self, latents: Tensor, timestep: Tensor, given: GivenFrames) -> PredictorInputs:
-        """What the forward takes of latents[B,C,T,H,W] at timestep[B] and given frames: see
-        `mm_wan.predictor.frames`."""
+        """Inputs of Wan's transformer for noisy latents and given frames: see `mm_wan.predictor.frames`.
+
+        Args:
+            latents: noisy latents [B,C,T,H,W].
+            timestep: [B].
+            given: the given frames.
+        """
         if self.image_channels:
             return beside(latents, timestep, given, self.image_channels - self.out_channels)
         return in_place(latents, timestep, given, self.patch_size)
@@ -164,9 +178,9 @@ class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers 
     # -- weights -----------------------------------------------------------------------------------
 
     def init_weights(self) -> None:
-        """Fills every parameter and buffer as Wan's own `WanModel.init_weights` does
-        (https://github.com/Wan-Video/Wan2.1, wan/modules/model.py): Xavier matrices, embedders of text and
-        time with 0.02, a head of zeros."""
+        """Initialises all parameters and buffers of Wan's transformer as `WanModel.init_weights` does
+        (https://github.com/Wan-Video/Wan2.1, wan/modules/model.py): Xavier for matrices, standard deviation
+        0.02 for the embedders of text and time, zeros for the head."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -183,7 +197,7 @@ class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers 
         for pair in (embedder.text_embedder, embedder.time_embedder):
             for layer in (pair.linear_1, pair.linear_2):
                 nn.init.normal_(layer.weight, std=0.02)
-        # Xavier of the matrix [M, C*t*h*w] that this convolution is.
+        # Xavier for this convolution as a matrix [M, C*t*h*w].
         weight = self.patch_embedding.weight
         bound = math.sqrt(6 / (weight.shape[0] + math.prod(weight.shape[1:])))
         nn.init.uniform_(weight, -bound, bound)
@@ -192,7 +206,7 @@ class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers 
         self.init_tables()
 
     def init_tables(self) -> None:
-        """Fills the rotary tables, which no file holds."""
+        """Fills the rotary tables of Wan's transformer, which no weights file contains."""
         with torch.device("cpu"):
             tables = WanRotaryPosEmbed(
                 self.architecture.attention_head_dim, self.patch_size, self.architecture.rope_max_seq_len
@@ -201,8 +215,8 @@ class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers 
             self.rope.get_buffer(name).copy_(table)
 
     def to_json_string(self) -> str:
-        """config.json of Diffusers' class: the weights are that class's, whatever this one is called
-        (sharding renames it too)."""
+        """config.json of the Wan transformer, with the name of Diffusers' class. Sharding renames this
+        class, and the weights are those of Diffusers'."""
         named = {"_class_name": CLASS, "_diffusers_version": diffusers.__version__}
         fields = {**self.architecture.fields, **named}
         return json.dumps(fields, indent=2, sort_keys=True) + "\n"
@@ -223,22 +237,22 @@ class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers 
         reach = self.architecture.rope_max_seq_len
         if max(grid) > reach:
             raise ContractError(
-                f"a clip of {' x '.join(map(str, grid))} tokens reaches beyond the rotary tables of {reach}"
-                " positions",
+                f"a clip of {' x '.join(map(str, grid))} tokens exceeds the rotary tables, which have "
+                f"{reach} positions",
                 where="wan/transformer",
                 accepted=f"at most {reach} tokens along an axis",
             )
         if timestep.dim() == 2 and timestep.shape[1] != math.prod(grid):
             raise ContractError(
-                f"{timestep.shape[1]} timesteps a sample are given for {math.prod(grid)} tokens",
+                f"each sample has {timestep.shape[1]} timesteps but {math.prod(grid)} tokens",
                 where="wan/transformer",
-                accepted=f"one a sample, or one a token: [B] or [B,{math.prod(grid)}]",
+                accepted=f"one timestep per sample or per token: [B] or [B,{math.prod(grid)}]",
             )
         if text.shape[1] != TEXT_LENGTH:
             raise ContractError(
-                f"the text has {text.shape[1]} tokens",
+                f"the text has {plural(text.shape[1], 'token')}",
                 where="wan/transformer",
-                accepted=f"{TEXT_LENGTH}, padded with zeros",
+                accepted=f"{TEXT_LENGTH} tokens, padded with zeros",
             )
         self._check_conditions(conditions)
 
@@ -254,7 +268,7 @@ class WanTransformer(WanTransformer3DModel):  # type: ignore[misc]  # Diffusers 
             )
         if missing := [name for name in needed if name not in conditions]:
             raise ContractError(
-                f"this model needs the condition {missing[0]!r}, which is not given",
+                f"the condition {missing[0]!r}, which this model needs, is missing",
                 where="wan/transformer",
                 accepted=described,
             )

@@ -1,5 +1,5 @@
-"""Predictor `wan/two_expert`: Wan 2.2 A14B, whose steps at much noise are another transformer's than those
-at little (https://github.com/Wan-Video/Wan2.2, "MoE architecture").
+"""Predictor `wan/two_expert`: Wan 2.2 A14B, with one transformer for high noise and one for low noise
+(https://github.com/Wan-Video/Wan2.2, "MoE architecture").
 
 Letters: B batch; C,T,H,W latents; L,D text; N tokens.
 """
@@ -23,21 +23,22 @@ from mm_wan.predictor.transformer import TEXT_LENGTH, WanTransformer
 from mm_wan.presets import I2V_BOUNDARY, PRESETS, T2V_BOUNDARY
 
 TIMESTEPS = 1000
-"""That Wan's models count up to pure noise: the boundary is a share of them."""
+"""Timestep of pure noise in Wan's models. The boundary is a share of it."""
 
 
 class TwoExpert(nn.Module):
-    """Two `WanTransformer`s of one architecture, `high` and `low`. Satisfies `mm_core.contracts.Predictor`,
-    `SupportsExperts`, `SupportsWeightsFrom`, `SupportsFrames` and `SupportsModuleFlops`.
+    """Wan 2.2's pair of experts: two `WanTransformer`s of one architecture, `high` and `low`. Satisfies
+    `mm_core.contracts.Predictor`, `SupportsExperts`, `SupportsWeightsFrom`, `SupportsFrames` and
+    `SupportsModuleFlops`.
 
-    `high` is responsible for timesteps from 1000 * boundary on, `low` for those below it. With `train: high`
-    the other is not built: while clips are sampled (`complete`), it is read from `from_pretrained`.
-    Fields are those of `TwoExpertConfig`, where each is described.
+    `high` handles timesteps from 1000 * boundary upwards, `low` those below. With `train: high`, `low` is not
+    built; while clips are sampled (`complete`), it is read from `from_pretrained`. `TwoExpertConfig`
+    describes the fields.
 
     Raises:
-        CheckpointError: a folder that does not hold two transformers of one architecture, or others than the
-            preset's.
-        ConfigError: fields that contradict the folder or the preset.
+        CheckpointError: the folder does not hold two transformers of one architecture, or they differ from
+            the preset.
+        ConfigError: fields contradict the folder or the preset.
     """
 
     text_padding = ("fixed", TEXT_LENGTH)
@@ -55,9 +56,9 @@ class TwoExpert(nn.Module):
         pairs = [name for name, known in PRESETS.items() if known.boundary is not None]
         if preset is not None and preset not in pairs:
             raise ConfigError(
-                f"preset {preset!r} is no model of two experts",
+                f"preset {preset!r} is no model with two experts",
                 accepted=", ".join(pairs),
-                hint="wan/transformer trains it" if preset in PRESETS else None,
+                hint="to train it, set type: wan/transformer" if preset in PRESETS else None,
             )
         self._top = None if from_pretrained is None else Path(from_pretrained)
         self._folders = {} if self._top is None else expert_folders(self._top)
@@ -94,12 +95,16 @@ class TwoExpert(nn.Module):
         expert: str | None = None,
         **conditions: Tensor,
     ) -> Tensor:
-        """Velocity[B,C,T,H,W] in the dtype of the latents: see `WanTransformer.forward`.
+        """Predicts the velocity [B,C,T,H,W] of noisy latents with Wan 2.2's experts, in the latents' dtype.
 
-        expert: `high` or `low`, for all rows; None: each row by its timestep, for which the device is waited.
+        Args:
+            latents: as for `WanTransformer.forward`; so are timestep, text, text_mask and conditions.
+            expert: `high` or `low` for all rows; None: chosen per row by its timestep, which synchronises
+                with the device.
 
         Raises:
-            ContractError: an expert that is neither trained nor there to sample; what WanTransformer says.
+            ContractError: the expert is neither trained nor loaded for sampling; or as in
+                `WanTransformer.forward`.
         """
         if expert is not None:
             model = self._model(expert, latents)
@@ -120,13 +125,13 @@ class TwoExpert(nn.Module):
         return torch.cat(parts)[back]
 
     def _model(self, name: str, latents: Tensor) -> WanTransformer:
-        """An expert; one that is not trained is read when it is first asked for."""
+        """The expert of this name. An untrained one is read on first use."""
         if name not in self._visiting:
             if name not in self.built:
                 raise ContractError(
-                    f"the expert {name!r} is not trained by this run, and not read",
+                    f"the expert {name!r} is not trained by this run, and its weights are not loaded",
                     where="wan/two_expert",
-                    accepted="the trained expert's timesteps; or any within `complete`",
+                    accepted="timesteps of the trained expert; inside `complete`, any timestep",
                 )
             return self.built[name]
         visitor = self._visiting[name]
@@ -136,9 +141,13 @@ class TwoExpert(nn.Module):
 
     @contextmanager
     def complete(self, device: torch.device) -> Iterator[None]:
-        """For the length of the block, both experts are there. One that is not trained is read from the
-        folder that the run began from when it is first needed: whole, on every rank, in the dtype of the
-        latents, frozen. CheckpointError, at once, where it is not there or of another architecture."""
+        """Context in which both of Wan 2.2's experts are available, for sampling clips. The untrained one
+        is read on first use from the folder that the run started from: unsharded, on every rank, frozen,
+        in the latents' dtype.
+
+        Raises:
+            CheckpointError: on entry, if the untrained expert is missing or has another architecture.
+        """
         self._visiting = {e.name: self._files(e.name) for e in self.experts if not e.trained}
         try:
             yield
@@ -147,22 +156,23 @@ class TwoExpert(nn.Module):
 
     @property
     def built(self) -> dict[str, WanTransformer]:
-        """The experts that are trained, by their names."""
+        """The trained experts of Wan 2.2, by name."""
         return {name: model for name, model in self.named_children() if isinstance(model, WanTransformer)}
 
-    # -- what the core asks ------------------------------------------------------------------------
+    # -- the core's contracts ----------------------------------------------------------------------
 
     @property
     def needed_conditions(self) -> dict[str, str]:
-        """Conditions that both experts take, each with its shape."""
+        """Conditions that both of Wan's experts need, each with its shape."""
         return self._any().needed_conditions
 
     def frames_clip(self, frames: Sequence[Tensor], num_frames: int) -> Tensor:
-        """See `WanTransformer.frames_clip`."""
+        """Builds the clip that Wan's autoencoder encodes for given frames: see
+        `WanTransformer.frames_clip`."""
         return self._any().frames_clip(frames, num_frames)
 
     def with_frames(self, latents: Tensor, timestep: Tensor, given: GivenFrames) -> PredictorInputs:
-        """See `WanTransformer.with_frames`."""
+        """Inputs of Wan's experts for noisy latents and given frames: see `WanTransformer.with_frames`."""
         return self._any().with_frames(latents, timestep, given)
 
     def module_flops(
@@ -173,7 +183,8 @@ class TwoExpert(nn.Module):
         expert: str | None = None,
         **conditions: Sequence[int],
     ) -> Sequence[ModuleFlops]:
-        """What a forward by one expert multiplies (None: by any of them, for they are alike)."""
+        """FLOPs of each module in a forward of one Wan expert. Both experts have equal FLOPs, so `expert`
+        may be None."""
         name = expert or next(e.name for e in self.experts if e.trained)
         found = self._any().module_flops(latents, timestep, text, **conditions)
         return [product.below(name) for product in found]
@@ -185,52 +196,56 @@ class TwoExpert(nn.Module):
         image_tokens: int = 0,
         timesteps_per_token: bool = False,
     ) -> int:
-        """Operations of a forward by one expert: see `mm_wan.predictor.flops`."""
+        """Total FLOPs of a forward of one Wan expert: see `mm_wan.predictor.flops`."""
         return self._any().forward_flops(latents, text_length, image_tokens, timesteps_per_token)
 
     def init_weights(self) -> None:
-        """Fills every parameter and buffer of what is trained: see `WanTransformer.init_weights`."""
+        """Initialises all parameters and buffers of the trained Wan experts: see
+        `WanTransformer.init_weights`."""
         for model in self.built.values():
             model.init_weights()
 
-    # -- which two ---------------------------------------------------------------------------------
+    # -- the pair ----------------------------------------------------------------------------------
 
     def _any(self) -> WanTransformer:
-        """A trained expert, to ask for what both have."""
+        """A trained expert, for facts that both share."""
         return next(iter(self.built.values()))
 
     def _place(self, name: str) -> str | None:
         return None if self._top is None else str(self._top / self._folders[name])
 
     def _check_pair(self, preset: str | None, fields: Mapping[str, object]) -> None:
-        """CheckpointError where the architectures of the folder's two differ."""
+        """Raises CheckpointError if the two experts in the folder differ in architecture."""
         both = (resolve(self._place(name), preset, fields)[0] for name in ("high", "low"))
         high, low = (architecture.fields for architecture in both)
         if high != low:
             apart = ", ".join(f"{key} {high[key]} and {low[key]}" for key in high if high[key] != low[key])
             raise CheckpointError(
-                f"the two experts are no pair: {apart}", where=str(self._top), accepted="one architecture"
+                f"the two experts have different architectures: {apart}",
+                where=str(self._top),
+                accepted="two transformers of one architecture",
             )
 
     def _boundary(self, given: float | None, preset: str | None, model: WanTransformer) -> float:
-        """As set, stored, of the preset, or as published for such a model. ConfigError where two differ."""
+        """The boundary: as set, from the folder, from the preset, or as published for such a model. Raises
+        ConfigError if the set value contradicts the folder or preset."""
         stored = None if self._top is None else stored_boundary(self._top)
         origin, known = str(self._top), stored
         if known is None and preset is not None:
             origin, known = f"preset {preset}", PRESETS[preset].boundary
         if given is not None and known is not None and given != known:
             raise ConfigError(
-                f"boundary {given:g} contradicts {origin}, whose experts meet at {known:g}",
-                hint="leave boundary out: the published one counts",
+                f"boundary {given:g} contradicts {origin}, which has {known:g}",
+                hint="leave boundary out: the published value applies",
             )
         return given or known or (I2V_BOUNDARY if model.image_channels else T2V_BOUNDARY)
 
     def _files(self, name: str) -> ExpertFiles:
-        """Those of an expert that is not trained."""
+        """Files of an untrained expert."""
         if self._top is None:
             raise CheckpointError(
-                f"clips need the expert {name!r}, which this run does not train and has no files of",
+                f"clips need the expert {name!r}, which is not trained, and from_pretrained is not set",
                 where="task.predictor.from_pretrained",
-                accepted="the folder of both experts",
+                accepted="the folder with both experts",
             )
         return open_expert(self._top / self._folders[name])

@@ -1,1 +1,1 @@
-"""Wan's noise schedule and the solvers that sample by it."""
+"""Wan's noise schedule and its samplers."""

@@ -2,8 +2,8 @@
 
 Letters: B batch; N noise levels; i their index, 0 for pure noise; k = N - 1 - i, which rises with the noise.
 Sources: Lipman et al. 2023 (flow matching, https://arxiv.org/abs/2210.02747); Esser et al. 2024 (SD3,
-https://arxiv.org/abs/2403.03206), whose t is our sigma. Levels, boundaries and Gaussian weights are those
-that the field fine-tunes Wan with (https://github.com/modelscope/DiffSynth-Studio, flow match scheduler).
+https://arxiv.org/abs/2403.03206), whose t is our sigma. Levels, boundaries and Gaussian weights follow common
+practice for fine-tuning Wan (https://github.com/modelscope/DiffSynth-Studio, flow match scheduler).
 """
 
 from __future__ import annotations
@@ -26,43 +26,44 @@ from mm_wan.schedulers.config import WanFlowMatchConfig
 
 
 class WanFlowMatch:
-    """Satisfies `mm_core.contracts.NoiseScheduler`.
+    """Wan's noise schedule for training, and its sampling. Satisfies `mm_core.contracts.NoiseScheduler`.
 
-    With u = linspace(sigma_max, sigma_min, N) (`extra_one_step`: N + 1 points less the last), the levels are
-    sigma = s u / (1 + (s - 1) u) and the timesteps N sigma. Training draws levels; every other function
-    takes any timestep. Fields are those of `WanFlowMatchConfig`, where each is described.
+    With u = linspace(sigma_max, sigma_min, N) (`extra_one_step`: N + 1 points without the last), the
+    levels are sigma = s u / (1 + (s - 1) u), with s = shift, and the timesteps are N sigma. Training draws
+    levels; every other function takes any timestep. `WanFlowMatchConfig` describes the fields.
 
     Raises:
-        ConfigError: fields that contradict each other or the scheduler folder.
-        CheckpointError: a scheduler folder that cannot sample Wan; one that is missing, when sampling.
-        ContractError: boundaries between which the density has no mass, or weights that are all 0.
+        ConfigError: fields contradict each other or the scheduler folder.
+        CheckpointError: the scheduler folder cannot sample Wan; or, when sampling, is missing.
+        ContractError: the density has no mass between the boundaries, or all loss weights are 0.
     """
 
     def __init__(self, **fields: Any) -> None:
         self.config = config = WanFlowMatchConfig(**fields)
         self.num_train_timesteps = count = config.num_train_timesteps
         sigmas = _levels(config)
-        # Everything below is in the order of k, so that it rises with the noise.
+        # Everything below is ordered by k: ascending noise.
         self._timesteps = (count * sigmas).flip(0).float()
         self._cdf = _density_cdf(config)
         self._gaussian = _gaussian_constants(sigmas)
         if config.loss_weighting == "gaussian" and self._gaussian[1] == 0:
             raise ContractError(
-                "the Gaussian weights of these noise levels are all 0",
+                "the Gaussian loss weights of these noise levels are all 0",
                 where="scheduler",
-                hint="set more num_train_timesteps, or loss_weighting: none",
+                hint="raise num_train_timesteps, or set loss_weighting: none",
             )
         self._first = count - int(config.max_timestep_boundary * count)
         self._stop = count - int(config.min_timestep_boundary * count)
         self._check_mass()
         if config.from_pretrained is not None and not self.missing_files():
-            _ = self.solver  # a folder of another scheduler is found now, not when validation samples
+            _ = self.solver  # an unsuitable scheduler folder is reported now, not when validation samples
 
     # -- training ----------------------------------------------------------------------------------
 
     def sample_timesteps(self, generators: Sequence[torch.Generator]) -> Tensor:
-        """timestep[B] float32 on CPU, row i drawn from generators[i]; with `draw_per: micro_batch` all rows
-        from the first, so that they depend on how samples are batched."""
+        """Draws training timesteps [B] float32 on CPU from Wan's noise schedule, row i with generators[i].
+        With `draw_per: micro_batch`, all rows use the first generator, so they depend on how samples are
+        batched."""
         count = len(generators)
         if self.config.draw_per == "micro_batch":
             generators = generators[:1]
@@ -70,20 +71,32 @@ class WanFlowMatch:
         return self.timestep_quantile(torch.stack(draws)).expand(count).clone()
 
     def timestep_quantile(self, u: Tensor) -> Tensor:
-        """timestep[B] float32 below which a share u[B] of the training timesteps falls: the level whose
-        stretch of the cumulative distribution u lies in. u in [0, 1), on CPU."""
+        """Quantiles of the training timesteps in Wan's noise schedule: the level whose interval of the
+        cumulative distribution contains u.
+
+        Args:
+            u: [B] in [0, 1), on CPU.
+
+        Returns:
+            timestep [B] float32.
+        """
         low, high = self._cdf[self._first], self._cdf[self._stop]
         ends = (self._cdf[self._first + 1 : self._stop + 1] - low) / (high - low)
-        # right: a draw on the border of two levels belongs to the upper, and levels without mass get none.
+        # right=True: a draw on the border between two levels belongs to the upper; levels without mass get
+        # none.
         index = torch.searchsorted(ends, u.double().contiguous(), right=True)
         return self._timesteps[self._first : self._stop][index.clamp(max=len(ends) - 1)]
 
     def truncated(self, low: float, high: float | None = None) -> Self:
-        """This scheduler, training timesteps low <= t < high alone (none: up to pure noise), in the same
-        proportions to each other: what an expert for them is trained with. Nothing else changes.
+        """A copy of this noise scheduler that draws only timesteps low <= t < high, in unchanged
+        proportions: the scheduler for training one of Wan's experts.
+
+        Args:
+            low: first timestep.
+            high: end of the interval; None: up to pure noise.
 
         Raises:
-            ContractError: an interval that training never draws from.
+            ContractError: training never draws from this interval.
         """
         other = copy.copy(self)
         other._first, other._stop = self._between(low, high)
@@ -91,7 +104,8 @@ class WanFlowMatch:
         return other
 
     def mass(self, low: float, high: float | None = None) -> float:
-        """The share of the training timesteps with low <= t < high (none: up to pure noise)."""
+        """Share of the training timesteps with low <= t < high in Wan's noise schedule (high None: up to pure
+        noise)."""
         first, stop = self._between(low, high)
         if first >= stop:
             return 0.0
@@ -99,20 +113,21 @@ class WanFlowMatch:
         return float((self._cdf[stop] - self._cdf[first]) / whole)
 
     def add_noise(self, latents: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
-        """x_t = (1 - sigma) x_0 + sigma eps, [B,C,T,H,W] in the wider of float32 and the latents' dtype."""
+        """Adds noise to latents [B,C,T,H,W] at a timestep: x_t = (1 - sigma) x_0 + sigma eps, in the wider of
+        float32 and the latents' dtype."""
         return rectified_flow.interpolate(latents, noise, self._sigma(timestep))
 
     def target(self, latents: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
-        """The velocity eps - x_0."""
+        """The velocity eps - x_0 that the predictor learns from latents and noise."""
         return rectified_flow.velocity(latents, noise)
 
     def loss_weight(self, timestep: Tensor) -> Tensor:
-        """[B] float32 factor of each sample's squared error.
+        """Loss weights [B] float32 of samples at these timesteps: factors of their squared errors.
 
-        gaussian: w_i = (y_i - min y) N / sum(y - min y), y_i = exp(-2 ((t_i - N/2) / N)^2), over all levels
-        whatever the boundaries; between levels the same curve. Its mean over the levels is 1.
+        gaussian: w_i = (y_i - min y) N / sum(y - min y), y_i = exp(-2 ((t_i - N/2) / N)^2), over all levels,
+        independent of the boundaries; between levels the same curve. Its mean over the levels is 1.
 
-        min_snr (Hang et al. 2023, https://arxiv.org/abs/2303.09556) weighs the error of x_0 by
+        min_snr (Hang et al. 2023, https://arxiv.org/abs/2303.09556) weights the error of x_0 with
         min(SNR, gamma). Here SNR = ((1 - sigma) / sigma)^2, and since x_0 = x_t - sigma v, the error of x_0
         is sigma^2 times the error of v: w = sigma^2 min(SNR, gamma) = min((1 - sigma)^2, gamma sigma^2).
         """
@@ -122,20 +137,24 @@ class WanFlowMatch:
         sigma = self._sigma(timestep)
         if self.config.loss_weighting == "min_snr":
             return torch.minimum((1 - sigma) ** 2, self.config.min_snr_gamma * sigma**2)
-        # y - y_0 = y_0 (exp(2 (sigma_0 - sigma) (sigma_0 + sigma - 1)) - 1): as a difference it would lose
+        # y - y_0 = y_0 (exp(2 (sigma_0 - sigma) (sigma_0 + sigma - 1)) - 1). The plain difference would lose
         # half of float32's digits.
         lowest, factor = self._gaussian
         return (factor * torch.expm1(2 * (lowest - sigma) * (lowest + sigma - 1))).clamp(min=0)
 
     def model_timestep(self, timestep: Tensor) -> Tensor:
-        """The timestep itself."""
+        """The timestep that Wan's transformer receives: the scheduler's, unchanged."""
         return timestep
 
     # -- sampling ----------------------------------------------------------------------------------
 
     @cached_property
     def solver(self) -> solvers.Solver:
-        """The solver of the scheduler folder, or as published. CheckpointError for an unfit folder."""
+        """The sampler for Wan: from the scheduler folder, or as published.
+
+        Raises:
+            CheckpointError: the scheduler folder cannot sample Wan.
+        """
         config = self.config
         if config.from_pretrained is None:
             shift = config.shift if config.sample_shift is None else config.sample_shift
@@ -150,19 +169,23 @@ class WanFlowMatch:
         )
 
     def missing_files(self) -> list[str]:
-        """The scheduler folder's file, where one is set and does not exist."""
+        """The file of Wan's scheduler folder, if the folder is set and the file does not exist."""
         if self.config.from_pretrained is None:
             return []
         path = Path(self.config.from_pretrained) / solvers.FILE
         return [] if path.is_file() else [str(path)]
 
     def sigmas(self, steps: int) -> Tensor:
-        """sigmas[steps+1] float32 on CPU that sampling visits: Diffusers' own, which begin just below 1 for
-        UniPC and DPM-Solver++, and end at 0. ContractError for steps below 1."""
+        """Noise levels [steps+1] float32 on CPU used for sampling a clip: Diffusers' own. They start just
+        below 1 for UniPC and DPM-Solver++, and end at 0.
+
+        Raises:
+            ContractError: steps is below 1.
+        """
         return self.solver.sigmas(steps)
 
     def integrate(self, velocity: VelocityField, noise: Tensor, steps: int) -> Tensor:
-        """Clean latents[B,C,T,H,W] float32 from noise[B,C,T,H,W]: see `Solver.integrate`."""
+        """Samples clean latents [B,C,T,H,W] float32 from noise with Wan's sampler: see `Solver.integrate`."""
         return self.solver.integrate(velocity, noise, steps)
 
     # -- levels ------------------------------------------------------------------------------------
@@ -171,7 +194,7 @@ class WanFlowMatch:
         return timestep / self.num_train_timesteps
 
     def _between(self, low: float, high: float | None) -> tuple[int, int]:
-        """First and stop of the drawn levels with low <= t < high."""
+        """First and end index of the drawn levels with low <= t < high."""
         first = int((self._timesteps < low).sum())
         stop = self.num_train_timesteps if high is None else int((self._timesteps < high).sum())
         return max(first, self._first), min(stop, self._stop)
@@ -182,12 +205,12 @@ class WanFlowMatch:
             raise ContractError(
                 f"training never draws a timestep within {what} (timesteps: {self.config.timesteps})",
                 where="scheduler",
-                hint=f"the schedule's timesteps go from {drawn}",
+                hint=f"the schedule's timesteps range from {drawn}",
             )
 
 
 def _levels(config: WanFlowMatchConfig) -> Tensor:
-    """sigma[N] float64, falling."""
+    """Noise levels sigma[N] float64, descending."""
     count = config.num_train_timesteps
     points = count + 1 if config.extra_one_step else count
     u = torch.linspace(config.sigma_max, config.sigma_min, points, dtype=torch.float64, device="cpu")
@@ -195,8 +218,8 @@ def _levels(config: WanFlowMatchConfig) -> Tensor:
 
 
 def _gaussian_constants(sigmas: Tensor) -> tuple[float, float]:
-    """Of the Gaussian weights of sigma[N]: the sigma_0 whose y is lowest, and y_0 N / sum(y - y_0), which is
-    0 where all y are the same."""
+    """Constants of the Gaussian weights for sigma[N]: the sigma_0 with the lowest y, and y_0 N / sum(y -
+    y_0), which is 0 if all y are equal."""
     y = torch.exp(-2 * (sigmas - 0.5) ** 2)
     lowest = y.argmin()
     total = float((y - y[lowest]).sum())
@@ -204,7 +227,7 @@ def _gaussian_constants(sigmas: Tensor) -> tuple[float, float]:
 
 
 def _density_cdf(config: WanFlowMatchConfig) -> Tensor:
-    """[N+1] float64: the share of the density below each border k / N of the levels, before the shift."""
+    """Cumulative density [N+1] float64 at the borders k / N of the levels, before the shift."""
     v = torch.linspace(0, 1, config.num_train_timesteps + 1, dtype=torch.float64, device="cpu")
     if config.timesteps == "logit_normal":  # SD3, eq. 19
         share: Tensor = torch.special.ndtr((torch.logit(v) - config.logit_mean) / config.logit_std)
@@ -217,12 +240,12 @@ def _density_cdf(config: WanFlowMatchConfig) -> Tensor:
 
 
 def _mode_cdf(v: Tensor, scale: float) -> Tensor:
-    """The share below v of t = f(u) = 1 - u - s (cos^2(pi u / 2) - 1 + u), u uniform (SD3, eq. 20).
+    """Cumulative density at v of t = f(u) = 1 - u - s (cos^2(pi u / 2) - 1 + u), u uniform (SD3, eq. 20).
 
-    f falls from 1 to 0 for s in [-1, 2 / (pi - 2)], so that share is 1 - u at f(u) = v: by bisection.
+    f falls from 1 to 0 for s in [-1, 2 / (pi - 2)], so the result is 1 - u at f(u) = v, found by bisection.
     """
     low, high = torch.zeros_like(v), torch.ones_like(v)
-    for _ in range(54):  # one bit of a float64 each
+    for _ in range(54):  # each iteration gives one bit of a float64
         u = (low + high) / 2
         above = 1 - u - scale * (torch.cos(math.pi / 2 * u) ** 2 - 1 + u) > v
         low, high = torch.where(above, u, low), torch.where(above, high, u)
@@ -233,7 +256,7 @@ def _mode_cdf(v: Tensor, scale: float) -> Tensor:
 
 def _beta_cdf(v: Tensor, a: float, b: float) -> Tensor:
     """The regularised incomplete beta function I_v(a, b), float64, v in [0, 1]."""
-    swap = v > (a + 1) / (a + b + 2)  # the fraction converges fast below; I_v(a, b) = 1 - I_(1-v)(b, a)
+    swap = v > (a + 1) / (a + b + 2)  # the fraction converges fast below this; I_v(a, b) = 1 - I_(1-v)(b, a)
     below = _beta_fraction(torch.where(swap, 0, v), a, b)
     above = _beta_fraction(torch.where(swap, 1 - v, 0), b, a)
     return torch.where(swap, 1 - above, below)
@@ -241,7 +264,7 @@ def _beta_cdf(v: Tensor, a: float, b: float) -> Tensor:
 
 def _beta_fraction(x: Tensor, a: float, b: float) -> Tensor:
     """I_x(a, b) by its continued fraction (https://dlmf.nist.gov/8.17.E22), evaluated from its end."""
-    terms = 400  # far more than a and b up to 100 need
+    terms = 400  # ample for a and b up to 100
     fraction = torch.ones_like(x)
     for n in range(terms, 0, -1):
         m = n // 2

@@ -1,4 +1,4 @@
-"""Sampling with Diffusers' own solvers, set up as in a Wan pipeline's scheduler folder.
+"""Samplers for Wan: Diffusers' own solvers, configured as in a Wan pipeline's scheduler folder.
 
 UniPC: https://arxiv.org/abs/2302.04867. DPM-Solver++: https://arxiv.org/abs/2211.01095.
 """
@@ -34,53 +34,65 @@ _CLASSES: Mapping[SolverName, type[Scheduler]] = {
 }
 
 _FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
-"""What makes Diffusers' UniPC and DPM-Solver++ integrate a velocity."""
+"""Settings with which Diffusers' UniPC and DPM-Solver++ integrate a velocity."""
 
 
 @dataclass(frozen=True)
 class Solver:
-    """A solver's class in Diffusers and its settings. It holds no state: each use makes the class anew."""
+    """A sampler for Wan: a Diffusers class and its settings. Stateless: each use creates a new instance."""
 
     name: SolverName
     settings: Mapping[str, object]
 
     def sigmas(self, steps: int) -> Tensor:
-        """sigmas[steps+1] float32 on CPU, falling to 0, that `integrate` visits."""
+        """Noise levels [steps+1] float32 on CPU, descending to 0, that the sampler uses for a clip."""
         sigmas: Tensor = self._begin(steps, torch.device("cpu")).sigmas
         return sigmas.clone()
 
     def integrate(self, velocity: VelocityField, noise: Tensor, steps: int) -> Tensor:
-        """Clean latents[B,C,T,H,W] float32 from noise[B,C,T,H,W], as WanPipeline's loop computes them.
+        """Samples clean latents [B,C,T,H,W] float32 from noise, as the loop of Diffusers' WanPipeline does.
 
-        `velocity` is given float32 latents and the timestep that the pipeline passes, on the CPU: int64 [B]
-        for UniPC and DPM-Solver++ (1000 sigma, its fraction cut off), float32 [B] for Euler.
+        Args:
+            velocity: predicts the velocity from float32 latents and the pipeline's timestep on the CPU: int64
+                [B] for UniPC and DPM-Solver++ (1000 sigma without its fraction), float32 [B] for Euler.
+            noise: [B,C,T,H,W].
+            steps: number of sampling steps.
 
         Raises:
-            ContractError: steps below 1.
+            ContractError: steps is below 1.
         """
         scheduler = self._begin(steps, noise.device)
         scheduler.set_begin_index(0)
         latents = noise.float()
-        # Fetched once, so that nobody who looks at a timestep waits for the device.
+        # Copied to the CPU once, so that reading a timestep does not wait for the device.
         for timestep, known in zip(scheduler.timesteps, scheduler.timesteps.cpu(), strict=True):
-            # Euler's step would lower the latents to the dtype of the velocity.
+            # Without float(), Euler's step would cast the latents to the velocity's dtype.
             predicted = velocity(latents, known.expand(len(latents))).float()
             (latents,) = scheduler.step(predicted, timestep, latents, return_dict=False)
         return latents
 
     def _begin(self, steps: int, device: torch.device) -> Scheduler:
         if steps < 1:
-            raise ContractError(f"sampling takes at least one step, not {steps}", where="steps")
-        with torch.device("cpu"):  # the tables stay there, also while models are built on meta
+            raise ContractError(
+                f"sampling needs at least one step, not {steps}", where="steps", accepted="1 or more"
+            )
+        with torch.device("cpu"):  # the tables are on the CPU even while models are built on meta
             scheduler = _CLASSES[self.name].from_config(dict(self.settings))
         scheduler.set_timesteps(steps, device=device)
         return scheduler
 
 
 def published(name: SolverName, order: int | None, shift: float, num_train_timesteps: int) -> Solver:
-    """The settings that Wan's pipelines are published with: UniPC of order 2 in flow mode, all else as
-    Diffusers has it. Its shift is 3 for 480p and 5 for 720p (the example in Diffusers 0.42's
-    pipelines/wan/pipeline_wan.py; https://huggingface.co/docs/diffusers/api/pipelines/wan)."""
+    """The sampler with the settings of Wan's published pipelines: UniPC of order 2 in flow mode, otherwise
+    Diffusers' defaults. The published shift is 3 for 480p and 5 for 720p (example in Diffusers 0.42's
+    pipelines/wan/pipeline_wan.py; https://huggingface.co/docs/diffusers/api/pipelines/wan).
+
+    Args:
+        name: name of the solver.
+        order: order of the solver; None: 2.
+        shift: shift of the noise levels.
+        num_train_timesteps: number of noise levels.
+    """
     settings: dict[str, object] = {"num_train_timesteps": num_train_timesteps}
     if name == "euler":
         settings["shift"] = shift
@@ -96,19 +108,25 @@ def from_folder(
     shift: float | None,
     num_train_timesteps: int,
 ) -> Solver:
-    """The settings of a pipeline's scheduler folder, with `order` and `shift` in the place of its own where
-    they are set.
+    """The sampler described by a Wan pipeline's scheduler folder.
+
+    Args:
+        folder: scheduler folder of the pipeline.
+        name: expected solver; None: any.
+        order: order of the solver; None: the folder's.
+        shift: shift of the noise levels; None: the folder's.
+        num_train_timesteps: number of noise levels used in training.
 
     Raises:
-        CheckpointError: no scheduler_config.json, or one of a scheduler that cannot sample Wan.
-        ConfigError: a scheduler of another class than `name`, or of other timesteps.
+        CheckpointError: scheduler_config.json is missing, or its scheduler cannot sample Wan.
+        ConfigError: the scheduler's class differs from `name`, or its number of timesteps from training.
     """
     settings = _read(folder)
     class_name = settings.get("_class_name")
     found = next((solver for solver, cls in _CLASSES.items() if cls.__name__ == class_name), None)
     if found is None:
         raise CheckpointError(
-            f"the scheduler is of class {class_name!r}, which cannot sample Wan",
+            f"the scheduler has class {class_name!r}, which cannot sample Wan",
             where=str(folder / FILE),
             accepted=", ".join(cls.__name__ for cls in _CLASSES.values()),
         )
@@ -116,11 +134,11 @@ def from_folder(
         raise ConfigError(
             f"solver is {name}, but the folder's scheduler is a {class_name} ({found})",
             where=str(folder / FILE),
-            hint="leave out solver, or from_pretrained",
+            hint="leave out either solver or from_pretrained",
         )
     if found == "euler" and order not in (None, 1):
         raise ConfigError(
-            f"solver_order is {order}, but the folder's scheduler is Euler's, of the first order",
+            f"solver_order is {order}, but the folder's scheduler is Euler's, which has order 1",
             where=str(folder / FILE),
             hint="leave solver_order out",
         )
@@ -133,7 +151,8 @@ def from_folder(
 
 
 def _check(folder: Path, name: SolverName, settings: Mapping[str, object], num_train_timesteps: int) -> None:
-    """CheckpointError or ConfigError for the first setting that integrates something else, or at random."""
+    """Raises CheckpointError or ConfigError for the first setting that does not integrate Wan's velocity,
+    or adds random noise."""
     where = str(folder / FILE)
     needed: dict[str, object] = {"use_dynamic_shifting": False}
     if name == "euler":
@@ -144,13 +163,13 @@ def _check(folder: Path, name: SolverName, settings: Mapping[str, object], num_t
     for key, value in needed.items():
         if (found := settings.get(key, defaults.get(key, value))) != value:
             raise CheckpointError(
-                f"{key} is {found!r}, so the scheduler does not integrate Wan's velocity from noise alone",
+                f"{key} is {found!r}, with which the scheduler cannot sample Wan",
                 where=where,
                 accepted=repr(value),
             )
     if str(settings.get("algorithm_type", "")).startswith("sde"):
         raise CheckpointError(
-            f"algorithm_type is {settings['algorithm_type']!r}, which draws noise in each step",
+            f"algorithm_type is {settings['algorithm_type']!r}, which adds random noise in each step",
             where=where,
             accepted="dpmsolver++",
         )
@@ -158,16 +177,17 @@ def _check(folder: Path, name: SolverName, settings: Mapping[str, object], num_t
         raise ConfigError(
             f"num_train_timesteps is {num_train_timesteps}, but the folder's scheduler has {count}",
             where=where,
+            hint="set num_train_timesteps to the scheduler's",
         )
 
 
 def _read(folder: Path) -> dict[str, object]:
-    """The settings in the folder's scheduler_config.json."""
+    """Settings from the folder's scheduler_config.json."""
     path = folder / FILE
     if not path.is_file():
         inside = folder / "scheduler"
         raise CheckpointError(
-            f"there is no {FILE}",
+            f"this folder holds no {FILE}",
             where=str(folder),
             accepted="the scheduler folder of a Diffusers pipeline",
             hint=f"did you mean {inside}?" if (inside / FILE).is_file() else None,
@@ -177,5 +197,9 @@ def _read(folder: Path) -> dict[str, object]:
     except (OSError, ValueError) as fault:
         raise CheckpointError(f"the scheduler's settings cannot be read: {fault}", where=str(path)) from fault
     if not isinstance(settings, dict):
-        raise CheckpointError("the scheduler's settings are no mapping", where=str(path))
+        raise CheckpointError(
+            "the scheduler's settings are not a mapping",
+            where=str(path),
+            accepted="a JSON object of settings",
+        )
     return settings
