@@ -1,11 +1,11 @@
-"""Saving 1 GB of state: how long training stands still, and how fast the bytes reach the disk.
+"""Measures a save of 1 GB of state: how long training is blocked, and how fast the bytes reach the disk.
 
     python benchmarks/checkpoint.py [--megabytes 1024] [--rounds 15]
 
-In each round, in an order drawn anew, on the same disk, settled before each: plain writes of the same bytes
-to one file, flushed; a synchronous save; an asynchronous save, of which the time until `save` returns is the
-stall. Figures are medians of the rounds' ratios, since the disk is shared: on a busy machine
-single ratios spread by a factor of three and more.
+Each round runs, in random order on the same idle disk: plain writes of the same bytes to one file, flushed; a
+synchronous save; an asynchronous save, whose time until `save` returns is the stall. Results are medians
+of the rounds' ratios, since the disk is shared: on a busy machine, single ratios vary by a factor of three
+and more.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from mm_core.checkpoint.store import CheckpointStore
 
 
 def make_state(megabytes: int) -> dict[str, dict[str, torch.Tensor]]:
-    """A transformer's weights and two AdamW moments, float32: blocks of a few large matrices."""
+    """State of a transformer for a checkpoint: weights and two AdamW moments, float32, in a few large
+    matrices."""
     width = 1024
     blocks = max(1, megabytes * 2**20 // (3 * 4 * 12 * width * width))
     shapes = {
@@ -52,7 +53,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def plain(path: Path, state: dict[str, dict[str, torch.Tensor]]) -> None:
-    """The same bytes by plain writes to one file, and flushed to the disk."""
+    """Writes the same bytes as a checkpoint to one file, without a checkpoint's work, and flushes it."""
     with path.open("wb", buffering=0) as file:
         for named in state.values():
             for tensor in named.values():
@@ -65,7 +66,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--dir", help="where to write (default: a temporary folder)")
+    parser.add_argument("--dir", help="folder for checkpoints (default: a temporary folder)")
     args = parser.parse_args()
     state = make_state(args.megabytes)
     size = sum(tensor.numel() * 4 for named in state.values() for tensor in named.values())
@@ -94,7 +95,7 @@ def main() -> int:
                 "sync": lambda step=step: sync.save(step, state, {}, "x: 1\n"),
                 "async": behind_the_back,
             }
-            # What the disk has still to do for one would be charged to the next.
+            # Without this, pending writes of one variant would slow down the next.
             turn = chance.sample(sorted(calls), k=3)
             took = {}
             for name in turn:

@@ -1,12 +1,11 @@
-"""Peak memory of a chunked cross entropy against that of Transformers' causal loss, and their gradients.
+"""Compares peak memory and gradients of a chunked cross entropy with Transformers' causal loss.
 
     python benchmarks/chunked_loss.py [--vocabulary 151936] [--tokens 4096] [--width 1024] [--dtype fp32]
 
-The loss part is the output embedding and what follows it: forward and backward from hidden states that are
-there, to their gradients and the embedding's. Each kind runs in a process of its own. Memory is what is
-allocated on the accelerator, or a process's anonymous memory (RssAnon, every 5 ms), above what it had with
-hidden states and embedding; time is of forward and backward together. Gradients are compared by the norm of
-their difference.
+The measured part is the output embedding and the loss: forward and backward from given hidden states to their
+gradients and the embedding's. Each variant runs in its own process. Memory is the peak on the accelerator, or
+of the process's anonymous memory (RssAnon, every 5 ms), above the memory with hidden states and embedding.
+Time covers forward and backward. Gradients are compared by the norm of their difference.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ import time
 from pathlib import Path
 
 BAR, GRADIENT_BAR = 0.25, 1e-5
-"""Of the plain loss; relative, in fp32."""
+"""Bars: memory relative to the plain loss; relative difference of gradients in fp32."""
 
 
 def main() -> int:
-    """Runs both kinds one after the other, or is one of them."""
+    """Runs both losses one after the other; in a child process, runs one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--vocabulary", type=int, default=151936)
     parser.add_argument("--tokens", type=int, default=4096)
@@ -60,7 +59,7 @@ def main() -> int:
 
 
 def measure(args: argparse.Namespace) -> None:
-    """One forward and backward of the loss part."""
+    """Measures one forward and backward of output embedding and loss."""
     import torch
     from torch import nn
     from transformers.loss.loss_utils import ForCausalLMLoss
@@ -99,7 +98,7 @@ def measure(args: argparse.Namespace) -> None:
 
 
 class Peak:
-    """Memory within a block, above what there was before it."""
+    """Context manager that measures peak memory above the memory at its start."""
 
     def __init__(self, device) -> None:
         self.device, self.bytes, self._over = device, 0, threading.Event()
@@ -132,13 +131,13 @@ class Peak:
 
 
 def anonymous() -> int:
-    """Bytes of this process that no file holds."""
+    """Bytes of this process's anonymous memory, which no file backs."""
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon"))
 
 
 def compare(folder: Path) -> dict[str, float]:
-    """Norm of the difference of each gradient, relative to the plain one."""
+    """Norm of the difference of each gradient between the two losses, relative to the plain loss."""
     import torch
 
     plain, chunked = (torch.load(folder / kind, mmap=True) for kind in ("plain", "chunked"))

@@ -1,10 +1,10 @@
-"""Many two-rank runs that train, save and exit, one after another: every one must exit cleanly.
+"""Starts many two-rank runs that train, save and exit, and counts those that exit cleanly.
 
     python benchmarks/clean_exits.py [--runs 50]
 
-Processes that saved collectively abort now and then in C++ teardown (`terminate called without an
-active exception`), after all work is done: a job scheduler then calls a good run failed. Each run here
-is `mm-train --nproc 2` on a tiny model and clips that the script renders itself.
+Processes that saved collectively sometimes abort in C++ teardown (`terminate called without an active
+exception`) after all work is done: a job scheduler then reports a good run as failed. Each run here is
+`mm-train --nproc 2` with a tiny model on clips that the script renders.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ABORTS = ("terminate called", "Aborted", "core dumped", "Segmentation fault", "F
 
 @dataclass(frozen=True)
 class Run:
-    """How one run ended."""
+    """Exit of one training run."""
 
     code: int
     output: str
@@ -35,7 +35,7 @@ class Run:
 
     @property
     def fault(self) -> str | None:
-        """What was not clean about it."""
+        """Why the run's exit was not clean; None for a clean one."""
         said = [word for word in ABORTS if word in self.output]
         if said:
             return f"said {said[0]!r}"
@@ -45,7 +45,7 @@ class Run:
 
 
 def write_config(folder: Path) -> Path:
-    """A tiny run of two steps. JSON, which is YAML too."""
+    """Writes the config of a tiny run of two steps, as JSON, which is valid YAML."""
     clips = folder / "clips"
     render = [sys.executable, str(ROOT / "examples/shapes/render.py"), "--out", str(clips), "--clips", "16"]
     subprocess.run(render, check=True, capture_output=True)
@@ -89,7 +89,7 @@ def write_config(folder: Path) -> Path:
 
 
 def train(config: Path, folder: Path, index: int) -> Run:
-    """One run, in a folder of its own."""
+    """Trains one tiny run in its own folder."""
     name = f"run.name=clean_{index}"
     command = [
         sys.executable,

@@ -1,8 +1,8 @@
-"""How fast videos become batches: the readers side by side, and the loader with 0, 1 and 2 workers.
+"""Measures how fast videos are read and batched: video readers compared, and the loader with 0, 1, 2 workers.
 
-Files are rendered here (seeded noise over a moving gradient, H.264). Rates of one machine say
-little, so results are ratios, each the median over rounds that alternate the sides.
-Usage: python benchmarks/data_loading.py [--rounds N] [--frames N] [--size HxW]
+The script renders its files (seeded noise over a moving gradient, H.264). Absolute rates depend on the
+machine, so results are ratios: each is the median over rounds that alternate the two sides. Usage: python
+benchmarks/data_loading.py [--rounds N] [--frames N] [--size HxW]
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from mm_core.data.loading.loader import MicroBatchLoader
 from mm_core.data.loading.sampler import BatchPlan
 from mm_core.data.media.readers import DecordReader, PyAVReader
 
-CLIP = 17  # frames a sample
+CLIP = 17  # frames per sample
 FPS = 24
 
 
 def write_video(path: Path, frames: int, height: int, width: int, seed: int) -> None:
-    """A clip with motion and texture, so that decoding has something to do."""
+    """Writes a video with motion and texture, so that decoding is not trivial."""
     rng = np.random.default_rng(seed)
     texture = rng.integers(0, 60, (height, width, 3), dtype=np.uint8)
     ramp = np.linspace(0, 190, width).astype(np.uint8)[None, :, None]
@@ -46,10 +46,10 @@ def write_video(path: Path, frames: int, height: int, width: int, seed: int) -> 
 
 
 def compare(sides: dict[str, Callable[[], int]], rounds: int) -> dict[str, list[float]]:
-    """Frames a second of each side, a list over rounds; every round runs all sides, in turn."""
+    """Frames per second of each side in each round; every round runs all sides in turn."""
     rates: dict[str, list[float]] = {name: [] for name in sides}
     for call in sides.values():
-        call()  # file cache, imports
+        call()  # fills the file cache, runs imports
     for turn in range(rounds):
         names = list(sides) if turn % 2 == 0 else list(sides)[::-1]
         for name in names:
@@ -60,19 +60,19 @@ def compare(sides: dict[str, Callable[[], int]], rounds: int) -> dict[str, list[
 
 
 def ratio(rates: dict[str, list[float]], one: str, other: str) -> float:
-    """The median of the rounds' ratios of two sides."""
+    """Median over the rounds of the ratio of two sides' frame rates."""
     return statistics.median(a / b for a, b in zip(rates[one], rates[other], strict=True))
 
 
 def print_table(title: str, rates: dict[str, list[float]]) -> None:
-    """Median rates, for orientation."""
+    """Prints the median frame rates, for orientation."""
     print(title)
     for name, values in rates.items():
         print(f"  {name:<28}{statistics.median(values):10.0f} frames/s")
 
 
 def readers(files: list[Path], frames: int, rounds: int) -> dict[str, list[float]]:
-    """Each reader on a clip at the beginning and on one near the end of every file."""
+    """Measures each video reader on a clip at the start and on one near the end of every file."""
     kinds = {"pyav": PyAVReader()}
     if importlib.util.find_spec("decord"):
         kinds["decord"] = DecordReader()
@@ -94,7 +94,7 @@ def readers(files: list[Path], frames: int, rounds: int) -> dict[str, list[float
 
 
 def loading(annotations: Path, samples: int, side: int, rounds: int) -> dict[str, list[float]]:
-    """The whole loader, an epoch each time: workers started, videos read, resized, batched."""
+    """Measures complete epochs of the data loader: start of workers, reading, resizing, batching."""
     dataset = VideoTextDataset(annotations, CLIP, side, side, random_start=True)
     plan = BatchPlan(samples, 2, 2, 0, "random", True)
 
@@ -122,10 +122,10 @@ def loading(annotations: Path, samples: int, side: int, rounds: int) -> dict[str
 
 
 def main() -> None:
-    """Renders, measures, prints."""
+    """Renders videos, measures readers and loader, prints results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--frames", type=int, default=240, help="frames a file")
+    parser.add_argument("--frames", type=int, default=240, help="frames per file")
     parser.add_argument("--size", default="360x640", help="height x width of the files")
     options = parser.parse_args()
     height, width = map(int, options.size.split("x"))
@@ -140,8 +140,8 @@ def main() -> None:
         reading = readers(files[:4], options.frames, options.rounds)
         loaded = loading(annotations, len(files), 128, options.rounds)
     print_table(f"readers, {CLIP} consecutive frames", reading)
-    print_table(f"loader, samples of {CLIP} frames at 128x128, workers' start included", loaded)
-    # No bar is set for data loading; the lines are there to be compared between versions.
+    print_table(f"loader, samples of {CLIP} frames at 128x128, including the start of workers", loaded)
+    # Data loading has no bar: the lines serve to compare versions.
     print(f"RESULT data_seek_cost_ratio {ratio(reading, 'pyav, start', 'pyav, end'):.2f} - ok")
     if "decord, start" in reading:
         print(f"RESULT data_pyav_over_decord_start {ratio(reading, 'pyav, start', 'decord, start'):.2f} - ok")

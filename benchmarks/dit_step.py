@@ -1,13 +1,13 @@
-"""A training step of the 1.3B custom DiT at 49 x 480 x 832: time, memory, MFU, and where the time goes.
+"""Measures a training step of the 1.3B custom DiT at 49 x 480 x 832: time, memory, MFU, time per phase.
 
     python benchmarks/dit_step.py [--size 1_3b|small] [--steps 10] [--recompute auto|N] [--out FILE.md]
     torchrun --nproc-per-node 8 benchmarks/dit_step.py
 
-The engine, the task, the optimizer and the clocks are those of a run; latents and text are random and made
-on the fly (16 x 13 x 60 x 104 of a 4 x 8 x 8 autoencoder, 512 x 4096), so nothing is read and nothing is
-downloaded. Without an accelerator a small model stands in. `--recompute auto` recomputes as few of the
-blocks as fit: none, half, all. The limit is the operations that a step needs (without recomputation)
-at the device's published peak; beside it stands what one large matrix product reaches here.
+Engine, task, optimizer and clocks are those of a run. Latents and text are random and generated in each
+step (16 x 13 x 60 x 104 for a 4 x 8 x 8 autoencoder, 512 x 4096), so no data or download is needed.
+Without an accelerator, a small model is used. `--recompute auto` recomputes as few blocks as memory
+allows: none, half, all. The limit is the time for a step's FLOPs (without recomputation) at the device's
+published peak; the rate of one large matrix product on this device is printed for comparison.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ WARM_UP = 3
 
 @dataclass(frozen=True)
 class Size:
-    """A model, the shape of its latents, and of its text."""
+    """Sizes of the benchmark's model, latents and text."""
 
     layers: int
     heads: int
@@ -54,7 +54,7 @@ class Size:
     text: tuple[int, int]
 
     def model(self) -> CustomDiT:
-        """The predictor, on meta."""
+        """The benchmark's predictor on the meta device."""
         with torch.device("meta"):
             return CustomDiT(
                 num_layers=self.layers,
@@ -77,7 +77,7 @@ SIZES = {
 
 
 class RandomLatents:
-    """Stands in for an autoencoder and its posterior: the same random latents for every clip."""
+    """Replaces an autoencoder and its posterior: the same random latents for every clip."""
 
     stride = (4, 8, 8)
 
@@ -86,34 +86,37 @@ class RandomLatents:
         self._latents = torch.randn(shape, device=device)
 
     def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, ...]:
-        """(C,T,H,W), of any clip."""
+        """Shape (C,T,H,W) of the random latents, for a clip of any size."""
         return tuple(self._latents.shape)
 
     def encode(self, pixels: torch.Tensor) -> RandomLatents:
-        """Itself: `mode` gives the latents."""
+        """Returns itself as the posterior; `mode` returns the random latents."""
         self._rows = len(pixels)
         return self
 
     def mode(self) -> torch.Tensor:
-        """latents[B,C,T,H,W]."""
+        """The random latents [B,C,T,H,W]."""
         return self._latents.expand(self._rows, *self._latents.shape)
 
 
 class RandomText:
-    """Stands in for a text encoder: the same random hidden states for every caption."""
+    """Replaces a text encoder: the same random hidden states for every caption."""
 
     def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
         self.max_length, self.hidden_size = shape
         self._hidden = torch.randn(shape, device=device)
 
     def encode(self, ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden[B,L,D], mask[B,L]."""
+        """Random hidden states [B,L,D] and their mask [B,L]."""
         return self._hidden.expand(len(ids), *self._hidden.shape), mask
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What came out. seconds: of each step. split: seconds a step by phase. recomputed: blocks."""
+    """Measurements of training steps.
+
+    seconds: time of each step. split: seconds per step by phase. recomputed: number of recomputed blocks.
+    """
 
     seconds: list[float]
     split: dict[str, float]
@@ -125,20 +128,20 @@ class Measured:
     loss: float
 
     def shares(self) -> dict[str, float]:
-        """What part of the time each phase took."""
+        """Share of a training step's time in each phase."""
         total = sum(self.split.values())
         return {phase: spent / total for phase, spent in self.split.items()}
 
 
 def main() -> int:
-    """Measures, prints, and appends to --out on rank 0."""
+    """Measures training steps, prints the results, and appends them to --out on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--size", choices=SIZES)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--micro-batch-size", type=int, default=1)
     parser.add_argument("--accumulation", type=int, default=1)
-    parser.add_argument("--recompute", default="auto", help="blocks to recompute, or auto")
-    parser.add_argument("--out", type=Path, help="Markdown table that a row is appended to")
+    parser.add_argument("--recompute", default="auto", help="number of blocks to recompute, or auto")
+    parser.add_argument("--out", type=Path, help="Markdown table to which a row is appended")
     args = parser.parse_args()
     start_process_group()
     stack = device_stack()
@@ -155,7 +158,7 @@ def main() -> int:
 
 
 def measure_what_fits(size: Size, dtype: str, args: argparse.Namespace) -> Measured:
-    """With as few recomputed blocks as memory allows, or with as many as were asked for."""
+    """Measures steps with as few recomputed blocks as memory allows, or with the requested number."""
     automatic = args.recompute == "auto"
     choices = [0, size.layers // 2, size.layers] if automatic else [int(args.recompute)]
     for recomputed in choices:
@@ -165,7 +168,7 @@ def measure_what_fits(size: Size, dtype: str, args: argparse.Namespace) -> Measu
             result = measure(size, dtype, args, recomputed)
         except torch.OutOfMemoryError:
             if dist.get_world_size() > 1 or recomputed == choices[-1]:
-                raise  # the other ranks wait in a collective that this one has left
+                raise  # the other ranks wait in a collective that this rank has left
         gc.collect()
         if result is not None:
             return result
@@ -174,7 +177,7 @@ def measure_what_fits(size: Size, dtype: str, args: argparse.Namespace) -> Measu
 
 
 def measure(size: Size, dtype: str, args: argparse.Namespace, recomputed: int) -> Measured:
-    """Trains warm-up and measured steps with the pieces of a run."""
+    """Trains warm-up steps and measured steps with the engine, task and optimizer of a run."""
     rng, rows = Randomness(0), args.micro_batch_size
     blocks = (f"predictor.blocks.{{0-{recomputed - 1}}}",) if recomputed else ()
     engine = FSDP2Engine(
@@ -239,7 +242,7 @@ def measure(size: Size, dtype: str, args: argparse.Namespace, recomputed: int) -
 
 
 def make_batch(size: Size, rows: int, first: int) -> VideoTextBatch:
-    """Clips and captions of which only the number counts."""
+    """A batch of dummy clips and captions: only their number matters."""
     numbers = [first + dist.get_rank() + row for row in range(rows)]
     length = size.text[0]
     return VideoTextBatch(
@@ -254,7 +257,7 @@ def make_batch(size: Size, rows: int, first: int) -> VideoTextBatch:
 
 
 def matrix_rate(dtype: torch.dtype) -> float:
-    """Operations a second of one large matrix product here: the best of several."""
+    """FLOP/s of one large matrix product on this device: the best of several."""
     device = FSDP2Engine().device
     n = 1024 if device.type == "cpu" else 8192
     left, right = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
@@ -272,7 +275,7 @@ def matrix_rate(dtype: torch.dtype) -> float:
 def report(
     args: argparse.Namespace, stack: dict[str, str], dtype: str, m: Measured, memory: int, reached: float
 ) -> None:
-    """The table, the row for --out, and the lines that a script reads."""
+    """Prints the table of a step's measurements and the RESULT lines, and writes the row for --out."""
     world, size, peak = dist.get_world_size(), SIZES[args.size], peak_flops()
     step = statistics.median(m.seconds)
     rate = m.flops.trained / step / world
@@ -309,7 +312,7 @@ def report(
 
 
 def append(path: Path, labels: list[str], m: Measured, step: float, memory: int, mfu: str) -> None:
-    """One row of a Markdown table; its head where the file is new."""
+    """Appends one row to a Markdown table of step measurements; writes the head into a new file."""
     head = ["device", "model", "recomputed", "step", "tokens/s", "memory", "MFU", "time split"]
     split = ", ".join(f"{phase} {share:.0%}" for phase, share in m.shares().items())
     row = [*labels, f"{step:.4g} s", f"{m.tokens / step:,.0f}", f"{memory / 2**30:.1f} GiB", mfu, split]

@@ -1,9 +1,10 @@
-"""A tiny InternVL learns from nothing to read one rendered digit, on two ranks.
+"""Trains a tiny InternVL from scratch to read one rendered digit, on two ranks.
 
     python benchmarks/internvl_digits.py [--steps 1200] [--images 16000] [--nproc 2]
 
-Needs the extra `dev` and the plugin mm-internvl. Pictures are drawn here: a digit of varied size, place and
-shade, with noise. What is counted are exact answers to pictures that were not trained on, by `mm eval`.
+Needs the extra `dev` and the plugin mm-internvl. The script draws the pictures: a digit of varied size,
+place and shade, with noise. The score is the share of exact answers to pictures outside the training data,
+from `mm eval`.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ ACCURACY, SECONDS = 0.95, 180
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="a tiny InternVL reads digits")
+    parser = argparse.ArgumentParser(description="train a tiny InternVL to read digits")
     parser.add_argument("--steps", type=int, default=1200)
-    parser.add_argument("--images", type=int, default=16000, help="drawn to train on")
-    parser.add_argument("--nproc", type=int, default=2, help="ranks that train")
+    parser.add_argument("--images", type=int, default=16000, help="number of training pictures")
+    parser.add_argument("--nproc", type=int, default=2, help="number of ranks for training")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         accuracy, seconds = read_digits(Path(name), args.steps, args.images, args.nproc)
@@ -49,7 +50,8 @@ def main() -> int:
 
 
 def read_digits(folder: Path, steps: int, images: int, nproc: int) -> tuple[float, float]:
-    """(share of unseen pictures that are read exactly, seconds of mm train)."""
+    """Trains a tiny InternVL on digits; returns the share of unseen pictures read exactly and mm train's
+    seconds."""
     model = make_tiny_checkpoint(folder / "model")
     _in_small_tiles(model)
     draw_rows(folder / "train", images, seed=0)
@@ -63,7 +65,7 @@ def read_digits(folder: Path, steps: int, images: int, nproc: int) -> tuple[floa
 
 
 def draw_rows(folder: Path, count: int, seed: int) -> None:
-    """`rows.jsonl` of so many pictures and the question which digit they show."""
+    """Writes `rows.jsonl` with pictures of digits, and the question which digit each shows."""
     folder.mkdir(parents=True)
     draw, rows = np.random.default_rng(seed), []
     fonts = {size: ImageFont.load_default(size) for size in range(18, 27)}
@@ -77,7 +79,7 @@ def draw_rows(folder: Path, count: int, seed: int) -> None:
 
 
 def picture(digit: str, draw: np.random.Generator, fonts: dict[int, Any]) -> Image.Image:
-    """The digit, light on dark: font size, place, both shades and the noise are drawn."""
+    """Draws a digit, light on dark, with random font size, place, shades and noise."""
     font = fonts[int(draw.choice(list(fonts)))]
     found = Image.new("L", (SIDE, SIDE), int(draw.integers(0, 60)))
     ink = ImageDraw.Draw(found)
@@ -89,14 +91,14 @@ def picture(digit: str, draw: np.random.Generator, fonts: dict[int, Any]) -> Ima
 
 
 def _in_small_tiles(model: Path) -> None:
-    """A tile is 28 pixels, 4 x 4 patches of 7: the smallest that digits can be read in."""
+    """Sets tiles of 28 pixels with 4 x 4 patches of 7: the smallest size at which digits are legible."""
     file = model / "preprocessor_config.json"
     known = json.loads(file.read_text(encoding="utf-8"))
     file.write_text(json.dumps({**known, "size": {"height": SIDE, "width": SIDE}}), encoding="utf-8")
 
 
 def config_of(folder: Path, steps: int) -> dict[str, Any]:
-    """The run: 64 pictures a step, weights that begin at random."""
+    """Config of the run: 64 pictures per step, random initial weights."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "initializer_range": 0.1}
     vision = {**sizes, "image_size": [SIDE, SIDE], "patch_size": [7, 7], "layer_scale_init_value": 1.0}
     data = {"type": "internvl/conversations", "processor": str(folder / "model"), "max_length": 64}
@@ -127,7 +129,8 @@ def config_of(folder: Path, steps: int) -> dict[str, Any]:
 
 
 def shards() -> int | str:
-    """Ranks that share the weights: none, which is quickest for so few, where this torch can on a CPU."""
+    """Value of sharding_size: no sharding, the fastest for so few weights, if this torch supports it on a
+    CPU."""
     try:
         check_replicas(torch.device("cpu"), 2)
     except PlanError:
@@ -136,7 +139,7 @@ def shards() -> int | str:
 
 
 def call(*words: object) -> str:
-    """What a command of mm prints; all that it says where it fails."""
+    """Runs a command of mm and returns its output. On failure, prints the complete output."""
     command = [sys.executable, "-m", "mm_core.cli.main", *map(str, words)]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     if done.returncode:

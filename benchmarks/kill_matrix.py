@@ -1,11 +1,11 @@
-"""SIGKILL of everything a run is made of, at every moment: what is left, and does the run go on bit for bit?
+"""Kills each part of a run at several moments with SIGKILL; checks leftovers and the resumed run.
 
     python benchmarks/kill_matrix.py [--runs 2] [--only KILLED/MOMENT ...]
 
 {rank 0, rank 1, the launcher, the launcher and all ranks, a data worker, the server that starts the workers}
-x {before the first save, in a step, in a save, in validation}, on two ranks with two workers each. Of each
-case: how the run ended and what it told; which processes, shared memory and temporary files are left 15 s
-after its last rank; and whether a resume ends in the bits of a run that nobody touched.
+x {before the first save, in a step, in a save, in validation}, on two ranks with two workers each. Checks
+for each case: how the run ended and what it printed; which processes, shared memory and temporary files
+remain 15 s after its last rank ended; and whether a resumed run is bit-equal with an undisturbed run.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ MOMENTS = ("before the first save", "in a step", "in a save", "in validation")
 NEWEST = {"before the first save": 0, "in a step": 4, "in a save": 4, "in validation": 4}
 """The newest complete checkpoint at the moment of the kill."""
 REACHED = {"before the first save": 1, "in a step": 5, "in a save": 8, "in validation": 6}
-"""Steps that were taken by then, at least."""
+"""Smallest number of steps completed at the moment of the kill."""
 STEPS = 16
 LEFT_AFTER = 15.0
 MARK = "KILL_MATRIX_RUN"
 
 
 def write_config(folder: Path) -> Path:
-    """A tiny run that saves every 4 steps and validates every 6."""
+    """Writes the config of a tiny run that saves every 4 steps and validates every 6."""
     clips = folder / "clips"
     render = [sys.executable, str(ROOT / "examples/shapes/render.py"), "--out", str(clips), "--clips", "32"]
     subprocess.run(render, check=True, capture_output=True)
@@ -90,7 +90,7 @@ def write_config(folder: Path) -> Path:
 
 @dataclass
 class Run:
-    """A training command, with a TMPDIR of its own, whose processes all carry its mark."""
+    """A training command with its own TMPDIR and an environment mark that identifies all of its processes."""
 
     config: Path
     folder: Path
@@ -104,7 +104,9 @@ class Run:
         self.temporary.mkdir(parents=True)
         self.shared = set(Path("/dev/shm").iterdir())
         environment = {"OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary), MARK: self.mark}
-        environment["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder / "compiled")  # a cache, by default there
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(
+            self.folder / "compiled"
+        )  # a cache, by default in TMPDIR
         if self.moment is not None:
             environment |= {"KILL_MOMENT": self.moment, "KILL_FOLDER": str(self.folder)}
         command = [sys.executable, "-m", "mm_core.cli.main", "train", "--config", str(self.config)]
@@ -121,7 +123,7 @@ class Run:
     # -- its processes -------------------------------------------------------------------------
 
     def processes(self) -> dict[int, int]:
-        """Process ids that carry the mark, with their parents'. Zombies run no longer."""
+        """Ids of the run's processes (those with its mark) and of their parents. Zombies do not count."""
         found = {}
         for entry in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
@@ -131,7 +133,7 @@ class Run:
         return found
 
     def ranks(self) -> dict[int, int]:
-        """{rank: process id}: the launcher's own children."""
+        """Process id of each rank: the launcher's direct children."""
         found = {}
         for pid, parent in self.processes().items():
             if parent == self.process.pid:
@@ -141,14 +143,14 @@ class Run:
         return found
 
     def server(self, rank: int) -> int:
-        """The process that has started the workers of a rank."""
+        """Id of the server process that starts a rank's data workers."""
         for pid, parent in self.processes().items():
             if parent == rank and b"multiprocessing.forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 return pid
-        raise RuntimeError(f"process {rank} has no server of workers")
+        raise RuntimeError(f"process {rank} has no server process for data workers")
 
     def worker(self, rank: int) -> int:
-        """The youngest data worker of a rank: in a validation, one of those that read for it."""
+        """Id of the newest data worker of a rank; during validation, one of the validation's workers."""
         server = self.server(rank)
         return max(pid for pid, parent in self.processes().items() if parent == server)
 
@@ -163,20 +165,20 @@ class Run:
         return True
 
     def at_its_moment(self) -> bool:
-        """Waits until both ranks have come to the moment."""
+        """Waits until both ranks have reached the moment of the kill."""
         here = [self.folder / "rank_0", self.folder / "rank_1"]
         met = self.wait(lambda: self.process.poll() is not None or all(p.exists() for p in here), 120)
         self.note_semaphores()
         return met and self.process.poll() is None
 
     def left(self) -> dict[str, list[str]]:
-        """What is there of it 15 seconds later, by kind."""
+        """What remains of the run 15 seconds later, by kind."""
         self.wait(lambda: not any(self._left().values()), LEFT_AFTER)
         return {kind: what for kind, what in self._left().items() if what}
 
     def _left(self) -> dict[str, list[str]]:
         processes = [f"{pid} {command_of(pid)}" for pid in self.processes() if running(pid)]
-        # os.walk, unlike Path.rglob, passes over folders that vanish meanwhile.
+        # os.walk skips folders that vanish meanwhile; Path.rglob raises an error.
         found = [Path(at, name) for at, folders, names in os.walk(self.temporary) for name in folders + names]
         files = sorted(str(path.relative_to(self.temporary)) for path in found)
         new = {path for path in Path("/dev/shm").iterdir() if path not in self.shared}
@@ -187,7 +189,7 @@ class Run:
         }
 
     def _owns(self, segment: Path) -> bool:
-        """Whether new shared memory is this run's: other runs may go on beside it."""
+        """Whether new shared memory belongs to this run: other runs may be active."""
         if segment.name.startswith(("torch_", "pym-")):
             return int(segment.name.replace("-", "_").split("_")[1]) in self.pids
         with suppress(FileNotFoundError):
@@ -195,7 +197,7 @@ class Run:
         return False
 
     def note_semaphores(self) -> None:
-        """They bear no process id, and are mapped before they have their name: their inodes tell."""
+        """Records the inodes of the run's semaphores, whose names contain no process id."""
         for pid in self.processes():
             with suppress(OSError):
                 maps = Path(f"/proc/{pid}/maps").read_text()
@@ -205,7 +207,7 @@ class Run:
         return self.output.read_text(errors="replace")
 
     def kill_all(self) -> None:
-        """Nothing of a case stays for the next one."""
+        """Kills all processes of the run, so that none disturbs the next case."""
         for pid in self.processes():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -231,7 +233,8 @@ def command_of(pid: int) -> str:
 
 
 def adopt_orphans() -> None:
-    """Has this process be the parent of ranks that lose their launcher: their exit codes come here."""
+    """Makes this process the parent of ranks that lose their launcher, so that it receives their exit
+    codes."""
     ctypes.CDLL(None, use_errno=True).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 
 
@@ -242,7 +245,7 @@ def newest(folder: Path) -> int:
 
 
 def strike(run: Run, victim: str, ranks: dict[int, int]) -> None:
-    """The kill itself; of workers, those of rank 1."""
+    """Kills the victim with SIGKILL; for data workers, one of rank 1."""
     if victim in ("rank 0", "rank 1"):
         victims = [ranks[int(victim[-1])]]
     elif victim == "launcher":
@@ -259,7 +262,7 @@ def strike(run: Run, victim: str, ranks: dict[int, int]) -> None:
 
 @dataclass
 class Outcome:
-    """What a case came to; `faults` is empty where it is as it should be."""
+    """Result of one case; `faults` is empty if everything is as expected."""
 
     left: dict[str, list[str]]
     step: int
@@ -268,17 +271,17 @@ class Outcome:
 
 
 def case(config: Path, folder: Path, untouched: Path, victim: str, moment: str) -> Outcome:
-    """One kill, and the resume after it."""
+    """Runs one case: a kill, checks, and the resumed run."""
     folder.mkdir()
     run = Run(config, folder, moment)
     codes: dict[int, int] = {}
     try:
         if not run.at_its_moment():
-            return Outcome({}, 0, 0.0, [f"the run did not come {moment}: {run.text()[-1500:]}"])
+            return Outcome({}, 0, 0.0, [f"the run did not reach the moment {moment!r}: {run.text()[-1500:]}"])
         ranks = run.ranks()
         began = time.monotonic()
         strike(run, victim, ranks)
-        faults = [] if end_of(run, ranks, codes) else ["it had not ended after 90 s"]
+        faults = [] if end_of(run, ranks, codes) else ["the run had not ended after 90 s"]
         seconds = time.monotonic() - began
         left = run.left()
         faults += told(run, victim, moment, newest(folder), [codes.get(ranks[n]) for n in (0, 1)])
@@ -294,21 +297,21 @@ def case(config: Path, folder: Path, untouched: Path, victim: str, moment: str) 
 
 
 def end_of(run: Run, ranks: dict[int, int], codes: dict[int, int]) -> bool:
-    """Waits for launcher and ranks; `codes` takes the exit codes of ranks that have come to this process."""
+    """Waits for launcher and ranks to end; stores exit codes of orphaned ranks in `codes`."""
 
     waiting = set(ranks.values())
     noted = 0.0
 
     def ended() -> bool:
         nonlocal noted
-        if time.monotonic() - noted > 0.25:  # what begins after the kill can be left too
-            run.note_semaphores()  # and the processes
+        if time.monotonic() - noted > 0.25:  # processes started after the kill may remain as well
+            run.note_semaphores()  # also records the processes
             noted = time.monotonic()
         launched = run.process.poll() is None
         for pid in list(waiting):
             try:
                 found, status = os.waitpid(pid, os.WNOHANG)
-            except ChildProcessError:  # the launcher's, which has asked after it
+            except ChildProcessError:  # a child of the launcher, which has collected its exit code
                 if not running(pid):
                     waiting.discard(pid)
                 continue
@@ -321,7 +324,7 @@ def end_of(run: Run, ranks: dict[int, int], codes: dict[int, int]) -> bool:
 
 
 def told(run: Run, victim: str, moment: str, step: int, codes: list[int | None]) -> list[str]:
-    """What is wrong about the end."""
+    """Errors in exit code, output and checkpoint of a killed run."""
     code, text = run.process.returncode, run.text()
     faults = []
 
@@ -332,8 +335,8 @@ def told(run: Run, victim: str, moment: str, step: int, codes: list[int | None])
     expect("Traceback" not in text and "leaked" not in text, "a traceback or a warning of leaks")
     if victim in ("rank 0", "rank 1"):
         expect(code == 137, f"exit code {code} instead of 137")
-        expect(text.count("mm: error:") == 1, "not one sentence")
-        expect(f"mm: error: {victim} was killed (SIGKILL)" in text, "no sentence that names the rank")
+        expect(text.count("mm: error:") == 1, "not exactly one error message")
+        expect(f"mm: error: {victim} was killed (SIGKILL)" in text, "no error message names the rank")
         expect(step == NEWEST[moment], f"the newest checkpoint is {step} instead of {NEWEST[moment]}")
     elif victim == "launcher":
         expect(codes == [75, 75], f"the ranks left with {codes} instead of 75")
@@ -345,14 +348,17 @@ def told(run: Run, victim: str, moment: str, step: int, codes: list[int | None])
         if victim == "worker server":
             what = "the process that starts the data workers was killed"
         expect(code == 1, f"exit code {code} instead of 1")
-        expect(text.count("mm: error:") == 1 and "mm: error: rank 1: " in text, "not one sentence, of rank 1")
+        expect(
+            text.count("mm: error:") == 1 and "mm: error: rank 1: " in text,
+            "not exactly one error message, from rank 1",
+        )
         expect(what in text, f"no {what!r}")
         expect(step >= REACHED[moment], f"saved step {step} of at least {REACHED[moment]}")
     return faults
 
 
 def resumed(config: Path, folder: Path, untouched: Path, step: int) -> list[str]:
-    """What is wrong about the run that goes on from there."""
+    """Errors of the resumed run: exit code, leftovers, first step, bits."""
     from mm_core.training.verify_resume import compare_runs, render
 
     run = Run(config, folder)
@@ -362,10 +368,10 @@ def resumed(config: Path, folder: Path, untouched: Path, step: int) -> list[str]
             run.note_semaphores()
             time.sleep(0.5)
         if run.process.poll() != 0:
-            return [f"the resume ended with {run.process.returncode}: {run.text()[-1500:]}"]
-        faults = [f"left by the resume: {kind}: {what}" for kind, what in run.left().items()]
+            return [f"the resumed run exited with code {run.process.returncode}: {run.text()[-1500:]}"]
+        faults = [f"left by the resumed run: {kind}: {what}" for kind, what in run.left().items()]
         if step and f"at step {step} of {STEPS}" not in run.text():
-            faults.append(f"the resume did not begin at step {step}")
+            faults.append(f"the resumed run did not start at step {step}")
         results, remarks = compare_runs(folder / "run", untouched / "run")
         if remarks or not all(result.ok for result in results):
             faults.append(f"not bit-equal: {render(results, remarks)}")
@@ -375,7 +381,7 @@ def resumed(config: Path, folder: Path, untouched: Path, step: int) -> list[str]
 
 
 def matrix(config: Path, folder: Path, cases: list[tuple[str, str]]) -> tuple[int, int]:
-    """Runs the cases; how many were as they should be, and how many things were left."""
+    """Runs the cases; returns the number of cases as expected and the number of leftovers."""
     good = left = 0
     untouched = folder / "untouched"
     untouched.mkdir()
@@ -400,7 +406,7 @@ def matrix(config: Path, folder: Path, cases: list[tuple[str, str]]) -> tuple[in
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=1)
-    parser.add_argument("--only", nargs="*", default=[], metavar="KILLED/MOMENT", help="these cases alone")
+    parser.add_argument("--only", nargs="*", default=[], metavar="KILLED/MOMENT", help="run only these cases")
     args = parser.parse_args()
     cases = [(victim, moment) for moment in MOMENTS for victim in VICTIMS]
     if args.only:

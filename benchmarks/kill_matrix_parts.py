@@ -1,6 +1,7 @@
-"""A one-file plugin for kill_matrix.py: a run that takes its time at one moment, so that a kill hits that.
+"""A one-file plugin for kill_matrix.py: delays a run at one moment, so that a kill hits this moment.
 
-KILL_MOMENT names the moment, KILL_FOLDER takes a file when it has come. Without them everything is quick.
+KILL_MOMENT names the moment; a file in KILL_FOLDER signals that it is reached. Without them nothing is
+delayed.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from mm_core.contracts import Callback
 SECONDS = {"before the first save": 2.0, "in a step": 2.0, "in a save": 3.0, "in validation": 0.4}
 MOMENT_WITHOUT = "before the first save"
 STEPS = {"before the first save": 2, "in a step": 6}
-"""The step, counted from 1, in which each rank waits."""
+"""Step, counted from 1, in which each rank waits."""
 
 
 def hold(moment: str) -> None:
-    """Waits, once a process in a step or a save, at each batch of a validation."""
+    """Delays the process: once in a step or a save, at each batch of a validation."""
     if os.environ.get("KILL_MOMENT") == moment:
         first = Path(os.environ["KILL_FOLDER"], "run/checkpoints/step_00000004")
-        while moment != MOMENT_WITHOUT and not first.is_dir():  # it is written behind the loop's back
+        while moment != MOMENT_WITHOUT and not first.is_dir():  # the save runs in the background
             time.sleep(0.02)
         Path(os.environ["KILL_FOLDER"], f"rank_{os.environ['RANK']}").touch()
         time.sleep(SECONDS[moment])
@@ -31,7 +32,7 @@ def hold(moment: str) -> None:
 
 @dataclass(frozen=True)
 class NoSettings:
-    """Nothing to set."""
+    """A config without fields."""
 
 
 @hookimpl
@@ -47,7 +48,7 @@ def mm_callbacks():
 
 
 class Held:
-    """A metric that holds the validation up."""
+    """A metric that delays the validation."""
 
     def reset(self):
         pass
@@ -68,7 +69,7 @@ class Held:
 
 
 class Holding(Callback):
-    """Holds up the second save, or a step in its backward pass."""
+    """A callback that delays the second save, or the backward pass of a step."""
 
     def run_started(self, run_dir, step, last_step):
         import torch

@@ -1,11 +1,11 @@
-"""SIGKILL while a run saves, again and again: does it always go on from the newest complete checkpoint?
+"""Kills runs with SIGKILL while they save; checks that they resume from the newest complete checkpoint.
 
     python benchmarks/kill_while_saving.py [--kills 50] [--seed 0]
 
-Two series, of 1 and of 2 ranks. Each round starts real training processes in the series' run folder, lets
-them go on from what the round before has left, waits until a checkpoint of a seeded number is being
-written, and kills all of them a seeded moment later. At the end the run is finished, and its weights,
-optimizer, average and data position are compared bit for bit with those of a run that nobody touched.
+Two series, with 1 and with 2 ranks. Each round starts real training processes in the series' run folder,
+which resume from the state of the previous round. It waits until they write the checkpoint of a seeded
+step, and kills them after a seeded delay. At the end the run is finished, and its weights, optimizer,
+average and data position are compared bit for bit with those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 400
-"""More than 50 rounds can take: a round that finishes the run would kill nothing."""
+"""More steps than 50 rounds can reach: a round that finished the run would have nothing to kill."""
 MOMENTS = (0.12, 0.8)
-"""Seconds: half of the kills fall into the writing, the others also into renaming and pruning."""
+"""Seconds: half of the kills hit the writing, the others also renaming and pruning."""
 
 
 def command(folder: Path, data: Path, steps: int) -> list[str]:
-    """A training command of a model of some megabytes that saves at every step."""
+    """Training command for a model of a few megabytes that saves at every step."""
     return [
         sys.executable,
         "-m",
@@ -53,7 +53,7 @@ def command(folder: Path, data: Path, steps: int) -> list[str]:
 
 
 def start(arguments: list[str], ranks: int, log: Path) -> subprocess.Popen[bytes]:
-    """The command in a process group of its own."""
+    """Starts the training command in its own process group."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with log.open("ab") as stream:
         return subprocess.Popen(
@@ -66,14 +66,14 @@ def start(arguments: list[str], ranks: int, log: Path) -> subprocess.Popen[bytes
 
 
 def newest(folder: Path) -> int:
-    """The newest complete checkpoint's step, by its name."""
+    """Step of the newest complete checkpoint, by its name."""
     from mm_core.checkpoint.retention import complete_steps
 
     return max(complete_steps(folder / "killed/checkpoints"), default=0)
 
 
 def kill_in_a_save(process: subprocess.Popen[bytes], folder: Path, target: int, delay: float) -> bool:
-    """Waits until this process writes step `target`, and `delay` seconds more; whether it came to that."""
+    """Kills the process `delay` seconds after it starts to write step `target`; False if it ended earlier."""
     checkpoints = folder / "killed/checkpoints"
     stale = names_in(checkpoints)
     until = time.monotonic() + 120
@@ -94,12 +94,12 @@ def kill_in_a_save(process: subprocess.Popen[bytes], folder: Path, target: int, 
 
 
 def names_in(folder: Path) -> set[str]:
-    """The names in a folder that may not be there yet."""
+    """Names in a folder; empty if the folder does not exist yet."""
     return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
 
 
 def descendants(pid: int) -> list[int]:
-    """Processes that it has started, and theirs: ranks have process groups of their own."""
+    """Ids of all direct and indirect child processes: ranks have their own process groups."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
@@ -111,7 +111,8 @@ def descendants(pid: int) -> list[int]:
 
 
 def series(folder: Path, data: Path, ranks: int, kills: int, chance: random.Random) -> tuple[int, bool]:
-    """Rounds that ended in a kill and resumed where they should; whether the finished run is the same."""
+    """Runs one series; returns the number of rounds killed and resumed as expected, and whether the
+    finished run is bit-equal."""
     log = folder / "log"
     good = before = completed = 0
     for number in range(1, kills + 1):
@@ -134,7 +135,7 @@ def series(folder: Path, data: Path, ranks: int, kills: int, chance: random.Rand
 
 
 def finish(folder: Path, data: Path, ranks: int, steps: int, log: Path) -> bool:
-    """Takes some steps more, and the same number from nothing; whether both end in the same bits."""
+    """Finishes the killed run, trains an undisturbed one, and returns whether both are bit-equal."""
     from mm_core.training.verify_resume import compare_runs, render
 
     for runs in ("runs", "untouched"):
@@ -168,7 +169,7 @@ def main() -> int:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     ok = good == args.kills and same
-    print(f"bit-equal with runs that nobody touched: {'yes' if same else 'NO'}")
+    print(f"bit-equal with undisturbed runs: {'yes' if same else 'NO'}")
     print(f"RESULT kill_while_saving {good}/{args.kills} {args.kills}/{args.kills} {'ok' if ok else 'short'}")
     return 0 if ok else 1
 

@@ -1,12 +1,13 @@
-"""A frozen encoder streamed into the shards of several ranks: memory a rank as it is read and as it encodes.
+"""Measures memory per rank while a frozen encoder is streamed into shards on several ranks, and while it
+encodes.
 
     python benchmarks/load_frozen.py [--ranks 2] [--gigabytes 1.0] [--rounds 3]
 
-A synthetic encoder (a stack of linear layers, bf16, stored in fp32: both cuts and casts) lies in sharded
-safetensors files. Each round places it as `engine.frozen: sharded` does, from the headers to the last byte,
-and then runs it twice. Memory is a rank's anonymous memory (RssAnon, every 5 ms) above what it had before the
-first look at the files; a map of a file is no memory of the rank, the shard is. While it encodes, one layer
-at a time is whole.
+A synthetic encoder (a stack of linear layers, bf16, stored in fp32, so that it is both cut and cast) is in
+sharded safetensors files. Each round places it as `engine.frozen: sharded` does, from the headers to the
+last byte, and runs it twice. Memory is a rank's anonymous memory (RssAnon, every 5 ms) above its memory
+before the files are opened; memory-mapped files do not count, the shard does. While it encodes, one layer
+at a time is gathered.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from pathlib import Path
 from load_weights import Anonymous, run, write_model
 
 BAR = 300
-"""MB above the shard."""
+"""Bar: MB above the shard."""
 
 
 def main() -> int:
-    """Starts the ranks round by round, or runs as one of them."""
+    """Starts the ranks in each round; in a child process, runs as one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument(
-        "--gigabytes", type=float, default=1.0, help="of the encoder in memory, over all ranks"
+        "--gigabytes", type=float, default=1.0, help="size of the encoder in memory, over all ranks"
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)
@@ -53,7 +54,7 @@ def main() -> int:
 
 
 def load_sharded(folder: Path) -> int:
-    """One rank."""
+    """Runs one rank: reads the frozen encoder into shards and measures memory."""
     import torch
     import torch.distributed as dist
     from torch import nn

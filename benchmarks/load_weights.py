@@ -1,13 +1,14 @@
-"""Weights streamed into the shards of several ranks: memory a rank, and time against reading the file once.
+"""Measures weights streamed into shards on several ranks: memory per rank, and time against one read of
+the files.
 
     python benchmarks/load_weights.py [--ranks 2] [--gigabytes 2.6] [--rounds 5]
 
-A synthetic model (a stack of linear layers, fp32) lies in sharded safetensors files, warm in the page cache.
-Each round times two things, their order alternating: one process that reads the files once, into memory of
-its own, as `safetensors.torch.load_file` with its copy does; and `ranks` processes that bring the same
-weights into their FSDP2 shards through the engine, from the headers to the last byte, with the shards'
-memory made in between. Memory is a rank's anonymous memory (RssAnon, every 5 ms) above what it had before
-the first look at the files; a map of a file is no memory of the rank, the shard is.
+A synthetic model (a stack of linear layers, fp32) is in sharded safetensors files, warm in the page cache.
+Each round times two variants in alternating order: one process that reads the files once into its own
+memory, as `safetensors.torch.load_file` with its copy does; and `ranks` processes that read the same
+weights into their FSDP2 shards through the engine, from the headers to the last byte, including the
+allocation of the shards. Memory is a rank's anonymous memory (RssAnon, every 5 ms) above its memory before
+the files are opened; memory-mapped files do not count, the shard does.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ import time
 from pathlib import Path
 
 MEMORY_BAR, TIME_BAR = 300, 1.3
-"""MB above the shard; times of one process."""
+"""Bars: MB above the shard; time relative to one process."""
 
 
 def main() -> int:
-    """Starts the ranks round by round, or runs as one of them."""
+    """Starts the ranks in each round; in a child process, runs as one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--gigabytes", type=float, default=2.6)
@@ -65,7 +66,7 @@ def main() -> int:
 
 
 def write_model(folder: Path, gigabytes: float) -> int:
-    """Sharded safetensors of the model that `stack` makes; returns the bytes of its tensors."""
+    """Writes the synthetic model of `stack` as sharded safetensors; returns the bytes of its tensors."""
     import torch
     from safetensors.torch import save_file
 
@@ -82,12 +83,12 @@ def write_model(folder: Path, gigabytes: float) -> int:
 
 
 def layers_of(gigabytes: float) -> int:
-    """Layers of 64 MiB."""
+    """Number of layers of 64 MiB for a model of this size."""
     return max(1, round(gigabytes * 1e9 / (4096 * 4096 * 4)))
 
 
 def run(folder: Path, world: int, kind: str, script: Path = Path(__file__)) -> list[dict[str, float]]:
-    """What each process of a script has measured."""
+    """Runs a script in several processes; returns the measurements of each."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -105,7 +106,7 @@ def run(folder: Path, world: int, kind: str, script: Path = Path(__file__)) -> l
 
 
 def read_once(folder: Path) -> int:
-    """One process, every byte into memory of its own."""
+    """Reads all weights in one process, every byte into its own memory."""
     import torch
     from safetensors import safe_open
 
@@ -121,7 +122,7 @@ def read_once(folder: Path) -> int:
 
 
 def load_sharded(folder: Path) -> int:
-    """One rank: its shards through the engine."""
+    """Runs one rank: reads its shards of the weights through the engine."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -140,7 +141,7 @@ def load_sharded(folder: Path) -> int:
 
     class Stack(nn.Sequential):
         def init_weights(self) -> None:
-            """Nothing is left to chance: all weights are read."""
+            """Does nothing: all weights are read from files."""
 
     class Task(nn.Module):
         trainable, frozen = ("model",), ()
@@ -151,7 +152,7 @@ def load_sharded(folder: Path) -> int:
             self.model = Stack(*(nn.Linear(4096, 4096, bias=False) for _ in range(layers)))
 
     class Timed:
-        """Measures what happens between the first look at the files and the last byte."""
+        """Measures time and memory from opening the files to the last byte."""
 
         def __init__(self, match: WeightMatch, task: Task) -> None:
             warm(folder)
@@ -184,7 +185,7 @@ def load_sharded(folder: Path) -> int:
 
 
 def warm(folder: Path) -> None:
-    """Every byte of the files in the page cache."""
+    """Reads every byte of the files, so that they are in the page cache."""
     buffer = bytearray(2**24)
     for path in folder.glob("*.safetensors"):
         with path.open("rb", buffering=0) as stream:
@@ -193,7 +194,7 @@ def warm(folder: Path) -> None:
 
 
 class Anonymous:
-    """The peak of this process's anonymous memory above what it was, in bytes."""
+    """Peak of this process's anonymous memory above its start value, in bytes."""
 
     def __init__(self) -> None:
         self._before = self._peak = self.now()
@@ -203,11 +204,11 @@ class Anonymous:
 
     @staticmethod
     def now() -> int:
-        """Bytes of anonymous memory."""
+        """Current anonymous memory of this process in bytes."""
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("RssAnon:"):
                 return int(line.split()[1]) * 1024
-        raise OSError("this system does not tell anonymous memory")
+        raise OSError("this system does not report anonymous memory: /proc/self/status has no RssAnon")
 
     def _watch(self) -> None:
         while not self._ended.wait(0.005):
@@ -215,11 +216,11 @@ class Anonymous:
 
     @property
     def peak(self) -> int:
-        """The peak so far."""
+        """Peak of anonymous memory so far."""
         return max(self._peak, self.now()) - self._before
 
     def close(self) -> int:
-        """The peak, and the end of watching."""
+        """Ends the measurement of anonymous memory and returns its peak."""
         self._ended.set()
         self._thread.join()
         return max(self._peak, self.now()) - self._before

@@ -1,11 +1,11 @@
-"""A step of mm_core against a hand-written FSDP2 loop on the same model, data and arithmetic.
+"""Compares a training step of mm_core with a hand-written FSDP2 loop on the same model, data and arithmetic.
 
     python benchmarks/loop_overhead.py [--ranks 2] [--rounds 20] [--steps 10]
 
-Both train in one process (of each rank), turn by turn: a round is `steps` steps of one and then of the
-other, and the ratio is taken round by round, so that a machine whose speed drifts harms neither. The
-hand-written loop reads the same clips through torch's DataLoader with as many workers, encodes with the
-same components, clips, steps, and fetches its loss as often as mm_core logs.
+Both train in the same process (of each rank) in turn: a round is `steps` steps of one, then of the other.
+Ratios are computed per round, so a change of the machine's speed affects both. The hand-written loop reads
+the same clips through torch's DataLoader with the same number of workers, encodes with the same
+components, clips gradients, steps, and reads its loss as often as mm_core logs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BAR = 1.03
 
 
 def main() -> int:
-    """Starts the ranks, or runs as one of them."""
+    """Starts the ranks; in a child process, runs as one of them."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=20)
@@ -65,7 +65,7 @@ def main() -> int:
 
 
 def run_rank(rounds: int, steps: int) -> int:
-    """Times both loops turn by turn; rank 0 prints."""
+    """Times both training loops in turn; rank 0 prints."""
     import torch
     import torch.distributed as dist
 
@@ -91,7 +91,7 @@ def run_rank(rounds: int, steps: int) -> int:
     run = assemble(config, "never")
     training = run.training
     whole = training.plan
-    run.between.steps = 1 << 30  # its last step would save
+    run.between.steps = 1 << 30  # far away: the last step of a run would save
     manual = HandWritten(config, training.task, run)
     times: dict[str, list[float]] = {"mm_core": [], "hand": []}
     for round_ in range(rounds + 1):
@@ -109,7 +109,7 @@ def run_rank(rounds: int, steps: int) -> int:
     run.reporter.close("done")
     ok = True
     if dist.get_rank() == 0:
-        ok = report({name: values[1:] for name, values in times.items()}, world)  # the first round warms up
+        ok = report({name: values[1:] for name, values in times.items()}, world)  # the first round is warm-up
     dist.barrier()
     torch.distributed.destroy_process_group()
     sys.stdout.flush()
@@ -117,7 +117,7 @@ def run_rank(rounds: int, steps: int) -> int:
 
 
 class HandWritten:
-    """What a person writes who needs no platform: FSDP2, AdamW, a DataLoader, and nothing else."""
+    """A hand-written training loop without any framework: FSDP2, AdamW, a DataLoader, and nothing else."""
 
     def __init__(self, config, task, run) -> None:
         import torch
@@ -168,12 +168,12 @@ class HandWritten:
 
     @staticmethod
     def forever(loader):
-        """The loader again and again."""
+        """Repeats the loader without end."""
         while True:
             yield from loader
 
     def run(self, steps: int, log_every: int) -> None:
-        """`steps` optimizer steps."""
+        """Runs `steps` optimizer steps of the hand-written loop."""
         import torch
 
         task, model = self.task, self.model
@@ -199,10 +199,10 @@ class HandWritten:
 
 
 def report(times: dict[str, list[float]], world: int) -> bool:
-    """The table, and the line that a script reads; whether the bar is met."""
+    """Prints the table and the RESULT line; returns whether the bar is met."""
     ratios = [ours / theirs for ours, theirs in zip(times["mm_core"], times["hand"], strict=True)]
     print(f"{world} ranks, {len(ratios)} paired rounds")
-    print(f"{'loop':<14}{'median ms a step':>18}{'least':>10}{'most':>10}")
+    print(f"{'loop':<14}{'median ms/step':>18}{'least':>10}{'most':>10}")
     for name, values in times.items():
         milli = sorted(1000 * value for value in values)
         print(f"{name:<14}{statistics.median(milli):>18.1f}{milli[0]:>10.1f}{milli[-1]:>10.1f}")

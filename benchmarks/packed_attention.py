@@ -1,13 +1,13 @@
-"""Time and memory of a decoder's forward and backward over packed rows: `packed_sdpa` against `sdpa`.
+"""Compares `packed_sdpa` with `sdpa`: time and memory of a decoder's forward and backward on packed rows.
 
     python benchmarks/packed_attention.py [--tokens 8192] [--layers 2] [--rounds 2]
 
-Layers are those of Qwen3-0.6B, which is the language model of InternVL 3.5 1B, in fp32 on one thread, with a
-small vocabulary. Conversations have lognormal lengths (median 400 tokens) and are packed by best fit; each
-round takes another row of them, evenly from rows of few long ones to rows of many short ones, and computes it
-with either attention. Times are the process's, memory is its anonymous memory (RssAnon, every 5 ms) above
-what it had before. Also printed: how much of a forward's operations is left, for the layers measured and for
-those of InternVL 3.5 8B in rows of 16384 tokens.
+Layers are those of Qwen3-0.6B (the language model of InternVL 3.5 1B), in fp32 on one thread, with a small
+vocabulary. Conversations have lognormal lengths (median 400 tokens) and are packed by best fit. Each round
+takes another row, spread evenly from rows with few long conversations to rows with many short ones, and
+computes it with both kinds of attention. Time is the process's CPU time; memory is its anonymous memory
+(RssAnon, every 5 ms) above its start value. The remaining share of a forward's FLOPs is printed as well,
+for the measured layers and for those of InternVL 3.5 8B with rows of 16384 tokens.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from mm_core.tasks.pretrained import packed_attention
 
 KINDS = ("sdpa", "packed_sdpa")
 TIME_BAR, MEMORY_BAR, GRADIENT_BAR = 0.6, 1.0, 1e-5
-"""Of sdpa's (of its memory, most is of the layers, which no attention changes); relative, in fp32."""
-# hidden, of the MLP, heads, of keys and values, of a head
+"""Bars relative to sdpa (most of the memory belongs to the layers, which are the same); gradients in fp32."""
+# hidden size, size of the MLP, heads, heads of keys and values, size of a head
 SMALL, LARGE = (1024, 3072, 16, 8, 128), (4096, 12288, 32, 8, 128)
 
 
 def main() -> int:
-    """Runs both kinds by turns, row by row."""
+    """Runs both kinds of attention in turn, row by row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=8192, help="of a packed row")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens in a packed row")
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=2, help="rows, each computed twice")
+    parser.add_argument("--rounds", type=int, default=2, help="number of rows, each computed with both kinds")
     args = parser.parse_args()
     torch.set_num_threads(1)
     packs = Packs(lognormal(5000, args.tokens), args.tokens)
@@ -48,7 +48,7 @@ def main() -> int:
     peaks: dict[str, list[int]] = {kind: [] for kind in KINDS}
     gap = 0.0
     print(f"rows of {args.tokens} tokens, {args.layers} layers of width {SMALL[0]}, fp32, 1 thread")
-    print("pieces   attention     seconds   peak, MB   operations of a forward (8B at 16384)")
+    print("pieces   attention     seconds   peak, MB   share of a forward's FLOPs (8B at 16384)")
     for number in range(args.rounds):
         row = (2 * number + 1) * len(packs) // (2 * args.rounds)
         lengths = packs.lengths[packs.members(row, seed=0, epoch=0)]
@@ -76,13 +76,13 @@ def main() -> int:
 
 
 def lognormal(count: int, longest: int) -> torch.Tensor:
-    """Lengths as conversations have them: a median of 400 tokens, a long tail."""
+    """Typical lengths of conversations: a median of 400 tokens, with a long tail."""
     drawn = (Randomness(0).normal((count,), "lengths") + 6.0).exp()
     return drawn.long().clamp(1, longest)
 
 
 def model_of(kind: str, layers: int) -> Qwen3ForCausalLM:
-    """The same weights for either kind."""
+    """Builds the decoder with one kind of attention; the weights are the same for both."""
     packed_attention.register()
     hidden, inner, heads, groups, width = SMALL
     config = Qwen3Config(
@@ -99,12 +99,12 @@ def model_of(kind: str, layers: int) -> Qwen3ForCausalLM:
 
 
 def step(model: Qwen3ForCausalLM, lengths: torch.Tensor) -> tuple[float, int, dict[str, torch.Tensor]]:
-    """(seconds of the process, bytes at most, gradients) of a row's forward and backward."""
+    """Runs forward and backward of a packed row; returns CPU seconds, peak bytes and gradients."""
     count = int(lengths.sum())
     ids = torch.randint(0, 1024, (1, count), generator=torch.Generator().manual_seed(count))
     given = {"input_ids": ids, "labels": ids, "position_ids": positions(lengths.tolist())[None]}
     model.zero_grad()
-    ctypes.CDLL(None).malloc_trim(0)  # what is free is not held back, and so not used again unseen
+    ctypes.CDLL(None).malloc_trim(0)  # returns free memory to the system: its reuse would not be measured
     with Peak(ids.device) as peak:
         began = time.process_time()
         model(**given, use_cache=False).loss.backward()
@@ -113,18 +113,18 @@ def step(model: Qwen3ForCausalLM, lengths: torch.Tensor) -> tuple[float, int, di
 
 
 def share(sizes: tuple[int, ...], lengths: torch.Tensor, kind: str, scale: float) -> float:
-    """Operations of a layer's forward, of those under sdpa. scale: how much longer the row is, with as many
-    times the conversations."""
+    """Share of the FLOPs of a layer's forward, relative to sdpa. scale: factor for the row's length and
+    its number of conversations."""
     hidden, inner, heads, groups, width = sizes
     count = scale * int(lengths.sum())
     linear = count * hidden * (2 * heads * width + 2 * groups * width + 3 * inner)
     dense = 2 * count**2 * heads * width
-    causal = scale * int((lengths**2).sum()) * heads * width  # half of the products of a piece are not needed
+    causal = scale * int((lengths**2).sum()) * heads * width  # a causal mask needs half of a piece's products
     return 1.0 if kind == "sdpa" else (linear + causal) / (linear + dense)
 
 
 def difference(gradients: dict[str, dict[str, torch.Tensor]]) -> float:
-    """The largest norm of a difference, relative to sdpa's."""
+    """Largest norm of a difference of gradients, relative to those of sdpa."""
     dense, packed = (gradients[kind] for kind in KINDS)
     return max(float((packed[name] - dense[name]).norm() / dense[name].norm()) for name in dense)
 

@@ -1,13 +1,13 @@
-"""A step of the task `pretrained` against Transformers' Trainer and an Accelerate loop.
+"""Compares a training step of the task `pretrained` with Transformers' Trainer and an Accelerate loop.
 
     python benchmarks/pretrained.py [--ranks 2] [--rounds 12] [--steps 4] [--accumulation 2]
 
-The three train copies of one model (a Qwen3 of a few million parameters) on the same rows of uneven length in
-the same order, in one process of each rank, turn by turn: a round is `steps` steps of one after the other,
-and ratios are taken round by round, of the time on the wall and of the processor's, which a shared machine
-harms less. All have FSDP2 over all ranks with a group for each block, fp32, AdamW, clipping at 1.0, and a
-loss that is read at every step. Accelerate has no FSDP on the CPU: it is told that it has, and shards as it
-does elsewhere.
+All three train copies of one model (a Qwen3 of a few million parameters) on the same rows of uneven length
+in the same order, in the same process of each rank, in turn: a round is `steps` steps of each. Ratios are
+computed per round, of wall time and of CPU time, which a shared machine disturbs less. All use FSDP2 over
+all ranks with a group for each block, fp32, AdamW, gradient clipping at 1.0, and read the loss at every
+step. Accelerate has no FSDP on the CPU: the script overrides its check, and it shards as it does on other
+devices.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def mm_datasets():
 
 
 class Tokens:
-    """Rows of 32 to 160 tokens."""
+    """A dataset of rows with 32 to 160 tokens."""
 
     def __init__(self, rows: int = 256) -> None:
         self.rows = rows
@@ -55,7 +55,7 @@ class Tokens:
         return {"input_ids": torch.randint(3, MODEL["vocab_size"], (length,), generator=rng), "index": index}
 
     def inputs(self, samples):
-        """The batch as a model takes it, padded to the longest row."""
+        """Inputs of the model for a batch, padded to the longest row."""
         from torch.nn.utils.rnn import pad_sequence
 
         rows = [sample["input_ids"] for sample in samples]
@@ -73,7 +73,7 @@ class Tokens:
 
 
 def main() -> int:
-    """Starts the ranks, or runs as one of them."""
+    """Starts the ranks; in a child process, runs as one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=12)
@@ -102,7 +102,7 @@ def main() -> int:
 
 
 def run_rank(args: argparse.Namespace) -> int:
-    """Times the three turn by turn; rank 0 prints."""
+    """Times the three training loops in turn; rank 0 prints."""
     import torch
     import torch.distributed as dist
 
@@ -137,7 +137,7 @@ def run_rank(args: argparse.Namespace) -> int:
 
 
 class Ours:
-    """mm_core's own loop."""
+    """The training loop of mm_core."""
 
     def __init__(self, folder: Path, turns: int, accumulation: int) -> None:
         import torch.distributed as dist
@@ -166,7 +166,7 @@ class Ours:
         path = folder / f"ours{dist.get_rank()}.yaml"
         path.write_text(yaml.safe_dump(document))
         self.assembly = assemble(mm_core.load_config(path), "never")
-        self.assembly.between.steps = 1 << 30  # its last step would save
+        self.assembly.between.steps = 1 << 30  # far away: the last step of a run would save
         self.whole, self.taken = self.assembly.training.plan, 0
 
     def run(self, steps: int) -> None:
@@ -179,7 +179,7 @@ class Ours:
 
     @property
     def losses(self) -> list[float]:
-        """As they were logged."""
+        """Losses as logged by mm_core."""
         import json
 
         rows = (self.assembly.folder / "metrics.jsonl").read_text().splitlines()
@@ -187,7 +187,7 @@ class Ours:
 
 
 def plugin_of(model):
-    """FSDP2 with a group for each block, as mm_core has it."""
+    """Accelerate's FSDP2 plugin with a group for each block, as in mm_core."""
     from accelerate import FullyShardedDataParallelPlugin
 
     return FullyShardedDataParallelPlugin(
@@ -200,7 +200,7 @@ def plugin_of(model):
 
 
 def shard_on_cpu(accelerator, model) -> None:
-    """Has Accelerate use FSDP2 where it would have it on an accelerator alone."""
+    """Makes Accelerate use FSDP2 on a CPU, which it supports only on accelerators."""
     from accelerate.utils import DistributedType
 
     accelerator.state.distributed_type = DistributedType.FSDP
@@ -209,14 +209,14 @@ def shard_on_cpu(accelerator, model) -> None:
 
 
 def check_sharded(model) -> None:
-    """The comparison is of FSDP2 with FSDP2."""
+    """Checks that the model is sharded with FSDP2, so that the comparison is fair."""
     from torch.distributed.fsdp import FSDPModule
 
     assert isinstance(model, FSDPModule) and isinstance(model.model.layers[0], FSDPModule)
 
 
 class Accelerated:
-    """A loop as Accelerate's documentation writes it."""
+    """A training loop in the style of Accelerate's documentation."""
 
     def __init__(self, folder: Path, accumulation: int) -> None:
         import torch
@@ -235,12 +235,12 @@ class Accelerated:
         self.batches, self.losses = self.forever(), []
 
     def forever(self):
-        """The loader again and again."""
+        """Repeats the loader without end."""
         while True:
             yield from self.loader
 
     def run(self, steps: int) -> None:
-        """The next steps, each with a mean over micro-batches: tokens are not weighed."""
+        """Runs the next steps, each with a mean over micro-batches: tokens have no weights."""
         for _ in range(steps):
             total = 0.0
             for _ in range(self.accelerator.gradient_accumulation_steps):
@@ -258,7 +258,7 @@ class Accelerated:
 
 
 class Trained:
-    """Transformers' Trainer, in a thread of its own that waits for its turn at each step."""
+    """Transformers' Trainer in its own thread, which waits for its turn at each step."""
 
     def __init__(self, folder: Path, turns: int, accumulation: int) -> None:
         self.folder, self.turns, self.accumulation = folder, turns, accumulation
@@ -266,7 +266,7 @@ class Trained:
         self.go, self.done = threading.Semaphore(0), threading.Semaphore(0)
         self.fault: BaseException | None = None
         threading.Thread(target=self.train, daemon=True).start()
-        self.wait()  # for its first step to be due
+        self.wait()  # until its first step is due
 
     def run(self, steps: int) -> None:
         """The next steps."""
@@ -275,13 +275,13 @@ class Trained:
             self.wait()
 
     def wait(self) -> None:
-        """Until a step has ended."""
+        """Waits until a step has ended."""
         self.done.acquire()
         if self.fault is not None:
             raise self.fault
 
     def train(self) -> None:
-        """The whole of `Trainer.train`."""
+        """Runs `Trainer.train` in the thread."""
         from torch.utils.data import SequentialSampler
         from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
         from transformers.trainer_callback import PrinterCallback
@@ -333,9 +333,9 @@ class Trained:
 
 
 def report(times: dict[str, list[tuple[float, float]]], world: int) -> bool:
-    """The table, and the lines that a script reads; whether the bar is met."""
+    """Prints the table and the RESULT lines; returns whether the bar is met."""
     print(f"{world} ranks, {len(times['mm_core'])} paired rounds; median (least to most) of a step")
-    print(f"{'loop':<14}{'ms on the wall':>24}{'ms of processors':>24}")
+    print(f"{'loop':<14}{'ms wall time':>24}{'ms CPU time':>24}")
     for name, values in times.items():
         columns = ([1000 * row[column] for row in values] for column in (0, 1))
         cells = (f"{statistics.median(c):.0f} ({min(c):.0f} to {max(c):.0f})" for c in columns)

@@ -1,8 +1,8 @@
-"""What starting costs: `mm --help` beside a bare interpreter, and `mm plugins list` with 50 plugins more.
+"""Measures startup time: `mm --help` against a bare interpreter, and `mm plugins list` with 50 more plugins.
 
-All commands are measured in turn in one run and compared by medians, so that a machine that changes its
-speed changes all of them. What a plugin costs is compared with the least that it can cost: the standard
-library lists the entry points and imports each, pluggy registers it, and nothing is checked.
+All commands are measured in turn and compared by medians, so a change of the machine's speed affects all
+of them. The cost per plugin is compared with its lower limit: the standard library lists the entry points
+and imports each, pluggy registers it, and nothing is checked.
 
 Usage: python benchmarks/startup.py [--rounds N] [--plugins N]
 """
@@ -63,7 +63,7 @@ Requires-Dist: torch<2.14,>=2.7
 
 
 def write_plugins(folder: Path, count: int) -> None:
-    """Lays out `count` plugins as pip would: a package and a dist-info each."""
+    """Writes `count` installed plugins as pip would: a package and a dist-info for each."""
     for number in range(count):
         package = f"mm_bench_{number:03d}"
         (folder / package).mkdir()
@@ -73,11 +73,11 @@ def write_plugins(folder: Path, count: int) -> None:
         info.mkdir()
         (info / "METADATA").write_text(METADATA.format(name=package.replace("_", "-")))
         (info / "entry_points.txt").write_text(f"[mm_core.plugins]\nbench_{number:03d} = {package}.plugin\n")
-    compileall.compile_dir(folder, quiet=2)  # pip does so when it installs
+    compileall.compile_dir(folder, quiet=2)  # as pip does when it installs
 
 
 def seconds(command: list[str], path: str) -> float:
-    """Wall time of one run of `command` with `path` as PYTHONPATH."""
+    """Wall time of one run of a command, with `path` as PYTHONPATH."""
     environment = {**os.environ, "PYTHONPATH": path}
     start = time.perf_counter()
     subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
@@ -85,7 +85,7 @@ def seconds(command: list[str], path: str) -> float:
 
 
 def in_turn(commands: list[tuple[list[str], str]], rounds: int) -> list[list[float]]:
-    """Times of each command, run in turn after one run of each that warms the caches."""
+    """Times of each command, run in turn after one warm-up run of each."""
     times: list[list[float]] = [[] for _ in commands]
     for round_ in range(rounds + 1):
         for command, into in zip(commands, times, strict=True):
@@ -96,7 +96,7 @@ def in_turn(commands: list[tuple[list[str], str]], rounds: int) -> list[list[flo
 
 
 def imported(arguments: list[str], path: str, forbidden: tuple[str, ...]) -> list[str]:
-    """Which forbidden modules a command of `mm` leaves in sys.modules."""
+    """Names of the forbidden modules that a command of `mm` imports."""
     code = (
         "import sys; from mm_core.cli.main import main; main(sys.argv[2:]);"
         "print(','.join(set(sys.argv[1].split(',')) & set(sys.modules)), file=sys.stderr)"
@@ -112,7 +112,7 @@ def imported(arguments: list[str], path: str, forbidden: tuple[str, ...]) -> lis
 
 
 def result(name: str, value: float, bar: float) -> bool:
-    """Prints the line that machines read."""
+    """Prints a RESULT line; returns whether the bar is met."""
     good = value <= bar
     print(f"RESULT {name} {value:.3f} {bar:g} {'ok' if good else 'short'}")
     return good
@@ -130,9 +130,9 @@ def main() -> int:
             ("python -c pass", [sys.executable, "-c", "pass"], none),
             ("mm --help", [*MM, "--help"], none),
             ("mm plugins list", listing, none),
-            (f"mm plugins list, {options.plugins} plugins more", listing, many),
+            (f"mm plugins list, {options.plugins} more plugins", listing, many),
             ("importlib.metadata and pluggy", floor, none),
-            (f"the same, {options.plugins} plugins more", floor, many),
+            (f"the same, {options.plugins} more plugins", floor, many),
         ]
         times = in_turn([(command, path) for _, command, path in commands], options.rounds)
         heavy = imported(["--help"], many, HELP_FORBIDDEN) + imported(["plugins", "list"], many, FORBIDDEN)

@@ -1,16 +1,16 @@
-"""What watching a run costs: steps with all of the telemetry on against steps with none.
+"""Measures the cost of telemetry: training steps with all telemetry on against steps with none.
 
     python benchmarks/telemetry.py [--pairs 300] [--log-every 1]
 
-One process trains the quickstart's DiT (1.2M parameters, 16 clips a step) through the loop. Steps come in
-pairs on the same clips, one of each kind, their order alternating, so that a machine whose speed drifts
-harms neither. On: loss and gradient norm by noise level, times of the phases, throughput, metrics.jsonl and
-TensorBoard on every logged step, the watchdog. Off: a reporter that does nothing. Steps that write the
-details are among them as often as in a run (log.detail_every, 50).
+One process trains the quickstart's DiT (1.2M parameters, 16 clips per step) through the loop. Steps come
+in pairs on the same clips, one of each kind, in alternating order, so a change of the machine's speed
+affects both. On: loss and gradient norm by noise level, times of the phases, throughput, metrics.jsonl and
+TensorBoard on every logged step, the watchdog. Off: a reporter that does nothing. Detail steps are as
+frequent as in a run (log.detail_every, 50).
 
-The ratio that counts is that of processor time, of all threads of the process: a lone process on one thread
-waits for nobody, and what other jobs take of a shared machine is no cost of telemetry. The wall's is printed
-beside it; with an accelerator, where the host's work may hide behind the device's, it is the one that counts.
+On a CPU, the ratio of CPU time (all threads of the process) decides: other jobs on a shared machine do not
+change it. With an accelerator, where the host's work may overlap the device's, the ratio of wall time
+decides. Both are printed.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ WARM_UP = 10
 
 
 class Silent:
-    """A reporter that neither measures nor writes."""
+    """A telemetry reporter that neither measures nor writes."""
 
     def enter(self, phase: str) -> None:
         """Nothing."""
 
     def counting(self) -> AbstractContextManager[None]:
-        """Counts nothing."""
+        """Does not count FLOPs."""
         return nullcontext()
 
     def micro(self, loss: Loss) -> None:
@@ -62,7 +62,7 @@ class Silent:
 
 
 class Unending:
-    """No validation, no checkpoint: what is not telemetry is left out of both kinds."""
+    """Hooks between steps without validation and checkpoints: only telemetry is measured."""
 
     stop = save_due = False
 
@@ -70,31 +70,33 @@ class Unending:
         """Nothing."""
 
     def fault(self) -> None:
-        """Nothing fails."""
+        """Does nothing: no background work can fail."""
 
     def updated(self, step: int, refused: str | None) -> None:
         """Nothing."""
 
     def after_step(self, *_: object, **__: object) -> bool:
-        """The run goes on."""
+        """Returns that the run continues."""
         return False
 
 
 @dataclasses.dataclass
 class Times:
-    """Seconds of each step of one kind. cpu: of all threads of the process."""
+    """Seconds of each step of one kind: wall time, and CPU time of all threads."""
 
     wall: list[float] = dataclasses.field(default_factory=list)
     cpu: list[float] = dataclasses.field(default_factory=list)
 
 
 def main() -> int:
-    """Measures and prints."""
+    """Measures the steps and prints the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--pairs", type=int, default=300)
     parser.add_argument("--log-every", type=int, default=1)
     args = parser.parse_args()
-    torch.set_num_threads(1)  # another job on the machine then stalls one thread, not all that wait for it
+    torch.set_num_threads(
+        1
+    )  # another job on the machine then stalls one thread, not several that wait for each other
     start_process_group()
     with tempfile.TemporaryDirectory() as folder:
         run = assemble(configure(Path(folder), args.pairs, args.log_every), "never")
@@ -105,7 +107,7 @@ def main() -> int:
 
 
 def configure(folder: Path, pairs: int, log_every: int) -> RunConfig:
-    """The quickstart, on a few clips that are rendered here."""
+    """Config of the quickstart, on a few clips that the script renders."""
     render = [sys.executable, ROOT / "examples/shapes/render.py", "--out", folder / "shapes", "--clips", "64"]
     subprocess.run(render, check=True, stdout=subprocess.DEVNULL)
     overrides = [
@@ -122,7 +124,7 @@ def configure(folder: Path, pairs: int, log_every: int) -> RunConfig:
 
 
 def measure(run: Assembly, pairs: int) -> dict[str, Times]:
-    """Steps of both kinds in turn, through the loop."""
+    """Runs steps of both kinds in turn through the training loop, and measures them."""
     training = run.training
     read: Sequence[Batch] = list(itertools.islice(training.batches, 4))
     watchdog = run.between.watchdog
@@ -131,7 +133,7 @@ def measure(run: Assembly, pairs: int) -> dict[str, Times]:
     plan, reporters = training.plan, {"on": run.reporter, "off": Silent()}
     times = {name: Times() for name in reporters}
     gc.collect()
-    gc.disable()  # a collection would fall on one step or the other
+    gc.disable()  # a collection would delay a random step
     for step in range(WARM_UP + pairs):
         training.plan = dataclasses.replace(plan, steps=step + 1)
         for name in ("on", "off") if step % 2 else ("off", "on"):
@@ -150,13 +152,13 @@ def measure(run: Assembly, pairs: int) -> dict[str, Times]:
 
 
 def again(batch: Batch) -> Iterator[Batch]:
-    """The same batch for ever."""
+    """Repeats one batch without end."""
     while True:
         yield batch
 
 
 def report(on: Times, off: Times, rows: int) -> int:
-    """The table, and the line that a script reads; 0 when the bar is met."""
+    """Prints the table and the RESULT line; returns 0 if the bar is met."""
     decisive = "cpu" if device_type() == "cpu" else "wall"
     ratios: dict[str, float] = {}
     print(f"{len(on.wall)} pairs of steps; {rows} lines of metrics.jsonl")
@@ -178,7 +180,7 @@ def report(on: Times, off: Times, rows: int) -> int:
 
 
 def median_interval(ordered: Sequence[float]) -> tuple[float, float]:
-    """Between which the median lies with 95 % confidence, from the order of the values (sign test)."""
+    """95 % confidence interval of the median of ordered values (sign test)."""
     half = 0.98 * len(ordered) ** 0.5
     low, high = int(len(ordered) / 2 - half), int(len(ordered) / 2 + half) + 1
     return ordered[max(0, low)], ordered[min(len(ordered) - 1, high)]

@@ -1,9 +1,9 @@
-"""The classification example from nothing to its report: accuracy on the test, time, and rows seen once.
+"""Runs the text classification example from data to report: test accuracy, time, and each row evaluated once.
 
     python benchmarks/text_classification.py [--nproc 2] [--eval-nproc 1 2 3]
 
-Needs the extra `dev`. The package is installed into a folder of this benchmark. The time is that of mm-train,
-with its validations and checkpoints; the model begins at random.
+Needs the extra `dev`. The example's package is installed into a folder of this benchmark. The time is that of
+mm-train, including validations and checkpoints; the model starts from random weights.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ ACCURACY, SECONDS = 0.95, 300
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="the classification example, from data to report")
-    parser.add_argument("--nproc", type=int, default=2, help="ranks that train")
-    parser.add_argument("--eval-nproc", type=int, nargs="+", default=[1, 2, 3], help="ranks that evaluate")
+    parser.add_argument("--nproc", type=int, default=2, help="number of ranks for training")
+    parser.add_argument(
+        "--eval-nproc", type=int, nargs="+", default=[1, 2, 3], help="numbers of ranks for evaluation"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -51,7 +53,7 @@ def main() -> int:
 
 
 def install(target: Path) -> None:
-    """The example's package, built from a copy: the build leaves files beside what it builds."""
+    """Installs the example's package from a copy, because the build writes files beside its sources."""
     copy = target.parent / "source"
     subprocess.run(["cp", "-r", EXAMPLE, copy], check=True)
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
@@ -59,7 +61,7 @@ def install(target: Path) -> None:
 
 
 def predictions(folder: Path, ranks: int) -> list[dict[str, object]]:
-    """What `mm eval` finds of each row of the test, on so many ranks."""
+    """Predictions of `mm eval` for each test row, on this number of ranks."""
     file = folder / f"predictions_{ranks}.jsonl"
     choice = ["--run", "runs/emotion", "--checkpoint", "best", "--split", "test"]
     call(folder, "mm_core.cli.main", "eval", *choice, "--nproc", ranks, "--predictions", file)
@@ -67,7 +69,7 @@ def predictions(folder: Path, ranks: int) -> list[dict[str, object]]:
 
 
 def call(folder: Path, module: str, *words: object, show: bool = False) -> None:
-    """Runs a module in `folder`; what it prints is shown where it fails, or `show` asks for it."""
+    """Runs a Python module in `folder`; prints its output if it fails, or if `show` is set."""
     environment = {"PYTHONPATH": str(folder / "site"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", module, *map(str, words)]
     done = subprocess.run(

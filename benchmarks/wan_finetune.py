@@ -1,4 +1,4 @@
-"""Fine-tuning a tiny Wan on real clips: held-out loss after 300 steps against its start; exact resuming.
+"""Fine-tunes a tiny Wan on real clips: held-out loss after 300 steps against its start; exact resume.
 
     python benchmarks/wan_finetune.py [--seeds 1 2 3] [--steps 300] [--jobs 2]
 
@@ -6,15 +6,15 @@ Needs mm-wan, and the extra `dev` for the clips (examples/real_clips). The runs 
 The loss is the run's own validation: fixed noise at five quantiles of the training timesteps, on the four
 clips.
 
-Where a run starts from is said, since it decides what the ratio means:
-- random: the tiny checkpoint as `make_tiny_checkpoint` writes it, the initialisation of Diffusers' class. It
-  has learnt nothing: the bar holds for the lower of its loss and that of the same model with a head of zeros,
-  which predicts nothing.
-- shapes: the same model, trained as many steps on clips of moving shapes. Of one seed: what fine-tuning a
-  model that knows its task gains on other clips.
+The meaning of the ratio depends on the start:
+- random: the tiny checkpoint of `make_tiny_checkpoint`, with the initialisation of Diffusers' class. It is
+  untrained, so the bar applies to the lower of two losses: its own, and that of the same model with a head of
+  zeros, which always predicts 0.
+- shapes: the same model after the same number of steps on clips of moving shapes, for one seed. It shows the
+  gain from fine-tuning a trained model on other clips.
 
-A run is bit-equal when resumed if, from its checkpoint of half way, it comes to the same exported bytes and
-the same loss.
+A resumed run is bit-equal if, from its checkpoint half way, it reaches the same exported bytes and the
+same loss.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 
 @dataclass(frozen=True)
 class Outcome:
-    """A fine-tuned run: held-out loss before and after; whether resuming it half way gave the same bits."""
+    """Result of a fine-tuned run: held-out loss before and after, and whether the resumed run was
+    bit-equal."""
 
     origin: str
     seed: int
@@ -59,7 +60,7 @@ class Outcome:
 
 
 def command(folder: Path, *arguments: str) -> str:
-    """Runs `mm ARGUMENTS` in the folder. RuntimeError with what it said when it fails."""
+    """Runs `mm ARGUMENTS` in the folder; raises RuntimeError with its output if it fails."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "mm_core.cli.main", *arguments],
@@ -75,7 +76,7 @@ def command(folder: Path, *arguments: str) -> str:
 
 
 def prepare(folder: Path, seeds: Sequence[int]) -> None:
-    """Real clips, clips of shapes, and tiny pipelines."""
+    """Writes real clips, clips of shapes, and tiny pipelines."""
     for seed in seeds:
         make_tiny_checkpoint(folder / f"ckpt/random_{seed}", seed=seed)
     for script, *options in (
@@ -87,7 +88,7 @@ def prepare(folder: Path, seeds: Sequence[int]) -> None:
 
 
 def run(folder: Path, name: str, origin: str, seed: int, steps: int, *more: str) -> None:
-    """One run of the tiny config, begun from a pipeline's folder."""
+    """Trains one run of the tiny config, starting from a pipeline's folder."""
     overrides = [f"run.name={name}", f"run.seed={seed}", f"task.predictor.from_pretrained={origin}"]
     overrides += [f"task.{part}.from_pretrained={origin}/{place}" for part, place in FROZEN.items()]
     overrides += [f"train.steps={steps}", f"validation.every={steps}", f"checkpoint.every={steps // 2}"]
@@ -96,26 +97,26 @@ def run(folder: Path, name: str, origin: str, seed: int, steps: int, *more: str)
 
 
 def losses(folder: Path, name: str) -> dict[int, float]:
-    """Step -> held-out loss of a run."""
+    """Held-out losses of a run, by step."""
     lines = (folder / f"runs/{name}/metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     return {row["step"]: row["validation/loss"] for row in rows if "validation/loss" in row}
 
 
 def exported(folder: Path, name: str) -> str:
-    """A digest of the trained transformer as it comes out."""
+    """Exports a run and returns a digest of its transformer."""
     out = folder / f"out_{name}"
     command(folder, "export", "--run", f"runs/{name}", "--to", "wan/diffusers", "--out", str(out))
     return hashlib.sha256((out / WEIGHTS).read_bytes()).hexdigest()
 
 
 def tiny(folder: Path, seed: int) -> str:
-    """A tiny pipeline of random weights, which `prepare` has made."""
+    """Folder of a tiny pipeline with random weights, from `prepare`."""
     return str(folder / f"ckpt/random_{seed}")
 
 
 def shaped(folder: Path, seed: int, steps: int) -> str:
-    """A tiny pipeline whose transformer was trained on moving shapes."""
+    """Folder of a tiny pipeline whose transformer was trained on moving shapes."""
     name, data = f"shapes_{seed}", ("data.train.annotations=data/shapes/data.json", "data.train.height=64")
     run(folder, name, tiny(folder, seed), seed, steps, *data, "data.train.fps=8")
     exported(folder, name)
@@ -123,7 +124,7 @@ def shaped(folder: Path, seed: int, steps: int) -> str:
 
 
 def silent(folder: Path, seed: int) -> float:
-    """The held-out loss of the tiny pipeline with a head of zeros."""
+    """Held-out loss of the tiny pipeline with a head of zeros."""
     origin = Path(tiny(folder, seed))
     zeroed = shutil.copytree(origin, folder / f"ckpt/silent_{seed}")
     weights = load_file(zeroed / WEIGHTS)
@@ -134,7 +135,7 @@ def silent(folder: Path, seed: int) -> float:
 
 
 def finetune(folder: Path, kind: str, seed: int, steps: int) -> Outcome:
-    """One run on the real clips, and its second half once more from its checkpoint."""
+    """Fine-tunes one run on the real clips, and repeats its second half from the checkpoint."""
     origin = shaped(folder, seed, steps) if kind == "shapes" else tiny(folder, seed)
     name = f"{kind}_{seed}_tuned"
     run(folder, name, origin, seed, steps)
@@ -147,7 +148,7 @@ def finetune(folder: Path, kind: str, seed: int, steps: int) -> Outcome:
 
 
 def measure(folder: Path, runs: Sequence[tuple[str, int]], steps: int, jobs: int) -> list[Outcome]:
-    """Several runs, `jobs` at a time."""
+    """Fine-tunes several runs, `jobs` at a time."""
     with ThreadPoolExecutor(jobs) as pool:
         return list(pool.map(lambda each: finetune(folder, *each, steps), runs))
 
@@ -156,7 +157,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="fine-tune a tiny Wan on real clips")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, each on one core")
+    parser.add_argument("--jobs", type=int, default=2, help="number of parallel runs, each on one core")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="wan_finetune-") as scratch:
         folder = Path(scratch)

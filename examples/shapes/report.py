@@ -1,8 +1,9 @@
-"""Samples captions that training never saw, judges the clips from pixels, and says where everything lies.
+"""Samples captions that are not in the training data, judges the clips from pixels, and prints the paths
+of all results.
 
     python examples/shapes/report.py --config configs/custom_dit/quickstart.yaml
 
-Ends with lines `RESULT <name> <value> <bar> <ok|short>`, and exits 1 when one of them is short.
+The last lines are `RESULT <name> <value> <bar> <ok|short>`; the exit code is 1 if one of them is short.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ import mm_core
 sys.path.insert(0, str(Path(__file__).parent))
 from judge import Score, judge_prompt, score
 
-FOLLOWED = 0.95  # share of clips whose colour, and whose direction, is the caption's
-ABOVE_CHANCE = 0.10  # how far over chance a score against other clips' captions may lie
+FOLLOWED = 0.95  # required share of clips with the caption's colour, and with its direction
+ABOVE_CHANCE = 0.10  # largest distance above chance of a score against other clips' captions
 
 
 @dataclass(frozen=True)
 class Result:
-    """One measure against its bar."""
+    """One measured value and its bar."""
 
     name: str
     value: float
@@ -39,7 +40,8 @@ class Result:
 
 
 def results(judged: Score, prompts: Sequence[str]) -> list[Result]:
-    """Colour and direction as asked for; and, as a control, what captions of other clips would score."""
+    """Results of the judged clips: shares of right colours and directions, and a control with captions of
+    other clips."""
     lines = []
     for part in ("colour", "direction"):
         value = getattr(judged, part)
@@ -51,19 +53,23 @@ def results(judged: Score, prompts: Sequence[str]) -> list[Result]:
 
 
 def chance(prompts: Sequence[str], part: str) -> float:
-    """How often two different prompts of the list agree in a part: what right clips score by luck."""
+    """Share of pairs of different prompts that agree in a part: the score of right clips by chance."""
     asked = [getattr(judge_prompt(prompt), part) for prompt in prompts]
     same: int = sum(a == b for a in asked for b in asked) - len(asked)
     return same / max(1, len(asked) * (len(asked) - 1))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line: 0 when every result is ok, else 1."""
+    """Runs the command line; returns 0 if every result is ok, else 1."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", type=Path, required=True, help="the YAML that was trained")
+    parser.add_argument("--config", type=Path, required=True, help="the YAML used for training")
     parser.add_argument("--prompts", type=Path, default=Path("data/shapes/held_out.json"), help="a JSON list")
-    parser.add_argument("--seed", type=int, default=0, help="of the clips' noise (default: %(default)s)")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as they were given to mm-train")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed for the clips' noise (default: %(default)s)"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="the same overrides as for mm-train"
+    )
     options = parser.parse_args(arguments)
     from mm_core.data import read_prompts, write_clips
 
@@ -81,13 +87,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     judged = score([clip.pixels.float().cpu().numpy() for clip in clips], prompts)
     found = results(judged, prompts)
     (run / "report.json").write_text(json.dumps({r.name: r.value for r in found}, indent=1) + "\n")
-    print(f"\nsampled {len(clips)} captions of combinations absent from training, in {seconds:.1f} s\n")
+    print(f"\nsampled {len(clips)} captions with combinations not in the training data, in {seconds:.1f} s\n")
     print(judged.table())
     print(f"\n  samples      {run / 'samples'} (overview: {sheet})")
     print(f"  loss curve   {run / 'loss.png'}")
     print(f"  checkpoints  {run / 'checkpoints'}")
     command = os.path.relpath(Path(sys.executable).parent / "mm")
-    print(f"  once more    {command} sample --run {run} --prompt 'a red circle moves left'\n")
+    print(f"  sample more  {command} sample --run {run} --prompt 'a red circle moves left'\n")
     print("\n".join(map(str, found)))
     return 0 if all(result.ok for result in found) else 1
 

@@ -1,1 +1,1 @@
-"""Six emotions of short texts, in Chinese and English."""
+"""Classification of short texts in Chinese and English by six emotions."""

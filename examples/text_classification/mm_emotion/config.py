@@ -1,4 +1,4 @@
-"""What a YAML may say of this package's components: torch-free."""
+"""Config of the metric `recall_by_class`: torch-free."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RecallByClassConfig:
-    """Recall, class by class."""
+    """Recall of each class."""
 
-    classes: tuple[str, ...]  # their names, in the order of their numbers
+    classes: tuple[str, ...]  # names of the classes, in the order of their numbers

@@ -1,9 +1,10 @@
-"""Writes texts, and the config and tokenizer of a small BERT.
+"""Writes texts for training and test, and config and tokenizer of a small BERT.
 
 usage: python -m mm_emotion.make_data --out data/emotion
 
-train.json, test.json: a JSON list of rows [text, label]. Tests have words in sentences that training has not.
-bert: config.json and tokenizer files. There are no weights: it is trained from scratch.
+train.json, test.json: a JSON list of rows [text, label]. The test set combines words and sentences that
+are not combined in training. bert: config.json and tokenizer files, without weights: it is trained from
+scratch.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from mm_emotion import texts
 
 
 def make_text(rng: random.Random, label: str) -> tuple[str, bool]:
-    """A text whose writer has that emotion, in one of two languages, and whether it is for the test.
+    """A random text whose writer feels an emotion, in one of two languages, and whether it belongs to the
+    test set.
 
-    Some words are the writer's own in some sentences in tests alone, so that neither can be learnt by heart.
+    Some words are the writer's own emotion in some sentences only in the test set, so memorising words or
+    sentences does not help.
     """
     other = rng.choice([name for name in texts.LABELS if name != label])
     if rng.random() < 0.5:
@@ -35,7 +38,13 @@ def make_text(rng: random.Random, label: str) -> tuple[str, bool]:
 
 
 def make_rows(count: int, seed: int, test: bool) -> list[tuple[str, str]]:
-    """Rows (text, label), no text twice, as many of each label."""
+    """Rows (text, label) of a dataset of emotions: texts are unique, labels equally frequent.
+
+    Args:
+        count: number of rows.
+        seed: seed of the texts.
+        test: whether the rows are for the test set.
+    """
     rng = random.Random(seed)
     rows: dict[str, str] = {}
     while len(rows) < count:
@@ -47,7 +56,8 @@ def make_rows(count: int, seed: int, test: bool) -> list[tuple[str, str]]:
 
 
 def save_bert(folder: Path, corpus: Sequence[str]) -> None:
-    """A WordPiece tokenizer of these texts, and the config of a model small enough for a laptop."""
+    """Writes a WordPiece tokenizer trained on these texts, and the config of a BERT small enough for a
+    laptop."""
     from tokenizers.implementations.bert_wordpiece import BertWordPieceTokenizer
     from tokenizers.processors import BertProcessing
     from transformers import BertConfig, PreTrainedTokenizerFast
@@ -72,7 +82,9 @@ def save_bert(folder: Path, corpus: Sequence[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="texts of six emotions, and a small BERT to learn them")
+    parser = argparse.ArgumentParser(
+        description="writes texts with six emotions, and a small BERT without weights"
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--train", type=int, default=9000, metavar="ROWS")
     parser.add_argument("--test", type=int, default=1200, metavar="ROWS")

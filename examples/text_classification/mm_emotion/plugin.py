@@ -1,4 +1,4 @@
-"""What this package adds to mm_core. Nothing heavy is imported here: listing plugins stays fast."""
+"""Entry point of the plugin: registers its metric. It imports no torch, so listing plugins is fast."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ def mm_metrics() -> list[Component]:
             name="recall_by_class",
             target="mm_emotion.recall:RecallByClass",
             config="mm_emotion.config:RecallByClassConfig",
-            summary="of each class's rows, the share that is found: recall/joy, ...",
+            summary="recall of each class: recall/joy, ...",
         )
     ]

@@ -1,4 +1,4 @@
-"""The recall of each class, exact over ranks."""
+"""The metric `recall_by_class`: recall of each class, exact over ranks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from mm_core.contracts import Batch, Clip, Evaluation
 
 
 class RecallByClass:
-    """Figures `recall/<name>`: of the rows of a class, the share that the model finds. Satisfies `Metric`.
+    """Recall of each class, `recall/<name>`: share of its rows that the model classifies right. Satisfies
+    `Metric`.
 
-    classes: their names, in the order of their numbers.
+    Args:
+        classes: names of the classes, in the order of their numbers.
     """
 
     def __init__(self, classes: tuple[str, ...]) -> None:
@@ -21,11 +23,12 @@ class RecallByClass:
         self.reset()
 
     def reset(self) -> None:
-        """A new evaluation begins."""
+        """Clears the counts before a new evaluation."""
         self._found = torch.zeros(2, len(self.classes), dtype=torch.float64)  # right, all
 
     def batch(self, batch: Batch, evaluation: Evaluation) -> None:
-        """Rows of weight 0 stand in for others, and count for nothing."""
+        """Counts the right rows of a batch by class. Rows of weight 0 only fill the batch, and are
+        ignored."""
         counts = batch.sample_weights.cpu() > 0
         labels = evaluation.outputs["labels"].cpu()[counts]
         right = evaluation.outputs["predictions"].cpu()[counts] == labels
@@ -33,14 +36,14 @@ class RecallByClass:
         self._found[1] += labels.bincount(minlength=len(self.classes))
 
     def sampled(self, clips: Sequence[Clip]) -> None:
-        """Classifiers make no clips."""
+        """Does nothing: classifiers sample no clips."""
 
     def sums(self) -> Tensor:
-        """What this rank has counted: mm_core adds the ranks'."""
+        """This rank's counts; mm_core adds those of all ranks."""
         return self._found.flatten()
 
     def result(self, sums: Tensor) -> Mapping[str, float]:
-        """A figure for each class that has rows."""
+        """Recall of each class that has rows, from the counts of all ranks."""
         right, all_rows = sums.view(2, -1).tolist()
         return {
             f"recall/{name}": found / rows

@@ -1,4 +1,4 @@
-"""scikit-learn's report of predictions: `python -m mm_emotion.report predictions.jsonl`."""
+"""Prints scikit-learn's report on predictions: `python -m mm_emotion.report predictions.jsonl`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mm_emotion.texts import LABELS
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="scikit-learn's classification_report")
-    parser.add_argument("predictions", type=Path, help="as `mm eval --predictions` writes them")
+    parser.add_argument("predictions", type=Path, help="file written by `mm eval --predictions`")
     args = parser.parse_args()
     with args.predictions.open(encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]

@@ -1,7 +1,7 @@
-"""Words and sentences that the texts are made of.
+"""Words and sentences from which the texts are composed.
 
-Every text names two emotions, of which the writer has one today: the other is somebody else's, of another
-day, or denied. Which it is stands in the sentence around them, not in any word.
+Every text names two emotions. The writer feels one of them today; the other belongs to another person or
+another day, or is denied. Only the sentence around them decides which one it is, not a word.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CHINESE = {
     "surprise": ("惊讶", "吃惊", "诧异", "震惊", "意外", "目瞪口呆"),
 }
 
-# {t}: today's emotion of the writer. {d}: the distractor. {a}, {b}: how strong. {who}: somebody else.
+# {t}: the writer's emotion today. {d}: the distractor. {a}, {b}: strength. {who}: another person.
 ENGLISH_FRAMES = (
     "my {who} is {b}{d}, but i am {a}{t}",
     "i am {a}{t}, although my {who} is {b}{d}",

@@ -1,8 +1,8 @@
 """CustomDiT: the tutorial's text-to-video diffusion transformer, built from Diffusers' Wan parts.
 
 Architecture: Wan (https://arxiv.org/abs/2503.20314), a DiT (https://arxiv.org/abs/2212.09748) with 3D
-rotary positions and text by cross-attention. With equal weights and a full text mask it computes what
-`diffusers.WanTransformer3DModel` computes.
+rotary positions and cross-attention to the text. With equal weights and a full text mask, its output equals
+that of `diffusers.WanTransformer3DModel`.
 
 Letters: B batch; C,T,H,W latents; L,D text; N tokens, M width.
 """
@@ -33,7 +33,8 @@ Rotary = tuple[Tensor, Tensor]
 
 
 class CustomDiTBlock(nn.Module):
-    """Self-attention, cross-attention and feed-forward; the timestep scales, shifts and gates (AdaLN)."""
+    """A transformer block of CustomDiT: self-attention, cross-attention and feed-forward, modulated by the
+    timestep (AdaLN)."""
 
     def __init__(self, sizes: CustomDiTConfig) -> None:
         super().__init__()
@@ -54,7 +55,15 @@ class CustomDiTBlock(nn.Module):
     def forward(
         self, x: Tensor, text: Tensor, text_mask: Tensor, modulation: Tensor, rotary: Rotary
     ) -> Tensor:
-        """x[B,N,M], text[B,L,M], text_mask[B,1,1,L], modulation[B,6,M] or [B,N,6,M] -> [B,N,M]."""
+        """Computes the tokens [B,N,M] after one block of CustomDiT.
+
+        Args:
+            x: tokens [B,N,M].
+            text: [B,L,M].
+            text_mask: [B,1,1,L].
+            modulation: [B,6,M], or [B,N,6,M] with one per token.
+            rotary: tables of rotary positions.
+        """
         shift1, scale1, gate1, shift2, scale2, gate2 = modulate(self.scale_shift_table, modulation)
         normed = (self.norm1(x.float()) * (1 + scale1) + shift1).type_as(x)
         x = (x.float() + self.attn1(normed, rotary_emb=rotary) * gate1).type_as(x)
@@ -66,10 +75,11 @@ class CustomDiTBlock(nn.Module):
 
 
 class CustomDiT(nn.Module):
-    """Predicts the velocity of noisy latents. Satisfies `mm_core.contracts.Predictor`.
+    """The tutorial's diffusion transformer: predicts the velocity of noisy latents. Satisfies
+    `mm_core.contracts.Predictor`.
 
-    Fields are those of `CustomDiTConfig`, where each is described. Text behind the mask changes
-    nothing; a row without any text attends to zeros.
+    `CustomDiTConfig` describes the fields. Masked text has no effect; a row without any text attends to
+    zeros.
     """
 
     _no_split_modules = ("CustomDiTBlock",)
@@ -81,6 +91,7 @@ class CustomDiT(nn.Module):
         if sizes.head_dim % 2 or sizes.head_dim < 6:
             raise ContractError(
                 f"head_dim {sizes.head_dim} cannot hold rotary positions of three axes",
+                where="custom_dit",
                 accepted="an even number, 6 or more",
             )
         dim, patch = sizes.width, prod(sizes.patch_size)
@@ -100,26 +111,26 @@ class CustomDiT(nn.Module):
                 self.init_weights()
 
     def forward(self, latents: Tensor, timestep: Tensor, text: Tensor, text_mask: Tensor) -> Tensor:
-        """Velocity[B,C,T,H,W] in the dtype of the latents.
+        """Predicts the velocity [B,C,T,H,W] of noisy latents with CustomDiT, in the latents' dtype.
 
         Args:
-            latents: [B,C,T,H,W], T, H and W multiples of patch_size.
-            timestep: [B], or [B,N] one a token, float32 in 0 .. 1000.
+            latents: [B,C,T,H,W]; T, H and W are multiples of patch_size.
+            timestep: [B], or [B,N] with one per token; float32 in 0 .. 1000.
             text: hidden states [B,L,D].
-            text_mask: bool [B,L], true for real tokens.
+            text_mask: bool [B,L]; True for real tokens.
 
         Raises:
-            ContractError: latents that do not divide into patches or reach beyond the rotary tables.
+            ContractError: latents do not divide into patches, or exceed the rotary tables.
         """
         grid, given = self._grid(latents), latents.dtype
-        # Under mixed precision the weights have their dtype for a call alone: no caller can know it.
+        # Under mixed precision the weights have this dtype only during the call: the caller cannot cast.
         latents, text = (tensor.to(self.patch_embedding.weight.dtype) for tensor in (latents, text))
         x = self.patch_embedding(self._patchify(latents))
         if self.sizes.absolute_positions:
-            # Attention with rotary positions alone cannot tell one place in pure noise from another.
+            # With rotary positions alone, attention cannot distinguish places in pure noise.
             x = x + sinusoids_3d(grid, x.shape[2], x.device).to(x.dtype)
-        text = text.masked_fill(~text_mask[..., None], 0)  # also keeps NaN in the padding out
-        # Attention over nothing would be NaN: a row without text attends to its zeros.
+        text = text.masked_fill(~text_mask[..., None], 0)  # also removes NaN in the padding
+        # Attention over no tokens would be NaN: a row without text attends to its zeros.
         visible = (text_mask | ~text_mask.any(1, keepdim=True))[:, None, None, :]
         tokens = timestep.shape[1] if timestep.dim() == 2 else None
         time, modulation, text, _ = self.condition_embedder(timestep.flatten(), text, timestep_seq_len=tokens)
@@ -132,10 +143,11 @@ class CustomDiT(nn.Module):
         return self._unpatchify(self.proj_out(x), grid).to(given)
 
     def init_weights(self) -> None:
-        """Fills every parameter and buffer: Xavier matrices and a head of zeros, as Wan.
+        """Initialises all parameters and buffers of CustomDiT as in Wan: Xavier for matrices, zeros for
+        the head.
 
-        Wan draws its embedders with 0.02, which is Xavier at its width; at a small width, 0.02 would
-        leave text and time too faint to be learnt from.
+        Wan's embedders have a standard deviation of 0.02, which is Xavier at its width. At a small width,
+        0.02 would make the signals of text and time too weak.
         """
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -156,7 +168,7 @@ class CustomDiT(nn.Module):
     def module_flops(
         self, latents: Sequence[int], timestep: Sequence[int], text: Sequence[int]
     ) -> Sequence[ModuleFlops]:
-        """What a forward of arguments of these shapes multiplies. Satisfies `SupportsModuleFlops`."""
+        """FLOPs of each module of CustomDiT for inputs of these shapes. Satisfies `SupportsModuleFlops`."""
         batch, width, patch = latents[0], self.sizes.width, prod(self.patch_size)
         tokens = prod(latents[2:]) // patch
         rows, length, times = batch * tokens, prod(text[:2]), prod(timestep)
@@ -174,7 +186,10 @@ class CustomDiT(nn.Module):
             linear_flops(f"{words}.linear_1", length, self.text_dim, width, after=()),
             linear_flops(f"{words}.linear_2", length, width, width, after=(f"{words}.linear_1",)),
         ]
-        given: tuple[str, ...] = ("patch_embedding", "condition_embedder.time_proj")  # to the first block
+        given: tuple[str, ...] = (
+            "patch_embedding",
+            "condition_embedder.time_proj",
+        )  # inputs of the first block
         for index in range(len(self.blocks)):
             block = f"blocks.{index}"
             itself, across, inner = f"{block}.attn1", f"{block}.attn2", f"{block}.ffn.net"
@@ -215,7 +230,7 @@ class CustomDiT(nn.Module):
         reach = self.sizes.rope_max_seq_len
         if max(t, h, w) > reach:
             raise ContractError(
-                f"a clip of {t} x {h} x {w} tokens reaches beyond the rotary tables of {reach} positions",
+                f"a clip of {t} x {h} x {w} tokens exceeds the rotary tables, which have {reach} positions",
                 where="custom_dit",
                 accepted=f"at most {reach} tokens along an axis",
                 hint=f"set rope_max_seq_len to {max(t, h, w)} or more, or make the clip smaller",
@@ -236,7 +251,15 @@ class CustomDiT(nn.Module):
 
 
 def modulate(table: Tensor, modulation: Tensor) -> list[Tensor]:
-    """table[1,K,M] + modulation[B,K,M] or [B,N,K,M] in float32 -> K tensors [B,1,M] or [B,N,M]."""
+    """Adds a learnt table to the timestep's modulation in float32, and splits the sum: shifts, scales, gates.
+
+    Args:
+        table: [1,K,M].
+        modulation: [B,K,M], or [B,N,K,M] with one per token.
+
+    Returns:
+        K tensors [B,1,M] or [B,N,M].
+    """
     together = table.float() + modulation.float()
     if together.dim() == 4:
         return [part.squeeze(2) for part in together.chunk(together.shape[2], dim=2)]
@@ -244,10 +267,11 @@ def modulate(table: Tensor, modulation: Tensor) -> list[Tensor]:
 
 
 def sinusoids_3d(grid: tuple[int, int, int], width: int, device: torch.device) -> Tensor:
-    """[N,M] float32: for t, h and w a third of the channels each, sin and cos of position / 10000^(i/n).
+    """Absolute positions [N,M] float32 of a clip's tokens: sin and cos of position / 10000^(i/n), with a
+    third of the channels for each of t, h and w.
 
-    Vaswani et al. 2017 (https://arxiv.org/abs/1706.03762), section 3.5, along each axis. Channels that
-    do not divide by six stay zero.
+    Vaswani et al. 2017 (https://arxiv.org/abs/1706.03762), section 3.5, along each axis. The remaining
+    channels, if the width is no multiple of six, are zero.
     """
     count = width // 6
     rates = 10000.0 ** (-torch.arange(count, device=device) / max(count, 1))

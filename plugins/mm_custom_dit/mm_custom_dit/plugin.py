@@ -1,4 +1,4 @@
-"""Entry point of the plugin: imports nothing heavy."""
+"""Entry point of the plugin `custom_dit`: registers its components and imports no torch."""
 
 from mm_core import Component, hookimpl
 
@@ -13,4 +13,4 @@ def mm_predictors() -> list[Component]:
 @hookimpl
 def mm_weight_formats() -> list[Component]:
     return [Component(name="wan_transformer", target="mm_custom_dit.weights:WanTransformer",
-                      summary="CustomDiT as Diffusers' WanTransformer3DModel, both ways")]  # fmt: skip
+                      summary="CustomDiT as Diffusers' WanTransformer3DModel, in and out")]  # fmt: skip

@@ -1,4 +1,4 @@
-"""CustomDiT as a folder that Diffusers loads as its Wan transformer, and back."""
+"""The weight format of CustomDiT: a folder that Diffusers loads as its Wan transformer, in and out."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from mm_custom_dit.model import CustomDiT
 
 
 class WanTransformer(Diffusers):
-    """`WanTransformer3DModel.from_pretrained` loads what this format writes, and computes the same.
+    """The weight format `wan_transformer`: `WanTransformer3DModel.from_pretrained` loads its files, and
+    the model has the same output.
 
-    The names are the same on both sides; Diffusers embeds patches by a convolution whose matrix this is.
+    Tensor names are equal. Diffusers embeds patches with a convolution, CustomDiT with its matrix.
     """
 
     def layout(self, name: str, component: nn.Module) -> Layout | None:
-        """A CustomDiT without absolute positions, which Wan does not have."""
+        """How weights of a CustomDiT are named in Diffusers' layout. None for any other module, and for
+        absolute positions, which Wan does not have."""
         if not isinstance(component, CustomDiT) or component.sizes.absolute_positions:
             return None
         text = json.dumps(wan_config(component), indent=2) + "\n"
@@ -31,7 +33,7 @@ class WanTransformer(Diffusers):
         )
 
     def adapter(self, name: str, component: nn.Module) -> AdapterLayout | None:
-        """What `load_lora_adapter` of Diffusers' class reads."""
+        """How adapter weights of a CustomDiT are written for `load_lora_adapter` of Diffusers' class."""
         if not isinstance(component, CustomDiT) or self.layout(name, component) is None:
             return None
         file = "pytorch_lora_weights.safetensors"
@@ -46,13 +48,14 @@ class WanTransformer(Diffusers):
 
 
 def keys_of(model: CustomDiT) -> KeyMap:
-    """The one weight that has another shape there: [M, C, t, h, w]."""
+    """Key map from CustomDiT to Diffusers' Wan transformer: one weight has another shape, [M, C, t, h, w]."""
     weight = "patch_embedding.weight"
     return KeyMap((Reshape(weight, weight, (model.in_channels, *model.patch_size)),))
 
 
 def wan_config(model: CustomDiT) -> dict[str, object]:
-    """config.json of `diffusers.WanTransformer3DModel` (0.35 and later) for the same architecture."""
+    """config.json of `diffusers.WanTransformer3DModel` (0.35 and later) for the architecture of a
+    CustomDiT."""
     sizes = model.sizes
     return {
         "_class_name": "WanTransformer3DModel",

@@ -137,7 +137,7 @@ def test_bf16_predictions_stay_near_float32():
 
 def test_a_clip_beyond_the_rotary_tables_is_a_sentence():
     model = CustomDiT(**TINY | {"rope_max_seq_len": 2})
-    with pytest.raises(ContractError, match="2 x 3 x 2 tokens reaches beyond the rotary tables of 2"):
+    with pytest.raises(ContractError, match="2 x 3 x 2 tokens exceeds the rotary tables, which have 2"):
         model(**inputs())
 
 

@@ -1,4 +1,4 @@
-"""Configs of the plugin's metrics: torch-free."""
+"""Configs of InternVL's metrics: torch-free."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from mm_core.plugin import Range
 
 @dataclass(frozen=True)
 class RelaxedAccuracyConfig:
-    """ChartQA's accuracy."""
+    """ChartQA's accuracy: numbers may differ from the reference by a tolerance."""
 
-    tolerance: Annotated[float, Range(ge=0)] = 0.05  # of a number, as a share of the right one
+    tolerance: Annotated[float, Range(ge=0)] = 0.05  # largest error of a number, as a share of the reference
 
 
 @dataclass(frozen=True)
 class MultipleChoiceConfig:
-    """Accuracy of questions with lettered choices, as AI2D and MMMU ask them."""
+    """Accuracy of questions with lettered choices, as in AI2D and MMMU."""
 
-    choices: Annotated[int, Range(ge=2, le=26)] = 8  # letters from A on that may be an answer
+    choices: Annotated[int, Range(ge=2, le=26)] = 8  # number of letters, from A, that count as answers

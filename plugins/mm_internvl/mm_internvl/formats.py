@@ -1,4 +1,4 @@
-"""The weight format of OpenGVLab's own layout."""
+"""The weight format `internvl/original`: OpenGVLab's own layout of InternVL."""
 
 from __future__ import annotations
 
@@ -58,31 +58,33 @@ ORIGINAL_KEYS = KeyMap(
         ),
     )
 )
-"""Names of the published Transformers folders -> those of `InternVLChatModel`, the inverse of what
-src/transformers/models/internvl/convert_internvl_weights_to_hf.py of Transformers' source tree did to make
-them; the language model's are the same in both."""
+"""Tensor names in the published Transformers folders -> names in `InternVLChatModel`: the inverse of the
+conversion in src/transformers/models/internvl/convert_internvl_weights_to_hf.py of Transformers' source tree.
+Names of the language model are the same in both."""
 
 
 class InternVLOriginal:
-    """A folder as OpenGVLab publishes it: config.json of `InternVLChatModel`, safetensors, tokenizer."""
+    """The weight format `internvl/original`: a folder as OpenGVLab publishes it, with config.json of
+    `InternVLChatModel`, safetensors and tokenizer."""
 
     def __init__(self) -> None:
         self._folder = Transformers()
 
     def recognises(self, path: Path) -> bool:
-        """A folder whose config.json is that of an InternVLChatModel."""
+        """Whether a folder holds InternVL weights in OpenGVLab's layout: config.json of InternVLChatModel."""
         return is_original(path)
 
     def folders(self, path: Path) -> Sequence[str]:
-        """The top."""
+        """Names of the folders with weights in OpenGVLab's layout: only the top folder."""
         return [""]
 
     def open(self, path: Path, folder: str = "") -> StoredTensors:
-        """The tensors of the model."""
+        """Opens the weights files of an InternVL model in OpenGVLab's layout."""
         return self._folder.open(path, folder)
 
     def layout(self, name: str, component: nn.Module) -> Layout | None:
-        """An `InternVLForConditionalGeneration`, or a component that is a wrapper of one."""
+        """How weights of an InternVL model are named in OpenGVLab's layout. None for a component that
+        neither is nor wraps an `InternVLForConditionalGeneration`."""
         found = self._folder.layout(name, component)
         if found is None:
             return None
@@ -104,11 +106,13 @@ class InternVLOriginal:
         )
 
     def adapter(self, name: str, component: nn.Module) -> AdapterLayout | None:
-        """None: PEFT's files are for the Transformers layout, whose attention has three matrices, not one."""
+        """None: adapter files of PEFT fit only the Transformers layout, whose attention has three matrices
+        where OpenGVLab's has one."""
         return None
 
     def companions(self, task: TaskModule, written: Sequence[Written]) -> Companions:
-        """Tokenizer and processor files, and the Python files that lay beside the weights, unread."""
+        """Files that complete an InternVL export: tokenizer and processor files, and the Python files of the
+        original folder, copied without being executed."""
         found = self._folder.companions(task, written)
         began = [origin for one in written for origin in one.origins if is_original(origin)]
         code = {path.name: path for folder in began for path in sorted(folder.glob("*.py"))}

@@ -1,4 +1,4 @@
-"""Metrics of answers about charts, and of questions with choices."""
+"""Metrics for answers about charts and for multiple-choice questions."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _STRIPPED = " \n\t,.!?;:'"
 
 
 def relaxed_accuracy(tolerance: float) -> TextMetric:
-    """The share of rows that are right by ChartQA's measure (relaxed accuracy of Masry et al. 2022,
-    https://arxiv.org/abs/2203.10244), held against any of the references.
+    """The metric `relaxed_accuracy`: share of answers that are right in ChartQA's sense (Masry et al. 2022,
+    https://arxiv.org/abs/2203.10244). An answer may match any of its references.
 
     Args:
-        tolerance: of a number, as a share of the right one; the paper's is 0.05.
+        tolerance: largest error of a number, as a share of the reference; 0.05 in the paper.
     """
     return TextMetric(
         "relaxed_accuracy",
@@ -25,8 +25,16 @@ def relaxed_accuracy(tolerance: float) -> TextMetric:
 
 
 def relaxed_match(text: str, reference: str, tolerance: float = 0.05) -> bool:
-    """Numbers (a percentage is its hundredth) that differ by no more than that share of the reference; other
-    answers, and those to a reference of 0, are the same but for case and white space at the ends."""
+    """Whether an answer matches a reference in ChartQA's sense.
+
+    Numbers (a percentage is divided by 100) may differ by a share of the reference. Other answers, and
+    answers to a reference of 0, must be equal except for case and surrounding white space.
+
+    Args:
+        text: the answer.
+        reference: the right answer.
+        tolerance: largest error of a number, as a share of the reference.
+    """
     said, right = _number(text), _number(reference)
     if said is None or not right:
         return text.strip().lower() == reference.strip().lower()
@@ -43,15 +51,16 @@ def _number(text: str) -> float | None:
 
 
 def multiple_choice(choices: int) -> TextMetric:
-    """The share of rows whose chosen letter is a reference's: AI2D (Kembhavi et al. 2016,
-    https://arxiv.org/abs/1603.07396), MMMU (Yue et al. 2023, https://arxiv.org/abs/2311.16502).
+    """The metric `multiple_choice`: share of answers whose letter is that of a reference, for AI2D
+    (Kembhavi et al. 2016, https://arxiv.org/abs/1603.07396) and MMMU (Yue et al. 2023,
+    https://arxiv.org/abs/2311.16502).
 
-    Unlike MMMU's own script, an answer that repeats the reference, or that begins with `B.`, `B)` or `B:`,
-    chooses that, and one without a letter is wrong: the script looks for the words of the choices in it,
-    which rows do not hold, and else draws a letter at random.
+    Two differences from MMMU's own script: an answer that repeats the reference, or starts with `B.`, `B)` or
+    `B:`, chooses it; and an answer without a letter is wrong. The script searches such an answer for the
+    words of the choices, which rows do not contain, and otherwise draws a random letter.
 
     Args:
-        choices: letters from A on that may be an answer.
+        choices: number of letters, from A, that count as answers.
     """
     return TextMetric(
         "multiple_choice",
@@ -60,8 +69,11 @@ def multiple_choice(choices: int) -> TextMetric:
 
 
 def chosen_letter(text: str, choices: int = 8) -> str | None:
-    """The letter that an answer chooses: the last in brackets, `(B)`; where there is none the one that it
-    begins with, `B.`; then, as MMMU's script goes on, the last alone, `B`, or before a stop; or None."""
+    """The letter that an answer to a multiple-choice question chooses, or None.
+
+    In this order: the last letter in brackets, `(B)`; the letter at the start, `B.`; then, as in MMMU's
+    script, the last separate letter, `B`, or the last letter before a punctuation mark.
+    """
     known = f"[{ascii_uppercase[:choices]}]"
     said = f" {text.strip(_STRIPPED)} "
     alone, stopped = rf"(?<=\s)({known})(?=\s)", rf"(?<=\s)({known})(?=[.:),])"
@@ -72,15 +84,15 @@ def chosen_letter(text: str, choices: int = 8) -> str | None:
 
 
 def letter_of_reference(reference: str, choices: int = 8) -> str | None:
-    """The letter that a reference is, or begins with: `B`, `(B)`, `B. the sun`; None for the words of a
-    choice, among them `A sun`, which begins with an article."""
+    """The letter of a reference answer to a multiple-choice question: `B`, `(B)`, `B. the sun`. None for the
+    words of a choice, such as `A sun`, which starts with an article."""
     known = f"[{ascii_uppercase[:choices]}]"
     found = re.fullmatch(rf"\(?({known})(?:[.:)]*|[.:)]+\s.*)", reference.strip(), re.DOTALL)
     return None if found is None else found[1]
 
 
 def _chosen_alike(text: str, reference: str, choices: int) -> bool:
-    """A reference without a letter is the words of a choice."""
+    """Whether an answer chooses the reference. A reference without a letter is the words of a choice."""
     if text.strip(_STRIPPED).lower() == reference.strip(_STRIPPED).lower():
         return True
     right = letter_of_reference(reference, choices)

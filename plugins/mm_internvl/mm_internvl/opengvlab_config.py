@@ -1,8 +1,8 @@
-"""config.json of OpenGVLab's `InternVLChatModel`, as Transformers' `InternVLConfig` and back.
+"""Converts config.json of OpenGVLab's `InternVLChatModel` to Transformers' `InternVLConfig`, and back.
 
-What the keys mean is read off OpenGVLab's configuration_internvl_chat.py, configuration_intern_vit.py and
-modeling_internvl_chat.py (https://github.com/OpenGVLab/InternVL, internvl_chat/internvl/model), and off the
-conversion that made the published Transformers folders (Transformers' source tree,
+Sources for the meaning of the keys: OpenGVLab's configuration_internvl_chat.py, configuration_intern_vit.py
+and modeling_internvl_chat.py (https://github.com/OpenGVLab/InternVL, internvl_chat/internvl/model), and the
+conversion behind the published Transformers folders (Transformers' source tree,
 src/transformers/models/internvl/convert_internvl_weights_to_hf.py).
 """
 
@@ -21,11 +21,11 @@ MODEL_TYPE, CLASS = "internvl_chat", "InternVLChatModel"
 LANGUAGE_MODELS = MappingProxyType(
     {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 )
-"""Language models whose names are the same in both layouts: type -> class."""
+"""Language models with the same tensor names in both layouts: type -> class."""
 
 IMAGE_TOKEN = "<IMG_CONTEXT>"
 _PUBLISHED_IDS = {"qwen2": 151667, "qwen3": 151671, "qwen3_moe": 151671}
-"""Of that token in the published tokenizers; where a folder holds none."""
+"""Ids of IMAGE_TOKEN in the published tokenizers, for folders without a tokenizer."""
 
 _VISION = {
     "attention_bias": "qkv_bias",
@@ -45,10 +45,10 @@ _VISION = {
     "patch_size": "patch_size",
     "use_qk_norm": "qk_normalization",
 }
-"""Keys of `InternVLVisionConfig` -> those of `InternVisionConfig`."""
+"""Keys of `InternVLVisionConfig` -> keys of `InternVisionConfig`."""
 
 _VISION_DEFAULTS = {"qkv_bias": False, "qk_normalization": True, "norm_type": "rms_norm", "dropout": 0.0}
-"""Of `InternVisionConfig`, where they are not those of `InternVLVisionConfig`."""
+"""Defaults of `InternVisionConfig` that differ from those of `InternVLVisionConfig`."""
 
 _CHAT_DEFAULTS = {
     "dynamic_image_size": True,
@@ -61,10 +61,10 @@ _CHAT_DEFAULTS = {
     "use_llm_lora": 0,
     "use_thumbnail": True,
 }
-"""What InternVL 3.5's config.json says of its use; Transformers keeps that in the processor's files."""
+"""Usage settings in InternVL 3.5's config.json. Transformers stores them in the processor's files."""
 
 _TILES = ("dynamic_image_size", "max_dynamic_patch", "min_dynamic_patch", "use_thumbnail")
-"""Of those, how images are cut. Transformers has words for some, and keeps what it does not know."""
+"""Those settings that define how images are cut. Transformers has keys for some, and keeps unknown keys."""
 
 _LEGACY = """
     add_cross_attention bad_words_ids begin_suppress_tokens chunk_size_feed_forward
@@ -77,39 +77,41 @@ _LEGACY = """
     temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torchscript typical_p
     use_bfloat16
 """
-"""What every config of older versions of Transformers has, of generation mostly."""
+"""Keys in every config of older versions of Transformers, mostly for generation."""
 
 _NOT_OF_MODELS = {
     *_LEGACY.split(),
     *("architectures", "attn_implementation", "auto_map", "dtype", "torch_dtype", "transformers_version"),
 }
-"""Keys of `llm_config` that say nothing of the model."""
+"""Keys of `llm_config` that do not describe the model."""
 
 
 def is_original(folder: Path) -> bool:
-    """Whether a folder's config.json is that of an `InternVLChatModel`."""
+    """Whether an InternVL folder has OpenGVLab's layout: its config.json is that of an
+    `InternVLChatModel`."""
     return read_mapping(folder / "config.json").get("model_type") == MODEL_TYPE
 
 
 def from_original(given: Mapping[str, Any], folder: Path | None = None) -> dict[str, Any]:
-    """config.json of `InternVLForConditionalGeneration` for the same model.
+    """Converts OpenGVLab's config.json of InternVL to that of Transformers'
+    `InternVLForConditionalGeneration`.
 
     Args:
         given: config.json of `InternVLChatModel`.
-        folder: it is from; its tokenizer says which token stands for images.
+        folder: folder of the file; its tokenizer contains the id of the image token.
 
     Raises:
-        ContractError: a language model or a pixel shuffle that Transformers' class has not, or a tokenizer
-            without the token of images.
+        ContractError: Transformers' class does not support the language model or the pixel shuffle, or the
+            tokenizer has no image token.
     """
     where = None if folder is None else str(folder)
     language, seen = _mapping(given, "llm_config", where), _mapping(given, "vision_config", where)
     kind = _language_model(language, where)
     if given.get("ps_version", "v1") != "v2":
         raise ContractError(
-            f"this InternVL shuffles pixels in another way: ps_version {given.get('ps_version', 'v1')!r}",
+            f"this InternVL has another pixel shuffle: ps_version {given.get('ps_version', 'v1')!r}",
             where=where,
-            accepted="ps_version v2, as InternVL 1.5 to 3.5 have it",
+            accepted="ps_version v2, as in InternVL 1.5 to 3.5",
         )
     text = {key: value for key, value in language.items() if _of_model(key)}
     tied = bool(language.get("tie_word_embeddings", False))
@@ -134,15 +136,15 @@ def from_original(given: Mapping[str, Any], folder: Path | None = None) -> dict[
 
 
 def to_original(given: Mapping[str, Any], base: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """config.json of `InternVLChatModel` for the same model.
+    """Converts Transformers' config.json of InternVL to that of OpenGVLab's `InternVLChatModel`.
 
     Args:
         given: config.json of `InternVLForConditionalGeneration`.
-        base: config.json of the `InternVLChatModel` that training began with, or what is known of one: how
-            it is used (template, tiles, code) stays as it was.
+        base: config.json, or a part of it, of the `InternVLChatModel` that training started from. Its usage
+            settings (template, tiles, code) are kept.
 
     Raises:
-        ContractError: a language model, or options of a vision tower, that InternVLChatModel has not.
+        ContractError: InternVLChatModel does not support the language model or options of the vision tower.
     """
     text, seen = dict(given["text_config"]), given["vision_config"]
     kind = _language_model(text, None)
@@ -152,7 +154,7 @@ def to_original(given: Mapping[str, Any], base: Mapping[str, Any] | None = None)
     if ropes:
         text["rope_theta"] = ropes.pop("rope_theta", 10000.0)
         text["rope_scaling"] = None if ropes.get("rope_type", "default") == "default" else ropes
-    if "num_local_experts" in text:  # Transformers' newer name, which OpenGVLab's code does not know
+    if "num_local_experts" in text:  # Transformers' newer name, which OpenGVLab's code does not read
         text["num_experts"] = text.pop("num_local_experts")
     tied = bool(given.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
     text |= {"architectures": [LANGUAGE_MODELS[kind]], "tie_word_embeddings": tied}
@@ -174,7 +176,7 @@ def to_original(given: Mapping[str, Any], base: Mapping[str, Any] | None = None)
 
 
 def _kept(base: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Of a part of the original config.json, what says no more than where its code lies."""
+    """The entry `auto_map` in a part of the original config.json, which names its code files."""
     found = base.get(key)
     return {"auto_map": found["auto_map"]} if isinstance(found, Mapping) and "auto_map" in found else {}
 
@@ -187,9 +189,9 @@ def _mapping(given: Mapping[str, Any], key: str, where: str | None) -> Mapping[s
     found = given.get(key)
     if not isinstance(found, Mapping):
         raise ContractError(
-            f"config.json says that it is of {CLASS}, and has no {key}",
+            f"config.json has the model_type of {CLASS}, but no {key}",
             where=where,
-            accepted="config.json of an InternVL: llm_config and vision_config",
+            accepted="config.json of an InternVL, with llm_config and vision_config",
         )
     return found
 
@@ -199,16 +201,16 @@ def _language_model(text: Mapping[str, Any], where: str | None) -> str:
     if kind not in LANGUAGE_MODELS:
         listed = text.get("architectures") or [kind]
         raise ContractError(
-            f"this InternVL's language model is {listed[0]}, for which there is no conversion",
+            f"this InternVL's language model is {listed[0]}, which cannot be converted",
             where=where,
             accepted=", ".join(LANGUAGE_MODELS.values()),
-            hint="InternVL 3 and 3.5 but for GPT-OSS have these",
+            hint="use a model of InternVL 3 or 3.5 without GPT-OSS",
         )
     return str(kind)
 
 
 def _check_vision(given: Mapping[str, Any], seen: Mapping[str, Any]) -> None:
-    """ContractError for what InternVisionModel has no place for."""
+    """Raises ContractError for options that InternVisionModel does not support."""
     wanted: dict[str, tuple[object, object]] = {
         "vision_config.use_mask_token": (seen.get("use_mask_token", False), False),
         "vision_config.use_mean_pooling": (seen.get("use_mean_pooling", True), True),
@@ -222,9 +224,9 @@ def _check_vision(given: Mapping[str, Any], seen: Mapping[str, Any]) -> None:
     for key, (found, accepted) in wanted.items():
         if found != accepted:
             raise ContractError(
-                f"{CLASS} has no place for {key} {found!r}",
+                f"{CLASS} does not support {key} {found!r}",
                 accepted=str(accepted),
-                hint="the format core/transformers holds any InternVLForConditionalGeneration",
+                hint="export with --to core/transformers, which supports any such model of Transformers",
             )
 
 
@@ -233,7 +235,7 @@ def _pair(size: Any) -> list[int]:
 
 
 def _image_token(folder: Path | None, kind: str) -> int:
-    """The number of `IMAGE_TOKEN`: the tokenizer's; without one, that of the published ones."""
+    """Id of `IMAGE_TOKEN`: from the folder's tokenizer; without one, from the published tokenizers."""
     if folder is None:
         return _PUBLISHED_IDS[kind]
     whole, settings = read_mapping(folder / "tokenizer.json"), read_mapping(folder / "tokenizer_config.json")
@@ -244,7 +246,7 @@ def _image_token(folder: Path | None, kind: str) -> int:
         return int(added[IMAGE_TOKEN])
     if added or settings:
         raise ContractError(
-            f"the tokenizer has no {IMAGE_TOKEN}, the token that stands for images",
+            f"the tokenizer has no {IMAGE_TOKEN}, the token for images",
             where=str(folder),
             accepted="the tokenizer files of the same InternVL",
         )

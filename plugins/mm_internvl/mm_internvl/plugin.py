@@ -1,4 +1,4 @@
-"""Entry point of the plugin: imports nothing heavy."""
+"""Entry point of the plugin `internvl`: registers its components and imports no torch."""
 
 from mm_core import Component, hookimpl
 
@@ -24,7 +24,7 @@ def mm_metrics() -> list[Component]:
             name="relaxed_accuracy",
             target="mm_internvl.metrics:relaxed_accuracy",
             config="mm_internvl.config_metrics:RelaxedAccuracyConfig",
-            summary="share of answers that are right as ChartQA counts: numbers within 5 %",
+            summary="share of answers that are right in ChartQA's sense: numbers within 5 %",
             licence="Apache-2.0",
             paper="https://arxiv.org/abs/2203.10244",
         ),
@@ -32,7 +32,7 @@ def mm_metrics() -> list[Component]:
             name="multiple_choice",
             target="mm_internvl.metrics:multiple_choice",
             config="mm_internvl.config_metrics:MultipleChoiceConfig",
-            summary="share of answers whose letter is right, as AI2D and MMMU ask for it",
+            summary="share of answers with the right letter, for multiple-choice sets such as AI2D and MMMU",
             licence="Apache-2.0",
             paper="https://arxiv.org/abs/2311.16502",
         ),

@@ -1,9 +1,9 @@
 """The published architectures of InternVL 3.5, as data; torch-free.
 
-Language models are Qwen3's, as the config.json of the repository says that stands beside each; the vision
-tower is InternViT-300M-448px-V2.5's. Embedding and head are two tensors in all of them, also where Qwen's own
-model shares one: so the published files hold them. tests/test_configs.py compares the tensors with what is
-published of their number and size.
+Each language model is a Qwen3, with the values in config.json of the repository that its preset names. The
+vision tower is InternViT-300M-448px-V2.5. Embedding and head are separate tensors in all of them, as in the
+published files, even where Qwen's own model shares one tensor. tests/test_configs.py compares the tensors
+with the published numbers and sizes.
 """
 
 from __future__ import annotations
@@ -45,15 +45,19 @@ _TEXT: Mapping[str, object] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Preset:
-    """A published model. source: repository whose config.json `text` is from. text: its fields that `_TEXT`
-    does not have."""
+    """A published InternVL model.
+
+    Attributes:
+        source: repository whose config.json contains the values of `text`.
+        text: fields of the language model that are not in `_TEXT`.
+    """
 
     source: str
     text: Mapping[str, object]
 
     @property
     def document(self) -> dict[str, object]:
-        """config.json, as Transformers has it."""
+        """config.json of this InternVL model in Transformers' layout."""
         return {
             "architectures": ["InternVLForConditionalGeneration"],
             "model_type": "internvl",
@@ -101,20 +105,22 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 
 
 def write_config(folder: str | Path, preset: str) -> Path:
-    """Writes config.json of a published model: enough to plan a run before anything is downloaded.
+    """Writes config.json of a published InternVL model: enough to plan a run without a download.
 
     Args:
-        folder: is made where it does not exist.
-        preset: one of `PRESETS`.
+        folder: output folder; created if it does not exist.
+        preset: a name in `PRESETS`.
 
     Raises:
-        ConfigError: a name that there is not, or a folder with a config.json already.
+        ConfigError: the preset does not exist, or the folder already has a config.json.
     """
     if preset not in PRESETS:
-        raise ConfigError(f"there is no preset {preset!r}", accepted=", ".join(PRESETS))
+        raise ConfigError(f"unknown preset {preset!r}", accepted=", ".join(PRESETS))
     file = Path(folder) / "config.json"
     if file.exists():
-        raise ConfigError("this folder holds a config.json already", where=str(folder))
+        raise ConfigError(
+            "this folder already has a config.json", where=str(folder), hint="choose an empty folder"
+        )
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(PRESETS[preset].document, indent=2) + "\n", encoding="utf-8")
     return file.parent

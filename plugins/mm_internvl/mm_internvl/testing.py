@@ -1,4 +1,4 @@
-"""InternVL checkpoints that fit in a test: the real class, the real layout, tiny sizes."""
+"""Tiny InternVL checkpoints for tests: the published class and file layout at small sizes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["PATCH", "SIDE", "TOKENS", "WORDS", "make_tiny_checkpoint", "make_tiny_conversations"]
 
 SIDE, PATCH, TOKENS = 56, 14, 4
-"""Of tiny checkpoints: pixels of a tile's side and a patch's, tokens of a tile (published: 448, 14, 256)."""
+"""Sizes of tiny checkpoints: side of a tile and of a patch in pixels, tokens per tile (published: 448, 14,
+256)."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -33,7 +34,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""ChatML as InternVL's Transformers folders have it: a turn a block, an image a token and a line break."""
+"""ChatML as in InternVL's Transformers folders: one block per turn, a token and a line break per image."""
 
 SPECIALS = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>", "<video>"),
@@ -59,9 +60,9 @@ WORDS = (
     ),
     *("colour", "number", "digit", "red", "green", "blue", "circle", "square", "user", "assistant", "system"),
 )
-"""Words that tiny tokenizers know as one token, with and without a space before them."""
+"""Words that are one token in tiny tokenizers, with and without a space before them."""
 
-# How Qwen2 and Qwen3 cut text before merging (their tokenizer.json).
+# The expression that cuts text before merging in Qwen2 and Qwen3 (their tokenizer.json).
 _PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
     r"\s+(?!\S)|\s+"
@@ -77,19 +78,19 @@ def make_tiny_checkpoint(
     experts: int = 0,
     original: bool = False,
 ) -> Path:
-    """Writes a folder as InternVL 3.5 is published for Transformers, which `from_pretrained` loads: 0.35 MB.
+    """Writes a tiny InternVL checkpoint (0.35 MB) in the published layout, which `from_pretrained` loads.
 
-    It holds config.json and safetensors of `InternVLForConditionalGeneration` (an InternViT of two layers,
-    Qwen3 of two), a byte-level tokenizer that cuts text as Qwen's do, the chat template, and the files of
-    image, video and common processor.
+    The folder contains config.json and safetensors of `InternVLForConditionalGeneration` (two layers of
+    InternViT, two of Qwen3), a byte-level tokenizer that cuts text as Qwen's, the chat template, and the
+    files of the image, video and common processors.
 
     Args:
-        folder: is made where it does not exist.
-        seed: of all weights; the same weights for the same seed and library versions.
-        vocab_size: rows of the embedding; none: those of the tokenizer, rounded up to a multiple of 64.
-        max_shard_size: cuts weights into files of this size and an index ("100KB").
-        experts: of the language model's layers, as Qwen3-MoE has them, two a token; 0 is Qwen3 itself.
-        original: in OpenGVLab's own layout, that of `InternVLChatModel`; in one file.
+        folder: output folder; created if it does not exist.
+        seed: seed for all weights. Equal seeds and library versions give equal weights.
+        vocab_size: rows of the embedding; None: those of the tokenizer, rounded up to a multiple of 64.
+        max_shard_size: splits the weights into files of this size, with an index ("100KB").
+        experts: experts per layer of the language model, as in Qwen3-MoE, two per token; 0: a dense Qwen3.
+        original: whether to write OpenGVLab's own layout, that of `InternVLChatModel`, in one file.
 
     Returns:
         The folder.
@@ -136,7 +137,8 @@ def _config(ids: dict[str, int], vocab_size: int, experts: int) -> InternVLConfi
 
 
 def _write_processors(folder: Path) -> None:
-    """As published: ImageNet's mean and deviation, which are not the class's own defaults."""
+    """Writes the processor files as published: mean and deviation are ImageNet's, not the class's
+    defaults."""
     images: dict[str, object] = {
         "crop_to_patches": False, "do_convert_rgb": True, "do_normalize": True, "do_rescale": True,
         "do_resize": True, "image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225],
@@ -156,7 +158,7 @@ def _write_processors(folder: Path) -> None:
 
 
 def _write_tokenizer(folder: Path) -> dict[str, int]:
-    """A byte-level BPE of the 256 bytes and of `WORDS`, and its ids."""
+    """Writes a byte-level BPE tokenizer of the 256 bytes and `WORDS`; returns its ids."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -1,4 +1,4 @@
-"""Conversations about drawn digits: data that a tiny InternVL can learn from, made without a download."""
+"""Conversations about drawn digits: training data for a tiny InternVL, generated without a download."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ SIDE = 56
 
 
 def make_tiny_conversations(folder: str | Path, *, rows: int = 40, seed: int = 0) -> Path:
-    """Draws a digit a picture and asks which it is; every tenth row is about no picture.
+    """Writes conversations about drawn digits: each shows a picture of a digit and asks which one it is.
+    Every tenth row has no picture.
 
     Args:
-        folder: gets `conversations.jsonl` and the pictures it names.
-        rows: of the file.
-        seed: of digits, places and shades.
+        folder: output folder for `conversations.jsonl` and its pictures.
+        rows: number of rows.
+        seed: seed for digits, places and shades.
 
     Returns:
-        `conversations.jsonl`.
+        Path of `conversations.jsonl`.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -44,7 +45,7 @@ def _asked(question: str, answer: str) -> dict[str, object]:
 
 
 def _draw(digit: str, drawn: list[float]) -> Image.Image:
-    """The digit, light on dark. drawn: two places, a shade and a size, each in [0, 1)."""
+    """Draws a digit, light on dark. drawn: two coordinates, a shade and a size, each in [0, 1)."""
     ink = Image.new("L", (8, 12), 20)
     ImageDraw.Draw(ink).text((1, 0), digit, fill=160 + int(95 * drawn[2]), font=ImageFont.load_default())
     scale = 2 + drawn[3]

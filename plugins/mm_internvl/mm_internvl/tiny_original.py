@@ -1,6 +1,6 @@
-"""A tiny checkpoint as OpenGVLab lays it out, made of one in Transformers' layout, tensor by tensor.
+"""Converts a tiny checkpoint from Transformers' layout to OpenGVLab's, tensor by tensor.
 
-It says again, in plain code, what `mm_internvl.formats` says as a map: tests hold the one against the other.
+This repeats in plain code the key map of `mm_internvl.formats`: tests compare the two.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NAMES = (
 
 
 def as_original(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors under the names of published Transformers folders -> under those of `InternVLChatModel`."""
+    """Renames InternVL's tensors from the published Transformers layout to that of `InternVLChatModel`."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name.startswith("language_model."):
@@ -47,21 +47,22 @@ def as_original(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def rewrite_as_original(folder: Path) -> None:
-    """Weights and config.json of a folder of one safetensors file; the tokenizer stays."""
+    """Rewrites a tiny InternVL checkpoint with one safetensors file into OpenGVLab's layout: weights and
+    config.json change, the tokenizer stays."""
     weights = folder / "model.safetensors"
     save_file(as_original(load_file(weights)), weights, metadata={"format": "pt"})
     given = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps(_config(given), indent=2) + "\n", encoding="utf-8")
-    # As published: it says nothing of where an answer ends.
+    # As published: without the token that ends an answer.
     generation = {"_from_model_config": True, "transformers_version": "4.52.1"}
     (folder / "generation_config.json").write_text(json.dumps(generation) + "\n", encoding="utf-8")
 
 
 def _config(given: dict[str, Any]) -> dict[str, object]:
-    """As InternVL 3.5's config.json is written: by a Transformers of its time, code beside it."""
+    """config.json in the form of InternVL 3.5's: from an older Transformers, with code files beside it."""
     text, seen = dict(given["text_config"]), given["vision_config"]
     ropes = text.pop("rope_parameters", {"rope_theta": text.get("rope_theta")})
-    if "num_local_experts" in text:  # as Transformers 5 calls it
+    if "num_local_experts" in text:  # the name in Transformers 5
         text["num_experts"] = text.pop("num_local_experts")
     kind = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}[text["model_type"]]
     text |= {"architectures": [kind], "rope_theta": ropes["rope_theta"], "rope_scaling": None}

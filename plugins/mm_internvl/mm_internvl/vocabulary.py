@@ -1,10 +1,9 @@
-"""What a model's folder says of conversations: its chat template, and the tokens that stand for pictures.
+"""Chat template and image tokens from a model's folder, and which parts of a conversation are learnt.
 
-Learnt is what the model has to write after the prompt of a generation: from there to the token that ends the
-turn, that one included. Templates of models that think (Qwen3's) show no thoughts of answers before the last
-question, so that a model does not read them. A turn without its thought is read and not learnt: after its
-prompt the model would have had to think first, and learning the answer there would teach it not to. A turn
-that had no thought of its own is learnt as it is shown.
+The model learns everything that it must generate after a prompt, up to and including the token that ends the
+turn. Templates of reasoning models (Qwen3) omit thoughts of answers before the last question. Such a turn
+without its thought is read but not learnt: after its prompt the model should have produced the thought first,
+and the answer alone would teach it to skip thinking. A turn that never had a thought is learnt as rendered.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ _PICTURE_TOKENS = {
     "video": "<video>",
 }
 NEEDED = ("start_image", "end_image", "context_image")
-"""Names of the tokens before, behind and in the place of a picture."""
+"""Names of the tokens before, after and in place of a picture."""
 
 
 class Fault(Exception):
-    """What is wrong with a conversation; `Chat` adds where it stands."""
+    """The error of a conversation; `Chat` adds its file and row."""
 
     def __init__(self, what: str, hint: str | None = None) -> None:
         super().__init__(what)
@@ -40,7 +39,14 @@ class Fault(Exception):
 
 
 class Vocabulary:
-    """What is known of a folder's tokenizer: its template, and the tokens of images."""
+    """The tokenizer of an InternVL folder, with its chat template and image tokens.
+
+    Args:
+        folder: folder of the model.
+
+    Raises:
+        CheckpointError: the folder has no tokenizer, no chat template, or no tokens for images.
+    """
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -50,7 +56,7 @@ class Vocabulary:
                 "the tokenizer has no chat template",
                 where=folder,
                 accepted="chat_template.jinja, or `chat_template` in tokenizer_config.json",
-                hint="take the folder of a model that was trained to converse, or copy the template of one",
+                hint="use the folder of a model trained for conversations, or copy its chat template",
             )
         self.names = {
             name: str(getattr(self.tokenizer, f"{name}_token", None) or otherwise)
@@ -59,9 +65,9 @@ class Vocabulary:
         ids = {name: self.tokenizer.convert_tokens_to_ids(self.names[name]) for name in NEEDED}
         if missing := [self.names[n] for n in NEEDED if ids[n] in (None, self.tokenizer.unk_token_id)]:
             raise CheckpointError(
-                f"the tokenizer knows no {', '.join(missing)}, so it is none of InternVL's",
+                f"the tokenizer lacks {', '.join(missing)}, so it does not belong to an InternVL",
                 where=folder,
-                accepted="the folder of an InternVL model in the layout of Transformers",
+                accepted="the folder of an InternVL model in Transformers' layout",
             )
         self.start, self.end, self.context = (int(ids[name]) for name in NEEDED)
         self.tile = tokens_of_tile(Path(folder))
@@ -72,21 +78,29 @@ class Vocabulary:
         return {self.names["start_image"], self.names["end_image"]}
 
     def kind_of(self, name: str) -> Medium:
-        """What a placeholder of the template stands for."""
+        """Whether a placeholder in the chat template's text marks an image or a video."""
         return "video" if name in (self.names["video"], "<video>") else "image"
 
     @cached_property
     def structure(self) -> tuple[str, ...]:
-        """Special tokens that mean something to the template or the model, and must not be said."""
+        """Special tokens of the chat template or the model, which a conversation's text must not contain."""
         text = self.rendered([{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}])
         ends = {self.tokenizer.eos_token, self.tokenizer.pad_token, self.tokenizer.bos_token}
         special = [token for token in self.tokenizer.all_special_tokens if token in text or token in ends]
-        free = {*THOUGHT_TAGS}  # tokens of their own where a folder makes them special
+        free = {*THOUGHT_TAGS}  # allowed, also in folders that make them special tokens
         return (*(t for t in special if t not in free), *self._around(), self.names["context_image"])
 
     def rendered(self, messages: Sequence[Mapping[str, Any]], prompt: bool = False) -> str:
-        """What the chat template makes of messages; prompt: with the head of the assistant's next turn."""
-        import jinja2  # with Transformers, where the template is rendered
+        """Renders messages with the chat template.
+
+        Args:
+            messages: messages in the template's format.
+            prompt: whether to add the head of the assistant's next turn.
+
+        Raises:
+            Fault: the template refuses the messages.
+        """
+        import jinja2  # a dependency of Transformers, which renders the template
 
         try:
             text = self.tokenizer.apply_chat_template(
@@ -98,7 +112,11 @@ class Vocabulary:
         return text
 
     def spans(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[int, int]], str]:
-        """([start, end) in characters of each thing to learn, the conversation's text)."""
+        """Spans [start, end) in characters of the parts of a conversation to learn, and its rendered text.
+
+        Raises:
+            Fault: the chat template changes the assistant's turns, or omits all of their thoughts.
+        """
         text = self.rendered(messages)
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         marks = Marks(text, [Said.of(messages[number]["content"]) for number in turns])
@@ -108,23 +126,23 @@ class Vocabulary:
         places = marks.places(self.rendered(marked))
         if places is None:
             raise Fault(
-                "the chat template changes what the assistant says, or shows it more or less than once",
-                "a thought stands before its answer, between <think> and </think>; else use another template",
+                "the chat template changes a text of the assistant, omits it or repeats it",
+                "put a thought before its answer, between <think> and </think>; or use another template",
             )
         shown = [place for place in places if place is not None]
         if turns and not shown:
             raise Fault(
-                "the chat template leaves out the thought of everything that the assistant says",
-                "end the row with an answer, whose thought a template keeps, or use another template",
+                "the chat template omits the thoughts of all assistant turns, so nothing is left to learn",
+                "end the row with an answer, whose thought the template keeps; or use another template",
             )
         return [self._learnt(place) for place in shown], text
 
     def _learnt(self, place: Place) -> tuple[int, int]:
         start = place.start
-        # A turn may have no part in the thought that the head opens, or that it forbids by an empty one.
+        # The head may open a thought, or forbid one with an empty thought; a turn need not contain that part.
         for head in (self.head, self.head.partition(THOUGHT_TAGS[0])[0]):
             if head and head in place.before:
-                # What the template puts between the head and the words, the model has to write as well.
+                # The model must also generate the template's text between the head and the words.
                 start -= len(place.before) - place.before.rfind(head) - len(head)
                 break
         else:
@@ -133,14 +151,16 @@ class Vocabulary:
 
     @cached_property
     def head(self) -> str:
-        """What a generation's prompt adds to a conversation; "" where the template has none."""
+        """Text that the chat template adds for generation: the head of the assistant's turn; "" if it adds
+        none."""
         asked = [{"role": "user", "content": "u"}]
         bare, prompted = self.rendered(asked), self.rendered(asked, prompt=True)
         return prompted[len(bare) :] if prompted.startswith(bare) else ""
 
     @cached_property
     def takes_parts(self) -> bool:
-        """Whether the template shows a content that is a list, as Qwen3's own does not."""
+        """Whether the chat template renders a content that is a list of parts (Qwen3's own template does
+        not)."""
         asked = [{"role": "user", "content": [{"type": "text", "text": "\ue000"}]}]
         try:
             return "\ue000" in self.rendered(asked)
@@ -148,7 +168,8 @@ class Vocabulary:
             return False
 
     def _ending(self, behind: str) -> int:
-        """Characters up to and with the token that ends a turn, where only white space is before it."""
+        """Number of characters through the token that ends a turn, if only white space precedes it; else
+        0."""
         gap = len(behind) - len(behind.lstrip())
         begins = [token for token in self.tokenizer.all_special_tokens if behind.startswith(token, gap)]
         token = max(begins, key=len, default="")
@@ -156,7 +177,8 @@ class Vocabulary:
 
 
 def message_of(turn: RowTurn, known: Vocabulary) -> dict[str, Any]:
-    """A turn as the template takes it, placeholders as the tokens that they stand for."""
+    """Converts a turn of a conversation to a message for the chat template, with tokens in place of
+    placeholders."""
     names = {"image": known.names["context_image"], "video": known.names["video"]}
 
     def placed(text: str) -> str:
@@ -168,7 +190,7 @@ def message_of(turn: RowTurn, known: Vocabulary) -> dict[str, Any]:
         {"type": "text", "text": placed(part["text"])} if part["type"] == "text" else {"type": part["type"]}
         for part in turn.content
     ]
-    if not known.takes_parts:  # as templates that do write them
+    if not known.takes_parts:  # the same text that other templates render for parts
         texts = (part["text"] if part["type"] == "text" else f"{names[part['type']]}\n" for part in parts)
         return {"role": turn.role, "content": "".join(texts)}
     return {"role": turn.role, "content": parts}

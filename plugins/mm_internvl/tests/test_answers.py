@@ -201,9 +201,9 @@ def test_two_ranks_say_what_one_says(place, run, tmp_path):
         (["--temperature", "nan"], "temperature is nan"),
         (["--top-p", "nan"], "top_p is nan"),
         (["--batch-size", 2], "--batch-size works only with --prompts"),
-        (["--prompt", " "], "the prompt is empty, and shows nothing"),
+        (["--prompt", " "], "the prompt has no text and no image"),
         (["--prompt", "a\udcff"], "a\\udcff: the prompt is not valid UTF-8 (character 2)"),
-        (["--prompt", "<image><image>"], "the text says <image> <image>, and no images are shown"),
+        (["--prompt", "<image><image>"], "the text contains <image> <image>, but the turn has 0 images"),
         (["--out", "."], "the file cannot be written: this is a folder"),
         (["--out", "/proc/nowhere/x.jsonl"], "the file cannot be written"),
     ],
@@ -228,8 +228,8 @@ def test_a_file_of_which_no_row_can_be_read_is_a_sentence(place, run, tmp_path, 
     said = mm(capsys, "sample", "--run", run, "--prompts", file, "--batch-size", 2, "--out", out, code=1)
     assert "none of 4 rows could be read:" in said and "bad.jsonl:1: this is not JSON" in said
     first, second, third, fourth = (row["error"] for row in lines(out))
-    assert "this is not JSON" in first and "line 2: the prompt is empty, and the row shows nothing" in second
-    assert "shows 1 image and the row lists 0" in third and "is no list of turns" in fourth
+    assert "this is not JSON" in first and "line 2: the row has no question and no image" in second
+    assert "placeholders for 1 image, but the row lists 0" in third and "is not a list of turns" in fourth
 
 
 def test_answers_do_not_replace_the_questions(place, run, capsys):

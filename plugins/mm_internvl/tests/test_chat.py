@@ -57,8 +57,8 @@ def test_a_line_that_cannot_be_answered_ends_no_chat(place, run, capsys, monkeyp
     assert len(said) >= 1 and said[0]
     assert "there is no such image" in faults and "nowhere.png" in faults
     assert "unknown command /draw" in faults and "accepted: /image, /new, /quit, /help" in faults
-    assert "<image> what?: the text says <image>, and no images are shown" in faults
-    assert "accepted: one <image> for each image, or none: then they stand before the text" in faults
+    assert "<image> what?: the text contains <image>, but the turn has 0 images" in faults
+    assert "accepted: one <image> for each image, or none: images then precede the text" in faults
 
 
 def test_lines_that_are_no_text_end_no_chat(place, run, capsys, monkeypatch):
@@ -72,17 +72,17 @@ def test_lines_that_are_no_text_end_no_chat(place, run, capsys, monkeypatch):
         "the prompt is not valid UTF-8 (character 9)",
         "a\\x00b: there is no such image",
         "/image: there is no such image",
-        "the text says <video>, and no images are shown",
-        "hint: videos are shown by rows of a file",
+        "the text contains <video>, but the turn has 0 images",
+        "hint: videos can be used only in rows of a file",
     ):
         assert fault in said.err
 
 
 def test_a_placeholder_that_the_model_says_is_a_sentence(run):
     turns = [Turn("user", "what?"), Turn("assistant", "an <image>"), Turn("user", "why?")]
-    with answer_session(run) as opened, pytest.raises(DataError, match="says <image>") as fault:
+    with answer_session(run) as opened, pytest.raises(DataError, match="contains <image>") as fault:
         opened.say(turns, Decoding(max_new_tokens=2))
-    assert fault.value.hint == "begin anew: the model itself has said it"
+    assert fault.value.hint == "start a new conversation: the model itself wrote the placeholder"
 
 
 def test_nobody_to_answer_is_a_sentence(run, capsys, monkeypatch):

@@ -206,7 +206,7 @@ def test_the_published_original_files_hold_as_much(tmp_path):
 def test_a_preset_that_there_is_not_and_a_folder_in_use(tmp_path):
     with pytest.raises(ConfigError) as fault:
         write_config(tmp_path, "internvl3.5-9b")
-    assert fault.value.what == "there is no preset 'internvl3.5-9b'"
+    assert fault.value.what == "unknown preset 'internvl3.5-9b'"
     assert fault.value.accepted == ", ".join(PRESETS)
     write_config(tmp_path, "internvl3.5-1b")
     with pytest.raises(ConfigError, match="this folder holds a"):

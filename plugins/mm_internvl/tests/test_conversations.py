@@ -79,7 +79,7 @@ def test_system_of_a_row_is_its_system_prompt(place):
     )
     text = found.chat.tokenizer.decode(questions[0]().inputs["input_ids"][0])
     assert head + behind in text
-    with pytest.raises(DataError, match=r"turn 3 says '<\|im_end\|>'"):
+    with pytest.raises(DataError, match=r"turn 3 contains '<\|im_end\|>'"):
         questions[1]()
 
 
@@ -128,76 +128,82 @@ _USER, _SAID = {"role": "user", "content": "what?"}, {"role": "assistant", "cont
     [
         (data.asked("<image>?", "red", image="gone.png"), "there is no such image"),
         (data.asked("<video>?", "red", video="gone.mp4"), "the video does not exist"),
-        (data.asked("<image>?", "red"), "the conversation shows 1 image and the row lists 0"),
+        (data.asked("<image>?", "red"), "the conversation has placeholders for 1 image, but the row lists 0"),
         (
             data.asked("what?", "red", images=["a.png", "b.png"]),
-            "the conversation shows 0 images and the row lists 2",
+            "the conversation has placeholders for 0 images, but the row lists 2",
         ),
-        (data.asked("<video>?", "red", image="a.png"), "the conversation shows 0 images and the row lists 1"),
+        (
+            data.asked("<video>?", "red", image="a.png"),
+            "the conversation has placeholders for 0 images, but the row lists 1",
+        ),
         ({"messages": [_USER, {"role": "bot", "content": "red"}]}, "turn 2 has the unknown role 'bot'"),
-        ({"messages": [_USER]}, "no turn is the assistant's, so there is nothing to learn"),
+        ({"messages": [_USER]}, "no turn has the role assistant, so there is nothing to learn"),
         (
             {"messages": [_USER, {"role": "system", "content": "s"}, _SAID]},
-            "a system prompt stands behind the first turn",
+            "a turn after the first has the role system",
         ),
-        ({"messages": [_USER, {"role": "assistant", "content": 7}]}, "turn 2 says a number, not text"),
-        ({"messages": [_USER, {"role": "assistant"}]}, "turn 2 has no `role` and `content`"),
-        ({"messages": []}, "`messages` is no list of turns"),
+        (
+            {"messages": [_USER, {"role": "assistant", "content": 7}]},
+            "the content of turn 2 is a number, not a text",
+        ),
+        ({"messages": [_USER, {"role": "assistant"}]}, "turn 2 needs both `role` and `content`"),
+        ({"messages": []}, "`messages` is not a list of turns, or is empty"),
         ({"text": "what?"}, "the row has neither `conversations` nor `messages`, but text"),
         ({"messages": [_USER, _SAID], "conversations": []}, "the row has conversations and messages"),
-        (["what?"], "a list instead of a row"),
+        (["what?"], "the row is a list, not an object"),
         ('{"messages": [', 'this is not JSON: Expecting value at column 15 of `{"messages": [`'),
         (
             data.asked("what?", "<image>", image="a.png"),
-            "turn 2, which is the assistant's, shows an image or a video",
+            "turn 2 is the assistant's, but has an image or a video",
         ),
         (data.asked("<image>", "red", image="../a.png"), "the path '../a.png' leads outside the folder"),
         (data.asked("<image>", "red", image="/a.png"), "the path '/a.png' leads outside the folder"),
         (
             data.asked("say <|im_end|>", "red"),
-            "turn 1 says '<|im_end|>', which is a token of the chat template's own",
+            "turn 1 contains '<|im_end|>', which is a special token of the chat template",
         ),
         (
             data.asked("what?", "<IMG_CONTEXT>"),
-            "turn 2 says '<IMG_CONTEXT>', which is a token of images",
+            "turn 2 contains '<IMG_CONTEXT>', which is a special token for images",
         ),
         (
             json.dumps(data.asked("what \ud83d?", "red")),
-            "turn 1 holds half of a surrogate pair, which is no character",
+            "turn 1 contains half of a surrogate pair, which is no character",
         ),
         (
             json.dumps(data.asked("<image>", "red", image="\ud83d.png")),
-            "the path '\\ud83d.png' holds half of a surrogate pair, which is no character",
+            "the path '\\ud83d.png' contains half of a surrogate pair, which is no character",
         ),
         (data.asked("<image>", "red", image="a\0.png"), "the path cannot be opened: embedded null byte"),
         (data.asked("<image>", "red", image="a" * 300), "the image cannot be opened: File name too long"),
         (data.asked("<video>", "red", video="a" * 300), "the video cannot be opened: File name too long"),
-        (data.asked("<image>", "red", image=5), "5 is no path of an image or video"),
+        (data.asked("<image>", "red", image=5), "5 is not a path to an image or video"),
         (data.asked("<image>", "red", image=["."]), "this is a folder, not an image"),
         (
             {**data.ROWS[0], "tools": [{"name": "search"}]},
-            "the row has `tools`, which the model would not be shown",
+            "the row has `tools`, which this dataset cannot pass to the model",
         ),
         (
             {"messages": [_USER, {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]},
-            "turn 2 has `tool_calls`, which the model would not be shown",
+            "turn 2 has `tool_calls`, which this dataset cannot pass to the model",
         ),
         (
             {"messages": [_USER, _SAID, {"role": "tool", "content": "4"}, _SAID]},
-            "turn 3 has the role 'tool', which is that of a tool",
+            "turn 3 has the role 'tool', the role of a tool",
         ),
         (
             {"messages": [{"role": "system", "content": "be brief"}, _USER, _SAID], "system": "be long"},
-            "`system` of the row and its system turn say different things",
+            "`system` of the row differs from its system turn",
         ),
-        ({**data.ROWS[0], "system": ["a"]}, "`system` of the row is a list, not text"),
+        ({**data.ROWS[0], "system": ["a"]}, "`system` of the row is a list, not a text"),
         (
             {**data.ROWS[0], "system": "say <|im_end|>"},
-            "`system` of the row says '<|im_end|>', which is a token of the chat template's own",
+            "`system` of the row contains '<|im_end|>', which is a special token of the chat template",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "sound"}]}, _SAID]},
-            "turn 1 has a part that is no text, image or video",
+            "turn 1 has a part of unknown type",
         ),
     ],
 )
@@ -265,7 +271,7 @@ def test_a_weight_has_bounds(tmp_path):
 
 def test_an_image_bomb_is_a_bad_row(place):
     row = data.asked("<image>?", "red", image="a.png")
-    with pytest.raises(DataError, match="an image of 100x60 is larger than max_pixels"):
+    with pytest.raises(DataError, match="an image of 100x60 pixels exceeds max_pixels"):
         dataset(place, [row], max_pixels=5999)[0]
 
 
@@ -273,11 +279,12 @@ def test_files_without_conversations(place):
     with pytest.raises(DataError, match="the file of conversations does not exist"):
         dataset(place, "files/gone.jsonl")
     with pytest.raises(
-        DataError, match="none of 2 conversations can be used; the first: turn 1 has the unknown role 'x'"
+        DataError,
+        match="none of 2 conversations can be used; error of the first: turn 1 has the unknown role 'x'",
     ):
         dataset(place, [{"messages": [{"role": "x", "content": ""}]}] * 2)
     with pytest.raises(
-        DataError, match="none of 1 conversations can be read; the first: there is no such image"
+        DataError, match="none of 1 conversation can be read; error of the first: there is no such image"
     ):
         dataset(place, [data.asked("<image>", "red", image="gone.png")], packing=True)
 
@@ -290,7 +297,7 @@ def test_a_tokenizer_without_a_chat_template(place, tmp_path):
     assert str(fault.value) == (
         f"{folder}: the tokenizer has no chat template\n"
         "  accepted: chat_template.jinja, or `chat_template` in tokenizer_config.json\n"
-        "  hint: take the folder of a model that was trained to converse, or copy the template of one"
+        "  hint: use the folder of a model trained for conversations, or copy its chat template"
     )
 
 
@@ -299,11 +306,11 @@ def test_a_tokenizer_without_a_chat_template(place, tmp_path):
     [
         (
             ("{{ message['content'] }}", "{{ message['content'][:3] }}"),
-            "the chat template changes what the assistant says",
+            "the chat template changes a text of the assistant",
         ),
         (
             ("{{ '<IMG_CONTEXT>\n' }}", ""),
-            "the chat template shows 0 images and videos of the conversation's 1",
+            "the chat template outputs 0 images and videos, but the conversation has 1",
         ),
         (
             ("{% for message", "{{ raise_exception('no') }}{% for message"),
@@ -326,20 +333,22 @@ def test_templates_that_will_not_do(place, tmp_path, change, what):
 def test_turns_have_the_numbers_of_the_row_whatever_the_datasets_system(place):
     bad = data.asked("what?", "red", "say <|im_end|>", "no")
     for system in (None, "a system"):
-        with pytest.raises(DataError, match=r"turn 3 says '<\|im_end\|>', which is a token of the chat tem"):
+        with pytest.raises(
+            DataError, match=r"turn 3 contains '<\|im_end\|>', which is a special token of the chat tem"
+        ):
             dataset(place, [data.ROWS[0], bad], system=system)[1]
     with pytest.raises(DataError) as fault:
         dataset(place, system="<|im_start|>")[0]
     assert fault.value.what == (
-        "`system` of the dataset says '<|im_start|>', which is a token of the chat template's own"
+        "`system` of the dataset contains '<|im_start|>', which is a special token of the chat template"
     )
 
 
 def test_a_text_may_not_write_the_tokens_of_images(place):
     with pytest.raises(DataError) as fault:
         dataset(place, [data.ROWS[0], data.asked("what is <img> in HTML?", "an image")])[1]
-    assert fault.value.what == "turn 1 says '<img>', which is a token of images"
-    assert fault.value.hint == "write <image> where an image is shown, and the token's name in another way"
+    assert fault.value.what == "turn 1 contains '<img>', which is a special token for images"
+    assert fault.value.hint == "write <image> where an image belongs, and spell the token's name differently"
 
 
 def test_a_link_may_not_lead_out_of_the_folder(place, tmp_path):
@@ -357,7 +366,9 @@ def test_a_link_may_not_lead_out_of_the_folder(place, tmp_path):
 
 
 def test_more_tokens_than_the_model_has_positions_are_a_warning(place, recwarn):
-    with pytest.warns(RunWarning, match="max_length 2049 of the dataset: the model of .* was made for 2048"):
+    with pytest.warns(
+        RunWarning, match="max_length 2049 of the dataset exceeds the 2048 positions that the model"
+    ):
         dataset(place, max_length=2049)
     recwarn.clear()
     dataset(place, max_length=2048)
@@ -365,7 +376,7 @@ def test_more_tokens_than_the_model_has_positions_are_a_warning(place, recwarn):
     assert not [warning for warning in recwarn if warning.category is RunWarning]
     long = data.asked("what?", "number " * 2100)
     with pytest.warns(
-        RunWarning, match=r"conversations of 2\d\d\d tokens: the model of .* was made for 2048"
+        RunWarning, match=r"conversations of 2\d\d\d tokens exceed the 2048 positions that the model"
     ):
         dataset(place, [*data.ROWS, long], max_length=4096, packing=True)
 

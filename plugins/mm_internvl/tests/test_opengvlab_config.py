@@ -210,18 +210,18 @@ def original(tmp_path_factory):
     [
         (
             {"llm_config": {"model_type": "internlm2", "architectures": ["InternLM2ForCausalLM"]}},
-            "this InternVL's language model is InternLM2ForCausalLM, for which there is no conversion",
+            "this InternVL's language model is InternLM2ForCausalLM, which cannot be converted",
             "Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM",
         ),
         (
             {"ps_version": "v1"},
-            "this InternVL shuffles pixels in another way: ps_version 'v1'",
-            "ps_version v2, as InternVL 1.5 to 3.5 have it",
+            "this InternVL has another pixel shuffle: ps_version 'v1'",
+            "ps_version v2, as in InternVL 1.5 to 3.5",
         ),
         (
             {"llm_config": None},
-            "config.json says that it is of InternVLChatModel, and has no llm_config",
-            "config.json of an InternVL: llm_config and vision_config",
+            "config.json has the model_type of InternVLChatModel, but no llm_config",
+            "config.json of an InternVL, with llm_config and vision_config",
         ),
     ],
 )
@@ -236,7 +236,7 @@ def test_an_original_that_there_is_no_class_for(original, tmp_path, keys, senten
 def test_a_tokenizer_of_another_model(original, tmp_path):
     folder = changed(original, tmp_path / "other")
     (folder / "tokenizer_config.json").write_text('{"model_max_length": 8}')
-    with pytest.raises(ContractError, match="the tokenizer has no <IMG_CONTEXT>, the token that stands"):
+    with pytest.raises(ContractError, match="the tokenizer has no <IMG_CONTEXT>, the token for images"):
         build_task(runs.config_of(tmp_path, folder))
 
 
@@ -262,7 +262,7 @@ def test_a_vision_tower_that_the_original_class_has_not(original):
     given["vision_config"]["use_mask_token"] = True
     with pytest.raises(ContractError) as fault:
         to_original(given)
-    assert fault.value.what == "InternVLChatModel has no place for vision_config.use_mask_token True"
+    assert fault.value.what == "InternVLChatModel does not support vision_config.use_mask_token True"
 
 
 def test_other_models_and_adapters_have_no_place_in_the_format():

@@ -25,7 +25,7 @@ data, dataset, loaded, place = sets.data, sets.dataset, sets.loaded, sets.place
 
 def test_packed_rows_come_one_at_a_time(place):
     found = dataset(place, packing=True)
-    with pytest.raises(ContractError, match="a micro-batch of 2 packed rows"):
+    with pytest.raises(ContractError, match="a micro-batch of 2 packed rows is not supported"):
         found.collate([{**found[0], "key": SampleKey(0, 0), "weight": 1.0}] * 2)
 
 
@@ -42,7 +42,7 @@ def test_larger_packed_batches_are_refused_before_rows_are_read(place, tmp_path,
 
     monkeypatch.setattr(Conversations, "__init__", opened)
     for beginning in (lambda: make_plan(config, 1, num_samples=9), lambda: mm_core.train(config)):
-        with pytest.raises(ContractError, match="a micro-batch of 2 packed rows") as fault:
+        with pytest.raises(ContractError, match="a micro-batch of 2 packed rows is not supported") as fault:
             beginning()
         assert fault.value.where == "train.micro_batch_size"
     batches["micro_batch_size"] = 1

@@ -213,9 +213,7 @@ def test_a_template_without_a_prompt_learns_the_thought_too(said):
 def test_words_that_a_template_takes_away_are_a_sentence(said, template, turn):
     with pytest.raises(DataError) as fault:
         said(template, "what", turn)
-    assert fault.value.what == (
-        "the chat template changes what the assistant says, or shows it more or less than once"
-    )
+    assert fault.value.what == ("the chat template changes a text of the assistant, omits it or repeats it")
     assert fault.value.hint == (
         "a thought stands before its answer, between <think> and </think>; else use another template"
     )
@@ -231,7 +229,7 @@ def test_a_row_of_which_no_thought_is_shown_is_a_sentence(said):
         with pytest.raises(DataError) as fault:
             said(template, *turns)
         assert fault.value.what == (
-            "the chat template leaves out the thought of everything that the assistant says"
+            "the chat template omits the thoughts of all assistant turns, so nothing is left to learn"
         )
         assert fault.value.hint == (
             "end the row with an answer, whose thought a template keeps, or use another template"
@@ -248,9 +246,9 @@ def test_a_thought_that_a_row_keeps_apart():
             {"messages": [asked, whole]}, "row"
         )
     for thought, sentence in (
-        (["it is"], "turn 2 thinks a list, not text"),
-        ("<image>", "turn 2, which is the assistant's, shows an image or a video"),
-        ("\ud800", "turn 2 holds half of a surrogate pair, which is no character"),
+        (["it is"], "`reasoning_content` of turn 2 is a list, not a text"),
+        ("<image>", "turn 2 is the assistant's, but has an image or a video"),
+        ("\ud800", "turn 2 contains half of a surrogate pair, which is no character"),
     ):
         with pytest.raises(DataError) as fault:
             conversation({"messages": [asked, {**apart, "reasoning_content": thought}]}, "row")

@@ -141,11 +141,12 @@ def bomb(width: int, height: int) -> bytes:
         (
             60_000,
             "bomb.png: the image has more than the 178956970 pixels that Pillow opens\n"
-            "  accepted: up to 67108864 pixels\n  hint: make it smaller: max_pixels of the dataset cannot",
+            "  accepted: up to 67108864 pixels\n"
+            "  hint: shrink the image, or remove its row: max_pixels of the dataset cannot",
         ),
         (
             9_000,
-            "bomb.png: an image of 9000x9000 is larger than max_pixels\n  accepted: up to 67108864 pixels",
+            "bomb.png: an image of 9000x9000 pixels exceeds max_pixels\n  accepted: up to 67108864 pixels",
         ),
     ],
 )
@@ -174,7 +175,7 @@ def test_a_folder_says_how_its_images_are_cut(tmp_path):
     with pytest.raises(CheckpointError, match="cannot be cut into 5 to 4 tiles"):
         read_tiling(tmp_path, min_tiles=5)
     (tmp_path / "preprocessor_config.json").write_text('{"size": {"shortest_edge": 448}}')
-    with pytest.raises(CheckpointError, match="is not that of tiles"):
+    with pytest.raises(CheckpointError, match="is not the height and width of tiles"):
         read_tiling(tmp_path)
 
 
@@ -236,8 +237,11 @@ def test_images_with_a_border_are_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"pad2square": true}')
     with pytest.raises(CheckpointError) as fault:
         read_tiling(tmp_path)
-    assert fault.value.what == "images are made square by a border before they are cut: pad2square"
-    assert fault.value.accepted == "false, as InternVL 1.5 to 3.5 have it"
+    assert (
+        fault.value.what
+        == "pad2square is set: images padded to a square before they are cut are not supported"
+    )
+    assert fault.value.accepted == "pad2square: false, as in InternVL 1.5 to 3.5"
 
 
 # -- several images in a row -------------------------------------------------------------------------

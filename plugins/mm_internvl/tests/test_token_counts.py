@@ -67,13 +67,15 @@ def test_many_rows_are_measured_by_several_processes(place, monkeypatch):
     monkeypatch.setattr(token_counts, "StartWorker", lambda: started.append(1) or StartWorker())
     assert dataset(place, rows).lengths().equal(wanted) and started
     assert len(dataset(place, rows, packing=True, max_length=64)) > 1
-    with pytest.raises(DataError, match="none of 30 conversations can be read; the first: there is no such"):
+    with pytest.raises(
+        DataError, match="none of 30 conversations can be read; error of the first: there is no such"
+    ):
         dataset(place, [rows[7]] * 30, packing=True)
 
 
 def test_lengths_that_cannot_be_kept_stop_nothing(place, tmp_path):
     (tmp_path / "a file").touch()
-    with pytest.warns(UserWarning, match="the lengths of conversations cannot be kept: "):
+    with pytest.warns(UserWarning, match="the measured lengths of conversations cannot be stored in"):
         found = dataset(place, lengths=str(tmp_path / "a file" / "lengths.json")).lengths()
     assert found.equal(dataset(place).lengths())
 
@@ -85,9 +87,9 @@ def test_measuring_that_takes_long_says_how_far_it_is(place, monkeypatch, caplog
     monkeypatch.setattr(token_counts, "SECONDS", 0.0)
     monkeypatch.setattr(token_counts, "CHUNK", 10)
     dataset(place, rows).lengths()
-    assert caplog.messages[-1] == "conversations are measured: 25 of 25 in 0 s"
+    assert caplog.messages[-1] == "counting tokens of conversations: 25 of 25 in 0 s"
     assert [text.rpartition(" in")[0] for text in caplog.messages[:2]] == [
-        f"conversations are measured: {n} of 25" for n in (10, 20)
+        f"counting tokens of conversations: {n} of 25" for n in (10, 20)
     ]
 
 
@@ -111,11 +113,11 @@ def test_ranks_share_the_measuring_and_find_the_same(place, tmp_path):
     assert [one["again"] for one in found] == [[wanted, 0]] * 2
     assert found[0]["bad"] == found[1]["bad"]
     assert found[0]["bad"].startswith(
-        f"{place}/files/0.png: none of 3 conversations can be read; the first: "
+        f"{place}/files/0.png: none of 3 conversations can be read; error of the first: "
     )
     for rank, one in enumerate(found):
         assert one["other"].startswith(
-            f"{tmp_path}/{rank}.jsonl: rank 0 reads 2 conversations, and rank 1 reads 3"
+            f"{tmp_path}/{rank}.jsonl: rank 0 reads 2 conversations, but rank 1 reads 3"
         )
 
 
@@ -155,7 +157,7 @@ def test_a_signal_to_one_rank_ends_a_run_that_measures(place, tmp_path, world):
         started.append(warm.Running(words, env=os.environ | environment, merged=True))
     try:
         until = time.monotonic() + 120
-        while "are measured" not in started[0].out:
+        while "counting tokens of conversations" not in started[0].out:
             assert time.monotonic() < until, started[0].out
             time.sleep(0.02)
         started[-1].process.send_signal(signal.SIGTERM)
@@ -167,5 +169,5 @@ def test_a_signal_to_one_rank_ends_a_run_that_measures(place, tmp_path, world):
     assert [code for code, _, _ in ends] == [75] * world, text
     why = "SIGTERM" if world == 1 else "a signal to another rank"
     assert f"stopped by {why} before the first step; run folder {tmp_path / 'runs' / 'tuned'}" in text
-    last = [int(found) for found in re.findall(r"are measured: (\d+) of", text)][-1]
+    last = [int(found) for found in re.findall(r"counting tokens of conversations: (\d+) of", text)][-1]
     assert last < count / world and not list(tmp_path.glob("runs/tuned/checkpoints/step_*"))

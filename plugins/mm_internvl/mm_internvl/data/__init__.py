@@ -1,1 +1,1 @@
-"""Conversations of images and videos as InternVL reads them."""
+"""Conversations about images and videos, as InternVL takes them: rows, tokens, labels and tiles."""

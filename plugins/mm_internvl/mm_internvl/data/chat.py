@@ -1,4 +1,4 @@
-"""Conversations as tokens, by the tokenizer's own chat template, with a label for each that is learnt."""
+"""Tokenizes conversations with the tokenizer's own chat template, and labels the tokens to learn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mm_core.contracts import IGNORED_LABEL
-from mm_core.errors import DataError
+from mm_core.errors import DataError, plural
 from mm_internvl.data.rows import PLACEHOLDER, Conversation, Medium, RowTurn
 from mm_internvl.vocabulary import NEEDED, Fault, Vocabulary, message_of
 
@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shown:
-    """An image or video of a conversation: tiles of each of its pictures (one for an image, else frames)."""
+    """An image or video of a conversation, as the model takes it.
+
+    Attributes:
+        kind: image or video.
+        tiles: number of tiles of each picture: one picture for an image, one per frame for a video.
+    """
 
     kind: Medium
     tiles: tuple[int, ...]
@@ -29,8 +34,14 @@ class Shown:
 
 @dataclass(frozen=True)
 class Tokens:
-    """ids, labels: [L] int64. shown: how many of the conversation's images and videos are within. whole: none
-    of it was cut off."""
+    """The tokens of a conversation, up to `max_length`.
+
+    Attributes:
+        ids: token ids [L] int64.
+        labels: labels [L] int64; -100 where nothing is learnt.
+        shown: number of images and videos within these tokens.
+        whole: whether nothing was cut off.
+    """
 
     ids: Tensor
     labels: Tensor
@@ -40,15 +51,15 @@ class Tokens:
 
 @dataclass
 class Chat:
-    """The tokenizer and template of a model's folder, opened where they are first used.
+    """The tokenizer and chat template of an InternVL folder, opened on first use.
 
     Args:
-        folder: the model's.
-        max_length: tokens of a conversation; longer ones are cut.
-        system: prompt of conversations that have none.
+        folder: folder of the model.
+        max_length: largest number of tokens in a conversation; longer ones are cut.
+        system: system prompt for conversations without one.
 
     Raises (on first use):
-        CheckpointError: a folder without a tokenizer, a chat template, or the tokens of images.
+        CheckpointError: the folder has no tokenizer, no chat template, or no tokens for images.
     """
 
     folder: str
@@ -59,17 +70,21 @@ class Chat:
         return asdict(self)  # without the vocabulary
 
     def check(self) -> None:
-        """Opens the folder. CheckpointError for one that will not do."""
+        """Opens the model's tokenizer and chat template.
+
+        Raises:
+            CheckpointError: the folder has no tokenizer, no chat template, or no tokens for images.
+        """
         _ = self._vocabulary
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Transformers' tokenizer."""
+        """The tokenizer of the InternVL folder, as a Transformers object."""
         return self._vocabulary.tokenizer
 
     @property
     def tokens_of_blank(self) -> list[int]:
-        """Ids of an image of one tile."""
+        """Token ids of an image with one tile."""
         known = self._vocabulary
         return [known.start, *[known.context] * known.tile, known.end]
 
@@ -78,13 +93,16 @@ class Chat:
         return Vocabulary(self.folder)
 
     def tokens(self, conversation: Conversation, shown: Sequence[Shown], where: str) -> Tokens:
-        """The conversation's tokens, up to `max_length`, and what is to be learnt of them.
+        """Tokenizes a conversation, up to `max_length`, and labels the tokens of the assistant.
 
-        shown: its images and videos. where: for errors.
+        Args:
+            conversation: turns of the conversation.
+            shown: its images and videos.
+            where: file and row, for errors.
 
         Raises:
-            DataError: words that are the template's own tokens, a turn that the template rewrites, an image
-                at the cut, nothing to learn before it.
+            DataError: a text contains special tokens of the template, the template rewrites a turn, the cut
+                falls inside an image, or nothing before the cut is learnt.
         """
         known = self._vocabulary
         try:
@@ -95,18 +113,27 @@ class Chat:
         except Fault as fault:
             raise DataError(str(fault), where=where, hint=fault.hint) from None
         length = min(len(ids), self.max_length)
-        labels[0] = IGNORED_LABEL  # nothing comes before it, in a packed row as little as alone
+        labels[0] = IGNORED_LABEL  # no token precedes it, also in a packed row
         if not bool((labels[:length] != IGNORED_LABEL).any()):
             raise DataError(
-                f"of {len(ids)} tokens, the first {length} hold nothing that the assistant says",
+                f"nothing to learn: the first {length} of {plural(len(ids), 'token')} contain no text of the "
+                "assistant",
                 where=where,
                 hint="raise max_length of the dataset, or split the conversation",
             )
         return Tokens(ids[:length].clone(), labels[:length].clone(), kept, whole=length == len(ids))
 
     def prompt(self, turns: Sequence[RowTurn], shown: Sequence[Shown], where: str) -> Tensor:
-        """[L] int64: the tokens of turns, up to where the assistant goes on. DataError as of `tokens`, and
-        for more of them than `max_length`."""
+        """Tokens [L] int64 of a conversation, up to the assistant's next answer.
+
+        Args:
+            turns: turns of the conversation.
+            shown: its images and videos.
+            where: file and row, for errors.
+
+        Raises:
+            DataError: as for `tokens`; or the conversation has `max_length` tokens or more.
+        """
         known = self._vocabulary
         try:
             text = self._rendered(known, turns, [medium.kind for medium in shown])
@@ -119,12 +146,12 @@ class Chat:
                 f"the conversation has {len(ids)} tokens, and max_length {self.max_length} leaves no room "
                 "for an answer",
                 where=where,
-                hint="raise max_length of the dataset, lower max_tiles or frames, or begin anew",
+                hint="raise max_length of the dataset, lower max_tiles or frames, or start a new chat",
             )
         return ids
 
     def _begun(self, turns: Sequence[RowTurn]) -> dict[str, RowTurn]:
-        """The turns by what sentences call them, the system prompt of the row or the dataset among them."""
+        """The turns by their names in messages, with the system prompt of the row or the dataset."""
         begun = {}
         if turns[0].apart:
             begun["`system` of the row"], turns = turns[0], turns[1:]
@@ -133,7 +160,7 @@ class Chat:
         return {**begun, **{f"turn {number}": turn for number, turn in enumerate(turns, 1)}}
 
     def _rendered(self, known: Vocabulary, turns: Sequence[RowTurn], kinds: Sequence[Medium]) -> str:
-        """The template's text of turns that are to be answered."""
+        """The template's text for a conversation that awaits an answer."""
         begun = self._begun(turns)
         self._check_words(known, begun)
         messages = {name: message_of(turn, known) for name, turn in begun.items()}
@@ -143,14 +170,14 @@ class Chat:
         return text
 
     def _kept(self, length: int, blocks: Sequence[tuple[int, int]], shown: Sequence[Shown]) -> int:
-        """How many images and videos lie before the cut."""
+        """Number of images and videos before the cut."""
         if length <= self.max_length:
             return len(blocks)
         for number, (start, end) in enumerate(blocks):
             if start < self.max_length < end:
                 raise Fault(
-                    f"the row has {length} tokens, and cutting it at {self.max_length} would go through "
-                    f"{shown[number].kind} {number + 1}",
+                    f"the row has {plural(length, 'token')}, and max_length {self.max_length} would cut "
+                    f"through {shown[number].kind} {number + 1}",
                     "raise max_length of the dataset, set share_tiles, lower max_tiles or frames, or "
                     "split the conversation",
                 )
@@ -159,7 +186,7 @@ class Chat:
     def _laid_out(
         self, known: Vocabulary, turns: Sequence[RowTurn], kinds: Sequence[Medium]
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The template's text, each image and video one placeholder in it, and the spans to learn."""
+        """The template's text, with one placeholder for each image and video, and the spans to learn."""
         begun = self._begun(turns)
         self._check_words(known, begun)
         messages = {name: message_of(turn, known) for name, turn in begun.items()}
@@ -174,40 +201,41 @@ class Chat:
             if own := next((token for token in known.structure if token in words), None):
                 pictures = own in known.names.values()
                 raise Fault(
-                    f"{name} says {own!r}, which is a token of "
-                    + ("images" if pictures else "the chat template's own"),
-                    "write <image> where an image is shown, and the token's name in another way"
+                    f"{name} contains {own!r}, which is a special token "
+                    + ("for images" if pictures else "of the chat template"),
+                    "write <image> where an image belongs, and spell the token's name differently"
                     if pictures
-                    else "write it in another way",
+                    else "spell it differently in the data",
                 )
 
     def _check_pictures(self, known: Vocabulary, text: str, kinds: Sequence[Medium]) -> None:
         found = [known.kind_of(match[0]) for match in known.pictures.finditer(text)]
         if found != list(kinds):
             raise Fault(
-                f"the chat template shows {len(found)} images and videos of the conversation's {len(kinds)}",
-                "a template of InternVL's Transformers folders shows each of them once, in order",
+                f"the chat template outputs {plural(len(found), 'image')} and videos, but the conversation "
+                f"has {len(kinds)}",
+                "use the template of InternVL's Transformers folders, which outputs each once, in order",
             )
 
 
 def _check_said(messages: Mapping[str, Mapping[str, Any]], text: str) -> None:
-    """Fault where the template leaves out or rewrites what somebody else than the assistant says."""
+    """Raises Fault if the template omits or rewrites a turn that is not the assistant's."""
     for name, message in messages.items():
         content = message["content"]
         parts = [{"text": content}] if isinstance(content, str) else content
         role = message["role"]
         if role != "assistant" and any(part.get("text", "").strip() not in text for part in parts):
             raise Fault(
-                f"the chat template does not show {name}, which is the {role}'s, as it is",
-                "use another template, or leave the turn out",
+                f"the chat template omits or rewrites {name}, a turn of the {role}",
+                "use another template, or remove the turn",
             )
 
 
 def _with_pictures(
     known: Vocabulary, text: str, spans: Sequence[tuple[int, int]], shown: Sequence[Shown]
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The text with each picture as `<img><IMG_CONTEXT></img>`, frames of a video numbered as Transformers'
-    processor numbers them; and the spans where they are then."""
+    """The text with each picture as `<img><IMG_CONTEXT></img>`, with frames of a video numbered as in
+    Transformers' processor; and the spans, moved accordingly."""
     start, end, context = (known.names[name] for name in NEEDED)
     picture = f"{start}{context}{end}"
     parts, place, moved, shifts = [], 0, 0, []
@@ -229,8 +257,9 @@ def _with_pictures(
 def _expanded(
     known: Vocabulary, text: str, spans: Sequence[tuple[int, int]], shown: Sequence[Shown]
 ) -> tuple[Tensor, Tensor, list[tuple[int, int]]]:
-    """(ids, labels, [start, end) of each image and video in tokens), every tile at its full length."""
-    # Not verbose: what is beyond the tokenizer's own length is cut by max_length, and needs no warning here.
+    """Token ids, labels, and [start, end) of each image and video in tokens, with every tile at full
+    length."""
+    # Not verbose: max_length cuts what exceeds the tokenizer's own length, so no warning is needed.
     found = known.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids = torch.tensor(found["input_ids"], dtype=torch.int64)
     begins = torch.tensor([start for start, _ in found["offset_mapping"]], dtype=torch.int64)
@@ -241,13 +270,13 @@ def _expanded(
     repeats = torch.ones_like(ids)
     places = (ids == known.context).nonzero().flatten()
     tiles = torch.tensor([count for medium in shown for count in medium.tiles], dtype=torch.int64)
-    assert len(places) == len(tiles), "a picture is one token before its tiles are counted"
+    assert len(places) == len(tiles), "each picture is one token before its tiles are expanded"
     repeats[places] = tiles * known.tile
     ends = repeats.cumsum(0)
     blocks, first = [], 0
     for medium in shown:
         last = first + len(medium.tiles) - 1
-        # `<img>` stands before the first tile, `</img>` behind the last.
+        # `<img>` precedes the first tile, `</img>` follows the last.
         blocks.append((int(ends[places[first] - 1]) - 1, int(ends[places[last] + 1])))
         first = last + 1
     return ids.repeat_interleave(repeats), labels.repeat_interleave(repeats), blocks

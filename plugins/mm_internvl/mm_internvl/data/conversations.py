@@ -1,4 +1,4 @@
-"""The dataset `internvl/conversations`."""
+"""The dataset `internvl/conversations`: conversations about images and videos, optionally packed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mm_core.contracts import IGNORED_LABEL, Randomness, TextBatch, VideoReader
 from mm_core.data import PackedRows, PyAVReader, check_folder, inside
-from mm_core.errors import ContractError, DataError, PartsError, RunWarning
+from mm_core.errors import ContractError, DataError, PartsError, RunWarning, plural
 from mm_internvl.data.chat import Chat, Shown, Tokens
 from mm_internvl.data.config import ConversationsConfig, Source
 from mm_internvl.data.lengths import Lengths
@@ -26,21 +26,21 @@ from mm_internvl.packing import Packs, check_support, positions
 
 
 class Conversations:
-    """Conversations about images and videos, as `InternVLForConditionalGeneration` takes them.
+    """The dataset of conversations about images and videos, for `InternVLForConditionalGeneration`.
 
     A sample is {"pieces": [{"input_ids", "labels": int64 [L]}, ...], "pixel_values": float32 [N,3,Y,X] of its
-    tiles, "id"}: one piece, or with `packing` those that share a row, without the ones that cannot be read
-    ("missing": their PartsError). Labels are -100 but where the assistant
-    speaks. A batch's inputs are `input_ids`, `labels`, `pixel_values` (at least one tile: see `collate`), and
-    `attention_mask`, or for packed rows `position_ids`.
+    tiles, "id"}. It has one piece; with `packing`, all conversations that share a row, without those that
+    cannot be read ("missing": their PartsError). Labels are -100 except for the assistant's words. The inputs
+    of a batch are `input_ids`, `labels`, `pixel_values` (at least one tile: see `collate`), and
+    `attention_mask`, or `position_ids` for packed rows.
 
     Args: fields of `ConversationsConfig`.
 
     Raises:
-        DataError: in the constructor for files that are no JSON or hold no rows; per sample for a row that
-            is no conversation, for images and videos that are missing, damaged, too large or outside their
-            folder, and for placeholders that do not fit them.
-        CheckpointError: a folder without a tokenizer, a chat template, or the tokens of images.
+        DataError: in the constructor: a file is not JSON or has no rows. Per sample: a row is no
+            conversation; an image or video is missing, damaged, too large or outside its folder;
+            placeholders do not match the files.
+        CheckpointError: the folder has no tokenizer, no chat template, or no tokens for images.
     """
 
     def __init__(
@@ -65,22 +65,24 @@ class Conversations:
         return len(self.order) if self.packs is None else len(self.packs)
 
     def lengths(self) -> Tensor:
-        """[N] int64: tokens of each sample. Every row is measured the first time, from headers alone."""
+        """Token counts [N] int64 of the dataset's samples. The first call measures every row, from file
+        headers only."""
         return self._tokens()[0] if self.packs is None else self.packs.sizes
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """A sample; of packed rows, one of epoch 0 and seed 0."""
+        """The sample at an index; with packing, its row for epoch 0 and seed 0."""
         return self._sample(index, 0, 0)
 
     def sample_at(self, index: int, rng: Randomness) -> dict[str, Any]:
-        """A sample; which conversations share a row depends on the run's seed and the epoch."""
+        """The sample at an index. With packing, the run's seed and the epoch decide which conversations
+        share a row."""
         return self._sample(index, rng.seed, int(rng.path[-2]))  # rng is at ("data", epoch, index)
 
     def collate(self, samples: Sequence[dict[str, Any]]) -> TextBatch:
-        """Samples, to which the loader has added `key` and `weight`, as a batch.
+        """Collates samples, with `key` and `weight` from the loader, into a batch.
 
-        Without any image, a blank tile and its tokens follow behind the shortest row: nothing looks at them
-        and nothing is learnt from them, but every rank runs the same modules.
+        Without any image, a blank tile and its tokens are appended to the shortest row. They are masked
+        and not learnt, but every rank then runs the same modules.
         """
         self.check_micro_batch(len(samples), {"packing": self.packs is not None})
         pieces = [list(sample["pieces"]) for sample in samples]
@@ -114,33 +116,41 @@ class Conversations:
 
     @classmethod
     def evaluated(cls, options: Mapping[str, object]) -> Mapping[str, object]:
-        """Rows that are answered one by one are not packed."""
+        """Dataset options for evaluation: rows are answered one by one, so packing is off."""
         return {**options, "packing": False}
 
     @classmethod
     def check_micro_batch(cls, size: int, options: Mapping[str, object]) -> None:
-        """ContractError for several packed rows."""
+        """Checks that a micro-batch has at most one packed row.
+
+        Raises:
+            ContractError: the micro-batch has several packed rows.
+        """
         if options["packing"] and size > 1:
             raise ContractError(
-                f"a micro-batch of {size} packed rows",
+                f"a micro-batch of {size} packed rows is not supported",
                 where="train.micro_batch_size",
                 accepted="1: a packed row is long, and FlashAttention takes one at a time",
-                hint="set train.micro_batch_size: 1, and raise max_length of the dataset for larger batches",
+                hint="set train.micro_batch_size: 1; for larger batches, raise max_length of the dataset",
             )
 
     @classmethod
     def conversing(cls, reader: VideoReader, **fields: Any) -> Asking:
-        """What lays out questions as the rows are, without any of them."""
+        """Turns questions of `mm sample` and `mm chat` into model inputs, with this dataset's options but
+        without its rows."""
         return _asking(ConversationsConfig(**fields), reader)
 
     def _check_reach(self, folder: str) -> None:
-        """Warns of conversations beyond the positions that the model was made for."""
+        """Warns of conversations longer than the model's positions."""
         reach = _positions_of(read_object(Path(folder) / "config.json"))
         packed = self.packs is not None
         longest = self.chat.max_length if self.packs is None else int(self.packs.lengths.max())
         if reach is not None and longest > reach:
             what = f"conversations of {longest} tokens" if packed else f"max_length {longest} of the dataset"
-            sentence = f"{what}: the model of {folder} was made for {reach} positions"
+            sentence = (
+                f"{what} exceed{'' if packed else 's'} the {reach} positions that the model in {folder} was "
+                f"made for: answers may get worse; lower max_length of the dataset to {reach}"
+            )
             warnings.warn(sentence, RunWarning, stacklevel=3)
 
     # -- samples ---------------------------------------------------------------------------------
@@ -156,10 +166,10 @@ class Conversations:
         total = sum(len(tokens.ids) for tokens, *_ in read)
         if total > self.packs.capacity:
             raise DataError(
-                f"conversations that share a row have {total} tokens, more than their {self.packs.capacity}: "
-                "images or videos have changed since their lengths were measured",
+                f"the conversations of a packed row have {total} tokens, more than max_length "
+                f"{self.packs.capacity}: images or videos have changed since their lengths were measured",
                 where=", ".join(name for _, _, name, _ in read),
-                hint="delete the file `lengths` of the dataset",
+                hint="delete the file that `lengths` of the dataset names, and start again",
             )
         return {
             "pieces": [_piece(tokens) for tokens, *_ in read],
@@ -169,7 +179,7 @@ class Conversations:
         }
 
     def _together(self, members: Sequence[int]) -> tuple[list[_Read], dict[int, DataError]]:
-        """The conversations that can be read, and what is wrong with each of the others."""
+        """The conversations that can be read, and the error of each of the others."""
         read, faults = [], {}
         for member in members:
             try:
@@ -179,8 +189,8 @@ class Conversations:
         return read, faults
 
     def _conversation(self, number: int) -> _Read:
-        """(tokens, pixels of the images and videos among them, name, answers to what is asked last) of a row.
-        Without answers of its own, those of its labels are right."""
+        """Tokens of a row, pixels of the images and videos among them, its name, and the reference answers
+        to its last question. Without reference answers, evaluation uses the labels."""
         row = self.rows[number]
         said, shown, tokens = self._measured(row)
         pixels = self.pictures.pixels(self._files(row, said), shown, tokens.shown)
@@ -188,17 +198,19 @@ class Conversations:
         return tokens, pixels, self._name(row), said.answers if answered else ()
 
     def _measured(self, row: RawRow) -> tuple[Conversation, list[Shown], Tokens]:
-        """What a row says and shows, and its tokens; of images and videos, only the headers are read."""
+        """A row's conversation, its images and videos, and its tokens. Reads only the headers of images and
+        videos."""
         name = self._name(row)
         said = conversation(row.value, name)
         shown = self.pictures.shown(self._files(row, said))
         return said, shown, self.chat.tokens(said, shown, name)
 
     def _tokens(self) -> tuple[Tensor, Tensor]:
-        """([N] tokens of each conversation of an epoch, [N] which cannot be read).
+        """Token counts [N] of an epoch's conversations, and [N] whether each cannot be read.
 
-        The unreadable count as long as the others on average, and are packed with one another: their share
-        of the packed rows is that of the conversations, and reading those rows says what is wrong."""
+        Unreadable conversations count with the average length of the others, and are packed together. So
+        their share of packed rows equals their share of conversations, and reading these rows reports the
+        errors."""
         found = self._kept.of(self.rows, self._length)[self.order]
         bad = found == 0
         usual = self.chat.max_length if bad.all() else round(float(found[~bad].double().mean()))
@@ -217,11 +229,12 @@ class Conversations:
 
 
 _Read = tuple[Tokens, Tensor, str, tuple[str, ...]]
-"""Of a row: see `Conversations._conversation`."""
+"""Result of `Conversations._conversation` for a row."""
 
 
 def _asking(wanted: ConversationsConfig, reader: VideoReader) -> Asking:
-    """What lays out conversations and questions alike. CheckpointError for a model's folder that cannot."""
+    """Builds chat template and tiling for conversations and questions. CheckpointError if the model's
+    folder lacks their files."""
     chat = Chat(wanted.processor, wanted.max_length, wanted.system)
     chat.check()
     tiling = read_tiling(Path(wanted.processor), wanted.min_tiles, wanted.max_tiles)
@@ -229,7 +242,7 @@ def _asking(wanted: ConversationsConfig, reader: VideoReader) -> Asking:
 
 
 def _positions_of(config: Mapping[str, object]) -> int | None:
-    """How many a model was made for, where its config says so: stretched ones where its rotations are."""
+    """Number of positions that a model was made for, with RoPE scaling; None if its config has no number."""
     part = config.get("text_config") or config.get("llm_config") or config
     if not isinstance(part, Mapping) or not isinstance(reach := part.get("max_position_embeddings"), int):
         return None
@@ -245,7 +258,7 @@ def _piece(tokens: Tokens) -> dict[str, Tensor]:
 
 
 def _read(sources: Sequence[Source]) -> tuple[PackedRows[RawRow], Tensor]:
-    """(rows of all sources, [N] the row of each sample of an epoch)."""
+    """Rows of all sources, and the row number [N] of each sample of an epoch."""
     counts: list[int] = []
     rows = PackedRows(_rows(sources, counts), RawRow)
     order: list[Tensor] = []
@@ -254,18 +267,22 @@ def _read(sources: Sequence[Source]) -> tuple[PackedRows[RawRow], Tensor]:
         own = torch.arange(first, first + count)
         whole = int(source.weight)
         part = round((source.weight - whole) * count)
-        # The same part in every epoch, so that as many samples and packed rows make one.
+        # The same part in every epoch, so that all epochs have the same number of samples and packed rows.
         drawn = torch.randperm(count, generator=Randomness(0).generator("source", number))[:part]
         order += [own.repeat(whole), own[drawn.sort().values]]
         first += count
     samples = torch.cat(order)
     if not len(samples):
-        raise DataError("the weights of all sources leave no conversation", where="sources")
+        raise DataError(
+            "no conversation remains: the weights of all sources are too small",
+            where="sources",
+            hint="raise `weight` of a source: 1 uses each row once per epoch",
+        )
     return rows, samples
 
 
 def _rows(sources: Sequence[Source], counts: list[int]) -> Iterator[RawRow]:
-    """The rows of all sources, one at a time. counts: gains how many each has."""
+    """Rows of all sources, one at a time. Appends the number of rows of each source to `counts`."""
     for number, source in enumerate(sources):
         counts.append(0)
         for row in _some_usable(Path(source.annotations), number):
@@ -276,7 +293,7 @@ def _rows(sources: Sequence[Source], counts: list[int]) -> Iterator[RawRow]:
 
 
 def _some_usable(file: Path, source: int) -> Iterator[RawRow]:
-    """A file's rows. DataError behind them, where none is a conversation that can be read."""
+    """Rows of a file. After the last row, raises DataError if none is a readable conversation."""
     first, bad, usable = None, 0, False
     for row in read_rows(file, source):
         if not usable:
@@ -289,9 +306,9 @@ def _some_usable(file: Path, source: int) -> Iterator[RawRow]:
     if usable:
         return
     if first is None:
-        raise DataError("the file lists no conversations", where=str(file), accepted=ACCEPTED)
+        raise DataError("the file contains no conversations", where=str(file), accepted=ACCEPTED)
     raise DataError(
-        f"none of {bad} conversations can be used; the first: {first.what}",
+        f"none of {plural(bad, 'conversation')} can be used; error of the first: {first.what}",
         where=first.where,
         accepted=first.accepted,
     )

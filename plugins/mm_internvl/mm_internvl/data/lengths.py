@@ -1,4 +1,4 @@
-"""How many tokens each row has: measured once, and kept in a file where one is named."""
+"""Token counts of conversations: measured once, and stored in a file if the config names one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mm_core.errors import DataError
+from mm_core.errors import DataError, plural
 from mm_internvl.data.config import Source
 from mm_internvl.data.rows import RawRow
 from mm_internvl.data.token_counts import gathered, lengths_of
@@ -23,16 +23,16 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", 
 
 
 class Lengths:
-    """Lengths of the rows of some sources.
+    """Token counts of the conversations in a dataset's files, with a cache file.
 
-    The file names what they were measured with: other annotations, another tokenizer or other options are
-    measured anew. Images that change under the same name are not noticed here.
+    The cache file records what the counts depend on: with other annotations, another tokenizer or other
+    options, rows are measured again. Changes of an image under the same name are not detected.
 
     Args:
-        file: None keeps nothing.
+        file: cache file; None: no cache.
         sources: files of the rows.
-        processor: the model's folder.
-        facts: whatever else lengths depend on, as JSON has it.
+        processor: folder of the model.
+        facts: everything else that the counts depend on, as JSON values.
     """
 
     def __init__(
@@ -44,17 +44,21 @@ class Lengths:
         self._facts = json.dumps([*facts, [source.folder for source in sources]])
 
     def of(self, rows: Sequence[RawRow], measure: Callable[[RawRow], int]) -> Tensor:
-        """`lengths_of` the rows, or what the file says of them. Of several ranks, called by all of them, the
-        first one reads and writes the file.
+        """Token counts [N] of conversations, from the cache file or measured by `lengths_of`. All ranks
+        call it; the first rank reads and writes the file.
+
+        Args:
+            rows: the rows.
+            measure: returns the token count of a row.
 
         Raises:
-            DataError: as of `lengths_of`; ranks that have other rows.
+            DataError: as for `lengths_of`; or the ranks have different numbers of rows.
         """
         counts = gathered(len(rows))
         if len(set(counts)) > 1:
             other = next(rank for rank, count in enumerate(counts) if count != counts[0])
             raise DataError(
-                f"rank 0 reads {counts[0]} conversations, and rank {other} reads {counts[other]}",
+                f"rank 0 reads {plural(counts[0], 'conversation')}, but rank {other} reads {counts[other]}",
                 where=", ".join(map(str, self._annotations)),
                 accepted="the same files on every machine",
             )
@@ -91,11 +95,15 @@ class Lengths:
     def _keep(self, lengths: Tensor) -> None:
         if self.file is None:
             return
-        # Two runs may write at once: whole files take the place of one another.
+        # Two runs may write at once: each replaces the file with a complete one.
         beside = self.file.with_name(f"{self.file.name}.{secrets.token_hex(8)}")
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             beside.write_text(json.dumps({"key": self._key(), "lengths": lengths.tolist()}), encoding="utf-8")
             beside.replace(self.file)
-        except OSError as fault:  # measuring took long: the run goes on with what was measured
-            warnings.warn(f"the lengths of conversations cannot be kept: {fault}", stacklevel=2)
+        except OSError as fault:  # the run continues with the measured lengths
+            warnings.warn(
+                f"the measured lengths of conversations cannot be stored in {self.file}: {fault}; "
+                "the next run measures them again",
+                stacklevel=2,
+            )

@@ -1,4 +1,4 @@
-"""What images and videos are to the model: their tiles, counted from headers, and the pixels of those."""
+"""Tiles of images and videos for InternVL: counted from file headers, and their pixels."""
 
 from __future__ import annotations
 
@@ -20,8 +20,15 @@ from mm_internvl.data.tiling import Tiling, image_size
 
 @dataclass(frozen=True)
 class Pictures:
-    """Cuts images and frames into tiles. frames: of a video. max_pixels: of an image; larger ones are refused
-    by their header. share_tiles: the images of a row have `max_tiles` together."""
+    """Cuts the images and video frames of a conversation into tiles.
+
+    Attributes:
+        tiling: sizes and number of tiles.
+        frames: largest number of frames per video.
+        max_pixels: larger images are refused, by their header.
+        reader: decoder for videos.
+        share_tiles: whether all images of a row share `max_tiles`.
+    """
 
     tiling: Tiling
     frames: int
@@ -30,14 +37,28 @@ class Pictures:
     share_tiles: bool = False
 
     def shown(self, files: Sequence[tuple[Medium, Path]]) -> list[Shown]:
-        """The tiles of a row's files, by their headers. DataError for one that cannot be read or is too
-        large."""
+        """Counts the tiles of a conversation's images and videos, from their file headers.
+
+        Raises:
+            DataError: a file cannot be read, or is too large.
+        """
         tiling = self._tiling(files)
         return [self._shown(kind, path, tiling) for kind, path in files]
 
     def pixels(self, files: Sequence[tuple[Medium, Path]], shown: Sequence[Shown], first: int) -> Tensor:
-        """float32 [N,3,Y,X] of the tiles of the first so many of a row's files. DataError for one that
-        cannot be read."""
+        """Reads the tiles of a conversation's images and videos.
+
+        Args:
+            files: the row's files.
+            shown: their tile counts, from `shown`.
+            first: number of files to read; the others are skipped.
+
+        Returns:
+            Tiles float32 [N,3,Y,X].
+
+        Raises:
+            DataError: a file cannot be read.
+        """
         tiling = self._tiling(files)
         read = zip(files[:first], shown, strict=False)
         return torch.cat([self._none(), *(self._pixels(path, medium, tiling) for (_, path), medium in read)])
@@ -55,11 +76,15 @@ class Pictures:
         if medium.kind == "image":
             tiles = tiling.cut(read_image(path))
             if len(tiles) != medium.tiles[0]:
-                raise DataError("the image has another size than its header says", where=str(path))
+                raise DataError(
+                    "the image's size differs from the size in its header",
+                    where=str(path),
+                    hint="replace the file: it is damaged, or changed while it was read",
+                )
             return tiles
         info = self.reader.probe(path)
         count = len(medium.tiles)
-        # In the middle of equal parts, as Transformers' InternVLVideoProcessor takes them.
+        # The middle frame of each of `count` equal parts, as in Transformers' InternVLVideoProcessor.
         frames = [math.floor((part + 0.5) * info.num_frames / count) for part in range(count)]
         clip = self.reader.read(path, [(frame + 0.5) / info.fps for frame in frames])
         return torch.cat([self.tiling.frame(frame.permute(2, 0, 1)) for frame in clip])

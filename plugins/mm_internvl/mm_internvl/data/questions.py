@@ -1,4 +1,4 @@
-"""Questions laid out as the dataset's rows are: what `mm sample` and `mm chat` give to the model."""
+"""Turns questions of `mm sample` and `mm chat` into model inputs, in the form of the dataset's rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mm_core.contracts import Question, Turn
 from mm_core.data import inside
-from mm_core.errors import DataError
+from mm_core.errors import DataError, plural
 from mm_internvl.data.chat import Chat
 from mm_internvl.data.pictures import Pictures
 from mm_internvl.data.rows import PLACEHOLDER, Medium, RawRow, RowTurn, conversation, read_rows
@@ -20,26 +20,32 @@ from mm_internvl.data.rows import PLACEHOLDER, Medium, RawRow, RowTurn, conversa
 
 @dataclass(frozen=True)
 class Asking:
-    """Lays out questions for a model by its chat template and tiles. Satisfies `Conversing`.
+    """Turns questions about images into InternVL's inputs, with its chat template and tiles. Satisfies
+    `Conversing`.
 
-    Inputs are `input_ids`, `attention_mask` [1,L] and `pixel_values` [N,3,Y,X]. Where nothing is shown, a
-    blank tile stands before the conversation, hidden, so that the same modules run for every question.
+    Inputs are `input_ids`, `attention_mask` [1,L] and `pixel_values` [N,3,Y,X]. For a question without
+    images, a masked blank tile precedes the conversation, so that the same modules run for every question.
     """
 
     chat: Chat
     pictures: Pictures
 
     def prompt(self, turns: Sequence[Turn]) -> Mapping[str, Tensor]:
-        """Images of a turn stand before its text, or where the text says `<image>`. DataError for files that
-        cannot be read, placeholders that do not fit them, and what is too long for an answer."""
+        """Model inputs for a conversation that awaits an answer. Images of a turn precede its text, or
+        replace `<image>` in it.
+
+        Raises:
+            DataError: a file cannot be read, placeholders do not match the images, or the conversation is too
+                long for an answer.
+        """
         media: list[tuple[Medium, Path]] = [("image", path) for turn in turns for path in turn.images]
         if not turns[-1].text.strip() and not turns[-1].images:
-            raise DataError("the prompt is empty, and shows nothing", accepted="words, an image, or both")
+            raise DataError("the prompt has no text and no image", accepted="a text, an image, or both")
         return self._inputs([_placed(turn) for turn in turns], media, "the conversation")
 
     def questions(self, file: Path) -> Sequence[Callable[[], Question]]:
-        """Rows as the dataset takes them; paths begin at the file's folder. What the assistant says last is
-        an answer, and so are `answers`."""
+        """Questions from a file with rows in the dataset's format; paths are relative to the file's
+        folder. The assistant's last turn is a reference answer, and so are `answers`."""
         return [partial(self._question, file, row) for row in read_rows(file, 0)]
 
     def _question(self, file: Path, row: RawRow) -> Question:
@@ -48,7 +54,11 @@ class Asking:
         media = [(kind, inside(file.parent, path)) for kind, path in said.media]
         asked = next("".join(turn.texts) for turn in reversed(said.turns) if turn.role == "user")
         if not asked.strip() and not said.media:
-            raise DataError("the prompt is empty, and the row shows nothing", where=name)
+            raise DataError(
+                "the row has no question and no image",
+                where=name,
+                accepted="a text of the user, an image, or both",
+            )
         return Question(name, asked, self._inputs(said.turns, media, name), said.answers)
 
     def _inputs(
@@ -67,18 +77,19 @@ class Asking:
 
 
 def _placed(turn: Turn) -> RowTurn:
-    """DataError where placeholders of the text do not fit the turn's images."""
+    """The turn with placeholders for its images. DataError if the text's placeholders do not match them."""
     found = [match[1] for match in PLACEHOLDER.finditer(turn.text)]
     if not found:
         return RowTurn(turn.role, "<image>\n" * len(turn.images) + turn.text)
     if found != ["image"] * len(turn.images):
-        given = len(turn.images)
-        hint = "videos are shown by rows of a file" if "video" in found else None
+        hint = "videos can be used only in rows of a file" if "video" in found else None
         raise DataError(
-            f"the text says {' '.join(f'<{kind}>' for kind in found)}, and {given or 'no'} "
-            f"image{'s are' if given != 1 else ' is'} shown",
+            f"the text contains {' '.join(f'<{kind}>' for kind in found)}, but the turn has "
+            f"{plural(len(turn.images), 'image')}",
             where=turn.text,
-            accepted="one <image> for each image, or none: then they stand before the text",
-            hint="begin anew: the model itself has said it" if turn.role == "assistant" else hint,
+            accepted="one <image> for each image, or none: images then precede the text",
+            hint="start a new conversation: the model itself wrote the placeholder"
+            if turn.role == "assistant"
+            else hint,
         )
     return RowTurn(turn.role, turn.text)

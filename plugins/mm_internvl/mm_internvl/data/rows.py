@@ -1,8 +1,8 @@
-"""Rows of conversations: what a JSON file says, checked turn by turn.
+"""Reads rows of conversations from JSON files and checks them turn by turn.
 
-Two styles are read: `conversations` of {"from", "value"} as LLaVA and InternVL publish their data
+Two styles are read: `conversations` of {"from", "value"}, the format of LLaVA's and InternVL's data
 (https://internvl.readthedocs.io/en/latest/get_started/chat_data_format.html), and `messages` of {"role",
-"content"} as chat templates take them.
+"content"}, the input format of chat templates.
 """
 
 from __future__ import annotations
@@ -14,15 +14,26 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from mm_core.data import RowFile, kind_of
-from mm_core.errors import DataError
+from mm_core.errors import DataError, plural
 
 Medium = Literal["image", "video"]
 _MEDIA: Mapping[str, Medium] = {"image": "image", "video": "video"}
 
 ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
-"""What data calls those who speak -> what chat templates call them."""
+"""Roles in the data -> roles in chat templates."""
 
 PLACEHOLDER = re.compile("<(image|video)>")
+
+_PATHS = ("path", "url", "image", "video")
+"""Fields in which a part of a turn may name its file."""
+
+_NOTHING: tuple[object, ...] = (None, "", "[]", "{}", [], {})
+"""Values of a column in rows that do not use it."""
+
+_OF_TOOLS_ROW, _OF_TOOLS_TURN = ("tools", "functions"), ("tool_calls", "function_call")
+_ROLES_OF_TOOLS = ("tool", "function", "function_call", "tool_call", "tool_response", "observation")
+_NO_TOOLS = "conversations without tools"
+_VALID = "valid Unicode text"
 
 ACCEPTED = (
     'rows {"image": "a.jpg" (or a list), "video": .., "conversations": [{"from": "human", "value": '
@@ -32,8 +43,13 @@ ACCEPTED = (
 
 @dataclass(frozen=True)
 class RawRow:
-    """A row as its file has it. source: number of its file. place: where in it, for people. value: what JSON
-    makes of it, or the DataError of a line that is not JSON."""
+    """An unchecked row of a conversations file.
+
+    Attributes:
+        source: number of its file.
+        place: position in the file, for messages.
+        value: the parsed JSON, or the DataError for a line that is not JSON.
+    """
 
     source: int
     place: str
@@ -42,8 +58,13 @@ class RawRow:
 
 @dataclass(frozen=True)
 class RowTurn:
-    """What one side says: a text with placeholders, or parts as a chat template takes them. apart: it is the
-    row's `system`, and no turn of its list."""
+    """One turn of a conversation.
+
+    Attributes:
+        role: system, user or assistant.
+        content: a text with placeholders, or a list of parts in the format of chat templates.
+        apart: whether it comes from the row's field `system` instead of its list of turns.
+    """
 
     role: str
     content: str | tuple[Mapping[str, str], ...]
@@ -51,7 +72,7 @@ class RowTurn:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Everything in it that a person or a model wrote."""
+        """All texts in this turn of the conversation, without images and videos."""
         if isinstance(self.content, str):
             return (self.content,)
         return tuple(part["text"] for part in self.content if part["type"] == "text")
@@ -59,31 +80,50 @@ class RowTurn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns, and the files that they show, in the order of their placeholders. answers: all that an
-    evaluation takes for right; () where the row names none."""
+    """A checked conversation about images and videos.
+
+    Attributes:
+        turns: turns in order.
+        media: image and video files, in the order of their placeholders.
+        answers: reference answers for evaluation; () if the row has none.
+    """
 
     turns: tuple[RowTurn, ...]
     media: tuple[tuple[Medium, str], ...]
     answers: tuple[str, ...] = ()
 
     def asked(self) -> Conversation:
-        """Up to where the assistant is to go on: without what it says last, which is an answer."""
+        """The conversation up to the assistant's next answer. The assistant's last turn, if any, becomes a
+        reference answer."""
         if self.turns[-1].role != "assistant":
             return self
         return replace(self, turns=self.turns[:-1], answers=self.answers or self.turns[-1].texts)
 
 
 def read_rows(file: Path, source: int) -> Iterator[RawRow]:
-    """Every row of a JSON list or of JSONL, unchecked. DataError for a file that is neither."""
+    """Reads the unchecked rows of a conversations file: a JSON list or JSONL.
+
+    Args:
+        file: the file.
+        source: number of the file.
+
+    Raises:
+        DataError: the file is neither.
+    """
     for place, value in RowFile(file, "file of conversations", ACCEPTED).json_values():
         yield RawRow(source, place, value)
 
 
 def conversation(value: object, where: str, learnt: bool = True) -> Conversation:
-    """A row's conversation. learnt: it has to hold something that the assistant says.
+    """Checks a row of JSON and returns its conversation.
+
+    Args:
+        value: the parsed JSON of the row, or its DataError.
+        where: file and row, for errors.
+        learnt: whether the row must contain a turn of the assistant.
 
     Raises:
-        DataError: a row that is none, an unknown role, placeholders that do not fit the files.
+        DataError: the row is no conversation, a role is unknown, or placeholders do not match the files.
     """
     if isinstance(value, DataError):
         raise value
@@ -94,7 +134,7 @@ def conversation(value: object, where: str, learnt: bool = True) -> Conversation
 
 
 class _Fault(Exception):
-    """What is wrong with a row; `conversation` adds where it stands."""
+    """The error of a row; `conversation` adds its file and row."""
 
     def __init__(self, what: str, accepted: str | None = None) -> None:
         super().__init__(what)
@@ -103,7 +143,7 @@ class _Fault(Exception):
 
 def _conversation(value: object, learnt: bool) -> Conversation:
     if not isinstance(value, Mapping):
-        raise _Fault(f"{kind_of(value)} instead of a row", ACCEPTED)
+        raise _Fault(f"the row is {kind_of(value)}, not an object", ACCEPTED)
     styles = [name for name in ("conversations", "messages") if name in value]
     if len(styles) != 1:
         found = (
@@ -112,49 +152,41 @@ def _conversation(value: object, learnt: bool) -> Conversation:
         )
         raise _Fault(f"the row has {found}", ACCEPTED)
     if used := next((key for key in _OF_TOOLS_ROW if value.get(key) not in _NOTHING), None):
-        raise _Fault(f"the row has `{used}`, which the model would not be shown", _NO_TOOLS)
+        raise _Fault(f"the row has `{used}`, which this dataset cannot pass to the model", _NO_TOOLS)
     said = value[styles[0]]
     if not isinstance(said, Sequence) or isinstance(said, str) or not said:
-        raise _Fault(f"`{styles[0]}` is no list of turns", ACCEPTED)
+        raise _Fault(f"`{styles[0]}` is not a list of turns, or is empty", ACCEPTED)
     own: list[tuple[Medium, str]] = []
     keys = ("from", "value") if styles[0] == "conversations" else ("role", "content")
     turns = tuple(_turn(turn, number, keys, own) for number, turn in enumerate(said, 1))
     if any(turn.role == "system" for turn in turns[1:]):
-        raise _Fault("a system prompt stands behind the first turn")
+        raise _Fault("a turn after the first has the role system", "a system prompt only as the first turn")
     turns = _with_system(value.get("system"), turns)
     answers = _answers(value)
     if learnt and answers and turns[-1].role == "user":
         turns += (RowTurn("assistant", answers[0]),)
     if learnt and not any(turn.role == "assistant" for turn in turns):
         raise _Fault(
-            "no turn is the assistant's, so there is nothing to learn",
+            "no turn has the role assistant, so there is nothing to learn",
             "a turn of the assistant, or `answers` to the last question, of which the first is learnt",
         )
     if not learnt and not any(turn.role == "user" for turn in turns):
-        raise _Fault("no turn is the user's, so there is nothing to answer")
+        raise _Fault("no turn has the role user, so there is nothing to answer", "a turn of the user")
     return Conversation(turns, _media(value, turns, own), answers)
 
 
-_NOTHING: tuple[object, ...] = (None, "", "[]", "{}", [], {})
-"""What columns hold in rows that do not use them."""
-
-_OF_TOOLS_ROW, _OF_TOOLS_TURN = ("tools", "functions"), ("tool_calls", "function_call")
-_ROLES_OF_TOOLS = ("tool", "function", "function_call", "tool_call", "tool_response", "observation")
-_NO_TOOLS = "conversations without tools"
-
-
 def _with_system(system: object, turns: tuple[RowTurn, ...]) -> tuple[RowTurn, ...]:
-    """With a system prompt that the row holds beside its turns."""
+    """The turns, with the system prompt of the row's field `system`."""
     if not isinstance(system, str | None):
-        raise _Fault(f"`system` of the row is {kind_of(system)}, not text")
+        raise _Fault(f"`system` of the row is {kind_of(system)}, not a text", "a text")
     if system is None or not system.strip():
         return turns
     if not _is_unicode(system):
-        raise _Fault("`system` of the row holds half of a surrogate pair, which is no character")
+        raise _Fault("`system` of the row contains half of a surrogate pair, which is no character", _VALID)
     if turns[0].role != "system":
         return (RowTurn("system", system, apart=True), *turns)
     if "".join(turns[0].texts).strip() != system.strip():
-        raise _Fault("`system` of the row and its system turn say different things", "one of them")
+        raise _Fault("`system` of the row differs from its system turn", "one of them")
     return turns
 
 
@@ -162,52 +194,54 @@ def _answers(row: Mapping[str, object]) -> tuple[str, ...]:
     found = row.get("answers", [])
     found = [found] if isinstance(found, str) else found
     if not isinstance(found, list) or not all(isinstance(answer, str) for answer in found):
-        raise _Fault("`answers` is no list of texts", "all answers that are right, of which any will do")
+        raise _Fault("`answers` is not a list of texts", "a list of all right answers")
     if not all(map(_is_unicode, found)):
-        raise _Fault("`answers` holds half of a surrogate pair, which is no character")
+        raise _Fault("`answers` contains half of a surrogate pair, which is no character", _VALID)
     return tuple(found)
 
 
 def _turn(turn: object, number: int, keys: tuple[str, str], own: list[tuple[Medium, str]]) -> RowTurn:
-    """own: gains the files that parts of the turn name themselves."""
+    """A checked turn. Appends files that parts of the turn name to `own`."""
     if isinstance(turn, Mapping):
         _check_tools(turn, number, keys[0])
     if not isinstance(turn, Mapping) or not set(keys) <= set(turn):
-        raise _Fault(f"turn {number} has no `{keys[0]}` and `{keys[1]}`", ACCEPTED)
+        raise _Fault(f"turn {number} needs both `{keys[0]}` and `{keys[1]}`", ACCEPTED)
     role, content = turn[keys[0]], turn[keys[1]]
     if not isinstance(role, str) or role not in ROLES:
         raise _Fault(f"turn {number} has the unknown role {role!r}", ", ".join(ROLES))
     if isinstance(content, list):
         content = tuple(_part(part, number, own) for part in content)
     elif not isinstance(content, str):
-        raise _Fault(f"turn {number} says {kind_of(content)}, not text")
+        raise _Fault(
+            f"the content of turn {number} is {kind_of(content)}, not a text", "a text, or a list of parts"
+        )
     made = RowTurn(ROLES[role], content)
     if made.role == "assistant":
         thought = _thinking(turn.get("reasoning_content"), number)
         if any(_shown(made)) or PLACEHOLDER.search(thought):
-            raise _Fault(f"turn {number}, which is the assistant's, shows an image or a video")
+            raise _Fault(
+                f"turn {number} is the assistant's, but has an image or a video",
+                "images and videos in user turns",
+            )
         made = RowTurn(made.role, thought + "".join(made.texts))
     if not all(map(_is_unicode, made.texts)):
-        raise _Fault(f"turn {number} holds half of a surrogate pair, which is no character")
+        raise _Fault(f"turn {number} contains half of a surrogate pair, which is no character", _VALID)
     return made
 
 
 def _check_tools(turn: Mapping[str, object], number: int, role: str) -> None:
-    """Fault for a turn that calls tools, or that is one's."""
+    """Raises Fault for a turn that calls a tool, or is a tool's."""
     if used := next((key for key in _OF_TOOLS_TURN if turn.get(key) not in _NOTHING), None):
-        raise _Fault(f"turn {number} has `{used}`, which the model would not be shown", _NO_TOOLS)
+        raise _Fault(f"turn {number} has `{used}`, which this dataset cannot pass to the model", _NO_TOOLS)
     if turn.get(role) in _ROLES_OF_TOOLS:
-        raise _Fault(f"turn {number} has the role {turn[role]!r}, which is that of a tool", _NO_TOOLS)
+        raise _Fault(f"turn {number} has the role {turn[role]!r}, the role of a tool", _NO_TOOLS)
 
 
 def _thinking(thought: object, number: int) -> str:
-    """A thought that a row keeps apart, as it stands in the content of others."""
+    """A thought from a separate field, in the form that it has inside a content."""
     if not isinstance(thought, str | None):
-        raise _Fault(f"turn {number} thinks {kind_of(thought)}, not text")
+        raise _Fault(f"`reasoning_content` of turn {number} is {kind_of(thought)}, not a text", "a text")
     return f"<think>\n{thought.strip()}\n</think>\n\n" if thought and thought.strip() else ""
-
-
-_PATHS = ("path", "url", "image", "video")
 
 
 def _part(part: object, number: int, own: list[tuple[Medium, str]]) -> Mapping[str, str]:
@@ -216,7 +250,9 @@ def _part(part: object, number: int, own: list[tuple[Medium, str]]) -> Mapping[s
     if kind == "text" and isinstance(said.get("text"), str):
         return {"type": "text", "text": said["text"]}
     if kind not in ("image", "video"):
-        raise _Fault(f"turn {number} has a part that is no text, image or video")
+        raise _Fault(
+            f"turn {number} has a part of unknown type", 'parts {"type": "text" | "image" | "video", ..}'
+        )
     path = next((said[name] for name in _PATHS if name in said), None)
     if path is not None:
         own.append((kind, _path(path)))
@@ -224,7 +260,7 @@ def _part(part: object, number: int, own: list[tuple[Medium, str]]) -> Mapping[s
 
 
 def _shown(turn: RowTurn) -> Iterator[tuple[Medium, bool]]:
-    """What a turn shows, in order: its kind, and whether the part names its file itself."""
+    """The images and videos of a turn, in order: kind, and whether the part names its file itself."""
     whole = turn.content
     for part in ({"type": "text", "text": whole},) if isinstance(whole, str) else whole:
         if part["type"] == "text":
@@ -244,7 +280,7 @@ def _media(
         given = len(_files(row, kind))
         if wanted != given:
             raise _Fault(
-                f"the conversation shows {wanted} {kind}{'s' * (wanted != 1)} and the row lists {given}",
+                f"the conversation has placeholders for {plural(wanted, kind)}, but the row lists {given}",
                 f"one <{kind}> for each file of `{kind}`, in the same order",
             )
     named = iter(own)
@@ -261,16 +297,16 @@ def _files(row: Mapping[str, object], kind: str) -> list[str]:
 
 def _path(path: object) -> str:
     if not isinstance(path, str) or not path:
-        raise _Fault(f"{path!r} is no path of an image or video")
+        raise _Fault(f"{path!r} is not a path to an image or video", "a relative path")
     if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
-        raise _Fault(f"the path {path!r} leads outside the folder")
+        raise _Fault(f"the path {path!r} leads outside the folder", "a relative path below the folder")
     if not _is_unicode(path):
-        raise _Fault(f"the path {path!r} holds half of a surrogate pair, which is no character")
+        raise _Fault(f"the path {path!r} contains half of a surrogate pair, which is no character", _VALID)
     return path
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether there is a file or a token for it: JSON can also write a surrogate alone."""
+    """Whether a text is valid Unicode. JSON can also contain a single surrogate, which has no token."""
     try:
         text.encode()
     except UnicodeEncodeError:

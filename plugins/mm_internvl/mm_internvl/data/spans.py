@@ -1,8 +1,8 @@
-"""Where in a template's text the assistant speaks.
+"""Finds the assistant's words in the text that a chat template produces.
 
-A template is shown the conversation twice: as it is, and with a mark in the place of each thing that the
-assistant says. What stands between the marks is the template's own; that it is the same around the real words
-is checked, so a template that rewrites a turn is noticed.
+The template renders the conversation twice: unchanged, and with a mark in place of each text of the
+assistant. The text between the marks comes from the template. It must be the same around the real words, so
+a template that rewrites a turn is detected.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import chain, zip_longest
 
 _OPEN, _CLOSE = "<think>", "</think>"
 THOUGHT_TAGS = (_OPEN, _CLOSE)
-"""What a thought stands between; tokens of Qwen3's, which everybody may say."""
+"""Tags around a thought: tokens of Qwen3, which the data may contain."""
 
 _CHANGES: tuple[Callable[[str], str], ...] = (
     str,
@@ -25,21 +25,27 @@ _CHANGES: tuple[Callable[[str], str], ...] = (
     str.rstrip,
     str.strip,
 )
-"""What templates do to words: they take white space off."""
+"""Changes that templates make to a text: they strip white space."""
 
 
 @dataclass(frozen=True)
 class Said:
-    """What the assistant says in a turn, in words and what is around them: a thought and an answer, or all
-    in one. As it is written: around[0] + words[0] + around[1] + words[1] + ... + around[-1]."""
+    """The content of an assistant's turn, split into words and the text around them.
+
+    The content is around[0] + words[0] + around[1] + words[1] + ... + around[-1].
+
+    Attributes:
+        around: tags and white space around the words.
+        words: a thought and an answer, or the complete content.
+    """
 
     around: tuple[str, ...]
     words: tuple[str, ...]
 
     @classmethod
     def of(cls, content: str) -> Said:
-        """A thought is what stands before the one `</think>`, behind `<think>` or without; one of white space
-        is none."""
+        """Splits the content of an assistant's turn into thought and answer. A thought is the text before the
+        only `</think>`, with or without `<think>`; white space alone is no thought."""
         before, closed, answer = content.partition(_CLOSE)
         blank, opened, thought = before.rpartition(_OPEN)
         if not closed or blank.strip() or any(tag in blank + answer for tag in THOUGHT_TAGS):
@@ -49,14 +55,21 @@ class Said:
         return cls((blank + opened, closed, ""), (thought, answer))
 
     def marked(self, marks: Sequence[str]) -> str:
-        """The content with marks for words."""
+        """The content of the assistant's turn, with marks in place of its words."""
         return "".join(chain(*zip_longest(self.around, marks, fillvalue="")))
 
 
 @dataclass(frozen=True)
 class Place:
-    """Of a turn that the template shows whole: start, end of its words, in characters. opening: what the
-    turn itself writes before them. before, behind: the text around them, up to the words of other turns."""
+    """Position of an assistant's turn in the template's text.
+
+    Attributes:
+        start: first character of its words.
+        end: end of its words.
+        opening: text of the turn itself before its words.
+        before: text before the words, back to the words of the previous turn.
+        behind: text after the words, up to the words of the next turn.
+    """
 
     start: int
     end: int
@@ -66,11 +79,11 @@ class Place:
 
 
 class Marks:
-    """Marks for the words of the assistant's turns, which stand nowhere in a text.
+    """Marks that replace the words of the assistant's turns and occur nowhere else in the text.
 
     Args:
-        text: what the template makes of the conversation.
-        turns: what the assistant says.
+        text: the conversation, rendered by the template.
+        turns: contents of the assistant's turns.
     """
 
     def __init__(self, text: str, turns: Sequence[Said]) -> None:
@@ -79,18 +92,22 @@ class Marks:
         self._shape = re.compile(f"{self._edge}([0-9]+)[.]([0-9]+){self._edge}")
 
     def content(self, turn: int) -> str:
-        """A turn with marks for its words."""
+        """Content of one of the assistant's turns, with marks in place of its words."""
         said = self._turns[turn]
         return said.marked([f"{self._edge}{turn}.{n}{self._edge}" for n in range(len(said.words))])
 
     def places(self, marked: str) -> list[Place | None] | None:
-        """Where each turn stands in the text; None for one whose thought the template leaves out.
+        """Positions of the assistant's turns in the template's text.
 
-        marked: what the template makes of the marked conversation. None for all, where it does anything else
-        to a turn than that, or than taking white space off its words.
+        Args:
+            marked: the conversation with marks, rendered by the template.
+
+        Returns:
+            The position of each turn; None for a turn whose thought the template omits. None instead of the
+            list if the template changes a turn in any other way, except for stripping white space.
         """
         found = [(int(match[1]), int(match[2])) for match in self._shape.finditer(marked)]
-        around = self._shape.split(marked)[::3]  # without what the marks say
+        around = self._shape.split(marked)[::3]  # without the numbers in the marks
         ends = self._ends(found, around)
         if ends is None:
             return None
@@ -107,8 +124,8 @@ class Marks:
         return places if found == sorted(found) else None
 
     def _ends(self, found: Sequence[tuple[int, int]], around: Sequence[str]) -> list[tuple[int, int]] | None:
-        """[start, end) of the words of each mark; None where the text is not these words between those
-        parts of the template's own."""
+        """[start, end) of the words of each mark; None if the text does not consist of these words and the
+        template's parts."""
         if not self._text.startswith(around[0]):
             return None
         ends, place = [], len(around[0])

@@ -1,9 +1,10 @@
-"""Dynamic high resolution: an image is cut into tiles of the size that the vision tower takes.
+"""Dynamic high resolution: cuts an image into tiles of the vision tower's input size.
 
-InternVL 1.5 (https://arxiv.org/abs/2404.16821, section 3.2): of all grids of min_tiles to max_tiles tiles,
-the one whose aspect ratio is nearest to the image's. The image is resized to it and cut; where there is more
-than one tile, a thumbnail of the whole image follows. Numbers are those of Transformers'
-`GotOcr2ImageProcessor` with `crop_to_patches`, which published InternVL folders name.
+InternVL 1.5 (https://arxiv.org/abs/2404.16821, section 3.2): of all grids with min_tiles to max_tiles
+tiles, the one with the aspect ratio closest to the image's is used. The image is resized to it and cut; a
+thumbnail of the complete image follows if there is more than one tile. The results equal those of
+Transformers' `GotOcr2ImageProcessor` with `crop_to_patches`, the processor named in published InternVL
+folders.
 """
 
 from __future__ import annotations
@@ -25,17 +26,24 @@ from mm_core.weights import read_mapping
 
 _ORIENTATION = 0x0112  # the EXIF tag
 _WIDTH, _HEIGHT = 256, 257  # tags of a TIFF
-_QUARTERS = (5, 6, 7, 8)  # its values that turn an image by a quarter; Pillow turns by no other ones
+_QUARTERS = (5, 6, 7, 8)  # values of the EXIF tag that rotate an image by 90 degrees
 
 _FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How images become tiles.
+    """How InternVL cuts images into tiles.
 
-    height, width: of a tile, in pixels. min_tiles, max_tiles: of a grid. mean, std: of RGB in [0, 1].
-    resample: Pillow's number of the filter (3: bicubic). thumbnail: whether one follows several tiles.
+    Attributes:
+        height: height of a tile in pixels.
+        width: width of a tile in pixels.
+        min_tiles: fewest tiles of a grid.
+        max_tiles: most tiles of a grid.
+        mean: mean of RGB in [0, 1], for normalisation.
+        std: standard deviation of RGB in [0, 1].
+        resample: number of Pillow's filter (3: bicubic).
+        thumbnail: whether a thumbnail follows several tiles.
     """
 
     height: int = 448
@@ -48,31 +56,32 @@ class Tiling:
     thumbnail: bool = True
 
     def shared(self, images: int) -> Tiling:
-        """For each of so many images of a row: its part of the tiles, one at least, as OpenGVLab's training
-        has it (internvl_chat/internvl/train/internvl_chat_finetune.py)."""
+        """The tiling for a row with several images: each has an equal part of max_tiles, at least one, as in
+        OpenGVLab's training (internvl_chat/internvl/train/internvl_chat_finetune.py)."""
         most = max(1, self.max_tiles // max(1, images))
         return replace(self, min_tiles=min(self.min_tiles, most), max_tiles=most)
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """(columns, rows) of tiles for an image of these pixels."""
+        """Columns and rows of tiles for an image of this size in pixels."""
         if self.max_tiles == 1:
             return 1, 1
         best, least = (1, 1), float("inf")
         for columns, rows in _grids(self.min_tiles, self.max_tiles):
             difference = abs(width / height - columns / rows)
-            # Of grids of one shape the larger, as long as the image would fill half of it.
+            # Among grids of one shape, the larger one if the image fills more than half of it.
             fills = height * width > 0.5 * self.height * self.width * columns * rows
             if difference < least or (difference == least and fills):
                 best, least = (columns, rows), difference
         return best
 
     def count(self, height: int, width: int) -> int:
-        """Tiles of an image of these pixels, its thumbnail included."""
+        """Number of tiles for an image of this size in pixels, including its thumbnail."""
         columns, rows = self.grid(height, width)
         return columns * rows + self._followed(columns * rows)
 
     def cut(self, image: Tensor) -> Tensor:
-        """uint8 [3,Y,X] -> float32 [N,3,height,width], normalised: tiles row by row, then the thumbnail."""
+        """Cuts an image, uint8 [3,Y,X], into normalised tiles float32 [N,3,height,width]: row by row, then
+        the thumbnail."""
         columns, rows = self.grid(*image.shape[-2:])
         whole = self._resized(image, rows * self.height, columns * self.width)
         tiles = whole.view(3, rows, self.height, columns, self.width)
@@ -82,15 +91,15 @@ class Tiling:
         return self._normalised(tiles)
 
     def frame(self, image: Tensor) -> Tensor:
-        """uint8 [3,Y,X] -> float32 [1,3,height,width]: the whole image as one tile."""
+        """Turns a video frame, uint8 [3,Y,X], into one normalised tile float32 [1,3,height,width]."""
         return self._normalised(self._resized(image, self.height, self.width)[None])
 
     def blank(self) -> Tensor:
-        """float32 [1,3,height,width]: a tile of the mean colour, for batches without an image."""
+        """A tile of the mean colour, float32 [1,3,height,width], for batches without an image."""
         return torch.zeros(1, 3, self.height, self.width)
 
     def _followed(self, tiles: int) -> bool:
-        """Whether a thumbnail follows so many tiles."""
+        """Whether a thumbnail follows this number of tiles."""
         return self.thumbnail and tiles > 1
 
     def _resized(self, image: Tensor, height: int, width: int) -> Tensor:
@@ -105,21 +114,26 @@ class Tiling:
 
 @lru_cache
 def _grids(least: int, most: int) -> tuple[tuple[int, int], ...]:
-    """Every (columns, rows) of so many tiles, smaller ones first."""
+    """All (columns, rows) with `least` to `most` tiles, smaller ones first."""
     sides = range(1, most + 1)
     grids = [(columns, rows) for columns in sides for rows in sides if least <= columns * rows <= most]
     return tuple(sorted(grids, key=lambda grid: grid[0] * grid[1]))
 
 
 def read_tiling(folder: Path, min_tiles: int | None = None, max_tiles: int | None = None) -> Tiling:
-    """The tiling of a model's folder; what is given here goes before what its files say.
+    """Reads how InternVL cuts images into tiles from a model's folder.
 
-    `dynamic_image_size` and `use_thumbnail` of config.json are OpenGVLab's: false is one tile an image, and
-    no thumbnail. `crop_to_patches` of an image processor says nothing: it is false in every published
-    folder, and `InternVLProcessor` cuts all the same.
+    `dynamic_image_size` and `use_thumbnail` in config.json come from OpenGVLab: false means one tile per
+    image, and no thumbnail. `crop_to_patches` of an image processor is ignored: it is false in every
+    published folder, and `InternVLProcessor` cuts images all the same.
+
+    Args:
+        folder: folder of the model.
+        min_tiles: overrides the folder's value.
+        max_tiles: overrides the folder's value.
 
     Raises:
-        CheckpointError: files that cannot be read, or that describe another way of cutting.
+        CheckpointError: files cannot be read, or describe another way of cutting.
     """
     found, model = _image_processor(folder), read_object(folder / "config.json")
     known = Tiling()
@@ -128,15 +142,15 @@ def read_tiling(folder: Path, min_tiles: int | None = None, max_tiles: int | Non
         size = {"height": size, "width": size}
     if not isinstance(size, Mapping) or not set(size) <= {"height", "width"}:
         raise CheckpointError(
-            f"the image processor's size {size!r} is not that of tiles",
+            f"the image processor's size {size!r} is not the height and width of tiles",
             where=str(folder),
             accepted='{"height": 448, "width": 448}',
         )
     if model.get("pad2square"):
         raise CheckpointError(
-            "images are made square by a border before they are cut: pad2square",
+            "pad2square is set: images padded to a square before they are cut are not supported",
             where=str(folder / "config.json"),
-            accepted="false, as InternVL 1.5 to 3.5 have it",
+            accepted="pad2square: false, as in InternVL 1.5 to 3.5",
         )
     whole = model.get("dynamic_image_size") is False and max_tiles is None
     least, most = (1, 1) if whole else (_least(found, model), _most(found, model))
@@ -161,7 +175,7 @@ def read_tiling(folder: Path, min_tiles: int | None = None, max_tiles: int | Non
 
 
 def tiles_of(folder: Path) -> dict[str, int]:
-    """What a folder's image processor says of tiles, in the words of OpenGVLab's config.json."""
+    """Tile limits of a folder's image processor, with the keys of OpenGVLab's config.json."""
     found = _image_processor(folder)
     words = {"min_patches": "min_dynamic_patch", "max_patches": "max_dynamic_patch"}
     return {theirs: int(found[ours]) for ours, theirs in words.items() if ours in found}
@@ -176,7 +190,7 @@ def _most(processor: Mapping[str, Any], model: Mapping[str, Any]) -> int:
 
 
 def _image_processor(folder: Path) -> Mapping[str, Any]:
-    """What the folder says of its image processor: a file of its own, or a part of the processor's."""
+    """Settings of the folder's image processor, from its own file or the processor's file."""
     for name in _FILES:
         found = read_object(folder / name)
         part = found.get("image_processor", found if name == _FILES[0] else None)
@@ -186,59 +200,75 @@ def _image_processor(folder: Path) -> Mapping[str, Any]:
 
 
 def read_object(file: Path) -> Mapping[str, Any]:
-    """A JSON object; {} where there is no such file. CheckpointError for one that holds something else."""
+    """Reads a JSON object from a file of a model's folder; {} if the file does not exist.
+
+    Raises:
+        CheckpointError: the file contains something else.
+    """
     found = read_mapping(file)
     if not found and file.exists():
-        raise CheckpointError("the file holds no JSON object, or an empty one", where=str(file))
+        raise CheckpointError(
+            "the file contains no JSON object, or an empty one",
+            where=str(file),
+            hint="download the file again",
+        )
     return found
 
 
 def image_size(path: Path, max_pixels: int) -> tuple[int, int]:
-    """(height, width) of an upright image, from its header alone.
+    """Height and width of an upright image, from its file header alone.
+
+    Args:
+        path: the image file.
+        max_pixels: largest accepted number of pixels.
 
     Raises:
-        DataError: for what is no image, and for one of more than `max_pixels` pixels.
+        DataError: the file is no image, or has more than `max_pixels` pixels.
     """
     try:
         with opened_image(path) as image:
             width, height = _sides(image)
             if height * width > max_pixels:
                 raise DataError(
-                    f"an image of {width}x{height} is larger than max_pixels",
+                    f"an image of {width}x{height} pixels exceeds max_pixels",
                     where=str(path),
                     accepted=f"up to {max_pixels} pixels",
-                    hint="raise max_pixels of the dataset if the machine has the memory to decode it",
+                    hint="raise max_pixels of the dataset if memory is sufficient to decode the image",
                 )
-            # Of a PNG whose header has no EXIF, Pillow would decode all to look for it at the end.
+            # For a PNG without EXIF in its header, Pillow would decode the complete image to search its end.
             if (image.format != "PNG" or "exif" in image.info) and _turned(image):
                 width, height = height, width
             return height, width
     except DataError as fault:
         if not isinstance(fault.__cause__, Image.DecompressionBombError):
             raise
-        most = 2 * (Image.MAX_IMAGE_PIXELS or 0)  # from here on, Pillow refuses
+        most = 2 * (Image.MAX_IMAGE_PIXELS or 0)  # Pillow refuses larger images
         raise DataError(
             f"the image has more than the {most} pixels that Pillow opens",
             where=str(path),
             accepted=f"up to {min(max_pixels, most)} pixels",
-            hint="make it smaller: max_pixels of the dataset cannot admit it",
+            hint="shrink the image, or remove its row: max_pixels of the dataset cannot raise this limit",
         ) from None
 
 
 def _sides(image: Image.Image) -> tuple[int, int]:
-    """(width, height) as the file stores them. Of a TIFF, newer Pillows open it with upright ones."""
+    """Width and height as stored in the file. Newer versions of Pillow already rotate those of a TIFF."""
     if isinstance(image, TiffImagePlugin.TiffImageFile):
         return int(image.tag_v2[_WIDTH]), int(image.tag_v2[_HEIGHT])
     return image.size
 
 
 def _turned(image: Image.Image) -> bool:
-    """Whether an upright image has its sides the other way round. EXIF may hold anything, texts too."""
+    """Whether the upright image has width and height swapped. EXIF may contain any value, also a text."""
     return image.getexif().get(_ORIENTATION) in _QUARTERS
 
 
 def tokens_of_tile(folder: Path) -> int:
-    """How many tokens a tile is: as the processor says, or the model, or what the model's sizes make."""
+    """Number of tokens per tile of an InternVL model: from its processor, its config, or its sizes.
+
+    Raises:
+        CheckpointError: the folder's files do not contain it.
+    """
     model = read_object(folder / "config.json")
     for said in (read_object(folder / "processor_config.json"), model):
         found = said.get("image_seq_length")
@@ -250,7 +280,7 @@ def tokens_of_tile(folder: Path) -> int:
         return int((side // _side(vision["patch_size"]) * model["downsample_ratio"]) ** 2)
     except (KeyError, TypeError, ValueError) as fault:
         raise CheckpointError(
-            f"config.json does not say how many tokens a tile is: {fault!r}",
+            f"config.json does not define the number of tokens per tile: {fault!r}",
             where=str(folder / "config.json"),
             accepted="image_seq_length; or image_size and patch_size of vision_config, and downsample_ratio",
         ) from None

@@ -1,4 +1,4 @@
-"""Measuring many rows: by all ranks, each by as many processes as its share of the machine's cores."""
+"""Counts tokens of many rows: on all ranks, each with as many processes as its share of the CPU cores."""
 
 from __future__ import annotations
 
@@ -25,44 +25,51 @@ from mm_core.data import (
     starting,
     starts_explained,
 )
-from mm_core.errors import DataError
+from mm_core.errors import DataError, plural
 from mm_internvl.data.rows import RawRow
 
 T = TypeVar("T")
 
 Measured = int | DataError
-"""Tokens of a row, or why it cannot be read."""
+"""Token count of a row, or the error of an unreadable one."""
 
 CHUNK = 100
-"""Rows that a process measures before it answers, and a rank before it looks whether it is to stop."""
+"""Rows per result of a process, and per check of a rank for a stop request."""
 
 ALONE = 20_000
-"""Rows that are not worth the start of processes: half a minute's work."""
+"""Largest number of rows for which no processes are started: about half a minute of work."""
 
 MOST = 16
-"""Processes of a rank: each holds a tokenizer and what opens it."""
+"""Largest number of processes per rank: each opens its own tokenizer."""
 
 SECONDS = 10.0
-"""Between two lines about how far measuring is."""
+"""Seconds between two progress lines."""
 
 _logger = logging.getLogger(__name__)
 
 
 def lengths_of(rows: Sequence[RawRow], measure: Callable[[RawRow], int]) -> Tensor:
-    """[N] int64: what `measure` finds of each row, and 0 for rows of which it raises DataError. Of several
-    ranks, each measures its share, and all return the same: called by all of them.
+    """Counts the tokens of rows of conversations, on all ranks. Each rank measures its share, and all return
+    the same result; all ranks call it.
+
+    Args:
+        rows: the rows.
+        measure: returns the token count of a row.
+
+    Returns:
+        Token counts [N] int64; 0 for a row for which `measure` raises DataError.
 
     Raises:
-        DataError: where it does so for every row; of the first.
-        StopRequested: where the run was asked to stop; nothing is kept.
+        DataError: `measure` raises it for every row; the first one.
+        StopRequested: a stop of the run was requested; nothing is stored.
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    # By turns: rows that take long stand together, in a file of their own.
+    # Ranks take rows in turn: slow rows are often neighbours, from one file.
     own = range(rank, len(rows), world)
     lengths, first, place = torch.zeros(len(own), dtype=torch.int64), None, 0
     with closing(measured(rows, measure, own)) as chunks:
         parts = _told(chunks, len(own), rank, world)
-        for _ in range(math.ceil(len(rows) / (world * CHUNK))):  # as many on every rank
+        for _ in range(math.ceil(len(rows) / (world * CHUNK))):  # the same number on every rank
             check_stop()
             for one in next(parts, []):
                 if isinstance(one, DataError):
@@ -78,13 +85,14 @@ def lengths_of(rows: Sequence[RawRow], measure: Callable[[RawRow], int]) -> Tens
     if faults and not found.any():
         _, fault = min(faults, key=lambda failed: failed[0])
         raise DataError(
-            f"none of {len(rows)} conversations can be read; the first: {fault.what}", where=fault.where
+            f"none of {plural(len(rows), 'conversation')} can be read; error of the first: {fault.what}",
+            where=fault.where,
         ) from fault
     return found
 
 
 def gathered(item: T) -> list[T]:
-    """`item` of every rank, on every rank; alone, its own."""
+    """Gathers an object of every rank on every rank; without other ranks, a list with its own."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [item]
     items = [item] * dist.get_world_size()
@@ -93,16 +101,16 @@ def gathered(item: T) -> list[T]:
 
 
 def _told(parts: Iterator[list[Measured]], count: int, rank: int, world: int) -> Iterator[list[Measured]]:
-    """The same; the first rank says now and then how far it is."""
+    """Yields the parts unchanged; the first rank logs its progress from time to time."""
     begun = said = time.monotonic()
     share, done = "" if world == 1 else f" (a share of 1/{world})", 0
     for part in parts:
         done, now = done + len(part), time.monotonic()
         if rank == 0 and now - said >= SECONDS:
             said = now
-            # Of lesser levels nothing is shown where nobody has set logging up.
+            # Without any setup of logging, Python shows no level below warning.
             _logger.warning(
-                "conversations are measured: %d of %d%s in %.0f s", done, count, share, now - begun
+                "counting tokens of conversations: %d of %d%s in %.0f s", done, count, share, now - begun
             )
         yield part
 
@@ -110,15 +118,20 @@ def _told(parts: Iterator[list[Measured]], count: int, rank: int, world: int) ->
 def measured(
     rows: Sequence[RawRow], measure: Callable[[RawRow], int], numbers: range
 ) -> Generator[list[Measured]]:
-    """What `measure` finds of rows by their numbers, in that order, `CHUNK` at a time. Other errors than
-    DataError end it."""
+    """Counts tokens of conversations with several processes; yields `CHUNK` results at a time, in order.
+
+    Args:
+        rows: the rows.
+        measure: returns the token count of a row. Any error except DataError ends the measurement.
+        numbers: numbers of the rows to measure.
+    """
     chunks = [numbers[first : first + CHUNK] for first in range(0, len(numbers), CHUNK)]
     asked, count = _Rows(rows, measure), min(_processes(), len(chunks))
     if len(numbers) <= ALONE or count == 1:
         for chunk in chunks:
             yield asked[chunk]
         return
-    # The training's own readers will be of the same server.
+    # The data workers of training will use the same server.
     modules = ["mm_core.data.loading.loader", __name__, type(getattr(measure, "__self__", rows)).__module__]
     loader: DataLoader[list[Measured]] = DataLoader(
         asked,
@@ -128,7 +141,7 @@ def measured(
         collate_fn=_unchanged,
         worker_init_fn=StartWorker(),
         multiprocessing_context=start_server(modules),
-        generator=torch.Generator().manual_seed(0),  # torch's own draw must not move the global one
+        generator=torch.Generator().manual_seed(0),  # the loader's draw must not change the global generator
     )
     with starting(), starts_explained():
         reading = iter(loader)
@@ -145,7 +158,7 @@ class _Rows(TorchDataset[list[Measured]]):
             return [self._one(number) for number in numbers]
 
     def _one(self, number: int) -> Measured:
-        seed_generators(Randomness(0).at("measure", number))  # the same whichever process measures it
+        seed_generators(Randomness(0).at("measure", number))  # the same in every process
         try:
             return self.measure(self.rows[number])
         except DataError as fault:
@@ -153,7 +166,7 @@ class _Rows(TorchDataset[list[Measured]]):
 
 
 def _processes() -> int:
-    """Cores of this rank: those that it may use, shared with the other ranks of the machine."""
+    """Number of processes for this rank: its share of the available CPU cores, up to MOST."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(MOST, max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
