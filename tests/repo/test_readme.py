@@ -224,9 +224,3 @@ def test_the_example_plugin_trains_on_two_ranks_and_samples(run: Any, small_dit:
     out = run("mm-train --config small_dit.yaml --nproc 2 train.steps=2", **small_dit).stdout
     assert "done: step 2 of 2" in out
     assert "1 clip in" in run("mm sample --run runs/small_dit --prompt x --steps 2", **small_dit).stdout
-
-
-def test_both_languages_show_the_same_code() -> None:
-    english, chinese = (page.blocks(ROOT / name) for name in ("README.md", "README.zh-CN.md"))
-    assert [block.text for block in english] == [block.text for block in chinese]
-    assert page.command_lines(README) == page.command_lines(ROOT / "README.zh-CN.md")

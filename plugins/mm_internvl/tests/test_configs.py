@@ -209,7 +209,7 @@ def test_a_preset_that_there_is_not_and_a_folder_in_use(tmp_path):
     assert fault.value.what == "unknown preset 'internvl3.5-9b'"
     assert fault.value.accepted == ", ".join(PRESETS)
     write_config(tmp_path, "internvl3.5-1b")
-    with pytest.raises(ConfigError, match="this folder holds a"):
+    with pytest.raises(ConfigError, match="this folder already has a"):
         write_config(tmp_path, "internvl3.5-1b")
 
 

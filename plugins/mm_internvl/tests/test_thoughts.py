@@ -215,7 +215,7 @@ def test_words_that_a_template_takes_away_are_a_sentence(said, template, turn):
         said(template, "what", turn)
     assert fault.value.what == ("the chat template changes a text of the assistant, omits it or repeats it")
     assert fault.value.hint == (
-        "a thought stands before its answer, between <think> and </think>; else use another template"
+        "put a thought before its answer, between <think> and </think>; or use another template"
     )
 
 
@@ -232,7 +232,7 @@ def test_a_row_of_which_no_thought_is_shown_is_a_sentence(said):
             "the chat template omits the thoughts of all assistant turns, so nothing is left to learn"
         )
         assert fault.value.hint == (
-            "end the row with an answer, whose thought a template keeps, or use another template"
+            "end the row with an answer, whose thought the template keeps; or use another template"
         )
 
 
