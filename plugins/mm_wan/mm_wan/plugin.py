@@ -20,6 +20,8 @@ def mm_predictors() -> list[Component]:
             target="mm_wan.predictor.two_expert:TwoExpert",
             config="mm_wan.predictor.config:TwoExpertConfig",
             summary="Wan 2.2 A14B: two transformers, for high and for low noise, trained together or alone",
+            licence="Apache-2.0",
+            paper="https://arxiv.org/abs/2503.20314",
         ),
     ]
 
