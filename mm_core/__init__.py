@@ -1,6 +1,6 @@
 """mm_core: a training platform for multimodal models.
 
-`import mm_core` imports no torch: the names below resolve when they are first used.
+`import mm_core` does not import torch: the names below are imported when they are first used.
 """
 
 from __future__ import annotations

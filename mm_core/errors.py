@@ -32,17 +32,17 @@ __all__ = [
 ]
 
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
-# Halves of characters, which no file of text takes.
+# Lone surrogates: no text file can hold them.
 _SPELT_OUT = _CONTROLS | {code: f"\\u{code:04x}" for code in range(0xD800, 0xE000)}
 
 
 class MMError(ValueError):
-    """A fault that the user can mend.
+    """An error that the user can fix: what is wrong, where, what is accepted, and what to do next.
 
     Args:
         what: one sentence: what was found and why it is wrong.
-        where: file, line, key path, component or rank that it was found in.
-        accepted: what would have been accepted.
+        where: file, line, config key, component or rank where it was found.
+        accepted: values that would have been accepted.
         hint: what to do next.
     """
 
@@ -59,13 +59,14 @@ class MMError(ValueError):
         self.accepted = accepted
         self.hint = hint
         self.on_all_ranks = False
-        """Whether every rank raises an error at this very point, so that they may still save together."""
+        """Whether every rank raises an error at this point, so that they can still save a checkpoint."""
         super().__init__(self.render())
 
     def render(self) -> str:
-        """The text that a person reads: one line, or one line and its remedies indented below. What a file
-        calls things may be made to command a terminal, or hold what is no text: such characters are spelt
-        out."""
+        """The text of the error: one line, with the accepted values and the hint indented below.
+
+        Control characters and lone surrogates, which names in a file can contain, become escapes.
+        """
         lines = [f"{self.where}: {self.what}" if self.where else self.what]
         if self.accepted:
             lines.append(f"  accepted: {self.accepted}")
@@ -74,7 +75,7 @@ class MMError(ValueError):
         return "\n".join(lines).translate(_SPELT_OUT)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Exceptions pickle by their args; ours are keyword-only, and data workers send them across.
+        # Exceptions pickle by their args; these are keyword-only, and data workers send them to their rank.
         return (_rebuild, (type(self), dict(self.__dict__)))
 
 
@@ -86,25 +87,25 @@ def _rebuild(cls: type[MMError], state: dict[str, object]) -> MMError:
 
 
 class ConfigError(MMError):
-    """A config file or an override that does not check. `faults` holds every one that was found."""
+    """A config file or command-line override with errors; `faults` holds all of them."""
 
     def __init__(self, faults: Sequence[MMError] | str, **details: str | None) -> None:
         self.faults: tuple[MMError, ...] = () if isinstance(faults, str) else tuple(faults)
-        count = f"{len(self.faults)} fault{'s' if len(self.faults) != 1 else ''} in the config"
+        count = f"{plural(len(self.faults), 'error')} in the config"
         super().__init__(faults if isinstance(faults, str) else count, **details)
 
     def render(self) -> str:
-        """Every fault, one below the other."""
+        """The text of the config error: every error in the config, one below the other."""
         head = super().render()
         return "\n".join([head, *(fault.render() for fault in self.faults)])
 
 
 class PluginError(MMError):
-    """A plugin or component that is missing, broken, ambiguous or made for another API version."""
+    """A plugin or component that is missing, broken, ambiguous or written for another API version."""
 
 
 class TrustError(MMError):
-    """Code of a stored run that this user has neither trained with nor allowed. None of it has run."""
+    """A stored run names code that this user has neither trained with nor allowed; none of it has run."""
 
 
 class DataError(MMError):
@@ -112,50 +113,53 @@ class DataError(MMError):
 
 
 class PartsError(DataError):
-    """Parts of a sample that cannot be read: raised where no other is left, else given beside the others
-    under the sample's `missing`.
+    """Parts of a data sample that cannot be read.
 
-    faults: of each part, by its number among all parts of the dataset: the same in every epoch, whichever
-    sample the part belongs to then. of: parts of the sample, readable or not.
+    Raised when no part of the sample can be read; otherwise stored under the sample's `missing`.
+
+    Args:
+        faults: the error of each part, by the part's number in the dataset. The number is the same in every
+            epoch, whichever sample the part belongs to.
+        of: number of parts in the sample, readable or not.
     """
 
     def __init__(self, faults: Mapping[int, DataError], of: int) -> None:
         self.faults, self.of = dict(faults), of
         first, more = next(iter(self.faults.values())), len(self.faults) - 1
-        also = f" (and {more} more that share{'s' * (more == 1)} its place)" if more else ""
+        also = f" (and {plural(more, 'other part')} of the same sample)" if more else ""
         super().__init__(first.what + also, where=first.where, accepted=first.accepted, hint=first.hint)
 
 
 class CheckpointError(MMError):
-    """A checkpoint that is missing, incomplete, damaged, or of another model."""
+    """A checkpoint that is missing, incomplete, damaged, or from another model."""
 
 
 class ContractError(MMError):
-    """A component that breaks the contract of its kind (shapes, names, dtypes)."""
+    """A component that violates the contract of its kind (shapes, names, dtypes)."""
 
 
 class PlanError(MMError):
-    """A run that does not fit its world: batch sizes, mesh sizes, module patterns."""
+    """A run that does not fit the number of ranks: batch sizes, mesh sizes, module patterns."""
 
 
 class TrainingError(MMError):
-    """A step that must not be taken: a non-finite loss or gradient, a rank that failed."""
+    """A training step that must not be taken: a non-finite loss or gradient, or a failed rank."""
 
 
 class PeerError(MMError):
-    """Another rank failed; its own sentence is the one to read, so this one stays quiet."""
+    """Another rank failed: that rank prints its own error, so this one is not printed."""
 
 
 class ForeignExit(Exception):
-    """Code of a plugin raised SystemExit, KeyboardInterrupt or another BaseException: its `__cause__`."""
+    """Plugin code raised SystemExit, KeyboardInterrupt or another BaseException, kept as `__cause__`."""
 
 
 class RunWarning(UserWarning):
-    """A sentence for the person who starts a run: the commands print it as they print their other ones."""
+    """A warning for the user who starts a run; the commands print it like their own messages."""
 
 
 def nearest(word: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """The known words most like `word`, best first (also by their last dotted or slashed part)."""
+    """The known names most similar to a misspelt name, best first (also by their part after the last `/`)."""
     known = list(known)
     found = difflib.get_close_matches(word, known, n=count, cutoff=0.6)
     if not found:
@@ -165,13 +169,13 @@ def nearest(word: str, known: Iterable[str], count: int = 3) -> list[str]:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
-    """`did you mean 'x'?`, or None when nothing is near."""
+    """The hint `did you mean 'x'?` for a misspelt name, or None when no known name is similar."""
     found = nearest(word, known, 2)
     return f"did you mean {' or '.join(repr(name) for name in found)}?" if found else None
 
 
 def plural(count: int, noun: str) -> str:
-    """A count with its noun, for a message: `1 rank`, `2 ranks`, `0 entries`."""
+    """A count with its noun for a message: `1 rank`, `2 ranks`, `0 entries`."""
     if count == 1:
         return f"1 {noun}"
     ending = "ies" if noun.endswith("y") and noun[-2:-1] not in tuple("aeiou") else "s"
@@ -179,20 +183,20 @@ def plural(count: int, noun: str) -> str:
 
 
 def plain_reason(error: Exception) -> str:
-    """What the system gives as the reason, without numbers and paths."""
+    """The reason for an error as the operating system words it, without error number and path."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def first_line(fault: BaseException) -> str:
-    """Of a library's message: the rest of it is advice for its own users."""
+    """The first line of a library's error message: the rest advises users of that library."""
     return next(iter(str(fault).splitlines()), type(fault).__name__)
 
 
 @contextmanager
 def foreign_code() -> Iterator[None]:
-    """Turns what is no Exception into ForeignExit, but for the KeyboardInterrupt of a person's Ctrl-C.
+    """Turns a BaseException raised by plugin code into ForeignExit, except KeyboardInterrupt from Ctrl-C.
 
-    `sys.exit(0)` in a module would otherwise be a success of the command that imports it.
+    Otherwise `sys.exit(0)` in a module would end the command that imports it as a success.
     """
     asked: list[int] = []
     before = signal.getsignal(signal.SIGINT)

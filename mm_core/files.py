@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all, and what dead processes have left of them."""
+"""Files and folders that are written completely or not at all, and removal of what dead processes left."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mm_core.errors import MMError
 from mm_core.processes import alive
 
 _PATIENCE = 24 * 3600.0
-"""Seconds for which what another host writes may stand still before it is taken for dead."""
+"""Seconds without a write after which a folder written by another host counts as abandoned."""
 
 _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota is used up"}
 _STAGE = re.compile(r".*\.tmp-[0-9a-f]+(?:-(\d+)@(.+))?\Z")
@@ -28,8 +28,10 @@ _STAGE = re.compile(r".*\.tmp-[0-9a-f]+(?:-(\d+)@(.+))?\Z")
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Gives a name beside `path` to write to; when the block ends well, it becomes `path` in one step: a
-    reader sees the old file or the new one. A fault leaves the old one."""
+    """Replaces a file in one step: yields a temporary path beside it, renamed when the block succeeds.
+
+    A reader sees the old file or the new one. After an error the old file is still there.
+    """
     staged = path.with_name(f".{path.stem}.tmp-{os.getpid()}{path.suffix}")
     try:
         yield staged
@@ -40,11 +42,12 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def replace_text(path: Path, text: str, *, durable: bool = False) -> None:
-    """Replaces a file of text in one step. Halves of characters, which no file of text takes, become escapes.
+    """Replaces a text file in one step; lone surrogates, which a text file cannot hold, become escapes.
 
     Args:
-        path: the file. text: all of it.
-        durable: waits until the disk has it.
+        path: the file.
+        text: its new content.
+        durable: wait until the content is on disk (fsync).
     """
     with replacing(path) as staged:
         if durable:
@@ -57,7 +60,12 @@ def replace_text(path: Path, text: str, *, durable: bool = False) -> None:
 
 @contextmanager
 def durable(path: Path, mode: Literal["xb", "wb"] = "xb") -> Iterator[IO[bytes]]:
-    """A file to write to, a new one unless `mode` says otherwise, which the disk has when the block ends."""
+    """Opens a binary file for writing whose content is on disk (fsync) when the block ends.
+
+    Args:
+        path: the file.
+        mode: "xb" for a new file only; "wb" replaces an existing one.
+    """
     with path.open(mode) as file:
         yield file
         file.flush()
@@ -65,13 +73,13 @@ def durable(path: Path, mode: Literal["xb", "wb"] = "xb") -> Iterator[IO[bytes]]
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Writes a text file and waits until the disk has it."""
+    """Writes a text file and waits until it is on disk (fsync)."""
     with durable(path, "wb") as file:
         file.write(text.encode())
 
 
 def sync_folder(folder: Path) -> None:
-    """Waits until the disk has the folder's entries: a rename is lasting only after it."""
+    """Waits until the entries of a folder are on disk: a rename survives a crash only after that."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -80,28 +88,33 @@ def sync_folder(folder: Path) -> None:
 
 
 def json_number(value: float) -> float | str:
-    """A number for JSON, which has none for what is not finite: "NaN", "Infinity" and "-Infinity", which
-    `float()` reads."""
+    """A number as a JSON value; one that is not finite becomes "NaN", "Infinity" or "-Infinity".
+
+    `float()` reads these strings.
+    """
     if math.isfinite(value):
         return float(value)
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def json_numbers(figures: Mapping[str, float]) -> dict[str, float | str]:
-    """The same of each figure by its name."""
+    """Numbers by name as JSON values; those that are not finite become strings (see `json_number`)."""
     return {name: json_number(value) for name, value in figures.items()}
 
 
 def stage_name(final: str) -> str:
-    """A fresh name for a checkpoint that is being written: it says who writes it."""
+    """A new temporary folder name for files being written; it contains the writing process and its host."""
     return f"{final}.tmp-{secrets.token_hex(4)}-{os.getpid()}@{socket.gethostname()}"
 
 
 def remove_stale_stages(folder: Path, pattern: str = "*.tmp-*", patience: float | None = None) -> None:
-    """Removes what dead runs left unfinished; what a live process of this host writes is left alone.
+    """Removes temporary folders and files of dead processes; those of a live process on this host stay.
 
-    patience: seconds since something was last written to it, after which that of another host is taken for
-        dead; None where it is known to be: the caller holds the lock that a writer would hold.
+    Args:
+        folder: where to search.
+        pattern: glob pattern of their names.
+        patience: seconds since the last write after which those of another host count as abandoned. None:
+            they are abandoned, because the caller holds the lock that a writer would hold.
     """
     for leftover in folder.glob(pattern):
         owner = _STAGE.match(leftover.name)
@@ -117,7 +130,7 @@ def remove_stale_stages(folder: Path, pattern: str = "*.tmp-*", patience: float 
 
 
 def _written(path: Path) -> float:
-    """When anything in a folder was last written."""
+    """The time of the last write to anything in a folder."""
     times = [0.0]
     for place in (path, *path.rglob("*")):
         with suppress(OSError):
@@ -127,14 +140,14 @@ def _written(path: Path) -> float:
 
 @contextmanager
 def staged_folder(out: Path) -> Iterator[Path]:
-    """Gives a folder beside `out` to write to; when the block ends well, it gets the name `out`.
+    """Writes a folder completely or not at all: yields a temporary folder, renamed when the block succeeds.
 
-    What the block writes must be on disk when it ends (`durable`, `write_durably`); its folders are seen
-    to here. A fault leaves nothing; what a kill leaves is removed by the next export of the same name, on
-    another host a day later.
+    The block must leave its files on disk (`durable`, `write_durably`); folders are synced here. After an
+    error nothing is left. After a kill, the next call for the same name removes the temporary folder; on
+    another host it does so a day later.
 
     Raises:
-        MMError: something lies at `out` already, or an OSError in the block: a full disk, say.
+        MMError: `out` exists already, or the block raised an OSError such as a full disk.
     """
     check_unused(out)
     try:
@@ -159,30 +172,37 @@ def staged_folder(out: Path) -> Iterator[Path]:
 
 
 def check_unused(out: Path) -> None:
-    """MMError where something lies at `out` already, but for an empty folder."""
+    """Raises MMError if the output path exists already; an empty folder is accepted."""
     if out.is_symlink() or out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise MMError(
-            "there is something here already, and nothing is ever overwritten",
+            "this path exists already, and nothing is ever overwritten",
             where=str(out),
-            accepted="a name that is not in use, or an empty folder",
-            hint="choose another --out, or move it away",
+            accepted="a path that does not exist, or an empty folder",
+            hint="choose another --out, or move the existing one away",
         )
 
 
 def _failed(out: Path, fault: OSError) -> MMError:
     why = _FULL.get(fault.errno or 0) or f"{fault.strerror or fault}"
     return MMError(
-        f"writing this folder failed, and nothing of it is left: {why}",
+        f"this folder could not be written and was removed again: {why}",
         where=str(out),
-        hint="check free space, quota and permissions there, then write it again",
+        hint="check free space, quota and permissions there, then run the command again",
     )
 
 
 def write_text(path: Path, text: str) -> None:
-    """A file that is there whole or not at all; a name that is no text is written as JSON's escapes. MMError
-    where it cannot be written."""
+    """Writes a text file completely or not at all; lone surrogates become escapes.
+
+    Raises:
+        MMError: the file cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, text)
     except OSError as fault:
-        raise MMError(f"the file cannot be written: {fault.strerror or fault}", where=str(path)) from fault
+        raise MMError(
+            f"the file cannot be written: {fault.strerror or fault}",
+            where=str(path),
+            hint="check free space, quota and permissions there, or choose another path",
+        ) from fault

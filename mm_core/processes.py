@@ -1,4 +1,4 @@
-"""Whether a process runs, and which one it is: ids are given again."""
+"""Whether a process is running, and which process it is, since process ids are reused."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs. One that has ended and that nobody has asked after does not: what runs as
-    process 1 of a container seldom asks."""
+    """Whether the process with this id is running.
+
+    A zombie counts as ended: process 1 of a container seldom collects the exit status of orphans.
+    """
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -21,13 +23,13 @@ def alive(pid: int) -> bool:
 
 
 def started(pid: int) -> str:
-    """When a process started, in the kernel's ticks: tells it from another one of the same id."""
+    """The start time of a process in kernel clock ticks: distinguishes two processes with the same id."""
     state = _stat(pid)
     return state[19] if state else "0"
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat behind the name; [] where there are none."""
+    """The fields of /proc/PID/stat after the process name; [] if it cannot be read."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return []

@@ -1,1 +1,1 @@
-"""Checkpoints of a run: saving, opening, keeping, comparing them; whole or absent, exact over ranks."""
+"""Checkpoints of a run: saving, opening, retention, checks at a resume; complete or absent, on any ranks."""

@@ -1,4 +1,4 @@
-"""What a checkpoint's manifest tells of frozen weights that lie in other files."""
+"""The part of a checkpoint's manifest that lists frozen weights stored in other files."""
 
 from __future__ import annotations
 
@@ -9,13 +9,20 @@ from mm_core.checkpoint.files.layout import Document
 from mm_core.errors import CheckpointError
 
 RECIPE = ("format", "weights", "strict", "include", "exclude", "prefixes")
-"""Keys of `init_from` by which the tensors of a file are matched with those of the task."""
+"""Keys of `init_from` that set how the tensors of a file are matched with those of the task."""
 
 
 @dataclass(frozen=True)
 class ExternalRow:
-    """What a manifest says of frozen weights elsewhere. key: of the config, that named them. path: None where
-    the environment named the place. recipe: how their names are matched."""
+    """One manifest entry about frozen weights that a checkpoint leaves in other files.
+
+    Attributes:
+        key: the config key that names the files.
+        path: where they are; None if the path came from an environment variable.
+        tensors: how many tensors are read from them.
+        sha256: of these tensors.
+        recipe: how the names of the tensors are matched (keys as in `RECIPE`).
+    """
 
     key: str
     path: str | None
@@ -25,7 +32,10 @@ class ExternalRow:
 
 
 def rows_in(manifest: Document, checkpoint: Path) -> list[ExternalRow]:
-    """What a checkpoint with this manifest leaves to other files, unchecked; [] for one that holds all."""
+    """The frozen weights that a checkpoint leaves in other files, as its manifest lists them.
+
+    The files are not checked. [] for a checkpoint that contains all weights.
+    """
     return [_row(row, checkpoint) for row in manifest.get("base") or ()]
 
 
@@ -38,7 +48,7 @@ def _row(row: Document, checkpoint: Path) -> ExternalRow:
         return ExternalRow(str(row["key"]), path, int(row["tensors"]), str(row["sha256"]), recipe)
     except (KeyError, TypeError, ValueError, AttributeError):
         raise CheckpointError(
-            "what this checkpoint says of the weights below is not understood",
+            "the manifest entry about frozen weights in other files cannot be read",
             where=str(checkpoint),
             hint="load it with the version of mm-core that wrote it, or a newer one",
         ) from None

@@ -1,4 +1,4 @@
-"""A complete checkpoint, each of whose small files is read once."""
+"""A complete checkpoint whose small files are read once, when they are first needed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from mm_core.weights.adapters.record import structure_in
 
 
 class OpenedCheckpoint:
-    """A complete checkpoint. What is asked of it is read from its files and checked, by checksum and by
-    value, the first time; DamagedError where it is not whole.
+    """A complete checkpoint: its facts, manifest and metadata, read and checked at their first use.
+
+    Checksums and values are checked. Every access raises DamagedError if the checkpoint is not complete.
 
     Attributes:
-        folder: its folder.
+        folder: the checkpoint's folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -33,19 +34,19 @@ class OpenedCheckpoint:
 
     @cached_property
     def checksums(self) -> dict[str, files.Checksum]:
-        """Of its files, by name, which are all there, at their sizes."""
+        """Checksums of the checkpoint's files by name; all files exist and have their sizes."""
         files.check_present(self.folder, self._listed)
         return self._listed
 
     @cached_property
     def facts(self) -> files.Document:
-        """What it was saved with, `step` among it, and what a validation had added when this was asked."""
+        """Facts of the checkpoint, such as `step`, with the validation results added after the save."""
         files.check_contents(self.folder, self.checksums, [files.FACTS])
         return {**checkpoint_facts.read_facts(self.folder), **checkpoint_facts.read_later(self.folder)}
 
     @cached_property
     def manifest(self) -> files.Document:
-        """What the run that saved it was made of; {} for one that does not say. Tensors may be missing."""
+        """Manifest of the run that saved the checkpoint; {} if it has none. Tensor files may be missing."""
         if files.MANIFEST not in self._listed:
             return {}
         files.check_contents(self.folder, self._listed, [files.MANIFEST])
@@ -53,36 +54,36 @@ class OpenedCheckpoint:
 
     @cached_property
     def metadata(self) -> Metadata:
-        """Of its tensors: names, shapes, dtypes, and where in its files they lie."""
+        """Metadata of the checkpoint's tensors: names, shapes, dtypes, and their positions in its files."""
         files.check_contents(self.folder, self.checksums, [files.METADATA])
         return read_metadata(self.folder, self.checksums)
 
     @property
     def adapters(self) -> Structure:
-        """The adapters that it holds; {} for one that does not say."""
+        """Adapters that the checkpoint contains; {} if its manifest lists none."""
         return structure_in(self.manifest.get("adapters"), self.folder)
 
     @property
     def external(self) -> list[ExternalRow]:
-        """What it leaves to other files, unchecked; [] for one that holds everything."""
+        """Frozen weights that the checkpoint leaves in other files, unchecked; [] if it contains all."""
         return rows_in(self.manifest, self.folder)
 
     @property
     def parts(self) -> set[str]:
-        """What it holds tensors of: model, optimizer, ema."""
+        """Parts of the training state that the checkpoint contains: model, optimizer, ema."""
         return {name.partition(".")[0] for name in self.metadata.state_dict_metadata}
 
     def names(self, part: str) -> set[str]:
-        """The names of the tensors of one part."""
+        """Names of the tensors in one part of the checkpoint (model, optimizer or ema)."""
         prefix = f"{part}."
         stored = self.metadata.state_dict_metadata
         return {name.removeprefix(prefix) for name in stored if name.startswith(prefix)}
 
     def check(self, ranks: Ranks) -> None:
-        """Checks the bytes of this rank's share of the files. DamagedError for one that has changed."""
+        """Checks the bytes of this rank's share of the checkpoint files; DamagedError for a changed file."""
         files.check_contents(self.folder, self.checksums, self.share(ranks))
 
     def share(self, ranks: Ranks) -> list[str]:
-        """The files that this rank checks: largest first, dealt in turn."""
+        """Names of the checkpoint files that this rank checks: largest first, distributed in turn."""
         ordered = sorted(self.checksums, key=lambda name: (-self.checksums[name].size, name))
         return ordered[ranks.rank :: ranks.count]

@@ -1,4 +1,4 @@
-"""Choosing the checkpoint that a run goes on from. What is wrong with it is found before its use."""
+"""Choosing the checkpoint that a run resumes from, and finding damage before the checkpoint is used."""
 
 from __future__ import annotations
 
@@ -17,15 +17,20 @@ _SECTIONS = ("run", "task", "data", "train", "optimizer", "lr_schedule", "engine
 
 
 def newest_whole(folder: Path) -> tuple[OpenedCheckpoint | None, list[CheckpointError]]:
-    """The newest checkpoint of a run that has no fault, and the faults of the newer ones, whose `where` is
-    the checkpoint. Called by all ranks. CheckpointError where all of them are damaged."""
+    """The newest undamaged checkpoint of a run, and an error for each newer, damaged one.
+
+    Called by all ranks. The `where` of each error is the damaged checkpoint.
+
+    Raises:
+        CheckpointError: all checkpoints are damaged.
+    """
     ranks = Ranks.current()
-    steps, torn = ranks.on_first(
+    steps, incomplete = ranks.on_first(
         "reading the checkpoint folder", lambda: (complete_steps(folder), incomplete_steps(folder))
     )
     refused = [
         CheckpointError("this checkpoint is incomplete: it has no checksums.json", where=str(path))
-        for path in torn
+        for path in incomplete
     ]
     for step in sorted(steps, reverse=True):
         try:
@@ -40,17 +45,18 @@ def newest_whole(folder: Path) -> tuple[OpenedCheckpoint | None, list[Checkpoint
         raise CheckpointError(
             f"every checkpoint of this run is damaged: {refused[0].what}",
             where=str(folder),
-            hint="begin anew under another run.name, perhaps with another run's weights (init_from)",
+            hint="start a new run under another run.name, for example from another run's weights (init_from)",
         )
     return None, []
 
 
 def examine(checkpoint: OpenedCheckpoint) -> None:
-    """Reads all that a run goes by but the tensors themselves, so that damage is found while another
-    checkpoint can still be taken. Called by all ranks, after `verify`.
+    """Checks everything in a checkpoint that a resume uses except its tensors.
+
+    Damage is found while another checkpoint can still be chosen. Called by all ranks, after `verify`.
 
     Raises:
-        DamagedError: on all ranks, when any of them finds a value that cannot be true.
+        DamagedError: on all ranks, if any of them finds an invalid value.
     """
     ranks = Ranks.current()
     ranks.agree(DOING, lambda: _examine(checkpoint, ranks))
@@ -69,7 +75,7 @@ def _examine(checkpoint: OpenedCheckpoint, ranks: Ranks) -> None:
 
 
 def _fault_in_config(folder: Path) -> str | None:
-    """Why config.yaml is no mapping of sections. What stands in them is for the components to judge."""
+    """Why config.yaml is not a mapping of sections; None if it is. Components check the sections' content."""
     faults: list[MMError] = []
     try:
         tree = read_file(folder / files.CONFIG, faults)
@@ -78,8 +84,8 @@ def _fault_in_config(folder: Path) -> str | None:
     if faults:
         return faults[0].what
     if not isinstance(tree.value, dict):
-        return "the file holds no mapping"
+        return "the file does not contain a mapping"
     held = {name: tree.value[name].value for name in _SECTIONS if name in tree.value}
     return next(
-        (f"{name} is no mapping" for name, value in held.items() if not isinstance(value, dict)), None
+        (f"{name} is not a mapping" for name, value in held.items() if not isinstance(value, dict)), None
     )

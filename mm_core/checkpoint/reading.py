@@ -1,4 +1,4 @@
-"""Finding checkpoints and reading what is in them."""
+"""Finding the checkpoints of a run, and reading their weights, facts and config."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from mm_core.runtime.ranks import Ranks
 from mm_core.weights.stored import TORCH_SUFFIXES
 
 DOING = "reading the checkpoint"
-"""What fails, in the sentence for a fault of the system."""
+"""The action named in the message of a system error."""
 
 Which = Literal["latest", "best"]
 Weights = Literal["auto", "model", "ema"]
-"""Of a checkpoint: those that were trained, or their average; `auto`: the average where there is one."""
+"""Weights of a checkpoint: `model` (trained), `ema` (their average), `auto` (the average if there is one)."""
 
 
 def load_model_only(
@@ -34,28 +34,28 @@ def load_model_only(
     model_state: Mapping[str, Tensor],
     weights: Weights = "model",
 ) -> files.Document:
-    """Fills a model's tensors, by name, from a checkpoint or from a run's newest; returns the facts.
+    """Loads only the model weights of a checkpoint, or of a run's newest one, and returns its facts.
 
-    For what trains no further, such as sampling. Called by all ranks, where there are several; of a sharded
-    tensor each reads its part. Dtypes may differ: values are cast.
+    For sampling, evaluation and export, which do not train further. Called by all ranks; each rank reads its
+    shard of a sharded tensor. Values are cast where dtypes differ.
 
     Args:
         path: a checkpoint or a run.
         model_state: tensors by name, filled in place.
-        weights: "ema" takes the average of what was trained, and the model's own tensors for the rest;
-            "auto" does so where the checkpoint holds an average.
+        weights: "ema" loads the average of the trained weights, and the model's own tensors for the rest;
+            "auto" does so if the checkpoint contains an average.
 
     Raises:
-        CheckpointError: no complete checkpoint, a damaged one, one of another model, or no average in it.
+        CheckpointError: no complete checkpoint, a damaged one, one from another model, or no average in it.
     """
     ranks, checkpoint = Ranks.current(), verify(path)
     facts = ranks.agree(DOING, lambda: checked_facts(checkpoint, {"model": model_state}, exact=False))
     averaged = checkpoint.names("ema")
     if weights == "ema" and not averaged:
         raise CheckpointError(
-            "this checkpoint holds no average of the weights",
+            "this checkpoint contains no average of the weights",
             where=str(checkpoint.folder),
-            hint="take --weights model",
+            hint="use --weights model",
         )
     if weights == "model":
         averaged = set()
@@ -71,11 +71,12 @@ def load_model_only(
 
 
 def verify(path: Path | OpenedCheckpoint) -> OpenedCheckpoint:
-    """The checkpoint, every byte of which was checked against its checksums. Called by all ranks, which share
-    the work.
+    """Checks every byte of a checkpoint against its checksums and returns the opened checkpoint.
+
+    Called by all ranks, which share the work.
 
     Raises:
-        DamagedError: on all ranks, when any of them finds a fault.
+        DamagedError: on all ranks, if any of them finds damage.
     """
     ranks = Ranks.current()
     checkpoint = ranks.agree(DOING, lambda: open_checkpoint(path))
@@ -84,13 +85,21 @@ def verify(path: Path | OpenedCheckpoint) -> OpenedCheckpoint:
 
 
 def open_checkpoint(path: Path | OpenedCheckpoint) -> OpenedCheckpoint:
-    """A checkpoint, or a run's newest; one that was opened before stays as it is."""
+    """Opens a checkpoint folder, or a run's newest checkpoint; an opened checkpoint is returned unchanged."""
     return path if isinstance(path, OpenedCheckpoint) else OpenedCheckpoint(find_checkpoint(path))
 
 
 def find_checkpoint(path: Path, which: Which = "latest", words: str = "") -> Path:
-    """A complete checkpoint: `path` itself, or the newest (or best) of the run at `path`. words: that the
-    caller takes in the place of a path, for the error."""
+    """Finds a complete checkpoint: `path` itself, or the newest (or best) one of the run at `path`.
+
+    Args:
+        path: a checkpoint folder or a run folder.
+        which: which checkpoint of a run folder.
+        words: keywords that the caller accepts instead of a path, for the error message.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint.
+    """
     if (path / files.CHECKSUMS).is_file() and ".tmp-" not in path.name:
         return path
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
@@ -99,7 +108,7 @@ def find_checkpoint(path: Path, which: Which = "latest", words: str = "") -> Pat
     accepted = f"{words}a checkpoint folder (runs/NAME/checkpoints/step_N) or a run folder (runs/NAME)"
     hint = ""
     if not path.exists():
-        what = "there is no such checkpoint"
+        what = "this checkpoint does not exist"
     elif not path.is_dir():
         what = "this is a file, not a checkpoint folder"
     elif ".tmp-" in path.name or (path / files.METADATA).exists():
@@ -109,14 +118,18 @@ def find_checkpoint(path: Path, which: Which = "latest", words: str = "") -> Pat
     else:
         what = "this folder is neither a checkpoint nor a run"
         if held := sorted(file.name for file in path.iterdir() if file.suffix in TORCH_SUFFIXES):
-            hint = f"files of torch.save are read one by one; name {path / held[0]}"
+            hint = f"torch.save files are read one at a time: name {path / held[0]}"
             hint += f", or another of the {len(held)} here" if len(held) > 1 else ""
     raise CheckpointError(what, where=str(path), accepted=accepted, hint=hint)
 
 
 def checkpoint_at(run: str | Path, which: Which = "latest") -> Path:
-    """The checkpoint that `DIR`, `DIR@STEP`, `DIR@best` or a checkpoint's own folder stands for; `which`
-    is for a run without a mark."""
+    """Finds the checkpoint that `DIR`, `DIR@STEP`, `DIR@best` or a checkpoint folder refers to.
+
+    Args:
+        run: a run folder, optionally followed by `@` and a step, `best` or `latest`; or a checkpoint folder.
+        which: which checkpoint of a run folder without `@`.
+    """
     if which == "best":
         return find_checkpoint(Path(run), which)
     folder, mark, step = str(run).rpartition("@")
@@ -130,7 +143,7 @@ def checkpoint_at(run: str | Path, which: Which = "latest") -> Path:
         return steps[int(step)]
     known = ", ".join(map(str, sorted(steps))) or "none: the folder has no complete checkpoint"
     raise CheckpointError(
-        f"there is no complete checkpoint {step!r} of this run",
+        f"this run has no complete checkpoint {step!r}",
         where=folder,
         accepted=f"{known}, best, latest",
     )
@@ -138,11 +151,11 @@ def checkpoint_at(run: str | Path, which: Which = "latest") -> Path:
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A run that is at work again.
+    """A trained run that is opened again, for example to sample or evaluate.
 
     Attributes:
-        checkpoint: that it is taken from.
-        config: under the overrides, checked once.
+        checkpoint: the checkpoint to load weights from.
+        config: the run's config with the overrides applied, checked once.
     """
 
     checkpoint: OpenedCheckpoint
@@ -155,9 +168,18 @@ def stored_run(
     overrides: Sequence[str] = (),
     allow_code: bool = False,
 ) -> StoredRun:
-    """The checkpoint of `checkpoint_at`, and its config under the overrides. One that was opened before stays
-    as it is. MMError where there is none, and TrustError for code that this user has not trained with, unless
-    `allow_code`."""
+    """Opens a trained run: its checkpoint, and the checkpoint's config with overrides applied.
+
+    Args:
+        run: as for `checkpoint_at`; a `StoredRun` is returned unchanged.
+        which: which checkpoint of a run folder.
+        overrides: config overrides, as on the command line.
+        allow_code: allow code that this user has not trained with.
+
+    Raises:
+        MMError: there is no checkpoint.
+        TrustError: the config names code that this user has not trained with, and `allow_code` is False.
+    """
     if isinstance(run, StoredRun):
         return run
     checkpoint = OpenedCheckpoint(checkpoint_at(run, which))
@@ -174,15 +196,20 @@ def _best(folder: Path, steps: Mapping[int, Path]) -> Path:
             if path.name == name:
                 return path
     raise CheckpointError(
-        "this run names no best checkpoint",
+        "this run has recorded no best checkpoint",
         where=str(folder),
-        hint="checkpoint.best sets the metric to judge by; the newest one is there",
+        hint="use the newest checkpoint instead of the best; runs that set checkpoint.best record one",
     )
 
 
 def checked_facts(checkpoint: OpenedCheckpoint, tensors: State, *, exact: bool) -> files.Document:
-    """The facts of a checkpoint, of which everything was checked but the bytes of its tensors: it holds what
-    `tensors` asks for."""
+    """Facts of a checkpoint, after checking that it contains the requested tensors in the right shapes.
+
+    Args:
+        checkpoint: the checkpoint; the bytes of its tensors are not read.
+        tensors: the tensors to be loaded.
+        exact: also compare dtypes, and refuse tensors that were not requested.
+    """
     facts = checkpoint.facts
     dcp.check_fits(checkpoint.metadata, tensors, checkpoint.folder, exact=exact)
     return facts

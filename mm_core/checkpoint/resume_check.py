@@ -1,4 +1,4 @@
-"""What has changed since a checkpoint was saved, and whether the run may go on all the same."""
+"""What has changed since a checkpoint was saved, and whether the run may still resume from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RATE = "changes what is learned"
 _ORDER = "changes which samples come when"
 _SPEED = "changes speed, memory or what is shown"
 _PRECISION = "changes the precision"
-_STATE = "the saved state is of another kind; init_from takes the weights alone"
+_STATE = "the saved state does not fit; init_from loads the weights only"
 _RULES: Mapping[str, tuple[Verdict, str]] = {
     "config": ("allow", _RATE),
     "config.run.name": ("safe", _SPEED),
@@ -27,28 +27,28 @@ _RULES: Mapping[str, tuple[Verdict, str]] = {
     "config.task.predictor.type": ("refused", _STATE),
     "config.task.sample": ("safe", _SPEED),
     "config.task.trust_remote_code": ("safe", "which code may run"),
-    "config.task.max_new_tokens": ("safe", "changes what evaluations say"),
+    "config.task.max_new_tokens": ("safe", "changes only answers in evaluations"),
     "config.data.train": ("allow", _ORDER),
     "config.data.train.trust_remote_code": ("safe", "which code may run"),
     "config.data.train.annotations": ("safe", "its fingerprint is compared instead"),
     "config.data.train.file": ("safe", "its fingerprint is compared instead"),
     "config.data.train.tokenizer": ("allow", _RATE),
-    "config.data.train.folder": ("safe", "a place; the videos are taken to be the same"),
+    "config.data.train.folder": ("safe", "a path; the videos are assumed to be the same"),
     "config.data.train.reader": ("safe", "changes pixels by rounding alone"),
-    "config.data.validation": ("safe", "what is held out teaches nothing"),
-    "config.data.test": ("safe", "what is held out teaches nothing"),
+    "config.data.validation": ("safe", "held-out data does not affect training"),
+    "config.data.test": ("safe", "held-out data does not affect training"),
     "config.data.loader": ("safe", _SPEED),
     "config.data.loader.sampler": ("allow", _ORDER),
     "config.data.loader.drop_last": ("allow", _ORDER),
     "config.data.loader.group_by_length": ("allow", _ORDER),
-    "config.train.steps": ("safe", "a schedule that decays is laid out over the new length"),
-    "config.train.epochs": ("safe", "a schedule that decays is laid out over the new length"),
-    "config.train.micro_batch_size": ("safe", "the global batch stays; dropout draws other masks"),
+    "config.train.steps": ("safe", "a schedule that decays is computed for the new length"),
+    "config.train.epochs": ("safe", "a schedule that decays is computed for the new length"),
+    "config.train.micro_batch_size": ("safe", "the global batch is unchanged; dropout draws other masks"),
     "config.train.global_batch_size": ("allow", _ORDER),
     "config.train.freeze": ("refused", _STATE),
     "config.train.also_train": ("refused", _STATE),
-    "config.train.adapters": ("allow", "adapters may count otherwise; other ranks or targets have no state"),
-    "config.train.non_finite": ("safe", "no update changes, only when the run gives up"),
+    "config.train.adapters": ("allow", "adapters may be scaled differently; new targets have no saved state"),
+    "config.train.non_finite": ("safe", "updates are unchanged; only when the run ends changes"),
     "config.train.base_dtype": ("allow", _PRECISION),
     "config.engine": ("safe", _SPEED),
     "config.engine.type": ("allow", "the engines' states may differ"),
@@ -57,7 +57,7 @@ _RULES: Mapping[str, tuple[Verdict, str]] = {
     "config.engine.output_dtype": ("allow", _PRECISION),
     "config.engine.cast_forward_inputs": ("allow", _PRECISION),
     "config.optimizer.type": ("refused", _STATE),
-    "config.init_from": ("safe", "a resumed run has weights of its own"),
+    "config.init_from": ("safe", "a resumed run loads its own weights"),
     "config.ema.device": ("safe", _SPEED),
     "config.validation": ("safe", _SPEED),
     "config.checkpoint": ("safe", _SPEED),
@@ -65,21 +65,21 @@ _RULES: Mapping[str, tuple[Verdict, str]] = {
     "config.profile": ("safe", _SPEED),
     "config.callbacks": ("safe", "callbacks change nothing"),
     "config.plugins": ("safe", "the components' versions are compared instead"),
-    "plugins": ("allow", "another version may compute otherwise"),
-    "plugins.mm-core": ("safe", "see its list of changes"),
-    "data": ("safe", "what is held out teaches nothing"),
+    "plugins": ("allow", "another version may compute different results"),
+    "plugins.mm-core": ("safe", "see its changelog"),
+    "data": ("safe", "held-out data does not affect training"),
     "data.train": ("allow", "the samples are not the same"),
     "devices": ("safe", "changes results by rounding alone"),
     "versions": ("safe", "changes results by rounding alone"),
-    "libraries": ("safe", "may compute otherwise: see its list of changes"),
-    "world": ("safe", "the global batch stays"),
+    "libraries": ("safe", "may compute different results: see its changelog"),
+    "world": ("safe", "the global batch is unchanged"),
 }
-"""Start of a key -> verdict and why; the longest start that fits counts."""
+"""Prefix of a manifest key -> verdict and reason; the longest matching prefix applies."""
 
 
 @dataclass(frozen=True)
 class ResumeDifference:
-    """One thing that has changed since the checkpoint."""
+    """One change of the run since its checkpoint was saved: the key, both values, verdict and reason."""
 
     key: str
     before: object
@@ -89,10 +89,14 @@ class ResumeDifference:
 
 
 def differences_of(before: Document, after: Document) -> list[ResumeDifference]:
-    """The differences of two manifests (see `run_manifest`), those that matter most first.
+    """The differences between a checkpoint's manifest and the current run's, the most important first.
 
-    A key that only one of them has is none, since versions add keys; a section that was switched on or
-    off is one.
+    A key that only one manifest has is not a difference, since versions add keys; a section that was switched
+    on or off is one.
+
+    Args:
+        before: the manifest in the checkpoint (see `run_manifest`).
+        after: the manifest of the run as it is now.
     """
     resolved = all(manifest.get("adapters") for manifest in (before, after))
     old, new = (dict(_flat(_by_name(manifest, resolved))) for manifest in (before, after))
@@ -114,7 +118,7 @@ def differences_of(before: Document, after: Document) -> list[ResumeDifference]:
 
 
 def _unknown_data(before: Document, after: Document) -> list[ResumeDifference]:
-    """Training data that no step before the checkpoint has seen: that of `mm import`."""
+    """Training data of a run whose checkpoint was made without data, by `mm import`."""
     known, now = before.get("data"), after.get("data", {}).get("train")
     if known is None or "train" in known or now is None:
         return []
@@ -123,7 +127,7 @@ def _unknown_data(before: Document, after: Document) -> list[ResumeDifference]:
 
 
 def _environment(before: Document, after: Document) -> list[ResumeDifference]:
-    """Keys that are written as before, and to which the environment now gives another value."""
+    """Keys that name the same environment variable as before, whose value has changed."""
     old, new = (manifest.get("environment", {}) for manifest in (before, after))
     return [
         ResumeDifference(key, "from the environment", "another value", *rule(f"config.{key}"))
@@ -133,29 +137,30 @@ def _environment(before: Document, after: Document) -> list[ResumeDifference]:
 
 
 def rule(key: str) -> tuple[Verdict, str]:
-    """Verdict and reason for a key."""
+    """Verdict and reason for a changed manifest key: whether a run with this change may resume."""
     parts = key.split(".")
     for count in range(len(parts), 0, -1):
         if (found := _RULES.get(".".join(parts[:count]))) is not None:
             return found
-    return "allow", "unknown here"
+    return "allow", "no rule for this key"
 
 
 def check_resume(
     before: Document, after: Document, allow: Sequence[str] = (), *, say: bool = True
 ) -> list[str]:
-    """Lines for a person about what has changed; [] where nothing has.
+    """Checks whether a changed run may resume from its checkpoint; returns lines about safe changes.
 
     Args:
-        before, after: the manifest in the checkpoint and that of this run.
-        allow: keys, starts of keys, or `all`: changes that are meant.
-        say: whether to make the lines.
+        before: the manifest in the checkpoint.
+        after: the manifest of the run as it is now.
+        allow: keys, prefixes of keys, or `all`: changes that are intended.
+        say: whether to return the lines; [] otherwise, and if nothing has changed.
 
     Raises:
-        CheckpointError: with the table, for a change that is refused, or needs to be allowed.
+        CheckpointError: a change is refused or needs `--allow`; the message contains the table of changes.
     """
     if not before:
-        return ["the checkpoint does not say what it was made of: nothing was compared"] if say else []
+        return ["the checkpoint has no manifest: changes since it was saved were not checked"] if say else []
     differences = differences_of(before, after)
     refused = [found for found in differences if found.verdict == "refused"]
     unmet = [found for found in differences if found.verdict == "allow" and not allowed(found.key, allow)]
@@ -163,8 +168,8 @@ def check_resume(
     if refused or unmet:
         flags = " ".join(f"--allow {found.key}" for found in unmet)
         hints = [
-            *(["choose another run.name, and init_from for the weights alone"] if refused else []),
-            *([f"where the change is meant: {flags}"] if unmet and not refused else []),
+            *(["choose another run.name, with init_from to load the weights only"] if refused else []),
+            *([f"if the change is intended, add {flags}"] if unmet and not refused else []),
         ]
         keys = ", ".join(found.key for found in (*refused, *unmet))
         raise CheckpointError(
@@ -174,12 +179,12 @@ def check_resume(
 
 
 def allowed(key: str, allow: Sequence[str]) -> bool:
-    """Whether a flag names the key, something it lies in, or everything."""
+    """Whether `--allow` names the changed manifest key, a section that contains it, or `all`."""
     return any(given == "all" or key == given or key.startswith(f"{given}.") for given in allow)
 
 
 def render_table(differences: Sequence[ResumeDifference]) -> str:
-    """A line a difference, in columns."""
+    """A table of the changes since the checkpoint, one line per change, in columns."""
     verdicts = {"allow": "needs --allow", "refused": "refused", "safe": "safe"}
     rows = [
         (found.key, f"{_short(found.before)} -> {_short(found.after)}", verdicts[found.verdict], found.why)
@@ -193,8 +198,10 @@ def render_table(differences: Sequence[ResumeDifference]) -> str:
 
 
 def _by_name(manifest: Document, resolved: bool) -> Document:
-    """The manifest with its list of components as versions by distribution, whose order means nothing.
-    resolved: adapters are compared by the layers that they have, not by how the config names these."""
+    """The manifest with its list of components replaced by versions by distribution, independent of order.
+
+    resolved: compare adapters by the layers that they are on, not by the patterns in the config.
+    """
     versions = {str(row.get("distribution")): row.get("version") for row in manifest.get("plugins", ())}
     known = ("config", "data", "devices", "versions", "libraries", "world")
     found = {**{key: manifest[key] for key in known if key in manifest}, "plugins": versions}

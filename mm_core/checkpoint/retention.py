@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay, and what dead runs have left."""
+"""Checkpoint retention: which checkpoints of a run stay, which are deleted, which is the best."""
 
 from __future__ import annotations
 
@@ -17,32 +17,36 @@ from mm_core.files import replace_text, stage_name
 
 
 def complete_steps(folder: Path) -> dict[int, Path]:
-    """Complete checkpoints under `folder` by step."""
+    """The complete checkpoints in a run's checkpoint folder, by step."""
     return {step: path for step, path in _named(folder) if (path / files.CHECKSUMS).is_file()}
 
 
 def incomplete_steps(folder: Path) -> list[Path]:
-    """Folders with a checkpoint's name that have lost the list of their checksums: no save leaves such."""
-    torn = (path for _, path in _named(folder) if path.is_dir() and not (path / files.CHECKSUMS).is_file())
-    return sorted(torn)
+    """Checkpoint folders that have lost their list of checksums, which no save leaves behind."""
+    found = (path for _, path in _named(folder) if path.is_dir() and not (path / files.CHECKSUMS).is_file())
+    return sorted(found)
 
 
 def _named(folder: Path) -> list[tuple[int, Path]]:
-    """What is named as a checkpoint, whatever it is."""
+    """Everything with the name of a checkpoint, whatever it contains."""
     paths = folder.iterdir() if folder.is_dir() else ()
     return [(step, path) for path in paths if (step := step_of(path)) is not None]
 
 
 def quarantine(path: Path) -> Path:
-    """Renames a damaged checkpoint, so that it is never counted again and still there to be looked at."""
+    """Renames a damaged checkpoint so that it is never used again but can still be inspected."""
     return path.rename(path.with_name(f"{path.name}.damaged-{secrets.token_hex(4)}"))
 
 
 @dataclass(frozen=True)
 class Retention:
-    """What stays: the newest `keep`, those of every `keep_every` steps, and the best by a metric.
+    """Which checkpoints of a run stay: the newest ones, those of every so many steps, and the best one.
 
-    best: name of a metric that facts hold under "metrics". mode: which of its values is best.
+    Attributes:
+        keep: how many of the newest checkpoints stay.
+        keep_every: checkpoints of multiples of this step stay; None for none.
+        best: name of a metric in the facts' "metrics", whose best checkpoint stays; None for none.
+        mode: whether the smallest or the largest value of `best` is best.
     """
 
     keep: int
@@ -62,8 +66,11 @@ class Retention:
         return None
 
     def name_best(self, newest: Path) -> int | None:
-        """Has BEST name the best one, the earlier of equal ones, up to the checkpoint `newest`; its step, or
-        None where no checkpoint has a value."""
+        """Writes the name of the run's best checkpoint to the file BEST and returns its step.
+
+        Checkpoints up to `newest` count; of equal ones the earlier is the best. None if no checkpoint has a
+        value of the metric.
+        """
         steps = _up_to(newest)
         values = {step: value for step, path in steps.items() if (value := self._value(path)) is not None}
         if not values:
@@ -74,18 +81,23 @@ class Retention:
         return best
 
     def remove(self, newest: Path, best: int | None) -> None:
-        """Removes what does not stay, up to the checkpoint just written; `best` is the best one's step."""
+        """Deletes the checkpoints that are not kept.
+
+        Args:
+            newest: the checkpoint just written; later ones are not touched.
+            best: the step of the best checkpoint, which stays.
+        """
         steps = _up_to(newest)
         stay = {*list(steps)[-self.keep :], best}
         stay |= {step for step in steps if self.keep_every and step % self.keep_every == 0}
         for step, path in steps.items():
             if step not in stay:
-                # Renamed first: a deletion that is cut short must not leave a half checkpoint under its name.
+                # Renamed first: an interrupted deletion must not leave half a checkpoint under its name.
                 doomed = path.rename(path.with_name(stage_name(path.name)))
                 shutil.rmtree(doomed)
 
 
 def _up_to(newest: Path) -> dict[int, Path]:
-    """Complete checkpoints up to that one, in the order of their steps."""
+    """Complete checkpoints up to `newest`, in the order of their steps."""
     steps, written = complete_steps(newest.parent), step_of(newest)
     return {step: steps[step] for step in sorted(steps) if written is not None and step <= written}

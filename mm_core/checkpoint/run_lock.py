@@ -1,4 +1,4 @@
-"""One job at a time writes a run's folder."""
+"""The lock on a run's folder: only one job at a time may write to it."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from mm_core.errors import CheckpointError
 _held: list[TextIO] = []
 
 
-def _let_go() -> None:
-    """In a forked child, a data worker: what it holds open would keep the folder locked after its parent."""
+def _close_in_child() -> None:
+    """In a forked child (a data worker): the open file would keep the folder locked after its parent ends."""
     for file in _held:
         with suppress(OSError):
             os.close(file.fileno())
     _held.clear()  # the number may soon be another file's, which a child of this one must not close
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class RunLock:
-    """A lock on `<run_dir>/.lock`, free again when its process ends, however it ends.
+    """A lock on a run's folder (`<run_dir>/.lock`), released when its process ends, however it ends.
 
-    On a file system without locks it holds nobody up.
+    On a file system without locks it has no effect.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -37,18 +37,20 @@ class RunLock:
         self._file: TextIO | None = None
 
     def take(self) -> None:
-        """CheckpointError that names the holder, where another process has it."""
+        """Locks the run's folder; CheckpointError that names the holder if another process has the lock."""
         if self._file is not None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            # Never through a link: what the holder writes would go into the file that a stranger's run names.
+            # Never through a link: a stranger's run could point it at any file, which would be overwritten.
             handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
         except OSError as fault:
             if fault.errno != errno.ELOOP:
                 raise
             raise CheckpointError(
-                "the lock of this run is a link", where=str(self._path), hint="remove it"
+                "the lock file of this run is a symbolic link",
+                where=str(self._path),
+                hint="remove the link, then start the run again",
             ) from None
         file = os.fdopen(handle, "a+", encoding="utf-8", errors="replace")
         try:
@@ -72,10 +74,12 @@ class RunLock:
         _held.append(file)
 
     def renew(self) -> CheckpointError | None:
-        """Takes the lock anew where the run's folder was removed under it; the sentence on that.
+        """Locks the run's folder again if it was removed during training; returns an error to report later.
+
+        None if the folder is still there.
 
         Raises:
-            CheckpointError: the folder is another run's now.
+            CheckpointError: another run has taken the folder's name.
         """
         folder, before = self._path.parent, self._file
         if before is None:
@@ -93,24 +97,24 @@ class RunLock:
             if begun:
                 self.release()
                 raise CheckpointError(
-                    "the run's folder was renamed while it trained, and another run has begun under its name",
+                    "the run's folder was renamed during training, and another run has started in its place",
                     where=str(folder),
-                    hint="nothing was written to it; this run's checkpoints are where its folder is now",
+                    hint="nothing was written there; this run's checkpoints are in the folder's new place",
                 )
         except BaseException:
-            self._file = before  # the next save is to find the same
+            self._file = before  # the next save must find the same state
             raise
         _held.remove(before)
         before.close()
         return CheckpointError(
-            "the run's folder was removed or renamed while it trained",
+            "the run's folder was removed or renamed during training",
             where=str(folder),
-            hint="the last step was saved to a new folder of that name, and a resume goes on from there;"
-            " earlier checkpoints, figures and logs are where the folder is now, if anywhere",
+            hint="the last step was saved to a new folder of that name: run the command again to resume from"
+            " it; earlier checkpoints, metrics and logs are in the renamed folder, if it still exists",
         )
 
     def release(self) -> None:
-        """Frees the folder."""
+        """Unlocks the run's folder."""
         if self._file is not None:
             with suppress(OSError):
                 fcntl.flock(self._file, fcntl.LOCK_UN)

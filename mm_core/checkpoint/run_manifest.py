@@ -1,4 +1,4 @@
-"""What a run is made of: what a later resume is compared with."""
+"""The manifest of a run: config, components, versions and data, which a later resume is compared with."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from mm_core.runtime.ranks import Ranks
 from mm_core.schema.fields import ComponentConfig
 
 _LIBRARIES = ("transformers", "diffusers", "peft", "accelerate", "tokenizers", "safetensors", "torchao")
-"""What computes, converts or makes tokens beside torch; with what the plugins of a run require."""
+"""Libraries besides torch that compute, convert or tokenize; requirements of the run's plugins are added."""
 _TOKENIZERS = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "spiece.model", "vocab.txt")
-"""A folder with one of these is a tokenizer's."""
-_WORDS = (
+"""A folder with one of these files contains a tokenizer."""
+_VOCABULARY = (
     *("tokenizer*", "vocab*", "merges*", "*spiece*.model", "*.bpe.model", "*.spm", "*.tiktoken"),
     *("special_tokens_map.json", "added_tokens.json", "chat_template*", "*processor_config.json"),
 )
-_LARGEST = 128 * 2**20  # bytes of a file that is read for it
+_LARGEST = 128 * 2**20  # bytes; larger files count by their size only
 
 
 def run_manifest(
@@ -44,12 +44,18 @@ def run_manifest(
     adapters: Sequence[Document] = (),
     base: Sequence[Document] = (),
 ) -> Document:
-    """Resolved config (what came from the environment as it was written, with a trace of its value),
-    components with their distributions and versions, those of libraries, data fingerprints, device stack,
-    world; plain values.
+    """The manifest of a run, as plain JSON values, which a later resume is compared with.
 
-    adapters: where they are, by `record_of`. base: by `ExternalWeights.rows`, what checkpoints
-    leave to files.
+    It contains the resolved config (environment variables by name, with a short hash of their values), the
+    components with their distributions and versions, library versions, data fingerprints, the device stack
+    and the number of ranks.
+
+    Args:
+        config: the checked config.
+        plan: the run's plan.
+        datasets: by split.
+        adapters: which layers have adapters, from `record_of`.
+        base: frozen weights that checkpoints leave in other files, from `ExternalWeights.rows`.
     """
     return {
         "config": to_mapping(config),
@@ -70,31 +76,35 @@ def run_manifest(
 
 
 def library_versions(plugins: Iterable[str] = ()) -> dict[str, str]:
-    """The installed libraries that models are made of, by distribution. plugins: distributions whose own
-    requirements count too; those of mm-core do not (most of them draw, log or read)."""
+    """Versions of the installed libraries that can change what a run computes, by distribution.
+
+    Args:
+        plugins: distributions whose requirements are included; those of mm-core are not, since most of them
+            draw, log or read.
+    """
     names = set(_LIBRARIES)
     for plugin in set(plugins) - {"mm-core", ""}:
-        with suppress(PackageNotFoundError):  # a plugin of one file is no distribution
+        with suppress(PackageNotFoundError):  # a one-file plugin is not a distribution
             wanted = [Requirement(text) for text in requires(plugin) or ()]
             names |= {one.name for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})}
     found = {}
-    for name in sorted(names - {"mm-core", "torch"}):  # they stand elsewhere
+    for name in sorted(names - {"mm-core", "torch"}):  # these are recorded elsewhere
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
 
 
 def environment_traces(config: RunConfig) -> dict[str, str]:
-    """Config key -> 16 bits of a hash of the value that the environment gave it.
+    """Config key -> 16 bits of a hash of the environment variable's value, to detect a change of the value.
 
-    So few that they tell a change, as a rule, and nothing of a secret.
+    So few bits reveal most changes, and nothing about a secret.
     """
     values = to_mapping(replace(config, literals={}))
     return {key: _trace(_at(values, key)) for key in config.literals}
 
 
 def _at(value: Any, key: str) -> object:
-    """What stands at a dotted key; lists are entered by number."""
+    """The value at a dotted key; list items are addressed by number."""
     for name in key.split("."):
         value = value[int(name)] if isinstance(value, list) else value[name]
     return value
@@ -105,10 +115,10 @@ def _trace(value: object) -> str:
 
 
 def fingerprint(section: ComponentConfig, dataset: Dataset) -> Document:
-    """A dataset by its number of rows and, where its options name files, the sha256 of each; where they name
-    a tokenizer's folder, one of all the files that make tokens.
+    """Fingerprint of a run's dataset: its number of rows, and the sha256 of each file in its options.
 
-    Videos and weights are not read: a file that was exchanged under the same name is not noticed.
+    A tokenizer folder has one sha256 of its vocabulary files. Videos and weights are not read: a file
+    replaced under the same name is not noticed.
     """
     listed = {
         key: digest for key, path in _paths(section.options) if (digest := _digest(Path(path))) is not None
@@ -117,7 +127,7 @@ def fingerprint(section: ComponentConfig, dataset: Dataset) -> Document:
 
 
 def _paths(value: object, key: str = "") -> Iterator[tuple[str, str | Path]]:
-    """(dotted key, text) of everything in a value that may be a path; lists are entered by number."""
+    """(dotted key, text) of everything in a value that may be a path; list items have their number as key."""
     if isinstance(value, (str, Path)):
         yield key, value
         return
@@ -135,7 +145,7 @@ def _paths(value: object, key: str = "") -> Iterator[tuple[str, str | Path]]:
 def _digest(path: Path) -> str | None:
     try:
         if path.is_dir():
-            return _digest_of_words(path)
+            return _digest_of_tokenizer(path)
         return _digest_of_file(path) if path.is_file() else None
     except OSError:
         return None
@@ -146,27 +156,29 @@ def _digest_of_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _digest_of_words(folder: Path) -> str | None:
-    """Of what a folder makes tokens by; None for one that holds no tokenizer, which may be one of a million
-    videos and is not listed."""
+def _digest_of_tokenizer(folder: Path) -> str | None:
+    """The sha256 of a tokenizer folder's vocabulary; None for a folder without a tokenizer.
+
+    A folder without one is not listed: it may contain a million videos.
+    """
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         return None
     found = hashlib.sha256()
     for path in sorted(folder.iterdir()):
-        if any(fnmatch(path.name, pattern) for pattern in _WORDS) and path.is_file():
+        if any(fnmatch(path.name, pattern) for pattern in _VOCABULARY) and path.is_file():
             size = path.stat().st_size
-            # A file of such a size is no vocabulary.
+            # A larger file is not a vocabulary.
             content = _digest_of_file(path) if size <= _LARGEST else str(size)
             found.update(f"{path.name} {content}\n".encode())
     return found.hexdigest()
 
 
 def check_plugins(config: RunConfig) -> None:
-    """PluginError, on every rank, when the ranks have other plugins, libraries, or versions of these."""
+    """Raises PluginError on every rank if the ranks have different plugins, libraries or versions."""
     registry = config.registry
     libraries = library_versions(plugin.distribution or "" for plugin in registry.plugins)
     own = registry.fingerprint_table(), {"torch": str(torch.__version__), **libraries}
     plugins, versions = zip(*Ranks.current().gather(own), strict=True)
     check_ranks_agree(plugins)
-    hint = "compare `pip list` on the machines of these ranks"
+    hint = "compare `pip list` on the hosts of these ranks"
     check_ranks_agree(versions, "libraries", "not installed", hint)

@@ -1,8 +1,8 @@
-"""Checkpoints of a run: complete or absent, never overwritten, checked before they are believed.
+"""Saving and loading the checkpoints of a run: complete or absent, never overwritten, checked before use.
 
-A checkpoint is written to `step_N.tmp-<id>`, checked on all ranks, renamed to `step_N`, and only then does
-`LATEST` name it. What a crash leaves behind has `.tmp-` in its name, is never counted, and goes when the
-next run begins.
+A checkpoint is written to `step_N.tmp-<id>`, checked on all ranks and renamed to `step_N`; only then does
+`LATEST` name it. A crash leaves a folder with `.tmp-` in its name, which is never used as a checkpoint and is
+removed when the run next starts.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from mm_core.runtime.background import BackgroundQueue
 from mm_core.runtime.ranks import Ranks
 
 _logger = logging.getLogger(__name__)
-_PATIENCE = 2.0  # seconds that an error waits for the thread, once the save in flight is complete
+_PATIENCE = 2.0  # seconds to wait for the thread after an error, once the save in progress is complete
 
 
 class CheckpointStore:
-    """The checkpoints under `<run_dir>/checkpoints`.
+    """Saves, finds and loads the checkpoints of a run, under `<run_dir>/checkpoints`.
 
     Args:
         run_dir: the run's folder, the same on all ranks and shared by all nodes.
         keep: how many of the newest complete checkpoints stay.
-        keep_every: checkpoints of every so many steps stay as well.
-        best: a metric of the facts' `metrics`, whose best checkpoint stays as well.
-        mode: which value of `best` is best.
-        asynchronous: `save` returns once the state is copied to host memory, and a thread does the rest.
-            False: all of it is done when `save` returns.
+        keep_every: checkpoints of multiples of this step stay as well.
+        best: a metric in the facts' `metrics`, whose best checkpoint stays as well.
+        mode: whether the smallest or the largest value of `best` is best.
+        asynchronous: `save` returns once the state is copied to host memory, and a thread writes it.
+            False: the checkpoint is complete when `save` returns.
     """
 
     def __init__(
@@ -70,21 +70,23 @@ class CheckpointStore:
         self._thread = BackgroundQueue("mm_core checkpoint writer", "saving the checkpoint")
         self._committed: threading.Event | None = None
         self._finished: list[Path] = []
-        self._naming = threading.Lock()  # between a checkpoint that gets its name and what is told of it
+        self._naming = threading.Lock()  # the thread renames a checkpoint, the loop adds its metrics
         self._later: dict[Path, files.Document] = {}
 
     # -- saving --------------------------------------------------------------------------------
 
     def begin(self, step: int, damaged: Sequence[Path] = ()) -> None:
-        """Called once by all ranks before a run that has taken `step` steps goes on: locks the run's
-        folder, removes what dead runs left unfinished, puts `damaged` checkpoints aside, and refuses
-        (CheckpointError) a run that would meet newer checkpoints."""
+        """Prepares the checkpoint folder for a run that starts from `step`; called once by all ranks.
+
+        Locks the run's folder, removes incomplete checkpoints of dead runs and renames `damaged` ones.
+        CheckpointError if the folder contains checkpoints of later steps.
+        """
         Ranks.current().on_first("preparing the checkpoint folder", lambda: self._begin(step, damaged))
         if self._asynchronous:
-            self._background_ranks()  # while there is a launcher, through whom a group is made
+            self._background_ranks()  # now, because creating a group needs the launcher, which may end first
 
     def reserve(self, tensors: State) -> None:
-        """Makes the host buffers of asynchronous saves before the first of them, behind the caller's back."""
+        """Allocates the host buffers of asynchronous saves in the background, before the first checkpoint."""
         if self._asynchronous:
             self._thread.give(partial(self._copies.reserve, tensors))
 
@@ -97,21 +99,21 @@ class CheckpointStore:
         *,
         manifest: files.Document | None = None,
     ) -> Path:
-        """Writes one checkpoint and returns its folder. Called by all ranks of the default process group,
-        or by a lone process. An asynchronous one is complete when `poll` names it.
+        """Saves one checkpoint of the run and returns its folder. Called by all ranks, or a single process.
+
+        An asynchronous save is complete when `poll` returns its folder.
 
         Args:
             step: steps taken so far.
-            tensors: {"model": {name: tensor}, "optimizer": {name: tensor}}, and "ema" where there is an
+            tensors: {"model": {name: tensor}, "optimizer": {name: tensor}}, and "ema" if there is an
                 average; plain tensors or DTensors.
             facts: everything else, as JSON; `step` is added.
             config_yaml: the resolved config.
-            manifest: what the run was made of, as JSON, to compare with at a resume.
+            manifest: the run's manifest as JSON, which a resume compares.
 
         Raises:
-            CheckpointError: on all ranks, when any of them fails, or when an earlier asynchronous save
-                has failed. Earlier checkpoints stay as they were, and nothing half-written has a
-                checkpoint's name.
+            CheckpointError: on all ranks, if any of them fails or an earlier asynchronous save has failed.
+                Earlier checkpoints are unchanged, and no incomplete folder has a checkpoint's name.
         """
         ranks = Ranks.current()
         ranks.agree("saving the checkpoint before", self.wait)
@@ -132,14 +134,14 @@ class CheckpointStore:
         if not self._asynchronous:
             self._commit(ranks, stage, final, held, texts, live)
             return final
-        apart = self._background_ranks()
+        own_group = self._background_ranks()
         done = self._committed = threading.Event()
 
         def work() -> None:
             try:
-                self._commit(apart, stage, final, held, texts, live)
+                self._commit(own_group, stage, final, held, texts, live)
             except BaseException as fault:
-                self._thread.record(fault)  # before anybody who waits looks for it
+                self._thread.record(fault)  # before `wait` returns and checks for it
             finally:
                 done.set()
 
@@ -147,13 +149,14 @@ class CheckpointStore:
         return final
 
     def add(self, step: int, metrics: files.Document, *, evaluated: bool) -> None:
-        """Lays what became known after a save beside its checkpoint: now, or once that is complete.
-        Called by all ranks; rank 0 writes, and talks to nobody.
+        """Adds validation metrics to a checkpoint that was saved before them: now, or once it is complete.
+
+        Called by all ranks; rank 0 writes, without communication.
 
         Args:
-            step: of a checkpoint that was saved, or that the run began with.
-            metrics: of its validation, as JSON.
-            evaluated: whether the validation and samples that were due are there.
+            step: the step of a checkpoint that was saved, or that the run resumed from.
+            metrics: validation metrics, as JSON.
+            evaluated: whether the validation and samples that were due are done.
         """
         if Ranks.current().rank:
             return
@@ -161,13 +164,13 @@ class CheckpointStore:
         with self._naming:
             if final.is_dir():
                 self._write_later(final, later)
-                with suppress(OSError):  # BEST is named again with the next save
+                with suppress(OSError):  # BEST is written again at the next save
                     self.retention.name_best(final)
             else:
                 self._later[final] = later
 
     def poll(self) -> list[Path]:
-        """Checkpoints that are complete since the last call. CheckpointError for one that failed."""
+        """The checkpoints that have become complete since the last call; CheckpointError for a failed one."""
         self._thread.check()
         finished: list[Path] = []
         while self._finished:
@@ -175,18 +178,18 @@ class CheckpointStore:
         return finished
 
     def wait(self) -> None:
-        """Waits until the save in flight is complete. CheckpointError when it failed."""
+        """Waits until the checkpoint being saved is complete; CheckpointError if the save failed."""
         if self._committed is not None:
             self._committed.wait()
             self._committed = None
         self._thread.check()
 
     def close(self, *, after_fault: bool = False) -> None:
-        """Waits for what is being written, and frees the run's folder.
+        """Waits for the checkpoint being saved, and unlocks the run's folder.
 
         Args:
-            after_fault: an error is to be told. The save in flight is completed all the same; whatever else
-                the thread has to do (host buffers to reserve) is not waited for.
+            after_fault: the run ends with an error. The save in progress is completed; other work of the
+                thread (allocating host buffers) is not waited for.
         """
         if after_fault and self._committed is not None:
             self._committed.wait()
@@ -196,19 +199,19 @@ class CheckpointStore:
     # -- loading -------------------------------------------------------------------------------
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint, or None."""
+        """The newest complete checkpoint of the run, or None."""
         steps = complete_steps(self.folder)
         return steps[max(steps)] if steps else None
 
     def resolve(self, request: str) -> Path | None:
-        """The checkpoint that `--resume` asks for, unchecked.
+        """The checkpoint that `--resume` names, unchecked.
 
         Args:
             request: "auto" (the newest of this run, if any), "never", or the path of a checkpoint or of a
-                run, whose newest is taken.
+                run, whose newest checkpoint is used.
 
         Raises:
-            CheckpointError: nothing complete is there.
+            CheckpointError: there is no complete checkpoint at that path.
         """
         if request == "never":
             return None
@@ -217,12 +220,10 @@ class CheckpointStore:
         return find_checkpoint(Path(request), words="'auto', 'never', ")
 
     def open(self, request: str) -> tuple[OpenedCheckpoint | None, list[CheckpointError]]:
-        """The checkpoint that `--resume` asks for, with every byte and value checked. Called by all ranks,
-        which find the same.
+        """Opens the checkpoint that `--resume` names and checks its bytes and values. Called by all ranks.
 
-        With "auto", a damaged checkpoint is passed over for the next older one; the faults say which, and
-        their `where` is the folder. What is left of a run whose checkpoints are all damaged is no
-        checkpoint: that is an error.
+        With "auto", a damaged checkpoint is skipped in favour of the next older one. The returned errors
+        describe the skipped ones; their `where` is the folder. CheckpointError if all are damaged.
         """
         if request == "auto":
             return newest_whole(self.folder)
@@ -236,13 +237,13 @@ class CheckpointStore:
     def load(
         self, source: Path | OpenedCheckpoint, tensors: State, *, verified: bool = False
     ) -> files.Document:
-        """Fills `tensors`, of the form that `save` takes, in place; returns the facts. Called by all ranks.
+        """Loads a checkpoint into `tensors` (in the form that `save` takes), in place; returns its facts.
 
-        Any number of ranks loads what any number has saved. Everything is checked before the first
-        tensor is touched: each file's checksum (unless `verified` before), and every name, shape and dtype.
+        Called by all ranks, whose number may differ from the one at the save. Everything is checked before
+        the first tensor is changed: the checksums (unless `verified` before), names, shapes and dtypes.
 
         Raises:
-            CheckpointError: on all ranks, when any of them finds a fault.
+            CheckpointError: on all ranks, if any of them finds damage or a mismatch.
         """
         ranks = Ranks.current()
         folder = source.folder if isinstance(source, OpenedCheckpoint) else source
@@ -258,7 +259,7 @@ class CheckpointStore:
     # -- parts ---------------------------------------------------------------------------------
 
     def _background_ranks(self) -> Ranks:
-        """The ranks in the group that the thread speaks in."""
+        """The ranks in the process group that the thread uses."""
         if self._ranks is None:
             self._ranks = Ranks.in_own_group()
         return self._ranks
@@ -274,7 +275,7 @@ class CheckpointStore:
     def _clear(self, step: int, damaged: Sequence[Path]) -> None:
         remove_stale_stages(self.folder)
         own = {path for path in damaged if path.parent == self.folder}
-        # An incomplete checkpoint would be in the way when its step is saved again.
+        # An incomplete checkpoint would block saving its step again.
         for path in own.union(incomplete_steps(self.folder)):
             quarantine(path)
         newer = sorted(found for found in complete_steps(self.folder) if found > step)
@@ -286,12 +287,12 @@ class CheckpointStore:
             )
 
     def _open_stage(self, final: Path) -> tuple[CheckpointError | None, Path]:
-        """Makes the folder that the checkpoint `final` is written in before it has its name. Returns what to
-        tell once it is saved, where the run's folder was removed meanwhile, and the folder."""
+        """Creates the temporary folder of the checkpoint `final`. Returns an error to report after the save
+        (if the run's folder was removed in the meantime) and the folder."""
         removed = self._lock.renew()
         if final.exists():
             raise CheckpointError(
-                "this step has a checkpoint already, and none is ever overwritten",
+                "this step already has a checkpoint, and checkpoints are never overwritten",
                 where=str(final),
                 hint="choose another run.name, or move the folder away",
             )
@@ -300,7 +301,7 @@ class CheckpointStore:
         return removed, stage
 
     def _collect(self, step: int, tensors: State) -> tuple[State, Mapping[str, Fingerprint]]:
-        """What is to be written, and the fingerprints of a sample of it as it is in training."""
+        """The tensors to write, and fingerprints of a sample of the live tensors."""
         check_tensors(tensors)
         held = self._copies.take(tensors) if self._asynchronous else tensors
         return held, fingerprints(step, tensors)
@@ -314,7 +315,7 @@ class CheckpointStore:
         texts: Mapping[str, str],
         live: Mapping[str, Fingerprint],
     ) -> None:
-        """Every file of the checkpoint, on disk and summed; then its name. live: what it has to hold."""
+        """Writes all files of the checkpoint with checksums, then renames it. live: expected fingerprints."""
         try:
             ranks.agree("preparing the checkpoint folder", lambda: stage.mkdir(parents=True, exist_ok=True))
             doing = "writing the checkpoint"
@@ -337,7 +338,7 @@ class CheckpointStore:
             replace_text(self.folder / "LATEST", final.name + "\n", durable=True)
             if final in self._later:
                 self._write_later(final, self._later.pop(final))
-        with suppress(OSError):  # what could not be removed goes with a later save
+        with suppress(OSError):  # a checkpoint that could not be removed goes at a later save
             with self._naming:
                 best = self.retention.name_best(final)
             self.retention.remove(final, best)
@@ -345,7 +346,7 @@ class CheckpointStore:
     def _write_later(self, final: Path, later: files.Document) -> None:
         try:
             replace_text(final / files.EVALUATION_FILE, _to_json(later), durable=True)
-        except OSError as fault:  # the checkpoint is as good; a resume looks again
+        except OSError as fault:  # the checkpoint is still complete; a resume validates again
             _logger.warning("%s of %s could not be written: %s", files.EVALUATION_FILE, final, fault)
 
     def _path(self, step: int) -> Path:
@@ -353,26 +354,26 @@ class CheckpointStore:
 
 
 def _discard(ranks: Ranks, stage: Path) -> None:
-    """Rank 0 removes what was not completed."""
+    """Rank 0 removes the incomplete checkpoint."""
     if ranks.rank == 0:
         shutil.rmtree(stage, ignore_errors=True)
 
 
 def _complete(stage: Path, checksums: Mapping[str, files.Checksum]) -> None:
-    """Rank 0 sees every rank's files, and lists them: from here on the checkpoint is complete."""
+    """Rank 0 checks that all ranks' files exist and writes their checksums: the checkpoint is complete."""
     unseen = sorted(name for name in checksums if not (stage / name).is_file())
     if unseen:
         raise CheckpointError(
-            f"files that other ranks wrote are not here: {files.listed(unseen)}",
+            f"files written by other ranks are missing here: {files.listed(unseen)}",
             where=str(stage),
-            hint="run.dir must lie on a file system that all nodes share",
+            hint="set run.dir to a folder on a file system that all nodes share",
         )
     files.write_checksums(stage, checksums)
     sync_folder(stage)
 
 
 def _to_json(facts: files.Document) -> str:
-    """Facts as JSON text."""
+
     try:
         return json.dumps(dict(facts), indent=1, allow_nan=False) + "\n"
     except (TypeError, ValueError) as fault:

@@ -1,1 +1,1 @@
-"""The processes of a run: ranks, what they agree on, whose fault it is; launching, watching, output."""
+"""The processes of a run: ranks, agreement and errors among them, launching, signals, watchdog, output."""

@@ -1,4 +1,4 @@
-"""One thread that does one thing after another, and keeps the first fault until somebody asks."""
+"""A background thread that runs work in order and keeps the first error until it is checked."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from mm_core.runtime.ranks import explain
 
 
 class BackgroundQueue:
-    """Runs work in the order it was given, in a thread that starts with the first.
+    """A background thread that runs work in order, such as saving checkpoints; it starts with the first work.
 
-    All of it is run, also after a fault: ranks speak with each other in a checkpoint's, and one that left its
-    part out would keep the others waiting. `fault` is the first.
+    All work is run, even after an error: ranks communicate while they save a checkpoint, and a rank that
+    skipped its part would leave the others waiting. `fault` is the first error.
 
     Args:
-        name: the thread's.
-        doing: what the work is, in the sentence for a fault that has none of its own.
-        backlog: work that may wait; 0: any amount.
+        name: the thread's name.
+        doing: what the work does, for the message of an error that is not an MMError.
+        backlog: how much work may wait; 0 for any amount.
     """
 
     def __init__(self, name: str, doing: str, backlog: int = 0) -> None:
@@ -31,18 +31,18 @@ class BackgroundQueue:
         self._thread: threading.Thread | None = None
 
     def give(self, work: Callable[[], object]) -> None:
-        """Adds work. queue.Full where the backlog is used up."""
+        """Adds work to the background thread; queue.Full if the backlog is used up."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
         self._work.put_nowait(work)
 
     def record(self, fault: BaseException) -> None:
-        """Keeps a fault, if it is the first, until `check`."""
+        """Keeps an error of the background thread, if it is the first, until `check`."""
         self.fault = self.fault or fault
 
     def check(self) -> None:
-        """Raises the fault of work done since the last check: an MMError, which ranks can tell each other."""
+        """Raises the first error of the background thread since the last check, as an MMError."""
         fault, self.fault = self.fault, None
         if isinstance(fault, MMError):
             raise fault
@@ -50,8 +50,11 @@ class BackgroundQueue:
             raise explain(self._doing, fault) from fault
 
     def finish(self, timeout: float | None = None) -> int:
-        """Waits until everything given is done, and ends the thread: 0. After `timeout` seconds it is left to
-        end by itself, or with the process: how much then waits, the end itself included."""
+        """Waits until the background thread has done all its work, and ends it; returns 0.
+
+        After `timeout` seconds, returns how many entries of the queue (its end mark included) are left. The
+        thread then ends by itself, or with the process.
+        """
         thread, self._thread = self._thread, None
         if thread is None:
             return 0
@@ -65,5 +68,5 @@ class BackgroundQueue:
         while (work := self._work.get()) is not None:
             try:
                 work()
-            except BaseException as fault:  # kept for the thread that asks
+            except BaseException as fault:  # kept for the thread that calls `check`
                 self.record(fault)

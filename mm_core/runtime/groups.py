@@ -1,4 +1,4 @@
-"""Process groups: where ranks meet, how long they wait for each other, and the mesh that they form."""
+"""Process groups of ranks: how they are created, how long ranks wait in them, and the device mesh."""
 
 from __future__ import annotations
 
@@ -22,73 +22,83 @@ from mm_core.errors import MMError
 
 _FOREVER = timedelta(days=3650)
 
-_patience = [timedelta(minutes=30)]  # of every group that is made from here on
+_patience = [timedelta(minutes=30)]  # the timeout of every group created from here on
 
 
 def set_patience(stuck_after: float | None) -> None:
-    """Has ranks wait for each other longer than the watchdog for a run that stands still: a collective that
-    gives up first knows neither the rank that is to blame nor where it stands. None: for ever."""
+    """Sets the timeout of collectives longer than the watchdog's, so that the watchdog reports a hang first.
+
+    A collective that times out cannot report which rank hangs, nor where.
+
+    Args:
+        stuck_after: the watchdog's limit in seconds; None for no timeout.
+    """
     longest = _FOREVER.total_seconds()
     seconds = longest if stuck_after is None else min(2 * stuck_after + 600, longest)
     _patience[0] = timedelta(seconds=seconds)
 
 
 def start_process_group() -> World:
-    """Joins the default process group (a group of one for a lone process) and binds the device."""
+    """Joins the default process group of the ranks (of one without a launcher) and binds the device."""
     world, backend = environment_world(), communication_backends()
     bind_device(world.local_rank)
     if "RANK" in os.environ:
         missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
         if missing:
             raise MMError(
-                f"RANK is set, {' and '.join(missing)} not: the ranks cannot find each other",
+                f"RANK is set but {' and '.join(missing)} not, so the ranks cannot find each other",
                 where="environment",
-                hint="let mm-train --nproc or torchrun set them, or unset RANK to train with one process",
+                hint="start with mm-train --nproc or torchrun, which set them, or unset RANK to train with"
+                " one process",
             )
         if not (port := os.environ["MASTER_PORT"]).isdecimal() or not 0 <= int(port) < 65536:
-            raise MMError(f"{port!r} is no port", where="MASTER_PORT", accepted="1 to 65535")
+            raise MMError(f"{port!r} is not a port number", where="MASTER_PORT", accepted="1 to 65535")
         try:
             dist.init_process_group(backend, timeout=_patience[0])
         except RuntimeError as fault:
-            raise (_not_met(fault) or fault) from None
+            raise (_rendezvous_error(fault) or fault) from None
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=_patience[0])
     return world
 
 
-def _not_met(fault: RuntimeError) -> MMError | None:
-    """The sentence for an address at which ranks cannot meet; None for another fault, such as a rank that is
-    lost."""
+def _rendezvous_error(fault: RuntimeError) -> MMError | None:
+    """The error for a rendezvous address that does not work; None for another error, such as a lost rank."""
     text, port = str(fault), os.environ["MASTER_PORT"]
     if "EADDRINUSE" in text or "address already in use" in text.lower():
         return MMError(
-            f"port {port} is in use on this host, and the ranks cannot meet there",
+            f"port {port} is already in use on this host, so the ranks cannot connect to each other there",
             where="MASTER_PORT",
             accepted="a free port, the same for all ranks",
-            hint="end what listens there (ss -ltnp), an earlier run perhaps, or choose another one"
-            " (torchrun --master-port)",
+            hint="end the process that uses it (ss -ltnp shows it; perhaps an earlier run), or choose another"
+            " port (torchrun --master-port)",
         )
     if "while trying to connect" in text or "waiting for clients" in text:
         return MMError(
-            f"the ranks did not all meet at {os.environ['MASTER_ADDR']}:{port} in time:"
-            f" {text.splitlines()[0]}",
+            f"not all ranks connected to {os.environ['MASTER_ADDR']}:{port} in time: {text.splitlines()[0]}",
             where="environment",
-            hint="are MASTER_ADDR, MASTER_PORT and WORLD_SIZE the same for all ranks, does rank 0 run on the"
-            " host of MASTER_ADDR, and is its port reachable from every other one?",
+            hint="check that MASTER_ADDR, MASTER_PORT and WORLD_SIZE are the same for all ranks, that rank 0"
+            " runs on the host MASTER_ADDR, and that its port is reachable from all other hosts",
         )
     return None
 
 
 def cpu_group() -> dist.ProcessGroup | None:
-    """A new group of all ranks for tensors on CPU. Called by all of them."""
+    """A new process group of all ranks for tensors on CPU. Called by all ranks."""
     group: dist.ProcessGroup | None = dist.new_group(backend=CPU_BACKEND, timeout=_patience[0])
     return group
 
 
 def device_mesh(shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
-    """All ranks in a mesh of that shape. Unlike torch's `init_device_mesh`, its groups wait as long as the
-    default one."""
+    """A device mesh of all ranks, whose process groups have the same timeout as the default group.
+
+    The groups of torch's `init_device_mesh` have another timeout.
+
+    Args:
+        shape: sizes of the mesh's dimensions; their product is the number of ranks.
+        names: names of the dimensions.
+    """
     mesh = torch.arange(dist.get_world_size()).view(*shape)
     groups: list[dist.ProcessGroup] = []
     for dimension, size in enumerate(shape):
@@ -99,13 +109,15 @@ def device_mesh(shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
 
 
 def wait_for_ranks() -> torch.Tensor:
-    """Waits until all ranks have come here. Unlike torch's barrier it does so on CPU: an accelerator's group
-    connects at its first use, through a launcher that may be gone by then.
+    """Waits until all ranks have reached this call (a barrier on CPU).
+
+    torch's barrier uses the accelerator's group, which connects at its first use through the launcher's
+    store; the launcher may have ended by then.
 
     Returns:
-        What was reduced, to be held by who destroys the group next. torch 2.7's gloo lets go of it in a
-        thread, within a lock that the destruction waits for; were that the last reference, the thread would
-        wait for Python's lock, and neither would ever go on.
+        The reduced tensor. The caller must keep it until the group is destroyed: torch 2.7's gloo releases it
+        in a thread, under a lock that the destruction waits for. If that were the last reference, the thread
+        would wait for Python's lock: a deadlock.
     """
     met = torch.zeros(1)
     dist.all_reduce(met)

@@ -1,7 +1,7 @@
-"""What is left of a training process: it ends its data workers itself or, where it is killed, they follow.
+"""Cleanup after a training process: it ends its data workers itself; if it is killed, they clean up.
 
-multiprocessing keeps its sockets in a folder below TMPDIR, and a launcher has a folder in which its ranks
-meet. A process that ends in good order removes them; what a killed one leaves, those that it started remove.
+multiprocessing keeps its sockets in a folder below TMPDIR, and a launcher has a folder shared by its ranks. A
+process that ends normally removes them; if it is killed, the processes that it started remove them.
 """
 
 from __future__ import annotations
@@ -24,22 +24,24 @@ from mm_core.files import replace_text
 from mm_core.processes import alive, started
 
 PATIENCE = 10.0
-"""Seconds for which a folder's other processes may still live before it is left to them."""
+"""Seconds to wait for a folder's other processes to end before they are left to remove it."""
 SERVER_ENDS = 2.0
-"""Seconds for which a killed server is waited for: one that the kernel holds, for a disk, ends later."""
+"""Seconds to wait for a killed server to end: one that waits for a disk in the kernel ends later."""
 
-_FOLDERS = "MM_AFTERMATH"  # names the folders to the server of data workers, which imports this module
+_FOLDERS = "MM_AFTERMATH"  # passes the folders to the server of data workers, which imports this module
 _also: list[str] = []
-_emptied: list[str] = []  # a folder that multiprocessing has made and nobody uses
+_emptied: list[str] = []  # an unused folder created by multiprocessing
 _LONGEST = 107  # bytes of a socket's address
 
 
 def end_workers(*, orderly: bool = False) -> None:
-    """Kills the data workers and their server, and removes their sockets: this process leaves at once,
-    without the end of its interpreter.
+    """Kills this rank's data workers and their server and removes their sockets, before the process exits.
 
-    orderly: nothing hangs and nobody waits, so everything else that multiprocessing has to undo is undone, as
-    that end would. Else its tracker, which is told of every semaphore, sees to it.
+    The process is about to exit without finalizing its interpreter (`os._exit`).
+
+    Args:
+        orderly: nothing hangs, so the other finalizers of multiprocessing run as well. Otherwise its resource
+            tracker, which knows every semaphore, cleans up.
     """
     kill_workers()
     if orderly:
@@ -51,7 +53,7 @@ def end_workers(*, orderly: bool = False) -> None:
 
 
 def kill_workers() -> None:
-    """Kills the processes that multiprocessing has started here, and their server."""
+    """Kills the data workers that multiprocessing has started in this process, and their server."""
     for child in multiprocessing.active_children():
         child.kill()
     module = sys.modules.get("multiprocessing.forkserver")
@@ -69,17 +71,17 @@ def kill_workers() -> None:
 
 
 def _sockets() -> str | None:
-    """Where multiprocessing keeps its sockets; None where it has not needed any."""
+    """The folder of multiprocessing's sockets; None if it has created none."""
     found: str | None = multiprocessing.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
     return found
 
 
 def use_short_folder() -> None:
-    """Keeps sockets below /tmp where TMPDIR is longer than the address of a socket may be."""
+    """Puts the sockets of data workers below /tmp if TMPDIR is too long for a socket's address."""
     folder = util.get_temp_dir()
     if len(os.fsencode(folder)) + len("/listener-12345678") <= _LONGEST:
         return
-    with suppress(OSError):  # else the server's start tells what is wrong
+    with suppress(OSError):  # if it fails, the start of the server reports why
         short = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")
         multiprocessing.current_process()._config["tempdir"] = short  # type: ignore[attr-defined]
         util.Finalize(None, shutil.rmtree, args=(short, True), exitpriority=-100)
@@ -87,20 +89,26 @@ def use_short_folder() -> None:
 
 
 def clear_after(folder: Path) -> None:
-    """Has `folder` removed by data workers or their server, should all its processes be killed: those that
-    its files `*.pid` name (see `note_process`)."""
+    """Registers a folder that data workers or their server remove if all processes named in it are killed.
+
+    Args:
+        folder: contains a file `*.pid` for each process (see `note_process`).
+    """
     if str(folder) not in _also:
         _also.append(str(folder))
 
 
 def folders() -> list[str]:
-    """What is to be removed when this process is gone."""
+    """The temporary folders to remove after this process has ended."""
     return [util.get_temp_dir(), *_emptied, *_also]
 
 
 @contextmanager
 def told() -> Iterator[None]:
-    """A server of data workers that starts in the block clears up when this process is gone."""
+    """Passes this process's temporary folders to a server of data workers started in the block.
+
+    The server removes them after this process has ended.
+    """
     os.environ[_FOLDERS] = json.dumps(folders())
     try:
         yield
@@ -109,7 +117,10 @@ def told() -> Iterator[None]:
 
 
 def clear(paths: Iterable[str | Path]) -> None:
-    """Removes folders, each once no process that it names lives; one whose processes go on is theirs."""
+    """Removes temporary folders of killed processes, each once all processes named in it have ended.
+
+    A folder whose processes are still running after `PATIENCE` seconds is left to them.
+    """
     until = time.monotonic() + PATIENCE
     for path in map(Path, paths):
         while path.is_dir():
@@ -122,7 +133,7 @@ def clear(paths: Iterable[str | Path]) -> None:
 
 
 def note_worker(folder: Path) -> None:
-    """Notes this process as a data worker, for as long as it does not end in good order."""
+    """Records this process as a data worker in a folder, until it ends normally."""
     note = folder / f"worker_{os.getpid()}.pid"
     with suppress(OSError):  # the training process may be gone, and its folder with it
         note_process(note, os.getpid())
@@ -130,8 +141,8 @@ def note_worker(folder: Path) -> None:
 
 
 def _free_memory(folder: Path) -> None:
-    """Removes the shared memory of data workers that were killed while they made it: torch removes its name
-    a moment after it has appeared."""
+    """Removes shared memory of data workers that were killed while creating it: torch unlinks its name only
+    a moment later."""
     until = time.monotonic() + 2.0
     for note in folder.glob("worker_*.pid"):
         while lives(note) and time.monotonic() < until:
@@ -146,12 +157,12 @@ def _free_memory(folder: Path) -> None:
 
 
 def note_process(path: Path, pid: int) -> None:
-    """Writes who a process is."""
+    """Writes the id and start time of a process to a file, to identify it later."""
     replace_text(path, f"{pid} {started(pid)}")
 
 
 def lives(note: Path) -> bool:
-    """Whether the process that was noted still runs; False where the note is gone."""
+    """Whether the process recorded in a file by `note_process` still runs; False if the file is gone."""
     try:
         pid, _, when = note.read_text().partition(" ")
         return alive(int(pid)) and when in ("", started(int(pid)))

@@ -1,4 +1,4 @@
-"""The standard streams of a command: whether what cannot be written ends it, and how."""
+"""The standard streams of a command: whether output that cannot be written ends the command, and how."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from mm_core.errors import MMError
 
 
 class BestEffort(io.TextIOBase):
-    """A stream whose loss ends nothing: a run is as good without a reader, and its log files have the lines.
+    """A standard stream whose failure does not end the run, since the log files contain the same lines.
 
-    Once a write has failed (a pipe whose reader left, a full disk), the stream's descriptor leads nowhere, so
-    that neither children nor the interpreter's last flush fail by it.
+    Once a write has failed (a closed pipe, a full disk), the stream's descriptor is redirected to /dev/null,
+    so that neither child processes nor the interpreter's last flush fail.
     """
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
 
     def write(self, text: str) -> int:
-        """Writes the text, or loses it (`Required`: or raises). Characters that the stream's encoding lacks
-        are written as escapes."""
+        """Writes text to the standard stream; text that cannot be written is dropped (`Required`: an error).
+
+        Characters that the stream's encoding lacks are written as escapes.
+        """
         try:
             self._try(self.stream.write, text)
         except UnicodeError:
@@ -33,29 +35,29 @@ class BestEffort(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Writes what is held, or loses it."""
+        """Flushes the standard stream; text that cannot be written is dropped (`Required`: an error)."""
         self._try(self.stream.flush)
 
     def _try(self, act: Any, *given: str) -> Any:
         try:
             return act(*given)
-        except UnicodeError:  # a ValueError too: the stream is as good as before
+        except UnicodeError:  # also a ValueError, but the stream still works
             raise
-        except BlockingIOError:  # a terminal that is slow takes the next one
+        except BlockingIOError:  # a slow terminal: the next write may succeed
             return None
         except (OSError, ValueError):  # ValueError: the stream was closed
             self.lose()
             return None
 
     def lose(self) -> None:
-        """Has the stream lead nowhere from here on."""
+        """Redirects the failed standard stream to /dev/null from here on."""
         with suppress(OSError, ValueError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.stream.fileno())
             os.close(nowhere)
-            self.stream.flush()  # what it still holds
+            self.stream.flush()  # the buffered text
 
-    # `TextIOBase` has these, as None: they would hide the stream's.
+    # `TextIOBase` has these as None, which would hide the stream's values.
     @property
     def encoding(self) -> str:  # type: ignore[override]
         return str(self.stream.encoding)
@@ -69,22 +71,20 @@ class BestEffort(io.TextIOBase):
         return getattr(self.stream, name)
 
     def isatty(self) -> bool:
-        """As the stream."""
         return bool(self.stream.isatty())
 
     def fileno(self) -> int:
-        """As the stream."""
         return int(self.stream.fileno())
 
     def writable(self) -> bool:
-        """Always."""
+
         return True
 
 
 class Required(BestEffort):
-    """The stream of a command whose output is what it was asked for: what cannot be written is an error.
+    """A standard stream whose output is the purpose of the command: a failed write is an error.
 
-    A reader that has seen enough (`mm weights ... | head`) is a BrokenPipeError: the command ends quietly.
+    A reader that closes the pipe (`mm weights ... | head`) raises BrokenPipeError: the command ends silently.
     """
 
     def _try(self, act: Any, *given: str) -> Any:
@@ -98,13 +98,17 @@ class Required(BestEffort):
             raise MMError(
                 f"the output cannot be written: {fault.strerror}",
                 where="standard output",
-                hint="free space where it is redirected to, or redirect it elsewhere",
+                hint="free disk space where the output is redirected to, or redirect it elsewhere",
             ) from None
 
 
 @contextmanager
 def standard_streams(*, required: bool) -> Iterator[None]:
-    """Standard output and error of a command; `required` is whether its output is what it was asked for."""
+    """Replaces standard output and standard error for the duration of a command.
+
+    Args:
+        required: output that cannot be written is an error, since the output is the command's purpose.
+    """
     _open_closed()
     before = sys.stdout, sys.stderr
     out = Required(sys.stdout) if required else BestEffort(sys.stdout)
@@ -116,13 +120,13 @@ def standard_streams(*, required: bool) -> Iterator[None]:
 
 
 def _open_closed() -> None:
-    """Has streams that were closed (`>&-`) lead nowhere: the next file that is opened would take the
-    number, and be written to by whatever writes to standard output."""
+    """Redirects closed streams (`>&-`) to /dev/null: otherwise the next opened file would get the descriptor
+    number, and everything written to standard output would go into that file."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the least free number, which is this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
     for name, number in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, "w", encoding="utf-8", errors="replace", closefd=False))

@@ -15,23 +15,26 @@ from mm_core.runtime.ranks import Ranks
 
 @contextmanager
 def process_group(stuck_after: float | None = RunSection.stuck_after) -> Iterator[Ranks]:
-    """The default process group for the length of a run, and this process in it. One that the caller made is
-    left alone.
+    """Joins the default process group for the duration of a run; an existing group is used as it is.
 
-    stuck_after: `run.stuck_after`, which the watchdog ends the run by.
+    Args:
+        stuck_after: `run.stuck_after` in seconds, the watchdog's limit; collectives wait longer.
+
+    Yields:
+        This process as one of the ranks.
     """
     set_patience(stuck_after)
     if dist.is_initialized():
         yield Ranks.current()
         return
-    with leaving_at_signals("waited for the other ranks to come"):
+    with leaving_at_signals("waiting for the other ranks to connect"):
         start_process_group()
     try:
         yield Ranks.current()
-        with leaving_at_signals("waited for the other ranks to end", patience=5.0):
+        with leaving_at_signals("waiting for the other ranks to end", patience=5.0):
             held = wait_for_ranks()
     except BaseException:
-        if dist.get_world_size() == 1:  # among several, the others may wait in a collective for ever
+        if dist.get_world_size() == 1:  # with several ranks, the others may hang in a collective
             held = wait_for_ranks()
             dist.destroy_process_group()
             del held

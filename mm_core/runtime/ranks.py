@@ -1,4 +1,4 @@
-"""Work that all ranks do and whose outcome all ranks must agree on."""
+"""The ranks of a run: exchanging values, and agreeing on errors so that no rank waits for a failed one."""
 
 from __future__ import annotations
 
@@ -19,30 +19,38 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those of the default process group; alone when there is none."""
+    """The ranks of a run as seen by this process; without a process group it is alone.
+
+    Attributes:
+        rank: this process's number.
+        count: number of ranks.
+        alone: whether there is no process group.
+    """
 
     rank: int
     count: int
     alone: bool
     group: dist.ProcessGroup | None = None
-    """The process group that they speak in; None for the default one."""
+    """The process group used for communication; None for the default one."""
 
     @classmethod
     def current(cls) -> Ranks:
-        """Who this process is now."""
+        """The ranks of the default process group, with this process's own rank."""
         if dist.is_available() and dist.is_initialized():
             return cls(dist.get_rank(), dist.get_world_size(), alone=False)
         return cls(0, 1, alone=True)
 
     @classmethod
     def in_own_group(cls) -> Ranks:
-        """The same ranks in a group of their own, for a thread: the loop speaks in the default group
-        meanwhile. Called by all ranks."""
+        """The ranks in a new process group for a thread, while the loop uses the default group.
+
+        Called by all ranks.
+        """
         ranks = cls.current()
         return ranks if ranks.alone else cls(ranks.rank, ranks.count, False, cpu_group())
 
     def gather(self, item: T) -> list[T]:
-        """`item` of every rank, in rank order, on every rank."""
+        """Collects an item from every rank, in rank order, on every rank."""
         if self.alone:
             return [item]
         items: list[Any] = [None] * self.count
@@ -50,7 +58,7 @@ class Ranks:
         return items
 
     def gather_first(self, item: T) -> list[T]:
-        """`item` of every rank on rank 0, [] elsewhere: for what is too large to be sent to everybody."""
+        """Collects an item from every rank on rank 0 ([] elsewhere), for items too large to send to all."""
         if self.alone:
             return [item]
         items: list[Any] = [None] * self.count if self.rank == 0 else []
@@ -58,7 +66,7 @@ class Ranks:
         return items
 
     def from_first(self, item: T) -> T:
-        """Rank 0's `item`, on every rank."""
+        """Sends rank 0's item to every rank and returns it."""
         if self.alone:
             return item
         items = [item]
@@ -66,10 +74,14 @@ class Ranks:
         return items[0]
 
     def agree(self, doing: str, work: Callable[[], T]) -> T:
-        """Runs `work` on every rank and returns what it gave here, once it has succeeded everywhere.
+        """Runs `work` on every rank and returns this rank's result once all ranks have succeeded.
 
-        A fault on any rank raises one CheckpointError, with the same text on all of them: no rank goes on
-        alone, and none waits for one that has given up.
+        An error on any rank raises one CheckpointError with the same text on all of them: no rank continues
+        alone, and none waits for a failed one.
+
+        Args:
+            doing: what the work does, for the message of an error that is not a CheckpointError.
+            work: called without arguments.
         """
         given: list[T] = []
         culprit, fault, cause = self.rank, None, None
@@ -85,14 +97,15 @@ class Ranks:
         return given[0]
 
     def on_first(self, doing: str, work: Callable[[], T]) -> T:
-        """Runs `work` on rank 0 alone and returns what it gave, on every rank; faults as in `agree`."""
+        """Runs `work` on rank 0 only and returns its result on every rank; errors are raised on all ranks."""
         given = self.agree(doing, work if self.rank == 0 else lambda: None)
         return cast(T, self.gather(given)[0])
 
 
 def gather_rows(row: Sequence[float] | Tensor) -> Tensor:
-    """[ranks, n] on CPU: the n numbers of every rank, in rank order, on every rank; [1, n] where this process
-    is alone. One small collective.
+    """Collects n numbers from every rank into a CPU tensor [ranks, n], in rank order, on every rank.
+
+    One small collective; [1, n] for a single process.
 
     Args:
         row: numbers, which become float64, or a tensor [n] on CPU.
@@ -106,18 +119,20 @@ def gather_rows(row: Sequence[float] | Tensor) -> Tensor:
 
 
 def sum_rows(row: Sequence[float] | Tensor) -> Tensor:
-    """[n]: the sum over ranks, added in rank order, so that all ranks have the same bits."""
+    """Sums n numbers over all ranks, in rank order, so that every rank has bit-identical results [n]."""
     return gather_rows(row).sum(0)
 
 
 def on_any_rank(flag: bool) -> bool:
-    """Whether the flag is set on any rank. Called by all of them."""
+    """Whether a flag is set on any rank. Called by all ranks."""
     return bool(gather_rows([float(flag)]).any())
 
 
 def blame(raised: BaseException, rank: int) -> tuple[int, BaseException]:
-    """The rank that a fault happened on, and the fault. torch.distributed.checkpoint raises one rank's
-    fault on all ranks, in an exception of its own."""
+    """The rank on which an error happened, and the error itself.
+
+    torch.distributed.checkpoint raises one rank's error on all ranks, wrapped in its own exception.
+    """
     if not isinstance(raised, CheckpointException) or not raised.failures:
         return rank, raised
     culprit, (cause, _) = min(raised.failures.items(), key=lambda pair: pair[0])
@@ -127,7 +142,12 @@ def blame(raised: BaseException, rank: int) -> tuple[int, BaseException]:
 
 
 def explain(doing: str, fault: BaseException) -> CheckpointError:
-    """A sentence for a fault of the system or of torch."""
+    """The error message for an exception of the operating system or of torch.
+
+    Args:
+        doing: what failed.
+        fault: the exception.
+    """
     text = " ".join(str(fault).split())
     if isinstance(fault, OSError):
         remedy = "check free space, quota and permissions of the run folder, on every node"
@@ -136,7 +156,7 @@ def explain(doing: str, fault: BaseException) -> CheckpointError:
 
 
 def at_rank(rank: int, fault: CheckpointError) -> CheckpointError:
-    """The fault, with the rank that it happened on, unless it names one already."""
+    """The error with the rank on which it happened added to its `where`, unless it names one already."""
     if fault.where and str(fault.where).startswith("rank "):
         return fault
     place = f"rank {rank}, {fault.where}" if fault.where else f"rank {rank}"

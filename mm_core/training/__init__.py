@@ -1,1 +1,1 @@
-"""Training: the loop, what a run is put together from, and what happens between its steps."""
+"""Training: the training loop, assembling a run from its config, and what happens between its steps."""

@@ -1,4 +1,4 @@
-"""Plan, data, engine and restored state of a run: everything before its first step."""
+"""Assembling a run before its first step: plan, data, engine and restored state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mm_core.data.loading.loader import MicroBatchLoader
 from mm_core.data.loading.sampler import BatchPlan
 from mm_core.data.loading.seeding import build_dataset
 from mm_core.data.loading.skipped import SkipLedger
-from mm_core.errors import CheckpointError, ContractError, PlanError
+from mm_core.errors import CheckpointError, ContractError, PlanError, plural
 from mm_core.evaluation.validator import Validator, build_metrics, default_settings
 from mm_core.files import replace_text
 from mm_core.loading.frozen import load_frozen_of
@@ -55,13 +55,12 @@ from mm_core.weights.adapters.record import record_of
 
 @dataclass(frozen=True)
 class OpenedRun:
-    """A run before anything of it is built.
+    """A training run whose checkpoint is chosen but whose parts are not built yet.
 
     Attributes:
-        folder: of the run.
-        store: its checkpoints; no other process writes to them now.
-        source: the checkpoint that it goes on from; None begins anew.
-        refused: damaged checkpoints that were passed over for an older one.
+        store: the run's checkpoints.
+        source: the checkpoint to resume from; None for a new run.
+        refused: errors about damaged checkpoints that were skipped for an older one.
     """
 
     config: RunConfig
@@ -74,11 +73,13 @@ class OpenedRun:
 
 @dataclass(frozen=True)
 class RunParts:
-    """What a run computes with.
+    """The parts of a training run that compute: task, engine, datasets, plan and weights.
 
     Attributes:
-        weights: that it begins with.
-        external: what checkpoints leave to the files that it came from.
+        datasets: by split.
+        weights: the initial weights.
+        external: frozen weights that checkpoints do not store and that are read from their original files.
+        ema: the moving average of the weights; None without one.
     """
 
     task: TaskModule
@@ -92,7 +93,7 @@ class RunParts:
 
 @dataclass
 class Assembly:
-    """A run ready to step: what `assemble` returns. start: steps already taken."""
+    """A training run ready for its first step, as returned by `assemble`; `start`: steps already taken."""
 
     folder: Path
     training: Training
@@ -105,16 +106,19 @@ class Assembly:
 def assemble(
     config: RunConfig, resume: str = "auto", stop: StopFlag | None = None, allow: Sequence[str] = ()
 ) -> Assembly:
-    """Everything before the first step, within a process group: the checkpoint, the parts, their restored
-    state, and what watches over them. Called by all ranks.
+    """Assembles a training run up to its first step: checkpoint, parts, restored state, reporter, watchdog.
+
+    Called by all ranks, in a process group.
 
     Args:
-        resume, allow: as of `train`.
-        stop: notes signals; None for a run that no signal stops.
+        config: the checked config.
+        resume: as for `train`.
+        stop: records signals; None if signals do not stop the run.
+        allow: as for `train`.
     """
     store = make_store(config)
     with ExitStack() as undo:
-        undo.callback(store.close, after_fault=True)  # so that the run's folder is free for another call
+        undo.callback(store.close, after_fault=True)  # so that the run's folder is unlocked for another call
         run = open_run(config, store, resume)
         parts = build_parts(run)
         manifest, restored = restore_parts(run, parts, allow)
@@ -124,7 +128,7 @@ def assemble(
 
 
 def open_run(config: RunConfig, store: CheckpointStore, resume: str) -> OpenedRun:
-    """Checks that the ranks run the same code, and finds the checkpoint that the run goes on from."""
+    """Checks that all ranks of a training run have the same code, and opens the checkpoint to resume from."""
     check_plugins(config)
     check_commands(config)
     source, refused = store.open(resume)
@@ -132,12 +136,11 @@ def open_run(config: RunConfig, store: CheckpointStore, resume: str) -> OpenedRu
 
 
 def build_parts(run: OpenedRun) -> RunParts:
-    """Task, engine, data and plan. Weights are loaded from files or drawn; what a checkpoint holds follows in
-    `restore_parts`."""
+    """Builds task, engine, data and plan of a training run, with weights from files or drawn at random."""
     config, registry = run.config, run.config.registry
     task = task_of(config, run.source)
     engine: Engine = registry.build("engine", config.engine)
-    check_data(config, task)  # before any is measured
+    check_data(config, task)  # before any data is measured
     datasets: dict[str, Dataset] = {
         name: build_dataset(registry, section, config.run.seed)
         for name, section in config.data.splits.items()
@@ -148,7 +151,7 @@ def build_parts(run: OpenedRun) -> RunParts:
         raise PlanError(
             f"files of frozen components are missing: {', '.join(missing)}",
             where="task",
-            hint="download them, or point from_pretrained at the folder that holds them",
+            hint="download them, or set from_pretrained to the folder that contains them",
         )
     load_frozen_of(task, engine, plan.engine, config)
     weights = (
@@ -160,8 +163,7 @@ def build_parts(run: OpenedRun) -> RunParts:
 
 
 def restore_parts(run: OpenedRun, parts: RunParts, allow: Sequence[str]) -> tuple[Document, Restored]:
-    """Fills the parts from the run's checkpoint, if there is one, and writes what the run is made of: its
-    manifest, which a resume compares."""
+    """Restores a training run's parts from its checkpoint, if any; writes and returns its manifest."""
     config, plan, weights = run.config, parts.plan, parts.weights
     adapters = record_of(parts.task, config.train.adapters)
     external = parts.external.rows(config.literals)
@@ -182,7 +184,7 @@ def restore_parts(run: OpenedRun, parts: RunParts, allow: Sequence[str]) -> tupl
 def equip(
     run: OpenedRun, parts: RunParts, manifest: Document, restored: Restored, stop: StopFlag, undo: ExitStack
 ) -> Assembly:
-    """Adds what reads, watches, measures, evaluates and saves."""
+    """Adds the data loader, watchdog, reporter, evaluation, callbacks and saving to a training run."""
     config, plan, task, engine = run.config, parts.plan, parts.task, parts.engine
     watchdog = Watchdog(
         run.folder, run.ranks.rank, plan.engine.world, config.run.stuck_after, log=current_log()
@@ -232,7 +234,7 @@ def equip(
 
 
 def make_reporter(run: OpenedRun, parts: RunParts, restored: Restored, watchdog: Watchdog) -> RunReporter:
-    """What logs and shows, which has told the notes of the beginning."""
+    """The reporter of a training run, which has already shown the notes about its start."""
     reporter = RunReporter(
         run.folder,
         run.config,
@@ -248,7 +250,7 @@ def make_reporter(run: OpenedRun, parts: RunParts, restored: Restored, watchdog:
 
 
 def make_guard(config: RunConfig, parts: RunParts, restored: Restored, reporter: RunReporter) -> UpdateGuard:
-    """What judges each step's gradients, with what it has seen before."""
+    """The guard that checks the gradients of each training step, with the state from the checkpoint."""
     roots = parts.task.trainable
     return UpdateGuard(
         config.train,
@@ -261,7 +263,7 @@ def make_guard(config: RunConfig, parts: RunParts, restored: Restored, reporter:
 def make_evaluating(
     run: OpenedRun, parts: RunParts, reporter: RunReporter, callbacks: CallbackList, stop: StopFlag
 ) -> Evaluating:
-    """The validators of the run's held-out data."""
+    """The evaluation of a training run on its held-out data: validators for `validation` and `test`."""
     config = run.config
     samples = config.validation is not None and config.validation.samples is not None
 
@@ -292,7 +294,7 @@ def make_evaluating(
 
 
 def make_optimizer(config: RunConfig, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-    """The run's optimizer over what the engine trains."""
+    """The optimizer of a training run, for the parameters that the engine trains."""
     optimizer: torch.optim.Optimizer = config.registry.build(
         "optimizer", config.optimizer, groups_of(parameters, config.train)
     )
@@ -300,23 +302,24 @@ def make_optimizer(config: RunConfig, parameters: Mapping[str, nn.Parameter]) ->
 
 
 def sample_lengths(config: RunConfig, dataset: Dataset) -> Tensor | None:
-    """What batches are grouped by; None where they are not. PlanError for a dataset that does not know."""
+    """Lengths of the training samples, for batches grouped by length; None if batches are not grouped."""
     if not config.data.loader.group_by_length:
         return None
     if not isinstance(dataset, SupportsLengths):
         raise PlanError(
-            f"{type(dataset).__name__} does not say how long its samples are",
+            f"the dataset {type(dataset).__name__} does not provide the lengths of its samples",
             where="data.loader.group_by_length",
-            accepted="datasets with a method lengths(), as text_rows has",
-            hint="leave group_by_length out: samples of one size have nothing to gain",
+            accepted="datasets with a method lengths(), such as text_rows",
+            hint="remove group_by_length: it has no benefit if all samples have the same size",
         )
-    with seeded(Randomness(config.run.seed).at("lengths")):  # every rank has to sort by the same
+    with seeded(Randomness(config.run.seed).at("lengths")):  # all ranks must sort by the same lengths
         lengths = dataset.lengths()
     if lengths.shape != (len(dataset),):
         raise ContractError(
-            f"{type(dataset).__name__}.lengths() gives {list(lengths.shape)} for {len(dataset)} samples",
+            f"{type(dataset).__name__}.lengths() returns the shape {list(lengths.shape)} for"
+            f" {plural(len(dataset), 'sample')}",
             where="data.train",
-            accepted="one length a sample",
+            accepted="one length per sample",
         )
     return lengths
 
@@ -324,7 +327,7 @@ def sample_lengths(config: RunConfig, dataset: Dataset) -> Tensor | None:
 def make_loader(
     config: RunConfig, plan: RunPlan, dataset: Dataset, task: TaskModule, start: int, device: torch.device
 ) -> tuple[BatchPlan, MicroBatchLoader]:
-    """The order of the samples, and this rank's micro-batches from step `start` to the end."""
+    """The order of the training samples, and the loader of this rank's micro-batches from step `start` on."""
     section = config.data.loader
     order = sample_order(config, plan.global_batch_size, len(dataset), sample_lengths(config, dataset))
     return order, MicroBatchLoader(
@@ -344,7 +347,7 @@ def make_loader(
 
 
 def make_store(config: RunConfig) -> CheckpointStore:
-    """The run's checkpoints, as its config wants them."""
+    """The checkpoint store of a training run, with the settings of its config's `checkpoint` section."""
     section = config.checkpoint
     return CheckpointStore(
         config.run.folder,
@@ -357,7 +360,7 @@ def make_store(config: RunConfig) -> CheckpointStore:
 
 
 def state_of(engine: Engine, ema: EMA | None, left_out: Collection[str] = ()) -> State:
-    """The tensors of a checkpoint: live ones, not copies. left_out: of the model."""
+    """The live tensors of a training run that a checkpoint stores, without model tensors in `left_out`."""
     state = engine.state_dict()
     state["model"] = {name: tensor for name, tensor in state["model"].items() if name not in left_out}
     return {**state, **({"ema": ema.state_dict()} if ema is not None else {})}
@@ -371,7 +374,7 @@ def facts_of(
     reporter: RunReporter,
     guard: UpdateGuard,
 ) -> Document:
-    """What a checkpoint holds beside its tensors; where the data stood is a function of the step."""
+    """The facts of a training run that a checkpoint stores; the step gives the position in the data."""
     return {
         **({"imported": imported} if (imported := restored.facts.get("imported")) is not None else {}),
         "seed": seed,
@@ -384,7 +387,7 @@ def facts_of(
 
 
 def write_run_files(run_dir: Path, config: RunConfig, plan: RunPlan, manifest: Document) -> None:
-    """config.yaml (every default filled) and manifest.json."""
+    """Writes config.yaml (with all defaults) and manifest.json into the folder of a training run."""
     run_dir.mkdir(parents=True, exist_ok=True)
     document = {**manifest, "plan": plan.to_mapping()}
     for name, text in (("config.yaml", to_yaml(config)), ("manifest.json", json.dumps(document, indent=2))):

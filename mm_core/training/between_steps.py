@@ -1,4 +1,4 @@
-"""What happens between the steps of a run: the average, callbacks, evaluation, checkpoints, the stop."""
+"""What happens between training steps: weight average, callbacks, evaluation, checkpoints, stopping."""
 
 from __future__ import annotations
 
@@ -19,15 +19,23 @@ from mm_core.training.saving import Saving
 
 @dataclass
 class BetweenSteps:
-    """Everything that a run does beside its steps, in its order.
+    """Everything that a training run does between its steps, in order.
 
     Attributes:
-        steps: of the whole run.
-        flag: notes signals that ask this rank to save and end.
-        stop_after: the step to end after; None: the last one.
-        evaluated: whether the validation and samples of the step that the run resumes at are there.
+        run_dir: the run's folder.
+        steps: steps of the complete run.
+        saving: saves checkpoints.
+        evaluating: validates, samples and tests.
+        flag: records signals that ask this rank to save and stop.
+        reporter: logs and shows.
+        callbacks: the callbacks of the config.
+        profile: records the profile.
+        watchdog: ends a run that hangs.
+        ema: the moving average of the weights; None without one.
+        stop_after: the step to stop after; None for the last one.
+        evaluated: whether the validation and samples of the step resumed from are done.
         step: steps taken.
-        interrupted: whether the run has ended before its end.
+        interrupted: whether the run stopped before its end.
     """
 
     run_dir: Path
@@ -45,10 +53,14 @@ class BetweenSteps:
     step: int = 0
     interrupted: bool = False
     _owed: bool = False
-    """Whether the validation or the samples of `step` are due and not there yet."""
+    """Whether the validation or the samples of `step` are due and not done yet."""
 
     def start(self, step: int) -> None:
-        """Before the first step of this process; `step` steps were taken before."""
+        """Starts evaluation, watchdog, callbacks and saving before the first training step of this process.
+
+        Args:
+            step: steps taken before.
+        """
         self.step = step
         self.evaluating.start()
         self.watchdog.start()
@@ -56,7 +68,7 @@ class BetweenSteps:
         self.saving.start(step)
         settings, done = self.saving.config.validation, step == self.steps
         if step == self.steps == 0:
-            self.saving.save(0, {}, last=True)  # a run of no steps still leaves its weights
+            self.saving.save(0, {}, last=True)  # a run without steps still saves its weights
         elif step == 0 and settings is not None and settings.at_start:
             _, self.interrupted = self.evaluating.run(0, always=True)
         elif not self.evaluated:
@@ -67,12 +79,12 @@ class BetweenSteps:
             self.interrupted = not self.evaluating.run_test(step, unless_logged=True)
 
     def step_begins(self, step: int) -> None:
-        """Step `step` (from 0) begins."""
+        """Called when training step `step` (from 0) begins."""
         self.watchdog.step(step + 1)
         self.profile.step_begins(step + 1)
 
     def fault(self) -> MMError | None:
-        """What has failed in the background since the last step."""
+        """The error of a background save since the last training step; None without one."""
         try:
             self.saving.tell()
         except MMError as fault:
@@ -81,23 +93,35 @@ class BetweenSteps:
 
     @property
     def stop(self) -> bool:
-        """Whether this rank was asked to save and end after the step that is being taken."""
+        """Whether this rank was asked to save and stop after the current training step."""
         return self.flag.requested is not None or self.step + 1 == self.stop_after
 
     @property
     def save_due(self) -> bool:
-        """Whether it is time to save by the clock of this rank."""
+        """Whether a checkpoint is due by the clock of this rank (`checkpoint.every_minutes`)."""
         return self.saving.due_by_clock
 
     def updated(self, step: int, refused: str | None) -> None:
-        """Step number `step` (from 1) has changed the weights or, `refused`, was left out."""
+        """Called after a training step has updated the weights, or was skipped.
+
+        Args:
+            step: number of the step, from 1.
+            refused: why the step was skipped; None for an update.
+        """
         if refused is not None:
-            self.reporter.note(f"step {step} was left out: {refused}")
+            self.reporter.note(f"step {step} was skipped: {refused}")
         elif self.ema is not None:
             self.ema.update(step)
 
     def after_step(self, step: int, logged: Mapping[str, float] | None, *, stop: bool, save: bool) -> bool:
-        """Does what is due after `step` steps; whether the run ends here. stop, save: as all ranks agreed."""
+        """Saves, validates and samples as due after a training step; returns whether the run ends here.
+
+        Args:
+            step: steps taken.
+            logged: the metrics logged for this step; None if none were.
+            stop: whether all ranks agreed to stop.
+            save: whether all ranks agreed to save.
+        """
         self.step = step
         self.profile.step_ended(step)
         self.callbacks.step_ended(step, logged)
@@ -105,8 +129,8 @@ class BetweenSteps:
         due = self.evaluating.due(step, always=done)
         saving = stop or save or done or self.saving.due(step)
         if saving:
-            # Before anything is evaluated: a validation that fails, on one rank or on all, costs no step.
-            # What it finds is added; what it does not come to is made up for at the resume.
+            # Before the evaluation: a validation that fails, on one rank or on all, loses no step. Metrics
+            # are added to the checkpoint; an evaluation that was cut short is repeated at the resume.
             self.saving.save(step, {}, last=stop or done, evaluated=not due)
         if not stop:
             self._owed = due
@@ -122,7 +146,11 @@ class BetweenSteps:
         return stop or done
 
     def close(self, error: BaseException | None) -> None:
-        """After the last step of this process, or where `error` ended it."""
+        """Ends saving, profile, watchdog and callbacks after the last training step of this process.
+
+        Args:
+            error: the exception that ended the run; None without one.
+        """
         if isinstance(error, MMError) and error.on_all_ranks:
             self.saving.rescue(self.step, evaluated=not self._owed)
         faults: list[Exception] = []
@@ -136,7 +164,7 @@ class BetweenSteps:
         for ending in endings:
             try:
                 ending()
-            except Exception as fault:  # the rest is closed all the same
+            except Exception as fault:  # the others are closed nevertheless
                 faults.append(fault)
         if faults and error is None:
             raise faults[0]

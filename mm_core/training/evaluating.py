@@ -1,4 +1,4 @@
-"""Validations, samples and the test of a run: when each is due, and what it finds."""
+"""Validation, sampling and test during training: when each is due, and running it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,15 @@ from mm_core.training.saving import best_metric
 
 @dataclass
 class Evaluating:
-    """Evaluates a run between its steps.
+    """Validates and samples between training steps, and tests after the last one.
 
     Attributes:
-        validator: None where nothing is held out and nothing is sampled.
-        test: evaluates `data.test` after the last step, if there is one.
+        config: the checked config.
+        run_dir: the run's folder.
+        reporter: logs the metrics.
+        callbacks: are called after each evaluation.
+        validator: validates and samples; None if neither is configured.
+        test: evaluates `data.test` after the last step; None without one.
     """
 
     config: RunConfig
@@ -33,7 +37,7 @@ class Evaluating:
     test: Validator | None = None
 
     def start(self) -> None:
-        """A misspelt checkpoint.best is found before the first step, where no metric plugin may bring it."""
+        """Checks the metric name in `checkpoint.best` before training, unless metric plugins may add it."""
         settings = self.config.validation
         if settings is None or settings.metrics or self.config.checkpoint.best is None:
             return
@@ -43,17 +47,25 @@ class Evaluating:
 
     @property
     def nothing(self) -> bool:
-        """Whether nothing is ever evaluated."""
+        """Whether the training run evaluates nothing at all."""
         return self.validator is None and self.test is None
 
     def due(self, step: int, *, always: bool) -> bool:
-        """Whether a validation or samples follow after `step` steps. always: they do, if there are any."""
+        """Whether a validation or sampling is due after training step `step`.
+
+        Args:
+            step: steps taken.
+            always: due at any step, if configured.
+        """
         return self._validation_due(step, always) or self._samples_due(step, always)
 
     def run(self, step: int, *, always: bool, again: bool = False) -> tuple[Mapping[str, float], bool]:
-        """Validates and samples where that is due; the metrics, and whether a signal cut it short.
+        """Validates and samples if due; returns the metrics, and whether a signal interrupted it.
 
-        again: a process before this one may have validated this step, and have ended before it sampled.
+        Args:
+            step: steps taken.
+            always: due at any step, if configured.
+            again: the run resumes at this step, whose validation an earlier process may have logged.
         """
         validator = self.validator
         if validator is None:
@@ -74,9 +86,11 @@ class Evaluating:
         return metrics, False
 
     def run_test(self, step: int, *, unless_logged: bool = False) -> bool:
-        """Evaluates `data.test`, if there is one; False where a signal has cut it short.
+        """Evaluates `data.test` after training, if there is one; False if a signal interrupted it.
 
-        unless_logged: a process before this one may have done so.
+        Args:
+            step: steps taken.
+            unless_logged: skip it if an earlier process has logged the test of this step.
         """
         if self.test is None or (unless_logged and self._logged(step, "test")):
             return True
@@ -103,7 +117,7 @@ class Evaluating:
         return metrics
 
     def _logged(self, step: int, split: str) -> dict[str, float]:
-        """The figures of an evaluation that a process before this one has logged; {} where none has."""
+        """The metrics of an evaluation that an earlier process has logged; {} if none has."""
 
         def read() -> dict[str, float]:
             rows = [row for row in read_metrics(self.run_dir) if row["step"] == step]
@@ -116,7 +130,7 @@ class Evaluating:
         best = best_metric(self.config)
         if best is not None and best not in metrics:
             raise ConfigError(
-                f"the validation has no metric {self.config.checkpoint.best!r}",
+                f"the validation computes no metric {self.config.checkpoint.best!r}",
                 where="checkpoint.best",
                 accepted=", ".join(metrics),
                 hint=did_you_mean(best, metrics),

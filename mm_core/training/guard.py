@@ -1,4 +1,4 @@
-"""Whether a step's gradients may change the weights: the same judgement on every rank."""
+"""The guard of training steps: whether a step's gradients may update the weights, decided on every rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import median
 from mm_core.checkpoint.files.layout import Document
 from mm_core.config.sections import TrainSection
 from mm_core.contracts import Batch, Loss
-from mm_core.errors import PeerError, TrainingError
+from mm_core.errors import PeerError, TrainingError, plural
 from mm_core.runtime.ranks import Ranks, gather_rows
 
 Rerun = Callable[[], Iterator[Loss]]
@@ -17,17 +17,18 @@ _HINT = "lower the learning rate, check the samples of this step, or train in fp
 
 
 class UpdateGuard:
-    """Judges each step by its gradient norm, which is global: all ranks decide alike.
+    """Checks the gradient norm of each training step and decides whether the step updates the weights.
 
-    A loss that is not finite makes the norm so too (see `Engine.micro_step`). What was left out and the
-    latest norms are state: a resumed run judges as the uninterrupted one does.
+    The norm is global, so that all ranks decide the same. If a loss is not finite, the norm is not finite
+    either (see `Engine.micro_step`). The counts of skipped steps and the latest norms are saved: a resumed
+    run decides the same as an uninterrupted one.
 
     Args:
-        settings: `non_finite` and `spike` of the config.
-        state: what `state()` gave, at a resume.
-        locate: finds the first module that is not finite; called by all ranks with the step's losses to
-            be computed once more.
-        warn: says a sentence.
+        settings: the config's `train` section, with `non_finite` and `spike`.
+        state: the saved result of `state()`, at a resume.
+        locate: finds the first module whose output is not finite; called by all ranks, with a function that
+            computes the step's losses again.
+        warn: shows a warning.
     """
 
     def __init__(
@@ -42,10 +43,10 @@ class UpdateGuard:
         found = state or {}
         self._norms = [float(norm) for norm in found.get("norms", [])]
         self._in_a_row, self._in_all = int(found.get("in_a_row", 0)), int(found.get("in_all", 0))
-        self._spikes = int(found.get("spikes", 0))  # left out in a row
+        self._spikes = int(found.get("spikes", 0))  # skipped in a row
 
     def state(self) -> Document:
-        """What a checkpoint keeps, as JSON."""
+        """The guard's counts and norms as JSON, to be saved in a checkpoint."""
         return {
             "norms": list(self._norms),
             "in_a_row": self._in_a_row,
@@ -56,11 +57,18 @@ class UpdateGuard:
     def judge(
         self, step: int, norm: float, losses: Sequence[Loss], batches: Sequence[Batch], rerun: Rerun
     ) -> str | None:
-        """None to update; a sentence to leave step `step` (from 0) out.
+        """Decides whether a training step updates the weights: None to update, or the reason to skip it.
+
+        Args:
+            step: the step, from 0.
+            norm: the global gradient norm.
+            losses: of this rank's micro-batches.
+            batches: this rank's micro-batches.
+            rerun: computes the losses again, to find the module at fault.
 
         Raises:
-            TrainingError: on the rank to blame, or on all where none is, when the run is to end;
-                PeerError on the others.
+            TrainingError: the run must end. Raised on the rank that caused it, or on all if none did.
+            PeerError: on the other ranks.
         """
         if not math.isfinite(norm):
             return self._non_finite(step, norm, losses, batches, rerun)
@@ -78,8 +86,8 @@ class UpdateGuard:
     ) -> str:
         guilty = [not math.isfinite(float(loss.total)) for loss in losses]
         place = self._locate(rerun)
-        # A loss to blame comes before a module that only one rank found, and that before nobody; of the ranks
-        # with such a loss, the one that can name the place speaks.
+        # A rank with a bad loss comes before one that only found a bad module; of the ranks with a bad loss,
+        # the one that can name the module reports.
         mine = 2.0 * any(guilty) + (place is not None)
         claims = gather_rows([mine])[:, 0].tolist()
         worst = max(claims)
@@ -106,18 +114,18 @@ class UpdateGuard:
         raise TrainingError(
             f"{what}; no parameter was changed{limit or ''}",
             where=where,
-            hint=_HINT + (", or leave such steps out: train.non_finite.policy=skip" if limit is None else ""),
+            hint=_HINT + (", or skip such steps: train.non_finite.policy=skip" if limit is None else ""),
         )
 
     def _limit(self) -> str | None:
-        """The limit that the steps left out have reached, in words."""
+        """The limit on skipped steps that was reached, for the message; None if none was."""
         limits = self.settings.non_finite
         if limits.policy != "skip":
             return None
         if self._in_a_row >= limits.in_a_row:
-            return f"; {self._in_a_row} steps in a row were left out (train.non_finite.in_a_row)"
+            return f"; {plural(self._in_a_row, 'step')} in a row skipped (limit: train.non_finite.in_a_row)"
         if self._in_all >= limits.in_all:
-            return f"; {self._in_all} steps in all were left out (train.non_finite.in_all)"
+            return f"; {plural(self._in_all, 'step')} skipped in total (limit: train.non_finite.in_all)"
         return None
 
     # -- spikes --------------------------------------------------------------------------------
@@ -145,8 +153,9 @@ class UpdateGuard:
         self._spikes += 1
         if self._spikes >= rule.in_a_row:
             raise TrainingError(
-                f"{what}; {self._spikes} steps in a row were left out (train.spike.in_a_row)",
+                f"{what}; {plural(self._spikes, 'step')} in a row skipped (limit: train.spike.in_a_row)",
                 where=f"step {step + 1}",
-                hint="the norm has moved for good: raise train.spike.factor, or set train.spike.policy=warn",
+                hint="the norm stays higher than before: raise train.spike.factor, or set"
+                " train.spike.policy=warn",
             )
         return f"{what}; no parameter was changed"

@@ -1,7 +1,7 @@
-"""The training loop: what a step is, in the order in which it happens.
+"""The training loop: the order of operations in a step.
 
-What is computed is the Task's, and how it is spread over devices the Engine's: contracts that plugins fulfil.
-The loop also knows the data, the guard over gradients, the reporter, and what is due between steps: see
+The Task defines what is computed, and the Engine how it is distributed over devices: contracts that plugins
+implement. The loop also uses the data, the gradient guard, the reporter and the work between steps: see
 `Training`.
 """
 
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 
 @dataclass
 class Training:
-    """The parts of a run, ready to step.
+    """The parts of a training run that the loop uses.
 
     Attributes:
-        plan: how many steps, and of how many micro-batches.
-        task: turns a batch into a loss.
-        engine: holds the weights; backward, gradient norm and update.
-        batches: this rank's micro-batches, in their order.
-        lr_schedule: the learning rate of a step.
-        rng: of the run; every draw is derived from it.
-        guard: leaves out steps whose gradients are not finite or far too large.
-        reporter: measures, logs and shows. Losses stay on the device until it asks for them.
-        between: what a run does beside its steps: average, callbacks, evaluation, checkpoints, profile,
-            watchdog, and whether to stop.
-        clip_grad_norm: L2 norm that gradients are clipped to.
+        plan: the number of steps, and of micro-batches per step.
+        task: computes a loss from a batch.
+        engine: holds the weights; computes backward, gradient norm and update.
+        batches: this rank's micro-batches, in order.
+        lr_schedule: the learning rate of each step.
+        rng: the run's randomness, from which every draw is derived.
+        guard: skips steps whose gradients are not finite or far too large.
+        reporter: measures, logs and shows. Losses stay on the device until it needs them.
+        between: the work between steps: average, callbacks, evaluation, checkpoints, profile, watchdog, and
+            whether to stop.
+        clip_grad_norm: L2 norm to which gradients are clipped; None without clipping.
     """
 
     plan: RunPlan
@@ -58,7 +58,14 @@ class Training:
 
 @dataclass(frozen=True)
 class StepAgreement:
-    """One step as all ranks see it: its weight and samples, and whether to stop or save after it."""
+    """The values of a training step on which all ranks agree.
+
+    Attributes:
+        weight: total weight of the batch over all ranks.
+        samples: number of samples over all ranks.
+        stop: whether to stop after the step.
+        save: whether to save after the step.
+    """
 
     weight: float
     samples: float
@@ -67,7 +74,7 @@ class StepAgreement:
 
 
 def run_steps(training: Training, start: int) -> int:
-    """Steps from `start` (steps already taken) to the plan's end; returns the steps taken in all."""
+    """Runs the training loop from step `start` to the plan's end; returns the number of steps taken."""
     plan, engine, reporter = training.plan, training.engine, training.reporter
     for step in range(start, plan.steps):
         training.between.step_begins(step)
@@ -106,8 +113,10 @@ def run_steps(training: Training, start: int) -> int:
 
 
 def read_step(training: Training) -> tuple[list[Batch], list[float], MMError | None]:
-    """This rank's micro-batches of one step and their weights; a fault is returned, so that all
-    ranks learn of it in the agreement that follows."""
+    """Reads this rank's micro-batches of one training step; returns them, their weights and any error.
+
+    An error is returned, not raised, so that `agree` can pass it to all ranks.
+    """
     try:
         batches = [next(training.batches) for _ in range(training.plan.accumulation)]
         return batches, [training.task.weight(batch) for batch in batches], training.between.fault()
@@ -116,7 +125,7 @@ def read_step(training: Training) -> tuple[list[Batch], list[float], MMError | N
 
 
 def compute(training: Training, batch: Batch) -> Loss:
-    """One micro-batch on the device: encode and draw noise without gradients, then the loss."""
+    """Computes the loss of one micro-batch on the device: encodes inputs without gradients, then forward."""
     with training.reporter.counting():
         training.reporter.enter("encode")
         on_device = batch.to(training.engine.device, non_blocking=True)
@@ -127,14 +136,14 @@ def compute(training: Training, batch: Batch) -> Loss:
 
 
 def recompute(training: Training, step: int, batches: Sequence[Batch]) -> Iterator[Loss]:
-    """The losses of a step once more, with their graphs: to find where one stopped being finite."""
+    """Computes the losses of a training step again, with graphs, to find where they stop being finite."""
     for index, batch in enumerate(batches):
         seed_model(training, step, index)
         yield compute(training, batch)
 
 
 def seed_model(training: Training, step: int, index: int) -> None:
-    """Dropout inside the model follows (seed, step, micro-batch of the global batch)."""
+    """Seeds dropout in the model for a micro-batch, from the run's seed, the step and the micro-batch."""
     micro = index * training.plan.engine.data_parallel + Ranks.current().rank
     torch.manual_seed(training.rng.seed32("model", step, micro))
 
@@ -142,19 +151,30 @@ def seed_model(training: Training, step: int, index: int) -> None:
 def agree(
     training: Training, batches: Sequence[Batch], weights: Sequence[float], fault: MMError | None
 ) -> StepAgreement:
-    """The one small CPU collective of a step (gloo). A fault on any rank ends all of them, once they have
-    saved (see `BetweenSteps.close`)."""
+    """Exchanges weights, stop and save requests and errors of a training step among all ranks.
+
+    The only CPU collective (gloo) of a step. An error on any rank ends all of them, after they have saved
+    (see `BetweenSteps.close`).
+
+    Args:
+        training: the run's parts.
+        batches: this rank's micro-batches.
+        weights: their weights.
+        fault: this rank's error, or None.
+    """
     samples = sum(float((batch.sample_weights > 0).sum()) for batch in batches)
     stop, save = training.between.stop, training.between.save_due
     bad = 0.0 if fault is None else 2.0 if isinstance(fault, CheckpointError) else 1.0
     rows = gather_rows([sum(weights), samples, float(stop), float(save), bad])
     culprits = rows[:, 4].nonzero().flatten().tolist()
     if culprits:
-        raised = fault or PeerError(f"rank {culprits[0]} failed to read its samples or to save")
-        raised.on_all_ranks = float(rows[:, 4].max()) < 2  # what was trained can be saved, if saving works
+        raised = fault or PeerError(f"rank {culprits[0]} failed to read its samples or to save a checkpoint")
+        raised.on_all_ranks = float(rows[:, 4].max()) < 2  # the steps taken can be saved unless saving failed
         raise raised
     total = float(rows[:, 0].sum())
     if total <= 0:
-        raise TrainingError("every sample in this step has weight 0", hint="check the batch weights")
-    # The clocks of the ranks differ: rank 0's decides when it is time to save.
+        raise TrainingError(
+            "every sample in this step has weight 0", hint="check the sample weights of the data"
+        )
+    # The clocks of the ranks differ: rank 0's clock decides when to save.
     return StepAgreement(total, float(rows[:, 1].sum()), bool(rows[:, 2].any()), bool(rows[0, 3]))

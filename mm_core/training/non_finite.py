@@ -1,4 +1,4 @@
-"""Where a step stopped being finite: the first module whose output, or gradient, is not."""
+"""Finding where a training step goes wrong: the first module whose output or gradient is not finite."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from mm_core.runtime.ranks import on_any_rank
 def first_non_finite(
     task: TaskModule, trained: Sequence[str], rerun: Callable[[], Iterator[Loss]], discard: Callable[[], None]
 ) -> str | None:
-    """A sentence that names the first module at fault on this rank, or None where all is finite here.
+    """Finds the first module of a training step that is not finite on this rank; returns a message, or None.
 
-    Called by all ranks, after a step whose gradients are not finite and before they are used: the
-    micro-batches are computed once more, on every rank, with every module watched. Gradients are
-    looked at before they are reduced over ranks, so that they tell the rank.
+    Called by all ranks after a step whose gradients are not finite, before they are used: every rank computes
+    its micro-batches again with hooks on all modules. Gradients are checked before they are reduced over
+    ranks, which shows the rank that caused it.
 
     Args:
-        task: holds the modules, by path.
+        task: contains the modules, by path.
         trained: paths of the sharded roots.
-        rerun: the losses of the step, with their graphs.
-        discard: clears the gradients that the second look leaves.
+        rerun: computes the losses of the step again, with their graphs.
+        discard: clears the gradients of the second computation.
     """
     bad = _parameter(task, trained)
-    if on_any_rank(bad is not None):  # it may lie on another rank's shard: all of them leave here together
-        return f"the parameter {bad} had been so before this step" if bad is not None else None
+    if on_any_rank(bad is not None):  # it may be in another rank's shard: all ranks return here together
+        return f"the parameter {bad} was not finite before this step" if bad is not None else None
     watch = _Watch()
     handles = [
         module.register_forward_hook(watch.hook(path))
@@ -46,7 +46,7 @@ def first_non_finite(
     if watch.output is not None:
         return f"the first module whose output is not finite is {watch.output}"
     if watch.gradient is not None:
-        return f"the first gradient that is not finite arose behind the output of {watch.gradient}"
+        return f"the first gradient that is not finite is that of the output of {watch.gradient}"
     return None
 
 
@@ -59,14 +59,14 @@ def _parameter(task: TaskModule, trained: Sequence[str]) -> str | None:
 
 
 class _Watch:
-    """Notes the first output, in forward order, and the first gradient, in backward order."""
+    """Records the first output (in forward order) and gradient (in backward order) that is not finite."""
 
     def __init__(self) -> None:
         self.output: str | None = None
         self.gradient: str | None = None
 
     def hook(self, path: str) -> Callable[[nn.Module, object, object], None]:
-        """What a module calls after its forward, inner modules first."""
+        """A forward hook for a module of the training step; inner modules call theirs first."""
 
         def hook(module: nn.Module, inputs: object, output: object) -> None:
             for tensor in _tensors(output):

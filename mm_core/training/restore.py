@@ -1,4 +1,4 @@
-"""Fills engine and average from the run's own checkpoint, and tells what a person should know of it."""
+"""Restoring the engine and the weight average of a run from its checkpoint, with notes for the user."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ from mm_core.runtime.ranks import Ranks
 
 @dataclass
 class Restored:
-    """Steps already taken, the facts of the checkpoint, and what a person should know of it."""
+    """The state of a training run after restoring it from a checkpoint.
+
+    Attributes:
+        step: steps already taken.
+        facts: the checkpoint's facts.
+        notes: messages for the user.
+    """
 
     step: int = 0
     facts: Document = field(default_factory=dict)
@@ -36,18 +42,25 @@ def restore(
     steps: int,
     absent: Collection[str] = (),
 ) -> Restored:
-    """Restores the engine and the average for a run of `steps` from the checkpoint `source`, as
-    `store.open` found it; None begins anew. Called by all ranks.
+    """Restores the engine and the weight average of a training run from its checkpoint. Called by all ranks.
 
-    `refused`: damaged checkpoints that were passed over, loudly, for an older one. `absent`: weights that the
-    checkpoint leaves to other files, which the engine has read.
+    Args:
+        store: the run's checkpoints.
+        source: the checkpoint, as `store.open` returned it; None for a new run.
+        refused: errors about damaged checkpoints that were skipped for an older one.
+        engine: is filled in place.
+        ema: is filled in place; None without an average.
+        manifest: the manifest of the run as it is now.
+        allow: keys whose change since the checkpoint is intended.
+        steps: steps of the complete run.
+        absent: names of weights that the checkpoint leaves in other files, which the engine has read.
 
     Raises:
-        CheckpointError: a change since then that `allow` does not name.
+        CheckpointError: the run has changed in a way that `allow` does not cover.
     """
     restored = Restored()
     for fault in refused:
-        restored.notes.append(f"warning: {fault.where} is passed over: {fault.what}")
+        restored.notes.append(f"warning: the damaged checkpoint {fault.where} is skipped: {fault.what}")
     if source is not None:
         restored.facts = source.facts
         restored.step = int(source.facts["step"])
@@ -64,7 +77,7 @@ def restore(
         elif ema is not None:
             ema.reset()
             restored.notes.append(
-                "the checkpoint holds no average of the weights: it begins with the weights"
+                "the checkpoint contains no average of the weights: the average starts from the weights"
             )
     store.begin(restored.step, [Path(str(fault.where)) for fault in refused])
     return restored

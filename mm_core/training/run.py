@@ -1,4 +1,4 @@
-"""A run from its config to its last checkpoint: what `mm-train` calls on every rank."""
+"""Training a run from its config to its last checkpoint: called by `mm-train` on every rank."""
 
 from __future__ import annotations
 
@@ -17,16 +17,20 @@ from mm_core.training.assembly import Assembly, assemble
 from mm_core.training.loop import run_steps
 
 UNREADY = 10.0
-"""Seconds after a signal in which a run that is made ready comes to where it can stop in good order."""
+"""Seconds after a signal within which a run that is being prepared can stop normally."""
 
 _OTHER_RANK = "a signal to another rank"
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """Where a run ended. steps: of the whole run. stopped: why it ended before its last step, or None.
+    """The result of a training run: its folder, and where and why it ended.
 
-    step and steps are None where it was stopped while its data was made ready: neither is known yet then.
+    Attributes:
+        run_dir: the run's folder.
+        step: steps taken; None if the run was stopped while it was being prepared.
+        steps: steps of the complete run; None as above, since it is not known yet.
+        stopped: why the run ended before its last step; None at the end.
     """
 
     run_dir: Path
@@ -43,19 +47,19 @@ def train(
     allow: Sequence[str] = (),
     stop_after: int | None = None,
 ) -> RunResult:
-    """Trains as the rank that the environment names (a lone process without a launcher).
+    """Trains a run as the rank given by the environment (a single process without a launcher).
 
     Args:
-        config: a checked run, from `mm_core.load_config`.
-        resume: `auto` (the newest complete checkpoint of the run, else from zero), `never`, or the
-            path of a checkpoint or run directory.
-        stop: asked after every step whether to save and end, and before the first one whether to end.
-        allow: keys whose change since the checkpoint is meant, or `all` (see `--allow`).
-        stop_after: save and end after this step, as on a signal.
+        config: a checked config, from `mm_core.load_config`.
+        resume: `auto` (the newest complete checkpoint of the run, otherwise from step 0), `never`, or the
+            path of a checkpoint or run folder.
+        stop: checked after every step: whether to save and stop. Before the first step: whether to stop.
+        allow: keys whose change since the checkpoint is intended, or `all` (see `--allow`).
+        stop_after: save and stop after this step, as at a signal.
 
     Raises:
-        MMError: ConfigError, PlanError, ContractError, DataError, CheckpointError, TrainingError;
-            PeerError where another rank is the one to blame.
+        MMError: ConfigError, PlanError, ContractError, DataError, CheckpointError or TrainingError;
+            PeerError if another rank caused the failure.
     """
     if config.run.deterministic:
         set_deterministic()
@@ -64,7 +68,7 @@ def train(
         try:
             with (
                 stop_on(lambda: stop is not None and stop.requested is not None),
-                leaving_at_signals("made the run ready", patience=UNREADY),
+                leaving_at_signals("preparing the run", patience=UNREADY),
             ):
                 run = assemble(config, resume, stop, allow)
         except StopRequested:
@@ -74,7 +78,7 @@ def train(
         with running(run):
             if not run.between.interrupted and (stop_after is None or step < stop_after):
                 step = run_steps(run.training, run.start)
-        # One rank that was asked to stop stops all of them.
+        # A stop request to one rank stops all ranks.
         reason = (stop and stop.requested) or ("--stop-after" if stop_after else _OTHER_RANK)
         unfinished = step < steps or run.between.interrupted
         return RunResult(run.folder, step, steps, reason if unfinished else None)
@@ -82,15 +86,15 @@ def train(
 
 @contextmanager
 def running(run: Assembly) -> Iterator[None]:
-    """Watches over the steps in the block, and leaves files, trackers and callbacks in order."""
+    """Starts the work around training steps, and closes files, trackers and callbacks after the block."""
     between = run.between
     error: BaseException | None = None
     try:
         between.start(run.start)
         yield
         if run.ledger.path.exists():
-            what = "samples that could not be read were replaced, or parts left out"
-            run.reporter.note(f"{what}; {run.ledger.path} lists them")
+            what = "samples that could not be read were replaced, or parts of them skipped"
+            run.reporter.note(f"{what}; see {run.ledger.path} for the list")
     except BaseException as raised:
         error = raised
         raise

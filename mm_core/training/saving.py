@@ -1,4 +1,4 @@
-"""Checkpoints of a run: when one is due, what it holds, and telling of those that are complete."""
+"""Saving checkpoints during training: when one is due, what it contains, and reporting complete ones."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ from mm_core.training.callback_list import CallbackList
 
 @dataclass
 class Saving:
-    """Saves a run.
+    """Saves the checkpoints of a training run.
 
     Attributes:
+        config: the checked config.
         store: the run's checkpoints.
-        state: the tensors of a checkpoint.
-        facts: everything else of one.
+        state: returns the tensors to save.
+        facts: returns the facts to save.
         config_yaml: the resolved config.
-        manifest: what the run is made of.
-        step: that was saved last, or that the run began with.
+        manifest: the run's manifest.
+        reporter: shows saved checkpoints.
+        callbacks: are called after each complete checkpoint.
+        step: the step that was saved last, or resumed from.
     """
 
     config: RunConfig
@@ -42,28 +45,28 @@ class Saving:
     _at: float = field(default_factory=time.monotonic)
 
     def start(self, step: int) -> None:
-        """Before the first step of this process; `step` steps were taken before."""
+        """Prepares saving before the first training step of this process; `step` steps were taken before."""
         self.step = step
         self.store.reserve(self.state())
 
     def due(self, step: int) -> bool:
-        """Whether `checkpoint.every` asks for one after `step` steps."""
+        """Whether a checkpoint is due after training step `step`, by `checkpoint.every`."""
         return step % self.config.checkpoint.every == 0
 
     @property
     def due_by_clock(self) -> bool:
-        """Whether `checkpoint.every_minutes` have gone by since the last save of this process."""
+        """Whether a checkpoint is due by the clock: `checkpoint.every_minutes` since the last save."""
         minutes = self.config.checkpoint.every_minutes
         return minutes is not None and time.monotonic() - self._at >= 60 * minutes
 
     def save(self, step: int, metrics: Mapping[str, float], *, last: bool, evaluated: bool = True) -> None:
-        """One checkpoint.
+        """Saves a checkpoint of the training run.
 
         Args:
             step: steps taken.
-            metrics: of its evaluation, where that came before.
-            last: of this process; it is complete when this returns.
-            evaluated: whether the validation and samples that were due are there.
+            metrics: of the step's evaluation, if that came before.
+            last: whether it is this process's last checkpoint; it is then complete when this returns.
+            evaluated: whether the validation and samples that were due are done.
         """
         self.reporter.enter("checkpoint")
         facts = {**self.facts(), "metrics": json_numbers(metrics), "evaluated": evaluated}
@@ -75,32 +78,32 @@ class Saving:
         self.tell()
 
     def add(self, step: int, metrics: Mapping[str, float], *, evaluated: bool) -> None:
-        """Figures for the checkpoint of `step`, which was saved before they were there."""
+        """Adds validation metrics to the checkpoint of `step`, which was saved before the validation."""
         if metrics or evaluated:
             self.store.add(step, json_numbers(metrics), evaluated=evaluated)
 
     def rescue(self, step: int, *, evaluated: bool) -> None:
-        """Saves what was trained since the last checkpoint, where a data worker or a sample ends the run."""
+        """Saves the training steps since the last checkpoint when a data worker or a sample ends the run."""
         if step == self.step:
             return
         try:
             self.save(step, {}, last=True, evaluated=evaluated)
-        except Exception as fault:  # the run ends by what came before
+        except Exception as fault:  # the run ends with the earlier error
             self.reporter.note(f"warning: step {step} could not be saved: {fault}")
 
     def tell(self) -> None:
-        """Names the checkpoints that have become complete. CheckpointError for one that failed."""
+        """Reports the checkpoints that have become complete; CheckpointError if one failed."""
         for path in self.store.poll():
             self.reporter.note(f"saved {path}")
             self.callbacks.saved(int(path.name.removeprefix("step_")), path)
 
     def remember_code(self) -> None:
-        """Modules that a plugin imports late are code of the run too."""
+        """Records modules that plugins imported during training as trusted code of the run."""
         if Ranks.current().rank == 0:
             remember_imports(self.config)
 
     def close(self, error: BaseException | None) -> None:
-        """After the last step of this process, or where `error` ended it."""
+        """Completes the last checkpoint after the last training step, or after `error` ended the run."""
         try:
             self.store.close(after_fault=error is not None)
         finally:
@@ -109,7 +112,7 @@ class Saving:
 
 
 def best_metric(config: RunConfig) -> str | None:
-    """The full name of `checkpoint.best`: of the average, where the run keeps one."""
+    """The full metric name of `checkpoint.best`: that of the weight average, if the run keeps one."""
     best = config.checkpoint.best
     if best is None or "/" in best:
         return best

@@ -1,4 +1,4 @@
-"""`mm-train --verify-resume K`: is a run that was stopped, and resumed, the one that was not?"""
+"""`mm-train --verify-resume K`: checks that a resumed run equals an uninterrupted one, bit for bit."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from mm_core.checkpoint.files import layout as files
 from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.checkpoint.reading import find_checkpoint, open_checkpoint
 from mm_core.config.load import load_config
-from mm_core.errors import MMError
+from mm_core.errors import MMError, plural
 from mm_core.runtime.launch.launcher import COMMAND
 from mm_core.runtime.launch.signals import STOPPED
 from mm_core.telemetry.trackers.local import read_metrics
 
 _NEVER = 10**9
-"""Steps that no run has."""
+"""More steps than any run has."""
 
 _AT_ONCE = 1 << 30
 """Bytes of tensors that are compared at a time."""
@@ -31,7 +31,15 @@ _AT_ONCE = 1 << 30
 
 @dataclass
 class PartResult:
-    """One part of the state: its tensors, how many are equal bit for bit, and the worst of the rest."""
+    """The result of --verify-resume for one part of the training state.
+
+    Attributes:
+        part: model, optimizer or ema.
+        tensors: number of tensors.
+        equal: how many are bit-identical.
+        worst: the largest difference.
+        worst_name: the tensor with the largest difference.
+    """
 
     part: str
     tensors: int = 0
@@ -41,37 +49,38 @@ class PartResult:
 
     @property
     def ok(self) -> bool:
-        """Whether every bit is the same."""
+        """Whether all tensors of this part are bit-identical after the resume."""
         return self.equal == self.tensors
 
 
 def verify_resume(
     config: str, overrides: Sequence[str], steps: int, nproc: int, run: str, allow_code: bool = False
 ) -> tuple[list[PartResult], list[str]]:
-    """Trains 2K steps, and K + K with a restart, in a folder that goes afterwards.
+    """Trains 2K steps, and K + K steps with a resume, in a temporary folder, and compares the results.
 
-    Each run is the configured one, learning-rate schedule included, and is stopped where it is compared.
+    Both runs use the config as it is, including its learning-rate schedule, and stop at the compared step.
     Callbacks and trackers are left out.
 
     Args:
-        config, overrides: the run, as on the command line.
+        config: the config file, as on the command line.
+        overrides: config overrides, as on the command line.
         steps: K.
-        nproc: ranks.
+        nproc: number of ranks.
         run: the run's name.
         allow_code: as `--allow-code`.
 
     Returns:
-        A result for each part of the state, and sentences on what else differs; [] when nothing does.
+        A result for each part of the state, and a remark for every other difference.
 
     Raises:
-        MMError: when one of the three runs fails, or the run has less than 2K steps.
+        MMError: a run fails, or the run has fewer than 2K steps.
     """
     checked = load_config(config, overrides, allow_code=allow_code)
-    # torch reads the tensors of an optimizer's own kind once its library is there.
+    # torch can read tensor types of an optimizer's library only after that is imported.
     checked.registry.resolve("optimizer", checked.optimizer.type).load_target()
     with tempfile.TemporaryDirectory(prefix="mm_core-verify-") as folder:
         quiet = ["checkpoint.best=null", "log={every: 1, trackers: []}", "callbacks=[]", "profile=null"]
-        # Nothing but the stop saves: a save is no part of what is compared.
+        # Only the stop saves a checkpoint: saving is not part of the comparison.
         base = [*overrides, f"checkpoint.every={_NEVER}", "checkpoint.every_minutes=null", *quiet]
         base += ["--allow-code"] * allow_code
         whole, halves = (Path(folder) / name for name in ("whole", "halves"))
@@ -79,7 +88,7 @@ def verify_resume(
         reached = int(open_checkpoint(whole / run).facts["step"])
         if reached < 2 * steps:
             raise MMError(
-                f"{steps} + {steps} steps are more than the run's {reached}",
+                f"{steps} + {steps} steps are more than the run has: {plural(reached, 'step')}",
                 where="--verify-resume",
                 accepted=f"1 to {reached // 2}" if reached > 1 else "a run of at least 2 steps",
             )
@@ -99,27 +108,27 @@ def _train(config: str, overrides: Sequence[str], nproc: int, last: int, name: s
         text=True,
     )
     if done.returncode not in (0, STOPPED):
-        said = done.stderr.strip()
-        sentence = said[said.rfind("mm: error:") :].removeprefix("mm: error: ")
+        output = done.stderr.strip()
+        message = output[output.rfind("mm: error:") :].removeprefix("mm: error: ")
         raise MMError(
-            f"{name} ended with exit code {done.returncode}\n{sentence}"[:4000], where="--verify-resume"
+            f"{name} failed with exit code {done.returncode}:\n{message}"[:4000], where="--verify-resume"
         )
 
 
 def compare_runs(one: Path, other: Path) -> tuple[list[PartResult], list[str]]:
-    """The newest checkpoints and the logged figures of two runs."""
+    """Compares the newest checkpoints and the logged metrics of two training runs."""
     a, b = find_checkpoint(one), find_checkpoint(other)
     facts_a, facts_b = OpenedCheckpoint(a).facts, OpenedCheckpoint(b).facts
     remarks = [
-        f"the fact {key!r} is {facts_a.get(key)} without and {facts_b.get(key)} with the restart"
+        f"the fact {key!r} is {facts_a.get(key)} without and {facts_b.get(key)} with the resume"
         for key in sorted(facts_a.keys() | facts_b.keys())
         if facts_a.get(key) != facts_b.get(key)
     ]
     for name in ("loss", "grad_norm", "lr"):
         series_a, series_b = (_series(run, name) for run in (one, other))
-        apart = [step for step in series_a if series_a[step] != series_b.get(step)]
-        if apart or series_a.keys() != series_b.keys():
-            remarks.append(f"{name} differs from step {apart[0] if apart else len(series_a)} on")
+        different = [step for step in series_a if series_a[step] != series_b.get(step)]
+        if different or series_a.keys() != series_b.keys():
+            remarks.append(f"{name} differs from step {different[0] if different else len(series_a)} on")
     return compare_checkpoints(a, b), remarks
 
 
@@ -128,10 +137,10 @@ def _series(run: Path, name: str) -> dict[int, object]:
 
 
 def compare_checkpoints(one: Path, other: Path) -> list[PartResult]:
-    """Every bit of every tensor of two checkpoints. MMError when they hold other tensors."""
+    """Compares every bit of all tensors in two checkpoints; MMError if they contain different tensors."""
     held, also = (set(OpenedCheckpoint(path).metadata.state_dict_metadata) for path in (one, other))
     if odd := sorted(held ^ also):
-        raise MMError(f"only one of the checkpoints holds {files.listed(odd)}", where=f"{one}, {other}")
+        raise MMError(f"only one of the checkpoints contains {files.listed(odd)}", where=f"{one}, {other}")
     results: dict[str, PartResult] = {}
     for (name, a), (_, b) in zip(_tensors(one), _tensors(other), strict=True):
         part = name.partition(".")[0]
@@ -140,9 +149,9 @@ def compare_checkpoints(one: Path, other: Path) -> list[PartResult]:
         if a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b)):
             result.equal += 1
             continue
-        apart = float((a.double() - b.double()).abs().max()) if a.shape == b.shape else float("inf")
-        if not apart <= result.worst or not result.worst_name:
-            result.worst, result.worst_name = apart, name
+        difference = float((a.double() - b.double()).abs().max()) if a.shape == b.shape else float("inf")
+        if not difference <= result.worst or not result.worst_name:
+            result.worst, result.worst_name = difference, name
     return list(results.values())
 
 
@@ -151,7 +160,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _tensors(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor, whole, in the order of their names; about a gigabyte of them in memory at a time."""
+    """All complete tensors in the order of their names; about one gigabyte in memory at a time."""
     metadata = OpenedCheckpoint(checkpoint).metadata
     held: dict[str, Tensor] = {}
     size = 0
@@ -176,7 +185,7 @@ def _filled(checkpoint: Path, metadata: Metadata, held: dict[str, Tensor]) -> It
 
 
 def render(results: Sequence[PartResult], remarks: Sequence[str]) -> str:
-    """The outcome as a table, and what else differs."""
+    """The result of --verify-resume as a table, followed by the remarks."""
     lines = [f"{'part':<12}{'tensors':>8}{'bit-equal':>11}  worst difference"]
     for result in results:
         worst = "" if result.ok else f"{result.worst:.3g} in {result.worst_name}"

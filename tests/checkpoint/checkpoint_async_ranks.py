@@ -37,7 +37,7 @@ def talk() -> None:
 
 
 def unreadable(path: Path) -> None:
-    raise files.DamagedError("facts.json has step: -5", where=str(path))
+    raise files.DamagedError("facts.json has an invalid value, step: -5", where=str(path))
 
 
 def finished(store: CheckpointStore) -> str:

@@ -179,7 +179,7 @@ def test_a_run_without_a_best_says_so(make, state):
     store = make()
     store.save(1, state, {}, CONFIG)
     store.wait()
-    with pytest.raises(CheckpointError, match="this run names no best checkpoint"):
+    with pytest.raises(CheckpointError, match="this run has recorded no best checkpoint"):
         find_checkpoint(store.folder.parent, "best")
 
 
@@ -272,7 +272,7 @@ def test_the_average_is_a_part_of_its_own(make, state):
         assert torch.equal(target["head"], state["model"]["head"]), "what has no average is the model's own"
     plain = store.save(2, state, {}, CONFIG)
     store.wait()
-    with pytest.raises(CheckpointError, match="holds no average of the weights"):
+    with pytest.raises(CheckpointError, match="contains no average of the weights"):
         load_model_only(plain, {k: torch.zeros_like(v) for k, v in state["model"].items()}, "ema")
 
 

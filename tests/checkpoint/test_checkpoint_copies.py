@@ -125,8 +125,8 @@ def test_a_step_of_muon_stays_where_the_gradient_is(mesh):
 
 def refusal(name: str) -> str:
     return (
-        f"step_00000002: {name} as it was to be written is not {name} in training, so nothing was saved\n"
-        "  hint: the copy on the host is wrong: set checkpoint.async=false, and report this"
+        f"step_00000002: the copy of {name} to be saved differs from {name} in training: nothing was saved\n"
+        "  hint: the copy in host memory is wrong: set checkpoint.async=false, and report this as a bug"
     )
 
 
@@ -209,7 +209,7 @@ def test_a_fingerprint_sees_zeros_exchanged_rows_and_a_sign():
     signed[7, 3] *= -1
     for other in (torch.zeros_like(tensor), tensor.flip(0), tensor.t().contiguous().view(40, 16), signed):
         with pytest.raises(
-            CheckpointError, match=r"model\.w as it was to be written is not model\.w in training"
+            CheckpointError, match=r"the copy of model\.w to be saved differs from model\.w in training"
         ):
             found.check(other, "step_1")
 
@@ -236,7 +236,9 @@ def test_a_device_that_cannot_add_integers_has_its_tensors_read_back(monkeypatch
 
 def test_state_that_is_no_tensor_is_named_before_it_is_copied(tmp_path):
     store = CheckpointStore(tmp_path / "run", keep=1, asynchronous=True)
-    with pytest.raises(CheckpointError, match=r"optimizer\.w\.step is a int"):
+    with pytest.raises(
+        CheckpointError, match=r"optimizer\.w\.step cannot be saved as a tensor: it has the type int"
+    ):
         store.save(1, {"model": {"w": torch.zeros(2)}, "optimizer": {"w.step": 3}}, {}, CONFIG)
     store.close()
     assert not list(store.folder.iterdir())

@@ -52,7 +52,8 @@ def test_a_fault_on_one_rank_is_one_sentence_on_all(two):
     assert first["left behind"] == ["LATEST", "step_00000010", "step_00000020"]
     assert first["the last good one"] == [0, 20, True]
     assert first["saved again"].startswith(
-        f"rank 0, {store}/step_00000020: this step has a checkpoint already, and none is ever overwritten\n"
+        f"rank 0, {store}/step_00000020: this step already has a checkpoint, and checkpoints are never"
+        " overwritten\n"
     )
     assert first["a flipped bit"] in {
         f"rank {rank}, {store}/step_00000022: this checkpoint is damaged: __1_0.distcp does not match its "
@@ -119,9 +120,9 @@ def test_two_ranks_save_behind_the_loops_back(tmp_path):
         "  hint: check free space, quota and permissions of the run folder, on every node"
     )
     assert re.fullmatch(
-        r"rank 1, step_00000002: (\S+) as it was to be written is not \1 in training, so nothing was"
+        r"rank 1, step_00000002: the copy of (\S+) to be saved differs from \1 in training: nothing was"
         " saved\n"
-        "  hint: the copy on the host is wrong: set checkpoint.async=false, and report this",
+        "  hint: the copy in host memory is wrong: set checkpoint.async=false, and report this as a bug",
         first["a stale copy on rank 1"],
     )
     assert first["not finite on rank 1"] == (
@@ -133,8 +134,11 @@ def test_two_ranks_save_behind_the_loops_back(tmp_path):
         ["this checkpoint is damaged: __1_0.distcp does not match its checksum"],
     ]
     assert first["left"] == [1]
-    assert first["chosen by what one rank saw"] == ["step_00000001", ["facts.json has step: -5"]]
-    assert first["no memory on rank 1"].startswith("rank 1: the host has no memory for a copy of model.w: ")
+    assert first["chosen by what one rank saw"] == [
+        "step_00000001",
+        ["facts.json has an invalid value, step: -5"],
+    ]
+    assert first["no memory on rank 1"].startswith("rank 1: not enough host memory for a copy of model.w: ")
     assert first["after it"] == "done"
     names = {path.name.partition(".damaged-")[0] for path in (tmp_path / "checkpoints").iterdir()}
     assert names == {"LATEST", "step_00000001", "step_00000004", "step_00000005"}

@@ -71,9 +71,9 @@ def test_faults_of_a_thread_are_sentences_that_ranks_can_agree_on():
 def test_a_host_without_memory_for_the_copy_is_told_so(store):
     store.reserve({"model": {"w": torch.empty(2**50, device="meta")}})
     store._thread.finish()
-    with pytest.raises(CheckpointError, match=r"the host has no memory for a copy of model\.w") as caught:
+    with pytest.raises(CheckpointError, match=r"not enough host memory for a copy of model\.w") as caught:
         store.poll()
-    assert "checkpoint.async=false needs none" in str(caught.value)
+    assert "checkpoint.async=false, which needs no copy" in str(caught.value)
 
 
 def test_work_that_is_given_after_a_fault_is_done_as_well():
@@ -122,7 +122,7 @@ def test_a_file_that_cannot_be_read_now_is_no_damage(name, number, path, store, 
     assert not isinstance(caught.value, files.DamagedError)
     assert str(caught.value) == (
         f"{newer}: {name} cannot be read now ({os.strerror(number)})\n"
-        "  hint: try again when the file system answers; if it never does, resume from another: --resume PATH"
+        "  hint: try again when the file system responds; if it does not, resume from another: --resume PATH"
     )
     assert chosen(store, "auto") == (newer, [])
     assert complete_steps(store.folder).keys() == {1, 2}
@@ -205,9 +205,9 @@ def test_a_run_folder_that_was_removed_costs_what_was_in_it_and_not_what_is_trai
     store.wait()
     shutil.rmtree(run)
     store.save(3, state, {}, CONFIG)
-    with pytest.raises(CheckpointError, match="folder was removed or renamed while it trained") as caught:
+    with pytest.raises(CheckpointError, match="folder was removed or renamed during training") as caught:
         store.wait()
-    assert caught.value.where == str(run) and "a resume goes on from there" in str(caught.value.hint)
+    assert caught.value.where == str(run) and "run the command again to resume" in str(caught.value.hint)
     assert [path.name for path in store.poll()][-1] == "step_00000003"
     other = CheckpointStore(run, 3)
     with pytest.raises(CheckpointError, match="this run is being trained by process"):

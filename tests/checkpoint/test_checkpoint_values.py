@@ -58,36 +58,45 @@ def refused(store: CheckpointStore, newest: Path, words: str) -> None:
 
 
 FACTS = {
-    "a step below zero": ('{"step": -5}', "facts.json has step: -5"),
-    "another step than the folder's": ('{"step": 11}', "facts.json has step: 11"),
-    "a step that is true": ('{"step": true}', "facts.json does not say the step"),
-    "a step beyond counting": ('{"step": ' + "9" * 400 + "}", "facts.json has step: 9999"),
+    "a step below zero": ('{"step": -5}', "facts.json has an invalid value, step: -5"),
+    "another step than the folder's": ('{"step": 11}', "facts.json has an invalid value, step: 11"),
+    "a step that is true": ('{"step": true}', "facts.json contains no step"),
+    "a step beyond counting": ('{"step": ' + "9" * 400 + "}", "facts.json has an invalid value, step: 9999"),
     "a step of more digits than Python reads": ('{"step": ' + "9" * 5000 + "}", "facts.json cannot be read"),
-    "no step": ("{}", "facts.json does not say the step"),
+    "no step": ("{}", "facts.json contains no step"),
     "samples that are not a number": (
         '{"step": 12, "samples": NaN}',
         "facts.json cannot be read (ValueError)",
     ),
     "samples without end": ('{"step": 12, "samples": 1e999}', "facts.json cannot be read (ValueError)"),
-    "samples below zero": ('{"step": 12, "samples": -1}', "facts.json has samples: -1"),
-    "samples as a list": ('{"step": 12, "samples": [48]}', "facts.json has samples: [48]"),
-    "a guard that is a list": ('{"step": 12, "guard": [1]}', "facts.json has guard: [1]"),
+    "samples below zero": ('{"step": 12, "samples": -1}', "facts.json has an invalid value, samples: -1"),
+    "samples as a list": ('{"step": 12, "samples": [48]}', "facts.json has an invalid value, samples: [48]"),
+    "a guard that is a list": ('{"step": 12, "guard": [1]}', "facts.json has an invalid value, guard: [1]"),
     "norms that are texts": (
         '{"step": 12, "guard": {"norms": ["x"]}}',
-        'facts.json has guard: {"norms": ["x"]}',
+        'facts.json has an invalid value, guard: {"norms": ["x"]}',
     ),
     "counts that are lists": (
         '{"step": 12, "guard": {"in_all": []}}',
-        'facts.json has guard: {"in_all": []}',
+        'facts.json has an invalid value, guard: {"in_all": []}',
     ),
-    "updates of the average": ('{"step": 12, "ema_updates": "many"}', 'facts.json has ema_updates: "many"'),
-    "metrics as a list": ('{"step": 12, "metrics": [0.5]}', "facts.json has metrics: [0.5]"),
+    "updates of the average": (
+        '{"step": 12, "ema_updates": "many"}',
+        'facts.json has an invalid value, ema_updates: "many"',
+    ),
+    "metrics as a list": (
+        '{"step": 12, "metrics": [0.5]}',
+        "facts.json has an invalid value, metrics: [0.5]",
+    ),
     "a metric that is a mapping": (
         '{"step": 12, "metrics": {"loss": {}}}',
-        'facts.json has metrics: {"loss": {}}',
+        'facts.json has an invalid value, metrics: {"loss": {}}',
     ),
-    "what was imported": ('{"step": 12, "imported": "here"}', 'facts.json has imported: "here"'),
-    "where the data stood": ('{"step": 12, "order": 3}', "facts.json has order: 3"),
+    "what was imported": (
+        '{"step": 12, "imported": "here"}',
+        'facts.json has an invalid value, imported: "here"',
+    ),
+    "where the data stood": ('{"step": 12, "order": 3}', "facts.json has an invalid value, order: 3"),
     "deep": (
         '{"step": 12, "x": ' + "[" * 500 + "]" * 500 + "}",
         "facts.json cannot be read (RecursionError)",
@@ -104,17 +113,32 @@ def test_facts_that_cannot_be_true(store, newest, text, words):
 
 
 MANIFESTS = {
-    "components as a mapping": ('{"plugins": {"a": 1}}', 'manifest.json has plugins: {"a": 1}'),
-    "components as texts": ('{"plugins": ["core"]}', 'manifest.json has plugins: ["core"]'),
-    "a config that is a list": ('{"config": []}', "manifest.json has config: []"),
-    "a section that is a list": ('{"config": {"train": [1]}, "adapters": []}', "manifest.json has config:"),
-    "data without datasets": ('{"data": {"train": 5}}', 'manifest.json has data: {"train": 5}'),
-    "files of data as a list": ('{"data": {"train": {"files": []}}}', "manifest.json has data:"),
-    "an environment of numbers": ('{"environment": {"a": 1}}', "manifest.json has environment:"),
-    "versions as a text": ('{"versions": "3.11"}', 'manifest.json has versions: "3.11"'),
-    "devices as null": ('{"devices": null}', "manifest.json has devices: null"),
-    "less than no ranks": ('{"world": -2}', "manifest.json has world: -2"),
-    "adapters as numbers": ('{"adapters": [3]}', "manifest.json has adapters: [3]"),
+    "components as a mapping": (
+        '{"plugins": {"a": 1}}',
+        'manifest.json has an invalid value, plugins: {"a": 1}',
+    ),
+    "components as texts": ('{"plugins": ["core"]}', 'manifest.json has an invalid value, plugins: ["core"]'),
+    "a config that is a list": ('{"config": []}', "manifest.json has an invalid value, config: []"),
+    "a section that is a list": (
+        '{"config": {"train": [1]}, "adapters": []}',
+        "manifest.json has an invalid value, config:",
+    ),
+    "data without datasets": (
+        '{"data": {"train": 5}}',
+        'manifest.json has an invalid value, data: {"train": 5}',
+    ),
+    "files of data as a list": (
+        '{"data": {"train": {"files": []}}}',
+        "manifest.json has an invalid value, data:",
+    ),
+    "an environment of numbers": (
+        '{"environment": {"a": 1}}',
+        "manifest.json has an invalid value, environment:",
+    ),
+    "versions as a text": ('{"versions": "3.11"}', 'manifest.json has an invalid value, versions: "3.11"'),
+    "devices as null": ('{"devices": null}', "manifest.json has an invalid value, devices: null"),
+    "less than no ranks": ('{"world": -2}', "manifest.json has an invalid value, world: -2"),
+    "adapters as numbers": ('{"adapters": [3]}', "manifest.json has an invalid value, adapters: [3]"),
     "an adapter of no rank": (
         '{"adapters": [{"name": "a", "layers": [{"rank": -4, "alpha": 1, "dora": false, "rslora": false,'
         ' "modules": []}]}]}',
@@ -122,7 +146,7 @@ MANIFESTS = {
     ),
     "a base without a place": (
         '{"base": [{"key": "init_from"}]}',
-        "manifest.json: what this checkpoint says of the weights below is not understood",
+        "manifest.json: the manifest entry about frozen weights in other files cannot be read",
     ),
     "a number without end": ('{"base": [{"tensors": 1e999}]}', "manifest.json cannot be read (ValueError)"),
     "deep": (
@@ -139,11 +163,11 @@ def test_manifests_that_no_run_has_written(store, newest, text, words):
 
 
 CONFIGS = {
-    "a list": ("- run\n", "config.yaml: the file holds no mapping"),
+    "a list": ("- run\n", "config.yaml: the file does not contain a mapping"),
     "empty": ("", "config.yaml: the file is empty"),
     "no text": ("\x00\x01", "config.yaml: this is not YAML"),
-    "a section that is a list": ("run: [1]\n", "config.yaml: run is no mapping"),
-    "a section that is a number": ("run: {}\ntrain: 5\n", "config.yaml: train is no mapping"),
+    "a section that is a list": ("run: [1]\n", "config.yaml: run is not a mapping"),
+    "a section that is a number": ("run: {}\ntrain: 5\n", "config.yaml: train is not a mapping"),
     "a program": ("run: !!python/object/apply:os.system [id]\n", "config.yaml: "),
     "deep": ("run: " + "[" * 200 + "]" * 200, "config.yaml: "),
 }
@@ -163,8 +187,8 @@ def test_metadata_that_no_save_has_written(store, newest):
 @pytest.mark.parametrize(
     ("offset", "words"),
     [
-        (-5, ".metadata points beside the bytes of __0_0.distcp"),
-        (2**70, ".metadata points beside the bytes of __0_0.distcp"),
+        (-5, ".metadata points beyond the bytes of __0_0.distcp"),
+        (2**70, ".metadata points beyond the bytes of __0_0.distcp"),
         (True, ".metadata does not describe a checkpoint"),
         (0.0, ".metadata does not describe a checkpoint"),
     ],
@@ -187,7 +211,8 @@ def test_all_of_them_wrong_is_one_sentence(store):
     for path in complete_steps(store.folder).values():
         forge(path, "facts.json", b'{"step": -5}')
     with pytest.raises(
-        CheckpointError, match=r"every checkpoint of this run is damaged: facts\.json has step: -5"
+        CheckpointError,
+        match=r"every checkpoint of this run is damaged: facts\.json has an invalid value, step: -5",
     ):
         store.open("auto")
 
@@ -236,7 +261,7 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
     (tmp_path / "precious").write_text("kept")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".lock").symlink_to(tmp_path / "precious")
-    with pytest.raises(CheckpointError, match="the lock of this run is a link"):
+    with pytest.raises(CheckpointError, match="the lock file of this run is a symbolic link"):
         RunLock(tmp_path / "run").take()
     assert (tmp_path / "precious").read_text() == "kept"
 
@@ -265,7 +290,7 @@ def test_a_folder_that_is_another_runs_now_is_not_written_to(tmp_path, state, en
     words = f"this run is being trained by process {os.getpid()} on "
     if ended:
         second.close()
-        words = "was renamed while it trained, and another run has begun under its name"
+        words = "was renamed during training, and another run has started in its place"
     for step in (2, 3):  # not even once it knows
         with pytest.raises(CheckpointError, match=words):
             first.save(step, state, {}, CONFIG)

@@ -68,7 +68,7 @@ def test_the_bomb_is_real(sign):
 
 def test_metadata_that_is_a_bomb(path, empty, sign):
     forge(path, ".metadata", pickle.dumps(Bomb(sign)))
-    refuse(path, empty, r"\.metadata asks for (posix|nt)\.mkdir, which no checkpoint of ours needs")
+    refuse(path, empty, r"\.metadata requests (posix|nt)\.mkdir, which no checkpoint of mm_core needs")
     assert not sign.exists()
 
 
@@ -76,7 +76,7 @@ def test_metadata_with_a_bomb_inside(path, empty, sign):
     metadata = pickle.loads((path / ".metadata").read_bytes())
     metadata.planner_data["x"] = Bomb(sign)
     forge(path, ".metadata", pickle.dumps(metadata))
-    refuse(path, empty, r"\.metadata asks for")
+    refuse(path, empty, r"\.metadata requests")
     assert not sign.exists()
 
 
@@ -89,7 +89,7 @@ def test_metadata_that_asks_for_any_other_name(path, empty, name):
     # Protocol 4 by hand: the two strings, STACK_GLOBAL, STOP.
     strings = b"".join(b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, attribute))
     forge(path, ".metadata", b"\x80\x04" + strings + b"\x93.")
-    refuse(path, empty, rf"\.metadata asks for {module}\.{attribute}")
+    refuse(path, empty, rf"\.metadata requests {module}\.{attribute}")
 
 
 def test_metadata_that_calls_an_allowed_name_wrongly(path, empty):
@@ -112,7 +112,7 @@ def test_metadata_that_calls_a_tensor_bytes(path, empty, sign):
     metadata = pickle.loads((path / ".metadata").read_bytes())
     metadata.state_dict_metadata["model.head"] = BytesStorageMetadata()
     forge(path, ".metadata", pickle.dumps(metadata))
-    refuse(path, empty, r"\.metadata asks for .*BytesStorageMetadata")
+    refuse(path, empty, r"\.metadata requests .*BytesStorageMetadata")
 
 
 def test_metadata_that_points_outside(path, empty, tmp_path):
@@ -127,7 +127,7 @@ def test_metadata_that_leaves_a_hole(path, empty):
     metadata = pickle.loads((path / ".metadata").read_bytes())
     metadata.state_dict_metadata["model.head"].chunks.clear()
     forge(path, ".metadata", pickle.dumps(metadata))
-    refuse(path, empty, r"\.metadata does not cover the whole of 'model\.head'")
+    refuse(path, empty, r"\.metadata does not cover all of 'model\.head'")
 
 
 def written(path: Path):
@@ -147,7 +147,7 @@ def test_metadata_whose_objects_carry_more_than_their_fields(path, empty, kind):
     chosen = next(one for one in objects if type(one).__name__ == kind)
     object.__setattr__(chosen, "__post_init__", ("a", "stranger"))
     forge(path, ".metadata", pickle.dumps(metadata))
-    refuse(path, empty, rf"\.metadata gives a {kind} the attribute '__post_init__'")
+    refuse(path, empty, rf"\.metadata sets the unknown field '__post_init__' on a {kind}")
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_a_tensor_that_unpacks_to_more_than_its_bytes(path, empty, claim):
     forge(path, "__0_0.distcp", bomb)
     forge(path, ".metadata", pickle.dumps(metadata))
     refuse(path, empty, rf"its {len(bomb):,} bytes unpack to [\d,]+, but torch.save never compresses")
-    with pytest.raises(CheckpointError, match=r"__0_0.distcp holds a tensor that is refused: its "):
+    with pytest.raises(CheckpointError, match=r"__0_0.distcp contains a tensor that was refused: its "):
         CheckpointStore(path.parents[1], keep=1).open(str(path))
 
 
@@ -287,7 +287,7 @@ def test_metadata_that_points_beside_the_file(path, empty, offset, length):
     for stored in metadata.storage_data.values():
         stored.offset, stored.length = offset, length
     forge(path, ".metadata", pickle.dumps(metadata))
-    refuse(path, empty, r"\.metadata points beside the bytes of __0_0\.distcp")
+    refuse(path, empty, r"\.metadata points beyond the bytes of __0_0\.distcp")
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "facts.json", ".metadata"])
@@ -295,7 +295,7 @@ def test_links_out_of_the_folder(path, empty, tmp_path, name):
     elsewhere = tmp_path / "elsewhere"
     (path / name).rename(elsewhere)
     (path / name).symlink_to(elsewhere)
-    refuse(path, empty, f"{name} is a link")
+    refuse(path, empty, f"{name} is a symbolic link")
 
 
 @pytest.mark.parametrize(
@@ -305,7 +305,7 @@ def test_checksums_that_name_files_elsewhere(path, empty, name):
     document = json.loads((path / "checksums.json").read_text())
     document["files"][name] = {"size": 1, "crc32": "00000000"}
     (path / "checksums.json").write_text(json.dumps(document))
-    refuse(path, empty, r"checksums\.json names '")
+    refuse(path, empty, r"checksums\.json lists '")
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_checksums_that_are_no_checksums(path, empty, text):
     [
         (b"[" * 100_000, r"cannot be read \(RecursionError\)"),
         (b"\xff\xfe", r"cannot be read \(UnicodeDecodeError\)"),
-        (b"[1, 2]", "holds no object"),
+        (b"[1, 2]", "contains no JSON object"),
         (pickle.dumps({"step": 1}), "cannot be read"),
     ],
     ids=["deep", "no utf-8", "a list", "a pickle"],
@@ -349,7 +349,7 @@ def test_facts_and_manifest_that_are_something_else(path, name, content, words):
 @pytest.mark.parametrize("step", ['"1"', "null", "[]", "1.5"])
 def test_facts_whose_step_is_no_number(path, empty, step):
     forge(path, "facts.json", b'{"step": ' + step.encode() + b"}")
-    refuse(path, empty, r"facts\.json does not say the step")
+    refuse(path, empty, r"facts\.json contains no step")
 
 
 @pytest.mark.parametrize("marker", ["LATEST", "BEST"])
@@ -359,5 +359,5 @@ def test_markers_that_point_outside_lead_nowhere(path, tmp_path, marker, text):
     shutil.copytree(path, tmp_path / "elsewhere" / path.name)
     (path.parent / marker).write_bytes(text)
     assert find_checkpoint(path.parents[1]) == path
-    with pytest.raises(CheckpointError, match="this run names no best checkpoint"):
+    with pytest.raises(CheckpointError, match="this run has recorded no best checkpoint"):
         find_checkpoint(path.parents[1], "best")

@@ -155,7 +155,7 @@ def test_another_version_of_a_library_is_told_at_a_resume_and_stops_nothing(yaml
         lines[1].split()
         == (
             f"libraries.diffusers 0.35.0 -> {version('diffusers')} safe"
-            " may compute otherwise: see its list of changes"
+            " may compute different results: see its changelog"
         ).split()
     )
     old = {key: value for key, value in before.items() if key != "libraries"}

@@ -108,7 +108,7 @@ def test_a_change_to_be_allowed_names_the_flag_and_shows_the_table():
     assert str(caught.value) == (
         "the run has changed since the checkpoint: optimizer.lr\n"
         "  optimizer.lr  1e-05 -> 2e-05  needs --allow  changes what is learned\n"
-        "  hint: where the change is meant: --allow optimizer.lr"
+        "  hint: if the change is intended, add --allow optimizer.lr"
     )
     for allow in ("optimizer.lr", "optimizer", "all"):
         lines = check_resume(BEFORE, changed("config.optimizer.lr", 2e-05), [allow])
@@ -116,7 +116,7 @@ def test_a_change_to_be_allowed_names_the_flag_and_shows_the_table():
 
 
 def test_what_is_refused_is_refused_whatever_is_allowed():
-    with pytest.raises(CheckpointError, match=r"(?s)optimizer.type.*init_from for the weights alone"):
+    with pytest.raises(CheckpointError, match=r"(?s)optimizer.type.*init_from to load the weights only"):
         check_resume(BEFORE, changed("config.optimizer.type", "core/muon"), ["all"])
 
 
@@ -138,7 +138,7 @@ def test_a_key_that_a_newer_version_adds_is_no_difference():
 
 def test_a_checkpoint_that_says_nothing_is_noted():
     assert check_resume({}, BEFORE) == [
-        "the checkpoint does not say what it was made of: nothing was compared"
+        "the checkpoint has no manifest: changes since it was saved were not checked"
     ]
 
 

@@ -236,7 +236,7 @@ def test_the_error_of_several_faults_counts_and_lists_them(place):
     with pytest.raises(ConfigError) as caught:
         place.load("train.setps=1", "run.nam=x")
     lines = str(caught.value).splitlines()
-    assert lines[0] == f"{place.run}: 2 faults in the config"
+    assert lines[0] == f"{place.run}: 2 errors in the config"
     assert sum("unknown key" in line for line in lines) == 2
 
 

@@ -26,7 +26,7 @@ def test_faults_go_to_standard_error_and_the_exit_code_is_1(place, capsys):
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines() == [
-        f"mm: error: {place.run}: 2 faults in the config",
+        f"mm: error: {place.run}: 2 errors in the config",
         "override 'run.seed=x': run.seed: found 'x', a string",
         "  accepted: an integer",
         "override 'train.stps=3': train.stps: unknown key 'stps'",

@@ -211,7 +211,7 @@ def test_one_override_names_the_held_out_data_of_a_run_without_any(run, unvalida
     [
         (["--run", "nowhere"], "nowhere: there is no such run"),
         (["--run", "{run}", "--split", "test"], "the run's config has no data.test"),
-        (["--run", "{run}", "--checkpoint", "best"], "this run names no best checkpoint"),
+        (["--run", "{run}", "--checkpoint", "best"], "this run has recorded no best checkpoint"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_sentence(run, capsys, arguments, sentence):

@@ -141,7 +141,7 @@ def test_ranks_that_answer_at_different_lengths_wait_for_each_other(tmp_path, mm
     ("arguments", "sentence"),
     [
         (["--split", "validation"], "the run's config has no data.validation"),
-        (["--run", "{run}@7"], "there is no complete checkpoint '7' of this run"),
+        (["--run", "{run}@7"], "this run has no complete checkpoint '7'"),
         (["--run", "{run}-not"], "there is no such run"),
         (["--metric", "anlz"], "did you mean 'anls'?"),
         (["--metric", "latent_psnr"], "validation.metrics: latent_psnr: the metric needs 'clean' and"),

@@ -121,9 +121,9 @@ def test_the_average_is_sampled_where_there_is_one_and_checkpoint_and_weights_ma
 
 def test_an_average_that_is_not_there_is_a_sentence(run, capsys):
     assert main(["sample", "--run", str(run), "--prompt", "x", "--weights", "ema"]) == 1
-    assert "this checkpoint holds no average of the weights" in capsys.readouterr().err
+    assert "this checkpoint contains no average of the weights" in capsys.readouterr().err
     assert main(["sample", "--run", str(run), "--prompt", "x", "--checkpoint", "best"]) == 1
-    assert "this run names no best checkpoint" in capsys.readouterr().err
+    assert "this run has recorded no best checkpoint" in capsys.readouterr().err
 
 
 def test_a_lone_process_computes_in_bf16_what_the_engine_computes(run):

@@ -133,8 +133,8 @@ def test_a_full_disk_is_one_sentence(small, tmp_path):
         with pytest.raises(MMError) as caught:
             export(run, disk / "out", "safetensors")
         assert str(caught.value) == (
-            f"{disk}/out: writing this folder failed, and nothing of it is left: the disk is full\n"
-            "  hint: check free space, quota and permissions there, then write it again"
+            f"{disk}/out: this folder could not be written and was removed again: the disk is full\n"
+            "  hint: check free space, quota and permissions there, then run the command again"
         )
         assert not list(disk.iterdir())
         export(small, disk / "out", "safetensors")
@@ -145,7 +145,7 @@ def test_a_file_that_may_not_grow(small, tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
     try:
-        with pytest.raises(MMError, match="nothing of it is left: File too large"):
+        with pytest.raises(MMError, match="was removed again: File too large"):
             export(small, tmp_path / "out", "safetensors")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -179,7 +179,7 @@ def test_a_checkpoint_of_another_architecture(small, tmp_path):
     with pytest.raises(CheckpointError) as caught:
         export(small, tmp_path / "out", "safetensors")
     text = str(caught.value)
-    assert "this checkpoint is of another model or optimizer: 2 missing: model.net.2.bias" in text
+    assert "this checkpoint belongs to another model or optimizer: 2 missing: model.net.2.bias" in text
     assert "4 misshapen: model.net.0.bias (4x4 in the checkpoint, 40 in the model)" in text
     assert not (tmp_path / "out").exists() and not stages(tmp_path)
 
@@ -203,7 +203,7 @@ def test_which_checkpoint(small, tmp_path):
     for step in ("4", "newest", "-3"):
         with pytest.raises(CheckpointError) as caught:
             checkpoint_at(f"{small}@{step}")
-        assert f"there is no complete checkpoint {step!r} of this run\n  accepted: 3, 5, best, latest" in str(
+        assert f"this run has no complete checkpoint {step!r}\n  accepted: 3, 5, best, latest" in str(
             caught.value
         )
     odd = small.rename(tmp_path / "a@5")
@@ -219,7 +219,7 @@ def test_nothing_is_overwritten(kind, small, tmp_path):
         (out / "mine").mkdir(parents=True)
     else:
         out.symlink_to(tmp_path)
-    with pytest.raises(MMError, match="there is something here already, and nothing is ever overwritten"):
+    with pytest.raises(MMError, match="this path exists already, and nothing is ever overwritten"):
         export(small, out, "safetensors")
     assert not stages(tmp_path)
 
@@ -238,7 +238,7 @@ def test_a_fault_or_an_interrupt_leaves_nothing(tmp_path):
             raise fault
         assert not list((tmp_path / "new").iterdir())
         if isinstance(fault, OSError):
-            assert "nothing of it is left: the quota is used up" in str(caught.value)
+            assert "was removed again: the quota is used up" in str(caught.value)
         else:
             assert caught.value is fault
 
@@ -259,7 +259,7 @@ def test_the_stage_of_a_live_process_is_left_alone(tmp_path):
     with staged_folder(tmp_path / "out"):
         assert len(stages(tmp_path)) == 3
     assert {path.name for path in stages(tmp_path)} == {alive.name, ".other.tmp-02-1@elsewhere"}
-    with pytest.raises(MMError, match="something here already"), staged_folder(tmp_path / "twice"):
+    with pytest.raises(MMError, match="this path exists already"), staged_folder(tmp_path / "twice"):
         (tmp_path / "twice").mkdir()
         (tmp_path / "twice/first").touch()
 

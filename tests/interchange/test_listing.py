@@ -119,7 +119,7 @@ def test_a_step_of_a_run_is_named_as_for_an_export(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == "format: checkpoint"
     assert main(["weights", "show", f"{tmp_path}/run@3"]) == 1
     error = capsys.readouterr().err
-    assert "there is no complete checkpoint '3' of this run" in error
+    assert "this run has no complete checkpoint '3'" in error
     assert "accepted: 1, 2, best, latest" in error
 
 

@@ -264,7 +264,7 @@ def test_a_path_that_holds_no_weights_says_what_would(tmp_path):
     assert fault(tmp_path / "x.txt", task()) == f"{tmp_path}/x.txt: this is not a weights file\n{accepted}"
     assert "neither a checkpoint nor a run" in fault(tmp_path, task())
     first = stored_as("pt", tmp_path, weights())
-    hint = f"\n  hint: files of torch.save are read one by one; name {first}"
+    hint = f"\n  hint: torch.save files are read one at a time: name {first}"
     assert fault(tmp_path, task()).endswith(hint)
     torch.save(weights(), first.with_name(f"{first.stem}-more.pth"))
     assert fault(tmp_path, task()).endswith(f"{first.stem}-more.pth, or another of the 2 here")

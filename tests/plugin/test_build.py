@@ -138,7 +138,7 @@ def test_missing_and_unknown_options_are_named_together(parts: Registry) -> None
     with pytest.raises(ConfigError) as caught:
         build("predictor", ComponentConfig("predictor", "parts/tree", {"leef": 1}))
     assert str(caught.value) == (
-        "2 faults in the config\n"
+        "2 errors in the config\n"
         "predictor 'parts/tree': the key 'leaf' is missing\n"
         "predictor 'parts/tree': there is no key 'leef'"
     )

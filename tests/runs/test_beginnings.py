@@ -70,7 +70,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_loudly(source, tiny, mm):
         "checkpoint={every: 1, keep: 9}",
     )
     assert done.code == 0, done.err
-    assert "step_00000003 is passed over: this checkpoint is damaged: __0_0.distcp does not match" in done.err
+    assert "step_00000003 is skipped: this checkpoint is damaged: __0_0.distcp does not match" in done.err
     assert "at step 2 of 3" in done.err
     folder = source / "checkpoints"
     assert (folder / "step_00000003").is_dir() and list(folder.glob("step_00000003.damaged-*"))

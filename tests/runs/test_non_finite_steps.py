@@ -60,7 +60,7 @@ def test_a_step_that_is_left_out_changes_nothing(fault, tiny, tmp_path, mm):
         "train", "--config", tiny, "--nproc", 2, *overrides(tmp_path, fault), "train.non_finite.policy=skip"
     )
     assert done.code == 0, done.err
-    assert "step 3 was left out: " in done.err and " on rank 1; no parameter was changed" in done.err
+    assert "step 3 was skipped: " in done.err and " on rank 1; no parameter was changed" in done.err
     checkpoints = tmp_path / "tiny/checkpoints"
     before, after = checkpoints / "step_00000002", checkpoints / "step_00000003"
     assert all(result.ok for result in compare_checkpoints(before, after)), (
@@ -75,5 +75,5 @@ def test_the_limit_of_steps_in_a_row_ends_the_run(tiny, tmp_path, mm):
         "train.non_finite={policy: skip, in_a_row: 2}",
     )  # fmt: skip
     assert done.code == 1
-    assert "step 2 was left out" in done.err
-    assert "2 steps in a row were left out (train.non_finite.in_a_row)" in done.err
+    assert "step 2 was skipped" in done.err
+    assert "2 steps in a row skipped (limit: train.non_finite.in_a_row)" in done.err

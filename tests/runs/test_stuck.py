@@ -24,10 +24,10 @@ def test_the_rank_that_hangs_is_named_with_its_line(tiny, shapes, tmp_path, mm):
     sentences = [line for line in done.err.splitlines() if line.startswith("mm: error:")]
     assert len(sentences) == 1, "one rank speaks for all"
     line = next(n for n, text in enumerate(PLUGIN.read_text().splitlines(), 1) if "time.sleep" in text)
-    assert "rank 1 is furthest behind, in data of step 3" in sentences[0]
+    assert "rank 1 is furthest behind, loading data for step 3, at" in sentences[0]
     assert f"{PLUGIN}:{line} in sample_at" in sentences[0]
     logs = tmp_path / "tiny/logs"
-    assert "stuck in step 3, data; the stacks of all threads:" in (logs / "rank_1.log").read_text()
+    assert "no progress in step 3, data; the stacks of all threads:" in (logs / "rank_1.log").read_text()
     assert "sleepy_data.py" in (logs / "rank_1.log").read_text()
     assert json.loads((logs / "heartbeat_1.json").read_text())["phase"] == "data"
 

@@ -92,5 +92,5 @@ def test_grouping_needs_a_dataset_that_knows_its_lengths(config):
     overrides = ["data.train={type: token_rows, kind: classes}", "data.loader.workers=0", plugin]
     with pytest.raises(PlanError) as caught:
         mm_core.train(mm_core.load_config(config, overrides))
-    assert caught.value.what == "TokenRows does not say how long its samples are"
+    assert caught.value.what == "the dataset TokenRows does not provide the lengths of its samples"
     assert caught.value.where == "data.loader.group_by_length" and "text_rows" in caught.value.accepted

@@ -56,7 +56,7 @@ def test_debugging_shows_the_traceback_of_a_sentence(launch):
 def test_an_exit_code_reaches_the_caller(launch):
     ended = launch("exit")
     assert ended.code == 3 and ended.seconds < 30
-    assert said(ended) == ["mm: error: rank 1 ended with exit code 3 and said nothing"]
+    assert said(ended) == ["mm: error: rank 1 exited with code 3 without an error message"]
 
 
 @pytest.mark.slow
@@ -74,7 +74,12 @@ def test_a_killed_rank_is_explained_by_the_launcher(launch, scenario):
     ("scenario", "code", "sentence", "logged"),
     [
         ("logged_error", 1, "rank 1: clip 3: nothing can be read here", "in do"),
-        ("logged_crash", 128 + 11, "rank 1 was ended by SIGSEGV", "Fatal Python error: Segmentation fault"),
+        (
+            "logged_crash",
+            128 + 11,
+            "rank 1 was ended by the signal SIGSEGV",
+            "Fatal Python error: Segmentation fault",
+        ),
         (
             "logged_kill",
             128 + 9,
@@ -100,7 +105,7 @@ def test_a_host_whose_peer_failed_says_where_to_look(start, free_port):
     first, second = sorted((said(ended)[0] for ended in ends), key=len)
     assert first == "mm: error: rank 0: clip 3: nothing can be read here"
     assert "lost the connection to another rank" in second
-    assert "look at the output of the other hosts" in ends[0].err + ends[1].err
+    assert "check the output on the other hosts" in ends[0].err + ends[1].err
 
 
 @pytest.mark.slow
@@ -119,7 +124,7 @@ def test_a_meeting_that_fails_is_a_sentence_with_what_to_check():
     nodes = Nodes(8, 2, 2, endpoint="head:29500")
     error = not_started(RuntimeError("The connection to the C10d\n store has failed."), nodes)
     assert error.what == "the ranks could not be started: The connection to the C10d store has failed."
-    assert "is head:29500 reachable from every host" in str(error)
+    assert "check that head:29500 is reachable from every host" in str(error)
 
 
 def test_peers_wait_less_than_torchs_agent_before_they_go():

@@ -41,7 +41,7 @@ def test_a_required_stream_is_a_sentence_for_a_full_disk_and_a_broken_pipe_for_a
         print("x", file=Required(full), flush=True)
     assert str(caught.value) == (
         "standard output: the output cannot be written: No space left on device\n"
-        "  hint: free space where it is redirected to, or redirect it elsewhere"
+        "  hint: free disk space where the output is redirected to, or redirect it elsewhere"
     )
     full.close()
     stream = _gone()

@@ -35,14 +35,17 @@ def test_a_port_in_use_is_named(rank_of_two):
         with pytest.raises(MMError) as caught:
             start_process_group()
     port = os.environ["MASTER_PORT"]
-    assert caught.value.what == f"port {port} is in use on this host, and the ranks cannot meet there"
+    assert (
+        caught.value.what
+        == f"port {port} is already in use on this host, so the ranks cannot connect to each other there"
+    )
     assert caught.value.where == "MASTER_PORT" and "ss -ltnp" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("port", ["99999", "abc", "-1"])
 def test_a_port_that_is_none_is_refused(rank_of_two, port):
     rank_of_two(0, port)
-    with pytest.raises(MMError, match=f"'{port}' is no port") as caught:
+    with pytest.raises(MMError, match=f"'{port}' is not a port number") as caught:
         start_process_group()
     assert caught.value.accepted == "1 to 65535"
 
@@ -56,8 +59,8 @@ def test_ranks_that_do_not_come_are_a_sentence(rank_of_two, free_port, monkeypat
     rank_of_two(rank, free_port)
     with pytest.raises(MMError) as caught:
         start_process_group()
-    assert f"the ranks did not all meet at 127.0.0.1:{free_port} in time" in caught.value.what
-    assert "are MASTER_ADDR, MASTER_PORT and WORLD_SIZE the same for all ranks" in str(caught.value.hint)
+    assert f"not all ranks connected to 127.0.0.1:{free_port} in time" in caught.value.what
+    assert "MASTER_ADDR, MASTER_PORT and WORLD_SIZE are the same for all ranks" in str(caught.value.hint)
 
 
 @pytest.mark.slow
@@ -82,5 +85,7 @@ def test_a_rank_that_waits_for_the_others_obeys_signals(
     ended = running.end(timeout=60)
     assert time.monotonic() - sent < 3
     assert ended.code == 75, ended.err
-    said = f"mm: {number.name}: stopped while it waited for the other ranks to come; nothing was lost"
+    said = (
+        f"mm: {number.name} received: stopped while waiting for the other ranks to connect; nothing was lost"
+    )
     assert said in ended.err and "Traceback" not in ended.err

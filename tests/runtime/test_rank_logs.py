@@ -82,11 +82,11 @@ def test_of_a_live_bar_the_notes_and_its_last_state_stay(tmp_path, monkeypatch):
         for step in range(1, 51):
             progress.update(step, {**figures, "memory": 1e9})
             if step == 20:
-                progress.note("step 20 was left out")
+                progress.note("step 20 was skipped")
         progress.close()
     assert terminal.getvalue().count("\x1b[2K") >= 50, "the terminal got all of it"
     first, last = lines(tmp_path)
-    assert first == "step 20 was left out"
+    assert first == "step 20 was skipped"
     assert last.startswith("step 50/50 ") and "\x1b" not in last
 
 

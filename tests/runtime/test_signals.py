@@ -44,7 +44,7 @@ def test_the_echo_of_ctrl_c_is_not_a_second_one(stoppable):
     stoppable.send(signal.SIGINT)
     ended = stoppable.end()
     assert ended.code == STOPPED and ended.out.count("saved after SIGINT") == 2
-    assert "Ctrl-C once more leaves at once" in ended.err
+    assert "press Ctrl-C again to stop at once" in ended.err
 
 
 @pytest.mark.slow
@@ -70,12 +70,12 @@ def test_a_launcher_that_waits_for_other_hosts_can_be_stopped(start, free_port, 
     waiting = start(SCRIPT, "launch", "fine", f"127.0.0.1:{free_port}")
     wait_until(lambda: waiting.command.err.endswith("\n"))
     assert waiting.command.err == (
-        f"mm: waits at 127.0.0.1:{free_port} until all of 2 hosts have come, 15 minutes at most\n"
+        f"mm: waiting at 127.0.0.1:{free_port} for 2 hosts (up to 15 minutes)\n"
     )
     waiting.send(signal.SIGTERM)
     ended = waiting.end()
     assert ended.code == 128 + signal.SIGTERM and not ended.pids
-    assert ended.err.endswith("mm: no rank had started\n")
+    assert ended.err.endswith("mm: stopped before any rank had started\n")
 
 
 @pytest.mark.slow
@@ -149,5 +149,6 @@ def test_a_second_interrupt_ends_a_lone_process(start, tmp_path, wait_until):
     ended = running.end()
     assert ended.code == 130
     assert ended.err == (
-        "mm: SIGINT: saves after this step and ends; Ctrl-C once more leaves at once, without saving\n"
+        "mm: SIGINT received: saving after this step, then stopping;"
+        " press Ctrl-C again to stop at once, without saving\n"
     )

@@ -46,7 +46,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_step_rank_samples_and_modul
         "step 7, rank 0, samples ['clip_3.mp4']: the loss is not finite; it began in a.b; "
         "no parameter was changed\n"
         "  hint: lower the learning rate, check the samples of this step, or train in fp32, "
-        "or leave such steps out: train.non_finite.policy=skip"
+        "or skip such steps: train.non_finite.policy=skip"
     )
 
 
@@ -61,14 +61,14 @@ def test_steps_are_left_out_within_the_limits():
         assert judge(guard, step, NAN, NAN) == "the loss is not finite on rank 0; no parameter was changed"
     assert judge(guard, 2, 1.0) is None, "a step that is taken begins the count in a row anew"
     assert judge(guard, 3, NAN, NAN) is not None
-    with pytest.raises(TrainingError, match=r"4 steps in all were left out \(train.non_finite.in_all\)"):
+    with pytest.raises(TrainingError, match=r"4 steps skipped in total \(limit: train.non_finite.in_all\)"):
         judge(guard, 4, NAN, NAN)
 
 
 def test_in_a_row():
     guard = UpdateGuard(settings(non_finite=NonFiniteSection("skip", in_a_row=2)))
     judge(guard, 0, NAN, NAN)
-    with pytest.raises(TrainingError, match=r"2 steps in a row were left out \(train.non_finite.in_a_row\)"):
+    with pytest.raises(TrainingError, match=r"2 steps in a row skipped \(limit: train.non_finite.in_a_row\)"):
         judge(guard, 1, NAN, NAN)
 
 
@@ -117,5 +117,5 @@ def test_a_norm_that_has_moved_for_good_ends_the_run_instead_of_leaving_out_all_
     judge(guard, 0, 1.0)
     for step in (1, 2):
         assert judge(guard, step, 9.0) is not None
-    with pytest.raises(TrainingError, match=r"3 steps in a row were left out \(train.spike.in_a_row\)"):
+    with pytest.raises(TrainingError, match=r"3 steps in a row skipped \(limit: train.spike.in_a_row\)"):
         judge(guard, 3, 9.0)

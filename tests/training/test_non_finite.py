@@ -99,7 +99,7 @@ def search(task: Task, bad_sample: bool = False, micros: int = 2) -> str | None:
         (("", "", "output"), "the first module whose output is not finite is model.blocks.2"),
         (
             ("", "gradient", ""),
-            "the first gradient that is not finite arose behind the output of model.blocks.1.inner",
+            "the first gradient that is not finite is that of the output of model.blocks.1.inner",
         ),
         (("", "", ""), None),
     ],
@@ -123,7 +123,7 @@ def test_a_parameter_that_is_bad_before_the_step_is_named_and_nothing_is_compute
     task = Task("", "")
     with torch.no_grad():
         task.model.blocks[1].inner.bias[2] = float("nan")
-    assert search(task) == "the parameter model.blocks.1.inner.bias had been so before this step"
+    assert search(task) == "the parameter model.blocks.1.inner.bias was not finite before this step"
 
 
 def test_a_rerun_that_fails_leaves_no_hooks():
@@ -144,6 +144,6 @@ def test_a_parameter_that_is_bad_in_one_ranks_shard_is_named_and_no_rank_waits_f
         [
             "TrainingError",
             "step 1, rank 1, samples ['clip_1.mp4']: the loss is not finite; the parameter"
-            " predictor.last.weight had been so before this step; no parameter was changed",
+            " predictor.last.weight was not finite before this step; no parameter was changed",
         ],
     ]

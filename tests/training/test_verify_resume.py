@@ -87,7 +87,7 @@ def test_facts_and_logged_losses_are_compared(written):
     a = written("a", facts={"seed": 1, "samples": 16}, losses=(1.0, 0.5, 0.25))
     b = written("b", facts={"seed": 1, "samples": 8}, losses=(1.0, 0.5, 0.26))
     assert compare_runs(a, b)[1] == [
-        "the fact 'samples' is 16 without and 8 with the restart",
+        "the fact 'samples' is 16 without and 8 with the resume",
         "loss differs from step 3 on",
     ]
     shorter = written("c", facts={"seed": 1, "samples": 16}, losses=(1.0, 0.5))
@@ -99,7 +99,7 @@ def test_checkpoints_of_other_tensors_are_not_compared(written):
         del parts["model"]["head"]
 
     checkpoints = [run / "checkpoints/step_00000002" for run in (written("a"), written("b", change=lose))]
-    with pytest.raises(MMError, match=r"only one of the checkpoints holds model\.head"):
+    with pytest.raises(MMError, match=r"only one of the checkpoints contains model\.head"):
         compare_checkpoints(*checkpoints)
 
 
@@ -150,7 +150,7 @@ def test_a_run_that_is_too_short_or_fails_is_a_sentence(tiny, mm):
     done = mm("train", "--config", tiny, "--verify-resume", 7, "data.loader.workers=0")
     assert done.code == 1
     assert done.err == (
-        "mm: error: --verify-resume: 7 + 7 steps are more than the run's 12\n  accepted: 1 to 6\n"
+        "mm: error: --verify-resume: 7 + 7 steps are more than the run has: 12 steps\n  accepted: 1 to 6\n"
     )
     done = mm("train", "--config", tiny, "--verify-resume", 1, "data.train.annotations=nowhere.json")
     assert done.code == 1 and "the uninterrupted run ended with exit code 1" in done.err

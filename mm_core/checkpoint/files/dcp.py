@@ -1,7 +1,7 @@
-"""torch.distributed.checkpoint made safe: nothing in a checkpoint directory can run code.
+"""torch.distributed.checkpoint made safe: nothing in a checkpoint folder can run code.
 
-`.metadata` is read by `checkpoint_metadata`; tensors are read by torch with `weights_only`, from archives
-that hold no more than their bytes; items that are no tensors, which torch would unpickle freely, are refused.
+`.metadata` is read by the module `metadata`; torch reads tensors with `weights_only`, from archives that
+unpack to no more than their size; what is not a tensor, which torch would unpickle freely, is refused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.futures import Future
 
 from mm_core.checkpoint.files.fingerprints import Fingerprint
 from mm_core.checkpoint.files.host_copies import State
-from mm_core.checkpoint.files.layout import Checksum, DamagedError
+from mm_core.checkpoint.files.layout import DISTRUST, Checksum, DamagedError
 from mm_core.checkpoint.files.mismatch import Mismatch, size_text
 from mm_core.checkpoint.files.tensor_files import check_finite, write_file
 from mm_core.errors import CheckpointError
@@ -37,8 +37,8 @@ from mm_core.weights.archives import check_archive
 
 
 class _Writer(FileSystemWriter):
-    """One file a rank, written and summed by `write_file`. Leaves out where the checkpoint was written: it
-    may be moved, and the path is nobody's business."""
+    """Writes one file per rank, with checksum, by `write_file`. The path of the checkpoint is not recorded:
+    the checkpoint may be moved, and the path may be private."""
 
     def __init__(self, folder: Path, expected: Mapping[str, Fingerprint]) -> None:
         super().__init__(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
@@ -51,7 +51,7 @@ class _Writer(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         done: Future[list[WriteResult]] = Future()
         name = f"{plan.storage_data.prefix}0.distcp"
-        # Nothing else is among them: `check_tensors` has seen to that.
+        # All items are tensors: `check_tensors` has checked that.
         tensors = [data for item in plan.items if isinstance(data := planner.resolve_data(item), Tensor)]
         final = self._folder.name.partition(".tmp-")[0]
         check_finite([item.index.fqn for item in plan.items], tensors, final)
@@ -68,7 +68,7 @@ class _Writer(FileSystemWriter):
 
 
 class _Reader(FileSystemReader):
-    """Reads by metadata that has been checked already."""
+    """Reads with metadata that is already checked."""
 
     def __init__(self, folder: Path, checked: Metadata) -> None:
         super().__init__(folder)
@@ -92,11 +92,21 @@ class _LoadPlanner(DefaultLoadPlanner):
 def write_tensors(
     folder: Path, tensors: State, *, ranks: Ranks, expected: Mapping[str, Fingerprint] = MappingProxyType({})
 ) -> dict[str, Checksum]:
-    """This rank's share of the tensors, and on rank 0 `.metadata`; files are on disk when it returns.
+    """Writes this rank's share of a checkpoint's tensors (rank 0: also `.metadata`), and waits for the disk.
 
-    Replicated tensors are written once, by the rank with the least to write. Returns the checksums of the
-    files that this rank wrote, taken from the bytes as they went out. CheckpointError for a tensor that
-    differs from its fingerprint in `expected`.
+    Replicated tensors are written once, by the rank with the least to write.
+
+    Args:
+        folder: the checkpoint's temporary folder.
+        tensors: the training state.
+        ranks: the ranks that write together.
+        expected: fingerprints of the live tensors, by name.
+
+    Returns:
+        Checksums of the files that this rank wrote, computed from the bytes as they were written.
+
+    Raises:
+        CheckpointError: a tensor differs from its fingerprint in `expected`.
     """
     writer = _Writer(folder, expected)
     with _quiet(ranks.alone):
@@ -111,7 +121,7 @@ def write_tensors(
 
 
 def check_archives(folder: Path, checked: Metadata, own: Collection[str]) -> None:
-    """DamagedError for a tensor of the files `own` whose archive claims to hold more than it does."""
+    """Raises DamagedError if a tensor archive in the checkpoint files `own` claims more bytes than it has."""
     for name in own:
         places = [place for place in checked.storage_data.values() if place.relative_path == name]
         with (folder / name).open("rb") as file:
@@ -119,12 +129,12 @@ def check_archives(folder: Path, checked: Metadata, own: Collection[str]) -> Non
                 try:
                     check_archive(file, place.offset, place.length)
                 except (CheckpointError, RuntimeError, ValueError) as fault:
-                    what = f"{name} holds a tensor that is refused: {fault}"
-                    raise DamagedError(what, where=str(folder), hint="do not trust this checkpoint") from None
+                    what = f"{name} contains a tensor that was refused: {fault}"
+                    raise DamagedError(what, where=str(folder), hint=DISTRUST) from None
 
 
 def read_tensors(folder: Path, checked: Metadata, tensors: State, *, alone: bool) -> None:
-    """Fills `tensors` in place from a checkpoint whose metadata has been checked against them."""
+    """Reads a checkpoint's tensors in place; its metadata must be checked against `tensors` before."""
     with _quiet(alone):
         load(
             _sections(tensors), storage_reader=_Reader(folder, checked), planner=_LoadPlanner(), no_dist=alone
@@ -132,10 +142,14 @@ def read_tensors(folder: Path, checked: Metadata, tensors: State, *, alone: bool
 
 
 def check_fits(checked: Metadata, tensors: State, folder: Path, *, exact: bool) -> None:
-    """CheckpointError that lists every missing, unexpected and misshapen tensor; nothing is touched.
+    """Raises CheckpointError if a checkpoint has missing, unexpected or misshapen tensors; lists all of them.
 
-    exact: also compares dtypes, and refuses tensors of the checkpoint that are not asked for, but for
-    those of an average that the run no longer keeps.
+    Args:
+        checked: the checkpoint's metadata.
+        tensors: the tensors to be loaded; they are not changed.
+        folder: the checkpoint, for the error.
+        exact: also compare dtypes, and refuse tensors in the checkpoint that were not requested, except an
+            average (ema) that the run no longer keeps.
     """
     wanted = {f"{part}.{name}": tensor for part, named in tensors.items() for name, tensor in named.items()}
     parts = tuple(f"{part}." for part in tensors)
@@ -155,9 +169,9 @@ def check_fits(checked: Metadata, tensors: State, folder: Path, *, exact: bool) 
     missing, unexpected = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())
     if mismatch := Mismatch(missing, unexpected, misshapen):
         raise CheckpointError(
-            f"this checkpoint is of another model or optimizer: {mismatch}",
+            f"this checkpoint belongs to another model or optimizer: {mismatch}",
             where=str(folder),
-            hint="compare its config.yaml with yours, or choose another run.name to begin anew",
+            hint="compare its config.yaml with yours, or choose another run.name to start a new run",
         )
 
 
@@ -166,10 +180,10 @@ def _kind(shape: torch.Size, dtype: torch.dtype, exact: bool) -> str:
 
 
 def _sections(tensors: State) -> dict[str, dict[str, Tensor]]:
-    # An empty dict would count as a leaf that is no tensor.
+    # An empty dict would count as a leaf that is not a tensor.
     return {part: dict(named) for part, named in tensors.items() if named}
 
 
 def _quiet(alone: bool) -> AbstractContextManager[object]:
-    """Without torch's warning that there is no process group: here that is meant."""
+    """Suppresses torch's warning about a missing process group, which is intended in a single process."""
     return warnings.catch_warnings(action="ignore", category=UserWarning) if alone else nullcontext()

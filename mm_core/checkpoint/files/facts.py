@@ -1,7 +1,7 @@
-"""What the JSON files of a checkpoint hold, refused by name where it cannot be true.
+"""Reading the JSON files of a checkpoint; invalid values (-5 steps, a list for a mapping) are refused.
 
-Their checksums find accidents. A file that was edited, or that a stranger or another program wrote, has the
-right sums: nothing that reads these values has to expect a list for a mapping, or -5 steps.
+Checksums find accidents only: a file that was edited, or written by a stranger or another program, can have
+correct checksums. Code that uses these values can rely on their types and ranges.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _MOST = 10**15
 
 
 def step_name(step: int) -> str:
-    """The name of the checkpoint's folder after that many steps."""
+    """The name of the checkpoint folder for a step."""
     return f"step_{step:08d}"
 
 
 def step_of(folder: Path) -> int | None:
-    """The step that a folder is named after; None for another name, also one with too many zeros."""
+    """The step in the name of a checkpoint folder; None for any other name, also one with too many zeros."""
     match = STEP.match(folder.name)
     return int(match[1]) if match and step_name(int(match[1])) == folder.name else None
 
@@ -85,12 +85,12 @@ def _config(value: object) -> bool:
 _Rules = Mapping[str, tuple[Callable[[object], bool], str]]
 _FACTS: _Rules = {
     "torch": (_text, "text"),
-    "seed": (_whole, "a whole number"),
-    "samples": (_number, "a number from 0 on"),
-    "world": (_count, "a whole number from 0 on"),
-    "ema_updates": (_count, "a whole number from 0 on"),
+    "seed": (_whole, "an integer"),
+    "samples": (_number, "a number >= 0"),
+    "world": (_count, "an integer >= 0"),
+    "ema_updates": (_count, "an integer >= 0"),
     "order": (_mapping, "a mapping"),
-    "guard": (_guard, "null, or counts of what was left out and norms"),
+    "guard": (_guard, "null, or a mapping with counts of skipped steps and a list of norms"),
     "metrics": (_metrics, "a mapping of names to numbers"),
     "evaluated": (lambda value: isinstance(value, bool), "true or false"),
     "imported": (_mapping, "a mapping"),
@@ -104,34 +104,37 @@ _MANIFEST: _Rules = {
     "data": (_data, "a mapping of datasets, each with its files"),
     "devices": (_mapping, "a mapping"),
     "versions": (_mapping, "a mapping"),
-    "world": (_count, "a whole number from 0 on"),
+    "world": (_count, "an integer >= 0"),
 }
 
 
 def read_facts(folder: Path) -> files.Document:
-    """facts.json. DamagedError for facts that cannot be true, or are of another step than the folder."""
+    """Reads facts.json of a checkpoint; DamagedError for invalid values or a step other than the folder's."""
     facts = _under_todays_names(files.read_json(folder / files.FACTS))
     step = facts.get("step")
     if not isinstance(step, int) or isinstance(step, bool):
-        raise files.DamagedError("facts.json does not say the step", where=str(folder), hint=files.OTHER)
+        raise files.DamagedError("facts.json contains no step", where=str(folder), hint=files.OTHER)
     if not 0 <= step <= _MOST:
-        raise _untrue(folder, files.FACTS, "step", step, f"a whole number from 0 to {_MOST}")
+        raise _untrue(folder, files.FACTS, "step", step, f"an integer from 0 to {_MOST}")
     named = step_of(folder.absolute())
     if named is not None and named != step:
-        raise _untrue(folder, files.FACTS, "step", step, f"{named}, as the folder is named")
+        raise _untrue(folder, files.FACTS, "step", step, f"{named}, the step in the folder's name")
     _check(folder, files.FACTS, facts, _FACTS)
     return facts
 
 
 def read_manifest(folder: Path) -> files.Document:
-    """manifest.json. DamagedError for one that no run has written."""
+    """Reads manifest.json of a checkpoint; DamagedError for invalid values."""
     manifest = files.read_json(folder / files.MANIFEST)
     _check(folder, files.MANIFEST, manifest, _MANIFEST)
     return manifest
 
 
 def read_later(folder: Path) -> files.Document:
-    """Facts that became known after the save, `metrics` and `evaluated`; {} where there are none to read."""
+    """Reads the validation results added to a checkpoint after its save; {} if there are none to read.
+
+    The keys are `metrics` and `evaluated`.
+    """
     with suppress(CheckpointError):
         later = _under_todays_names(files.read_json(folder / files.EVALUATION_FILE))
         found = {key: later.get(key) for key in ("metrics", "evaluated")}
@@ -155,5 +158,5 @@ def _untrue(folder: Path, name: str, key: str, value: object, accepted: str) -> 
     shown = json.dumps(value)
     shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
     return files.DamagedError(
-        f"{name} has {key}: {shown}", where=str(folder), accepted=accepted, hint=files.OTHER
+        f"{name} has an invalid value, {key}: {shown}", where=str(folder), accepted=accepted, hint=files.OTHER
     )

@@ -1,7 +1,7 @@
-"""Proof that a checkpoint holds the tensors in training: fingerprints of a sample of them.
+"""Fingerprints of a sample of the live tensors, to check that a checkpoint contains the tensors in training.
 
-They are taken from the live tensors, on their device, and compared with the bytes as these go to the file. A
-copy that is stale or incomplete is refused; checksums cannot see one, since they are of what is written.
+They are computed from the live tensors, on their device, and compared with the bytes written to the file. A
+stale or incomplete copy is refused; checksums cannot detect one, since they cover the written bytes.
 """
 
 from __future__ import annotations
@@ -18,36 +18,43 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from mm_core.errors import CheckpointError
 from mm_core.modules.shards import local
 
-_SHARE = 8  # one tensor of so many is compared in each save
+_SHARE = 8  # one in this many tensors is compared at each save
 _LANES = 64
 _ROW = 8 * _LANES  # bytes
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Of this rank's share of a tensor: 64 sums, modulo 2^64, of its bytes taken as 64-bit integers.
+    """Fingerprint of this rank's share of a tensor: 64 sums, modulo 2^64, of its bytes as 64-bit integers.
 
-    Sums of integers are the same on any device, in any order; each 64th number has a sum of its own, so that
-    most shifts and transpositions show as well.
+    Integer sums are equal on any device and in any order. Every 64th number has its own sum, so that most
+    shifts and transpositions change the fingerprint.
     """
 
     name: str
     sums: tuple[int, ...]
 
     def check(self, written: Tensor, where: str) -> None:
-        """CheckpointError where `written`, on its way to the checkpoint `where`, is another tensor."""
+        """Raises CheckpointError if the tensor about to be written to a checkpoint differs from the live one.
+
+        Args:
+            written: the tensor about to be written.
+            where: the checkpoint's name, for the error.
+        """
         if tuple(_sums(written).tolist()) != self.sums:
             raise CheckpointError(
-                f"{self.name} as it was to be written is not {self.name} in training, so nothing was saved",
+                f"the copy of {self.name} to be saved differs from {self.name} in training:"
+                " nothing was saved",
                 where=where,
-                hint="the copy on the host is wrong: set checkpoint.async=false, and report this",
+                hint="the copy in host memory is wrong: set checkpoint.async=false, and report this as a bug",
             )
 
 
 def fingerprints(step: int, state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Fingerprint]:
-    """Fingerprints of a sample of the state, by `part.name`. Waits for each device once.
+    """Fingerprints of a sample of the training state to be saved, by `part.name`.
 
-    Which tensors: an eighth of each part and at least one, drawn by `step` and name; the same on all ranks.
+    The sample is an eighth of each part and at least one tensor, drawn by `step` and name, the same on all
+    ranks. Waits for each device once.
     """
     rows: dict[torch.device, dict[str, Tensor]] = {}
     for part, named in state.items():
@@ -62,20 +69,20 @@ def fingerprints(step: int, state: Mapping[str, Mapping[str, Tensor]]) -> dict[s
 
 
 def drawn(step: int, names: Iterable[str]) -> list[str]:
-    """The names that the save of a step compares; other steps draw others."""
+    """The names of the tensors whose fingerprints are compared when this step's checkpoint is saved."""
     order = sorted(names, key=lambda name: hashlib.blake2b(f"{step} {name}".encode()).digest())
     return order[: -(-len(order) // _SHARE)]
 
 
 @torch.no_grad()
 def _sums(tensor: Tensor) -> Tensor:
-    """64 sums, on the tensor's device where that adds integers to the bit. Waits for nothing there."""
+    """64 sums, on the tensor's device if it adds integers exactly. Does not wait for the device."""
     parts = (part if _adds_integers(part.device.type) else part.cpu() for part in _plain(tensor))
     return reduce(torch.add, map(_lanes, parts))
 
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensor, or what a packed kind of tensor (8-bit moments) is made of."""
+    """The tensor, or the tensors that a packed tensor (8-bit moments) consists of."""
     packed: object = tensor
     if not is_traceable_wrapper_subclass(packed):
         yield tensor
@@ -90,14 +97,14 @@ def _lanes(tensor: Tensor) -> Tensor:
     whole = data.numel() // _ROW * _ROW
     rows, rest = data[:whole], data[whole:]
     if rows.storage_offset() % 8:
-        rows = rows.clone()  # integers lie at multiples of their size
+        rows = rows.clone()  # integers must be aligned to their size
     filled = torch.cat([rest, rest.new_zeros(_ROW - rest.numel())])
     return rows.view(torch.int64).view(-1, _LANES).sum(0) + filled.view(torch.int64)
 
 
 @cache
 def _adds_integers(kind: str) -> bool:
-    """Whether a kind of device sums 64-bit integers exactly: a backend may lack it, or add them as floats."""
+    """Whether a device type sums 64-bit integers exactly: a backend may not support it, or add as floats."""
     if kind == "cpu":
         return True
     numbers = torch.randint(0, 256, (33 * _ROW + 5,), generator=torch.Generator(), dtype=torch.uint8)

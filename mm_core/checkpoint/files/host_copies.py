@@ -1,4 +1,4 @@
-"""Copies of a training state in host memory, which a checkpoint is written from while training goes on."""
+"""Copies of the training state in host memory; a checkpoint is written from them while training continues."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ State = Mapping[str, Mapping[str, Tensor]]
 
 
 class HostCopies:
-    """Copies of a state in host memory, whose buffers are used again by the next copy."""
+    """Copies of the training state in host memory for asynchronous saves; each copy reuses the buffers."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, str], Tensor] = {}
-        self._lock = threading.Lock()  # buffers are reserved by another thread
+        self._lock = threading.Lock()  # another thread reserves buffers
 
     def reserve(self, state: State) -> None:
-        """Makes the buffers and touches their pages, so that the first copy costs no more than the next.
+        """Allocates the host buffers of a checkpoint and touches their pages, so that the first copy is fast.
 
-        A copy may have been taken already: buffers that are there are left as they are. CheckpointError where
-        the host has no memory for them.
+        Existing buffers are kept. CheckpointError if the host has not enough memory.
         """
         with self._lock:
             for part, named in state.items():
@@ -39,12 +38,13 @@ class HostCopies:
                         self._buffer(key, share).zero_()
                     except (RuntimeError, OSError, MemoryError) as fault:
                         raise CheckpointError(
-                            f"the host has no memory for a copy of {part}.{name}: {fault}"[:500],
-                            hint="checkpoint.async=false needs none; more ranks need less each",
+                            f"not enough host memory for a copy of {part}.{name}: {fault}"[:500],
+                            hint="set checkpoint.async=false, which needs no copy, or use more ranks:"
+                            " each copies less",
                         ) from fault
 
     def take(self, state: State) -> State:
-        """The state as it is now: what changes later does not reach it. DTensors stay DTensors."""
+        """Copies the training state to host memory, unaffected by later steps. DTensors stay DTensors."""
         pairs: list[tuple[Tensor, Tensor]] = []
         copied: dict[str, dict[str, Tensor]] = {part: {} for part in state}
         with self._lock, torch.no_grad():
@@ -54,7 +54,7 @@ class HostCopies:
                     if type(source) is Tensor:
                         target = self._buffer((part, name), source)
                         pairs.append((target, source))
-                    else:  # a packed kind of tensor (8-bit moments): it copies itself
+                    else:  # a packed tensor (8-bit moments) copies itself
                         target = source.clone().cpu()
                     copied[part][name] = like(tensor, target)
             for target, source in pairs:
@@ -72,12 +72,12 @@ class HostCopies:
 
 
 def check_tensors(tensors: Mapping[str, Mapping[str, object]]) -> None:
-    """CheckpointError for state that is no tensor: such state belongs into the facts."""
+    """Raises CheckpointError if a checkpoint's state contains something that is not a tensor."""
     for part, named in tensors.items():
         for name, value in named.items():
             if not isinstance(value, Tensor):
                 raise CheckpointError(
-                    f"{part}.{name} is a {type(value).__name__}",
+                    f"{part}.{name} cannot be saved as a tensor: it has the type {type(value).__name__}",
                     accepted="tensors",
-                    hint="put other state in facts",
+                    hint="store other values in the checkpoint's facts",
                 )

@@ -1,4 +1,4 @@
-"""Files of a checkpoint: written to last, checked by checksum, published by rename."""
+"""Files of a checkpoint: their names, how they are written to disk, and checks by checksum."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mm_core.errors import CheckpointError
 from mm_core.files import write_durably
 
 Document = Mapping[str, Any]
-"""An object of JSON, such as facts and manifests are. `facts` refuses values that cannot be true."""
+"""A JSON object, such as facts and manifests. The module `facts` refuses invalid values."""
 
 CHECKSUMS = "checksums.json"
 METADATA = ".metadata"
@@ -24,24 +24,29 @@ MANIFEST = "manifest.json"
 EVALUATION_FILE = "validation.json"
 FORMAT = 1
 OTHER = "resume from another checkpoint: --resume PATH"
-"""What to do about a damaged one."""
+"""The hint for a damaged checkpoint."""
+DISTRUST = f"do not trust this checkpoint; {OTHER}"
+"""The hint for a checkpoint that may have been manipulated."""
+ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+"""Exceptions raised by opening a file that does not exist."""
+
+_AGAIN = "try again when the file system responds; if it does not, resume from another: --resume PATH"
+_UPGRADE = "load it with the version of mm-core that wrote it, or a newer one"
 
 _CHUNK = 1 << 22
 _LARGEST = 1 << 26  # bytes of a JSON file
-_DEEPEST = 128  # lists and objects within each other; those of a config are 100 at most
+_DEEPEST = 128  # nested lists and objects; a config has 100 levels at most
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint that is not what was written, or not whole: an older one may serve."""
-
-
-ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-"""What opening a file raises where there is none."""
+    """A checkpoint that was changed after it was written, or is incomplete: an older one may be usable."""
 
 
 def unreadable(path: Path, fault: OSError) -> CheckpointError:
-    """The sentence for a file that is there and that the system does not read: no fault of the checkpoint,
-    which may be whole once the disk or the server answers again."""
+    """The error for a checkpoint file that exists but cannot be read at the moment.
+
+    This is not damage: the checkpoint may be complete once the disk or file server responds again.
+    """
     return CheckpointError(
         f"{path.name} cannot be read now ({fault.strerror})", where=str(path.parent), hint=_AGAIN
     )
@@ -49,14 +54,14 @@ def unreadable(path: Path, fault: OSError) -> CheckpointError:
 
 @dataclass(frozen=True)
 class Checksum:
-    """Size in bytes and crc32 of a file."""
+    """Size in bytes and crc32 of a checkpoint file."""
 
     size: int
     crc32: int
 
 
 def checksum(path: Path) -> Checksum:
-    """Reads the whole file."""
+    """Computes the checksum of a checkpoint file by reading all of it."""
     size = crc = 0
     with path.open("rb") as stream:
         while chunk := stream.read(_CHUNK):
@@ -65,14 +70,14 @@ def checksum(path: Path) -> Checksum:
 
 
 def write_texts(stage: Path, texts: Mapping[str, str]) -> dict[str, Checksum]:
-    """The small files of a checkpoint, by rank 0; their checksums, and that of `.metadata`."""
+    """Writes the small text files of a checkpoint (on rank 0); returns their checksums and `.metadata`'s."""
     for name, text in texts.items():
         write_durably(stage / name, text)
     return {name: checksum(stage / name) for name in (*texts, METADATA)}
 
 
 def write_checksums(folder: Path, files: Mapping[str, Checksum]) -> None:
-    """Writes the checksums of all files of a checkpoint; a checkpoint without them is incomplete."""
+    """Writes checksums.json, the checksums of all files of a checkpoint, which makes it complete."""
     rows = {
         name: {"size": entry.size, "crc32": f"{entry.crc32:08x}"} for name, entry in sorted(files.items())
     }
@@ -80,7 +85,7 @@ def write_checksums(folder: Path, files: Mapping[str, Checksum]) -> None:
 
 
 def read_checksums(folder: Path) -> dict[str, Checksum]:
-    """The checksums that a checkpoint was completed with."""
+    """Reads checksums.json of a checkpoint; DamagedError if it is missing or invalid."""
     path = folder / CHECKSUMS
     try:
         document = _parsed(path)
@@ -106,19 +111,20 @@ def read_checksums(folder: Path) -> dict[str, Checksum]:
     odd = [name for name in files if Path(name).name != name or name in {"", ".", ".."}]
     needed = {METADATA, FACTS, CONFIG} - files.keys()
     if odd or needed:
-        fault_text = f"names {odd[0]!r}" if odd else f"does not list {', '.join(sorted(needed))}"
+        lacks = f"does not list {', '.join(sorted(needed))}"
+        fault_text = f"lists {odd[0]!r}, which is not a file name" if odd else lacks
         raise DamagedError(f"checksums.json {fault_text}", where=str(folder), hint=OTHER)
     return files
 
 
 def check_present(folder: Path, files: Mapping[str, Checksum]) -> None:
-    """DamagedError that names every file that is missing or has another size."""
+    """Raises DamagedError that names every checkpoint file that is missing or has a different size."""
     faults = []
     for name, entry in files.items():
         path = folder / name
         try:
             if path.is_symlink():
-                faults.append(f"{name} is a link")
+                faults.append(f"{name} is a symbolic link")
             elif not path.is_file():
                 faults.append(f"{name} is missing")
             elif (size := path.stat().st_size) != entry.size:
@@ -129,7 +135,7 @@ def check_present(folder: Path, files: Mapping[str, Checksum]) -> None:
 
 
 def check_contents(folder: Path, files: Mapping[str, Checksum], names: Iterable[str]) -> None:
-    """DamagedError that names every file of `names` whose bytes have changed."""
+    """Raises DamagedError that names every checkpoint file among `names` whose bytes have changed."""
     faults = []
     for name in names:
         try:
@@ -143,7 +149,7 @@ def check_contents(folder: Path, files: Mapping[str, Checksum], names: Iterable[
 
 
 def read_json(path: Path) -> Document:
-    """An object from a file of a checkpoint. DamagedError where it holds none."""
+    """Reads a JSON object from a checkpoint file; DamagedError if the file contains none."""
     try:
         document = _parsed(path)
     except (*ABSENT, ValueError, RecursionError) as fault:
@@ -153,13 +159,13 @@ def read_json(path: Path) -> Document:
     except OSError as fault:
         raise unreadable(path, fault) from fault
     if not isinstance(document, dict):
-        raise DamagedError(f"{path.name} holds no object", where=str(path.parent), hint=OTHER)
+        raise DamagedError(f"{path.name} contains no JSON object", where=str(path.parent), hint=OTHER)
     return document
 
 
 def _parsed(path: Path) -> Any:
-    """JSON from a file, of a size and depth that no file of a checkpoint comes near. ValueError for what JSON
-    does not know: numbers that are not finite."""
+    """JSON from a file, with limits on size and depth that no valid checkpoint reaches. ValueError for
+    numbers that are not finite, which JSON does not have."""
     with path.open("rb") as stream:
         text = stream.read(_LARGEST + 1)
     if len(text) > _LARGEST:
@@ -190,10 +196,6 @@ def _refuse(folder: Path, faults: list[str]) -> None:
 
 
 def listed(items: list[str], most: int = 10) -> str:
-    """Items joined by commas; beyond `most`, how many more there are."""
+    """Names joined by commas for a message; beyond `most`, only how many more there are."""
     rest = f", and {len(items) - most} more" if len(items) > most else ""
     return ", ".join(items[:most]) + rest
-
-
-_AGAIN = "try again when the file system answers; if it never does, resume from another: --resume PATH"
-_UPGRADE = "load it with the version of mm-core that wrote it, or a newer one"

@@ -1,8 +1,8 @@
-"""`.metadata` of a checkpoint: a pickle by nature, read without running anything in it or believing it.
+"""Reads `.metadata` of a checkpoint, a pickle, without running code in it, and checks its content.
 
-The unpickler makes no object of torch's. It gives each name that a save writes a stand-in, made for this
-file: whatever a pickle sets on it, a class included, is gone with it. Torch's objects are built from the
-values of their own fields alone.
+The unpickler creates no torch objects. Each name that a save writes becomes a placeholder made for this file:
+whatever a pickle sets on it, even on its class, is discarded with it. Torch objects are then built from the
+values of their own fields only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from mm_core.checkpoint.files.layout import ABSENT, METADATA, Checksum, DamagedError, unreadable
+from mm_core.checkpoint.files.layout import (
+    ABSENT,
+    DISTRUST,
+    METADATA,
+    OTHER,
+    Checksum,
+    DamagedError,
+    unreadable,
+)
 from mm_core.errors import CheckpointError
 
 _DTYPES = {name: kind for name, kind in vars(torch).items() if isinstance(kind, torch.dtype)}
@@ -40,12 +48,12 @@ _FIELDS: dict[type, frozenset[str]] = {
         (_StorageInfo, "relative_path offset length transform_descriptors"),
     )
 }
-"""What any supported torch writes: what a newer one than the installed has written is not damaged."""
+"""Fields written by any supported torch version: metadata from a newer torch is not damaged."""
 _RECORDS = {(kind.__module__, kind.__name__): kind for kind in (*_FIELDS, StorageMeta, TensorProperties)}
 
 
 class _Record:
-    """An object of the pickle: its state, and nothing else that is set on it."""
+    """An object of the pickle: only its state is kept."""
 
     kind: type
     state: Any = None
@@ -55,17 +63,17 @@ class _Record:
 
 
 def _values(found: object, kind: type) -> dict[str, Any]:
-    """The fields of a `kind`. CheckpointError for anything else, or for what is none of its fields."""
+    """The fields of a record of type `kind`. CheckpointError for another type or an unknown field."""
     if not isinstance(found, _Record) or found.kind is not kind or not isinstance(found.state, dict):
         raise CheckpointError(".metadata does not describe a checkpoint")
     for name in found.state:
         if name not in _FIELDS[kind]:
-            raise CheckpointError(f".metadata gives a {kind.__name__} the attribute {str(name)[:60]!r}")
+            raise CheckpointError(f".metadata sets the unknown field {str(name)[:60]!r} on a {kind.__name__}")
     return found.state
 
 
 class _Unpickler(pickle.Unpickler):
-    """Finds only the names that a `.metadata` is made of, as stand-ins of its own."""
+    """Resolves only the names that a `.metadata` consists of, as placeholders."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         super().__init__(stream)
@@ -85,33 +93,33 @@ def _stand_in(module: str, name: str) -> object:
     calls: dict[tuple[str, str], Callable[..., object]] = {
         ("torch", "Size"): lambda sizes: torch.Size(sizes),
         ("torch.serialization", "_get_layout"): lambda layout: torch.serialization._get_layout(layout),  # type: ignore[no-untyped-call]
-        # An enumeration's member would take attributes; of these numbers the memory formats are made anew.
+        # A member of an enumeration would accept attributes; the memory formats are rebuilt from the numbers.
         (metadata.__name__, "_MEM_FORMAT_ENCODING"): lambda number: int(number),
     }
     if (module, name) in calls:
         return calls[module, name]
-    raise CheckpointError(f".metadata asks for {module}.{name}, which no checkpoint of ours needs")
+    raise CheckpointError(f".metadata requests {module}.{name}, which no checkpoint of mm_core needs")
 
 
 def read_metadata(folder: Path, files: Mapping[str, Checksum]) -> Metadata:
-    """`.metadata`, read without running anything in it and checked to speak only of bytes in `files`."""
+    """Reads `.metadata` of a checkpoint without running code; it may refer only to bytes in `files`."""
     try:
         with (folder / METADATA).open("rb") as stream:
             found = _metadata(_Unpickler(stream).load(), files)
     except CheckpointError as fault:
-        raise DamagedError(fault.what, where=str(folder), hint="do not trust this checkpoint") from None
+        raise DamagedError(fault.what, where=str(folder), hint=DISTRUST) from None
     except Exception as fault:
         if isinstance(fault, OSError) and not isinstance(fault, ABSENT):
             raise unreadable(folder / METADATA, fault) from fault
-        # A pickle can fail in any way that the calls inside it can; all mean the same to the user.
+        # A pickle can fail in any way that the calls in it can; all mean the same to the user.
         raise DamagedError(
-            f".metadata cannot be read ({type(fault).__name__}: {fault})", where=str(folder)
+            f".metadata cannot be read ({type(fault).__name__}: {fault})", where=str(folder), hint=OTHER
         ) from None
     return found
 
 
 def _metadata(found: object, files: Mapping[str, Checksum]) -> Metadata:
-    """Every entry a tensor, wholly covered by chunks, in a file of this checkpoint."""
+    """Every entry is a tensor, fully covered by chunks, in a file of this checkpoint."""
     held = _values(found, Metadata)
     entries: dict[str, STORAGE_TYPES] = {
         str(name): _entry(str(name), one) for name, one in _items(held["state_dict_metadata"])
@@ -132,14 +140,14 @@ def _entry(name: str, entry: object) -> TensorStorageMetadata:
     held = _values(entry, TensorStorageMetadata)
     dtype, layout, *_ = held["properties"].state
     if not isinstance(dtype, torch.dtype) or not isinstance(layout, torch.layout):
-        raise CheckpointError(f".metadata does not tell the dtype of {name!r}")
-    # The other properties tell how the tensor lay in the memory that was saved: nothing is read by them.
+        raise CheckpointError(f".metadata contains no dtype for {name!r}")
+    # The other properties describe the tensor's memory when it was saved; reading does not need them.
     properties = TensorProperties(dtype=dtype, layout=layout)
     chunks = [_values(chunk, ChunkStorageMetadata) for chunk in held["chunks"]]
     size = _size(held["size"])
     places = [ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks]
     if sum(math.prod(place.sizes) for place in places) != math.prod(size):
-        raise CheckpointError(f".metadata does not cover the whole of {name!r}")
+        raise CheckpointError(f".metadata does not cover all of {name!r}")
     return TensorStorageMetadata(properties=properties, size=size, chunks=places)
 
 
@@ -150,10 +158,10 @@ def _place(
     if held["relative_path"] not in files or held.get("transform_descriptors"):
         raise CheckpointError(".metadata points outside the files of this checkpoint")
     start, length = held["offset"], held["length"]
-    if type(start) is not int or type(length) is not int:  # True is none, though it counts as one
+    if type(start) is not int or type(length) is not int:  # excludes True, which is an instance of int
         raise CheckpointError(".metadata does not describe a checkpoint")
     if start < 0 or length <= 0 or start + length > files[held["relative_path"]].size:
-        raise CheckpointError(f".metadata points beside the bytes of {held['relative_path']}")
+        raise CheckpointError(f".metadata points beyond the bytes of {held['relative_path']}")
     offset = named.get("offset")
     return (
         MetadataIndex(str(named["fqn"]), None if offset is None else _size(offset), named.get("index")),

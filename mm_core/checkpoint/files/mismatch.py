@@ -1,4 +1,4 @@
-"""Names and shapes by which stored tensors differ from a model's."""
+"""The differences in names and shapes between stored tensors and a model's tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from mm_core.checkpoint.files.layout import listed
 
 @dataclass(frozen=True)
 class Mismatch:
-    """What a model has alone, what is stored alone, and what has another shape, each tensor in words."""
+    """Tensors by which a checkpoint or weights file differs from a model, as texts.
+
+    Attributes:
+        missing: in the model only.
+        unexpected: in the file only.
+        misshapen: in both, with different shapes.
+    """
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -25,5 +31,5 @@ class Mismatch:
 
 
 def size_text(shape: Iterable[int]) -> str:
-    """Of a tensor: `3x4`."""
+    """The shape of a tensor as text for a mismatch message: `3x4`."""
     return "x".join(map(str, shape)) or "scalar"

@@ -1,4 +1,4 @@
-"""The bytes of a checkpoint's tensors: written, and summed as they go out."""
+"""Writing the bytes of a checkpoint's tensors, with a checksum computed as they are written."""
 
 from __future__ import annotations
 
@@ -25,7 +25,13 @@ _SMALL = 1 << 16
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """A file of tensors: where each of them lies (offset, length in bytes), size and crc32 of the whole."""
+    """A checkpoint file of tensors that was written.
+
+    Attributes:
+        places: offset and length in bytes of each tensor.
+        size: of the file in bytes.
+        crc32: of the file.
+    """
 
     places: tuple[tuple[int, int], ...]
     size: int
@@ -33,7 +39,7 @@ class WrittenFile:
 
 
 class _Summing(io.RawIOBase):
-    """Writes to a file and sums what it is given, in another thread at the same time."""
+    """Writes to a file and computes its crc32 in another thread at the same time."""
 
     def __init__(self, file: io.RawIOBase, summer: ThreadPoolExecutor) -> None:
         self._file, self._summer = file, summer
@@ -41,7 +47,7 @@ class _Summing(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        if len(view) < _SMALL:  # torch.save writes some forty such pieces a tensor
+        if len(view) < _SMALL:  # torch.save writes about forty such pieces per tensor
             self._file.write(view)
             self.crc32 = zlib.crc32(view, self.crc32)
             self.size += len(view)
@@ -52,7 +58,7 @@ class _Summing(io.RawIOBase):
             try:
                 self._file.write(chunk)
             finally:
-                self.crc32 = summed.result()  # the bytes are the caller's again after this
+                self.crc32 = summed.result()  # the caller may reuse the bytes after this
         self.size += len(view)
         return len(view)
 
@@ -66,10 +72,15 @@ class _Summing(io.RawIOBase):
 def write_file(
     path: Path, tensors: Sequence[Tensor], expected: Sequence[Fingerprint | None] | None = None
 ) -> WrittenFile:
-    """Writes tensors one after another, each as torch saves it, and waits until the disk has them.
+    """Writes a checkpoint file of tensors, each as torch saves it, and waits until it is on disk (fsync).
+
+    Args:
+        path: the file.
+        tensors: written one after another.
+        expected: a fingerprint or None for each tensor.
 
     Raises:
-        CheckpointError: a tensor has another fingerprint than that of `expected` in its place.
+        CheckpointError: a tensor differs from its fingerprint.
     """
     places = []
     checkpoint = path.parent.name.partition(".tmp-")[0]
@@ -78,7 +89,7 @@ def write_file(
         for tensor, fingerprint in zip(tensors, expected or [None] * len(tensors), strict=True):
             held = tensor.detach().cpu()
             if held.numel() * held.element_size() != held.untyped_storage().nbytes():
-                held = held.clone()  # torch saves the whole storage behind a view
+                held = held.clone()  # torch saves the complete storage behind a view
             if fingerprint is not None:
                 fingerprint.check(held, checkpoint)
             before = stream.size
@@ -90,8 +101,8 @@ def write_file(
 
 @contextmanager
 def _no_sums_by_torch() -> Iterator[None]:
-    """torch.save sums every tensor once more, for its zip format, before it writes it: a quarter of the time.
-    torch.load does not look at that sum; ours covers the whole file."""
+    """Turns off the crc32 of torch.save's zip format, which takes a quarter of the time. torch.load does not
+    check it; the crc32 computed here covers the complete file."""
     before = get_crc32_options()
     set_crc32_options(False)
     try:
@@ -104,16 +115,19 @@ def _save(tensor: Tensor, stream: _Summing) -> None:
     try:
         torch.save(tensor, cast(IO[bytes], stream))
     except RuntimeError as fault:
-        # When the disk is full, torch.save's own complaint ("unexpected pos") hides the system's.
+        # When the disk is full, torch.save's own error ("unexpected pos") hides the system's.
         if isinstance(fault.__context__, OSError):
             raise fault.__context__ from None
         raise
 
 
 def check_finite(names: Sequence[str], tensors: Sequence[Tensor], where: str) -> None:
-    """CheckpointError for a model whose weights are not finite: such a state is worth nothing.
+    """Raises CheckpointError if a model weight to be saved is not finite: such a checkpoint is useless.
 
-    where: the checkpoint that it was to be.
+    Args:
+        names: names of the tensors, as `part.name`.
+        tensors: the tensors to be saved.
+        where: the checkpoint's name, for the error.
     """
     for name, tensor in zip(names, tensors, strict=True):
         if name.startswith("model.") and tensor.is_floating_point() and not _finite(tensor.detach()):
@@ -125,5 +139,5 @@ def check_finite(names: Sequence[str], tensors: Sequence[Tensor], where: str) ->
 
 
 def _finite(tensor: Tensor) -> bool:
-    # A sum that is finite proves it in one pass; one that is not may only have overflowed.
+    # A finite sum proves it in one pass; a sum that is not finite may only have overflowed.
     return bool(torch.isfinite(tensor.sum(dtype=torch.float32))) or bool(torch.isfinite(tensor).all())

@@ -1,1 +1,1 @@
-"""Starting ranks and ending them: launcher, exit codes, signals, a log a rank, the watch over hangs."""
+"""Starting and ending ranks: launcher, exit codes, signals, one log per rank, the watchdog against hangs."""

@@ -1,4 +1,4 @@
-"""The folder in which the ranks of one launch on one host meet: who lives, who failed, who may speak."""
+"""A folder shared by the ranks of one launch on one host: which run, which failed, which prints the error."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from mm_core.processes import started
 from mm_core.runtime.leftovers import clear_after, lives, note_process
 
 LAUNCH_DIR = "MM_LAUNCH_DIR"
-"""Variable that names the folder which mm-train made for its ranks."""
+"""Environment variable with the folder that mm-train created for its ranks."""
 
 FAILED, LOST, ENDED, STOPPED_EARLY = "failed", "lost", "ended", "stopped"
-"""Marks. A rank said its error; one lost the others, and was silent; one ended with a code of its own and
-no word; the run saved and stopped on request."""
+"""Names of marks. FAILED: a rank printed its error. LOST: a rank lost its peers and printed nothing. ENDED: a
+rank exited with its own code and without a message. STOPPED_EARLY: the run saved and stopped on request."""
 
 
 class LaunchFolder:
-    """Marks and process ids of the ranks of one launch on this host.
+    """Marks and process ids of the ranks of one launch on this host, as files in a folder.
 
-    Without a path (a lone process, or a folder that somebody else owns) every rank stands alone: it
-    may always speak, and sees no others.
+    Without a path (a single process, or a folder owned by another user) every rank is on its own: it always
+    prints its error, and sees no other ranks.
 
     Args:
         path: the folder, or None.
-        has_parent: whether mm-train watches the folder and says what ranks leave unsaid.
+        has_parent: whether mm-train watches the folder and prints errors that ranks cannot print.
     """
 
     def __init__(self, path: Path | None, has_parent: bool = False) -> None:
@@ -37,7 +37,7 @@ class LaunchFolder:
 
     @classmethod
     def current(cls) -> LaunchFolder:
-        """The folder of this process's launch: mm-train's or, under torchrun, one named after its agent."""
+        """The launch folder of this rank: mm-train's or, under torchrun, one named after its process."""
         if own := os.environ.get(LAUNCH_DIR):
             return cls(Path(own), has_parent=True)
         if os.environ.get("WORLD_SIZE", "1") == "1":
@@ -54,25 +54,29 @@ class LaunchFolder:
         return cls(None)
 
     def open(self) -> None:
-        """Notes this process as the launcher."""
+        """Records this process as the launcher of the ranks."""
         if self.path is not None:
             note_process(self.path / "launcher.pid", os.getpid())
 
     def enter(self, rank: int) -> None:
-        """Notes this process as the host's `rank`-th."""
+        """Records this process as a rank of the launch.
+
+        Args:
+            rank: the rank's number on this host.
+        """
         if self.path is None:
             return
-        with suppress(OSError):  # what is left of the launch may have cleared up already
+        with suppress(OSError):  # the rest of the launch may have removed the folder already
             note_process(self.path / f"rank_{rank}.pid", os.getpid())
             if not self.has_parent:
                 note_process(self.path / "launcher.pid", os.getppid())
         clear_after(self.path)
 
     def depart(self, rank: int) -> None:
-        """Takes the note back: this process ends in good order.
+        """Removes the record of this rank, which ends normally.
 
-        The last one removes the folder where no launcher does. Under torchrun it is kept where a rank has
-        failed: one that is still starting must find the mark.
+        The last rank removes the folder if no launcher does. Under torchrun the folder stays if a rank has
+        failed: a rank that is still starting must find the mark.
         """
         if self.path is None:
             return
@@ -85,15 +89,17 @@ class LaunchFolder:
 
     @property
     def launched(self) -> bool:
-        """Whether mm-train, which watches the folder, still lives. Where its note is gone, as by what clears
-        /tmp of old files, nobody knows better."""
+        """Whether the launcher mm-train, which watches the folder, is still running.
+
+        True if its record is missing, for example because old files in /tmp were removed.
+        """
         if not self.has_parent or self.path is None:
             return False
         note = self.path / "launcher.pid"
         return lives(note) or not note.exists()
 
     def pids(self) -> list[int]:
-        """Process ids of the ranks that have entered and not departed."""
+        """Process ids of the ranks that have started and have not ended normally."""
         found = []
         for path in sorted(self.path.glob("rank_*.pid")) if self.path is not None else ():
             with suppress(FileNotFoundError, ValueError):
@@ -101,13 +107,21 @@ class LaunchFolder:
         return found
 
     def note_log(self, rank: int, path: Path) -> None:
-        """Notes where the log of a rank (of all hosts') lies: the launcher says so where it speaks for it."""
+        """Records the path of a rank's log, for errors that the launcher prints for that rank.
+
+        Args:
+            rank: the rank's number among all hosts.
+            path: the log.
+        """
         if self.path is not None:
             with suppress(OSError):
                 (self.path / f"log_{rank}").write_text(str(path))
 
     def mark(self, name: str, text: str = "") -> bool:
-        """Leaves a mark; False when another rank has left it before. Without a folder always True."""
+        """Sets a mark that the ranks of this host can read; False if another rank has set it before.
+
+        Without a folder always True.
+        """
         if self.path is None:
             return True
         try:
@@ -115,13 +129,13 @@ class LaunchFolder:
         except FileExistsError:
             return False
         except OSError:
-            return True  # better said twice than never
+            return True  # printing twice is better than never
         with os.fdopen(descriptor, "w") as file:
             file.write(text)
         return True
 
     def read(self, name: str) -> str | None:
-        """The text of a mark, None where there is none."""
+        """The text of a mark set by a rank of this host; None if it is not set."""
         if self.path is None:
             return None
         try:
@@ -130,15 +144,15 @@ class LaunchFolder:
             return None
 
     def wait_for(self, name: str, seconds: float) -> bool:
-        """Whether a mark is left within so many seconds."""
+        """Waits for a rank of this host to set a mark; False if none does within `seconds`."""
         end = time.monotonic() + seconds
         while self.path is not None and self.read(name) is None and time.monotonic() < end:
             time.sleep(0.05)
         return self.read(name) is not None
 
     def failing(self) -> bool:
-        """Whether a rank of this host has failed, or is gone without having departed."""
+        """Whether a rank of this host has failed, or has vanished without ending normally."""
         marked = any(self.read(name) is not None for name in (FAILED, LOST, ENDED))
         notes = sorted(self.path.glob("rank_*.pid")) if self.path is not None else ()
-        # A note that is gone meanwhile is that of a rank that has departed.
+        # A record that is gone in the meantime belongs to a rank that has ended normally.
         return marked or any(not lives(note) and note.exists() for note in notes)

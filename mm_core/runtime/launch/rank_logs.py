@@ -1,4 +1,4 @@
-"""`<run>/logs/rank_N.log`: what a rank writes to its standard streams, and its warnings, with times."""
+"""Rank logs (`<run>/logs/rank_N.log`): a rank's standard output, standard error and warnings, with times."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from mm_core.runtime.launch.launch_folder import LaunchFolder
 from mm_core.runtime.output import BestEffort
 
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
-"""What colours text and moves a terminal's cursor."""
+"""Escape sequences that colour text or move a terminal's cursor."""
 
 
 def log_path(run_dir: Path, rank: int) -> Path:
-    """Where a rank's log lies."""
+    """The path of a rank's log."""
     return Path(run_dir) / "logs" / f"rank_{rank}.log"
 
 
 class RankLog:
-    """A file that is appended to line by line. A full disk loses lines, never a run."""
+    """The log file of a rank, appended to line by line; a full disk loses lines but does not end the run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -38,7 +38,7 @@ class RankLog:
             self._file = path.open("a", encoding="utf-8", errors="replace", buffering=1)
 
     def write(self, text: str) -> None:
-        """Appends whole lines, each with the time."""
+        """Appends lines to the rank's log, each with the time."""
         if self._file is None:
             return
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -47,11 +47,11 @@ class RankLog:
 
     @property
     def descriptor(self) -> int | None:
-        """For what writes past Python, such as faulthandler."""
+        """File descriptor of the rank's log, for faulthandler; None if the file could not be opened."""
         return None if self._file is None else self._file.fileno()
 
     def close(self) -> None:
-        """Closes the file."""
+        """Closes the rank's log."""
         if self._file is not None:
             with suppress(OSError):
                 self._file.close()
@@ -63,18 +63,18 @@ _latest: list[Path] = []
 
 
 def current_log() -> RankLog | None:
-    """The log of this process, while `rank_log` is open."""
+    """The log of this rank while `rank_log` is active; None otherwise."""
     return _current[-1] if _current else None
 
 
 def latest_log() -> Path | None:
-    """Where this process has last kept a log, open or not: what its error points to."""
+    """The path of this rank's last log, open or closed, to print with its error."""
     return _latest[-1] if _latest else None
 
 
 class _Copied(BestEffort):
-    """A stream that also writes its whole lines to the log, as a terminal shows them in the end: of what is
-    drawn over itself, such as a progress bar, the last, and without colours."""
+    """A stream that also writes its complete lines to the log, without colours. Of a line that is drawn
+    repeatedly, such as a progress bar, only the last state is written."""
 
     def __init__(self, stream: TextIO | None, log: RankLog) -> None:
         super().__init__(open(os.devnull, "w") if stream is None else stream)  # noqa: SIM115, PTH123 - closed
@@ -92,10 +92,15 @@ class _Copied(BestEffort):
 
 @contextmanager
 def rank_log(run_dir: Path, rank: int, world: int) -> Iterator[RankLog]:
-    """Copies Python's standard streams, logging and warnings to the rank's log for the length of the block.
+    """Copies Python's standard streams, logging and warnings to the rank's log for the duration of the block.
 
-    A line at the start says when, where and as what the rank ran; resumed runs append. An error that ends
-    the block is there with its traceback, also where the rank is silent about it.
+    The first line contains the time, process, host and command; resumed runs append. An error that ends the
+    block is logged with its traceback, even if the rank does not print it.
+
+    Args:
+        run_dir: the run's folder.
+        rank: this process.
+        world: number of ranks.
     """
     log = RankLog(log_path(run_dir, rank))
     if log.descriptor is not None:
@@ -126,7 +131,7 @@ def rank_log(run_dir: Path, rank: int, world: int) -> Iterator[RankLog]:
 
 @contextmanager
 def _crashes(log: RankLog, rank: int) -> Iterator[None]:
-    """Has a crash in native code leave its stacks in the log, where a launcher will say where that lies."""
+    """Writes the stacks of a crash in native code to the log, if a launcher will print the log's path."""
     folder = LaunchFolder.current()
     with ExitStack() as after:
         if folder.has_parent and log.descriptor is not None and faulthandler.is_enabled():
@@ -137,5 +142,5 @@ def _crashes(log: RankLog, rank: int) -> Iterator[None]:
 
 
 def _crashes_to_stderr() -> None:
-    with suppress(OSError, ValueError, RuntimeError, AttributeError):  # it may have no descriptor
+    with suppress(OSError, ValueError, RuntimeError, AttributeError):  # stderr may have no descriptor
         faulthandler.enable(sys.__stderr__ or sys.stderr)

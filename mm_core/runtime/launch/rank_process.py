@@ -1,4 +1,4 @@
-"""The end of a rank: its error is said once over all ranks of the host, and it leaves cleanly."""
+"""Running a process as a rank: its error is printed once for all ranks of the host, and it exits cleanly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mm_core.runtime.launch.signals import STOPPED, show_cursor
 from mm_core.runtime.leftovers import end_workers
 
 GRACE = 5.0
-"""Seconds that a rank goes on after another one on its host has failed or vanished."""
+"""Seconds that a rank continues after another rank on its host has failed or vanished."""
 
 _LOST = re.compile(
     r"closed by peer|reset by peer|Broken pipe|Connection refused|Socket closed|[Tt]imed out waiting"
@@ -38,16 +38,16 @@ _UNITS = "bKMGT"
 
 
 def run_as_rank(work: Callable[[], int]) -> int:
-    """Runs `work` as the rank that the environment names, and returns the exit code.
+    """Runs `work` as the rank given by the environment (RANK, LOCAL_RANK), and returns the exit code.
 
-    What goes wrong is printed by the first rank of the host that fails: an MMError as its sentence,
-    anything else as a traceback and a sentence. A rank that fails only because another one did is
-    silent. Once a rank of the host has failed or vanished, the others end within `GRACE` seconds, in
-    whatever collective they wait. MM_DEBUG=1 prints every traceback.
+    The first rank of the host that fails prints its error: an MMError as its message, any other exception as
+    a traceback and a message. A rank that fails only because another one failed prints nothing. Once a rank
+    of the host has failed or vanished, the others end within `GRACE` seconds, even if they wait in a
+    collective. MM_DEBUG=1 prints every traceback.
     """
     folder = LaunchFolder.current()
     local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
-    with suppress(OSError):  # a crash in native code then shows where; a closed stderr has no descriptor
+    with suppress(OSError):  # prints stacks at a crash in native code; a closed stderr has no descriptor
         faulthandler.enable()
     folder.enter(local_rank)
     if folder.path is not None:
@@ -69,10 +69,10 @@ def _outcome(work: Callable[[], int], folder: LaunchFolder) -> int:
     except KeyboardInterrupt:
         return 130
     except BaseException as error:
-        _tell(error, folder)
+        _report(error, folder)
         return 1
     if code == STOPPED and folder.launched:
-        # torch's agent takes any code but 0 for a failure and ends the other ranks.
+        # torch's agent treats any code except 0 as a failure and ends the other ranks.
         folder.mark(STOPPED_EARLY)
         return 0
     if code not in (0, STOPPED):
@@ -80,14 +80,14 @@ def _outcome(work: Callable[[], int], folder: LaunchFolder) -> int:
     return code
 
 
-def _tell(error: BaseException, folder: LaunchFolder) -> None:
-    """Prints the error, if this rank is the one to do so."""
+def _report(error: BaseException, folder: LaunchFolder) -> None:
+    """Prints the error, if this rank is the one that should."""
     debug = os.environ.get("MM_DEBUG", "0") not in ("", "0")
     if debug:
         traceback.print_exception(error)
     lost = lost_peer(error)
     if isinstance(error, PeerError) or lost is not None:
-        # The rank to blame may be about to speak; torch's agent ends everybody when this one has left.
+        # The rank that caused it may be about to print; torch's agent ends all ranks when this one exits.
         if folder.wait_for(FAILED, GRACE):
             return
         if folder.launched or isinstance(error, PeerError):
@@ -95,30 +95,30 @@ def _tell(error: BaseException, folder: LaunchFolder) -> None:
             return
     if not folder.mark(FAILED):
         return
-    said = lost or (error if isinstance(error, MMError) else out_of_memory(error))
-    if said is None:
+    shown = lost or (error if isinstance(error, MMError) else out_of_memory(error))
+    if shown is None:
         if not debug:
             traceback.print_exception(error)
-        said = MMError(
+        shown = MMError(
             f"{type(error).__name__}: {_first_line(error)}",
-            hint="a fault in code, not in your input: the traceback above says where",
+            hint="this is a bug in code, not an error in your input: the traceback above shows where",
         )
-    _write(said)
+    _write(shown)
 
 
 def say(fault: MMError) -> None:
-    """Prints an error that a thread has found, if no other rank of the host has spoken."""
+    """Prints an error found by a thread of this rank, if no other rank of the host has printed one."""
     if LaunchFolder.current().mark(FAILED):
         _write(fault)
 
 
 def has_told() -> None:
-    """Notes that this rank has said what its exit code stands for: nobody says it once more."""
+    """Records that this rank has already reported its failure, so that nothing prints it again."""
     LaunchFolder.current().mark(FAILED)
 
 
 def _write(fault: MMError) -> None:
-    log = latest_log() if _self() else None  # of several ranks, only one is heard: the log has the rest
+    log = latest_log() if _self() else None  # of several ranks only one prints; the logs contain the rest
     where = f"  log: {log}\n" if log is not None else ""
     sys.stderr.write(f"mm: error: {_self()}{fault.render()}\n{where}")
     sys.stderr.flush()
@@ -129,44 +129,44 @@ def _self() -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or "no further account").splitlines()[0]
+    return (str(error).strip() or "no details").splitlines()[0]
 
 
 def lost_peer(error: BaseException) -> MMError | None:
-    """The sentence for an error that only says that another rank is gone; None for any other error."""
+    """The message for an exception caused by the loss of another rank; None for any other exception."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, RuntimeError) and _LOST.search(str(cause)):
             return MMError(
                 f"lost the connection to another rank ({_first_line(cause)})",
-                hint="that rank, or its host, failed: look at the output of the other hosts",
+                hint="that rank or its host failed: check the output on the other hosts",
             )
         cause = cause.__cause__
     return None
 
 
 def out_of_memory(error: BaseException) -> MMError | None:
-    """The sentence for memory that ran out, on the device or the host; None for any other error."""
+    """The message for a rank that ran out of memory, on the device or the host; None for other exceptions."""
     named = type(error).__name__ in ("OutOfMemoryError", "MemoryError")
     if not named and not (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))):
         return None
-    if (told := _too_large(error)) is not None:
-        return told
+    if (too_large := _too_large(error)) is not None:
+        return too_large
     return MMError(
         f"out of memory: {_first_line(error)}",
-        hint="a smaller train.micro_batch_size, engine.recompute_modules=auto, or more ranks to shard over",
+        hint="use a smaller train.micro_batch_size, engine.recompute_modules=auto, or shard over more ranks",
     )
 
 
 def _too_large(error: BaseException) -> MMError | None:
-    """The sentence for a single request that is larger than all the memory there is; None for any other."""
+    """The message for a single allocation larger than the total memory; None for any other exception."""
     found = _REQUEST.search(str(error))
     if found is None:
         return None
     asked = float(found[1]) * 1024 ** _UNITS.index(found[2][0])
-    whole = _CAPACITY.search(str(error))  # of an accelerator; the host's is not in the message
-    if whole is not None:
-        size, unit = whole[1] or whole[3], whole[2] or whole[4]
+    total = _CAPACITY.search(str(error))  # of an accelerator; the host's is not in the message
+    if total is not None:
+        size, unit = total[1] or total[3], total[2] or total[4]
         there = float(size) * 1024 ** _UNITS.index(unit[0])
     elif _OF_HOST not in str(error):
         return None
@@ -178,17 +178,17 @@ def _too_large(error: BaseException) -> MMError | None:
     own = [frame for frame in frames if f"{os.sep}torch{os.sep}" not in frame.filename]
     place = f", in {own[-1].name} ({own[-1].filename}:{own[-1].lineno})" if own else ""
     return MMError(
-        f"out of memory: one tensor of {asked / 2**30:,.1f} GiB was asked for{place}, and there are"
-        f" {there / 2**30:,.1f} GiB in all",
-        hint="look there for shapes that are broadcast against each other (a [B] where a [B, 1, 1, 1, 1] is"
-        " needed), or for a size in the config that is too large, train.micro_batch_size among them",
+        f"out of memory: one tensor needs {asked / 2**30:,.1f} GiB{place}, but the total memory is"
+        f" {there / 2**30:,.1f} GiB",
+        hint="check that code for unintended broadcasting (a [B] where a [B, 1, 1, 1, 1] is needed), or"
+        " reduce sizes in the config, such as train.micro_batch_size",
     )
 
 
 def _watch(folder: LaunchFolder) -> None:
-    """Ends this process soon after another rank has failed, and asks it to stop when its launcher is gone.
+    """Ends this process soon after another rank has failed, and requests a stop when its launcher is gone.
 
-    A thread, because a main thread that waits in a collective runs no Python signal handler.
+    Runs in a thread, because a main thread that waits in a collective runs no Python signal handler.
     """
     watched = folder.has_parent or "TORCHELASTIC_RUN_ID" in os.environ
     parent, failed_at = os.getppid(), None
@@ -203,12 +203,12 @@ def _watch(folder: LaunchFolder) -> None:
             failed_at = time.monotonic()
         elif time.monotonic() - failed_at > GRACE:
             end_workers()
-            show_cursor()  # the main thread, which waits in native code, may have a bar open
+            show_cursor()  # the main thread, which waits in native code, may show a progress bar
             os._exit(1)
 
 
 def leave(code: int) -> NoReturn:
-    """Ends a rank's process without C++ destructors, which abort now and then after collective saves."""
+    """Ends a rank's process without C++ destructors, which sometimes abort after collective saves."""
     end_workers(orderly=True)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):

@@ -1,4 +1,4 @@
-"""Requests to stop: a signal is noted, and acted upon at the end of the step."""
+"""Signals that ask a run to stop: a signal is recorded, and handled at the end of the step."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ STOPPED = 75
 """Exit code of a run that saved and ended on request before its last step (EX_TEMPFAIL: try again)."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-"""What asks a run to save and end. SIGUSR1 is the warning that SLURM is told to send."""
+"""Signals that ask a run to save and end. SIGUSR1 is the warning that SLURM can be set to send."""
 
 REPEAT = 1.0
-"""Seconds within which a second SIGINT is the echo of the first: terminal and launcher both send one."""
+"""Seconds within which a second SIGINT counts as the first: terminal and launcher both send one."""
 
 
 class StopFlag:
-    """`with StopFlag() as stop:` notes SIGTERM, SIGINT, SIGUSR1 and SIGHUP in `stop.requested`.
+    """Records signals that ask a run to stop (SIGTERM, SIGINT, SIGUSR1, SIGHUP) in `requested`.
 
-    A second SIGINT leaves at once, without saving. A signal that was ignored before (`nohup`, a
-    shell's background job) stays ignored. Outside of the main thread, where Python cannot set
-    handlers, nothing is noted. The handlers of before return with the end of the block.
+    Used as `with StopFlag() as stop:`. A second SIGINT ends the process at once, without saving. A signal
+    that was ignored before (`nohup`, a shell's background job) stays ignored. Outside the main thread, where
+    Python cannot set handlers, nothing is recorded. The previous handlers are restored at the end of the
+    block.
 
     Args:
-        announce: say on stderr that the signal was heard.
-        on_signal: called with each signal that is noted, in the handler.
-        on_second: what a second SIGINT does; by default it ends the process with 130.
+        announce: report a received signal on stderr.
+        on_signal: called with each recorded signal, in the handler.
+        on_second: called at a second SIGINT; by default the process ends with code 130.
     """
 
     def __init__(
@@ -51,8 +52,8 @@ class StopFlag:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-            self._before = {number: signal.signal(number, self._note) for number in heard}
+            handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._note) for number in handled}
         return self
 
     def __exit__(
@@ -72,32 +73,37 @@ class StopFlag:
         if self.requested is None:
             self.requested = given.name
             if self._announce:
-                _say(f"mm: {given.name}: saves after this step and ends", given is signal.SIGINT)
+                _print(
+                    f"mm: {given.name} received: saving after this step, then stopping",
+                    given is signal.SIGINT,
+                )
         if self._on_signal is not None:
             self._on_signal(given)
 
 
 @contextmanager
 def leaving_at_signals(waits_for: str, patience: float = 0.0) -> Iterator[None]:
-    """Where a rank waits for others, Python calls no handler: a signal that asks to stop ends the process,
-    with 75, once the block has gone on for `patience` seconds more. There is nothing to save in it.
+    """Ends the process with code 75 if a signal asks a rank to stop while it waits for other ranks.
+
+    Python runs no signal handler while native code waits. There is nothing to save in the block.
 
     Args:
-        waits_for: what the block does, for the sentence.
+        waits_for: what the block does, for the message: "waiting for ...".
+        patience: seconds that the block may continue after the signal.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    heard, speaks = os.pipe()
-    os.set_blocking(speaks, False)
-    before = signal.set_wakeup_fd(speaks, warn_on_full_buffer=False)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     over = threading.Event()
 
     def listen() -> None:
-        while numbers := os.read(heard, 1):  # to the end: Python tells of a signal that finds no reader
+        while numbers := os.read(reader, 1):  # until it is closed: Python warns of a signal without a reader
             if numbers[0] in SIGNALS and not over.wait(patience):
                 _leave_waiting(signal.Signals(numbers[0]), waits_for)
-        os.close(heard)
+        os.close(reader)
 
     threading.Thread(target=listen, name="mm_core signals", daemon=True).start()
     try:
@@ -105,30 +111,33 @@ def leaving_at_signals(waits_for: str, patience: float = 0.0) -> Iterator[None]:
     finally:
         over.set()
         signal.set_wakeup_fd(before)
-        os.close(speaks)
+        os.close(writer)
 
 
 def _leave_waiting(given: signal.Signals, waits_for: str) -> NoReturn:
     folder = LaunchFolder.current()
-    if folder.mark(STOPPED_EARLY):  # of several ranks on this host one speaks
-        os.write(2, f"mm: {given.name}: stopped while it {waits_for}; nothing was lost\n".encode())
+    if folder.mark(STOPPED_EARLY):  # of several ranks on this host one prints it
+        os.write(2, f"mm: {given.name} received: stopped while {waits_for}; nothing was lost\n".encode())
     end_workers()
     if signal.getsignal(given) is signal.default_int_handler:
-        os._exit(130)  # nobody asked for signals to be noted
-    # torch's agent takes any code but 0 for a failure.
+        os._exit(130)  # signals are not recorded in this process
+    # torch's agent treats any code except 0 as a failure.
     os._exit(0 if folder.launched else STOPPED)
 
 
-def _say(text: str, interrupted: bool) -> None:
+def _print(text: str, interrupted: bool) -> None:
     # os.write, because a handler may interrupt a print, whose buffer must not be entered twice.
-    once_more = "; Ctrl-C once more leaves at once, without saving" if interrupted else ""
-    with suppress(OSError):  # nobody may read it: no reason to end by the signal
+    once_more = "; press Ctrl-C again to stop at once, without saving" if interrupted else ""
+    with suppress(OSError):  # stderr may be closed, which must not end the process here
         os.write(2, f"{text}{once_more}\n".encode())
 
 
 def show_cursor(then: str = "\n") -> None:
-    """Gives a terminal its cursor back: a live progress bar that is cut off leaves it hidden. `then` is
-    written after that: what follows is not to stand in the bar's line."""
+    """Shows the terminal's cursor again, which an interrupted progress bar leaves hidden.
+
+    Args:
+        then: written afterwards, so that further output does not continue the bar's line.
+    """
     for descriptor in (1, 2):
         if os.isatty(descriptor):
             with suppress(OSError):
@@ -137,7 +146,7 @@ def show_cursor(then: str = "\n") -> None:
 
 
 def leave_at_once() -> None:
-    """Ends the process and its data workers, saving nothing."""
+    """Ends this rank's process and its data workers at once, without saving (exit code 130)."""
     end_workers()
     show_cursor()
     os._exit(130)

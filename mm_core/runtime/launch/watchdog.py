@@ -1,4 +1,4 @@
-"""A watch over a run that hangs: it names the rank that others wait for, and where that one stands."""
+"""The watchdog: ends a run that hangs, and names the rank that the others wait for and its line of code."""
 
 from __future__ import annotations
 
@@ -22,19 +22,40 @@ from mm_core.files import replace_text
 from mm_core.runtime.launch.rank_logs import RankLog
 
 PHASES = ("data", "wait", "encode", "forward_backward", "optimizer", "log", "validation", "checkpoint")
-"""What a step is made of, in this order. `wait`: for the samples of other ranks."""
+"""The phases of a step, in this order. `wait`: waiting for the samples of other ranks."""
 _ORDER = ("start", *PHASES)
 
 _MM_CORE = str(Path(__file__).parents[2])
 _INSTALLED = ("site-packages", "dist-packages", get_path("stdlib"), "<frozen ")
-"""In a path: a library's file, and none that a reader of the sentence would look at first."""
+"""Parts of the paths of library files, which are not reported as the line where a rank hangs."""
+_DOING = {
+    "start": "starting up",
+    "data": "loading data",
+    "wait": "waiting for the data of other ranks",
+    "encode": "encoding the batch",
+    "forward_backward": "running forward and backward",
+    "optimizer": "updating the weights",
+    "log": "logging",
+    "validation": "validating",
+    "checkpoint": "saving the checkpoint",
+}
+"""A phase -> what a rank does in it, for messages."""
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Where a rank stood. seconds: since the epoch, when it last moved on, for people to read: clocks of
-    hosts differ, and nothing is judged by them. place: its main thread's line. waits: whether that lies in
-    a collective, where it waits for another. process: its id and host."""
+    """The progress of a rank, which it writes to a file for the watchdogs of the other ranks.
+
+    Attributes:
+        rank: the rank.
+        step: the step it is in, from 1.
+        phase: the phase of the step.
+        moves: how many phases it has entered.
+        seconds: time of its last progress, since the epoch. For people only: the clocks of hosts differ.
+        place: the line of code of its main thread.
+        waits: whether that line is in a collective, where it waits for another rank.
+        process: its process id and host.
+    """
 
     rank: int
     step: int
@@ -47,18 +68,19 @@ class Heartbeat:
 
 
 class Watchdog:
-    """Ends a run that has not moved on for `stuck_after` seconds.
+    """Ends a run that hangs: one without progress for `stuck_after` seconds.
 
-    The loop only sets two attributes; a thread writes `logs/heartbeat_N.json` now and then, and when
-    nothing has moved, all threads' stacks to the rank's log and a sentence that names the rank that is
+    The loop only sets two attributes; a thread writes `logs/heartbeat_N.json` regularly. If there is no
+    progress, it writes the stacks of all threads to the rank's log, and an error that names the rank that is
     furthest behind.
 
     Args:
         run_dir: the run's folder, shared by all ranks.
-        rank, world: this process.
-        stuck_after: seconds; None watches nothing.
-        log: takes the stacks.
-        end: what follows the sentence; by default the process ends with exit code 1.
+        rank: this process.
+        world: number of ranks.
+        stuck_after: seconds; None turns the watchdog off.
+        log: where the stacks are written.
+        end: called with the error; by default it is printed and the process ends with exit code 1.
     """
 
     def __init__(
@@ -73,32 +95,32 @@ class Watchdog:
         self._folder, self._rank, self._world = Path(run_dir) / "logs", rank, world
         self._limit, self._log, self._end = stuck_after, log, end or _leave
         self._at, self._phase, self._moves = 0, "start", 0
-        self._moved = time.monotonic()  # the clock of the wall may be set while a run trains
+        self._moved = time.monotonic()  # the wall clock may be set during a run
         self._main = threading.get_ident()
-        self._pause = min((stuck_after or 0.0) / 4, 5.0)  # seconds between two looks
+        self._pause = min((stuck_after or 0.0) / 4, 5.0)  # seconds between two checks
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begins to watch."""
+        """Starts the watchdog thread."""
         if self._limit is None:
             return
         self._moved = time.monotonic()
-        self._write()  # one of an earlier process may lie there, and be ahead
+        self._write()  # replaces the heartbeat of an earlier process, which may be ahead
         self._thread = threading.Thread(target=self._watch, name="mm_core watchdog", daemon=True)
         self._thread.start()
 
     def step(self, step: int) -> None:
-        """Step number `step` (from 1) begins."""
+        """Notes for the watchdog that step number `step` (from 1) begins."""
         self._at = step
 
     def enter(self, phase: str) -> None:
-        """A new phase begins; also called within a long one, to say that it moves on."""
+        """Notes progress for the watchdog: a new phase begins, or a long phase continues."""
         self._phase = phase
         self._moves += 1
 
     def close(self) -> None:
-        """Ends the watch."""
+        """Stops the watchdog thread."""
         self._over.set()
         if self._thread is not None:
             self._thread.join(timeout=5)
@@ -114,7 +136,7 @@ class Watchdog:
             self._write()
             if time.monotonic() - self._moved > self._limit:
                 self._leave_stacks()
-                # All ranks leave their stacks before one ends the run; and it may have moved on after all.
+                # All ranks write their stacks before one ends the run; and there may be progress after all.
                 if self._over.wait(2 * self._pause):
                     return
                 if self._moves == seen:
@@ -128,7 +150,7 @@ class Watchdog:
         return Heartbeat(self._rank, self._at, self._phase, self._moves, moved, place, waits, process)
 
     def _place(self) -> tuple[str, bool]:
-        """The innermost line of the main thread that lies in no installed library; whether it waits there."""
+        """The innermost line of the main thread outside installed libraries; whether it waits there."""
         frame = sys._current_frames().get(self._main)
         if frame is None:
             return "unknown", False
@@ -144,7 +166,7 @@ class Watchdog:
             replace_text(self._folder / f"heartbeat_{self._rank}.json", json.dumps(asdict(self._beat())))
 
     def _read(self) -> list[Heartbeat]:
-        """The heartbeats of all ranks, as far as they can be read; this one's as it is now."""
+        """The heartbeats of all ranks that can be read; this rank's own as of now."""
         beats = [self._beat()]
         for rank in range(self._world):
             with suppress(OSError, ValueError, TypeError):
@@ -154,7 +176,7 @@ class Watchdog:
         return beats
 
     def _silence(self, rank: int) -> float:
-        """Seconds by which the heartbeat of another rank is older than this one's, by the disk's clock."""
+        """Seconds by which another rank's heartbeat file is older than this rank's, by the disk's clock."""
         names = (f"heartbeat_{self._rank}.json", f"heartbeat_{rank}.json")
         with suppress(OSError):
             own, other = ((self._folder / name).stat().st_mtime for name in names)
@@ -163,32 +185,33 @@ class Watchdog:
 
     def _leave_stacks(self) -> None:
         if self._log is not None and self._log.descriptor is not None:
-            self._log.write(f"stuck in step {self._at}, {self._phase}; the stacks of all threads:")
+            self._log.write(f"no progress in step {self._at}, {self._phase}; the stacks of all threads:")
             faulthandler.dump_traceback(self._log.descriptor, all_threads=True)
 
     def _stuck(self) -> None:
         beats = self._read()
         silent = [beat for beat in beats if self._silence(beat.rank) > max(3 * self._pause, 3.0)]
         behind = min(silent or beats, key=progress)
-        phase = behind.phase.replace("_", " ")
-        what = f"nothing has moved for {round(time.monotonic() - self._moved)} s; rank {behind.rank}"
+        doing = f"{_DOING.get(behind.phase, behind.phase)} for step {behind.step}"
+        what = f"no progress for {round(time.monotonic() - self._moved)} s; rank {behind.rank}"
         where = f"rank {self._rank}, step {self._at}, {self._phase.replace('_', ' ')}"
         if silent:
             self._end(
                 TrainingError(
-                    f"{what} ({behind.process}) has given no sign of life for"
-                    f" {round(self._silence(behind.rank))} s, since {phase} of step {behind.step}",
+                    f"{what} ({behind.process}) has not responded for"
+                    f" {round(self._silence(behind.rank))} s; it was last {doing}",
                     where=where,
-                    hint="it is stopped (SIGSTOP: ps shows T, kill -CONT lets it go on), holds Python's lock"
-                    " in native code, or its host is gone; its log holds no stacks for the same reason",
+                    hint="the process is stopped (SIGSTOP: ps shows T, kill -CONT continues it), or in native"
+                    " code that holds Python's lock, or its host is down; so its log has no stacks",
                 )
             )
             return
         self._end(
             TrainingError(
-                f"{what} is furthest behind, in {phase} of step {behind.step} at {behind.place}",
+                f"{what} is furthest behind, {doing}, at {behind.place}",
                 where=where,
-                hint=f"{self._folder}/rank_{behind.rank}.log has its stacks; run.stuck_after sets the limit",
+                hint=f"read its stacks in {self._folder}/rank_{behind.rank}.log;"
+                " run.stuck_after sets the limit",
             )
         )
 
@@ -198,13 +221,13 @@ def _installed(path: str) -> bool:
 
 
 def progress(beat: Heartbeat) -> tuple[int, int, int, bool]:
-    """How far a rank has come; of two at the same place, the one that waits is ahead."""
+    """A sort key for the progress of a rank; of two ranks at the same place, the waiting one is ahead."""
     return beat.step, _ORDER.index(beat.phase) if beat.phase in _ORDER else 0, beat.moves, beat.waits
 
 
 def _leave(fault: TrainingError) -> NoReturn:
-    """Says the sentence, once over the ranks of this host, and ends the process: the main thread may
-    wait in native code, where no exception reaches it."""
+    """Prints the error, once for all ranks of this host, and ends the process: the main thread may be waiting
+    in native code, where no exception reaches it."""
     from mm_core.runtime.launch.rank_process import say
     from mm_core.runtime.launch.signals import show_cursor
     from mm_core.runtime.leftovers import end_workers

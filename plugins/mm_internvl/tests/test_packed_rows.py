@@ -200,7 +200,7 @@ def test_a_row_of_which_nothing_can_be_read_is_replaced(place):
     with pytest.raises(PartsError) as fault:
         dataset(place, [torn(place, 0), torn(place, 1)], packing=True)[0]
     assert set(fault.value.faults) == {0, 1} and fault.value.of == 2
-    assert "torn_" in str(fault.value) and "(and 1 more that shares its place)" in str(fault.value)
+    assert "torn_" in str(fault.value) and "(and 1 other part of the same sample)" in str(fault.value)
     assert len(found) == 1 and set(found[0]["missing"].faults) == {0, 1}
 
 
