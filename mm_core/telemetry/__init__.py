@@ -1,1 +1,1 @@
-"""What a run tells while it trains: figures, trackers, times, FLOPs torch counts, progress, profiles."""
+"""Telemetry of a training run: metrics, trackers, times, FLOPs counted by torch, progress, profiles."""
