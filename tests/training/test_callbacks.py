@@ -41,7 +41,7 @@ def test_a_callback_that_raises_is_named():
         CallbackList([("my/noting", Noting("x", []))]).saved(4, Path("p"))
     assert str(caught.value) == (
         "callbacks: callback my/noting raised KeyError at saved: 'gone'\n"
-        "  hint: fix the callback or remove it from `callbacks`; MM_DEBUG=1 shows where"
+        "  hint: fix the callback or remove it from `callbacks`; MM_DEBUG=1 shows the traceback"
     )
     assert isinstance(caught.value.__cause__, KeyError)
 
