@@ -1,4 +1,5 @@
-"""Copies of the repository: to run the commands of its pages in, and to build its wheels from, once."""
+"""Copies of the repository: one to run the commands of its pages, one to build its wheels, once per
+session."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="session")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the repository's files, with a small dataset; what commands write does not reach the real
-    ones."""
+    """A copy of the repository's files with a small dataset, so that commands do not change the real
+    files."""
     folder = tmp_path_factory.mktemp("workspace") / "repository"
     passing = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build")
 
     def ignore(directory: str, names: list[str]) -> set[str]:
-        # What commands made at the top; mm_core/data, mm_core/cli/runs and tests/runs are sources.
+        # Output of commands at the top; mm_core/data, mm_core/cli/runs and tests/runs are sources.
         own = {"data", "runs", "site"} if Path(directory) == ROOT else set()
         return passing(directory, names) | own
 
@@ -64,7 +65,7 @@ def run(workspace: Path, programs: Path) -> Run:
 
 @pytest.fixture(scope="session")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Distribution name -> its wheel, built from a copy: building writes into the source folder."""
+    """Wheels by distribution name, built from a copy because a build writes into the source folder."""
     folder = tmp_path_factory.mktemp("wheels")
     source = folder / "source"
     keep_out = shutil.ignore_patterns(".*", "__pycache__", "build", "*.egg-info")

@@ -1,4 +1,4 @@
-"""The contracts that plugins satisfy have one grammar."""
+"""The names of the contracts for plugins follow one pattern."""
 
 from __future__ import annotations
 

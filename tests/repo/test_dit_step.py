@@ -1,4 +1,4 @@
-"""The benchmark of a DiT step runs from its one file, on whatever is at hand."""
+"""The benchmark of a DiT step runs from its single file, on any device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_it_prints_its_figures_and_appends_rows(tmp_path):
         )
         assert done.returncode == 0, done.stderr
         figures = dict(line.split("  ", 1) for line in done.stdout.splitlines() if "  " in line.strip())
-        # Recomputation is no useful work: the number is the same with and without.
+        # Recomputation does not count as useful work: the number is the same with and without it.
         assert figures["operations a step"].strip() == "0.0455 TFLOP, recomputation not counted"
         assert done.stdout.splitlines()[-1].startswith("RESULT dit_step_seconds ")
         assert done.stdout.endswith(" - ok\n")

@@ -1,4 +1,4 @@
-"""The README is run: each of its commands, its Python, and the plugin that it tells how to write."""
+"""Runs the README: its commands, its Python code, and its example plugin."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ QUICKSTART = "configs/custom_dit/quickstart.yaml"
 MAKE = "make VENV=$SHELL_VENV --assume-old=$SHELL_VENV/.installed"
 INSTALL = "pip install --dry-run --no-deps --no-build-isolation --no-index"
 
-# Line of the README -> the line that is run for it, its exit code, and what it must print.
-# What would take minutes is cut short; what would change this environment is a dry run.
+# Line of the README -> the line that the test runs, its exit code, and text in its output. Long commands are
+# shortened; commands that would change this environment are dry runs.
 TINY = "train.steps=1 lr_schedule.warmup_steps=0"
 HELD_OUT = (
     "'data.validation={type: video_text, annotations: data/shapes/data.json, num_frames: 8, height: 16,"
@@ -157,7 +157,7 @@ def test_the_config_that_is_explained_is_the_quickstart() -> None:
 
 
 def _differences(part: Any, whole: Any, path: str = "") -> list[str]:
-    """Keys of `part` that `whole` lacks or holds with another value."""
+    """Keys of `part` that are missing in `whole` or have another value."""
     if isinstance(part, dict) and isinstance(whole, dict):
         return [
             fault
@@ -169,8 +169,8 @@ def _differences(part: Any, whole: Any, path: str = "") -> list[str]:
 
 @pytest.fixture(scope="module")
 def small_dit(workspace: Path) -> dict[str, str]:
-    """The example plugin, written from the README and installed where only these tests see it. The
-    variables to set for it."""
+    """Environment variables for the example plugin, which is written from the README and installed for these
+    tests only."""
     for name, text in page.plugin_files(README).items():
         path = workspace / name
         path.parent.mkdir(parents=True, exist_ok=True)

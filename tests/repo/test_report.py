@@ -1,4 +1,4 @@
-"""The quickstart's report: right clips are ok, wrong ones short, and the control tells them from luck."""
+"""The quickstart's report: right clips are ok, wrong ones short, and the control detects chance results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import report  # noqa: E402
 
 @pytest.fixture(scope="module")
 def clips() -> list[np.ndarray]:
-    """What a perfect model would sample for the 32 held-out captions."""
+    """Samples of a perfect model for the 32 held-out captions."""
     scenes = [
         render.draw_scene(render.HELD_OUT[i % len(render.HELD_OUT)], random.Random(i), 16, 8)
         for i in range(32)
@@ -64,7 +64,7 @@ def test_noise_follows_nothing() -> None:
 
 def test_chance_is_how_often_two_captions_agree() -> None:
     prompts = ["a red circle moves left", "a red square moves up", "a blue circle moves up"]
-    # Of the 6 ordered pairs, 2 share the colour and 2 the direction.
+    # Two of the 6 ordered pairs share the colour, two the direction.
     assert report.chance(prompts, "colour") == pytest.approx(2 / 6)
     assert report.chance(prompts, "direction") == pytest.approx(2 / 6)
 

@@ -18,7 +18,7 @@ DEVICE_NAMES = {"cuda", "npu", "nccl", "hccl", "gloo"}
 
 
 def device_names_in(source: str) -> set[str]:
-    """Device and backend names that stand as string constants, f-strings included, docstrings not."""
+    """Device and backend names in string constants, with f-strings but without docstrings."""
     tree = ast.parse(source)
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     found = set()
@@ -96,7 +96,7 @@ def test_no_module_is_longer_than_a_person_reads() -> None:
 
 
 def _sources() -> dict[str, Path]:
-    """Module name -> file, of the core and the plugins of this repository."""
+    """Files of the core and of this repository's plugins, by module name."""
     found = {}
     for package in (PACKAGE, *(ROOT / "plugins").glob("mm_*/mm_*/")):
         for file in package.rglob("*.py"):
@@ -106,7 +106,7 @@ def _sources() -> dict[str, Path]:
 
 
 def _imports(file: Path, modules: Collection[str]) -> set[str]:
-    """The modules that a file imports, in functions too; not those that only annotations name."""
+    """Modules that a file imports, also within functions; without modules used only in annotations."""
     tree = ast.parse(file.read_bytes())
     only_typing = {
         id(inner)
@@ -126,12 +126,13 @@ def _imports(file: Path, modules: Collection[str]) -> set[str]:
 
 
 def _offered(name: str) -> set[str]:
-    """What a room, or a module beside the rooms, lets plugins import; nothing where it does not say."""
+    """Names that plugins may import from a room or a module beside the rooms: its `__all__`, if it has
+    one."""
     return set(getattr(import_module(name), "__all__", ())) if name.count(".") < 2 else set()
 
 
 def test_plugins_and_examples_import_only_what_a_room_offers() -> None:
-    """The public surface of the core: what it keeps for itself may change with any commit."""
+    """The public surface of the core: all other names may change with any commit."""
     files = [*(ROOT / "plugins").glob("mm_*/mm_*/**/*.py"), *(ROOT / "examples").rglob("*.py")]
     names = set()
     for file in files:
@@ -161,7 +162,8 @@ def test_what_a_room_offers_is_there() -> None:
 
 
 def test_tests_stand_in_the_room_of_what_they_test() -> None:
-    """Beside the rooms: whole runs, this repository, trust in code (of many rooms), and what tests share."""
+    """Folders besides the rooms: complete runs, this repository, trust in code (many rooms), shared
+    support."""
     rooms = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
     folders = {path.name for path in (ROOT / "tests").iterdir() if [*path.glob("*.py")]}
     assert folders - rooms == {"runs", "repo", "trust", "support"}

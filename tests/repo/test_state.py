@@ -1,4 +1,4 @@
-"""Which modules of the core keep something between calls, and why."""
+"""Which modules of the core keep state between calls, and why."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ALLOWED = {
     "runtime.leftovers._also": "what is removed after this process",
     "runtime.leftovers._emptied": "what is removed after this process",
 }
-"""Names below mm_core, and why each may keep something. The registry is none: it is a value of the run."""
+"""Names below mm_core with state, each with its reason. The registry is not one: it is a value of the run."""
 
 _CHANGES = {"append", "add", "update", "pop", "setdefault", "clear", "extend", "insert", "remove", "discard"}
 

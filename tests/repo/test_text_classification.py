@@ -1,4 +1,4 @@
-"""examples/text_classification: its README's commands run, and its texts cannot be told by their words."""
+"""examples/text_classification: its README's commands run, and keywords alone do not classify its texts."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_config_checks_and_survives_being_written(make_data, tmp_path):
 
 @pytest.mark.slow
 def test_the_commands_of_the_readme_give_a_report_of_every_row_once(run, workspace, tmp_path):
-    """A quick variant: few rows, few steps; what is installed goes to a folder of this test."""
+    """A quick variant: few rows, few steps; the package is installed into a folder of this test."""
     (block,) = (b for b in blocks(EXAMPLE / "README.md") if b.language == "bash")
     install, data, train, evaluate, report = block.text.splitlines()
     run(f"{install} --quiet --no-deps --no-build-isolation --target {tmp_path / 'site'}")

@@ -1,4 +1,4 @@
-"""What users install: wheels that carry everything they need and nothing else, and leave torch alone."""
+"""Wheels for users contain all required files and no others, and never replace torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks what wheels of this repository carry. Run by .ci/run on wheels of what git tracks, and by tests.
+"""Checks the contents of this repository's wheels. Used by .ci/run, on wheels of tracked files, and by tests.
 
 python tests/repo/wheels.py dist/*.whl
 """
@@ -25,7 +25,7 @@ def project_of(distribution: str) -> Path:
 
 
 def declared_version(project: Path) -> str:
-    """The version that a project's wheel must carry. That of the core is in its source alone."""
+    """The version that a project's wheel must have. The core's version is in its source only."""
     declared = tomllib.loads((project / "pyproject.toml").read_text())
     if "version" not in declared["project"].get("dynamic", []):
         return str(declared["project"]["version"])
@@ -50,7 +50,7 @@ def expected_files(project: Path) -> set[str]:
 
 
 def faults_of(wheel: Path) -> list[str]:
-    """Everything that is wrong with a wheel, in sentences; empty when it is right."""
+    """All errors of a wheel as messages; empty for a correct wheel."""
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         info = next(name.split("/")[0] for name in names if name.endswith(".dist-info/METADATA"))
@@ -82,7 +82,7 @@ def faults_of(wheel: Path) -> list[str]:
 
 
 def main(wheels: list[str]) -> int:
-    """0 when every wheel is right."""
+    """Returns 0 if every wheel is correct, else 1."""
     if not wheels:
         print("usage: python tests/repo/wheels.py WHEEL ...", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""Checkpoints small enough to read, of odd shapes: empty shards, scalars, two dtypes; and what one holds."""
+"""Small checkpoints with odd shapes: empty shards, scalars, two dtypes; and access to their contents."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def make_state(seed: int = 0) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def staged(path: Path) -> Path:
-    """Where this process writes what is to replace a file (mm_core.files.replacing)."""
+    """Path at which this process writes the new version of a file (mm_core.files.replacing)."""
     return path.with_name(f".{path.stem}.tmp-{os.getpid()}{path.suffix}")
 
 
 def tensors(step: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, whole."""
+    """All tensors of a checkpoint, unsharded."""
     metadata = OpenedCheckpoint(step).metadata
     state: dict[str, dict[str, torch.Tensor]] = {}
     for key, entry in metadata.state_dict_metadata.items():
@@ -46,6 +46,6 @@ def tensors(step: Path) -> dict[str, torch.Tensor]:
 
 
 def chosen(store: CheckpointStore, request: str) -> tuple[Path | None, list[CheckpointError]]:
-    """The folder of the checkpoint that `store.open` finds, and the faults of those that it passed over."""
+    """Folder of the checkpoint that `store.open` finds, and the errors of checkpoints that it skipped."""
     checkpoint, faults = store.open(request)
     return None if checkpoint is None else checkpoint.folder, faults

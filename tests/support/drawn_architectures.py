@@ -1,6 +1,6 @@
-"""Small models of architectures that are drawn from the registry of Transformers, by a seed.
+"""Small models of architectures drawn from Transformers' registry with a seed.
 
-usage: drawn_architectures.py     prints which they are, and why others that were drawn are not among them
+usage: drawn_architectures.py     prints the architectures, and why others that were drawn are not among them
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SIZES: tuple[tuple[str, int], ...] = (
 
 
 class Architecture(NamedTuple):
-    """A class of models, and a config of a small one."""
+    """A model class, and the config of a small model."""
 
     kind: Any
     config: Any
@@ -40,12 +40,12 @@ class Architecture(NamedTuple):
         return str(self.kind.__name__)
 
     def make(self) -> Any:
-        """The model as the library begins it, drawn by torch's generator."""
+        """The model with the library's initialisation, drawn with torch's generator."""
         return self.kind._from_config(type(self.config).from_dict(self.config.to_dict()))
 
 
 def small(kind: Any) -> dict[str, Any]:
-    """Options with which a config is of a small model; of the configs in it too."""
+    """Options that make a config, and the configs in it, those of a small model."""
     known = kind()
     options: dict[str, Any] = {}
     for key, value in known.to_dict().items():
@@ -61,7 +61,8 @@ def small(kind: Any) -> dict[str, Any]:
 
 @functools.cache
 def drawn() -> tuple[tuple[Architecture, ...], dict[str, str]]:
-    """(the architectures, what could not be built that was drawn before the last of them: name -> why)."""
+    """The architectures, and the reasons why others drawn before the last of them cannot be built, by
+    name."""
     import torch
     from transformers.models.auto import modeling_auto
 

@@ -1,4 +1,4 @@
-"""What runs have logged."""
+"""Reads logs of runs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 
 def log_of(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl."""
+    """Lines of a run's metrics.jsonl."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def losses(run: Path, key: str = "loss") -> list[float]:
-    """A figure of every step that has it."""
+    """Logged values of a key, for every step that has it."""
     return [row[key] for row in log_of(run) if key in row]

@@ -1,4 +1,4 @@
-"""Conditions on the torch at hand under which tests are skipped."""
+"""Conditions on the installed torch under which tests are skipped."""
 
 from __future__ import annotations
 

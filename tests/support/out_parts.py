@@ -1,5 +1,5 @@
-"""A one-file plugin for tests of import and export: language models of Transformers, and two components
-that a task trains together."""
+"""A one-file plugin for tests of import and export: language models of Transformers, and two components in
+one task."""
 
 from mm_core import Component, hookimpl
 
@@ -72,7 +72,7 @@ def mm_tasks():
 
 
 def model_of(kind: str):
-    """The library's own model."""
+    """A language model of Transformers."""
     import transformers
 
     config, model, options = MODELS[kind]
@@ -84,18 +84,18 @@ def model_of(kind: str):
 
 
 def build(model: str = "bert", second: bool = False):
-    """A task that trains one of the models, or two linear layers beside it."""
+    """A task that trains one of the models, optionally together with two linear layers."""
     from torch import nn
 
     class Wrapped(nn.Module):
-        """As a plugin wraps a library's model: the names below `inner` are the library's."""
+        """A wrapper as in plugins: names below `inner` are the library's."""
 
         def __init__(self) -> None:
             super().__init__()
             self.inner = model_of(model)
 
         def init_weights(self) -> None:
-            """Tables as the library computes them; weights by chance."""
+            """Tables as computed by the library; random weights."""
             import torch
 
             with torch.device("cpu"):
@@ -110,7 +110,7 @@ def build(model: str = "bert", second: bool = False):
 
 
 def large(layers: int, width: int):
-    """Many matrices of one size."""
+    """A task with many matrices of one size."""
     from torch import nn
 
     return _task({"net": nn.Sequential(*[_linear(width, width) for _ in range(layers)])})
@@ -141,6 +141,6 @@ def _task(parts):
                 self.add_module(name, part)
 
         def check(self, batch_spec) -> None:
-            """Anything fits."""
+            """Accepts any batch."""
 
     return Parts()

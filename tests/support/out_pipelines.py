@@ -1,5 +1,6 @@
-"""A one-file plugin for tests of pipelines: a task that wraps a transformer of Diffusers, and a component of
-two that lie in folders of their own."""
+"""A one-file plugin for tests of pipelines: a task that wraps a transformer of Diffusers, and a component
+with
+two models in separate folders."""
 
 from mm_core import Component, hookimpl
 
@@ -29,14 +30,14 @@ def mm_weight_formats():
 
 
 def transformer(**options):
-    """LTX-Video's own transformer, small."""
+    """A small transformer of LTX-Video."""
     from diffusers import LTXVideoTransformer3DModel
 
     return LTXVideoTransformer3DModel(**(TRANSFORMER | options))
 
 
 def ltx(beside: bool = False):
-    """Trains the transformer of an LTXPipeline below a wrapper of its own; and another model beside it."""
+    """A task that trains the transformer of an LTXPipeline in a wrapper, optionally with another model."""
     return _task(
         {"predictor": _around(inner=transformer())}
         | ({"control": _around(inner=transformer())} if beside else {})
@@ -44,7 +45,7 @@ def ltx(beside: bool = False):
 
 
 def experts(parts: tuple[str, ...] = ("high", "low"), layers: int = 1):
-    """Trains two transformers as one component, or one of them."""
+    """A task that trains two transformers as one component, or one of them."""
     return _task({"predictor": _around(**{part: transformer(num_layers=layers) for part in parts})})
 
 
@@ -78,14 +79,15 @@ def _task(components):
                 self.add_module(name, component)
 
         def check(self, batch_spec) -> None:
-            """Anything fits."""
+            """Accepts any batch."""
 
     return Task()
 
 
 class Folders:
-    """Diffusers' folders, one for each child of a component that has `high` or `low`. `low` may be absent
-    where its model says so."""
+    """A weight format with one Diffusers folder for each child (`high`, `low`) of a component. `low` is
+    optional
+    if the model says so."""
 
     def __init__(self) -> None:
         from mm_core.weights.formats.libraries import Diffusers
@@ -102,7 +104,7 @@ class Folders:
         return self._inner.open(path, folder)
 
     def layout(self, name, component):
-        """A layout for each part: its keys are those of the part alone."""
+        """One layout for each part, with the keys of that part."""
         from dataclasses import replace
 
         return [

@@ -1,4 +1,4 @@
-"""Takes a Markdown page apart: its code blocks, and what each is said to be."""
+"""Reads the code blocks of a Markdown page, with their markers and file names."""
 
 from __future__ import annotations
 
@@ -13,8 +13,14 @@ _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block. marker: the `<!-- kind: name -->` comment above it. file: the path in backticks
-    that begins the paragraph above it."""
+    """A fenced code block.
+
+    Attributes:
+        language: language after the fence.
+        text: content.
+        marker: content of a comment `<!-- kind: name -->` above it.
+        file: path in backticks at the start of the paragraph above it.
+    """
 
     language: str
     text: str
@@ -36,7 +42,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def plugin_files(page: Path) -> dict[str, str]:
-    """Path -> content of the example plugin and its config."""
+    """Contents of the example plugin and its config, by path."""
     return {
         block.file: block.text
         for block in blocks(page)

@@ -1,4 +1,4 @@
-"""Run by each rank: optimizers, EMA, warm start and a fault in sharded weights; rank 0 writes what came out.
+"""A script for ranks: optimizers, EMA, warm start and an error in sharded weights; rank 0 writes the results.
 
 usage: parts_ranks.py OUT (muon | ema | warm SOURCE | parameter)
 """
@@ -43,7 +43,7 @@ def make(optimizer) -> tuple[Task, FSDP2Engine]:
 
 
 def use_muon() -> dict[str, torch.Tensor]:
-    """Four updates with gradients that are given: the same on any number of ranks."""
+    """Four updates with given gradients: the same on any number of ranks."""
     settings = dataclasses.asdict(MuonConfig(lr=0.02, adamw_for=("predictor.last",)))
     _, engine = make(lambda groups: muon(groups, **settings))
     parameters = dict(engine.named_parameters())
@@ -58,7 +58,7 @@ def use_muon() -> dict[str, torch.Tensor]:
 
 
 def use_ema() -> dict[str, torch.Tensor]:
-    """Training with an evaluation under the average in the middle."""
+    """Training, with an evaluation of the averaged weights in the middle."""
     settings = dataclasses.asdict(AdamWConfig(lr=1e-2))
     task, engine = make(lambda groups: adamw(groups, **settings))
     parameters = dict(engine.named_parameters())
@@ -66,7 +66,7 @@ def use_ema() -> dict[str, torch.Tensor]:
     inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(3))
     found: dict[str, torch.Tensor] = {}
     for step in range(1, 6):
-        # Every rank sees the whole batch, so that a step is the same on any number of ranks.
+        # Every rank receives the complete batch, so that a step is the same on any number of ranks.
         engine.micro_step(lambda: Loss(task.predictor(inputs).square().sum(), 1.0), last=True, scale=1.0)
         engine.step(engine.grad_norm(), None)
         ema.update(step)
@@ -85,7 +85,7 @@ def use_ema() -> dict[str, torch.Tensor]:
     for name, shadow in shadows.items():
         assert isinstance(shadow, DTensor) and shadow.placements == parameters[name].placements
         assert shadow.to_local().shape == parameters[name].to_local().shape
-    # Through a checkpoint of another world size, if one lies there.
+    # With a checkpoint of another world size, if there is one.
     folder = Path(sys.argv[1]).with_name("ema_checkpoint")
     if folder.exists():
         other = EMA(parameters, EMASection(decay=0.9))
@@ -97,7 +97,7 @@ def use_ema() -> dict[str, torch.Tensor]:
 
 
 def use_match() -> dict[str, torch.Tensor]:
-    """Weights that each rank reads its shard of."""
+    """Weights of which each rank reads its own shard."""
     _, engine = make(lambda groups: adamw(groups, **dataclasses.asdict(AdamWConfig())))
     model = engine.state_dict()["model"]
     init = InitFromSection(path=sys.argv[3], prefixes={"net": "predictor"})
@@ -108,7 +108,7 @@ def use_match() -> dict[str, torch.Tensor]:
 
 
 def use_bad_parameter() -> list[list[str]]:
-    """A weight that is not finite in the shard of rank 1: what each rank says of the step."""
+    """A weight that is not finite in the shard of rank 1: reports of all ranks on the step."""
     task, engine = make(lambda groups: adamw(groups, **dataclasses.asdict(AdamWConfig())))
     weight = dict(engine.named_parameters())["predictor.last.weight"]
     if dist.get_rank() == 1:

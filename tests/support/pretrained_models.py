@@ -1,4 +1,4 @@
-"""Tiny models of Transformers in folders, and the YAML of runs of them."""
+"""Tiny models of Transformers in folders, and YAML configs of their runs."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
 
 
 def batch_of(dataset: Any, rows: range, last: float = 0.0) -> Any:
-    """Rows of a dataset; number 11 weighs `last`."""
+    """A batch of rows from a dataset; row 11 has the weight `last`."""
     from mm_core.contracts import SampleKey
 
     samples = [
@@ -95,7 +95,7 @@ def save_model(name: str, folder: Path) -> Path:
 
     config, model, options, _, _ = MODELS[name]
     torch.manual_seed(0)
-    with torch.device("cpu"), torch.no_grad():  # also where a test is about to build on meta
+    with torch.device("cpu"), torch.no_grad():  # also for tests that build on the meta device
         made = getattr(transformers, model)(getattr(transformers, config)(**options))
         for parameter in made.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -104,7 +104,7 @@ def save_model(name: str, folder: Path) -> Path:
 
 
 def save_words(folder: Path) -> None:
-    """A tokenizer of the models' 48 tokens beside a model: `w3` is token 3."""
+    """Writes a tokenizer for the models' 48 tokens into a model's folder: `w3` is token 3."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -120,7 +120,7 @@ def save_words(folder: Path) -> None:
 
 
 def run_config(name: str, model: Path, folder: Path, case: str = "", **changes: Any) -> Path:
-    """The YAML of a run: 12 rows a step in micro-batches of 2, checkpoints at 2 and 4."""
+    """Writes the YAML of a run: 12 rows per step in micro-batches of 2, checkpoints at steps 2 and 4."""
     _, _, _, auto_class, kind = MODELS[name]
     document: dict[str, Any] = {
         "run": {"name": name, "dir": str(folder / "runs")},

@@ -1,4 +1,4 @@
-"""Runs a script as several real ranks on gloo, without a launcher: for tests of the engine and loop."""
+"""Runs a script on several real gloo ranks without a launcher, for tests of engine and loop."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Site:
         version: str = "1.0",
         requires: Sequence[str] = ("mm-core>=0.1,<0.2",),
     ) -> None:
-        """Lays out a distribution as pip would."""
+        """Writes a distribution as pip would."""
         info = self.folder / f"{distribution.replace('-', '_')}-{version}.dist-info"
         info.mkdir()
         lines = ["Metadata-Version: 2.4", f"Name: {distribution}", f"Version: {version}"]
@@ -48,7 +48,7 @@ class Site:
             self.module(name, source)
 
     def module(self, name: str, source: str) -> None:
-        """Writes module `a.b`, its packages included."""
+        """Writes a module such as `a.b`, with its packages."""
         *packages, last = name.split(".")
         folder = self.folder
         for package in packages:
@@ -58,13 +58,13 @@ class Site:
         (folder / f"{last}.py").write_text(source)
 
     def plugin(self, name: str, source: str, **details: object) -> None:
-        """A distribution `mm-<name>` whose plugin module is `mm_<name>.plugin`."""
+        """Writes a distribution `mm-<name>` with the plugin module `mm_<name>.plugin`."""
         package = f"mm_{name}"
         modules = {f"{package}.plugin": source}
         self.add(f"mm-{name}", {name: f"{package}.plugin"}, modules, **details)  # type: ignore[arg-type]
 
     def good(self, name: str, **details: object) -> None:
-        """A plugin with the predictor `dit`, whose model and config exist."""
+        """Writes a correct plugin with the predictor `dit`, its model and its config."""
         self.plugin(name, PREDICTOR.format(package=f"mm_{name}"), **details)
         self.module(
             f"mm_{name}.model", "class DiT:\n    def __init__(self, depth):\n        self.depth = depth\n"
@@ -76,16 +76,16 @@ class Site:
         )
 
     def registry(self, *local: str) -> Registry:
-        """What a fresh process would find."""
+        """The registry that a new process would build."""
         importlib.invalidate_caches()
         clear_cache()
         return get_registry(local)
 
     def run(self, *command: str, anew: bool = True, **environ: str) -> subprocess.CompletedProcess[str]:
-        """`python ...` in a process of its own that sees this site."""
+        """Runs `python ...` in a new process with this site on its path."""
         path = os.pathsep.join(filter(None, [str(self.folder), os.environ.get("PYTHONPATH")]))
         return warm.run(command, env={**os.environ, "PYTHONPATH": path, **environ}, timeout=60, anew=anew)
 
     def mm(self, *arguments: str, anew: bool = False, **environ: str) -> subprocess.CompletedProcess[str]:
-        """`mm ...` in a process of its own."""
+        """Runs `mm ...` in a new process with this site on its path."""
         return self.run("-m", "mm_core.cli.main", *arguments, anew=anew, **environ)

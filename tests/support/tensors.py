@@ -1,4 +1,4 @@
-"""Tensors of shards and of files, whole and compared."""
+"""Gathers sharded tensors, reads tensors from files, and compares them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of all shards together. A collective where there are several."""
+    """A copy of the unsharded tensor. A collective if there are several shards."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
@@ -32,5 +32,5 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def close(one: torch.Tensor, other: torch.Tensor) -> None:
-    """Asserts that two computations differ by rounding alone."""
+    """Asserts that two results differ only by rounding."""
     assert (one - other).abs().max() < 1e-5 * max(1.0, float(other.abs().max()))

@@ -1,4 +1,4 @@
-"""The task text_to_video with a predictor that is computed by hand, and batches for it."""
+"""The task text_to_video with a predictor simple enough to compute by hand, and batches for it."""
 
 from __future__ import annotations
 

@@ -11,10 +11,15 @@ def mm_datasets():
 
 
 class TokenRows:
-    """kind: `tokens` (labels are the ids, the first third not learnt), `classes`, `numbers`, `marks` (several
-    yes or no) or `images` (tokens with two small images a row, as Qwen-VL's processor gives them). segments:
-    batches whose first row has an odd number have these among their inputs.
-    broken: a row that cannot be read."""
+    """A dataset of token ids for the task `pretrained`.
+
+    Args:
+        kind: `tokens` (labels are the ids, without the first third), `classes`, `numbers`, `marks`
+        (several yes or
+            no) or `images` (tokens with two small images per row, in the format of Qwen-VL's processor).
+        segments: inputs added to batches whose first row has an odd number.
+        broken: number of a row that cannot be read.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Parts of a run that validates: clips of noise, a config, and a sharded task with its average."""
+"""Parts of a run with validation: clips of noise, a config, and a sharded task with averaged weights."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ CONFIG = {
 
 
 class Clips:
-    """Clips of noise and captions, by row; `broken` ones cannot be read. Counts what is read."""
+    """A dataset of noise clips and captions; rows in `broken` cannot be read. Counts the rows that were
+    read."""
 
     def __init__(self, rows: int, broken: tuple[int, ...] = ()) -> None:
         self.rows, self.broken, self.reads = rows, broken, Counter()
@@ -84,7 +85,7 @@ def write_config(folder: Path, **sections) -> Path:
 
 
 class Parts:
-    """A sharded task whose weights are no longer those of its seed, its average, and a validator's maker."""
+    """A sharded task with changed weights, its averaged weights, and a factory for its validator."""
 
     def __init__(self, path: Path) -> None:
         self.config = load_config(path)
@@ -132,6 +133,6 @@ def like(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def stops_at(count: int):
-    """A request to stop that is seen at the `count`-th look."""
+    """A stop request that is visible from the `count`-th check on."""
     looks = iter(range(1, 10_000))
     return lambda: next(looks) >= count
