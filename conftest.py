@@ -2,6 +2,7 @@
 train with is not recorded in the home of whoever runs them. The cases that run at night are those of
 tests/README.md."""
 
+import gc
 import os
 import re
 from pathlib import Path
@@ -25,17 +26,33 @@ def state_home(tmp_path_factory):
         os.environ["XDG_STATE_HOME"] = before
 
 
-AT_NIGHT = re.compile(r"^\| `([^`|]+::[^`|]+)` \|", re.MULTILINE)
-"""The cases in the table of tests/README.md."""
+TABLES = Path(__file__).parent / "tests/README.md"
 
 
 def pytest_collection_modifyitems(config, items):
-    cases = set(AT_NIGHT.findall((Path(__file__).parent / "tests/README.md").read_text(encoding="utf-8")))
-    found = [item for item in items if item.nodeid in cases]
-    for item in found:
-        item.add_marker(pytest.mark.nightly)
-    files = {item.nodeid.partition("::")[0] for item in items}
-    chosen = any("::" in argument for argument in config.args)  # else files are collected whole
-    gone = {case for case in cases - {item.nodeid for item in found} if case.partition("::")[0] in files}
-    if gone and not chosen:
-        raise pytest.UsageError(f"tests/README.md lists cases that are not there: {', '.join(sorted(gone))}")
+    """Marks the cases in the tables of tests/README.md `nightly`, and `slow`."""
+    _, nights, slow = re.split(
+        r"^## .*(?:night|are slow)$", TABLES.read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
+    rows = [re.findall(r"`([^`]+)`", line) for line in slow.splitlines() if line.startswith("| `")]
+    kept = {function: {function + case for case in cases if case[0] == "["} for function, *cases in rows}
+    at_night = set(re.findall(r"^\| `([^`]+)`", nights, re.MULTILINE))
+    seen = set()
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        seen |= {item.nodeid, function}
+        if item.nodeid in at_night:
+            item.add_marker(pytest.mark.nightly)
+        if function in kept and item.nodeid not in kept[function]:
+            item.add_marker(pytest.mark.slow)
+    files = {case.partition("::")[0] for case in seen}
+    listed = at_night.union(kept, *kept.values())
+    gone = sorted(case for case in listed - seen if case.partition("::")[0] in files)
+    if gone and not any("::" in argument for argument in config.args):  # else files are not collected whole
+        raise pytest.UsageError(f"tests/README.md lists cases that are not there: {', '.join(gone)}")
+
+
+def pytest_collection_finish(session):
+    """What has been imported until here stays: the collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
