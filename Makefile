@@ -18,7 +18,7 @@ DOCS_STAMP := $(VENV)/.installed-docs
 PAGE_SCRIPTS := $(wildcard docs/generate_*.py)
 PROJECTS := pyproject.toml $(wildcard plugins/*/pyproject.toml)
 
-.PHONY: help venv train test slow nightly lint format types bench pages check-pages docs changes
+.PHONY: help venv train test slow nightly cover lint format types bench pages check-pages docs changes
 .DEFAULT_GOAL := help
 
 ## help: this list
@@ -51,9 +51,13 @@ test: $(STAMP)
 slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow and not nightly" -n $(TEST_JOBS) --dist loadfile
 
-## nightly: the tests that take minutes each
-nightly: $(STAMP)
-	$(BIN)/python -m pytest -m nightly --durations=0
+## nightly: every test with the oldest and the newest torch, and the benchmarks, in environments built from nothing
+nightly:
+	.ci/nightly
+
+## cover: the fast tests, and how much of mm_core and the plugins they run
+cover: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow" --cov=mm_core --cov=plugins --cov-report=term:skip-covered
 
 ## lint: ruff, mypy --strict and the import contracts
 lint: $(STAMP)
