@@ -1,4 +1,4 @@
-"""Files and folders that are written completely or not at all, and removal of what dead processes left."""
+"""Files and output folders that are written completely or not at all; what dead processes left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples: annotations, reading and writing images and video, transforms, sampler, loader, skip ledger.
+"""Samples: annotations, reading and writing images and clips, transforms, sampler, loader, workers.
 
 The names below are for plugins; each name imports its module when it is first used.
 """

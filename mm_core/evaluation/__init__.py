@@ -1,4 +1,4 @@
-"""Evaluation on held-out samples: losses, metrics, predictions, and clips sampled during training."""
+"""Evaluation on held-out samples while training: settings, losses, metrics, predictions, sampled clips."""
 
 from mm_core.evaluation.metrics.classes import F1, Accuracy, Perplexity, f1_score
 from mm_core.evaluation.metrics.needs import needed_outputs, needed_texts

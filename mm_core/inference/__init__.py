@@ -1,1 +1,1 @@
-"""A stored run at work: opening it to sample clips, to answer prompts, to evaluate a checkpoint."""
+"""A stored run at work: opening it, sampling clips, answering prompts, evaluating a checkpoint."""

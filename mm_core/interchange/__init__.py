@@ -1,1 +1,1 @@
-"""Weights in and out: exporting, importing, listing and comparing the weights files of other libraries."""
+"""Commands on weights: planning and writing an export, importing, listing and comparing."""

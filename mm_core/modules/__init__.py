@@ -1,1 +1,1 @@
-"""Edits to modules: path patterns, freezing, tying, casting, initialisation, adapter layers, FLOPs."""
+"""Edits to any module: path patterns, freezing, tying, casting, recorded initialisation, FLOPs."""

@@ -1,1 +1,1 @@
-"""The processes of a run: ranks, agreement and errors among them, launching, signals, watchdog, output."""
+"""The processes of a run: ranks, their groups and meshes, agreement, launching, signals, watchdog, output."""

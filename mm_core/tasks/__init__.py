@@ -1,1 +1,1 @@
-"""Tasks: what a training step computes, from inputs to logits and losses; generating words and clips."""
+"""Tasks: what a step computes, from checked inputs and clip sizes to logits and losses; generation."""

@@ -1,4 +1,4 @@
-"""Weights on disk: formats, key maps, pipelines, adapter files, streaming tensors into shards."""
+"""Weights files of other libraries and adapters: formats, key maps, aliases, LoRA layers and scales."""
 
 from mm_core.weights.fitting import Fit, best_layout, candidate_layouts, fit, formats_of, no_layout_error
 from mm_core.weights.formats.composed import composed
