@@ -171,4 +171,4 @@ def test_ranks_whose_batches_have_other_inputs_end_before_they_wait_for_one_anot
     path = models.run_config("bert_classes", folder, tmp_path, data=data, train=batches)
     done = mm("train", "--config", path, "--nproc", 2)
     sentence = "the batches of rank 0 and rank 1 have different inputs: only one rank has token_type_ids"
-    assert done.code != 0 and sentence in done.err and "a blank image, say" in done.err
+    assert done.code != 0 and sentence in done.err and "a blank image, for example" in done.err
