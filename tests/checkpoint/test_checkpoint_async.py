@@ -229,7 +229,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_by_name(kind, make, state, e
     store.begin(1, [newest])
     assert steps(store) == {1}
     (aside,) = store.folder.glob("step_00000002.damaged-*")
-    assert aside.is_dir(), "what is damaged is put aside, not deleted"
+    assert aside.is_dir(), "a damaged checkpoint is quarantined, not deleted"
     store.save(2, state, {}, CONFIG)
     store.wait()
     assert steps(store) == {1, 2}

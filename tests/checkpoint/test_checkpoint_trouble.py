@@ -112,7 +112,7 @@ def test_an_error_does_not_wait_for_what_else_the_thread_does(store):
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES, errno.EMFILE])
 @pytest.mark.parametrize("name", ["facts.json", "checksums.json", "__0_0.distcp"])
 def test_a_file_that_cannot_be_read_now_is_no_damage(name, number, path, store, state, monkeypatch):
-    """Neither passed over for an older checkpoint nor put aside: it is whole when the disk answers again."""
+    """The checkpoint is neither skipped nor quarantined: it is complete when the disk responds again."""
     newer = store.save(2, state, {}, CONFIG)
     store.wait()
     with monkeypatch.context() as patched:

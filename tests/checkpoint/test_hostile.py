@@ -47,7 +47,7 @@ def sign(tmp_path) -> Path:
 
 
 def forge(path: Path, name: str, content: bytes) -> None:
-    """Replaces a file and mends the checksums, as an attacker would."""
+    """Replaces a file and fixes the checksums, as an attacker would."""
     (path / name).write_bytes(content)
     document = json.loads((path / "checksums.json").read_text())
     document["files"][name] = {"size": len(content), "crc32": f"{zlib.crc32(content):08x}"}

@@ -95,9 +95,10 @@ def test_the_environment_variables_that_the_core_reads_are_documented() -> None:
     assert read and read <= written
 
 
-def test_the_page_on_launching_knows_the_signals_and_the_exit_code_of_a_stop() -> None:
+def test_the_page_on_launching_names_the_signals_and_links_to_the_exit_codes() -> None:
     text = (DOCS / "launching.md").read_text()
-    assert f"| {STOPPED} | saved and stopped on request" in text
+    assert "(ranks.md#exit-codes)" in text
+    assert f"| {STOPPED} | saved and stopped on request" in (DOCS / "ranks.md").read_text()
     assert {signal.name for signal in SIGNALS} <= set(re.findall(r"SIG[A-Z]+\d?", text))
 
 

@@ -1,4 +1,4 @@
-"""Validation in real runs of two ranks: stored runs repeat its figures and clips; signals are heard in it."""
+"""Validation in real runs of two ranks: stored runs repeat its figures and clips; signals are handled."""
 
 from __future__ import annotations
 

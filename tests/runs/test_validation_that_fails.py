@@ -55,8 +55,8 @@ def test_the_step_is_saved_and_validated_when_the_run_goes_on(asynchronous, best
     facts = open_checkpoint(run).facts
     assert facts["evaluated"] is False and facts["metrics"] == {}
 
-    mended = config_of(tiny, tmp_path, {}, **checkpoint)
-    assert main(["train", "--config", str(mended)]) == 0
+    fixed = config_of(tiny, tmp_path, {}, **checkpoint)
+    assert main(["train", "--config", str(fixed)]) == 0
     assert checkpoints(run) == ["step_00000002", "step_00000004"] and validated(run) == [2, 4]
     losses = {row["step"]: row["validation/loss"] for row in read_metrics(run) if "validation/loss" in row}
     for step, loss in losses.items():
