@@ -53,6 +53,14 @@ def test_only_one_room_names_devices_and_backends() -> None:
     assert set().union(*own) >= {"cuda", "npu", "gloo"}
 
 
+def test_a_launcher_that_waits_for_its_ranks_holds_no_torch() -> None:
+    """It stays in memory for as long as the run lasts, and starts before torch could be imported."""
+    names = [f"mm_core.runtime.launch.{file.stem}" for file in (PACKAGE / "runtime/launch").glob("[a-z]*.py")]
+    code = f"import sys, {', '.join(names)}\nassert 'torch' not in sys.modules"
+    assert len(names) > 4
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
 def test_no_docstring_that_ships_is_unwritten() -> None:
     files = [*PACKAGE.rglob("*.py"), *(ROOT / "plugins").glob("mm_*/mm_*/**/*.py")]
     nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
