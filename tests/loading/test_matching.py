@@ -245,7 +245,7 @@ def test_another_shape_is_refused_unless_it_is_left_out(tmp_path):
     assert begin(path, task(), exclude=("predictor.last.bias",)).skipped == ("predictor.last.bias",)
 
 
-def test_the_likely_prefix_is_the_one_that_mends_most():
+def test_the_likely_prefix_is_the_one_that_fits_most_names():
     missing = ["net.blocks.0.w", "net.blocks.1.w", "net.head.w"]
     assert likely_prefix(missing, ["blocks.0.w", "blocks.1.w", "tail.w"]) == ("", "net", 2)
     assert likely_prefix(missing, ["other"]) is None

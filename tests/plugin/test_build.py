@@ -56,7 +56,7 @@ class Buggy:
         raise TypeError("a bug in the component")
 
 
-class WithWidth:
+class Sized:
     def __init__(self, width):
         self.width = width
 
@@ -79,7 +79,7 @@ def mm_autoencoders():
     config = __name__ + ":LeafConfig"
     yield Component(name="leaf", target=__name__ + ":Leaf", config=config)
     yield Component(name="buggy", target=__name__ + ":Buggy", config=config)
-    yield Component(name="with_width", target=__name__ + ":WithWidth", config=config)
+    yield Component(name="width", target=__name__ + ":Sized", config=config)
     yield Component(name="typed", target=__name__ + ":Typed")
     yield Component(name="no_module", target="mm_parts.nowhere:Leaf")
     yield Component(name="needs", target="mm_parts.needy:Leaf")
@@ -151,11 +151,11 @@ def test_a_reference_of_another_kind_is_refused(parts: Registry) -> None:
 
 def test_a_call_that_does_not_fit_names_the_component_and_the_signature(parts: Registry) -> None:
     with pytest.raises(ContractError) as caught:
-        build("autoencoder", ComponentConfig("autoencoder", "parts/with_width"))
+        build("autoencoder", ComponentConfig("autoencoder", "parts/width"))
     assert str(caught.value) == (
-        "plugin 'parts', autoencoder 'parts/with_width': the target cannot be called with its config's fields: "
+        "plugin 'parts', autoencoder 'parts/width': the target cannot be called with its config's fields: "
         "missing a required argument: 'width'\n"
-        "  accepted: WithWidth(width)\n"
+        "  accepted: Sized(width)\n"
         "  hint: the fields of config= and the parameters of target= must have the same names"
     )
 
