@@ -111,7 +111,7 @@ def test_a_signal_saves_at_the_end_of_the_step(endless, tmp_path, nproc, number)
     ended = running.end()
     assert ended.code == 75, ended.err
     assert f"stopped by {number.name} after step" in ended.out and "Traceback" not in ended.err
-    assert f"mm: {number.name}: saves after this step and ends" in ended.err
+    assert f"mm: {number.name} received: saving after this step, then stopping" in ended.err
     assert _saved_at_its_last_step(tmp_path / "tiny")
 
 

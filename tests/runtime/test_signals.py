@@ -34,7 +34,7 @@ def test_every_rank_saves_and_the_code_says_so(stoppable, number):
     assert ended.code == STOPPED
     for rank in (0, 1):
         assert f"rank {rank} saved after {number.name}\n" in ended.out
-    assert ended.err.count("saves after this step and ends") == 1 and "error" not in ended.err
+    assert ended.err.count("saving after this step, then stopping") == 1 and "error" not in ended.err
 
 
 @pytest.mark.slow
