@@ -1,4 +1,4 @@
-"""The built-in callback `command`: tells somebody outside, by a program of the user's."""
+"""The built-in callback `command`: runs a user command on run events."""
 
 from __future__ import annotations
 
@@ -17,15 +17,20 @@ from mm_core.runtime.ranks import Ranks
 _logger = logging.getLogger(__name__)
 
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that would make a rank of this run of an `mm` command, and let it wait for others."""
+"""Variables that would turn an `mm` command into a rank of this run, waiting for the other ranks."""
 
 
 class Command(Callback):
-    """Runs a command at chosen events, on rank 0, and waits until it is done.
+    """Runs a user command on chosen run events, on rank 0, and waits until it ends.
 
-    Its environment holds MM_EVENT, MM_RUN_DIR, MM_STEP; MM_PATH (of what was saved or sampled), MM_ERROR
-    (of a run that failed), and MM_METRIC_LOSS and the like, of the latest figures; it is no rank. A command
-    that fails is warned of and ends nothing. Fields are those of `CommandConfig`.
+    Its environment contains MM_EVENT, MM_RUN_DIR and MM_STEP, also MM_PATH (what was saved or sampled),
+    MM_ERROR (if the run failed) and the latest metrics (MM_METRIC_LOSS ...). A command that fails is a
+    warning; the run goes on.
+
+    Args:
+        run: program and arguments.
+        events: events that start the program.
+        timeout: most seconds that the program may take.
     """
 
     def __init__(
@@ -67,14 +72,17 @@ class Command(Callback):
     def _run(self, event: str, step: int, **more: str) -> None:
         if event not in self._events or Ranks.current().rank != 0:
             return
-        told = {"MM_EVENT": event, "MM_RUN_DIR": self._run_dir, "MM_STEP": str(step), **self._metrics, **more}
+        variables = {"MM_EVENT": event, "MM_RUN_DIR": self._run_dir, "MM_STEP": str(step)}
+        variables = {**_own_environment(), **variables, **self._metrics, **more}
         try:
-            code, said = execute(self._command, {**_own_environment(), **told}, self._timeout)
+            code, output = execute(self._command, variables, self._timeout)
         except (OSError, ValueError, subprocess.TimeoutExpired) as fault:
-            _logger.warning("callback command at %s: %s", event, fault)
+            _logger.warning("callback command at %s failed: %s", event, fault)
             return
         if code:
-            _logger.warning("callback command at %s ended with exit code %d: %s", event, code, said)
+            _logger.warning(
+                "callback command at %s ended with exit code %d: %s", event, code, output or "no output"
+            )
 
 
 def _own_environment() -> dict[str, str]:
@@ -83,8 +91,19 @@ def _own_environment() -> dict[str, str]:
 
 
 def execute(command: Sequence[str], environment: Mapping[str, str], timeout: float) -> tuple[int, str]:
-    """A command's exit code and the end of what it wrote. It hears no signal that is meant for the run;
-    after `timeout` it is killed, with all that it started, and TimeoutExpired raised."""
+    """Runs a callback's command; returns its exit code and the last 300 characters of its output.
+
+    The command runs in its own session, so signals sent to the run do not reach it.
+
+    Args:
+        command: program and arguments.
+        environment: its environment variables.
+        timeout: seconds after which it is killed, with every process that it started.
+
+    Raises:
+        subprocess.TimeoutExpired: the command took longer than `timeout`.
+        OSError: the program cannot be started.
+    """
     with subprocess.Popen(
         list(command),
         env=dict(environment),
@@ -96,9 +115,9 @@ def execute(command: Sequence[str], environment: Mapping[str, str], timeout: flo
         start_new_session=True,
     ) as process:
         try:
-            said, _ = process.communicate(timeout=timeout)
+            output, _ = process.communicate(timeout=timeout)
         except BaseException:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             raise
-    return process.returncode, said.strip()[-300:]
+    return process.returncode, output.strip()[-300:]

@@ -1,9 +1,8 @@
-"""Operations of a step, counted once with torch.utils.flop_counter while a first micro-batch goes forward.
+"""FLOPs of a training step, counted once with torch.utils.flop_counter in the first forward.
 
-A multiplication and an addition are two operations; what is not a matrix product, a convolution or
-attention counts for nothing, as is usual for MFU (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311,
-appendix B). The backward of a trained module is taken as twice its forward; what is recomputed in
-backward is no useful work and is not counted.
+A multiplication and an addition are two FLOPs; only matrix products, convolutions and attention are
+counted, as is usual for MFU (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B). The
+backward of a trained module counts as twice its forward; what the backward recomputes is not counted.
 """
 
 from __future__ import annotations
@@ -21,22 +20,32 @@ from mm_core.runtime.ranks import gather_rows
 from mm_core.telemetry.window import Gather
 
 _FORWARD_AND_BACKWARD = 3
+"""FLOPs of forward and backward together, in forwards."""
+
+_ATTENTION = (  # scaled_dot_product_attention on CPU and on out-of-tree devices: torch has no formula
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    torch.ops.aten._scaled_dot_product_fused_attention_overrideable,
+)
 
 
 @dataclass(frozen=True)
 class CountedFlops:
-    """FLOPs of one step over all ranks. trained: forward and backward of what is trained. encode:
-    what prepares its inputs (frozen encoders)."""
+    """FLOPs of one training step over all ranks.
+
+    Attributes:
+        trained: forward and backward of the trained modules.
+        encode: encoding of their inputs (frozen encoders).
+    """
 
     trained: float
     encode: float
 
 
 class ForwardFlops:
-    """Counts the first micro-batch that runs within `counting()`, and nothing after it.
+    """Counts the FLOPs of the first micro-batch that runs within `counting()`, and of no later one.
 
-    The loop enters phases as always: what runs in `encode` is counted apart from what runs in
-    `forward_backward`. Only the forward may run within; every rank counts its own micro-batch.
+    FLOPs of the phases `encode` and `forward_backward` are counted separately. Only the forward may run
+    within `counting()`; every rank counts its own micro-batch.
     """
 
     def __init__(self) -> None:
@@ -47,12 +56,12 @@ class ForwardFlops:
 
     @property
     def counted(self) -> bool:
-        """Whether a micro-batch was counted."""
+        """Whether the FLOPs of a micro-batch have been counted."""
         return self._counted is not None
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Around the encoding and the forward of a micro-batch; costs nothing but the first time."""
+        """A context that counts the FLOPs of encoding and forward; it costs nothing after the first time."""
         if self.counted:
             yield
             return
@@ -66,13 +75,19 @@ class ForwardFlops:
             self._mode = None
 
     def enter(self, phase: str) -> None:
-        """A phase begins: what was counted before `forward_backward` was encoding."""
+        """Begins a phase of a step: FLOPs counted before `forward_backward` are those of encoding."""
         if self._mode is not None and phase == "forward_backward":
             self._encode = self._mode.get_total_flops()
 
     def of_step(self, accumulation: int, gather: Gather = gather_rows) -> CountedFlops | None:
-        """The FLOPs of a step of `accumulation` micro-batches a rank, each as the one that was
-        counted. Called by all ranks; None on all of them where one could not count."""
+        """FLOPs of a training step over all ranks; None if any rank could not count them.
+
+        All ranks must call it.
+
+        Args:
+            accumulation: micro-batches per rank and step; each counts like the counted one.
+            gather: the collective that exchanges the counts.
+        """
         encode, forward = self._counted or (0, 0)
         known = self.counted and not self._faults
         rows = torch.stack(list(gather(_row(encode, forward, known))))
@@ -83,7 +98,7 @@ class ForwardFlops:
 
     @property
     def faults(self) -> Sequence[str]:
-        """Why the FLOPs are not known: what torch's formulas said of the operators they failed on."""
+        """Why the FLOPs are unknown: operators on which torch's formulas failed, with their errors."""
         return tuple(self._faults)
 
 
@@ -92,9 +107,9 @@ def _row(encode: int, forward: int, known: bool) -> Tensor:
 
 
 def _formulas(fault: Callable[[str], None]) -> dict[object, Callable[..., int]]:
-    """torch's formulas and the missing ones, none of which ends the forward that it counts."""
+    """FLOP formulas of torch and the missing ones; a formula that fails does not end the forward."""
 
-    def soft(operator: object, formula: Callable[..., int]) -> Callable[..., int]:
+    def tolerant(operator: object, formula: Callable[..., int]) -> Callable[..., int]:
         def count(*args: object, **kwargs: object) -> int:
             try:
                 return formula(*args, **kwargs)
@@ -102,20 +117,20 @@ def _formulas(fault: Callable[[str], None]) -> dict[object, Callable[..., int]]:
                 fault(f"{operator}: {type(error).__name__}: {error}")
                 return 0
 
-        count._get_raw = True  # type: ignore[attr-defined]  # the formula takes tensors, as those of torch
+        count._get_raw = True  # type: ignore[attr-defined]  # the formula takes tensors, like those of torch
         return count
 
     ours = dict.fromkeys(_ATTENTION, _attention)
-    return {operator: soft(operator, formula) for operator, formula in {**flop_registry, **ours}.items()}
+    return {operator: tolerant(operator, formula) for operator, formula in {**flop_registry, **ours}.items()}
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:
-    """query[...,S,D], key[...,L,D], value[...,L,V]: scores and their product with the values."""
+    """FLOPs of attention: the scores and their product with the values.
+
+    Args:
+        query: [..., S, D].
+        key: [..., L, D].
+        value: [..., L, V].
+    """
     queries, width = query.shape[-2:]
     return 2 * math.prod(query.shape[:-2]) * queries * key.shape[-2] * (width + value.shape[-1])
-
-
-_ATTENTION = (  # scaled_dot_product_attention on CPU and on out-of-tree devices: torch has no formula
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
-    torch.ops.aten._scaled_dot_product_fused_attention_overrideable,
-)

@@ -11,18 +11,18 @@ from torch import Tensor
 from mm_core.contracts import Bins
 
 _STEPS = 64
-"""Steps that are summed up at once."""
+"""Steps that are summed in one operation."""
 
 
 class BinnedLoss:
-    """Sums `Loss.bins` over micro-batches and steps; nothing is fetched from the device until `flush`.
+    """Sums the training loss and gradient norm in bins of a scale, such as the noise level.
 
-    The gradient norm is one number a step: it is credited to each bin in proportion to the share of the
-    step's samples (of this rank) that fell into it, so that a bin's figure is the mean norm of the steps
-    that it took part in, weighted by its part. At one sample a step it is exact.
+    Nothing is fetched from the device until `flush`. A step has one gradient norm: each bin gets it with the
+    share of the step's samples (of this rank) in the bin as weight, so that the norm of a bin is a weighted
+    mean over steps. With one sample per step it is exact.
 
     Args:
-        bins: the scale.
+        bins: the scale and its bins.
         gather: the collective that `flush` runs.
     """
 
@@ -35,11 +35,15 @@ class BinnedLoss:
         self._norms: Tensor | None = None
 
     def micro(self, bins: Tensor) -> None:
-        """Adds a micro-batch: [2, n] sums of the loss and of the weights."""
+        """Adds a micro-batch: [2, n] sums of the loss and of the sample weights in each bin."""
         self._step = bins.clone() if self._step is None else self._step + bins
 
     def step(self, grad_norm: float) -> None:
-        """Ends a step. One whose gradient is not finite is left out: it would hide all others of its bins."""
+        """Ends a training step; a step whose gradient is not finite is excluded from the means of its bins.
+
+        Args:
+            grad_norm: global gradient norm of the step.
+        """
         if self._step is None or not math.isfinite(grad_norm):
             self._step = None
             return
@@ -49,7 +53,7 @@ class BinnedLoss:
             self._fold()
 
     def _fold(self) -> None:
-        """Sums up the steps taken: many at once, since each operation on so few numbers costs the same."""
+        """Sums many steps in one operation: an operation on few numbers costs as much as on many."""
         if not self._taken:
             return
         steps = torch.stack([step for step, _ in self._taken])
@@ -62,8 +66,11 @@ class BinnedLoss:
         self._taken = []
 
     def flush(self) -> dict[str, float]:
-        """`loss_by_sigma/0-0.1`, `grad_norm_by_sigma/...`, and `timesteps_by_sigma/...`, the share of the
-        weight that fell into each bin; bins without samples are left out. Called by all ranks."""
+        """Metrics by bin: `loss_by_sigma/0-0.1`, `grad_norm_by_sigma/...` and `timesteps_by_sigma/...`.
+
+        The last is the share of the sample weight in each bin; bins without samples are omitted. All ranks
+        must call it.
+        """
         self._fold()
         size = len(self._labels)
         table = torch.zeros(4, size, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The picture of a run's loss."""
+"""Draws the loss curve of a run as a picture."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from mm_core.telemetry.trackers.local import read_metrics
 
 
 def write_loss_curve(run_dir: Path) -> Path:
-    """Draws `<run_dir>/loss.png` from `metrics.jsonl`: the logged losses, and their running mean."""
-    # Imported here: a run that draws nothing does not pay for it. Figures are made without pyplot, which
-    # would choose a window system and keep them all.
+    """Draws the loss curve of a run, `<run_dir>/loss.png`, from `metrics.jsonl`: losses and running mean."""
+    # Imported here, so that runs without a loss curve do not wait for it. pyplot is not used: it would
+    # choose a window system and keep every figure in memory.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -41,7 +41,7 @@ def write_loss_curve(run_dir: Path) -> Path:
 
 
 def running_mean(values: Sequence[float], length: int) -> list[float]:
-    """Exponential mean over about `length` values, without the pull of a starting value."""
+    """Exponential running mean of logged losses over about `length` values, without bias to the first one."""
     decay, total, weight, means = 1.0 - 1.0 / length, 0.0, 0.0, []
     for value in values:
         total = decay * total + value

@@ -1,4 +1,4 @@
-"""How the time of steps divides into phases, without waiting for the device."""
+"""Measures the time that training steps spend in each phase, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from mm_core.device import DeviceClock
 
 
 class PhaseClock:
-    """Seconds spent in each phase. On an accelerator its queue is timed, by events that are read later.
+    """Measures the seconds that training steps spend in each phase (`data`, `encode`, `optimizer` ...).
+
+    On an accelerator it times the device's queue with events that are read later.
 
     Args:
-        clock: marks moments; the device's own by default.
-        watch: told of every phase as well (the watchdog).
+        clock: marks points in time; by default the device's own clock.
+        watch: called with the name of each phase (the watchdog).
     """
 
     def __init__(self, clock: DeviceClock | None = None, watch: Callable[[str], None] | None = None) -> None:
@@ -22,16 +24,16 @@ class PhaseClock:
         self._marks: list[tuple[str, object]] = []
 
     def enter(self, phase: str) -> None:
-        """A phase begins; the one before ends."""
+        """Begins a phase of the training step and ends the phase before it."""
         if self._marks and self._marks[-1][0] == phase:
-            pass  # a sign of life within a long phase
+            pass  # the phase goes on; only the watchdog is notified
         else:
             self._marks.append((phase, self._clock.mark()))
         if self._watch is not None:
             self._watch(phase)
 
     def take(self) -> dict[str, float]:
-        """Seconds by phase since the last call; the phase that runs goes on. Waits for the device."""
+        """Returns the seconds spent in each phase since the last call; waits for the device."""
         if not self._marks:
             return {}
         running = self._marks[-1][0]

@@ -1,4 +1,4 @@
-"""A window of steps under torch.profiler: Chrome trace, table of operators, memory."""
+"""Profiles a range of training steps with torch.profiler: Chrome trace, table of operators, memory."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ _logger = logging.getLogger(__name__)
 
 
 class ProfileWindow:
-    """Records steps `steps[0]` to `steps[1]` (from 1, both included) of the ranks that are chosen; of a run
-    that resumes or ends within them, those that it takes.
+    """Profiles training steps `steps[0]` to `steps[1]` (from 1, both included) on the chosen ranks.
 
-    Writes `profile/rank_N_steps_A-B.json.gz` (for chrome://tracing or Perfetto), `.txt` (operators by
-    their own time) and, where the device's allocator records it, `.memory.pickle` (for PyTorch's memory
-    viewer). Without settings it does nothing.
+    If a run resumes or ends within this range, only the steps that it runs are recorded. Writes
+    `profile/rank_N_steps_A-B.json.gz` (for chrome://tracing or Perfetto), `.txt` (operators by their own
+    time) and, if the device's allocator supports it, `.memory.pickle` (for PyTorch's memory viewer).
 
     Args:
-        settings: the window; None records nothing.
+        settings: steps and ranks to profile; None records nothing.
         run_dir: the run's folder.
-        rank: this process.
+        rank: rank of this process.
     """
 
     def __init__(self, settings: ProfileSection | None, run_dir: Path, rank: int) -> None:
@@ -37,7 +36,7 @@ class ProfileWindow:
         self._memory: MemoryRecorder | None = None
 
     def step_begins(self, step: int) -> None:
-        """Called before step number `step` (from 1)."""
+        """Starts the profiler before training step `step` (from 1), if the profile begins there."""
         settings = self._settings
         if settings is None or self._profiler is not None:
             return
@@ -49,12 +48,12 @@ class ProfileWindow:
         self._memory = memory_recorder() if settings.memory else None
         if self._memory is not None:
             self._memory.start()
-        # All activities that this build of torch knows: CPU, and the accelerator's where it has one.
+        # By default, all activities of this build of torch: CPU, and the accelerator if there is one.
         self._profiler = profile(profile_memory=settings.memory, record_shapes=True)
         self._profiler.start()
 
     def step_ended(self, step: int) -> None:
-        """Called after step number `step`."""
+        """Writes the profile after training step `step`, if that was its last step."""
         if self._profiler is None:
             return
         assert self._settings is not None
@@ -65,7 +64,7 @@ class ProfileWindow:
             self._profiler.step()
 
     def close(self) -> None:
-        """Writes what was recorded, also where the run ends within the window."""
+        """Writes the profile recorded so far, also if the run ends before its last step."""
         if self._profiler is None:
             return
         profiler, self._profiler = self._profiler, None
@@ -78,8 +77,12 @@ class ProfileWindow:
             stem.with_suffix(".txt").write_text(table + "\n", encoding="utf-8")
             if self._memory is not None:
                 self._memory.write(Path(f"{stem}.memory.pickle"))
-        except (OSError, RuntimeError) as fault:  # no run ends for want of a trace
-            _logger.warning("the profile could not be written: %s", fault)
+        except (OSError, RuntimeError) as fault:  # a missing profile must not end the run
+            _logger.warning(
+                "the profile could not be written: %s; check free space and permissions of %s",
+                fault,
+                self._folder,
+            )
         finally:
             if self._memory is not None:
                 self._memory.stop()

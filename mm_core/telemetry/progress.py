@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live bar on a terminal, plain lines elsewhere, nothing on other ranks."""
+"""Progress display of a training run, on rank 0: a bar on a terminal, plain lines in log files."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 
 def make_progress(total: int, rank: int, start: int = 0, stream: TextIO | None = None) -> Progress:
-    """The progress display of a rank.
+    """The progress display of a rank: a bar if the stream is a terminal, else one line per logged step.
 
     Args:
         total: steps of the run.
-        rank: only rank 0 shows anything.
-        start: steps taken already.
-        stream: where to write; standard error by default. A terminal gets the bar.
+        rank: rank of this process; only rank 0 shows anything.
+        start: steps already taken.
+        stream: where to write; standard error by default.
     """
     if rank > 0:
         return Progress(total)
@@ -26,8 +26,7 @@ def make_progress(total: int, rank: int, start: int = 0, stream: TextIO | None =
 
 
 class Progress:
-    """Shows logged steps and notes until it is closed. This one shows nothing: other ranks would only repeat
-    rank 0.
+    """Progress display of a run; this base class shows nothing, for ranks other than 0.
 
     Args:
         total: steps of the run.
@@ -38,40 +37,45 @@ class Progress:
         self._step_time: float | None = None
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows a logged step: `step` steps are taken, with metrics by the names of metrics.jsonl."""
+        """Shows a logged step in the progress display.
+
+        Args:
+            step: steps taken.
+            metrics: its metrics, with the names of metrics.jsonl.
+        """
 
     def note(self, text: str) -> None:
-        """Shows a sentence."""
+        """Shows a sentence in the progress display."""
 
     def close(self) -> None:
-        """Leaves the terminal in order. May be called twice."""
+        """Closes the progress display and restores the terminal. May be called twice."""
 
     def line(self, step: int, metrics: Mapping[str, float]) -> str:
-        """The metrics of a logged step, and the time left, from a running mean of the time of a step."""
+        """The metrics of a logged step as one line, with the time left (by a running mean of step times)."""
         latest = metrics["step_time"]
         self._step_time = latest if self._step_time is None else 0.9 * self._step_time + 0.1 * latest
         return "  ".join([*describe(metrics), f"eta {duration((self.total - step) * self._step_time)}"])
 
 
 class PlainProgress(Progress):
-    """One line a logged step, for log files."""
+    """Progress display for log files: one line per logged step."""
 
     def __init__(self, total: int, stream: TextIO) -> None:
         super().__init__(total)
         self._stream = stream
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes the step's line."""
+        """Writes the line of a logged step."""
         self.note(f"step {step}/{self.total}  {self.line(step, metrics)}")
 
     def note(self, text: str) -> None:
-        """Writes a line."""
+        """Writes a sentence as a line of the log."""
         self._stream.write(text + "\n")
         self._stream.flush()
 
 
 class LiveProgress(Progress):
-    """A bar that stays on the last line of a terminal, drawn when a step is logged: no thread redraws it."""
+    """Progress bar on the last line of a terminal, redrawn for each logged step (no thread)."""
 
     def __init__(self, total: int, start: int, stream: TextIO) -> None:
         super().__init__(total)
@@ -79,24 +83,24 @@ class LiveProgress(Progress):
         self._bar: Bar | None = None
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Moves the bar and shows the step's metrics beside it."""
+        """Moves the progress bar to a logged step and shows its metrics."""
         bar = self._open()
         bar.update(bar.task_ids[0], completed=step, metrics=self.line(step, metrics))
         bar.refresh()
 
     def note(self, text: str) -> None:
-        """Writes a line above the bar."""
+        """Writes a sentence above the progress bar."""
         self._open().console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Leaves the bar as it is and frees the terminal."""
+        """Stops the progress bar and restores the terminal."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
     def _open(self) -> Bar:
         if self._bar is None:
-            # Imported here: rich takes 60 ms, which log files and other ranks need not pay.
+            # Imported here: importing rich takes 60 ms, and log files and other ranks do not need it.
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
             from rich.progress import Progress as RichProgress
@@ -115,7 +119,7 @@ class LiveProgress(Progress):
 
 
 def describe(metrics: Mapping[str, float]) -> list[str]:
-    """The metrics worth a look, each with its unit."""
+    """The most important metrics of a logged step as text, each with its unit."""
     step_time = metrics["step_time"]
     waiting = metrics["data_wait"] / step_time if step_time else 0.0
     return [
@@ -129,7 +133,7 @@ def describe(metrics: Mapping[str, float]) -> list[str]:
 
 
 def short(value: float) -> str:
-    """A number in about three figures and without an exponent."""
+    """Formats a metric with about three digits and without an exponent."""
     for least, places in ((100, 0), (1, 1), (0.01, 2)):
         if value >= least:
             return f"{value:.{places}f}"
@@ -137,7 +141,7 @@ def short(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`0:12`, `59:05`, `26:03:00`."""
+    """Formats the time left of a run: `0:12`, `59:05`, `26:03:00`."""
     minutes, rest = divmod(round(max(0.0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,4 +1,4 @@
-"""What a run says while it trains: metrics.jsonl, trackers and the progress display, on log cadence."""
+"""Reports a training run every `log.every` steps: metrics.jsonl, trackers and the progress display."""
 
 from __future__ import annotations
 
@@ -26,15 +26,21 @@ _logger = logging.getLogger(__name__)
 
 
 class RunReporter:
-    """The loop's Reporter. Rank 0 writes; the others take part in the means.
+    """Reports training metrics to metrics.jsonl, trackers and the progress display.
+
+    Rank 0 writes; the other ranks contribute to the means.
 
     Args:
         run_dir: the run's folder.
-        config, plan: the run.
-        start: steps already taken; later lines of a run that went further are dropped.
+        config: the run's config.
+        plan: the run's plan.
+        start: steps already taken; lines of metrics.jsonl after this step are dropped.
         samples_seen: samples trained on in those steps.
-        bins: the scale that the task's loss is also shown along.
-        watch: told of every phase (the watchdog).
+        bins: the scale along which the loss is also reported, such as the noise level.
+        watch: called with the name of each phase of a step (the watchdog).
+
+    Raises:
+        ConfigError: a tracker is listed twice.
     """
 
     def __init__(
@@ -73,22 +79,33 @@ class RunReporter:
         Ranks.current().on_first("opening metrics.jsonl", open_files)
 
     def enter(self, phase: str) -> None:
-        """A phase of the step begins."""
+        """Begins a phase of a training step: its time and FLOPs are measured separately."""
         self.phases.enter(phase)
         self._flops.enter(phase)
 
     def counting(self) -> AbstractContextManager[None]:
-        """Around a micro-batch's encoding and forward: the first one's operations are counted."""
+        """A context around the encoding and forward of a micro-batch; FLOPs of the first one are counted."""
         return self._flops.counting()
 
     def micro(self, loss: Loss) -> None:
-        """Adds a micro-batch; nothing is fetched from the device."""
+        """Adds the loss and metrics of a micro-batch; nothing is fetched from the device."""
         self.window.micro(loss)
 
     def step(
         self, step: int, *, lr: float, grad_norm: float, data_wait: float, samples: float
     ) -> Mapping[str, float] | None:
-        """Ends a step; on log cadence all ranks take the means, rank 0 writes them, and they are returned."""
+        """Ends a training step and reports its metrics every `log.every` steps.
+
+        Args:
+            step: steps taken.
+            lr: learning rate of the step.
+            grad_norm: global gradient norm before clipping.
+            data_wait: seconds that this rank waited for its samples.
+            samples: samples of the step, over all ranks.
+
+        Returns:
+            the reported metrics, equal on all ranks; None if the step is not logged.
+        """
         self.window.step(grad_norm=grad_norm, data_wait=data_wait, samples=samples)
         if not self._steps:
             counted = self._flops.of_step(self._accumulation)
@@ -104,31 +121,37 @@ class RunReporter:
         return metrics
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Figures that are not of the steps (a validation's), the same on every rank."""
+        """Sends metrics not measured on training steps (validation) to the trackers and the progress display.
+
+        They must be equal on all ranks.
+        """
         if self.leads:
             self.trackers.log(step, metrics)
             shown = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items() if "_at/" not in name)
             self.note(f"step {step}: {shown}")
 
     def clips(self, step: int, clips: Sequence[Clip], folder: Path) -> None:
-        """Clips that were sampled; on rank 0."""
+        """Sends sampled clips to the trackers and notes their folder in the progress display, on rank 0."""
         if self.leads:
             self.trackers.clips(step, clips, folder)
             self.note(f"step {step}: {len(clips)} clips in {folder}")
 
     def pause(self) -> None:
-        """Starts the clock of the next step anew, after what is no part of a step."""
+        """Restarts the clock of step times, after work outside of steps such as saving a checkpoint."""
         self.window.restart_clock()
 
     def note(self, text: str) -> None:
-        """A sentence beside the progress display (rank 0)."""
+        """Prints a sentence above the progress display, on rank 0."""
         self.progress.note(text)
 
     def close(self, ending: Ending) -> None:
-        """Ends the display and the trackers, which are told how the run ended, and draws the loss curve.
+        """Closes the progress display and the trackers, and draws the loss curve.
 
-        What fails of it is a warning: a run is as good without its picture, and an error that is under way
-        is the one to be heard.
+        An error here is a warning: the run does not depend on it, and it must not hide the error that ended
+        the run.
+
+        Args:
+            ending: how the run ended; trackers receive it.
         """
         for name, close in (
             ("the progress display", self.progress.close),
@@ -146,7 +169,7 @@ class RunReporter:
 
 
 def write_telemetry(run_dir: Path, bins: Bins | None) -> None:
-    """telemetry.json: what the figures by bin are to be compared with."""
+    """Writes telemetry.json: the bins of the training loss and the share of samples declared for each."""
     if bins is None:
         return
     run_dir.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Metrics between two log lines: summed on the device, fetched and averaged over ranks once."""
+"""Training metrics between two log lines: summed on the device, fetched and averaged over ranks once."""
 
 from __future__ import annotations
 
@@ -18,26 +18,30 @@ from mm_core.telemetry.loss_by_bin import BinnedLoss
 from mm_core.telemetry.phase_clock import PhaseClock
 
 Gather = Callable[[Tensor], Iterable[Tensor]]
-"""A float64 vector on CPU -> the vectors of all ranks."""
+"""A collective: this rank's float64 vector on CPU -> the vectors of all ranks."""
 
 _BLOCK = 32
+"""Rows are padded to a multiple of this length, so that ranks with different metrics can exchange them."""
+
+_HEAD = 8 + len(PHASES)
+"""Numbers in a row before the sums of the metrics."""
 
 
 class MetricsWindow:
-    """Sums losses, metrics and times from one `flush` to the next.
+    """Sums training losses, metrics and step times from one log line to the next (`flush`).
 
     `micro` and `step` cost no host synchronisation; `flush` costs one transfer and one small collective.
-    A task names the same metrics on every rank; so must its ranks do here. A step whose gradient is not
-    finite changes no weights and counts in no mean: one of them would hide all others of its window.
+    Every rank must report the same metric names. A step whose gradient is not finite changes no weights and
+    is excluded from the means: a single NaN would make the mean of its window NaN.
 
     Args:
-        memory: peak memory of this rank in bytes.
+        memory: returns the peak memory of this rank in bytes.
         gather: the collective that `flush` runs.
-        samples_seen: samples trained on before this window began (at a resume).
-        clock: seconds.
+        samples_seen: samples trained on before this window began (non-zero after a resume).
+        clock: returns the time in seconds.
         bins: the scale of `Loss.bins`, if the task has one.
-        phases: where the time went.
-        peak: FLOPs a second that one device can do at most, where that is known.
+        phases: measures the time spent in each phase of a step.
+        peak: peak FLOPs per second of one device; None if unknown.
     """
 
     def __init__(
@@ -52,8 +56,8 @@ class MetricsWindow:
     ) -> None:
         self.samples_seen = samples_seen
         self.step_flops = 0.0
-        """Operations of the trained modules in one step, over all ranks, where no loss says its own; 0 until
-        they are counted."""
+        """FLOPs of the trained modules in one step, over all ranks, for losses that do not report their own;
+        0 until they are counted."""
         self._memory, self._gather, self._clock = memory, gather, clock
         self._phases, self._peak = phases, peak
         self._bins = BinnedLoss(bins, gather) if bins is not None else None
@@ -68,11 +72,11 @@ class MetricsWindow:
         self._steps = self._finite_steps = 0
 
     def restart_clock(self) -> None:
-        """The next step's time counts from now: call it after what is no part of a step (saving, say)."""
+        """Restarts the clock of step times, after work outside of steps such as saving a checkpoint."""
         self._mark = self._clock()
 
     def micro(self, loss: Loss) -> None:
-        """Adds one micro-batch: its sums stay where they are."""
+        """Adds the loss and metrics of one micro-batch; the sums stay on the device."""
         self._step_weight += loss.weight
         self._tokens += loss.tokens
         self._flops += loss.flops
@@ -83,10 +87,10 @@ class MetricsWindow:
             add(self._step_sums, name, value)
 
     def step(self, *, grad_norm: float, data_wait: float, samples: float) -> None:
-        """Ends a step.
+        """Ends a training step: adds its time, gradient norm and samples to the metrics of the window.
 
         Args:
-            grad_norm: the global norm before clipping.
+            grad_norm: global gradient norm before clipping.
             data_wait: seconds that this rank waited for its samples.
             samples: samples of the step, over all ranks.
         """
@@ -111,17 +115,28 @@ class MetricsWindow:
         self._step_sums, self._step_weight = {}, 0.0
 
     def detail(self) -> dict[str, float]:
-        """What is worth a look less often: the loss, gradient norm and share of samples by bin since the
-        last call. Called by all ranks."""
+        """Detailed metrics since the last call: loss, gradient norm and share of samples in each bin.
+
+        All ranks must call it.
+        """
         return {} if self._bins is None else self._bins.flush()
 
     def flush(self) -> dict[str, float]:
-        """The window's metrics, the same on every rank; a new window begins. Called by all ranks.
+        """The training metrics since the last log line, equal on all ranks; a new window begins.
 
-        loss and the task's metrics: exact means over the samples of all ranks. grad_norm: mean over steps.
-        step_time, data_wait, time/PHASE: seconds a step, of the slowest rank. samples_per_second,
-        tokens_per_second: over all ranks. samples: trained on since step 0. memory: peak bytes of the rank
-        that has most. model_flops_per_second, mfu: of a device, where they are known.
+        All ranks must call it.
+
+        Returns:
+            loss and the task's metrics: exact means over the samples of all ranks.
+            grad_norm: mean over steps.
+            step_time, data_wait, time/PHASE: seconds per step of the slowest rank.
+            samples_per_second, tokens_per_second: over all ranks.
+            samples: samples trained on since step 0.
+            memory: peak bytes of the rank that uses most.
+            model_flops_per_second, mfu: per device, if known.
+
+        Raises:
+            ContractError: ranks report metrics with different names.
         """
         names = sorted(self._sums)
         ranks = self._exchange(names)
@@ -156,29 +171,29 @@ class MetricsWindow:
         return metrics
 
     def _exchange(self, names: Sequence[str]) -> list[list[float]]:
-        """One row a rank: weight, step time, data wait, memory, phases, FLOPs, tokens, fingerprint,
-        sums. Beyond the collective it is plain numbers: small tensor operations would cost more than that."""
+        """The rows of all ranks: weight, times, memory, phases, FLOPs, tokens, fingerprint, sums of metrics.
+
+        Outside of the collective, rows are plain numbers: small tensor operations would cost more.
+        """
         fingerprint = float(zlib.crc32("\n".join(names).encode()))
         spent = self._phases.take() if self._phases is not None else {}
         row = [self._weight, self._step_time, self._data_wait, float(self._memory()), 0.0]
         row += [*(spent.get(name, 0.0) for name in PHASES), self._flops, self._tokens, fingerprint]
         if names:
             row += torch.stack([self._sums[name] for name in names]).tolist()
-        # Padded, so that ranks whose names differ can still tell each other so.
+        # Padded to a length that ranks with different metrics share.
         row += [0.0] * (-len(row) % _BLOCK)
         ranks = [other.tolist() for other in self._gather(torch.tensor(row, dtype=torch.float64))]
         odd = [rank for rank, other in enumerate(ranks) if other[_HEAD - 1] != fingerprint]
         if odd:
             raise ContractError(
-                f"ranks {odd} report other metrics than this one ({', '.join(names) or 'none'})",
-                hint="a task's loss must name the same metrics on every rank, with zeros where it has none",
+                f"ranks {odd} report different metrics from this rank ({', '.join(names) or 'none'})",
+                hint="return the same metric names from the task's loss on every rank; use 0 for a metric "
+                "that a rank does not have",
             )
         return ranks
 
 
 def add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
-    """Adds to a sum that is a tensor of its own."""
+    """Adds a metric's value to its running sum by name; the first value is cloned, never shared."""
     sums[name] = sums[name] + value if name in sums else value.clone()
-
-
-_HEAD = 8 + len(PHASES)

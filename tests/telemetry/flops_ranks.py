@@ -1,4 +1,4 @@
-"""Run by each rank: the operations of a sharded step, counted in its first micro-batch.
+"""Run by each rank: counts the FLOPs of a sharded step in its first micro-batch.
 
 usage: flops_ranks.py ARCHITECTURE ACCUMULATION ROWS (recompute | plain)
 """

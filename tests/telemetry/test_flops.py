@@ -1,4 +1,4 @@
-"""Operations of a step: by hand, over ranks, with recomputation, and without a trace in what is computed."""
+"""FLOPs of a step: by hand, over ranks, with recomputation; counting does not change results."""
 
 from __future__ import annotations
 

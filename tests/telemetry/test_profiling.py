@@ -1,4 +1,4 @@
-"""The profiled window: the steps it names, of the ranks it names, and never a reason to end a run."""
+"""The profiler records the chosen steps and ranks, and its errors never end a run."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_profile_that_cannot_be_written_is_a_warning(tmp_path, caplog):
 
 
 class Allocator:
-    """What torch.cuda.memory and torch_npu's offer; no accelerator is at hand where tests run."""
+    """Stands for the memory recorders of torch.cuda and torch_npu: tests run without an accelerator."""
 
     def __init__(self) -> None:
         self.recording: list[object] = []

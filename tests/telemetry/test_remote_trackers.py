@@ -1,4 +1,4 @@
-"""Trackers of other programs, with the real packages: W&B offline, MLflow on a store of files."""
+"""The trackers wandb and mlflow with the real packages: W&B offline, MLflow with a local store."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ YAML = "run: {name: shapes, dir: runs}\ntrain: {steps: 3, micro_batch_size: 2}\n
 
 @pytest.fixture
 def run(tmp_path) -> Path:
-    """A run's folder as it is when trackers are opened."""
+    """The folder of a run before its trackers are opened."""
     folder = tmp_path / "shapes"
     folder.mkdir()
     (folder / "config.yaml").write_text(YAML)
@@ -52,7 +52,7 @@ def clips(run) -> tuple[list[Clip], Path]:
 
 @pytest.fixture
 def wandb_at_home(monkeypatch, tmp_path):
-    """W&B keeps to the test's folder."""
+    """Keeps W&B's files in the folder of the test."""
     for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name))
     monkeypatch.setenv("WANDB_X_DISABLE_STATS", "true")
@@ -79,7 +79,7 @@ def wandb_records(path: Path):
 
 
 def wandb_history(run: Path) -> tuple[list[str], list[dict]]:
-    """Ids of the W&B runs that were begun, and what was logged, in order."""
+    """Ids of the W&B runs that were created, and what they logged, in order."""
     ids, rows = [], []
     for path in sorted(run.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns):
         for record in wandb_records(path):
@@ -253,7 +253,7 @@ def test_only_a_run_that_begins_anew_forgets_the_runs_of_its_trackers(run):
 
 @pytest.fixture(params=["nobody listens", "nobody answers"])
 def lost_server(request) -> Iterator[str]:
-    """The address of a server that is not there, or that takes connections and says nothing."""
+    """The address of a server that does not exist, or accepts connections and never answers."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         if request.param == "nobody answers":
@@ -309,8 +309,9 @@ def test_a_server_that_is_lost_holds_neither_start_nor_steps_and_is_one_warning(
     assert began < 2 and ended < 10
     own = [line for line in done.stderr.splitlines() if not line.startswith("wandb: ")]
     assert own == [
-        f"tracker core/{name} could not be closed: MMError: the server has not answered,"
-        " 3 seconds after the end of the run"
+        f"tracker core/{name} could not be closed and may lack the last metrics (see metrics.jsonl): "
+        "MMError: the server did not answer within 3 seconds after the end of the run",
+        "  hint: check the address of the server and the network",
     ]
     assert [row["step"] for row in read_metrics(run)] == [1, 2, 3]
 
@@ -330,7 +331,9 @@ def test_a_server_that_is_lost_for_good_is_switched_off(run, monkeypatch, caplog
             time.sleep(0.05)
         trackers.close("done")
     (said,) = (record.getMessage() for record in caplog.records)
-    assert said.startswith("tracker core/mlflow failed at step 2 and is switched off: MlflowException: ")
+    assert said.startswith(
+        "tracker core/mlflow failed at step 2 and is switched off until the run is resumed: MlflowException: "
+    )
     assert (run / "mlflow_run_id.txt").read_text() == "abc\n", "the next resume may find the server"
 
 
@@ -345,7 +348,7 @@ def test_a_slow_server_does_not_hold_the_sender_and_calls_keep_their_order():
     assert calls == [0, 1, 2, 3, 4]
 
 
-def test_the_first_call_that_fails_is_the_last_and_is_heard_of():
+def test_the_first_call_that_fails_is_the_last_and_is_reported():
     courier, calls, failed = Courier(), [], threading.Event()
 
     def fail() -> None:
@@ -369,7 +372,7 @@ def test_a_server_that_hangs_does_not_hold_the_end_of_the_run():
     courier.send(lambda: (answered.set(), gate.wait()))
     assert answered.wait(10)
     courier.send(print)
-    with pytest.raises(MMError, match=r"2 messages were not sent within 0.05 seconds"):
+    with pytest.raises(MMError, match=r"the server did not take 2 messages within 0.05 seconds"):
         courier.close(0.05)
     gate.set()
 

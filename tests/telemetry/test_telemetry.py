@@ -1,4 +1,4 @@
-"""Telemetry of a step: loss and norm by noise level, where the time went, and what a run leaves of it."""
+"""Telemetry of a step: loss and gradient norm by noise level, time by phase, and the files of a run."""
 
 from __future__ import annotations
 

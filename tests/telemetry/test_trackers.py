@@ -1,4 +1,4 @@
-"""Trackers: what is written, what a resume drops, and that a broken one harms nothing."""
+"""Trackers: what they write, what a resume drops, and that a failing tracker does no harm."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_resume_drops_what_lies_beyond_it_and_goes_on(tmp_path):
 
 @contextmanager
 def room_for(path: Path, more: int) -> Iterator[None]:
-    """No file of this process grows beyond the size of `path` and so many bytes, as on a full disk."""
+    """Limits files of this process to the size of `path` plus `more` bytes, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + more, hard))
     try:
@@ -84,13 +84,13 @@ def test_metrics_go_on_when_a_full_disk_has_room_again(tmp_path, caplog, room):
             for step in (2, 3, 4):
                 trackers.log(step, {"loss": 0.5})
         assert [r.getMessage().partition(": ")[0] for r in caplog.records] == [
-            "metrics.jsonl could not be written at step 2, and is tried again"
+            "metrics.jsonl could not be written at step 2; this line is lost, later lines are tried again"
         ]
         trackers.log(5, {"loss": 0.5})
         trackers.log(6, {"loss": 0.5})
         trackers.close("done")
     assert caplog.records[-1].getMessage() == (
-        "metrics.jsonl lacks 3 lines, of steps 2 to 4: they could not be written"
+        "metrics.jsonl lacks 3 lines (steps 2 to 4) that could not be written; check the disk's free space"
     )
     assert len(caplog.records) == 2
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 5, 6]
@@ -146,7 +146,7 @@ def test_tensorboard_shows_clips_as_moving_pictures_with_their_prompts(tmp_path)
 
 
 class Broken:
-    """A tracker whose server has gone."""
+    """A tracker that fails on every call."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -170,7 +170,8 @@ def test_a_tracker_that_fails_is_named_once_and_switched_off(tmp_path, caplog):
             trackers.log(step, {"loss": 1.0})
         trackers.close("done")
     assert [record.getMessage() for record in caplog.records] == [
-        "tracker acme/server failed at step 1 and is switched off: ConnectionError: the server is gone"
+        "tracker acme/server failed at step 1 and is switched off until the run is resumed: "
+        "ConnectionError: the server is gone"
     ]
     assert broken.calls == 1
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
@@ -195,7 +196,10 @@ def test_a_tracker_that_cannot_close_does_not_end_the_run(tmp_path, caplog):
 
     with caplog.at_level(logging.WARNING):
         TrackerSet({"acme/stuck": Stuck(tmp_path)}).close("done")
-    assert "tracker acme/stuck could not be closed: OSError: disk full" in caplog.text
+    assert (
+        "tracker acme/stuck could not be closed and may lack the last metrics (see metrics.jsonl): "
+        "OSError: disk full"
+    ) in caplog.text
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

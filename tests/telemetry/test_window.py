@@ -16,7 +16,7 @@ from mm_core.telemetry.window import MetricsWindow
 
 
 class Clock:
-    """Seconds that pass when told to."""
+    """A clock that the test moves."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -118,7 +118,7 @@ def test_ranks_with_unequal_samples_agree_on_the_exact_mean():
     assert (first["memory"], first["step_time"], first["data_wait"]) == (30.0, 2.0, 1.0)
 
 
-def test_ranks_that_name_other_metrics_are_told_so():
+def test_ranks_with_different_metrics_are_an_error():
     def rank(**metrics: list[float]) -> Callable:
         def work(gather: Callable) -> object:
             window = MetricsWindow(memory=lambda: 0, gather=gather)
@@ -129,8 +129,8 @@ def test_ranks_that_name_other_metrics_are_told_so():
         return work
 
     first, second = on_ranks([rank(image=[1.0]), rank()])
-    assert str(first).startswith("ranks [1] report other metrics than this one (image, loss)\n")
-    assert str(second).startswith("ranks [0] report other metrics than this one (loss)\n")
+    assert str(first).startswith("ranks [1] report different metrics from this rank (image, loss)\n")
+    assert str(second).startswith("ranks [0] report different metrics from this rank (loss)\n")
     assert isinstance(first, ContractError)
 
 
@@ -174,7 +174,7 @@ def test_tokens_and_operations_are_rates_of_the_slowest_rank():
     assert first["mfu"] == 0.6
 
 
-def test_operations_that_losses_say_go_before_those_that_were_counted():
+def test_flops_that_losses_report_are_preferred_to_counted_ones():
     window = MetricsWindow(memory=lambda: 0, clock=(clock := Clock()), peak=1000.0)
     window.step_flops = 7.0
     for flops in (600.0, 1000.0):  # clips of two sizes
@@ -230,6 +230,6 @@ def test_the_loss_is_held_without_its_graph():
     value = torch.ones((), requires_grad=True)
     total = value * 2
     window.micro(Loss(total, 1.0))
-    total.detach().zero_()  # what the engine does with its tensor later is not the window's business
+    total.detach().zero_()  # what the engine does with its tensor later must not change the window
     window.step(grad_norm=1.0, data_wait=0.0, samples=1)
     assert window.flush()["loss"] == 2.0

@@ -1,1 +1,1 @@
-"""Where figures and clips go: files, TensorBoard, W&B, MLflow."""
+"""Trackers: receive metrics and sampled clips of a run (metrics.jsonl, TensorBoard, W&B, MLflow)."""

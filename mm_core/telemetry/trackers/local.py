@@ -1,4 +1,4 @@
-"""Built-in trackers, and the set that keeps a failing tracker from ending a run."""
+"""Trackers that write local files (metrics.jsonl, TensorBoard), and the set of all trackers of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mm_core.contracts import Clip, Ending, Tracker
 from mm_core.data.media.video_files import gif_bytes
-from mm_core.errors import MMError
+from mm_core.errors import MMError, plural
 from mm_core.files import json_number, replace_text
 from mm_core.plugin.registry import Registry
 from mm_core.schema.fields import ComponentConfig
@@ -25,59 +25,68 @@ _logger = logging.getLogger(__name__)
 
 
 class JsonlTracker:
-    """`<run_dir>/metrics.jsonl`: one JSON object a logged step, appended, on disk line by line.
+    """Tracker that appends the metrics of each logged step to `<run_dir>/metrics.jsonl`, as one JSON object.
 
-    JSON has no numbers for what is not finite: those are written as the strings "NaN", "Infinity" and
-    "-Infinity", which `float()` reads. A line that cannot be written (a full disk, say) is lost and counted;
-    the next one is tried all the same.
+    Numbers that are not finite are written as the strings "NaN", "Infinity" and "-Infinity", which
+    `float()` reads. A line that cannot be written (a full disk, for example) is lost and counted; the next
+    line is tried again.
     """
 
     def __init__(self, run_dir: Path) -> None:
         path = Path(run_dir) / METRICS_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Without a buffer: one would hold a line that failed, and fail with it for ever.
+        # Unbuffered: a buffer would keep a line that failed and fail on it again at every write.
         self._file = path.open("ab", buffering=0)
-        self._torn = False
+        self._incomplete = False
         self._lost: list[int] = []
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Appends one line."""
+        """Appends the metrics of a step to metrics.jsonl as one line."""
         row = {"step": step, **{name: json_number(value) for name, value in metrics.items()}}
         try:
             self._append(json.dumps(row, allow_nan=False).encode() + b"\n")
         except OSError as fault:
             if not self._lost:
                 _logger.warning(
-                    "%s could not be written at step %d, and is tried again: %s", METRICS_FILE, step, fault
+                    "%s could not be written at step %d; this line is lost, later lines are tried again: %s",
+                    METRICS_FILE,
+                    step,
+                    fault,
                 )
             self._lost.append(step)
 
     def _append(self, line: bytes) -> None:
-        left = b"\n" + line if self._torn else line  # what was cut short ends there, and readers drop it
+        left = b"\n" + line if self._incomplete else line  # ends an incomplete line, which readers drop
         while left:
             written = self._file.write(left)
-            self._torn = written < len(left)
+            self._incomplete = written < len(left)
             left = left[written:]
 
     def clips(self, step: int, clips: Sequence[Clip], folder: Path) -> None:
-        """Nothing: the files speak for themselves."""
+        """Ignores sampled clips: they are in files already."""
 
     def close(self, ending: Ending) -> None:
-        """Closes the file, and says what it lacks."""
+        """Closes metrics.jsonl and warns of lines that could not be written."""
         self._file.close()
         if self._lost:
             _logger.warning(
-                "%s lacks %d lines, of steps %d to %d: they could not be written",
+                "%s lacks %s (steps %d to %d) that could not be written; check the disk's free space",
                 METRICS_FILE,
-                len(self._lost),
+                plural(len(self._lost), "line"),
                 self._lost[0],
                 self._lost[-1],
             )
 
 
 class TensorBoardTracker:
-    """Scalars and clips under `<run_dir>/tensorboard`. After a resume, TensorBoard hides what the dead run
-    had logged beyond the step that the new one starts at."""
+    """Tracker that writes metrics and sampled clips for TensorBoard, under `<run_dir>/tensorboard`.
+
+    After a resume, TensorBoard hides what the interrupted run had logged beyond its checkpoint.
+
+    Args:
+        run_dir: the run's folder.
+        flush_secs: most seconds between two writes to disk.
+    """
 
     def __init__(self, run_dir: Path, flush_secs: int) -> None:
         self._folder = Path(run_dir) / "tensorboard"
@@ -85,16 +94,16 @@ class TensorBoardTracker:
         self._writer: SummaryWriter | None = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds one point to each curve."""
+        """Adds the metrics of a step to TensorBoard's curves."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        # One event for all: add_scalar makes one each, and waits whenever ten of them are not yet written.
+        # One event for all metrics: add_scalar makes one for each, and waits if ten of them are unwritten.
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._open(step).file_writer.add_summary(Summary(value=values), step)
 
     def clips(self, step: int, clips: Sequence[Clip], folder: Path) -> None:
-        """Adds each clip as an animated image, `samples/000` and so on, described by its prompt."""
-        # add_video would need moviepy, and makes the same GIF of the clip.
+        """Adds sampled clips to TensorBoard as animated images (`samples/000` ...) with their prompts."""
+        # add_video would need moviepy to write the same GIF.
         from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 
         writer = self._open(step)
@@ -110,40 +119,40 @@ class TensorBoardTracker:
 
     def _open(self, step: int) -> SummaryWriter:
         if self._writer is None:
-            # Importing it takes a second, and only now is the first step known.
+            # Imported here: the import takes a second. Created here: the first step is known only now.
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(self._folder), purge_step=step, flush_secs=self._flush_secs)
         return self._writer
 
     def close(self, ending: Ending) -> None:
-        """Flushes and closes the event file, if there is one."""
+        """Writes and closes TensorBoard's event file, if there is one."""
         if self._writer is not None:
             self._writer.close()
 
 
 class TrackerSet:
-    """Several trackers by name. One that fails is reported once and switched off; the run goes on."""
+    """All trackers of a run; a tracker that fails is switched off with a warning and the run goes on."""
 
     def __init__(self, trackers: Mapping[str, Tracker]) -> None:
         self._trackers = dict(trackers)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hands one step's metrics to every tracker that still works."""
-        self._tell(step, lambda tracker: tracker.log(step, metrics))
+        """Passes the metrics of a step to every tracker that still works."""
+        self._call_each(step, lambda tracker: tracker.log(step, metrics))
 
     def clips(self, step: int, clips: Sequence[Clip], folder: Path) -> None:
-        """Hands sampled clips to every tracker that still works."""
-        self._tell(step, lambda tracker: tracker.clips(step, clips, folder))
+        """Passes sampled clips to every tracker that still works."""
+        self._call_each(step, lambda tracker: tracker.clips(step, clips, folder))
 
-    def _tell(self, step: int, call: Callable[[Tracker], None]) -> None:
+    def _call_each(self, step: int, call: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._trackers.items()):
             try:
                 call(tracker)
             except Exception as fault:
                 del self._trackers[name]
                 _logger.warning(
-                    "tracker %s failed at step %d and is switched off: %s: %s",
+                    "tracker %s failed at step %d and is switched off until the run is resumed: %s: %s",
                     name,
                     step,
                     type(fault).__name__,
@@ -151,12 +160,18 @@ class TrackerSet:
                 )
 
     def close(self, ending: Ending) -> None:
-        """Closes every tracker that still works."""
+        """Closes every tracker that still works, with how the run ended."""
         for name, tracker in self._trackers.items():
             try:
                 tracker.close(ending)
             except Exception as fault:
-                _logger.warning("tracker %s could not be closed: %s: %s", name, type(fault).__name__, fault)
+                _logger.warning(
+                    "tracker %s could not be closed and may lack the last metrics (see %s): %s: %s",
+                    name,
+                    METRICS_FILE,
+                    type(fault).__name__,
+                    fault,
+                )
         self._trackers.clear()
 
 
@@ -167,10 +182,17 @@ def open_trackers(
     note: Callable[[str], None],
     registry: Registry,
 ) -> TrackerSet:
-    """metrics.jsonl and the trackers of the config, for a run that has taken `start` steps.
+    """Opens metrics.jsonl and the trackers that a run's config lists.
 
-    A tracker that cannot start is told of in a sentence, and the run goes on without it. A run that
-    starts at zero begins new runs in the programs that its trackers report to.
+    A tracker that cannot start is reported and switched off; the run goes on. A run that starts at step 0
+    begins new runs in W&B and MLflow.
+
+    Args:
+        run_dir: the run's folder.
+        components: trackers of the config (`log.trackers`).
+        start: steps already taken; later lines of metrics.jsonl are dropped.
+        note: prints a warning about a tracker that cannot start.
+        registry: builds the trackers.
     """
     truncate_after(run_dir, start)
     if start == 0:
@@ -187,8 +209,10 @@ def open_trackers(
 
 
 def truncate_after(run_dir: Path, step: int) -> int:
-    """Drops the lines of `metrics.jsonl` beyond `step`, where a run resumes, and lines that are not whole;
-    returns how many went. The file is replaced in one move."""
+    """Drops lines of metrics.jsonl after `step`, and incomplete ones; returns how many were dropped.
+
+    The file is replaced in one step.
+    """
     lines = _lines(run_dir)
     kept = [line for line in lines if (row := _row(line)) is not None and row["step"] <= step]
     if len(kept) < len(lines):
@@ -197,7 +221,7 @@ def truncate_after(run_dir: Path, step: int) -> int:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The whole lines of a run's `metrics.jsonl`; [] when nothing was logged."""
+    """Reads the metrics of a run: the complete lines of its metrics.jsonl; [] if nothing was logged."""
     return [row for row in map(_row, _lines(run_dir)) if row is not None]
 
 
@@ -207,7 +231,7 @@ def _lines(run_dir: Path) -> list[str]:
 
 
 def _row(line: str) -> dict[str, Any] | None:
-    """The object on a line; None for a line that a crash cut short."""
+    """The JSON object of a line; None if the line is incomplete."""
     with suppress(ValueError):
         row = json.loads(line)
         return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None

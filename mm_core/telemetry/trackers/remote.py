@@ -1,4 +1,4 @@
-"""Trackers of other programs: Weights & Biases and MLflow. Each needs its own package (extras of mm-core)."""
+"""Trackers for Weights & Biases and MLflow; each needs its own package (an extra of mm-core)."""
 
 from __future__ import annotations
 
@@ -17,26 +17,36 @@ import yaml
 
 from mm_core.contracts import Clip, Ending
 from mm_core.data.media.video_files import clip_name
-from mm_core.errors import MMError
+from mm_core.errors import MMError, plural
 from mm_core.runtime.background import BackgroundQueue
 from mm_core.runtime.launch.signals import STOPPED
 
 _BACKLOG = 1000
+"""Most messages that may wait for a server."""
+
 _UNANSWERED = 15.0
-"""Seconds that the end of a run waits for a server that has answered nothing at all."""
+"""Seconds that the end of a run waits for a server that has never answered."""
 
 _STATES: Mapping[Ending, str] = {"done": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
-"""MLflow's words."""
+"""States of an MLflow run."""
 
 _EXIT_CODES: Mapping[Ending, int] = {"done": 0, "stopped": STOPPED, "failed": 1}
 
 
 class WandbTracker:
-    """Metrics, config and clips to Weights & Biases. A run that resumes continues the same W&B run.
+    """Tracker that sends metrics, config and sampled clips to Weights & Biases.
 
-    Curves are over the metric `step`, not over W&B's own counter, which does not go back: what a run that
-    died had logged beyond its checkpoint stays visible beside what the resumed one logs. A thread makes
-    every call, the first one too: a server that does not answer holds up neither start nor steps.
+    A resumed run continues its W&B run. Curves are drawn over the metric `step` instead of W&B's own counter,
+    which cannot go back: what an interrupted run had logged beyond its checkpoint stays visible. A thread
+    makes all calls, so a slow server delays neither start nor steps.
+
+    Args:
+        run_dir: the run's folder.
+        project: W&B project name.
+        entity: W&B user or team; None: the logged-in user.
+        mode: "online", "offline" or "disabled".
+        tags: tags of the run.
+        finish_timeout: seconds that the end of a run waits for uploads.
     """
 
     def __init__(
@@ -72,17 +82,17 @@ class WandbTracker:
         self._courier.send(begin)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hands the metrics to W&B's own process."""
+        """Queues the metrics of a step for W&B."""
         row = {**metrics, "step": step}
         self._courier.send(lambda: self._run.log(row))
 
     def clips(self, step: int, clips: Sequence[Clip], folder: Path) -> None:
-        """Adds the mp4 files as one panel, `samples`."""
+        """Queues the mp4 files of sampled clips for W&B, as one panel named `samples`."""
         captions = [(str(path), clip.prompt) for path, clip in _files(clips, folder)]
         self._courier.send(partial(self._send_clips, step, captions))
 
     def close(self, ending: Ending) -> None:
-        """Waits until everything is uploaded, or the time for it is up."""
+        """Ends the W&B run and waits for its uploads, up to `finish_timeout`."""
         self._courier.send(lambda: self._run.finish(exit_code=_EXIT_CODES[ending]))
         self._courier.close(self._timeout)
 
@@ -97,10 +107,16 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """Metrics, config and clips to an MLflow store or server. A run that resumes continues its MLflow run.
+    """Tracker that sends metrics, config and sampled clips to an MLflow store or server.
 
-    A thread makes every call, in order, the first one too: a server that is slow, or does not answer,
-    holds up neither start nor steps.
+    A resumed run continues its MLflow run. A thread makes all calls in order, so a slow server delays
+    neither start nor steps.
+
+    Args:
+        run_dir: the run's folder.
+        tracking_uri: server or store; None: MLFLOW_TRACKING_URI, else MLflow's default.
+        experiment: MLflow experiment name; created if it does not exist.
+        finish_timeout: seconds that the end of a run waits for uploads.
     """
 
     def __init__(
@@ -111,26 +127,26 @@ class MlflowTracker:
         self._client = mlflow.MlflowClient(tracking_uri=tracking_uri)
         self._timeout = finish_timeout
         self._id = ""
-        # It tells of each of the library's retries; what becomes of them is told once, by us.
+        # urllib3 logs every retry; one warning about the outcome is enough.
         logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
         self._courier = Courier()
         missing: type[Exception] = mlflow.exceptions.MlflowException
         self._courier.send(partial(self._open, Path(run_dir), experiment, missing))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Sends the metrics."""
+        """Queues the metrics of a step for MLflow."""
         now = int(time.time() * 1000)
         batch = [self._entities.Metric(name, value, now, step) for name, value in metrics.items()]
         self._courier.send(lambda: self._client.log_batch(self._id, metrics=batch))
 
     def clips(self, step: int, clips: Sequence[Clip], folder: Path) -> None:
-        """Sends the mp4 files, as artifacts under `samples/step_00000010`."""
+        """Queues the mp4 files of sampled clips for MLflow, as artifacts under `samples/step_00000010`."""
         place = f"samples/step_{step:08d}"
         for path, _ in _files(clips, folder):
             self._courier.send(partial(self._send_file, path, place))
 
     def close(self, ending: Ending) -> None:
-        """Waits until everything is sent, or the time for it is up."""
+        """Ends the MLflow run and waits for its uploads, up to `finish_timeout`."""
         self._courier.send(lambda: self._client.set_terminated(self._id, _STATES[ending]))
         self._courier.close(self._timeout)
 
@@ -138,7 +154,7 @@ class MlflowTracker:
         self._client.log_artifact(self._id, str(path), place)
 
     def _open(self, run_dir: Path, experiment: str, missing: type[Exception]) -> None:
-        """Finds the run's MLflow run, or begins one."""
+        """Continues the MLflow run of an earlier process, or creates one."""
         if (kept := _kept_id(run_dir, "mlflow")) is not None:
             try:
                 self._client.update_run(kept, status="RUNNING")
@@ -146,7 +162,7 @@ class MlflowTracker:
                 return
             except missing as fault:
                 if fault.error_code == "INTERNAL_ERROR":  # type: ignore[attr-defined]
-                    raise  # no answer; else it is another store, or the run was deleted there
+                    raise  # no answer; other errors: the store is another one, or the run was deleted there
         found = self._client.get_experiment_by_name(experiment)
         home = found.experiment_id if found is not None else self._client.create_experiment(experiment)
         begun = self._client.create_run(home, run_name=run_dir.name)
@@ -154,40 +170,65 @@ class MlflowTracker:
         self._describe(run_dir)
 
     def _describe(self, run_dir: Path) -> None:
-        """The config, as parameters to compare runs by and as a file."""
+        """Sends the config, as parameters (to compare runs) and as a file."""
         parameters = [self._entities.Param(key, text[:500]) for key, text in _leaves(_config(run_dir))]
-        for first in range(0, len(parameters), 100):  # the most that a request may hold
+        for first in range(0, len(parameters), 100):  # limit of one request
             self._client.log_batch(self._id, params=parameters[first : first + 100])
         if (run_dir / "config.yaml").exists():
             self._client.log_artifact(self._id, str(run_dir / "config.yaml"))
 
 
 class Courier:
-    """Makes calls on a thread of its own, in order. The first that fails is the last: its error is raised
-    by the next `send`, or by `close`."""
+    """Sends a tracker's messages to its server on a background thread, in order.
+
+    After the first error no further message is sent; the next `send` or `close` raises this error.
+    """
 
     def __init__(self) -> None:
-        self._calls = BackgroundQueue("tracker", "telling the server", _BACKLOG)
+        self._calls = BackgroundQueue("tracker", "sending to the server of a tracker", _BACKLOG)
         self._answered = False
 
     def send(self, call: Callable[[], object]) -> None:
-        """Queues a call. MMError when the queue is full."""
+        """Queues a message for a tracker's server.
+
+        Args:
+            call: sends the message; runs on the background thread.
+
+        Raises:
+            MMError: the queue is full.
+            Exception: the error of an earlier message.
+        """
         self._raise_fault()
         try:
             self._calls.give(partial(self._make, call))
         except queue.Full:
-            raise MMError(f"the server is {_BACKLOG} messages behind") from None
+            raise MMError(
+                f"the server is {_BACKLOG} messages behind", hint="raise log.every to send fewer messages"
+            ) from None
 
     def close(self, timeout: float) -> None:
-        """Waits for the calls that are queued. MMError when they take longer than `timeout` seconds, or
-        `_UNANSWERED` where not one has come back."""
+        """Waits until a tracker's queued messages are sent.
+
+        Args:
+            timeout: seconds to wait at most; 15 if the server has never answered.
+
+        Raises:
+            MMError: messages are still unsent after that time.
+            Exception: the error of an earlier message.
+        """
         timeout = timeout if self._answered else min(timeout, _UNANSWERED)
         unsent = self._calls.finish(timeout)
         self._raise_fault()
         if unsent and not self._answered:
-            raise MMError(f"the server has not answered, {timeout:g} seconds after the end of the run")
+            raise MMError(
+                f"the server did not answer within {timeout:g} seconds after the end of the run",
+                hint="check the address of the server and the network",
+            )
         if unsent:
-            raise MMError(f"{unsent} messages were not sent within {timeout:g} seconds")
+            raise MMError(
+                f"the server did not take {plural(unsent, 'message')} within {timeout:g} seconds",
+                hint="raise finish_timeout of this tracker, or check the network",
+            )
 
     def _make(self, call: Callable[[], object]) -> None:
         if self._calls.fault is None:
@@ -200,13 +241,13 @@ class Courier:
 
 
 def forget_runs(run_dir: Path) -> None:
-    """Trackers that are opened afterwards begin a new run of theirs: for a run that begins anew."""
+    """Deletes the ids of W&B and MLflow runs, so that trackers opened later begin new runs."""
     for path in Path(run_dir).glob("*_run_id.txt"):
         path.unlink()
 
 
 def _library(name: str, extra: str) -> ModuleType:
-    """The package. MMError when it is not installed."""
+    """Imports the package of a tracker; MMError if it is not installed."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -227,14 +268,14 @@ def _keep_id(run_dir: Path, tracker: str, run: str) -> str:
 
 
 def _config(run_dir: Path) -> dict[str, object]:
-    """The run's config as it is on disk: with what came from the environment left as written."""
+    """The run's config as on disk: references to environment variables are not resolved."""
     path = Path(run_dir) / "config.yaml"
     found = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
     return found if isinstance(found, dict) else {}
 
 
 def _leaves(value: object, key: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted keys and their values as text."""
+    """Dotted keys of a config and their values as text."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from _leaves(inner, f"{key}.{name}" if key else str(name))
@@ -243,6 +284,6 @@ def _leaves(value: object, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _files(clips: Sequence[Clip], folder: Path) -> list[tuple[Path, Clip]]:
-    """Each clip with its file. Hosts may not share a disk: what other hosts have written is left out."""
+    """Each clip with its file; files written by hosts that do not share this disk are omitted."""
     paths = [Path(folder) / clip_name(index, clip.prompt) for index, clip in enumerate(clips)]
     return [(path, clip) for path, clip in zip(paths, clips, strict=True) if path.exists()]
