@@ -20,7 +20,7 @@ ALLOWED = {
     "optim.adamw_8bit._check_runs": "a fact of the installed torchao",
     "optim.adamw_8bit._optimizer_class": "a class, made once",
     "plugin.manager.entry_point_records": "what is installed",
-    "plugin.registry._tell": "what a person was told already",
+    "plugin.registry._warn": "warnings that were printed already",
     "plugin.signatures._from_signature": "a class for each signature, equal to itself",
     "plugin.trust.beside._installations": "where Python keeps what is installed",
     "runtime.groups._patience": "the timeout of torch's groups, which engines make too",

@@ -375,7 +375,7 @@ def test_a_class_a_row_is_nothing_for_a_model_that_estimates_a_number(folders):
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        ({"num_labels": 5}, "num_labels is 5, and labels names 3 classes"),
+        ({"num_labels": 5}, "num_labels is 5, but labels lists 3; remove num_labels"),
         ({"id2label": {0: "a"}}, "labels already sets the names of the classes; remove id2label"),
     ],
 )

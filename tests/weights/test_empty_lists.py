@@ -35,7 +35,7 @@ def no_layers() -> None:
     [
         (lambda: match(["blocks.{*}"], [""], "engine.key"), "no pattern: there are no modules"),
         (no_layers, "no target: the component has no linear layer"),
-        (no_inputs, "these are none"),
+        (no_inputs, "the batch contains none"),
         (lambda: no_layout_error(Path("x"), "predictor", ()), "none (no plugin has a format)"),
         (lambda: divided((), ["a"]), "names below no part at all"),
     ],

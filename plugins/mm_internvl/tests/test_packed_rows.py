@@ -240,7 +240,8 @@ def test_a_run_trains_on_what_is_left_of_a_pack(place, tmp_path, capsys, workers
     said = capsys.readouterr().err
     assert "warning: parts of rows of data.validation could not be read and are left out: " in said
     assert "torn_0.png: the image cannot be read: " in said and "are not counted" not in said
-    assert f"samples that could not be read were replaced, or parts left out; {folder}/skipped.jsonl" in said
+    replaced = "samples that could not be read were replaced, or parts of them skipped"
+    assert f"{replaced}; see {folder}/skipped.jsonl for the list" in said
 
 
 def test_too_many_damaged_images_end_a_run(place, tmp_path):
