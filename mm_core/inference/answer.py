@@ -321,6 +321,7 @@ def _check_text(turns: Sequence[Turn]) -> None:
                 f"the {'prompt' if turn.role == 'user' else turn.role + ' text'} is not valid UTF-8 "
                 f"(character {fault.start + 1})",
                 where=turn.text.encode(errors="backslashreplace").decode(),
+                hint="type the text again, or set the terminal or the file to UTF-8",
             ) from None
 
 

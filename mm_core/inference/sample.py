@@ -182,7 +182,11 @@ def _write(clip: Clip, path: Path) -> None:
     try:
         write_video(clip, path)
     except Exception as fault:  # PyAV's errors are not OSErrors
-        raise DataError(f"the clip cannot be written: {fault}", where=str(path)) from fault
+        raise DataError(
+            f"the clip cannot be written: {fault}",
+            where=str(path),
+            hint="choose another folder, and check that the disk is not full",
+        ) from fault
 
 
 # -- weights -------------------------------------------------------------------------------------

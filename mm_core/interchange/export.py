@@ -242,5 +242,9 @@ def _inside(folder: Path, name: str) -> Path:
     """A place below `folder` that does not exist yet; a format that returns any other is wrong."""
     path = folder / name
     if Path(name).is_absolute() or ".." in Path(name).parts or path.is_file():
-        raise ContractError(f"a weight format would write {name!r}, which is outside or exists already")
+        raise ContractError(
+            f"the weight format would write {name!r}, which is outside the exported folder or already in it",
+            where="--to",
+            hint="choose another weight format, or correct the file names that this one returns",
+        )
     return path

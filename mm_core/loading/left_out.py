@@ -130,7 +130,7 @@ def recorded(
                 start = _start(row.key, init, task, config).covers(state)
                 names = absent.intersection(start.names)
                 if len(names) != row.tensors or _contents(start, names) != row.sha256:
-                    raise CheckpointError("its weights have changed since", where=path)
+                    raise CheckpointError("its weights have changed since the run used them", where=path)
             except TrustError:
                 raise
             except MMError as fault:

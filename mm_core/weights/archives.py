@@ -46,7 +46,10 @@ def check_archive(file: IO[bytes], start: int, size: int) -> None:
         raise RuntimeError(f"the archive is damaged ({fault})") from None
     if not ends:
         # zipfile takes the bytes before for prepended data, and reads a different directory from torch.
-        raise CheckpointError("its zip directory is not where torch.save writes it, right before the end")
+        raise CheckpointError(
+            "its zip directory is not right before its end, where torch.save writes it: it is damaged, or was"
+            " written by another program"
+        )
     if any(member.filename.endswith("constants.pkl") for member in members):  # as torch recognises them
         raise CheckpointError("it is a TorchScript archive, which is a program")
     declared = sum(member.file_size for member in members)

@@ -83,7 +83,7 @@ def _in_folder(folder: Path, stem: str | None) -> list[Path]:
         raise CheckpointError(
             f"this folder has several indexes: {', '.join(path.name for path in indexes)}",
             where=str(folder),
-            hint="name one of them",
+            hint="give the path of one index instead of the folder",
         )
     return indexed(indexes[0]) if indexes else sorted(folder.glob("*.safetensors"))
 

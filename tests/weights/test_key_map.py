@@ -169,7 +169,7 @@ def test_a_map_says_what_it_cannot_map():
         KeyMap((Transpose("w", "w"),)).copies({"w": (3, 4, 2)})
     with pytest.raises(ContractError, match="two tensors of the component would be stored as 'b'"):
         KeyMap((Rename("a", "b"),)).copies({"a": (2,), "b": (2,)})
-    with pytest.raises(ContractError, match=r"'a' does not begin with 'model\.'"):
+    with pytest.raises(ContractError, match=r"'a' cannot be renamed: only names that begin with 'model\."):
         KeyMap(prefix="model.").copies({"a": (2,)})
 
 

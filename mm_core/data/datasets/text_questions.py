@@ -75,7 +75,12 @@ class TextQuestions:
             raise DataError(cells.fault, where=name)
         asked = cells.values[-1]
         if not isinstance(asked, str) or not asked.strip():
-            raise DataError(f"the prompt is {'empty' if asked == '' else kind_of(asked)}", where=name)
+            raise DataError(
+                f"the prompt is {'empty' if isinstance(asked, str) else kind_of(asked)}",
+                where=name,
+                accepted="a text that is not empty",
+                hint="add the prompt to this row, or remove the row",
+            )
         text = cells.values[0] if self.wanted.prompt is not None else None
         references = (text,) if isinstance(text, str) and text else ()
         return Question(name, asked, self._inputs(asked, name), references)

@@ -100,7 +100,11 @@ class TextRowsDataset:
             raise DataError(row.fault, where=f"{self.file}, {row.place}")
         sample = self._learnt(row) if self.wanted.label is None else self._labelled(row)
         if not sample["ids"]:
-            raise DataError("the tokenizer finds no tokens in the text", where=f"{self.file}, {row.place}")
+            raise DataError(
+                "the tokenizer finds no tokens in the text",
+                where=f"{self.file}, {row.place}",
+                hint="correct the text, remove the row, or use the tokenizer of another model",
+            )
         return {**sample, "id": f"{self.file.name}, {row.place}"}
 
     def collate(self, samples: Sequence[Sample]) -> TextBatch:
@@ -191,6 +195,7 @@ class TextRowsDataset:
                     f"the prompt has {plural(len(before), 'token')}, so max_length {longest} "
                     "leaves no room for text",
                     where=f"{self.file}, {row.place}",
+                    hint="shorten the prompt, or raise max_length of the dataset",
                 )
         special = row.other is None
         found = tokenizer(row.text, add_special_tokens=special, truncation=True, max_length=longest)

@@ -78,7 +78,11 @@ class VideoTextDataset:
         path = inside(self.folder, row.path)
         for text in row.captions:
             if half := half_character(text):
-                raise DataError(f"the caption contains {half}, half of a character", where=str(path))
+                raise DataError(
+                    f"the caption contains {half}, half of a character",
+                    where=str(path),
+                    hint=f"remove {half} from the caption in the annotations",
+                )
         if wanted.fps is None and row.num_frames is not None and row.num_frames < wanted.num_frames:
             raise self._short(path, row.num_frames, "the annotation declares")
         times = self._times(path, self.reader.probe(path), start)
@@ -106,4 +110,5 @@ class VideoTextDataset:
             f"the video is too short: {verb} {plural(available, 'frame')}{rate}, "
             f"but a clip needs {self.wanted.num_frames}",
             where=str(path),
+            hint="use a longer video, or lower num_frames of the dataset",
         )

@@ -40,7 +40,11 @@ def opened_image(path: Path) -> Iterator[ImageFile.ImageFile]:
     except MMError:
         raise
     except Exception as fault:
-        raise DataError(f"the image cannot be read: {fault}", where=str(path)) from fault
+        raise DataError(
+            f"the image cannot be read: {fault}",
+            where=str(path),
+            hint="copy the image again, convert it to PNG or JPEG, or use another one",
+        ) from fault
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:

@@ -42,6 +42,9 @@ _OPTIONS = {
 
 _PICTURE_RATE = 25.0  # frames per second of a still picture, as in FFmpeg
 
+_AGAIN = "copy the file again, encode the video again, or remove it from the data"
+"""Hint for a file that is probably damaged."""
+
 _FAULTS = (av.FFmpegError, OSError, ValueError, ArithmeticError, RuntimeError)
 """Exceptions that PyAV raises for damaged files: FFmpeg's errors, and those from bad numbers in a header."""
 
@@ -69,7 +72,7 @@ class _Reader:
             else:
                 first, frames, seconds = _counted(container, stream, path)
             if first is None or frames < 1 or seconds <= 0:
-                raise DataError("the video stream contains no frames", where=str(path))
+                raise DataError("the video stream contains no frames", where=str(path), hint=_AGAIN)
             width, height = stream.width, stream.height
             if _quarter_turns(first) % 2:
                 width, height = height, width
@@ -140,7 +143,11 @@ class DecordReader(_Reader):
             raise
         except (decord.DECORDError, IndexError, *_FAULTS) as error:
             reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-            raise DataError(f"decord cannot read the video: {reason}", where=str(path)) from None
+            raise DataError(
+                f"decord cannot read the video: {reason}",
+                where=str(path),
+                hint="use the video reader core/pyav, or encode the video again, for example as H.264 mp4",
+            ) from None
         return torch.from_numpy(np.ascontiguousarray(frames))
 
 
@@ -149,7 +156,7 @@ def _opened(path: Path, max_pixels: int) -> Iterator[tuple[InputContainer, Video
     """(container, its first real video stream), checked by its header before anything is decoded. DataError
     for errors in the block as well, since a damaged file may have a good header."""
     if plain_file(path, "video") == 0:
-        raise DataError("the video is an empty file (0 bytes)", where=str(path))
+        raise DataError("the video is an empty file (0 bytes)", where=str(path), hint=_AGAIN)
     try:
         container = av.open(_name(path), metadata_errors="replace", options=_OPTIONS)
     except _FAULTS as error:
@@ -164,7 +171,9 @@ def _opened(path: Path, max_pixels: int) -> Iterator[tuple[InputContainer, Video
     except MMError:
         raise
     except _FAULTS as error:
-        raise DataError(f"the video cannot be decoded: {plain_reason(error)}", where=str(path)) from error
+        raise DataError(
+            f"the video cannot be decoded: {plain_reason(error)}", where=str(path), hint=_AGAIN
+        ) from error
 
 
 def _name(path: Path) -> str:
@@ -179,11 +188,17 @@ def _stream(container: InputContainer, path: Path, max_pixels: int) -> VideoStre
     if not streams:
         kinds = sorted({s.type for s in container.streams})
         raise DataError(
-            f"the file has no video stream (it contains: {', '.join(kinds) or 'nothing'})", where=str(path)
+            f"the file has no video stream (it contains: {', '.join(kinds) or 'nothing'})",
+            where=str(path),
+            hint="use a file that contains a video, or remove it from the data",
         )
     stream = streams[0]
     if stream.codec_context is None:
-        raise DataError("FFmpeg does not support the codec of this video", where=str(path))
+        raise DataError(
+            "FFmpeg does not support the codec of this video",
+            where=str(path),
+            hint="convert the video with another program, for example to H.264 mp4",
+        )
     if stream.width * stream.height > max_pixels:
         raise DataError(
             f"frames of {stream.width}x{stream.height} are larger than the reader's max_pixels",
@@ -250,9 +265,13 @@ def _sound(frames: Iterable[VideoFrame], stream: VideoStream, path: Path) -> Ite
     """Passes frames on. DataError at a frame that the decoder flags as damaged, or of a different size."""
     for frame in frames:
         if frame.is_corrupt:
-            raise DataError(f"the video is damaged at {frame.time or 0:.2f} s", where=str(path))
+            raise DataError(f"the video is damaged at {frame.time or 0:.2f} s", where=str(path), hint=_AGAIN)
         if (frame.width, frame.height) != (stream.codec_context.width, stream.codec_context.height):
-            raise DataError("the frame size changes within the video", where=str(path))
+            raise DataError(
+                "the frame size changes within the video",
+                where=str(path),
+                hint="encode the video again with one frame size, or remove it from the data",
+            )
         yield frame
 
 
@@ -291,7 +310,11 @@ def _pick(
     picked: list[Pixels] = []
     for frame in frames:
         if frame.pts is None:
-            raise DataError("a frame of the video has no timestamp", where=str(path))
+            raise DataError(
+                "a frame of the video has no timestamp",
+                where=str(path),
+                hint="encode the video again, for example as H.264 mp4",
+            )
         first = frame.pts if first is None else first
         begins = float((frame.pts - first) * base)
         while len(picked) < len(wanted) and wanted[len(picked)] + _EPSILON < begins:
@@ -303,7 +326,7 @@ def _pick(
             return picked
         shown, pixels = frame, None
     if shown is None:
-        raise DataError("no frame of the video can be decoded", where=str(path))
+        raise DataError("no frame of the video can be decoded", where=str(path), hint=_AGAIN)
     # The last frame is shown for its own duration; later times are an error.
     lasts = max(float((shown.duration or 0) * base), 1.0 / float(stream.average_rate or 1))
     end = float((shown.pts - first) * base) + lasts

@@ -44,7 +44,11 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(f"the folder cannot be created: {error.strerror}", where=str(folder)) from None
+        raise DataError(
+            f"the folder cannot be created: {error.strerror}",
+            where=str(folder),
+            hint="choose another folder, in which this user can write",
+        ) from None
 
 
 def clip_name(index: int, prompt: str) -> str:

@@ -51,7 +51,11 @@ def plain_file(path: Path, what: str, missing: str | None = None) -> int:
     """
     found = status(path, what)
     if found is None:
-        raise DataError(missing or f"the {what} does not exist", where=str(path))
+        raise DataError(
+            missing or f"the {what} does not exist",
+            where=str(path),
+            hint="correct the path, or copy the file to this place",
+        )
     if not stat.S_ISREG(found.st_mode):
         kind = _KINDS.get(stat.S_IFMT(found.st_mode), "no file")
         article = "an" if what[0] in "aeiou" else "a"
@@ -71,7 +75,9 @@ def check_folder(path: Path, what: str) -> None:
     """
     found = status(path, what.removeprefix("the "))
     if found is None or not stat.S_ISDIR(found.st_mode):
-        raise DataError(f"{what} does not exist", where=str(path))
+        raise DataError(
+            f"{what} does not exist", where=str(path), hint="correct the path of the folder in the config"
+        )
 
 
 @contextmanager
@@ -82,7 +88,11 @@ def refused(what: str, path: Path) -> Iterator[None]:
     except MMError:
         raise
     except (OSError, ValueError, RuntimeError) as fault:  # RuntimeError: a loop in Path.resolve up to 3.12
-        raise DataError(f"the {what} cannot be opened: {refusal(fault)}", where=str(path)) from None
+        raise DataError(
+            f"the {what} cannot be opened: {refusal(fault)}",
+            where=str(path),
+            hint="correct the path, or allow this user to read the file",
+        ) from None
 
 
 def refusal(fault: BaseException) -> str:

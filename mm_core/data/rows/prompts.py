@@ -10,6 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from mm_core.data.media.images import read_image
+from mm_core.data.rows.paths import refusal
 from mm_core.errors import DataError, MMError, plural
 
 
@@ -40,13 +41,22 @@ def read_prompts(path: Path) -> list[Prompt]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"the prompts cannot be read: {error}", where=str(path)) from None
+        reason = refusal(error) if isinstance(error, OSError) else f"the file is not UTF-8 text: {error}"
+        raise DataError(
+            f"the prompts cannot be read: {reason}",
+            where=str(path),
+            hint="give the path of a text file in UTF-8",
+        ) from None
     if path.suffix in (".json", ".jsonl"):
         try:
             lines = [line for line in text.splitlines() if line.strip()]
             rows = json.loads(text) if path.suffix == ".json" else [json.loads(line) for line in lines]
         except ValueError as error:
-            raise DataError(f"this is not JSON: {error}", where=str(path)) from None
+            raise DataError(
+                f"this is not JSON: {error}",
+                where=str(path),
+                hint="fix the file, or give it the ending .txt if each line is a prompt",
+            ) from None
         prompts = [_prompt_of(row, path) for row in (rows if isinstance(rows, list) else [rows])]
     else:
         prompts = [Prompt(line.strip()) for line in text.splitlines() if line.strip()]

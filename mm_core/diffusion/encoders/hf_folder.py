@@ -125,7 +125,9 @@ class ModelFolder:
                 model: nn.Module = kind.from_config(config, **{dtype_key(): dtype})
         except (OSError, ValueError, TypeError, AttributeError, LookupError, RuntimeError) as fault:
             raise CheckpointError(
-                f"the {self.role} cannot be built from config.json: {first_line(fault)}", where=str(self.path)
+                f"the {self.role} cannot be built from config.json: {first_line(fault)}",
+                where=str(self.path),
+                hint="copy config.json again from where the weights came from, or choose another folder",
             ) from fault
         for name in _kept_in_fp32(model, dtype):
             parameter = model.get_parameter(name)

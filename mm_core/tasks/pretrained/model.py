@@ -140,7 +140,9 @@ def _class_of(auto_class: str) -> type[PreTrainedModel]:
         raise
     except Exception as fault:  # foreign code may raise anything
         raise ContractError(
-            f"{auto_class!r} cannot be imported: {first_line(fault)}", where="task.auto_class"
+            f"{auto_class!r} cannot be imported: {first_line(fault)}",
+            where="task.auto_class",
+            hint="correct module:Class, install the package that contains it, or fix the error in the module",
         ) from fault
     if not (inspect.isclass(kind) and issubclass(kind, transformers.PreTrainedModel)):
         raise ContractError(
@@ -204,7 +206,9 @@ def _read_generation(model: PreTrainedModel, folder: Path) -> None:
 
 def _no_model(kind: type[PreTrainedModel], folder: Path, fault: Exception) -> ContractError:
     return ContractError(
-        f"{kind.__name__} cannot build a model from this folder: {first_line(fault)}", where=str(folder)
+        f"{kind.__name__} cannot build a model from this folder: {first_line(fault)}",
+        where=str(folder),
+        hint="correct config.json of the folder or the task's settings, or choose another model",
     )
 
 

@@ -286,7 +286,11 @@ class TextToVideo(nn.Module):
                 hint="set them in the request or under task.sample in the config",
             )
         if values["steps"] < 1:
-            raise ContractError(f"sampling needs at least one step, not {values['steps']}", where="steps")
+            raise ContractError(
+                f"sampling needs at least one step, not {values['steps']}",
+                where="steps",
+                hint="set steps to 1 or more, in the request or under task.sample in the config",
+            )
         return replace(request, **values)
 
     def _sample_shape(self, request: SampleRequest) -> tuple[int, int, int, int]:
@@ -376,8 +380,9 @@ def _squared_error(predicted: Tensor, target: Tensor, counts: Tensor | None) -> 
     """[B] float32: the mean over (C,T,H,W) where counts[1,1,T,H,W] is true (None: everywhere)."""
     if predicted.shape != target.shape:
         raise ContractError(
-            f"the predictor returned {tuple(predicted.shape)} for targets {tuple(target.shape)}",
+            f"the predictor returned shape {tuple(predicted.shape)}, not the target's {tuple(target.shape)}",
             where="task.predictor",
+            hint="correct the predictor's forward: it must return the shape of the latents, [B,C,T,H,W]",
         )
     squares = (predicted.float() - target).square()
     if counts is None:

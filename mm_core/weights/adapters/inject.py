@@ -293,7 +293,13 @@ def _inject(component: nn.Module, adapter: AdapterConfig, scales: Mapping[str, A
     for name, scale in scales.items():
         layer = layers[name]
         if layer.scaling[adapter.name] != scale.factor or layer.r[adapter.name] != scale.rank:
-            raise ContractError(f"PEFT has set a scale for {name} that is different from {scale}")
+            raise ContractError(
+                f"PEFT has given the adapter of {name} rank {layer.r[adapter.name]} and scale"
+                f" {layer.scaling[adapter.name]:g}, but the config sets rank {scale.rank} and scale"
+                f" {scale.factor:g}",
+                where=f"adapter {adapter.name!r}",
+                hint="install another version of PEFT: this one computes adapters differently",
+            )
         known = dict(layer.__dict__)
         layer.adapter_scales = {**known.get("adapter_scales", {}), adapter.name: scale}
         layer.adapter_inits = {**known.get("adapter_inits", {}), adapter.name: adapter.init}

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mm_core.errors import ContractError
-from mm_core.weights.formats.key_map import Copy, KeyMap, Rename, Template, box_of
+from mm_core.weights.formats.key_map import WHERE, Copy, KeyMap, Rename, Template, box_of
 from mm_core.weights.streaming import overlap
 
 
@@ -102,7 +102,9 @@ def _seen(second: Copy, first: Copy) -> Copy:
     if not rows or (second.view is not None and second.view[0] != second.stored_shape[0]):
         raise ContractError(
             f"two key maps cannot be composed: the first reshapes {first.component!r}, and the second"
-            f" permutes {first.stored!r}, or splits it along a dimension different from the first"
+            f" permutes {first.stored!r}, or splits it along a dimension different from the first",
+            where=WHERE,
+            hint="remove the reshape from the first key map, or convert the weights with your own script",
         )
     zeros = (0,) * (len(view) - 1)
     return replace(

@@ -16,10 +16,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
-from mm_core.errors import ContractError
+from mm_core.errors import ContractError, plural
 
 Shape = tuple[int, ...]
 Box = tuple[slice, ...]
+
+WHERE = "key map of the weight format"
+"""The place in error messages about key maps."""
 
 _BRACE = re.compile(r"\{(\w+)(\.\.\.)?\}")
 
@@ -230,7 +233,11 @@ class KeyMap:
             volumes[copy.stored] += prod(copy.size)
         for copy in found:
             if prod(copy.stored_shape) != volumes[copy.stored]:
-                raise ContractError(f"two tensors of the component would be stored as {copy.stored!r}")
+                raise ContractError(
+                    f"two tensors of the component would be stored as {copy.stored!r}",
+                    where=WHERE,
+                    hint="correct the rules of the key map, so that each tensor gets its own stored name",
+                )
         return found
 
     def stored_shapes(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, Shape]:
@@ -239,7 +246,11 @@ class KeyMap:
 
     def _of(self, name: str, shapes: Mapping[str, Sequence[int]]) -> list[Copy]:
         if not name.startswith(self.prefix):
-            raise ContractError(f"{name!r} does not begin with {self.prefix!r}, the prefix of this key map")
+            raise ContractError(
+                f"the tensor {name!r} cannot be renamed: only names that begin with {self.prefix!r} can",
+                where=WHERE,
+                hint="correct the prefix of the key map",
+            )
         if (bare := name[len(self.prefix) :]) in self.placed:
             return self._placed(bare, name, tuple(shapes[name]))
         for rule, template in self._by_component:
@@ -252,7 +263,11 @@ class KeyMap:
         copies = self.placed[bare]
         ends = [tuple(s + n for s, n in zip(copy.start, copy.size, strict=True)) for copy in copies]
         if shape != tuple(max(sizes) for sizes in zip(*ends, strict=True)):
-            raise ContractError(f"this key map was made for a different shape of {name!r} than {list(shape)}")
+            raise ContractError(
+                f"this key map was made for a different shape of {name!r} than {list(shape)}",
+                where=WHERE,
+                hint="use the sizes of the model that the key map was made for, or make the key map again",
+            )
         return [replace(copy, component=name) for copy in copies]
 
     def _copies_of(
@@ -268,23 +283,41 @@ class KeyMap:
         entire = whole(name, Template(rule.stored).fill(values), shape)
         if isinstance(rule, Transpose):
             if sorted(rule.dims) != list(range(len(shape))):
-                raise ContractError(f"{rule} does not fit {name!r} of {len(shape)} dimensions")
+                raise ContractError(
+                    f"the rule {rule} does not fit {name!r} of {len(shape)} dimensions",
+                    where=WHERE,
+                    hint="correct dims of the rule: it must contain the number of each dimension once",
+                )
             stored = tuple(shape[rule.dims.index(dim)] for dim in range(len(shape)))
             return [replace(entire, stored_shape=stored, dims=rule.dims)]
         if isinstance(rule, Reshape):
             if prod(shape[1:]) != prod(rule.shape):
-                raise ContractError(f"{rule} does not fit {name!r} of shape {list(shape)}")
+                raise ContractError(
+                    f"the rule {rule} does not fit {name!r} of shape {list(shape)}",
+                    where=WHERE,
+                    accepted=f"a shape of {plural(prod(shape[1:]), 'number')} in the rule",
+                )
             return [replace(entire, stored_shape=(shape[0], *rule.shape), view=shape)]
         return [entire]
 
     def _fuse(self, rule: Fuse, values: Mapping[str, str], shapes: Mapping[str, Sequence[int]]) -> list[Copy]:
         names = [self.prefix + Template(text).fill(values) for text in rule.components]
         if absent := [name for name in names if name not in shapes]:
-            raise ContractError(f"{absent[0]!r} is missing: it is stored together with {names[0]!r}")
+            raise ContractError(
+                f"{absent[0]!r} is missing: it is stored together with {names[0]!r}",
+                where=WHERE,
+                hint="add the tensor to the component, or correct the Fuse rule of the key map",
+            )
         parts = [tuple(shapes[name]) for name in names]
         rests = {part[: rule.dim] + part[rule.dim + 1 :] for part in parts}
         if len(rests) > 1 or not 0 <= rule.dim < len(parts[0]):
-            raise ContractError(f"{', '.join(names)} do not fit side by side along dimension {rule.dim}")
+            shown = ", ".join(str(list(part)) for part in parts)
+            raise ContractError(
+                f"{', '.join(names)} do not fit side by side along dimension {rule.dim}: their shapes are"
+                f" {shown}",
+                where=WHERE,
+                hint="correct dim of the Fuse rule: the shapes may differ only in that dimension",
+            )
         entire = list(parts[0])
         entire[rule.dim] = sum(part[rule.dim] for part in parts)
         stored, begin, copies = Template(rule.stored).fill(values), 0, []
@@ -299,7 +332,11 @@ def _split(rule: Split | Stack, values: Mapping[str, str], name: str, shape: Sha
     count, length = len(rule.stored), shape[rule.dim] if 0 <= rule.dim < len(shape) else -1
     sizes = rule.sizes or (length // count,) * count
     if len(sizes) != count or sum(sizes) != length or min(sizes) < 1:
-        raise ContractError(f"{rule} does not fit {name!r} of shape {list(shape)}")
+        raise ContractError(
+            f"the rule {rule} does not fit {name!r} of shape {list(shape)}",
+            where=WHERE,
+            hint="correct dim or sizes of the rule: one size per stored name, with the sum of that dimension",
+        )
     begin, copies = 0, []
     for text, size in zip(rule.stored, sizes, strict=True):
         start = tuple(begin if d == rule.dim else 0 for d in range(len(shape)))
@@ -311,7 +348,11 @@ def _split(rule: Split | Stack, values: Mapping[str, str], name: str, shape: Sha
 
 def _stack(rule: Stack, values: Mapping[str, str], name: str, shape: Shape) -> list[Copy]:
     if len(shape) < 2:
-        raise ContractError(f"{rule} does not fit {name!r} of shape {list(shape)}")
+        raise ContractError(
+            f"the rule {rule} does not fit {name!r} of shape {list(shape)}",
+            where=WHERE,
+            accepted="tensors of at least 2 dimensions",
+        )
     return [
         replace(
             copy,

@@ -87,6 +87,8 @@ def lengths_of(rows: Sequence[RawRow], measure: Callable[[RawRow], int]) -> Tens
         raise DataError(
             f"none of {plural(len(rows), 'conversation')} can be read; error of the first: {fault.what}",
             where=fault.where,
+            accepted=fault.accepted,
+            hint=fault.hint or "correct the rows, or the paths of their images and videos",
         ) from fault
     return found
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mm_core.contracts import WeightsFrom, torch_dtype
-from mm_core.errors import CheckpointError, ContractError
+from mm_core.errors import CheckpointError, ContractError, plain_reason
 from mm_core.weights import INDEX, only_pickled, read_mapping
 from mm_wan.encoders.config import WanVAEConfig
 from mm_wan.encoders.vae_files import (
@@ -71,7 +71,9 @@ class WanPosterior:
         if len(generators) != len(self.moments):
             raise ContractError(
                 f"the number of generators ({len(generators)}) differs from the number of clips "
-                f"({len(self.moments)})"
+                f"({len(self.moments)})",
+                where="generators",
+                hint="give one generator per clip",
             )
         return self._unit(self._distribution().sample(list(generators)))
 
@@ -262,7 +264,9 @@ class WanVAE(nn.Module):
             found = json.loads(where.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as fault:
             raise CheckpointError(
-                f"config.json cannot be read ({type(fault).__name__})", where=str(where)
+                f"config.json cannot be read: {plain_reason(fault)}",
+                where=str(where),
+                hint="copy the file again, or choose another folder of a Wan autoencoder",
             ) from None
         kind = found.get("_class_name") if isinstance(found, dict) else None
         if kind != CLASS:

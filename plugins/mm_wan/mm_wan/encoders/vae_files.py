@@ -69,6 +69,7 @@ def _no_model(fault: Exception, folder: Path) -> CheckpointError:
     return CheckpointError(
         f"config.json describes no autoencoder that Diffusers can build: {fault}",
         where=str(folder / "config.json"),
+        hint="copy the file again from where the weights came from, or choose another folder",
     )
 
 

@@ -195,7 +195,11 @@ def _read(folder: Path) -> dict[str, object]:
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as fault:
-        raise CheckpointError(f"the scheduler's settings cannot be read: {fault}", where=str(path)) from fault
+        raise CheckpointError(
+            f"the scheduler's settings cannot be read: {fault}",
+            where=str(path),
+            hint="copy the file again from where the weights came from, or choose another folder",
+        ) from fault
     if not isinstance(settings, dict):
         raise CheckpointError(
             "the scheduler's settings are not a mapping",
