@@ -29,7 +29,11 @@ def newest_whole(folder: Path) -> tuple[OpenedCheckpoint | None, list[Checkpoint
         "reading the checkpoint folder", lambda: (complete_steps(folder), incomplete_steps(folder))
     )
     refused = [
-        CheckpointError("this checkpoint is incomplete: it has no checksums.json", where=str(path))
+        CheckpointError(
+            "this checkpoint is incomplete: it has no checksums.json (an interrupted copy or deletion)",
+            where=str(path),
+            hint="copy it again, or use another checkpoint",
+        )
         for path in incomplete
     ]
     for step in sorted(steps, reverse=True):

@@ -249,7 +249,10 @@ class CheckpointStore:
         folder = source.folder if isinstance(source, OpenedCheckpoint) else source
         paths = set(map(str, ranks.gather(folder)))
         if len(paths) > 1:
-            raise CheckpointError(f"the ranks would load different checkpoints: {', '.join(sorted(paths))}")
+            raise CheckpointError(
+                f"the ranks would load different checkpoints: {', '.join(sorted(paths))}",
+                hint="start all ranks with the same --resume, on a file system that all nodes share",
+            )
         checkpoint = ranks.agree(DOING, lambda: open_checkpoint(source)) if verified else verify(source)
         facts = ranks.agree(DOING, lambda: checked_facts(checkpoint, tensors, exact=True))
         metadata = checkpoint.metadata
@@ -373,8 +376,10 @@ def _complete(stage: Path, checksums: Mapping[str, files.Checksum]) -> None:
 
 
 def _to_json(facts: files.Document) -> str:
-
     try:
         return json.dumps(dict(facts), indent=1, allow_nan=False) + "\n"
     except (TypeError, ValueError) as fault:
-        raise CheckpointError(f"the facts of a checkpoint must be JSON: {fault}") from None
+        raise CheckpointError(
+            f"the facts of a checkpoint must be JSON: {fault}",
+            accepted="finite numbers, strings, booleans, None, and lists and mappings of these",
+        ) from None

@@ -102,13 +102,16 @@ class _Sources:
         try:
             real = path.resolve()
         except (OSError, ValueError, RuntimeError) as error:  # links in a circle, a NUL character
-            raise ConfigError(f"the file cannot be read: {first_line(error)}", where=str(path)) from None
+            hint = "check the path, and that its links do not form a circle"
+            what = f"the file cannot be read: {first_line(error)}"
+            raise ConfigError(what, where=str(path), hint=hint) from None
         if real in above:
             chain = " -> ".join(p.name for p in (*above[above.index(real) :], real))
             what = f"files include each other: {chain}"
             raise ConfigError(what, where=str(path), hint="remove one of these includes")
         if len(above) > MAX_CHAIN:
-            raise ConfigError(f"files include each other over more than {MAX_CHAIN} levels", where=str(path))
+            what = f"files include each other over more than {MAX_CHAIN} levels"
+            raise ConfigError(what, where=str(path), hint="include these files directly from one file")
         if real not in self._read:  # a file that is included several times is read once
             self._read[real] = self._merged(path, (*above, real))
         return self._read[real]
@@ -126,7 +129,7 @@ class _Sources:
             self._included += 1
             if self._included > MAX_INCLUDES:
                 what = f"the config's files include more than {MAX_INCLUDES} others"
-                raise ConfigError(what, where=name.place())
+                raise ConfigError(what, where=name.place(), hint="include fewer files")
             try:
                 other = self.read(path.parent / name.value, above)
             except ConfigError as fault:
@@ -201,5 +204,6 @@ def _ordered(faults: Sequence[MMError]) -> list[MMError]:
 
     listed = sorted(faults, key=key)
     if len(listed) > MAX_FAULTS:
-        listed[MAX_FAULTS:] = [ConfigError(f"and more: only the first {MAX_FAULTS} errors are listed")]
+        more = f"and more: only the first {MAX_FAULTS} errors are listed"
+        listed[MAX_FAULTS:] = [ConfigError(more, hint="fix these first, then check the config again")]
     return listed

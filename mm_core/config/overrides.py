@@ -64,7 +64,9 @@ def parse_override(text: str) -> tuple[list[str], Node]:
 def _value(text: str, where: str, path: str) -> Node:
     """Splits lists and mappings itself: YAML would read `{*}` and `{0-3,5}` as mappings."""
     if path.count(".") > MAX_DEPTH:
-        raise ConfigError("nested too deeply", where=where, accepted=f"at most {MAX_DEPTH} levels")
+        raise ConfigError(
+            "this value is nested too deeply", where=where, accepted=f"at most {MAX_DEPTH} levels"
+        )
     if text.startswith("[") and text.endswith("]"):
         parts = _split(text[1:-1])
         return Node([_value(part, where, f"{path}.{i}") for i, part in enumerate(parts)], where, path)
@@ -75,15 +77,19 @@ def _value(text: str, where: str, path: str) -> Node:
             name, inner = part[:cut].strip(), part[cut + 1 :]
             name = (read_quoted(name) if name[:1] in ("'", '"') else None) or name
             if what := unwritable(name):
-                raise ConfigError(f"the key {name!r} cannot be used: {what}", where=f"{where}: {path}")
+                what = f"the key {name!r} cannot be used: {what}"
+                raise ConfigError(what, where=f"{where}: {path}", hint="use a key of plain text")
             if name in items:
-                raise ConfigError(f"the key {name!r} is set twice", where=f"{where}: {path}")
+                what = f"the key {name!r} is set twice"
+                raise ConfigError(what, where=f"{where}: {path}", hint="remove one of the two")
             items[name] = replace(_value(inner.strip(), where, f"{path}.{name}"), key_where=where)
         return Node(items, where, path)
     quoted = read_quoted(text) if text[:1] in ("'", '"') else None
     value = read_plain(text) if quoted is None else quoted
     if isinstance(value, str) and (what := unwritable(value)):
-        raise ConfigError(what, where=f"{where}: {path}")
+        raise ConfigError(
+            f"the value cannot be used: {what}", where=f"{where}: {path}", hint="use plain text"
+        )
     return Node(value, where, path)
 
 

@@ -107,8 +107,8 @@ class Sources:
         if held := [node for node in self._rewritten if node.place() in places]:
             keys = ", ".join(node.path for node in held)
             raise TrustError(
-                f"{keys} of a stored run lets files of a folder run, and its component does not support"
-                f" {KNOWN!r}, which would run only files that you have trained with",
+                f"{keys} of a stored run would run Python files from the model's folder, and this component"
+                " cannot check that they are the files you have trained with",
                 where=held[0].place(),
                 accepted="false, for a model that needs no code from its folder",
                 hint=ALLOW,

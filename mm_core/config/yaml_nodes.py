@@ -24,6 +24,9 @@ MAX_PATH = 1_000
 """Most characters in a key path."""
 MAX_BITS = 1024
 """Most bits in an integer."""
+_UNTAG = "remove the tag (!...), and write the value as plain YAML"
+_QUOTE = "put it in quotes if it is text"
+_FLATTEN = "flatten it: use fewer lists and mappings inside each other"
 
 _TAG = "tag:yaml.org,2002:"
 _LINE_ENDS = "\0\r\n\x85\u2028\u2029"
@@ -138,7 +141,8 @@ def read_file(path: Path, faults: list[MMError], spent: Spent | None = None) -> 
         raise
     except (OSError, ValueError) as error:
         cause = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"the file cannot be read: {cause}", where=str(path)) from None
+        hint = "check the path and the file's permissions"
+        raise ConfigError(f"the file cannot be read: {cause}", where=str(path), hint=hint) from None
     spent.size += len(content)
     tree: Node = _parsed(text, str(path), lambda loader: _tree(loader, str(path), faults, spent))
     return tree
@@ -210,21 +214,28 @@ def _parsed(text: str, name: str, read: Callable[[_Loader], Any]) -> Any:
     except yaml.reader.ReaderError as error:  # a control character; it has a position and no line
         line = text.count("\n", 0, error.position) + 1
         what = f"the character U+{ord(text[error.position]):04X} is not allowed"
-        raise ConfigError(f"this is not YAML: {what}", where=f"{name}:{line}") from None
+        where, hint = f"{name}:{line}", "delete this character"
+        raise ConfigError(f"this is not YAML: {what}", where=where, hint=hint) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}" if mark is not None else name
         what = ", ".join(part for part in (error.context, error.problem) if part)
         lines = text.splitlines()
         braces = mark is not None and mark.line < len(lines) and "{" in lines[mark.line]
-        hint = "if this is a module pattern with braces, put it in quotes" if braces else None
-        raise ConfigError(f"this is not YAML: {what}", where=where, hint=hint) from None
+        hint = "check the indentation, quotes and brackets here and in the lines above"
+        if braces:
+            hint = "if this is a module pattern with braces, put it in quotes"
+        elif _TAB_INDENTS in what:  # contains its own hint
+            hint = ""
+        raise ConfigError(f"this is not YAML: {what}", where=where, hint=hint or None) from None
     except RecursionError:
-        raise ConfigError(f"nested more than {MAX_DEPTH} levels deep", where=name) from None
+        what = f"a value in this file is nested more than {MAX_DEPTH} levels deep"
+        raise ConfigError(what, where=name, hint=_FLATTEN) from None
     except MMError:
         raise
     except (ValueError, OverflowError) as error:  # an escape such as \U00110000, which PyYAML hands to `chr`
-        raise ConfigError(f"this is not YAML: {first_line(error)}", where=name) from None
+        hint = "check the escapes (\\x, \\u, \\U) in double-quoted strings"
+        raise ConfigError(f"this is not YAML: {first_line(error)}", where=name, hint=hint) from None
 
 
 def _tree(loader: _Loader, name: str, faults: list[MMError], spent: Spent) -> Node:
@@ -244,15 +255,20 @@ class _Reader:
         where = self._where(source)
         self.spent.nodes += 1
         if id(source) in self.open:
-            raise ConfigError("an alias refers to a value that contains the alias itself", where=where)
+            what = "an alias refers to a value that contains the alias itself"
+            raise ConfigError(what, where=where, hint="replace the alias (*name) by a value")
         if self.spent.nodes > MAX_NODES:
-            raise ConfigError(f"aliases expand to more than {MAX_NODES:,} values", where=where)
+            what = f"aliases expand to more than {MAX_NODES:,} values"
+            raise ConfigError(what, where=where, hint="use fewer aliases (*name) of large values")
         if len(self.open) >= MAX_DEPTH:
-            raise ConfigError(f"nested more than {MAX_DEPTH} levels deep", where=where)
+            what = f"this value is nested more than {MAX_DEPTH} levels deep"
+            raise ConfigError(what, where=where, hint=_FLATTEN)
         self.open.add(id(source))
         value: Any
         if not isinstance(source, yaml.ScalarNode) and source.tag not in (f"{_TAG}map", f"{_TAG}seq"):
-            value = self._fault(where, path, f"the tag {source.tag.removeprefix(_TAG)!r} is not supported")
+            value = self._fault(
+                where, path, f"the tag {source.tag.removeprefix(_TAG)!r} is not supported", _UNTAG
+            )
         elif isinstance(source, yaml.MappingNode):
             value = self._mapping(source, path)
         elif isinstance(source, yaml.ScalarNode):
@@ -274,19 +290,19 @@ class _Reader:
         shown = repr(source.value if len(source.value) <= 60 else source.value[:57] + "...")
         tag = source.tag.removeprefix(_TAG)
         if source.tag in self.loader.yaml_constructors and tag not in _READS:
-            return self._fault(where, path, f"the tag {tag!r} is not supported")
+            return self._fault(where, path, f"the tag {tag!r} is not supported", _UNTAG)
         if tag in _READS and not _READS[tag].match(source.value):
-            return self._fault(where, path, f"{shown} cannot be read as {tag!r}")
+            return self._fault(where, path, f"{shown} cannot be read as {tag!r}", _UNTAG)
         try:
             value = self.loader.construct_object(source)
         except yaml.MarkedYAMLError as error:
-            return self._fault(where, path, f"{shown} cannot be read: {error.problem}")
+            return self._fault(where, path, f"{shown} cannot be read: {error.problem}", _UNTAG)
         except ValueError as error:  # an integer of more digits than Python reads
-            return self._fault(where, path, f"{shown} cannot be read: {error}")
+            return self._fault(where, path, f"{shown} cannot be read: {error}", _QUOTE)
         if isinstance(value, str) and (what := unwritable(value)):
-            return self._fault(where, path, what)
+            return self._fault(where, path, f"the value cannot be used: {what}", "use plain text")
         if isinstance(value, int) and value.bit_length() > MAX_BITS:
-            return self._fault(where, path, f"{shown} is an integer of more than {MAX_BITS} bits")
+            return self._fault(where, path, f"{shown} is an integer of more than {MAX_BITS} bits", _QUOTE)
         return value
 
     def _mapping(self, source: yaml.MappingNode, path: str) -> dict[str, Node]:
@@ -303,13 +319,14 @@ class _Reader:
                 continue
             name = key.value
             if what := unwritable(name):
-                self._fault(where, path, f"the key {name[:60]!r} cannot be used: {what}")
+                self._fault(where, path, f"the key {name[:60]!r} cannot be used: {what}", "use plain text")
                 continue
             if len(path) + len(name) > MAX_PATH:
                 what = f"the key {name[:40]!r}... and those above it are longer than {MAX_PATH:,} characters"
-                raise ConfigError(what, where=where)
+                raise ConfigError(what, where=where, hint="use shorter keys")
             if name in own:
-                self._fault(where, path, f"the key {name!r} is set twice, first at {own[name].key_where}")
+                what = f"the key {name!r} is set twice, first at {own[name].key_where}"
+                self._fault(where, path, what, "remove one of the two")
                 continue
             own[name] = self.node(child, f"{path}.{name}" if path else name, where)
         return {**merged, **own}
@@ -322,5 +339,5 @@ class _Reader:
             if isinstance(inner.value, dict):
                 merged = {**inner.value, **merged}
             elif inner.value is not FAILED:
-                self._fault(inner.where, path, "'<<' takes a mapping, or a list of mappings")
+                self._fault(inner.where, path, "'<<' takes a mapping, or a list of mappings", "use <<: *name")
         return merged

@@ -55,8 +55,10 @@ def _complete(options: dict[str, object], cls: type[DataclassInstance], where: s
         elif (default := default_of(field)) is not dataclasses.MISSING:
             complete[field.name] = default
         else:
-            faults.append(ConfigError(f"the key {field.name!r} is missing", where=where))
-    faults += [ConfigError(f"there is no key {name!r}", where=where) for name in options]
+            hint = "add it to the options of this ComponentConfig"
+            faults.append(ConfigError(f"the key {field.name!r} is missing", where=where, hint=hint))
+    accepted = ", ".join(field.name for field in dataclasses.fields(cls)) or "no keys"
+    faults += [ConfigError(f"there is no key {name!r}", where=where, accepted=accepted) for name in options]
     if faults:
         raise ConfigError(faults)
     return complete

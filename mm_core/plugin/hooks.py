@@ -91,14 +91,18 @@ def checked_components(hook: str, returned: object) -> list[Component]:
         HookFault: it is not an iterable of Component.
     """
     if isinstance(returned, Component):
-        raise HookFault(f"hook {hook!r} returned one Component: put it in a list")
+        raise HookFault(f"hook {hook!r} returned one Component: return it in a list, [Component(...)]")
     if isinstance(returned, (str, bytes)) or not isinstance(returned, Iterable):
-        raise HookFault(f"hook {hook!r} returned {_described(returned)} instead of a list of Component")
+        raise HookFault(
+            f"hook {hook!r} returned {_described(returned)} instead of a list of Component: return"
+            " [Component(...), ...]"
+        )
     components = []
     for item in returned:
         if not isinstance(item, Component):
             raise HookFault(
-                f"hook {hook!r} returned a list that contains {_described(item)} instead of a Component"
+                f"hook {hook!r} returned a list that contains {_described(item)} instead of a Component:"
+                " write Component(name=..., target=...)"
             )
         components.append(item)
     return components
@@ -112,11 +116,14 @@ def check_names(offered: Iterable[tuple[str, Component]]) -> None:
     """Checks that a plugin's components of one kind have different names and aliases.
 
     Raises:
-        HookFault: two of them claim the same name.
+        HookFault: two of them have the same name.
     """
     owners: dict[tuple[str, str], str] = {}
     for kind, component in offered:
         for name in (component.name, *component.aliases):
             if (owner := owners.get((kind, name))) is not None:
-                raise HookFault(f"{kind} {component.name!r} claims the name {name!r} of {kind} {owner!r}")
+                both = f"{owner!r} and {component.name!r}"
+                raise HookFault(
+                    f"two components of kind {kind} have the name or alias {name!r} ({both}): rename one"
+                )
             owners[kind, name] = component.name

@@ -255,7 +255,10 @@ def _register(manager: pluggy.PluginManager, found: list[_Found], index: int) ->
     taken = manager.get_name(module)
     if taken is not None:
         owner = found[int(taken)].record.namespace
-        raise PluginError(f"its module {f.record.module!r} is already the plugin {owner!r}")
+        raise PluginError(
+            f"its module {f.record.module!r} is already loaded as the plugin {owner!r}",
+            hint="remove one of the two entry points",
+        )
     check_hooks(module)
     manager.register(module, name=str(index))
 
@@ -264,7 +267,8 @@ def _import(f: _Found) -> ModuleType:
     if f.file is not None:
         return import_file(f.file, f.record.module)
     if ":" in f.record.module:
-        raise HookFault(f"the entry point {f.record.module!r} must be a module, without ':'")
+        module = f.record.module.partition(":")[0]
+        raise HookFault(f"the entry point {f.record.module!r} must name a module: write {module!r}")
     return import_module(f.record.module)
 
 
@@ -287,4 +291,4 @@ def _refuse_shared_local_names(local: list[_Found]) -> None:
         if len(claimants) > 1:
             who = " and ".join(str(f.path) for f in claimants)
             for f in claimants:
-                f.stop("refused", f"the {kind} 'local/{name}' is defined by {who}")
+                f.stop("refused", f"the {kind} 'local/{name}' is defined by {who}: rename one of them")

@@ -88,7 +88,8 @@ class Registered:
         target = self._load("target", self.component.target)
         if not callable(target):
             kind = type(target).__name__
-            raise self._fault(f"the target {self.component.target!r} is not callable: it is {kind}")
+            what = f"the target {self.component.target!r} is not callable: it is {kind}"
+            raise self._fault(what, "set target= of the component to a class or function")
         return target
 
     def config_class(self) -> type[DataclassInstance]:
@@ -128,7 +129,8 @@ class Registered:
                         owner = getattr(found, "__name__", found)
                         near = did_you_mean(part, [n for n in dir(found) if not n.startswith("_")])
                         raise self._fault(
-                            f"the {role} {path!r} does not exist: {owner} has no {part!r}", near
+                            f"the {role} {path!r} does not exist: {owner} has no {part!r}",
+                            near or f"correct {role}= of the component",
                         )
                     found = getattr(found, part)
         except MMError:
@@ -137,8 +139,12 @@ class Registered:
             missing = error.name if isinstance(error, ModuleNotFoundError) else None
             if missing is not None and f"{self.module_of(path)}.".startswith(f"{missing}."):
                 what = f"the {role} {path!r} does not exist: there is no module {missing!r}"
-                raise self._fault(what) from error
-            hint = f"is the package of {missing!r} installed?" if missing else None
+                raise self._fault(what, f"correct {role}= of the component") from error
+            hint = (
+                f"is the package of {missing!r} installed?"
+                if missing
+                else "fix this error in the plugin's code, or install another version of the plugin"
+            )
             raise self._fault(f"the {role} {path!r} cannot be imported: {one_line(error)}", hint) from error
         return found
 

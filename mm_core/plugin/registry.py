@@ -21,6 +21,8 @@ from mm_core.schema.fields import ComponentConfig
 
 __all__ = ["PluginRecord", "Registered", "Registry", "build", "clear_cache", "get_registry", "survey"]
 
+_LIST = "`mm plugins list` shows all components"
+
 
 class Registry:
     """All plugins that were found, and the components of those that loaded.
@@ -85,7 +87,10 @@ class Registry:
             mapping = {"type": config} if isinstance(config, str) else config
             checked = check_component(kind, mapping, self, kind)
         if checked.kind != kind:
-            raise PluginError(f"{checked.type!r} is {_a(checked.kind)}, but {_a(kind)} is needed here")
+            raise PluginError(
+                f"{checked.type!r} is {_a(checked.kind)}, but {_a(kind)} is needed here",
+                hint=f"use {_a(kind)}: {_LIST}",
+            )
         return build_component(checked, self, args)
 
     def target_of(self, config: ComponentConfig) -> tuple[Any, dict[str, Any]]:
@@ -124,7 +129,7 @@ class Registry:
             return found
         known = {other for table in tables for other in table if ("/" in other) == ("/" in name)}
         hints = filter(None, [did_you_mean(name, sorted(known)), *self._lost_hints(name)])
-        raise PluginError(f"no component is named {name!r}", hint="; ".join(hints) or None)
+        raise PluginError(f"no component is named {name!r}", hint="; ".join(hints) or _LIST)
 
     def fingerprint_table(self) -> dict[str, str]:
         """Version, status and component hash of each plugin that is not disabled, to compare ranks."""

@@ -123,7 +123,8 @@ def read_run(folder: Path, label: str) -> Run:
         written = path.stat().st_mtime
         series, unreadable = read_series(path)
     except OSError as error:
-        raise MMError(f"the metrics cannot be read: {error.strerror}", where=str(path)) from None
+        what = f"the metrics cannot be read: {error.strerror}"
+        raise MMError(what, where=str(path), hint="check the file's permissions and the disk") from None
     if not series:
         raise MMError(
             "this run has logged nothing yet", where=str(path), hint="wait for its first step (log.every)"

@@ -33,6 +33,10 @@ class PredictorProbe:
 
     def __init__(self, build: Build, patches: tuple[int, int, int] = (2, 3, 2), text_length: int = 6) -> None:
         self.build = build if callable(build) else lambda: build_component("predictor", build)
+        name = build if isinstance(build, str) else build.get("type") if isinstance(build, Mapping) else None
+        self.place = (
+            f"predictor {name!r}" if name else f"predictor made by {getattr(build, '__qualname__', build)}"
+        )
         self.patches = patches
         self.text_length = text_length
 
@@ -41,7 +45,11 @@ class PredictorProbe:
         with torch.device("meta"):
             module = self.build()
         if not isinstance(module, nn.Module):
-            raise ContractError(f"the predictor is a {type(module).__name__}, not a torch.nn.Module")
+            raise ContractError(
+                f"the predictor is a {type(module).__name__}, not a torch.nn.Module",
+                where=self.place,
+                hint="derive the predictor's class from torch.nn.Module, and return an object of it",
+            )
         return module
 
     def initialised(self, seed: int = 0) -> nn.Module:
@@ -165,7 +173,11 @@ def output(probe: PredictorProbe) -> None:
     if predicted.dtype != latents.dtype:
         raise ContractError(f"the output has the dtype {predicted.dtype}", accepted=str(latents.dtype))
     if not predicted.isfinite().all():
-        raise ContractError("the output contains NaN or infinity")
+        raise ContractError(
+            "the output contains NaN or infinity",
+            where=probe.place,
+            hint="check that init_weights fills all parameters, and that forward does not divide by zero",
+        )
     if predicted._is_view():
         raise ContractError(
             "the output is a view of another tensor, for which FSDP2 may drop its backward hook",
@@ -180,7 +192,8 @@ def gradients(probe: PredictorProbe) -> None:
     found = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
     if not found or (bad := [name for name, grad in found.items() if not grad.isfinite().all()]):
         what = f"gradients are not finite: {', '.join(bad[:8])}" if found else "no parameter has a gradient"
-        raise ContractError(what)
+        hint = "return an output that is computed from the parameters, by differentiable functions"
+        raise ContractError(what, where=probe.place, hint=hint)
 
 
 def determinism(probe: PredictorProbe) -> None:
@@ -221,7 +234,11 @@ def text_padding(probe: PredictorProbe) -> None:
     with torch.no_grad():
         empty = module(**{**inputs, "text_mask": torch.zeros_like(mask)})
     if not empty.isfinite().all():
-        raise ContractError("the output is NaN for a caption with a mask that is all false")
+        raise ContractError(
+            "the output contains NaN or infinity for an empty caption (a text_mask that is all false)",
+            where=probe.place,
+            hint="let attention over an empty text return 0: a softmax of scores that are all -inf is NaN",
+        )
 
 
 def timestep_precision(probe: PredictorProbe) -> None:

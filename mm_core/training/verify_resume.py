@@ -140,7 +140,11 @@ def compare_checkpoints(one: Path, other: Path) -> list[PartResult]:
     """Compares every bit of all tensors in two checkpoints; MMError if they contain different tensors."""
     held, also = (set(OpenedCheckpoint(path).metadata.state_dict_metadata) for path in (one, other))
     if odd := sorted(held ^ also):
-        raise MMError(f"only one of the checkpoints contains {files.listed(odd)}", where=f"{one}, {other}")
+        raise MMError(
+            f"only one of the checkpoints contains {files.listed(odd)}",
+            where=f"{one}, {other}",
+            hint="compare runs of one config; if they are, a component does not restore these tensors",
+        )
     results: dict[str, PartResult] = {}
     for (name, a), (_, b) in zip(_tensors(one), _tensors(other), strict=True):
         part = name.partition(".")[0]

@@ -66,7 +66,8 @@ def test_a_fault_on_one_rank_is_one_sentence_on_all(two):
         "7x6 float32 in the model)" in first["another model"]
     )
     assert first["two minds"] == (
-        f"the ranks would load different checkpoints: {store}/step_00000020, {store}/step_00000022"
+        f"the ranks would load different checkpoints: {store}/step_00000020, {store}/step_00000022\n"
+        "  hint: start all ranks with the same --resume, on a file system that all nodes share"
     )
 
 

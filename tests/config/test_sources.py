@@ -47,8 +47,11 @@ def test_a_folder_is_not_a_file(place):
         ("a: 1\n---\nb: 2\n", "run.yaml:2: this is not YAML: expected a single document in the stream"),
         ("run: *there\n", "run.yaml:1: this is not YAML: found undefined alias 'there'"),
         ("run: &a {b: *a}\n", "run.yaml:1: an alias refers to a value that contains the alias itself"),
-        ("a: " + "[" * 5000, "run.yaml: nested more than 100 levels deep"),
-        ("a: " + "[" * MAX_DEPTH + "]" * MAX_DEPTH, "run.yaml:1: nested more than 100 levels deep"),
+        ("a: " + "[" * 5000, "run.yaml: a value in this file is nested more than 100 levels deep"),
+        (
+            "a: " + "[" * MAX_DEPTH + "]" * MAX_DEPTH,
+            "run.yaml:1: this value is nested more than 100 levels deep",
+        ),
         (
             "blocks: [predictor.{*}]\n",
             "run.yaml:1: this is not YAML: while scanning an alias, expected alphabetic or numeric",
@@ -77,7 +80,10 @@ def test_braces_without_quotes_are_explained(place):
 
 def test_a_key_that_stands_twice_is_a_fault_that_names_the_first(place):
     place.edit(("steps: 10", "steps: 10\n  steps: 20"))
-    assert place.fault() == "run.yaml:15: train: the key 'steps' is set twice, first at run.yaml:14"
+    assert (
+        place.fault() == "run.yaml:15: train: the key 'steps' is set twice, first at run.yaml:14\n"
+        "  hint: remove one of the two"
+    )
 
 
 @pytest.mark.parametrize(
@@ -184,7 +190,10 @@ def test_a_file_included_along_many_ways_is_read_once_and_its_faults_are_said_on
         place.write(f"{number}.yaml", f"include: [{number + 1}.yaml, {number + 1}.yaml]\n")
     place.write("30.yaml", "log: {every: 3, every: 4}\n")
     place.edit(("run: {name: small}", "include: 0.yaml\nrun: {name: small}"))
-    assert place.fault() == "30.yaml:1: log: the key 'every' is set twice, first at 30.yaml:1"
+    assert (
+        place.fault()
+        == "30.yaml:1: log: the key 'every' is set twice, first at 30.yaml:1\n  hint: remove one of the two"
+    )
 
 
 def test_every_include_that_cannot_be_read_is_reported_and_nothing_that_it_may_hold(place):

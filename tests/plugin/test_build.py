@@ -140,7 +140,9 @@ def test_missing_and_unknown_options_are_named_together(parts: Registry) -> None
     assert str(caught.value) == (
         "2 errors in the config\n"
         "predictor 'parts/tree': the key 'leaf' is missing\n"
-        "predictor 'parts/tree': there is no key 'leef'"
+        "  hint: add it to the options of this ComponentConfig\n"
+        "predictor 'parts/tree': there is no key 'leef'\n"
+        "  accepted: leaf, leaves, section, spare, notes"
     )
 
 

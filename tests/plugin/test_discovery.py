@@ -104,7 +104,7 @@ def test_a_name_that_is_no_namespace_is_refused(site: Any) -> None:
 def test_an_entry_point_must_be_a_module(site: Any) -> None:
     site.add("mm-odd", {"odd": "mm_odd:plugin"}, {"mm_odd": HEAD})
     assert record(site.registry(), "odd").error == (
-        "the entry point 'mm_odd:plugin' must be a module, without ':'"
+        "the entry point 'mm_odd:plugin' must name a module: write 'mm_odd'"
     )
 
 
@@ -112,7 +112,10 @@ def test_one_module_under_two_names_registers_once(site: Any) -> None:
     site.add("mm-twin", {"twin_a": "mm_twin", "twin_b": "mm_twin"}, {"mm_twin": HEAD})
     registry = site.registry()
     assert record(registry, "twin_a").status == "ok"
-    assert record(registry, "twin_b").error == "its module 'mm_twin' is already the plugin 'twin_a'"
+    assert record(registry, "twin_b").error == (
+        "its module 'mm_twin' is already loaded as the plugin 'twin_a'; hint: remove one of the two"
+        " entry points"
+    )
 
 
 def test_a_plugin_for_another_core_is_refused_before_its_import(site: Any) -> None:

@@ -49,27 +49,29 @@ def status(site: Any, source: str) -> PluginRecord:
         ),
         (
             "@hookimpl\ndef mm_predictors(): return None",
-            "hook 'mm_predictors' returned None instead of a list of Component",
+            "hook 'mm_predictors' returned None instead of a list of Component: return [Component(...), ...]",
         ),
         (
             "@hookimpl\ndef mm_predictors(): return c",
-            "hook 'mm_predictors' returned one Component: put it in a list",
+            "hook 'mm_predictors' returned one Component: return it in a list, [Component(...)]",
         ),
         (
             "@hookimpl\ndef mm_predictors(): return 'dit'",
-            "hook 'mm_predictors' returned a str instead of a list of Component",
+            "hook 'mm_predictors' returned a str instead of a list of Component: return"
+            " [Component(...), ...]",
         ),
         (
             "@hookimpl\ndef mm_predictors(): return [c, 'm:DiT']",
-            "hook 'mm_predictors' returned a list that contains a str instead of a Component",
+            "hook 'mm_predictors' returned a list that contains a str instead of a Component: write"
+            " Component(name=..., target=...)",
         ),
         (
             "@hookimpl\ndef mm_predictors(): return [c, c]",
-            "predictor 'dit' claims the name 'dit' of predictor 'dit'",
+            "two components of kind predictor have the name or alias 'dit' ('dit' and 'dit'): rename one",
         ),
         (
             "@hookimpl\ndef mm_predictors(): return [c, Component(name='b', target='m:B', aliases=('dit',))]",
-            "predictor 'b' claims the name 'dit' of predictor 'dit'",
+            "two components of kind predictor have the name or alias 'dit' ('dit' and 'b'): rename one",
         ),
         (
             "@hookimpl\ndef mm_predictors(): return [Component(name='a/b', target='m:B')]",

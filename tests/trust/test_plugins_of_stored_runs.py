@@ -451,7 +451,7 @@ def test_a_component_whose_trust_is_true_or_false_is_refused_in_a_sentence(stran
     stranger.train(known=True, **sections)
     with pytest.raises(TrustError) as caught:
         load_config(stranger.run / "config.yaml")
-    assert caught.value.what.startswith("log.trackers.0.trust_remote_code of a stored run lets files")
+    assert caught.value.what.startswith("log.trackers.0.trust_remote_code of a stored run would run Python")
     assert "--allow-code" in caught.value.hint
     allowed = load_config(stranger.run / "config.yaml", allow_code=True)
     assert allowed.log.trackers[0].options["trust_remote_code"] is True

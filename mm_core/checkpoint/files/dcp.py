@@ -85,8 +85,17 @@ class _Reader(FileSystemReader):
 class _LoadPlanner(DefaultLoadPlanner):
     """Loads tensors only."""
 
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> NoReturn:
-        raise CheckpointError(f"{read_item.storage_index.fqn} is not a tensor")
+        raise CheckpointError(
+            f"this checkpoint stores {read_item.storage_index.fqn} as an object that is not a tensor, but the"
+            " model expects a tensor",
+            where=str(self._folder),
+            hint="choose a checkpoint of this model",
+        )
 
 
 def write_tensors(
@@ -137,7 +146,10 @@ def read_tensors(folder: Path, checked: Metadata, tensors: State, *, alone: bool
     """Reads a checkpoint's tensors in place; its metadata must be checked against `tensors` before."""
     with _quiet(alone):
         load(
-            _sections(tensors), storage_reader=_Reader(folder, checked), planner=_LoadPlanner(), no_dist=alone
+            _sections(tensors),
+            storage_reader=_Reader(folder, checked),
+            planner=_LoadPlanner(folder),
+            no_dist=alone,
         )
 
 

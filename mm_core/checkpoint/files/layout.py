@@ -93,7 +93,9 @@ def read_checksums(folder: Path) -> dict[str, Checksum]:
         files = {str(name): Checksum(int(row["size"]), int(row["crc32"], 16)) for name, row in rows.items()}
     except ABSENT:
         raise DamagedError(
-            "this checkpoint is incomplete: it has no checksums.json", where=str(folder), hint=OTHER
+            "this checkpoint is incomplete: it has no checksums.json (an interrupted copy or deletion)",
+            where=str(folder),
+            hint=f"copy it again, or {OTHER}",
         ) from None
     except OSError as fault:
         raise unreadable(path, fault) from fault

@@ -98,7 +98,10 @@ def _stand_in(module: str, name: str) -> object:
     }
     if (module, name) in calls:
         return calls[module, name]
-    raise CheckpointError(f".metadata requests {module}.{name}, which no checkpoint of mm_core needs")
+    raise CheckpointError(
+        f"loading was refused: the checkpoint's .metadata, a pickle, asks to import {module}.{name}, which a"
+        " checkpoint of mm_core never needs and which could run code"
+    )
 
 
 def read_metadata(folder: Path, files: Mapping[str, Checksum]) -> Metadata:
@@ -147,7 +150,7 @@ def _entry(name: str, entry: object) -> TensorStorageMetadata:
     size = _size(held["size"])
     places = [ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks]
     if sum(math.prod(place.sizes) for place in places) != math.prod(size):
-        raise CheckpointError(f".metadata does not cover all of {name!r}")
+        raise CheckpointError(f".metadata does not list where all values of {name!r} are stored")
     return TensorStorageMetadata(properties=properties, size=size, chunks=places)
 
 

@@ -171,7 +171,12 @@ def _answer_rows(opened: AnswerSession, answers: Iterable[Answer], out: Path) ->
         good, bad = good + (answer.error is None), bad + (answer.error is not None)
         reason = reason or answer.error or ""
     if not good:
-        raise MMError(f"none of {plural(bad, 'row')} could be read: {reason}", where=str(out))
+        first = reason.partition("\n")[0]
+        raise MMError(
+            f"none of {plural(bad, 'row')} could be read; error of the first: {first}",
+            where=str(out),
+            hint="fix the rows of --prompts; the error of each row is in this file",
+        )
     first = f"{', the first' if bad > 1 else ''}: {reason.splitlines()[0]}" if bad else ""
     unread = f"; {plural(bad, 'row')} could not be read{first}" if bad else ""
     print(f"{plural(good, 'answer')} in {out}{unread}", flush=True)
@@ -186,7 +191,8 @@ def _write(answers: Iterable[Answer], out: Path, more: bool = False) -> None:
         with out.open("a" if more else "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
     except OSError as fault:
-        raise MMError(f"the file cannot be written: {fault.strerror or fault}", where=str(out)) from fault
+        what = f"the file cannot be written: {fault.strerror or fault}"
+        raise MMError(what, where=str(out), hint="free the disk, or set --out to another file") from fault
 
 
 def _refuse(args: argparse.Namespace, unset: Mapping[str, object], because: str) -> None:

@@ -233,7 +233,10 @@ def _lines(terminal: bool) -> Iterator[str]:
         except BrokenPipeError:
             raise  # input() failed to write its prompt
         except OSError as fault:
-            raise MMError(f"standard input cannot be read: {fault.strerror or fault}") from fault
+            raise MMError(
+                f"standard input cannot be read: {fault.strerror or fault}",
+                hint="pipe text into mm chat, or answer a file of prompts with mm sample --prompts FILE",
+            ) from fault
         if not (line or terminal):
             return
         yield line

@@ -150,7 +150,11 @@ def _read(path: Path) -> bytes:
     try:
         return read_source(path) if path.suffix == ".py" else path.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{path.name} cannot be read: {plain_reason(error)}", where=str(path)) from None
+        raise CheckpointError(
+            f"{path.name} cannot be read: {plain_reason(error)}",
+            where=str(path),
+            hint="check the file's permissions, or copy the model's folder again",
+        ) from None
 
 
 def _chooses(content: bytes) -> bool:

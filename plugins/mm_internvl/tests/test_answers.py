@@ -226,7 +226,10 @@ def test_a_file_of_which_no_row_can_be_read_is_a_sentence(place, run, tmp_path, 
     rows = ["{broken", data.asked(" "), data.asked("<image>"), {"conversations": []}]
     file, out = data.write(tmp_path / "bad.jsonl", rows), tmp_path / "answers.jsonl"
     said = mm(capsys, "sample", "--run", run, "--prompts", file, "--batch-size", 2, "--out", out, code=1)
-    assert "none of 4 rows could be read:" in said and "bad.jsonl:1: this is not JSON" in said
+    assert (
+        "none of 4 rows could be read; error of the first: " in said
+        and "bad.jsonl:1: this is not JSON" in said
+    )
     first, second, third, fourth = (row["error"] for row in lines(out))
     assert "this is not JSON" in first and "line 2: the row has no question and no image" in second
     assert "placeholders for 1 image, but the row lists 0" in third and "is not a list of turns" in fourth
