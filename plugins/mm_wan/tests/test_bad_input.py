@@ -237,7 +237,10 @@ def test_sampling_a_run_whose_autoencoder_was_cut_off(said, run, tmp_path):
 
 
 def test_images_and_scales_that_the_model_does_not_take(said, run):
-    assert said(*sample(run, "--image", "none.png")) == "mm: error: none.png: there is no such image\n"
+    assert said(*sample(run, "--image", "none.png")) == (
+        "mm: error: none.png: there is no such image\n"
+        "  hint: correct the path, or copy the file to this place\n"
+    )
     assert said(*sample(run, "--guidance", "4", "3")) == (
         "mm: error: guidance: guidance lists 2 scales, but the predictor has no experts\n"
         "  accepted: a number\n"
