@@ -99,7 +99,7 @@ class RunLock:
                 raise CheckpointError(
                     "the run's folder was renamed during training, and another run has started in its place",
                     where=str(folder),
-                    hint="nothing was written there; this run's checkpoints are in the folder's new place",
+                    hint="resume from the renamed folder: it has this run's checkpoints",
                 )
         except BaseException:
             self._file = before  # the next save must find the same state

@@ -338,7 +338,7 @@ def checked(decoding: Decoding) -> Decoding:
     }
     for name, (right, accepted) in ranges.items():
         if not right:
-            raise MMError(f"{name} is {getattr(decoding, name)}", accepted=accepted)
+            raise MMError(f"{name} is {getattr(decoding, name)}", where=f"decoding.{name}", accepted=accepted)
     return decoding
 
 

@@ -33,7 +33,7 @@ def signature_config(registered: Registered) -> type[DataclassInstance]:
         raise PluginError(
             f"the signature of {registered.component.target!r} cannot be used as its config: {error}",
             where=registered.short_place,
-            hint="set config= of the component to a dataclass",
+            hint="write a config dataclass, and register it: Component(..., config=...)",
         ) from error
 
 

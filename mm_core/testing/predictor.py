@@ -169,9 +169,19 @@ def output(probe: PredictorProbe) -> None:
     with torch.no_grad():
         predicted = module(**inputs)
     if tuple(predicted.shape) != wanted:
-        raise ContractError(f"the output has the shape {tuple(predicted.shape)}", accepted=str(wanted))
+        raise ContractError(
+            f"the predictor's output has the shape {tuple(predicted.shape)}",
+            where=probe.place,
+            accepted=str(wanted),
+            hint="return a prediction of the same shape as the latents",
+        )
     if predicted.dtype != latents.dtype:
-        raise ContractError(f"the output has the dtype {predicted.dtype}", accepted=str(latents.dtype))
+        raise ContractError(
+            f"the predictor's output has the dtype {predicted.dtype}",
+            where=probe.place,
+            accepted=str(latents.dtype),
+            hint="return output.to(latents.dtype) from forward",
+        )
     if not predicted.isfinite().all():
         raise ContractError(
             "the output contains NaN or infinity",

@@ -32,7 +32,7 @@ class Wrong(FlowMatch):
         setattr(self, name, lambda *given: change(found(*given)))
 
 
-HINT = "\n  hint: give factors of a timestep the shape [B, 1, 1, 1, 1]"
+HINT = "\n  hint: reshape factors that depend on the timestep (sigma, alpha) to [B, 1, 1, 1, 1]"
 FULL = f"[3, 12, 2, 5, 7] is needed{HINT}"
 
 

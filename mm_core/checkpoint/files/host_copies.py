@@ -79,5 +79,5 @@ def check_tensors(tensors: Mapping[str, Mapping[str, object]]) -> None:
                 raise CheckpointError(
                     f"{part}.{name} cannot be saved as a tensor: it has the type {type(value).__name__}",
                     accepted="tensors",
-                    hint="store other values in the checkpoint's facts",
+                    hint="return only tensors from state_dict: a number as a tensor, a text in the config",
                 )

@@ -85,7 +85,7 @@ def scheduler_faults(scheduler: NoiseScheduler, channels: int) -> Iterator[Contr
             yield ContractError(
                 f"{name} does not take timesteps [{rows}] with latents {[*shape]}: {first_line(fault)}",
                 where="task.scheduler",
-                hint="give factors of a timestep the shape [B, 1, 1, 1, 1]",
+                hint="reshape factors that depend on the timestep (sigma, alpha) to [B, 1, 1, 1, 1]",
             )
         if name == "sample_timesteps":
             return  # the other methods need valid timesteps
@@ -97,5 +97,7 @@ def _wrong_shape(component: str, what: str, found: Tensor, wanted: Sequence[int]
     return ContractError(
         f"{what} returned {list(found.shape)} where {needed} is needed",
         where=f"task.{component}",
-        hint="give factors of a timestep the shape [B, 1, 1, 1, 1]" if broadcast else None,
+        hint="reshape factors that depend on the timestep (sigma, alpha) to [B, 1, 1, 1, 1]"
+        if broadcast
+        else None,
     )

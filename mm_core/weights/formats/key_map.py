@@ -352,6 +352,7 @@ def _stack(rule: Stack, values: Mapping[str, str], name: str, shape: Shape) -> l
             f"the rule {rule} does not fit {name!r} of shape {list(shape)}",
             where=WHERE,
             accepted="tensors of at least 2 dimensions",
+            hint="narrow the rule's pattern, so that it does not match this tensor",
         )
     return [
         replace(

@@ -131,7 +131,8 @@ class TwoExpert(nn.Module):
                 raise ContractError(
                     f"the expert {name!r} is not trained by this run, and its weights are not loaded",
                     where="wan/two_expert",
-                    accepted="timesteps of the trained expert; inside `complete`, any timestep",
+                    accepted="timesteps of the trained expert",
+                    hint="set task.predictor.train: both, or call it inside its context `complete()`",
                 )
             return self.built[name]
         visitor = self._visiting[name]
