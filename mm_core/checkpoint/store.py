@@ -380,6 +380,7 @@ def _to_json(facts: files.Document) -> str:
         return json.dumps(dict(facts), indent=1, allow_nan=False) + "\n"
     except (TypeError, ValueError) as fault:
         raise CheckpointError(
-            f"the facts of a checkpoint must be JSON: {fault}",
+            f"values that are saved beside a checkpoint's tensors cannot be written as JSON: {fault}",
             accepted="finite numbers, strings, booleans, None, and lists and mappings of these",
+            hint="convert the value in the state_dict that returns it",
         ) from None

@@ -256,8 +256,8 @@ def _register(manager: pluggy.PluginManager, found: list[_Found], index: int) ->
     if taken is not None:
         owner = found[int(taken)].record.namespace
         raise PluginError(
-            f"its module {f.record.module!r} is already loaded as the plugin {owner!r}",
-            hint="remove one of the two entry points",
+            f"the entry points {owner!r} and {f.record.namespace!r} name the same module {f.record.module!r}",
+            hint=f"uninstall one of the two plugins: this one comes from {f.record.distribution}",
         )
     check_hooks(module)
     manager.register(module, name=str(index))

@@ -184,14 +184,15 @@ def output(probe: PredictorProbe) -> None:
         )
     if not predicted.isfinite().all():
         raise ContractError(
-            "the output contains NaN or infinity",
+            "the predictor's output contains NaN or infinity",
             where=probe.place,
             hint="check that init_weights fills all parameters, and that forward does not divide by zero",
         )
     if predicted._is_view():
         raise ContractError(
-            "the output is a view of another tensor, for which FSDP2 may drop its backward hook",
-            hint="return output.clone()",
+            "the predictor's output is a view of another tensor: FSDP2 may then drop its backward hook",
+            where=probe.place,
+            hint="return output.clone() from forward",
         )
 
 

@@ -113,8 +113,8 @@ def test_one_module_under_two_names_registers_once(site: Any) -> None:
     registry = site.registry()
     assert record(registry, "twin_a").status == "ok"
     assert record(registry, "twin_b").error == (
-        "its module 'mm_twin' is already loaded as the plugin 'twin_a'; hint: remove one of the two"
-        " entry points"
+        "the entry points 'twin_a' and 'twin_b' name the same module 'mm_twin';"
+        " hint: uninstall one of the two plugins: this one comes from mm-twin"
     )
 
 
