@@ -180,5 +180,5 @@ def check_plugins(config: RunConfig) -> None:
     own = registry.fingerprint_table(), {"torch": str(torch.__version__), **libraries}
     plugins, versions = zip(*Ranks.current().gather(own), strict=True)
     check_ranks_agree(plugins)
-    hint = "compare `pip list` on the hosts of these ranks"
+    hint = "compare `pip list` on the machines of these ranks"
     check_ranks_agree(versions, "libraries", "not installed", hint)

@@ -35,7 +35,7 @@ def test_a_run_trains_on_from_what_was_imported(source, tiny, tmp_path, mm):
     assert done.code == 0, done.err
     saved = tmp_path / "tiny/checkpoints/step_00000000"
     assert "69 tensors loaded (core/safetensors)" in done.err
-    assert f"{saved}: mm-train --config {tiny} run.dir={tmp_path}" in done.out
+    assert f"{saved}: `mm-train --config {tiny} run.dir={tmp_path}" in done.out
     out = tmp_path / "out"
     done = mm("export", "--run", tmp_path / "tiny", "--to", "safetensors", "--out", out, "--ema")
     assert done.code == 0, done.err

@@ -157,7 +157,7 @@ def test_options_that_a_launcher_has_settled_are_refused(tiny, mm):
 def test_half_an_environment_is_named(tiny, mm):
     done = mm("train", "--config", tiny, RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
     assert done.code == 1 and "Traceback" not in done.err
-    assert "rank 0: environment: RANK is set, MASTER_PORT not" in done.err
+    assert "rank 0: environment: RANK is set but MASTER_PORT not" in done.err
 
 
 def _processes(folder: Path) -> list[int]:

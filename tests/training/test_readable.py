@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import sys
+import textwrap
 from types import CodeType, FrameType
 
 import pytest
@@ -77,8 +79,15 @@ def reading(tiny, tmp_path_factory) -> Reading:
 
 
 def lines(codes) -> int:
-    """Whole functions: signature, docstring and comments."""
-    return sum(len(inspect.getsourcelines(code)[0]) for code in codes)
+    """Whole functions: signature, code and comments. Docstrings are not counted: a list of arguments is longer
+    than a sentence and quicker to read."""
+    found = 0
+    for code in codes:
+        source = inspect.getsourcelines(code)[0]
+        (function,) = ast.parse(textwrap.dedent("".join(source))).body
+        first = function.body[0]
+        found += len(source) - (first.end_lineno - first.lineno + 1 if ast.get_docstring(function) else 0)
+    return found
 
 
 def test_from_train_to_the_update_in_three_files_and_200_lines(reading):
@@ -107,7 +116,7 @@ def test_all_that_a_step_runs_is_read_in_an_afternoon(reading):
     found = [code for code in reading.step if "<" not in code.co_name]
     rooms = {code.co_filename.rpartition("/mm_core/")[2].partition("/")[0] for code in found}
     assert {"training", "tasks", "data", "engines", "telemetry"} <= rooms
-    assert lines(found) <= 1400, sorted(
+    assert lines(found) <= 1200, sorted(
         (c.co_filename.rpartition("/mm_core/")[2], c.co_qualname) for c in found
     )
 
@@ -123,7 +132,7 @@ def test_all_that_a_run_of_one_step_enters_is_read_in_a_day(reading):
         "CheckpointStore.save",
     } <= entered
     assert {"Validator.run", "RunReporter.step"} <= entered
-    assert lines(found) <= 2700, sorted(entered)
+    assert lines(found) <= 2300, sorted(entered)
 
 
 def test_the_whole_loop_is_read_at_a_sitting():

@@ -153,7 +153,7 @@ def test_a_run_that_is_too_short_or_fails_is_a_sentence(tiny, mm):
         "mm: error: --verify-resume: 7 + 7 steps are more than the run has: 12 steps\n  accepted: 1 to 6\n"
     )
     done = mm("train", "--config", tiny, "--verify-resume", 1, "data.train.annotations=nowhere.json")
-    assert done.code == 1 and "the uninterrupted run ended with exit code 1" in done.err
+    assert done.code == 1 and "the uninterrupted run failed with exit code 1" in done.err
     assert "nowhere.json: the annotation file does not exist" in done.err
 
 
