@@ -79,8 +79,8 @@ def reading(tiny, tmp_path_factory) -> Reading:
 
 
 def lines(codes) -> int:
-    """Whole functions: signature, code and comments. Docstrings are not counted: a list of arguments is longer
-    than a sentence and quicker to read."""
+    """Whole functions: signature, code and comments. Docstrings are not counted: a list of arguments is
+    longer than a sentence, and quicker to read."""
     found = 0
     for code in codes:
         source = inspect.getsourcelines(code)[0]
