@@ -8,12 +8,12 @@ python docs/generate_api.py --check    exits 1 when the pages are not what would
 
 from __future__ import annotations
 
-import argparse
 import ast
 import sys
 from pathlib import Path
 
-DOCS = Path(__file__).resolve().parent
+from generated_page import DOCS, main
+
 ROOT = DOCS.parent
 FOLDER = DOCS / "api"
 SCRIPT = "<!-- Made by docs/generate_api.py from `__all__` of the rooms: do not edit. -->"
@@ -71,37 +71,16 @@ def rooms() -> dict[str, list[str]]:
     return found
 
 
-def pages() -> dict[str, str]:
-    """File name -> text of each page."""
+def pages() -> dict[Path, str]:
+    """The text of each page."""
     found = {}
     index = _INDEX_HEAD.format(script=SCRIPT)
     for room, names in rooms().items():
         index += f"\n## [`{room}`]({room}.md)\n\n"
         index += ",\n".join(f"[`{name}`]({room}.md#{room}.{name})" for name in names) + "\n"
-        found[f"{room}.md"] = _PAGE.format(room=room, members=", ".join(names), script=SCRIPT)
-    return {"index.md": index + _INDEX_TAIL, **found}
-
-
-def main() -> int:
-    """Writes the pages, or with --check reports whether they are what would be written."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    wanted = pages()
-    there = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.md")}
-    if parser.parse_args().check:
-        stale = sorted(name for name in {*wanted, *there} if wanted.get(name) != there.get(name))
-        if stale:
-            print(
-                f"api/{', api/'.join(stale)}: out of date: run python docs/generate_api.py", file=sys.stderr
-            )
-        return int(bool(stale))
-    FOLDER.mkdir(exist_ok=True)
-    for name in there.keys() - wanted.keys():
-        (FOLDER / name).unlink()
-    for name, text in wanted.items():
-        (FOLDER / name).write_text(text, encoding="utf-8")
-    return 0
+        found[FOLDER / f"{room}.md"] = _PAGE.format(room=room, members=", ".join(names), script=SCRIPT)
+    return {FOLDER / "index.md": index + _INDEX_TAIL, **found}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(pages, "generate_api.py", __doc__, FOLDER.glob("*.md")))

@@ -83,4 +83,4 @@ def render() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(PAGE, render, "generate_architecture.py", __doc__))
+    sys.exit(main(lambda: {PAGE: render()}, "generate_architecture.py", __doc__))

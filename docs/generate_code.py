@@ -12,14 +12,14 @@ python docs/generate_code.py --check    exits 1 when a page is not what would be
 
 from __future__ import annotations
 
-import argparse
 import ast
 import re
 import sys
 from pathlib import Path
 from textwrap import dedent
 
-DOCS = Path(__file__).resolve().parent
+from generated_page import DOCS, main
+
 ROOT = DOCS.parent
 
 _BLOCK = re.compile(
@@ -79,22 +79,10 @@ def filled(page: str) -> str:
     return _BLOCK.sub(fill, page)
 
 
-def main() -> int:
-    """Fills the pages, or with --check names those that are out of date."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    check, stale = parser.parse_args().check, []
-    for path in sorted(DOCS.rglob("*.md")):
-        page = path.read_text(encoding="utf-8")
-        if page != (wanted := filled(page)):
-            stale.append(path.relative_to(ROOT).as_posix())
-            if not check:
-                path.write_text(wanted, encoding="utf-8")
-    if check and stale:
-        print(f"{', '.join(stale)}: out of date: run python docs/generate_code.py", file=sys.stderr)
-        return 1
-    return 0
+def pages() -> dict[Path, str]:
+    """The text of each page of the docs, with its blocks filled."""
+    return {page: filled(page.read_text(encoding="utf-8")) for page in DOCS.rglob("*.md")}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(pages, "generate_code.py", __doc__))

@@ -151,4 +151,4 @@ def render() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(PICTURE, render, "generate_flow.py", __doc__))
+    sys.exit(main(lambda: {PICTURE: render()}, "generate_flow.py", __doc__))

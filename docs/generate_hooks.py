@@ -63,4 +63,4 @@ def render() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(PAGE, render, "generate_hooks.py", __doc__))
+    sys.exit(main(lambda: {PAGE: render()}, "generate_hooks.py", __doc__))

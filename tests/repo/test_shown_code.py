@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "docs/generate_code.py"
+sys.path.insert(0, str(SCRIPT.parent))  # as Python does for a script
 CODE = runpy.run_path(str(SCRIPT))
 
 SOURCE = '''\
