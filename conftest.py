@@ -1,6 +1,6 @@
 """Tests that run in several processes (`-n 2`) take one thread each, set before torch is imported. What they
 train with is not recorded in the home of whoever runs them. The cases that run at night are those of
-tests/README.md."""
+tests/README.md. Slow machines draw examples slowly, and in CI every run draws the same ones."""
 
 import gc
 import os
@@ -8,11 +8,18 @@ import re
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+TABLES = Path(__file__).parent / "tests/README.md"
 
 pytest.register_assert_rewrite("support")  # what its asserts say is shown as a test's
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
+
+settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", settings.get_profile("here"), derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -24,9 +31,6 @@ def state_home(tmp_path_factory):
         del os.environ["XDG_STATE_HOME"]
     else:
         os.environ["XDG_STATE_HOME"] = before
-
-
-TABLES = Path(__file__).parent / "tests/README.md"
 
 
 def pytest_collection_modifyitems(config, items):

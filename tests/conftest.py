@@ -13,18 +13,12 @@ import av
 import numpy as np
 import pytest
 import yaml
-from hypothesis import HealthCheck, settings
 
 from mm_core.plugin.registry import clear_cache
 from support import warm
 from support.sites import Site
 
 ROOT = Path(__file__).parents[1]
-
-# Slow machines draw slowly. In CI every run draws the same examples; `make nightly` draws others.
-settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("ci", settings.get_profile("here"), derandomize=True)
-settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 
 @dataclass(frozen=True)

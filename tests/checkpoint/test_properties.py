@@ -38,7 +38,7 @@ STATES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(STATES, st.integers(0, 10**7))
 def test_every_state_is_loaded_bit_for_bit(state, step):
     with tempfile.TemporaryDirectory() as folder:
@@ -65,7 +65,7 @@ def saved(tmp_path_factory):
     return store, path, state, {file: file.read_bytes() for file in sorted(path.iterdir()) if file.is_file()}
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.data())
 def test_every_changed_byte_is_noticed_before_a_tensor_is_touched(saved, data):
     store, path, state, contents = saved
@@ -100,7 +100,7 @@ def stays(steps, values, keep, every, mode):
     return set(kept)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(st.integers(1, 40), unique=True, min_size=1, max_size=10).map(sorted),
     st.lists(st.one_of(st.none(), st.integers(-3, 3).map(float)), min_size=10, max_size=10),

@@ -25,7 +25,7 @@ def tensors(shapes, start=0.0):
     return {name: torch.full(shape, start + place) for place, (name, shape) in enumerate(shapes.items())}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(WEIGHTS, WEIGHTS, st.booleans())
 def test_every_name_is_loaded_missing_or_unexpected_and_nothing_else_is_touched(task, stored, strict):
     both = task.keys() & stored.keys()
@@ -53,7 +53,7 @@ def test_every_name_is_loaded_missing_or_unexpected_and_nothing_else_is_touched(
     assert all(torch.equal(into[name], (held if name in both else untouched)[name]) for name in task)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(NAMES.map("w.{}".format), unique=True, min_size=1, max_size=8), NAMES, NAMES)
 def test_a_prefix_that_was_put_before_every_name_is_found_and_undoes_it(names, start, path):
     missing = [f"{path}.{name}" for name in names]
@@ -69,7 +69,7 @@ def test_a_prefix_that_was_put_before_every_name_is_found_and_undoes_it(names, s
         assert set(missing) <= back.keys() and all(back[f"{path}.{n}"] == f"{start}.{n}" for n in names)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(NAMES, unique=True, max_size=8))
 def test_without_prefixes_every_name_is_its_own(names):
     assert renamed(names, InitFromSection(path="x")) == {name: name for name in names}
