@@ -55,23 +55,23 @@ def test_launch_options_are_checked(tiny, mm, arguments, sentence):
 
 
 @pytest.mark.slow
-def test_bad_input_on_one_rank_is_said_once_and_all_ranks_are_gone(faulty, mm, tmp_path, wait_until):
+def test_bad_input_on_one_rank_is_said_once_and_all_ranks_are_gone(faulty, mm, tmp_path):
     began = time.monotonic()
-    done = mm(*faulty, "--nproc", 2, cwd=tmp_path, FAULT="data")
+    done = mm(*faulty, "--nproc", 2, cwd=tmp_path, anew=True, FAULT="data")
     assert done.code == 1
     assert time.monotonic() - began < 60, "start-up included; ranks themselves go within 35 s"
     assert done.err.count("mm: error:") == 1 and "Traceback" not in done.err
     assert "rank 1" in done.err and "could not be read" in done.err
-    wait_until(lambda: not _processes(tmp_path), 5)
+    assert not _processes(tmp_path)
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_explained(faulty, mm, tmp_path, wait_until):
-    done = mm(*faulty, "--nproc", 2, cwd=tmp_path, FAULT="killed")
+def test_a_killed_rank_is_explained(faulty, mm, tmp_path):
+    done = mm(*faulty, "--nproc", 2, cwd=tmp_path, anew=True, FAULT="killed")
     assert done.code == 128 + signal.SIGKILL
     assert done.err.count("mm: error:") == 1 and "Traceback" not in done.err
     assert "rank 1 was killed (SIGKILL); the usual reason is that the host ran out of memory" in done.err
-    wait_until(lambda: not _processes(tmp_path), 5)
+    assert not _processes(tmp_path)
 
 
 @pytest.mark.slow

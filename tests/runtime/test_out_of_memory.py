@@ -21,6 +21,7 @@ def test_one_tensor_larger_than_the_host_is_told_with_its_place():
     found = out_of_memory(caught.value)
     assert found.what.startswith("out of memory: one tensor needs 37,252,903.0 GiB, in broadcast_wrongly (")
     assert f"{__file__}:" in found.what and "), but the total memory is " in found.what
+    assert found.what.endswith(" GiB")
     assert found.hint.startswith("check that code for unintended broadcasting (a [B] where")
 
 
