@@ -22,6 +22,15 @@ settings.register_profile("ci", settings.get_profile("here"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 
+def pytest_configure(config):
+    """The processes of `pytest -n` share a server of warm processes, which starts while they collect."""
+    from support import warm
+
+    several = getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput")
+    if several and not config.option.collectonly and warm.ADDRESS not in os.environ:
+        os.environ[warm.ADDRESS] = warm.start()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def state_home(tmp_path_factory):
     before = os.environ.get("XDG_STATE_HOME")

@@ -121,6 +121,12 @@ def mm() -> Callable[..., Outcome]:
 
 
 @pytest.fixture
+def toys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Components of any form are built: tests of how targets are found and called need no real ones."""
+    monkeypatch.setattr("mm_core.plugin.building.check_object", lambda *_: None)
+
+
+@pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     """An empty folder on sys.path for distributions of the test's own, and plugins found anew."""
     folder = tmp_path / "site"

@@ -24,7 +24,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     check = actions.add_parser("check", help="exit with code 1 if a plugin is broken", allow_abbrev=False)
     check.add_argument(
-        "--import", action="store_true", dest="import_targets", help="also import the code of every component"
+        "--import",
+        action="store_true",
+        dest="import_targets",
+        help="also import every component and compare its class with its contract",
     )
     for action in (listing, show, check):
         action.add_argument("--json", action="store_true", help="print JSON")
@@ -108,7 +111,7 @@ def _show(found: Sequence[Registered], as_json: bool) -> int:
 
 
 def _check(registry: Registry, import_targets: bool, as_json: bool) -> int:
-    from mm_core.plugin.inspection import inspect_plugins
+    from mm_core.plugin.checks.inspection import inspect_plugins
 
     findings = inspect_plugins(registry, import_targets)
     faults = sum(finding.severity == "fault" for finding in findings)
@@ -131,7 +134,7 @@ def _check(registry: Registry, import_targets: bool, as_json: bool) -> int:
 
 
 def _source(registered: Registered) -> str | None:
-    from mm_core.plugin.locate import source_file
+    from mm_core.plugin.checks.locate import source_file
 
     return source_file(registered.module_of(registered.component.target))
 

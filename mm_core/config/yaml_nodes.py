@@ -191,7 +191,8 @@ def read_plain(text: str) -> Any:
 
 
 def _yaml_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.y*ml")) if folder.is_dir() else []
+    files = folder.glob("[!.]*.y*ml") if folder.is_dir() else ()
+    return sorted(files)
 
 
 def _not_found(path: Path) -> ConfigError:

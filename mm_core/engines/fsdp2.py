@@ -37,7 +37,7 @@ from mm_core.contracts import (
     torch_dtype,
 )
 from mm_core.device import current_device
-from mm_core.errors import ContractError, PlanError
+from mm_core.errors import ContractError
 from mm_core.modules.casting import cast_inputs, check_dtypes, uncast_inputs
 from mm_core.modules.initialise import initialise
 from mm_core.modules.tying import state_of, tie, tied_names
@@ -45,6 +45,7 @@ from mm_core.parallel.activation_checkpointing import recompute
 from mm_core.parallel.frozen_placement import place, plan_frozen
 from mm_core.parallel.gloo_averaging import average_by_sum, check_replicas
 from mm_core.parallel.layout import decide_layout, gathered_bytes, mesh_shape
+from mm_core.parallel.scalar_parameters import ScalarParameters, scalars_of
 from mm_core.parallel.unused_modules import UnusedModules
 from mm_core.runtime.groups import device_mesh
 
@@ -62,6 +63,7 @@ class FSDP2Engine:
         self._tied: dict[str, dict[str, str]] = {}
         self._roots: list[FSDPModule] = []
         self._unused = UnusedModules(())
+        self._scalars: ScalarParameters | None = None
         self._parameters: dict[str, nn.Parameter] = {}
         self._optimizer: torch.optim.Optimizer | None = None
         self._base_lrs: list[float] = []
@@ -94,15 +96,9 @@ class FSDP2Engine:
         own = trained = left_alone = 0
         for root in layout.roots:
             for name, parameter in task.get_submodule(root).named_parameters(prefix=root):
-                if parameter.dim() == 0:
-                    raise PlanError(
-                        f"parameter {name!r} is a scalar, which cannot be sharded",
-                        where="engine",
-                        accepted="parameters of at least one dimension: shape (1,) instead of ()",
-                    )
-                whole = any(name.startswith(path + ".") for path in layout.ignored)
-                rows = parameter.shape[0] if whole else -(-parameter.shape[0] // shards)
-                size = rows * prod(parameter.shape[1:]) * parameter.element_size()
+                whole = parameter.dim() == 0 or any(name.startswith(path + ".") for path in layout.ignored)
+                rows, *others = parameter.shape or (1,)
+                size = (rows if whole else -(-rows // shards)) * prod(others) * parameter.element_size()
                 own += size
                 left_alone += size if whole else 0
                 trained += size if parameter.requires_grad else 0
@@ -167,6 +163,9 @@ class FSDP2Engine:
             if self.config.offload_to_cpu:
                 self._keep_on_device(task, name, plan.ignored)
             self._parameters |= dict(module.named_parameters(prefix=name))
+        if scalars_of(self._trained):
+            self._scalars = ScalarParameters(self._trained, self._sharding_mesh(plan), self.device)
+            self._parameters |= self._scalars.replicated
         if weights is not None:
             weights.fill(self._model_state())
         if optimizer is None:
@@ -189,21 +188,22 @@ class FSDP2Engine:
             self._ranks = device_mesh((plan.mesh["replicate"], plan.mesh["shard"]), ("replicate", "shard"))
         return self._ranks
 
+    def _sharding_mesh(self, plan: EnginePlan) -> DeviceMesh:
+        return self._mesh(plan)["shard"] if plan.mesh["replicate"] == 1 else self._mesh(plan)
+
     def _shard(self, task: TaskModule, plan: EnginePlan) -> None:
-        config, mesh = self.config, self._mesh(plan)
-        if plan.mesh["replicate"] == 1:
-            mesh = mesh["shard"]
-        param_dtype = _dtype(config.param_dtype)
+        config, param_dtype = self.config, _dtype(self.config.param_dtype)
         policy = MixedPrecisionPolicy(
             param_dtype,
             _dtype(config.reduce_dtype),
             cast_forward_inputs=False,  # cast_inputs below leaves the timestep as it is
         )
+        ignored = {p for path in plan.ignored for p in task.get_submodule(path).parameters()}
         pins = config.pin_memory and self.device.type != "cpu"
         shard = partial(
             fully_shard,
-            mesh=mesh,
-            ignored_params={p for path in plan.ignored for p in task.get_submodule(path).parameters()},
+            mesh=self._sharding_mesh(plan),
+            ignored_params=ignored.union(scalars_of(self._trained).values()),
             reshard_after_forward=config.reshard_after_forward,
             offload_policy=CPUOffloadPolicy(pins) if config.offload_to_cpu else OffloadPolicy(),
         )
@@ -252,6 +252,8 @@ class FSDP2Engine:
         # A non-finite total may still have finite gradients (x + nan), which would update unnoticed.
         seed = torch.where(torch.isfinite(loss.total.detach()), scale, float("nan"))
         torch.autograd.backward(loss.total, seed.to(loss.total.dtype))
+        if last and self._scalars is not None:
+            self._scalars.average()
         return replace(loss, total=loss.total.detach())
 
     def _told_of_dtypes(self) -> AbstractContextManager[None]:

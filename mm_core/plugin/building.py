@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mm_core.errors import ConfigError, ContractError, foreign_code
+from mm_core.plugin.checks.contract import call_fault, check_object
 from mm_core.schema.fields import ComponentConfig
 from mm_core.schema.nodes import default_of, rebuilt
 
@@ -26,14 +26,17 @@ def build_component(config: ComponentConfig, registry: Registry, args: tuple[obj
         args: arguments that the core passes by position (see hookspecs).
 
     Raises:
-        ContractError: the target does not accept the config's fields.
+        ContractError: the target does not accept the config's fields, or what it returns does not keep the
+            contract of its kind.
     """
     registered = registry.resolve(config.kind, config.type)
     fields = built_fields(config, registry)
     target = registered.load_target()
     _check_call(target, args, fields, registered.short_place)
     with foreign_code():  # a target that calls sys.exit(0) would end a run as if it had succeeded
-        return target(*args, **fields)
+        built = target(*args, **fields)
+    check_object(config.kind, built, target, registered.short_place)
+    return built
 
 
 def built_fields(config: ComponentConfig, registry: Registry) -> dict[str, object]:
@@ -71,21 +74,6 @@ def _built(value: object, registry: Registry) -> object:
     if isinstance(value, Mapping):
         return {key: _built(item, registry) for key, item in value.items()}
     return rebuilt(value, lambda item, key: _built(item, registry))
-
-
-def call_fault(
-    target: Callable[..., object], args: Sequence[object], fields: Mapping[str, object]
-) -> tuple[str, TypeError] | None:
-    """The signature of a component's target that a call does not match, and why; None if it matches."""
-    try:
-        signature = inspect.signature(target)
-    except (TypeError, ValueError):
-        return None  # some built-in callables have no signature
-    try:
-        signature.bind(*args, **fields)
-    except TypeError as error:
-        return str(signature), error
-    return None
 
 
 def _check_call(

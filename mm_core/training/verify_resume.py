@@ -143,7 +143,7 @@ def compare_checkpoints(one: Path, other: Path) -> list[PartResult]:
         raise MMError(
             f"only one of the checkpoints contains {files.listed(odd)}",
             where=f"{one}, {other}",
-            hint="compare runs of one config; if they are, a component does not restore these tensors",
+            hint="compare runs of the same config; if these are, a component does not restore the tensors",
         )
     results: dict[str, PartResult] = {}
     for (name, a), (_, b) in zip(_tensors(one), _tensors(other), strict=True):

@@ -342,8 +342,9 @@ def test_check_imports_targets_only_when_told_to(site: Any) -> None:
     assert code == 1
     assert "No module named 'no_such_library'" in finding["sentence"]
     (site.folder / "mm_alpha" / "model.py").write_text("class DiT:\n    def __init__(self, layers): ...\n")
-    code, (finding,) = check(site, "--import")
+    code, (contract, finding) = check(site, "--import")
     assert code == 1
+    assert "DiT does not keep its contract: it does not derive from torch.nn.Module" in contract["sentence"]
     assert finding["sentence"].endswith(
         "the target 'mm_alpha.model:DiT' does not accept the fields of 'mm_alpha.config:DiTConfig': "
         "missing a required argument: 'layers'"

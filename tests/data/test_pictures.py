@@ -155,6 +155,7 @@ def test_a_codec_that_nobody_knows_is_a_sentence(tmp_path: Path, encode, reader)
     assert caught.value.where == str(file)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # it names what is damaged
 @pytest.mark.parametrize(
     "kind", ["jpg", "png", "webp", "bmp", "gif", "tiff", "avif", "qoi", "dds", "tga", "jp2"]
 )

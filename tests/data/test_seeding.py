@@ -214,6 +214,7 @@ def mm_datasets():
 """
 
 
+@pytest.mark.usefixtures("toys")
 def test_constructors_draw_by_the_seed_too(tmp_path: Path) -> None:
     """Else every rank, and every resume, would shuffle its files in another way."""
     file = tmp_path / "split.py"

@@ -75,6 +75,7 @@ def test_a_timestep_for_each_token_is_counted():
     assert said(dit(), arguments(per_token=True)).forward == counted(dit(), arguments(per_token=True))[0]
 
 
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute")  # the second of two adapters
 @pytest.mark.parametrize("targets", [["to_q", "to_v"], ["to_k", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]])
 @pytest.mark.parametrize("adapters", [("one",), ("one", "two")])
 def test_adapters_are_counted_and_no_gradient_of_the_weights_below_them(targets, adapters):

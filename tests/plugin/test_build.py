@@ -111,6 +111,7 @@ def leaf(size: int) -> ComponentConfig:
     return ComponentConfig("autoencoder", "parts/leaf", {"size": size})
 
 
+@pytest.mark.usefixtures("toys")
 def test_nested_components_are_built_wherever_they_stand(parts: Registry) -> None:
     section = parts.resolve("predictor", "tree").config_class().__init__.__globals__["Section"]
     options = {
@@ -127,6 +128,7 @@ def test_nested_components_are_built_wherever_they_stand(parts: Registry) -> Non
     assert options["section"].leaf == leaf(4)  # the config itself is left as it was
 
 
+@pytest.mark.usefixtures("toys")
 def test_left_out_options_take_their_defaults_and_nested_defaults_are_built(parts: Registry) -> None:
     tree = build("predictor", ComponentConfig("predictor", "tree", {"leaf": leaf(1)}))
     assert tree.parts[3].size == 3
@@ -216,11 +218,13 @@ def test_an_annotation_for_type_checkers_only_counts_as_any(parts: Registry) -> 
     assert [(f.name, f.type) for f in fields] == [("path", Any), ("size", Any)]
 
 
+@pytest.mark.usefixtures("toys")
 def test_arguments_of_the_core_go_before_the_fields(parts: Registry) -> None:
     reference = ComponentConfig("optimizer", "parts/opt", {"lr": 0.5})
     assert build("optimizer", reference, ["p"]) == (["p"], 0.5, (0.9, 0.95), [1])
 
 
+@pytest.mark.usefixtures("toys")
 def test_a_mapping_and_a_name_are_checked_and_built(parts: Registry) -> None:
     assert build("autoencoder", {"type": "parts/leaf", "size": 9}).size == 9
     assert build("autoencoder", "leaf").size == 3

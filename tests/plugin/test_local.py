@@ -51,6 +51,7 @@ def test_a_file_registers_under_local_and_its_targets_import(site: Any, tmp_path
     assert pickle.loads(pickle.dumps(model)).depth == 2  # its module can be found by name
 
 
+@pytest.mark.usefixtures("toys")
 def test_a_registry_builds_what_its_own_files_hold(site: Any, tmp_path: Path) -> None:
     section = ComponentConfig("predictor", "local/my_dit")
     first = site.registry(write(tmp_path / "a/my_dit.py", depth=7))
@@ -129,6 +130,7 @@ def test_a_file_may_import_torch_without_a_warning(site: Any, tmp_path: Path) ->
     assert (done.stdout, done.stderr) == ("True\n", "")
 
 
+@pytest.mark.usefixtures("toys")
 def test_another_runs_config_does_not_take_a_runs_plugins_away(site: Any, tmp_path: Path) -> None:
     """As in a script that trains and reads the config of another run meanwhile."""
     ours = site.registry(write(tmp_path / "ours.py", "ours"))

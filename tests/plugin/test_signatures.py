@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import mm_core
+from mm_core.plugin.checks.inspection import inspect_plugins
 from mm_core.plugin.hookspecs import KINDS
-from mm_core.plugin.inspection import inspect_plugins
 from mm_core.plugin.manager import discover, local_files
 from mm_core.plugin.registry import Registry, clear_cache, get_registry
 from mm_core.plugin.signatures import LEADING
@@ -65,6 +65,7 @@ def test_the_table_is_what_the_core_really_passes():
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("toys")
 def test_a_one_file_component_of_each_kind_is_checked_and_built_as_the_core_builds_it(tmp_path, kind):
     names = [f"given_{number}" for number in range(LEADING.get(kind, 0))]
     source = ONE_FILE.format(hooks=HOOK.format(hook=KINDS[kind]), leading="".join(f"{n}, " for n in names))

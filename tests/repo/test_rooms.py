@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from support.scripts import nodes_of
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "mm_core"
 DEVICE_NAMES = {"cuda", "npu", "nccl", "hccl", "gloo"}
@@ -67,7 +69,7 @@ def test_no_docstring_that_ships_is_unwritten() -> None:
     unwritten = [
         f"{file.relative_to(ROOT)}: {text}"
         for file in files
-        for node in ast.walk(ast.parse(file.read_bytes()))
+        for node in nodes_of(file)
         if isinstance(node, nodes)
         and (text := ast.get_docstring(node)) is not None
         and {"TODO", "FIXME", "XXX", "TBD"} & set(text.replace(":", " ").split())
@@ -115,15 +117,15 @@ def _sources() -> dict[str, Path]:
 
 def _imports(file: Path, modules: Collection[str]) -> set[str]:
     """Modules that a file imports, also within functions; without modules used only in annotations."""
-    tree = ast.parse(file.read_bytes())
+    nodes = nodes_of(file)
     only_typing = {
         id(inner)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
         for inner in ast.walk(node)
     }
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if id(node) in only_typing:
             continue
         if isinstance(node, ast.ImportFrom):
@@ -144,7 +146,7 @@ def test_plugins_and_examples_import_only_what_a_room_offers() -> None:
     files = [*(ROOT / "plugins").glob("mm_*/mm_*/**/*.py"), *(ROOT / "examples").rglob("*.py")]
     names = set()
     for file in files:
-        for node in ast.walk(ast.parse(file.read_bytes())):
+        for node in nodes_of(file):
             if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("mm_core."):
                 names |= {(str(file.relative_to(ROOT)), str(node.module), a.name) for a in node.names}
             elif isinstance(node, ast.Import):
@@ -205,7 +207,7 @@ def test_no_function_is_longer_than_a_screen() -> None:
     long = {
         f"{module}.{node.name}": lines
         for module, file in _sources().items()
-        for node in ast.walk(ast.parse(file.read_bytes()))
+        for node in nodes_of(file)
         if isinstance(node, kinds) and (lines := (node.end_lineno or 0) - node.lineno + 1) > 60
     }
     assert long == {}
@@ -217,7 +219,7 @@ def test_torch_distributed_is_called_by_the_rooms_of_ranks_engines_and_layouts_a
         f"{file.relative_to(ROOT)}:{node.lineno}"
         for file in PACKAGE.rglob("*.py")
         if file.relative_to(PACKAGE).parts[0] not in allowed
-        for node in ast.walk(ast.parse(file.read_bytes()))
+        for node in nodes_of(file)
         if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("dist.", "torch.distributed."))
     ]
     assert found == []

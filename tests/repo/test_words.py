@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mm_core.errors import plural
+from support.scripts import nodes_of
 
 ROOT = Path(__file__).resolve().parents[2]
 NEVER = {
@@ -87,6 +88,9 @@ NAMES = {
     "asking",
 }
 """Names that have a plainer one: of functions, classes, arguments and modules of the core and its plugins."""
+WRONG = re.compile(
+    rf"(?<![\w-])(?:{'|'.join(NEVER)})(?![\w-])".replace(" ", r"(?:\s+(?:# )?)"), re.IGNORECASE
+)
 ITSELF = {Path("tests/repo/test_words.py")}
 
 
@@ -101,13 +105,7 @@ def texts() -> list[Path]:
 
 def offences(text: str) -> list[tuple[int, str]]:
     """(line, what stands there) of every word that is never right; words may be on two lines of prose."""
-    found = []
-    for pattern in NEVER:
-        spread = re.compile(
-            rf"(?<![\w-])(?:{pattern})(?![\w-])".replace(" ", r"(?:\s+(?:# )?)"), re.IGNORECASE
-        )
-        found += [(text.count("\n", 0, match.start()) + 1, match[0]) for match in spread.finditer(text)]
-    return found
+    return [(text.count("\n", 0, match.start()) + 1, match[0]) for match in WRONG.finditer(text)]
 
 
 @pytest.mark.parametrize(
@@ -136,14 +134,14 @@ def test_no_text_holds_a_word_that_is_never_right() -> None:
 
 
 def test_no_name_is_one_of_those_that_have_a_plainer_one() -> None:
-    sources = [path for path in texts() if path.suffix == ".py" and path.parts[0] in ("mm_core", "plugins")]
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    rooms = [path for path in texts() if path.suffix == ".py" and path.parts[0] in ("mm_core", "plugins")]
     wrong = set()
-    for path in sources:
-        tree = ast.parse((ROOT / path).read_bytes())
-        nodes = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-        names = {node.name for node in ast.walk(tree) if isinstance(node, nodes)}
-        names |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)} | {path.stem}
+    for path in rooms:
         if "tests" not in path.parts:
+            nodes = nodes_of(ROOT / path)
+            names = {node.name for node in nodes if isinstance(node, kinds)}
+            names |= {node.arg for node in nodes if isinstance(node, ast.arg)} | {path.stem}
             wrong |= {f"{path}: {name}" for name in names & NAMES}
     assert wrong == set()
 

@@ -57,7 +57,7 @@ def test_launch_options_are_checked(tiny, mm, arguments, sentence):
 @pytest.mark.slow
 def test_bad_input_on_one_rank_is_said_once_and_all_ranks_are_gone(faulty, mm, tmp_path):
     began = time.monotonic()
-    done = mm(*faulty, "--nproc", 2, cwd=tmp_path, anew=True, FAULT="data")
+    done = mm(*faulty, "--nproc", 2, cwd=tmp_path, FAULT="data")
     assert done.code == 1
     assert time.monotonic() - began < 60, "start-up included; ranks themselves go within 35 s"
     assert done.err.count("mm: error:") == 1 and "Traceback" not in done.err
@@ -67,7 +67,7 @@ def test_bad_input_on_one_rank_is_said_once_and_all_ranks_are_gone(faulty, mm, t
 
 @pytest.mark.slow
 def test_a_killed_rank_is_explained(faulty, mm, tmp_path):
-    done = mm(*faulty, "--nproc", 2, cwd=tmp_path, anew=True, FAULT="killed")
+    done = mm(*faulty, "--nproc", 2, cwd=tmp_path, FAULT="killed")
     assert done.code == 128 + signal.SIGKILL
     assert done.err.count("mm: error:") == 1 and "Traceback" not in done.err
     assert "rank 1 was killed (SIGKILL); the usual reason is that the host ran out of memory" in done.err
@@ -165,6 +165,6 @@ def _processes(folder: Path) -> list[int]:
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or it is another user's
-            if (entry / "cwd").readlink() == folder:
+            if (entry / "cwd").readlink() == folder and (entry / "comm").read_text().strip() != warm.SPARE:
                 found.append(int(entry.name))
     return found

@@ -1,9 +1,11 @@
-"""Scripts of the repository as modules."""
+"""Scripts of the repository as modules, and its files as syntax trees."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import sys
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -19,3 +21,9 @@ def script(path: str) -> ModuleType:
     module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@cache
+def nodes_of(file: Path) -> tuple[ast.AST, ...]:
+    """Every node of a Python file, the module first. Several tests read the same hundreds of files."""
+    return tuple(ast.walk(ast.parse(file.read_bytes())))

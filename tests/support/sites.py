@@ -19,6 +19,24 @@ PREDICTOR = HEAD + (
     "                      licence='Apache-2.0', paper='https://arxiv.org/abs/2212.09748')]\n"
 )
 
+MODEL = """
+import torch
+
+
+class DiT(torch.nn.Module):
+    text_padding, patch_size = "masked", (1, 2, 2)
+    in_channels = out_channels = text_dim = 4
+
+    def __init__(self, depth):
+        super().__init__()
+        self.depth = depth
+
+    def forward(self, latents, timestep, text, text_mask):
+        return latents
+
+    def init_weights(self): ...
+"""
+
 
 class Site:
     """A site-packages of the test's own."""
@@ -66,9 +84,7 @@ class Site:
     def good(self, name: str, **details: object) -> None:
         """Writes a correct plugin with the predictor `dit`, its model and its config."""
         self.plugin(name, PREDICTOR.format(package=f"mm_{name}"), **details)
-        self.module(
-            f"mm_{name}.model", "class DiT:\n    def __init__(self, depth):\n        self.depth = depth\n"
-        )
+        self.module(f"mm_{name}.model", MODEL)
         self.module(
             f"mm_{name}.config",
             "from dataclasses import dataclass\n\n@dataclass(frozen=True)\nclass DiTConfig:\n"

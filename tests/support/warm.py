@@ -35,6 +35,9 @@ from typing import Any
 ADDRESS = "MM_TESTS_WARM"
 """The environment variable by which a command's own ranks find the server."""
 
+SPARE = "warm-spare"
+"""The name of a process that waits to become the server of a command's data workers."""
+
 LIBRARIES = (
     "torch._dynamo",
     "torch.distributed.checkpoint.state_dict",
@@ -334,6 +337,7 @@ class _Spare:
         return self._pid
 
     def _wait(self, line: socket.socket) -> None:
+        Path("/proc/self/comm").write_text(SPARE)  # tests that count processes leave it out
         try:
             told, found, _, _ = socket.recv_fds(line, 1, 8)
             request = json.loads(line.makefile("r").readline()) if told else None
@@ -342,6 +346,7 @@ class _Spare:
         if request is None:
             os._exit(0)
         line.close()
+        Path("/proc/self/comm").write_text("python")
         # First out of the way of the numbers that the command names.
         high = [fcntl.fcntl(number, fcntl.F_DUPFD, 200) for number in found]
         for number in found:
@@ -358,9 +363,20 @@ class _Spare:
 
 @cache
 def address() -> str:
-    """Where the server of this session listens; it is started when it is first asked."""
-    if ADDRESS in os.environ:  # this process is one of the server's own
-        return os.environ[ADDRESS]
+    """Where the server of this session listens; it is started when it is first asked.
+
+    Commands of the server have its address in their environment, and so have the processes of `pytest -n`.
+    """
+    place = os.environ.get(ADDRESS) or start()
+    until = time.monotonic() + 120
+    while not Path(place).exists():
+        assert time.monotonic() < until, "the server of warm processes did not start"
+        time.sleep(0.05)
+    return place
+
+
+def start() -> str:
+    """Starts a server that ends with this process; the path that is returned is a socket once it is ready."""
     folder = tempfile.mkdtemp(prefix="warm-")
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), _OWN.get("PYTHONPATH")]))
     (Path(folder) / "decisive").write_text(json.dumps(_decisive(_OWN)))
@@ -368,11 +384,9 @@ def address() -> str:
         [sys.executable, "-c", f"from support import warm; warm.serve('{folder}/address')"],
         env={**_OWN, "PYTHONPATH": path},
         stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
     )
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     atexit.register(server.communicate)  # the server ends with its standard input, however this process ends
-    assert server.stdout is not None and server.stdout.readline() == b"ready\n"
     return f"{folder}/address"
 
 
@@ -385,10 +399,9 @@ def serve(place: str) -> None:
     gc.collect()
     gc.freeze()
     with socket.socket(socket.AF_UNIX) as door:
-        door.bind(place)
+        door.bind(f"{place}.closed")
         door.listen(64)
-        os.write(1, b"ready\n")
-        os.dup2(2, 1)
+        Path(f"{place}.closed").rename(place)
         while True:
             ready, _, _ = select.select([door, 0], [], [], 1.0)
             with suppress(ChildProcessError):
@@ -416,9 +429,8 @@ def _keep(line: socket.socket) -> None:
         os.close(stream)
     line.sendall(f"{child}\n".encode())
     ended = os.pidfd_open(child)
-    select.select([ended, line], [], [])
-    found, status = os.waitpid(child, os.WNOHANG)
-    if found:
+    if ended in select.select([ended, line], [], [])[0]:
+        _, status = os.waitpid(child, 0)  # which may take a moment yet
         with suppress(OSError):
             line.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
     os._exit(0)

@@ -139,8 +139,8 @@ def test_two_ranks_begin_as_one_to_the_bit(tmp_path):
     tables = [found.pop("tables") for found in (one, first, second)]
     assert tables == [["", said], ["", ""], ["", said]]
     refused = {name: why for name, why in one.items() if isinstance(why, str)}
-    assert all("is a scalar, which cannot be sharded" in why for why in refused.values()), refused
-    assert len(one) - len(refused) >= 25
+    assert refused == {}
+    assert len(one) >= 25
     assert one == first == second
 
 
@@ -152,7 +152,7 @@ def test_a_new_head_on_a_body_of_t5_begins_at_chance(tmp_path):
     ids = torch.randint(3, 96, (8, 6), generator=torch.Generator().manual_seed(0))
     ids[:, -1] = 2
     loss = model.eval()(input_ids=ids, labels=torch.arange(8) % 3).loss
-    assert float(loss) == pytest.approx(math.log(3), abs=0.3)
+    assert loss.item() == pytest.approx(math.log(3), abs=0.3)
 
 
 @pytest.mark.parametrize("left", (0.0, float("nan")))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 import yaml
 
 from mm_core.cli.main import main
+from support import warm
 
 pytestmark = pytest.mark.slow
 
@@ -75,13 +74,11 @@ def test_training_records_and_another_user_is_refused(own, tmp_path, mm, monkeyp
     assert gone_on.code == 0, gone_on.err
     # Ranks do not import from where the command is typed, which may be a stranger's folder.
     (tmp_path / "evil").mkdir()
-    (tmp_path / "evil/av.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    (tmp_path / "evil/mm_custom_dit.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     evaluate = ["eval", "--run", str(run), "--split", "train", "--clips", "2"]
     code = "import sys; from mm_core.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-P", "-c", code, *evaluate, "--nproc", "2"]  # as the installed `mm` begins
-    done = subprocess.run(
-        command, cwd=tmp_path / "evil", env=os.environ | mine, capture_output=True, text=True
-    )
+    command = ["-P", "-c", code, *evaluate, "--nproc", "2"]  # as the installed `mm` begins
+    done = warm.run(command, cwd=tmp_path / "evil", env=os.environ | mine)
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "ran").exists()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "theirs"))

@@ -200,6 +200,7 @@ def test_merged_weights_are_those_that_peft_merges(options):
     "patterns",
     [{r"blocks\.\d+\.attn1\.to_k": 70}, {"^blocks.0.attn1.to_k": 70}, {"to_(q|k)": 70, "k": 2}],
 )
+@pytest.mark.filterwarnings("ignore:The following alpha_pattern keys did not match")  # `k` is no such key
 def test_the_patterns_of_an_alpha_mean_what_they_mean_to_peft(tmp_path, patterns):
     config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["to_q", "to_k"], alpha_pattern=patterns)
     perturbed(peft.get_peft_model(plain(), config)).save_pretrained(tmp_path)

@@ -82,8 +82,12 @@ class _Place:
 
     def has(self, spec: ModuleSpec) -> bool:
         """Whether a module comes from the plugin's folder, or from a folder that it put on sys.path."""
-        if (entry := _entry(spec)) is None or spec.name.partition(".")[0] in _OURS:
-            return False
+        path = _entry(spec)
+        return path is not None and self.gives(path)
+
+    def gives(self, path: str) -> bool:
+        """Whether modules found at an entry of sys.path belong to the plugin."""
+        entry = Path(path).resolve()
         if _installed(entry) or (entry in self.own and entry != self.folder):
             return False
         return self.running or entry in self.added or entry.is_relative_to(self.folder)
@@ -169,11 +173,12 @@ def imported_beside(folder: Path) -> Iterator[Piece]:
     """The modules that one-file plugins in a folder have imported so far, without the plugins themselves."""
     if (place := _finder().places.get(folder)) is None:
         return
+    gives = cache(place.gives)  # thousands of modules come from a few entries of sys.path
     for name, module in list(sys.modules.items()):
         spec = getattr(module, "__spec__", None)
         if not isinstance(spec, ModuleSpec) or spec.origin is None or name.startswith(LOCAL_PREFIX):
             continue
-        if not place.has(spec):
+        if (path := _entry(spec)) is None or not gives(path):
             continue
         if isinstance(spec.loader, SourceBytes):
             yield Piece(spec.origin, digest_of(spec.loader.source))
@@ -196,13 +201,14 @@ def _finder() -> _Finder:
     return made
 
 
-def _entry(spec: ModuleSpec) -> Path | None:
-    """The entry of sys.path where a module was found."""
-    if not spec.has_location or spec.origin is None:
+def _entry(spec: ModuleSpec) -> str | None:
+    """The entry of sys.path where a module was found; None for modules without a file, and for ours."""
+    if not spec.has_location or spec.origin is None or spec.name.partition(".")[0] in _OURS:
         return None
-    up = spec.name.count(".") + (spec.submodule_search_locations is not None)
-    parents = Path(os.path.abspath(spec.origin)).parents  # noqa: PTH100 - links are resolved later
-    return parents[min(up, len(parents) - 1)].resolve()
+    path = os.path.abspath(spec.origin)  # noqa: PTH100 - links are resolved later
+    for _ in range(spec.name.count(".") + (spec.submodule_search_locations is not None) + 1):
+        path = os.path.dirname(path)  # noqa: PTH120 - for thousands of modules, pathlib takes seconds
+    return path
 
 
 @cache

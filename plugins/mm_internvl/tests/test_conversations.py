@@ -103,6 +103,7 @@ def test_a_json_list_is_read_as_well(place):
         assert torch.equal(lines[index]["pieces"][0]["labels"], whole[index]["pieces"][0]["labels"])
 
 
+@pytest.mark.filterwarnings("ignore:max_length 16384 of the dataset")  # the default, and a tiny model
 def test_weights_say_how_often_an_epoch_sees_a_source(place):
     data.write(place / "files" / "half.jsonl", [data.asked(f"what {n}?", str(n)) for n in range(6)])
     sources = [
@@ -301,6 +302,7 @@ def test_a_tokenizer_without_a_chat_template(place, tmp_path):
     )
 
 
+@pytest.mark.filterwarnings("ignore:max_length 16384 of the dataset")  # the default, and a tiny model
 @pytest.mark.parametrize(
     ("change", "what"),
     [

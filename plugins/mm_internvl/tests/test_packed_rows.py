@@ -20,6 +20,8 @@ from mm_core.data.loading.skipped import SkipLedger
 from mm_core.errors import ContractError, DataError, PartsError
 from mm_core.plan import make_plan
 
+pytestmark = pytest.mark.filterwarnings("ignore:rows are packed, but sdpa")  # test_attention.py expects it
+
 data, dataset, loaded, place = sets.data, sets.dataset, sets.loaded, sets.place
 
 

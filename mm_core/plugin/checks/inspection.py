@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from mm_core.errors import MMError
-from mm_core.plugin.building import call_fault
-from mm_core.plugin.locate import fault_of
+from mm_core.plugin.checks.contract import call_fault, class_faults, hint_of, place_of, sentence
+from mm_core.plugin.checks.locate import fault_of
 from mm_core.plugin.records import PluginRecord, Registered, one_line
 from mm_core.plugin.registry import Registry
 from mm_core.plugin.signatures import LEADING
@@ -30,8 +30,8 @@ def inspect_plugins(registry: Registry, import_targets: bool = False) -> list[Fi
 
     Args:
         registry: the plugins.
-        import_targets: import the targets and compare their signatures with their configs' fields; otherwise
-            targets are only looked up in files.
+        import_targets: import the targets, compare their signatures with their configs' fields, and hold
+            classes against the contract of their kind; otherwise targets are only looked up in files.
     """
     findings = []
     for plugin in registry.plugins:
@@ -58,11 +58,9 @@ def _faults(plugin: PluginRecord, import_targets: bool) -> Iterator[str]:
     for registered in plugin.components:
         yield from _config_faults(registered)
         try:
-            fault = _import_fault(registered) if import_targets else _file_fault(registered)
+            yield from _import_faults(registered) if import_targets else _file_faults(registered)
         except MMError as error:
-            fault = one_line(error)
-        if fault:
-            yield fault
+            yield one_line(error)
 
 
 def _config_faults(registered: Registered) -> Iterator[str]:
@@ -83,22 +81,24 @@ def _config_faults(registered: Registered) -> Iterator[str]:
         )
 
 
-def _file_fault(registered: Registered) -> str | None:
+def _file_faults(registered: Registered) -> Iterator[str]:
     path = registered.component.target
-    fault = fault_of(registered.module_of(path), path.partition(":")[2])
-    return f"{registered.place}: the target {path!r} does not exist: {fault}" if fault else None
+    if fault := fault_of(registered.module_of(path), path.partition(":")[2]):
+        yield f"{registered.place}: the target {path!r} does not exist: {fault}"
 
 
-def _import_fault(registered: Registered) -> str | None:
+def _import_faults(registered: Registered) -> Iterator[str]:
     target = registered.load_target()
+    if isinstance(target, type) and (faults := class_faults(registered.kind, target)):
+        place = place_of(target, target)
+        yield f"{registered.place}: {sentence(target, faults)} ({place}; {hint_of(registered.kind)})"
     if registered.component.config is None:
         registered.config_class()
-        return None
+        return
     leading = [None] * LEADING.get(registered.kind, 0)
     names = dict.fromkeys(field.name for field in fields(registered.config_class()))
-    if (fault := call_fault(target, leading, names)) is None:
-        return None
-    return (
-        f"{registered.place}: the target {registered.component.target!r} does not accept the fields of "
-        f"{registered.component.config!r}: {fault[1]}"
-    )
+    if fault := call_fault(target, leading, names):
+        yield (
+            f"{registered.place}: the target {registered.component.target!r} does not accept the fields of "
+            f"{registered.component.config!r}: {fault[1]}"
+        )

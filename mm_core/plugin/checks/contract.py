@@ -1,0 +1,283 @@
+"""What components of each kind must have. The members are read from the kind's protocol in
+`mm_core.contracts`, so that what is documented is what is checked."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import import_module
+from types import MappingProxyType, UnionType
+from typing import Any, Literal, Protocol, Union, get_args, get_origin, get_type_hints
+
+from mm_core.errors import ContractError, plural
+
+
+@dataclass(frozen=True)
+class Contract:
+    """The contract of a kind of component.
+
+    Attributes:
+        protocol: `module:Name` of the protocol or base class.
+        page: page of the documentation that explains its members.
+        base: `module:Name` of the class from which objects must derive.
+        by_name: the core passes the arguments of `forward` by name.
+        events: methods may be absent; other names that resemble one are misspelt.
+    """
+
+    protocol: str
+    page: str = "hooks"
+    base: str | None = None
+    by_name: bool = False
+    events: bool = False
+
+
+CONTRACTS: Mapping[str, Contract] = MappingProxyType(
+    {
+        "predictor": Contract(
+            "mm_core.contracts:Predictor", "writing-a-dit", base="torch.nn:Module", by_name=True
+        ),
+        "autoencoder": Contract("mm_core.contracts:Autoencoder"),
+        "text_encoder": Contract("mm_core.contracts:TextEncoder"),
+        "image_encoder": Contract("mm_core.contracts:ImageEncoder"),
+        "scheduler": Contract("mm_core.contracts:NoiseScheduler"),
+        "dataset": Contract("mm_core.contracts:Dataset"),
+        "task": Contract("mm_core.contracts:Task", base="torch.nn:Module"),
+        "engine": Contract("mm_core.contracts:Engine"),
+        "optimizer": Contract("torch.optim:Optimizer", base="torch.optim:Optimizer"),
+        "lr_schedule": Contract("mm_core.contracts:LRSchedule"),
+        "tracker": Contract("mm_core.contracts:Tracker"),
+        "video_reader": Contract("mm_core.contracts:VideoReader"),
+        "weight_format": Contract("mm_core.weights:WeightFormat"),
+        "metric": Contract("mm_core.contracts:Metric", "validation"),
+        "callback": Contract("mm_core.contracts:Callback", base="mm_core.contracts:Callback", events=True),
+    }
+)
+"""Kind of component -> its contract."""
+
+_SPECIAL = {"__len__", "__getitem__", "__call__"}
+"""Special methods that a contract may ask for."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A member that a contract asks for.
+
+    Attributes:
+        name: its name.
+        type: the type of an attribute; None for methods.
+        signature: parameters of a method, without `self`; None for attributes.
+    """
+
+    name: str
+    type: Any = None
+    signature: inspect.Signature | None = None
+
+    def __str__(self) -> str:
+        if self.signature is None:
+            return f"{self.name} ({_type_text(self.type)})"
+        return f"{self.name}({', '.join(self.signature.parameters)})"
+
+
+def members_of(contract: Contract) -> dict[str, Member]:
+    """The members that a contract asks for, by name."""
+    protocol = _load(contract.protocol)
+    if contract.base == contract.protocol and not contract.events:
+        return {}  # deriving from the base class is the contract
+    found: dict[str, Member] = {}
+    for cls in reversed(protocol.__mro__):
+        if cls in (object, Protocol) or cls.__module__ == "typing":
+            continue
+        hints = get_type_hints(cls) if vars(cls).get("__annotations__") else {}
+        for name in vars(cls).get("__annotations__", {}):
+            found[name] = Member(name, type=hints[name])
+        for name, value in vars(cls).items():
+            if isinstance(value, property):
+                found[name] = Member(name, type=Any)
+            elif inspect.isfunction(value) and (not name.startswith("_") or name in _SPECIAL):
+                parameters = [*inspect.signature(value).parameters.values()][1:]
+                found[name] = Member(name, signature=inspect.Signature(parameters))
+    return found
+
+
+def class_faults(kind: str, cls: type) -> list[str]:
+    """What a component's class lacks, as far as it is known before an object is made."""
+    contract = CONTRACTS[kind]
+    return _base_fault(kind, cls) or [*_method_faults(contract, members_of(contract), cls)]
+
+
+def object_faults(kind: str, found: object) -> list[str]:
+    """What a component lacks. Methods may be the object's own, as those of a wrapper are."""
+    if fault := _base_fault(kind, type(found)):
+        return fault
+    members = members_of(CONTRACTS[kind])
+    faults = [*_method_faults(CONTRACTS[kind], members, type(found), found)]
+    missing, wrong = [], []
+    for member in members.values():
+        if member.signature is not None or isinstance(getattr(type(found), member.name, None), property):
+            continue  # a property may have no value before the run begins
+        if not hasattr(found, member.name):
+            missing.append(str(member))
+        elif not _fits(value := getattr(found, member.name), member.type):
+            wrong.append(f"its {member.name} is {value!r}, not {_type_text(member.type)}")
+    if missing:
+        faults.append(f"it lacks {plural(len(missing), 'attribute')}: {', '.join(missing)}")
+    return faults + wrong
+
+
+def _base_fault(kind: str, cls: type) -> list[str]:
+    base = CONTRACTS[kind].base
+    if base is None or issubclass(cls, _load(base)):
+        return []
+    return [f"it does not derive from {base.replace(':', '.')}"]
+
+
+def _method_faults(
+    contract: Contract, members: Mapping[str, Member], cls: type, found: object | None = None
+) -> Iterator[str]:
+    """What is wrong with the methods of a class, or of an object of it."""
+    missing, wrong = [], []
+    for member in members.values():
+        if member.signature is None:
+            continue
+        name = "forward" if member.name == "__call__" and contract.base == "torch.nn:Module" else member.name
+        method = getattr(cls if found is None else found, name, None)
+        if not callable(method) or (not contract.events and _is_inherited(contract, name, cls, found)):
+            missing.append(str(member).replace("__call__", name))
+            continue
+        static = isinstance(inspect.getattr_static(cls, name, None), staticmethod | classmethod)
+        bound = static or found is not None
+        if fault := _method_fault(method, member.signature, contract.by_name and name == "forward", bound):
+            wrong.append(f"its method {name} cannot be called as the core calls it: {fault}")
+    if missing:
+        yield f"it lacks {plural(len(missing), 'method')}: {', '.join(missing)}"
+    yield from wrong
+    if contract.events:
+        yield from _misspelt(cls, members)
+
+
+def _is_inherited(contract: Contract, name: str, cls: type, found: object | None) -> bool:
+    """Whether a method is only that of the protocol or base class, which does nothing."""
+    parents = [_load(path) for path in (contract.protocol, contract.base) if path is not None]
+    method = getattr(cls, name, None)
+    own = name in getattr(found, "__dict__", {})
+    return not own and any(method is not None and method is getattr(each, name, None) for each in parents)
+
+
+def check_object(kind: str, found: object, target: Callable[..., object], where: str) -> None:
+    """Holds a component that was built against the contract of its kind.
+
+    Args:
+        kind: kind of the component.
+        found: the component.
+        target: what has built it.
+        where: the plugin and component, for the error.
+
+    Raises:
+        ContractError: lists all that the component lacks, with the file and line of its class.
+    """
+    if faults := object_faults(kind, found):
+        raise ContractError(
+            sentence(type(found), faults),
+            where=f"{where}, {place_of(type(found), target)}",
+            accepted=CONTRACTS[kind].protocol.replace(":", "."),
+            hint=hint_of(kind),
+        )
+
+
+def sentence(cls: type, faults: list[str]) -> str:
+    """The faults of a class as one message."""
+    return f"{cls.__name__} does not keep its contract: {'; '.join(faults)}"
+
+
+def hint_of(kind: str) -> str:
+    """Where an author reads what a component of a kind must have."""
+    return f"docs/{CONTRACTS[kind].page}.md explains each member, `mm plugins check --import` checks them"
+
+
+def place_of(cls: type, target: Callable[..., object]) -> str:
+    """File and line of a component's class, or of what has made it where the class is a library's."""
+    packages = [each.__module__.partition(".")[0] for each in (cls, target)]
+    found = cls if packages[0] == packages[1] else target
+    try:
+        return f"{inspect.getsourcefile(found)}, line {inspect.getsourcelines(found)[1]}"
+    except (OSError, TypeError):  # made by a program, or written in C
+        return f"{found.__module__}.{getattr(found, '__qualname__', found)}"
+
+
+def call_fault(
+    target: Callable[..., object], args: Sequence[object], fields: Mapping[str, object]
+) -> tuple[str, TypeError] | None:
+    """The signature of a target or method that a call does not match, and why; None if it matches."""
+    try:
+        signature = inspect.signature(target)
+    except (TypeError, ValueError):
+        return None  # some built-in callables have no signature
+    try:
+        signature.bind(*args, **fields)
+    except TypeError as error:
+        return str(signature), error
+    return None
+
+
+def _method_fault(
+    method: Callable[..., object], called: inspect.Signature, by_name: bool, bound: bool
+) -> str | None:
+    """Why a method cannot be called as its contract says; None if it can. bound: it takes no `self`."""
+    words: list[None] = [] if bound else [None]
+    named: dict[str, None] = {}
+    for parameter in called.parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if by_name or parameter.kind is parameter.KEYWORD_ONLY:
+            named[parameter.name] = None
+        elif parameter.default is parameter.empty:
+            words.append(None)
+    fault = call_fault(method, words, named)
+    return f"{fault[1]} (it is called with {_call_text(called)})" if fault else None
+
+
+def _call_text(called: inspect.Signature) -> str:
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    names = [name for name, parameter in called.parameters.items() if parameter.kind not in variable]
+    return ", ".join(names) or "no arguments"
+
+
+def _misspelt(cls: type, members: Mapping[str, Member]) -> Iterator[str]:
+    """Names of methods that resemble an event and are none: they would never be called."""
+    for name in dir(cls):
+        if name.startswith("_") or name in members or not callable(getattr(cls, name)):
+            continue
+        if near := get_close_matches(name, members, 1, 0.75):
+            yield f"its method {name} is no event and is never called: did you mean {near[0]}?"
+
+
+def _fits(value: object, wanted: Any) -> bool:
+    """Whether a value is of an annotated type, as far as plain types, tuples and unions tell."""
+    origin, inner = get_origin(wanted), get_args(wanted)
+    if origin in (Union, UnionType):
+        return any(_fits(value, each) for each in inner)
+    if origin is Literal:
+        return value in inner
+    if origin is tuple:
+        if not isinstance(value, tuple):
+            return False
+        if len(inner) == 2 and inner[1] is Ellipsis:
+            return all(_fits(each, inner[0]) for each in value)
+        return len(value) == len(inner) and all(map(_fits, value, inner))
+    if wanted is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if wanted is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    plain = isinstance(wanted, type) and wanted is not Any and not getattr(wanted, "_is_protocol", False)
+    return not plain or isinstance(value, wanted)
+
+
+def _type_text(wanted: Any) -> str:
+    return inspect.formatannotation(wanted).replace("typing.", "")
+
+
+def _load(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)

@@ -1,0 +1,92 @@
+"""Run by each rank: trains a net with a trained and a frozen scalar.
+
+usage: scalar_ranks.py OUT FIELDS [FROM]: writes norms and the training state after four steps; FROM: a state
+to begin with.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mm_core.contracts import Loss, Randomness
+from mm_core.engines.fsdp2 import FSDP2Engine
+from mm_core.modules.initialise import keep_local_part
+from mm_core.optim.adamw import adamw
+from mm_core.runtime.groups import start_process_group
+from mm_core.runtime.launch.rank_process import leave
+from support.tensors import all_whole
+from support.tiny_models import Task
+
+ROWS, ACCUMULATED, CLIP = 8, 2, 0.5
+OPTIONS = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+
+
+class Contrast(nn.Module):
+    """Two layers and a temperature, as contrastive models have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 7), nn.Linear(7, 3)
+        self.logit_scale = nn.Parameter(torch.empty(()))
+        self.bias = nn.Parameter(torch.empty(()), requires_grad=False)
+
+    def init_weights(self) -> None:
+        self.first.reset_parameters()
+        self.last.reset_parameters()
+        nn.init.constant_(self.logit_scale, 0.7)
+        nn.init.constant_(self.bias, 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).tanh()) * self.logit_scale.exp() + self.bias
+
+
+def rows() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(ROWS, 5, generator=generator), torch.randn(ROWS, 3, generator=generator)
+
+
+def main(out: str, fields: str, begin: str | None = None) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with torch.device("meta"):
+        task = Task(net=Contrast())
+    engine = FSDP2Engine(**json.loads(fields))
+
+    def optimizer(parameters):
+        return adamw([{"params": [*parameters.values()], "names": [*parameters]}], **OPTIONS)
+
+    engine.prepare(task, engine.plan(task, world, 2), optimizer, Randomness(0))
+    if begin is not None:
+        stored = torch.load(begin)["state"]
+        template = engine.state_template({name.rpartition(".")[0] for name in stored["optimizer"]})
+        with torch.no_grad():
+            for part, named in template.items():
+                for name, tensor in named.items():
+                    keep_local_part(tensor, stored[part][name])
+    first = all_whole(engine.state_dict()["model"])
+    x, y = (tensor.chunk(world)[rank] for tensor in rows())
+    norms = []
+    for _ in range(4):
+        for number, (a, b) in enumerate(zip(x.chunk(ACCUMULATED), y.chunk(ACCUMULATED), strict=True)):
+
+            def compute(a=a, b=b) -> Loss:
+                return Loss((task.net(a) - b).square().sum(), float(len(a)))
+
+            engine.micro_step(compute, last=number == ACCUMULATED - 1, scale=world / ROWS)
+        norms.append(engine.grad_norm())
+        engine.step(norms[-1], CLIP)
+    state = {part: all_whole(named) for part, named in engine.state_dict().items()}
+    if rank == 0:
+        torch.save({"norms": norms, "first": first, "state": state}, out)
+
+
+if __name__ == "__main__":
+    start_process_group()
+    main(*sys.argv[1:])
+    dist.barrier()
+    dist.destroy_process_group()
+    leave(0)

@@ -1,0 +1,257 @@
+"""Components that lack members of their contract: one sentence names all, with the author's file and line."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from mm_core.contracts import Callback, Task, TaskModule, Tracker
+from mm_core.errors import ContractError
+from mm_core.plugin.checks.contract import CONTRACTS, check_object, class_faults, members_of, object_faults
+from mm_core.plugin.hookspecs import KINDS
+from mm_core.plugin.registry import survey
+
+CONV = """
+import torch
+
+from mm_core import Component, hookimpl
+
+
+class ConvPredictor(torch.nn.Module):
+    def __init__(self, channels: int = 12) -> None:
+        super().__init__()
+        self.in_channels = channels
+        self.patch_size = [1, 2, 2]
+        self.conv = torch.nn.Conv3d(channels, channels, 3, padding=1)
+
+    def forward(self, latents, timestep):
+        return self.conv(latents)
+
+
+@hookimpl
+def mm_predictors():
+    return [Component(name="conv", target="conv:ConvPredictor")]
+"""
+
+
+class Good(nn.Module):
+    text_padding = "masked"
+    patch_size = (1, 2, 2)
+    in_channels = out_channels = 4
+    text_dim = 8
+
+    def forward(self, latents, timestep, text, text_mask, **conditions):
+        return latents
+
+    def init_weights(self) -> None:
+        """Nothing to initialise."""
+
+
+def like(**changes: object) -> type:
+    """A class as `Good` with other members; None takes one away."""
+    members = {name: value for name, value in vars(Good).items() if not name.startswith("__")} | changes
+    return type("Mine", (nn.Module,), {name: value for name, value in members.items() if value is not None})
+
+
+def test_every_kind_has_a_contract_whose_protocol_is_there() -> None:
+    assert list(CONTRACTS) == list(KINDS)
+    for kind, contract in CONTRACTS.items():
+        assert members_of(contract) or contract.base == contract.protocol, kind
+        assert (Path(__file__).parents[2] / f"docs/{contract.page}.md").is_file()
+
+
+def test_no_component_that_is_installed_here_is_found_faulty() -> None:
+    checked = 0
+    for registered in survey().components():
+        target = registered.load_target()
+        if isinstance(target, type):
+            assert class_faults(registered.kind, target) == [], registered.qualified
+            checked += 1
+    assert checked > 30
+    assert object_faults("predictor", Good()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "faults"),
+    [
+        ({"init_weights": None}, ["it lacks 1 method: init_weights()"]),
+        (
+            {"text_padding": None, "text_dim": None},
+            ["it lacks 2 attributes: text_padding (str | tuple[str, int]), text_dim (int)"],
+        ),
+        ({"patch_size": (2, 2)}, ["its patch_size is (2, 2), not tuple[int, int, int]"]),
+        ({"patch_size": [1, 2, 2]}, ["its patch_size is [1, 2, 2], not tuple[int, int, int]"]),
+        ({"in_channels": True}, ["its in_channels is True, not int"]),
+        ({"text_padding": ("fixed", "n")}, ["its text_padding is ('fixed', 'n'), not str | tuple[str, int]"]),
+        ({"text_padding": ("fixed", 512)}, []),
+        (
+            {"forward": lambda self, x, timestep, text, text_mask: x},
+            [
+                "its method forward cannot be called as the core calls it: missing a required argument: 'x' "
+                "(it is called with latents, timestep, text, text_mask)"
+            ],
+        ),
+        (
+            {"forward": lambda self, latents: latents},
+            [
+                "its method forward cannot be called as the core calls it: "
+                "got an unexpected keyword argument 'timestep' "
+                "(it is called with latents, timestep, text, text_mask)"
+            ],
+        ),
+        (
+            {"init_weights": lambda self, std: None},
+            [
+                "its method init_weights cannot be called as the core calls it: missing a required argument: "
+                "'std' (it is called with no arguments)"
+            ],
+        ),
+        ({"init_weights": 3}, ["it lacks 1 method: init_weights()"]),
+    ],
+)
+def test_what_a_predictor_lacks_is_named(changes: dict[str, object], faults: list[str]) -> None:
+    assert object_faults("predictor", like(**changes)()) == faults
+
+
+def test_an_object_of_another_base_is_that_alone() -> None:
+    assert object_faults("predictor", object()) == ["it does not derive from torch.nn.Module"]
+    assert object_faults("optimizer", (1, 2)) == ["it does not derive from torch.optim.Optimizer"]
+    assert object_faults("optimizer", torch.optim.SGD([torch.ones(1)])) == []
+
+
+def test_methods_that_are_only_the_protocol_s_own_are_missing() -> None:
+    """A class that derives from a protocol inherits methods that return None."""
+
+    class Mine(Tracker):
+        def log(self, step, metrics): ...
+
+    assert class_faults("tracker", Mine) == ["it lacks 2 methods: clips(step, clips, folder), close(ending)"]
+
+    class Half(TaskModule):
+        trainable, frozen = ("net",), ()
+
+    (fault,) = class_faults("task", Half)
+    assert fault.startswith("it lacks 7 methods: weight(batch), ")
+    methods = [name for name, value in vars(Task).items() if inspect.isfunction(value) and name[0] != "_"]
+    assert len(methods) == 7
+
+
+def test_names_that_resemble_an_event_are_misspelt() -> None:
+    class Mine(Callback):
+        def step_end(self, step, metrics): ...
+
+        def sum_of(self, rows): ...
+
+    assert class_faults("callback", Mine) == [
+        "its method step_end is no event and is never called: did you mean step_ended?"
+    ]
+
+    class Wrong(Callback):
+        def saved(self, step): ...
+
+    (fault,) = class_faults("callback", Wrong)
+    assert fault.startswith("its method saved cannot be called as the core calls it: too many positional")
+
+
+def test_a_module_without_a_forward_lacks_it() -> None:
+    (fault,) = object_faults("predictor", like(forward=None)())
+    assert fault == "it lacks 1 method: forward(latents, timestep, text, text_mask, conditions)"
+
+
+def test_methods_may_be_static_or_a_class_s_or_an_object_s_own() -> None:
+    class Static:
+        @staticmethod
+        def factor(step): ...
+
+    class OfClass:
+        @classmethod
+        def factor(cls, step): ...
+
+    class Own:
+        def __init__(self) -> None:
+            self.factor = lambda step: 1.0
+
+    class Wrapper:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(Static(), name)
+
+    for made in (Static(), OfClass(), Own(), Wrapper()):
+        assert object_faults("lr_schedule", made) == []
+    assert class_faults("lr_schedule", Static) == class_faults("lr_schedule", OfClass) == []
+
+    class Short:
+        @staticmethod
+        def factor(): ...
+
+    for found in (class_faults("lr_schedule", Short), object_faults("lr_schedule", Short())):
+        assert found == [
+            "its method factor cannot be called as the core calls it: too many positional arguments "
+            "(it is called with step)"
+        ]
+
+
+def test_a_compiled_model_is_no_other_than_the_model() -> None:
+    assert object_faults("predictor", torch.compile(Good())) == []
+
+
+def test_properties_are_not_asked_before_a_run_begins() -> None:
+    def early(self):
+        raise RuntimeError("there is no optimizer yet")
+
+    assert object_faults("predictor", like(text_dim=property(early))()) == []
+
+
+@pytest.fixture
+def conv(tmp_path: Path, tiny: Path) -> Iterator[Path]:
+    """A YAML with the predictor of CONV, which lacks half of what it must have."""
+    (tmp_path / "conv.py").write_text(CONV)
+    config: dict[str, Any] = yaml.safe_load(tiny.read_text())
+    config["plugins"] = {"path": ["conv.py"]}
+    config["task"]["predictor"] = {"type": "local/conv"}
+    config["run"]["dir"] = str(tmp_path / "runs")
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(config))
+    yield tmp_path / "x.yaml"
+
+
+def test_a_dry_run_names_all_that_is_missing_at_once(conv: Path, tmp_path: Path, mm: Any) -> None:
+    done = mm("train", "--config", conv, "--dry-run")
+    assert done.code == 1 and "Traceback" not in done.err
+    words = [line.strip() for line in done.err.splitlines()]
+    assert words == [
+        f"mm: error: plugin 'local', predictor 'local/conv', {tmp_path}/conv.py, line 7: "
+        "ConvPredictor does not keep its contract: it lacks 1 method: init_weights(); "
+        "its method forward cannot be called as the core calls it: got an unexpected keyword argument 'text' "
+        "(it is called with latents, timestep, text, text_mask); "
+        "it lacks 3 attributes: text_padding (str | tuple[str, int]), out_channels (int), text_dim (int); "
+        "its patch_size is [1, 2, 2], not tuple[int, int, int]",
+        "accepted: mm_core.contracts.Predictor",
+        "hint: docs/writing-a-dit.md explains each member, `mm plugins check --import` checks them",
+    ]
+
+
+def test_check_holds_classes_against_their_contract(conv: Path, tmp_path: Path, mm: Any) -> None:
+    done = mm("plugins", "check", "--import", "--path", tmp_path / "conv.py")
+    assert done.code == 1
+    (line,) = [line for line in done.out.splitlines() if line.startswith("error")]
+    assert "ConvPredictor does not keep its contract: it lacks 1 method: init_weights(); " in line
+    assert f"({tmp_path}/conv.py, line 7; docs/writing-a-dit.md explains each member" in line
+
+
+def test_a_class_of_a_library_is_placed_where_it_was_made() -> None:
+    def make() -> nn.Module:
+        return nn.Linear(2, 2)
+
+    with pytest.raises(ContractError) as caught:
+        check_object("predictor", make(), make, "plugin 'x', predictor 'x/y'")
+    line = inspect.getsourcelines(make)[1]
+    assert caught.value.where == f"plugin 'x', predictor 'x/y', {__file__}, line {line}"
+    assert caught.value.what.startswith(
+        "Linear does not keep its contract: it lacks 1 method: init_weights()"
+    )
