@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
@@ -27,17 +28,11 @@ class Browser:
         program = find()
         assert program is not None
         to_browser, from_browser = os.pipe(), os.pipe()
-        ours = (to_browser[1], from_browser[0])
-
-        def pipes() -> None:
-            # The browser reads commands from descriptor 3 and answers on 4; moved up first, lest they clash.
-            ends = [os.dup(to_browser[0]), os.dup(from_browser[1])]
-            high = [os.dup2(end, 30 + i) for i, end in enumerate(ends)]
-            os.dup2(high[0], 3)
-            os.dup2(high[1], 4)
-
+        # Chromium reads commands from descriptor 3 and answers on 4: the ends lie above 9, out of the way.
+        ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (to_browser[0], from_browser[1])]
         self.process = subprocess.Popen(
             [
+                *("bash", "-c", f'exec "$@" 3<&{ends[0]} 4>&{ends[1]} {ends[0]}<&- {ends[1]}>&-', "bash"),
                 program,
                 "--headless=new",
                 "--no-sandbox",
@@ -48,14 +43,13 @@ class Browser:
                 f"--window-size={width},{height}",
                 "about:blank",
             ],
-            preexec_fn=pipes,
-            close_fds=False,
+            pass_fds=ends,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        os.close(to_browser[0])
-        os.close(from_browser[1])
-        self._write, self._read = ours
+        for end in (to_browser[0], from_browser[1], *ends):
+            os.close(end)
+        self._write, self._read = to_browser[1], from_browser[0]
         self._buffer = b""
         self._count = 0
         self.errors: list[str] = []
