@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -34,9 +35,9 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+.0123456
 
 def to_mapping(config: RunConfig) -> dict[str, Any]:
     """A run's config as a plain mapping, which `load_config` reads back into an equal config."""
-    plain = _plain(config, "", config.literals)
-    assert isinstance(plain, dict)
-    return plain
+    mapping = plain(config, "", config.literals)
+    assert isinstance(mapping, dict)
+    return mapping
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -53,14 +54,24 @@ def to_yaml(config: RunConfig) -> str:
     return text
 
 
-def _plain(value: object, path: str, literals: Mapping[str, str]) -> object:
+def plain(value: object, path: str = "", literals: Mapping[str, str] = MappingProxyType({})) -> object:
+    """A checked value as plain mappings, lists and scalars, as they are written in a YAML.
+
+    Args:
+        value: a config, a component's reference, or a value in one.
+        path: key path of the value, for errors.
+        literals: key path -> the text with an interpolation that the value was read from.
+
+    Raises:
+        ConfigError: the value cannot be written as YAML.
+    """
     if path in literals:
         return literals[path]
     held = inside(value)
     if isinstance(held, dict):
-        return {k: _plain(item, f"{path}.{k}" if path else k, literals) for k, item in held.items()}
+        return {k: plain(item, f"{path}.{k}" if path else k, literals) for k, item in held.items()}
     if isinstance(held, list):
-        return [_plain(item, f"{path}.{index}", literals) for index, item in enumerate(held)]
+        return [plain(item, f"{path}.{index}", literals) for index, item in enumerate(held)]
     if isinstance(value, (str, Path)):
         return escape(str(value))
     if value is None or isinstance(value, (bool, int, float)):

@@ -27,6 +27,10 @@ class Component:
         capabilities: facts about the component that are available before anything is imported.
         licence: SPDX identifier of the weights or code behind the component.
         paper: address of the paper or code that the component implements.
+        tiny: fields of an instance that is small enough to be tested in milliseconds, for `mm plugins test`:
+            a mapping, or `package.module:function`, called with an empty folder, which creates the files
+            that the component needs there and returns the fields.
+        expected_failures: name of a conformance check -> why the component fails it.
     """
 
     name: str
@@ -37,6 +41,8 @@ class Component:
     capabilities: Mapping[str, object] = field(default_factory=dict)
     licence: str | None = None
     paper: str | None = None
+    tiny: Mapping[str, object] | str = field(default_factory=dict)
+    expected_failures: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in (self.name, *self.aliases):
@@ -45,7 +51,8 @@ class Component:
                     f"the component name {name!r} is not valid",
                     accepted="letters, digits, '_', '-', '.' (the core adds the namespace)",
                 )
-        for role, target in (("target", self.target), ("config", self.config)):
+        tiny = self.tiny if isinstance(self.tiny, str) else None
+        for role, target in (("target", self.target), ("config", self.config), ("tiny", tiny)):
             if target is not None and not _TARGET.match(target):
                 raise PluginError(
                     f"component {self.name!r}: {role} {target!r} is not an import path",

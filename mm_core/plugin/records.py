@@ -105,6 +105,23 @@ class Registered:
             raise self._fault(what, "decorate it with @dataclass(frozen=True)")
         return cls
 
+    def tiny_fields(self, folder: Path) -> dict[str, object]:
+        """The fields of the component's small instance for tests.
+
+        Args:
+            folder: an empty folder for the files that the instance needs.
+        """
+        tiny = self.component.tiny
+        if not isinstance(tiny, str):
+            return dict(tiny)
+        make: Any = self._load("tiny", tiny)
+        fields = make(folder)
+        if not isinstance(fields, Mapping):
+            kind = type(fields).__name__
+            what = f"{tiny!r} returned a {kind}, not a mapping"
+            raise self._fault(what, "return the fields of a small instance: {name: value}")
+        return dict(fields)
+
     @property
     def place(self) -> str:
         """The plugin and component as error messages name them when loading fails."""

@@ -56,11 +56,17 @@ def _faults(plugin: PluginRecord, import_targets: bool) -> Iterator[str]:
     if plugin.broken:
         yield f"{plugin.label} {plugin.status}: {plugin.error}"
     for registered in plugin.components:
-        yield from _config_faults(registered)
-        try:
-            yield from _import_faults(registered) if import_targets else _file_faults(registered)
-        except MMError as error:
-            yield one_line(error)
+        yield from component_faults(registered, import_targets)
+
+
+def component_faults(registered: Registered, import_targets: bool = False) -> list[str]:
+    """What is wrong with one component, one sentence each (see `inspect_plugins`)."""
+    faults = [*_config_faults(registered)]
+    try:
+        faults += _import_faults(registered) if import_targets else _file_faults(registered)
+    except MMError as error:
+        faults.append(one_line(error))
+    return faults
 
 
 def _config_faults(registered: Registered) -> Iterator[str]:

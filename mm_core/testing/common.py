@@ -1,0 +1,161 @@
+"""Conformance checks of every kind of component: what holds of its files, its config and its constructor."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import hashlib
+import os
+import pickle
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import torch
+
+from mm_core.config.dump import plain
+from mm_core.plugin.checks.inspection import component_faults
+from mm_core.plugin.checks.locate import find_module, source_file
+from mm_core.schema.checking import check_component
+from mm_core.testing.kit import NotApplicable, Probe, by_name
+
+_DEVICES = ("cuda", "npu", "hccl", "nccl")
+_WATCHED = (torch, torch.nn, torch.nn.functional, torch.Tensor, torch.nn.Module, builtins, os, random, np)
+"""Namespaces in which a component may replace nothing."""
+
+
+def light_description(probe: Probe) -> None:
+    """The plugin's module and the component's config are imported without torch."""
+    registered = probe.registered
+    if registered.modules:
+        raise NotApplicable("a one-file plugin has no module of its own for its hooks")
+    config = registered.component.config
+    plugin = next(p for p in probe.registry.plugins if p.namespace == registered.namespace)
+    modules = [plugin.module, *([config.partition(":")[0]] if config else [])]
+    program = f"import sys; {'; '.join(f'import {m}' for m in modules)}; sys.exit('torch' in sys.modules)"
+    code = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False).returncode
+    probe.expect(
+        code == 0,
+        f"importing {' and '.join(modules)} imports torch, which makes every command slow",
+        hint="import torch only in the target's module",
+    )
+
+
+def resolves(probe: Probe) -> None:
+    """The target exists, accepts the config's fields, and its class keeps the contract of its kind."""
+    faults = component_faults(probe.registered, import_targets=True)
+    probe.expect(not faults, "; ".join(faults))
+
+
+def builds(probe: Probe) -> None:
+    """The small instance is built, and keeps the contract of its kind."""
+    with torch.device("meta") if probe.registered.kind in ("predictor", "task") else torch.device("cpu"):
+        probe.subject()
+
+
+def config_round_trip(probe: Probe) -> None:
+    """The config is written as YAML and read back as an equal config."""
+    written = plain(probe.config)
+    assert isinstance(written, dict)
+    again = check_component(probe.registered.kind, written, probe.registry, "tiny")
+    probe.expect(
+        again == probe.config,
+        "the config that is read back is a different one",
+        accepted=f"{probe.config.options}",
+        hint="__post_init__ must accept the values that it has set",
+    )
+
+
+def picklable_config(probe: Probe) -> None:
+    """The config goes to another process and comes back equal."""
+    again = pickle.loads(pickle.dumps(probe.config))
+    probe.expect(again == probe.config, "the config is a different one after pickling")
+
+
+def no_side_effects(probe: Probe) -> None:
+    """Importing and building leave random numbers, defaults, environment and libraries as they were."""
+    before = dict(_state())
+    builds(probe)
+    after = dict(_state())
+    changed = [name for name in before if before[name] != after[name]]
+    probe.expect(
+        not changed,
+        f"building the component changes {', '.join(changed[:4])}",
+        hint="draw from generators of your own, and restore what you change before the constructor returns",
+    )
+
+
+def no_device_names(probe: Probe) -> None:
+    """The author's files name no device: the engine chooses it."""
+    for path in _files(probe):
+        for line, name in _device_names(ast.parse(path.read_bytes())):
+            probe.expect(
+                False,
+                f"the code names the device {name!r} ({path}, line {line})",
+                hint="use the device of a tensor that is given: `torch.zeros(n, device=latents.device)`",
+            )
+
+
+CHECKS = by_name(
+    *(light_description, resolves, builds, config_round_trip, picklable_config),
+    *(no_side_effects, no_device_names),
+)
+"""The conformance checks of every kind, by name."""
+
+
+def _state() -> Iterator[tuple[str, object]]:
+    """What a component must leave unchanged, by a name that a message can show."""
+    yield "torch's default generator", hashlib.sha256(torch.get_rng_state().numpy().tobytes()).digest()
+    yield "the generator of `random`", random.getstate()
+    yield "NumPy's global generator", repr(np.random.get_state())
+    yield "torch's default dtype", torch.get_default_dtype()
+    yield "torch's deterministic algorithms", torch.are_deterministic_algorithms_enabled()
+    yield "torch's number of threads", torch.get_num_threads()
+    yield "whether gradients are recorded", torch.is_grad_enabled()
+    yield "the working folder", Path.cwd()
+    yield "NumPy's error handling", tuple(np.geterr().items())
+    for name, value in os.environ.items():
+        yield f"the environment variable {name}", value
+    yield "the number of environment variables", len(os.environ)
+    for space in _WATCHED:
+        for name, value in vars(space).items():
+            if not isinstance(value, ModuleType) and not name.startswith("_") and callable(value):
+                yield f"{space.__name__}.{name}", id(value)
+
+
+def _files(probe: Probe) -> Iterator[Path]:
+    """The Python files of the author's package; the file of the target where it is no package."""
+    registered = probe.registered
+    module = registered.module_of(registered.component.target)
+    top = find_module(module.partition(".")[0])
+    if module.startswith("mm_core."):  # the core is not one author's: only the component's own file
+        origin = source_file(module)
+        yield from [Path(origin)] if origin else []
+        return
+    folders = list(top.submodule_search_locations or ()) if top else []
+    for folder in folders:
+        for path in sorted(Path(folder).rglob("*.py")):
+            if "tests" not in path.relative_to(folder).parts:
+                yield path
+    if not folders and (origin := source_file(module)):
+        yield Path(origin)
+
+
+def _device_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Names of devices in code: strings such as "cuda:0", and members such as `tensor.cuda`."""
+    docs = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in _DEVICES:
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+            yield from [(node.lineno, node.value)] * (node.value.partition(":")[0] in _DEVICES)

@@ -1,0 +1,262 @@
+"""Runs conformance checks: holds a small instance of a component against what its kind must do."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+from mm_core.errors import ContractError, MMError, PluginError, did_you_mean, foreign_code
+from mm_core.plugin.checks.contract import place_of
+from mm_core.plugin.checks.locate import source_file
+from mm_core.plugin.records import Registered, one_line
+from mm_core.plugin.registry import Registry
+from mm_core.schema.checking import check_component
+from mm_core.schema.fields import ComponentConfig
+
+Status = Literal["passed", "failed", "expected", "not applicable"]
+"""`expected`: the check failed as the component's `expected_failures` declare."""
+
+KITS: Mapping[str, str] = MappingProxyType(
+    {
+        "predictor": "mm_core.testing.predictors:KIT",
+        "scheduler": "mm_core.testing.schedulers:KIT",
+    }
+)
+"""Kind of component -> `module:NAME` of its Kit, imported when components of the kind are tested."""
+
+
+class NotApplicable(Exception):
+    """Raised by a conformance check that a component cannot be held against, with the reason."""
+
+
+class Probe:
+    """A component under test: builds new small instances of it.
+
+    Args:
+        registered: the component.
+        registry: the plugins, for components in its fields.
+        folder: an empty folder for the files of its small instance.
+    """
+
+    def __init__(self, registered: Registered, registry: Registry, folder: Path) -> None:
+        self.registered = registered
+        self.registry = registry
+        self.folder = folder
+
+    @cached_property
+    def config(self) -> ComponentConfig:
+        """The checked config of the component's small instance (`tiny` of its Component)."""
+        kind, name = self.registered.kind, self.registered.qualified
+        fields = self.registered.tiny_fields(self.folder)
+        try:
+            return check_component(kind, {"type": name, **fields}, self.registry, "tiny")
+        except MMError as error:
+            raise ContractError(
+                f"the fields of the small instance are refused: {one_line(error)}",
+                where=self.registered.short_place,
+                hint="declare the fields of a small instance: Component(..., tiny={name: value})",
+            ) from error
+
+    def build(self, *args: object, **changes: object) -> Any:
+        """Builds a new small instance.
+
+        Args:
+            args: what the core passes by position to targets of this kind.
+            changes: fields that replace those of the small instance.
+        """
+        options = {**self.config.options, **changes}
+        config = ComponentConfig(self.config.kind, self.config.type, options)
+        return self.registry.build(self.config.kind, config, *args)
+
+    def subject(self) -> Any:
+        """Builds a new small instance, with what the core passes by position to targets of this kind."""
+        return self.build(*kit_of(self.registered.kind).arguments(self))
+
+    @cached_property
+    def place(self) -> str:
+        """The component, and the author's file and line that define it, for errors."""
+        target = self.registered.load_target()
+        return f"{self.registered.short_place}, {place_of(target, target)}"  # type: ignore[arg-type]
+
+    def expect(self, holds: object, what: str, accepted: str | None = None, hint: str | None = None) -> None:
+        """Raises a ContractError that names the component's place unless `holds` is true."""
+        if not holds:
+            raise ContractError(what, where=self.place, accepted=accepted, hint=hint)
+
+
+Check = Callable[[Any], None]
+"""A conformance check of a probe. It raises ContractError if it fails, or NotApplicable."""
+
+
+def by_name(*checks: Check) -> Mapping[str, Check]:
+    """Checks by the names of their functions."""
+    return MappingProxyType({check.__name__: check for check in checks})
+
+
+@dataclass(frozen=True)
+class Kit:
+    """The conformance checks of a kind of component.
+
+    Attributes:
+        checks: the checks, by name.
+        probe: makes what the checks are called with.
+        arguments: what the core passes by position to targets of this kind.
+        ranks: names of the checks that start several processes.
+    """
+
+    checks: Mapping[str, Check]
+    probe: Callable[[Probe], Any] = lambda probe: probe
+    arguments: Callable[[Probe], tuple[object, ...]] = lambda _: ()
+    ranks: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one check of one component.
+
+    Attributes:
+        component: qualified name of the component.
+        kind: its kind.
+        check: name of the check.
+        status: what came of it.
+        reason: why it failed, or does not apply.
+        seconds: how long it took.
+    """
+
+    component: str
+    kind: str
+    check: str
+    status: Status
+    reason: str = ""
+    seconds: float = 0.0
+
+
+@dataclass
+class Examination:
+    """The conformance checks of one component, over one small instance's files.
+
+    Args:
+        registered: the component.
+        registry: the plugins.
+        ranks: also run the checks that start several processes.
+    """
+
+    registered: Registered
+    registry: Registry
+    ranks: bool = True
+    _folder: tempfile.TemporaryDirectory[str] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="mm-conformance-")
+        unknown = [name for name in self._expected if name not in self.checks]
+        if unknown:
+            raise PluginError(
+                f"expected_failures names {unknown[0]!r}, which is no check of this kind of component",
+                where=self.registered.place,
+                accepted=", ".join(self.checks),
+                hint=did_you_mean(unknown[0], self.checks),
+            )
+
+    @property
+    def _expected(self) -> Mapping[str, str]:
+        return self.registered.component.expected_failures
+
+    @cached_property
+    def _kit(self) -> Kit:
+        return kit_of(self.registered.kind)
+
+    @cached_property
+    def checks(self) -> Mapping[str, Check]:
+        """The checks of the component: those of every kind, then those of its own."""
+        from mm_core.testing.common import CHECKS
+
+        own = {n: c for n, c in self._kit.checks.items() if self.ranks or n not in self._kit.ranks}
+        return MappingProxyType({**CHECKS, **own})
+
+    @cached_property
+    def _probe(self) -> Probe:
+        return Probe(self.registered, self.registry, Path(self._folder.name))
+
+    @cached_property
+    def _kind_probe(self) -> Any:
+        return self._kit.probe(self._probe)
+
+    def run(self, name: str) -> Outcome:
+        """Runs one check, and compares what comes of it with the component's `expected_failures`."""
+        started = time.perf_counter()
+        status, reason = self._result(name)
+        if name in self._expected and status == "failed":
+            status, reason = "expected", f"{self._expected[name]} ({reason})"
+        elif name in self._expected and status == "passed":
+            status, reason = "failed", f"it passes now: take {name!r} out of the expected_failures"
+        seconds = time.perf_counter() - started
+        return Outcome(self.registered.qualified, self.registered.kind, name, status, reason, seconds)
+
+    def _result(self, name: str) -> tuple[Status, str]:
+        own = name in self._kit.checks
+        try:
+            with foreign_code():
+                self.checks[name](self._kind_probe if own else self._probe)
+        except NotApplicable as reason:
+            return "not applicable", str(reason)
+        except MMError as error:
+            return "failed", one_line(error)
+        except Exception as error:
+            return "failed", self._sentence(error)
+        return "passed", ""
+
+    def _sentence(self, error: Exception) -> str:
+        """An exception of the component's own code: what it says, and the author's line that raised it."""
+        module = self.registered.module_of(self.registered.component.target)
+        folder = str(Path(source_file(module.partition(".")[0]) or source_file(module) or "").parent)
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if folder != "." and frame.filename.startswith(folder)]
+        place = f"{own[-1].filename}, line {own[-1].lineno}" if own else self._probe.place
+        text = " ".join(str(error).split())
+        return f"{type(error).__name__}: {text} ({place})"
+
+    def __iter__(self) -> Iterator[Outcome]:
+        """Runs every check. Nothing more is run for a component that cannot be built."""
+        for name in self.checks:
+            yield (outcome := self.run(name))
+            if name == "builds" and outcome.status == "failed":
+                return
+
+
+def kit_of(kind: str) -> Kit:
+    """The conformance checks of a kind of component."""
+    module, _, name = KITS[kind].partition(":")
+    kit: Kit = getattr(import_module(module), name)
+    return kit
+
+
+def find_components(registry: Registry, name: str, kind: str | None = None) -> tuple[Registered, ...]:
+    """The components of a plugin, or the components of a name.
+
+    Args:
+        registry: the plugins.
+        name: namespace or distribution of a plugin, or the name of a component.
+        kind: only components of this kind.
+
+    Raises:
+        PluginError: there is none, or the plugin did not load.
+    """
+    named = [plugin for plugin in registry.plugins if name in (plugin.namespace, plugin.distribution)]
+    for plugin in named:
+        if plugin.status != "ok":
+            raise PluginError(
+                f"{plugin.label} {plugin.status}: {plugin.error}", hint="`mm plugins check` lists every error"
+            )
+    components = tuple(c for plugin in named for c in plugin.components) or registry.find(name)
+    if chosen := tuple(c for c in components if kind in (None, c.kind)):
+        return chosen
+    kinds = ", ".join(sorted({c.kind for c in components}))
+    raise PluginError(f"{name!r} has no component of the kind {kind!r}", accepted=kinds or "no kind")
