@@ -74,7 +74,7 @@ class Holding(Callback):
     def run_started(self, run_dir, step, last_step):
         import torch
 
-        fsync, backward = os.fsync, torch.Tensor.backward
+        fsync, backward = os.fsync, torch.autograd.backward
         self.taken, held = step, set()
 
         def slow_fsync(descriptor):
@@ -88,14 +88,14 @@ class Holding(Callback):
                 hold("in a save")
             fsync(descriptor)
 
-        def slow_backward(tensor, *arguments, **named):
+        def slow_backward(*arguments, **named):
             for moment, at in STEPS.items():
                 if self.taken + 1 == at and moment not in held:
                     held.add(moment)
                     hold(moment)
-            return backward(tensor, *arguments, **named)
+            return backward(*arguments, **named)
 
-        os.fsync, torch.Tensor.backward = slow_fsync, slow_backward
+        os.fsync, torch.autograd.backward = slow_fsync, slow_backward
 
     def step_ended(self, step, metrics):
         self.taken = step
