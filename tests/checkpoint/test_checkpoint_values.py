@@ -187,6 +187,7 @@ def test_metadata_that_no_save_has_written(store, newest):
 @pytest.mark.parametrize(
     ("offset", "words"),
     [
+        (-1, ".metadata points beyond the bytes of __0_0.distcp"),
         (-5, ".metadata points beyond the bytes of __0_0.distcp"),
         (2**70, ".metadata points beyond the bytes of __0_0.distcp"),
         (True, ".metadata does not describe a checkpoint"),

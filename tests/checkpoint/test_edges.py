@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from mm_core.checkpoint.files import layout
+from mm_core.checkpoint.files.facts import step_of
 from mm_core.checkpoint.files.tensor_files import write_file
 from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.checkpoint.reading import checkpoint_at, open_checkpoint
@@ -70,8 +72,35 @@ def test_a_json_file_of_33_mebibytes_is_read_and_one_of_more_than_64_is_refused(
     (tmp_path / "facts.json").write_text(" " * (33 << 20) + '{"seed": 1}')
     assert layout.read_json(tmp_path / "facts.json") == {"seed": 1}
     (tmp_path / "facts.json").write_text(" " * (64 << 20) + '{"seed": 1}')
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match=r"cannot be read \(ValueError\)"):
         layout.read_json(tmp_path / "facts.json")
+
+
+@pytest.mark.parametrize(("levels", "read"), [(128, True), (129, False)])
+def test_a_json_file_of_128_levels_is_read_and_a_deeper_one_is_refused(
+    tmp_path: Path, levels: int, read: bool
+) -> None:
+    nested: object = {}
+    for _ in range(levels):
+        nested = {"in": nested}
+    (tmp_path / "facts.json").write_text(json.dumps(nested))
+    if read:
+        assert layout.read_json(tmp_path / "facts.json") == nested
+    else:
+        with pytest.raises(CheckpointError, match=r"cannot be read \(RecursionError\)"):
+            layout.read_json(tmp_path / "facts.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "step"), [("step_00000007", 7), ("step_0000000007", None), ("step_123456789", 123456789)]
+)
+def test_a_folder_has_a_step_only_under_the_name_that_a_save_gives(name: str, step: int | None) -> None:
+    assert step_of(Path(name)) == step
+
+
+def test_the_newest_of_later_checkpoints_is_named(run: Path) -> None:
+    with pytest.raises(CheckpointError, match="from step 1, but its folder holds checkpoints up to step 4\n"):
+        CheckpointStore(run, keep=9).begin(1)
 
 
 class Noted:
@@ -90,6 +119,8 @@ def test_a_whole_tensor_is_written_without_a_copy_and_a_view_without_the_rest(tm
     assert second.place != whole.data_ptr()
     assert (tmp_path / "view").stat().st_size < 4096
     assert torch.equal(torch.load(tmp_path / "view"), whole[:4])
+    write_file(tmp_path / "unchecked", [whole])
+    assert torch.equal(torch.load(tmp_path / "unchecked"), whole)
 
 
 @pytest.mark.parametrize(("length", "shown"), [(40, "a" * 40), (41, "a" * 37 + "...")])

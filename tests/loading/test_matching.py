@@ -7,6 +7,7 @@ import json
 import pickle
 import re
 import zipfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from torch import nn
 from mm_core.checkpoint.store import CheckpointStore
 from mm_core.config.sections import InitFromSection
 from mm_core.errors import CheckpointError, PlanError
+from mm_core.loading import matching
 from mm_core.loading.matching import MatchReport, WeightMatch
 from mm_core.loading.mismatch import likely_prefix
 from support import parts_ranks
@@ -427,3 +429,38 @@ def test_each_of_two_ranks_reads_its_shard(tmp_path, kind):
     assert {name.replace("predictor.", "net.") for name in found} == set(stored)
     for name, tensor in found.items():
         assert torch.equal(tensor, stored[name.replace("predictor.", "net.")]), name
+
+
+def test_the_bar_counts_the_bytes_of_the_file_and_is_shown_for_more_than_one_tensor(tmp_path, monkeypatch):
+    stored = {name: tensor.bfloat16() for name, tensor in weights().items()}
+    save_file(stored, tmp_path / "model.safetensors")
+    bars = []
+
+    @contextmanager
+    def noted(title, total, shown):
+        counted = []
+        yield counted.append
+        bars.append((title, total, shown, sum(counted)))
+
+    monkeypatch.setattr(matching, "byte_bar", noted)
+    begin(tmp_path, task(), prefixes={"": "predictor"})
+    begin(tmp_path, task(), prefixes={"": "predictor"}, include=["predictor.first.bias"])
+    total = sum(2 * tensor.numel() for tensor in stored.values())
+    title = f"reading {tmp_path}"
+    assert bars == [(title, total, True, total), (title, 14, False, 14)]
+
+
+def test_a_fingerprint_is_that_of_the_named_tensors(tmp_path):
+    def of(stored: dict[str, torch.Tensor], *names: str) -> str:
+        save_file(stored, tmp_path / "model.safetensors")
+        return (
+            WeightMatch(InitFromSection(path=str(tmp_path), prefixes={"": "predictor"}))
+            .covers(task())
+            .fingerprint(names)
+        )
+
+    first, last = "predictor.first.bias", "predictor.last.bias"
+    changed = weights() | {"last.bias": torch.zeros(3)}
+    assert of(weights(), first) == of(changed, first) != of(changed, last)
+    assert of(weights(), last) != of(changed, last)
+    assert of(weights(), first, last) not in (of(weights(), first), of(weights(), last))

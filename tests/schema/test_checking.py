@@ -12,7 +12,7 @@ from mm_core.errors import ConfigError
 from mm_core.plugin.registry import get_registry
 from mm_core.schema.checking import MAX_FAULTS, Checker
 from mm_core.schema.describe import describe_fields
-from mm_core.schema.fields import Range
+from mm_core.schema.fields import ComponentConfig, Kind, Range
 from mm_core.schema.nodes import FAILED, Node, from_python, show
 
 
@@ -118,3 +118,28 @@ def test_paths_of_children() -> None:
 def test_a_class_without_source_has_fields_without_comments() -> None:
     (described,) = describe_fields(make_dataclass("Made", [("width", int)]))
     assert (described.name, described.comment) == ("width", "")
+
+
+@dataclass(frozen=True)
+class Wants:
+    """A default that refers to a component with a fault."""
+
+    count: int = 0
+    optimizer: Annotated[ComponentConfig, Kind("optimizer")] = ComponentConfig(
+        "optimizer", "core/adamw", {"lr": "x"}
+    )
+
+
+def test_a_default_with_a_fault_is_no_value() -> None:
+    checker = Checker(get_registry())
+    assert checker.checked(lambda: checker.dataclass(Wants, from_python({}, "", "key"))) is FAILED
+    assert "lr" in checker.faults[0].render()
+
+
+def test_fields_of_a_class_inside_a_function_have_their_comments() -> None:
+    @dataclass
+    class Inside:
+        steps: int = 1  # how many
+
+    (field_info,) = describe_fields(Inside)
+    assert (field_info.name, field_info.comment) == ("steps", "how many")
