@@ -32,6 +32,9 @@ KITS: Mapping[str, str] = MappingProxyType(
 )
 """Kind of component -> `module:NAME` of its Kit, imported when components of the kind are tested."""
 
+_COMMON = "mm_core.testing.common:CHECKS"
+"""The checks of every kind."""
+
 
 class NotApplicable(Exception):
     """Raised by a conformance check that a component cannot be held against, with the reason."""
@@ -176,10 +179,8 @@ class Examination:
     @cached_property
     def checks(self) -> Mapping[str, Check]:
         """The checks of the component: those of every kind, then those of its own."""
-        from mm_core.testing.common import CHECKS
-
         own = {n: c for n, c in self._kit.checks.items() if self.ranks or n not in self._kit.ranks}
-        return MappingProxyType({**CHECKS, **own})
+        return MappingProxyType({**_load(_COMMON), **own})
 
     @cached_property
     def _probe(self) -> Probe:
@@ -233,9 +234,13 @@ class Examination:
 
 def kit_of(kind: str) -> Kit:
     """The conformance checks of a kind of component."""
-    module, _, name = KITS[kind].partition(":")
-    kit: Kit = getattr(import_module(module), name)
+    kit: Kit = _load(KITS[kind])
     return kit
+
+
+def _load(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
 
 
 def find_components(registry: Registry, name: str, kind: str | None = None) -> tuple[Registered, ...]:
