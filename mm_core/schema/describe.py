@@ -1,4 +1,4 @@
-"""Descriptions of a component's config fields, for `mm plugins show` and the documentation."""
+"""Descriptions of config fields, for `mm plugins show`, `mm config` and the documentation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from mm_core.schema.fields import ComponentConfig, Kind, Range
+from mm_core.schema.fields import ComponentConfig, Kind, Range, yaml_key
 from mm_core.schema.nodes import default_of
 
 if TYPE_CHECKING:
@@ -42,6 +42,44 @@ def describe_fields(cls: type[DataclassInstance]) -> tuple[FieldInfo, ...]:
         if f.init:
             found.append(FieldInfo(f.name, type_text(hints[f.name]), text, comments.get(f.name, "")))
     return tuple(found)
+
+
+@dataclass(frozen=True)
+class KeyInfo:
+    """One key that a mapping may set, from a field of a typed dataclass.
+
+    Attributes:
+        field: the field in words.
+        hint: the field's type annotation.
+        default: the field's default; MISSING if it has none.
+        aliases: former names of the key, still accepted.
+    """
+
+    field: FieldInfo
+    hint: object
+    default: object
+    aliases: tuple[str, ...]
+
+
+def describe_keys(cls: type[DataclassInstance]) -> dict[str, KeyInfo]:
+    """Describes the keys of a mapping that is checked against a typed dataclass, by key and in order."""
+    hints = get_type_hints(cls, include_extras=True)
+    described = {info.name: info for info in describe_fields(cls)}
+    return {
+        yaml_key(f.name): KeyInfo(
+            described[f.name], hints[f.name], default_of(f), tuple(f.metadata.get("aliases", ()))
+        )
+        for f in dataclasses.fields(cls)
+        if f.init and f.metadata.get("yaml", True)
+    }
+
+
+def summary_of(cls: type[DataclassInstance]) -> str:
+    """The first paragraph of a typed dataclass's own docstring in one line; empty if it has none."""
+    text = inspect.cleandoc(vars(cls).get("__doc__") or "")
+    if text.startswith(f"{cls.__name__}("):  # written by `dataclass`
+        return ""
+    return " ".join(text.partition("\n\n")[0].split())
 
 
 def type_text(hint: object) -> str:
