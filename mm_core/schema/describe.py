@@ -7,7 +7,9 @@ import dataclasses
 import inspect
 import io
 import tokenize
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -38,7 +40,7 @@ def describe_fields(cls: type[DataclassInstance]) -> tuple[FieldInfo, ...]:
     found = []
     for f in dataclasses.fields(cls):
         default = default_of(f)
-        text = None if default is dataclasses.MISSING else _value_text(default)
+        text = None if default is dataclasses.MISSING else value_text(default)
         if f.init:
             found.append(FieldInfo(f.name, type_text(hints[f.name]), text, comments.get(f.name, "")))
     return tuple(found)
@@ -106,20 +108,23 @@ def type_text(hint: object) -> str:
     return str(hint).replace("typing.", "").replace("collections.abc.", "")
 
 
-def _value_text(value: object) -> str:
-    """A default value as YAML would write it."""
+def value_text(value: object) -> str:
+    """A value in one line, as YAML would write it."""
     if isinstance(value, ComponentConfig):
         return f"{{type: {value.type}}}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        pairs = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
-        return f"{{{', '.join(f'{name}: {_value_text(item)}' for name, item in pairs)}}}"
+        pairs = ((yaml_key(f.name), getattr(value, f.name)) for f in dataclasses.fields(value))
+        return f"{{{', '.join(f'{name}: {value_text(item)}' for name, item in pairs)}}}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name}: {value_text(item)}' for name, item in value.items())}}}"
     if isinstance(value, (tuple, list)):
-        return f"[{', '.join(map(_value_text, value))}]"
+        return f"[{', '.join(map(value_text, value))}]"
     if value is None or isinstance(value, bool):
         return repr(value).lower()
     return value if isinstance(value, str) and value else repr(value)
 
 
+@cache
 def _comments(cls: type[DataclassInstance]) -> dict[str, str]:
     """Field -> the comment on its line, or the string below it; {} if there is no source."""
     try:

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import sys
 import types
-from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -262,6 +261,9 @@ class SchemaWriter:
         for mark in ranges:
             given = {word: getattr(mark, name) for name, word in _BOUNDS.items()}
             bounds |= {word: bound for word, bound in given.items() if bound is not None}
+        for closed, open_ in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+            if open_ in bounds:
+                bounds.pop(closed, None)
         if annotation is int:
             return [{"type": "integer", **bounds}, {"$ref": "#/$defs/integer_text"}]
         return [{"type": "number", **bounds}, {"$ref": "#/$defs/number_text"}]
