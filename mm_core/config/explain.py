@@ -41,7 +41,8 @@ class Explanation:
         owner: the component that has the key, e.g. `predictor custom_dit/custom_dit`; empty for other keys.
         type: the type in words.
         accepted: the accepted values in words; of a component, the names.
-        default: the default as a YAML would write it; None: the key is required; empty for a component itself.
+        default: the default as a YAML would write it; None: the key is required; empty: a component itself,
+            which has none.
         doc: what the key sets.
         value: the value in the config, plain as in a YAML.
         origin: `file:line`, `override ...` or `default`; None without a config, or where it has no value.

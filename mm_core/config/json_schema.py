@@ -20,8 +20,8 @@ _INCLUDE = {
 def run_schema(registry: Registry) -> tuple[dict[str, Any], list[MMError]]:
     """Writes the JSON Schema (draft 2020-12) of a run's YAML.
 
-    It refuses nothing that `mm validate` accepts. A file with `include` or `plugins.path` gets its missing keys
-    and components from other files: there, no key is required, and a `type` may be any name.
+    It refuses nothing that `mm validate` accepts. A file with `include` or `plugins.path` gets keys and
+    components from other files: there, no key is required, and a `type` may be any name.
 
     Args:
         registry: the plugins that provide components.

@@ -291,9 +291,9 @@ class RunConfig:
     optimizer: Annotated[ComponentConfig, Kind("optimizer")] = ComponentConfig("optimizer", "core/adamw")
     """how gradients change the weights"""
     lr_schedule: Annotated[ComponentConfig, Kind("lr_schedule")] = ComponentConfig(
-        "lr_schedule",
-        "core/constant",  # factor of the optimizer's learning rate at each step
+        "lr_schedule", "core/constant"
     )
+    """factor of the optimizer's learning rate at each step"""
     init_from: InitFromSection | None = None
     ema: EMASection | None = None
     validation: ValidationSection | None = None

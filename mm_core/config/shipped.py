@@ -102,7 +102,7 @@ def copy_shipped(config: ShippedConfig, destination: Path | None = None) -> Path
 
 
 def relative_references(config: ShippedConfig) -> tuple[str, ...]:
-    """The files that a YAML names relative to itself, in `include` and `plugins.path`: a copy needs them too."""
+    """The files that a YAML names relative to itself (`include`, `plugins.path`): a copy needs them too."""
     root = read_file(config.file, [])
     included = root.at("include")
     named = [included] if included is not None and isinstance(included.value, str) else root.items("include")
