@@ -6,17 +6,20 @@ import dataclasses
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Final, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Final, Union, get_args, get_origin
 
 from mm_core.config.dump import plain
 from mm_core.config.sections import RunConfig
-from mm_core.errors import ConfigError, MMError, PluginError, did_you_mean
+from mm_core.errors import ConfigError, MMError, PluginError, did_you_mean, foreign_code
 from mm_core.plugin.hookspecs import KINDS
 from mm_core.plugin.records import Registered
 from mm_core.plugin.registry import Registry
 from mm_core.schema.describe import FieldInfo, KeyInfo, describe_keys, summary_of, type_text
 from mm_core.schema.fields import ComponentConfig, Kind
 from mm_core.schema.nodes import Node, describe, is_list, unwrap
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 class _Unknown:
@@ -69,6 +72,7 @@ class _Place:
     field: FieldInfo
     default: object = None  # of interest where it is a component
     owner: str = ""
+    aliases: tuple[str, ...] = ()
     value: object = _UNKNOWN
     node: Node | None = None  # None: nobody has written the value
 
@@ -139,6 +143,7 @@ class _Explainer:
         """The place at a path of keys below another one."""
         for step in steps:
             children = self.children(place)
+            step = next((key for key, child in children.items() if step in child.aliases), step)
             if step not in children:
                 item = self._item(place, step)
                 if item is None:
@@ -171,11 +176,11 @@ class _Explainer:
         found: dict[str, _Place] = {}
         for option in _options(place.hint, place.value):
             if isinstance(option, type) and dataclasses.is_dataclass(option):
-                found |= _section(place, describe_keys(option), "")
+                found |= _section(place, _keys_of(option), "")
             elif (kind := _kind(option)) and (chosen := self._chosen(place, kind)):
                 owner = f"{kind} {chosen.qualified}"
                 found["type"] = self._type_place(place, kind, chosen, owner)
-                found |= _section(place, describe_keys(chosen.config_class()), owner)
+                found |= _section(place, _keys_of(chosen.config_class()), owner)
         return found
 
     def _chosen(self, place: _Place, kind: str) -> Registered | None:
@@ -280,6 +285,16 @@ def _component_place(found: Registered) -> _Place:
     return _Place(found.qualified, hint, info, default=ComponentConfig(found.kind, found.qualified))
 
 
+def _keys_of(cls: type[DataclassInstance]) -> dict[str, KeyInfo]:
+    try:
+        with foreign_code():
+            return describe_keys(cls)
+    except Exception as error:  # annotations are plugin code: they may raise anything
+        what = f"the annotations of {cls.__module__}.{cls.__qualname__} cannot be resolved: {error}"
+        hint = "annotate with names that exist when the module is imported"
+        raise PluginError(what, hint=hint) from error
+
+
 def _section(place: _Place, keys: Mapping[str, KeyInfo], owner: str) -> dict[str, _Place]:
     """The places at the keys of a section or component."""
     if place.hint is RunConfig:
@@ -290,7 +305,7 @@ def _section(place: _Place, keys: Mapping[str, KeyInfo], owner: str) -> dict[str
         node = next((written[name] for name in (key, *info.aliases) if name in written), None)
         value = _value_at(place.value, info.field.name)
         path = _below(place, key)
-        found[key] = _Place(path, info.hint, info.field, info.default, owner, value, node)
+        found[key] = _Place(path, info.hint, info.field, info.default, owner, info.aliases, value, node)
     return found
 
 
@@ -341,7 +356,7 @@ def _kind(hint: object) -> str | None:
 
 def _has_key(found: Registered, key: str) -> bool:
     try:
-        return found.component.config is not None and key in describe_keys(found.config_class())
+        return found.component.config is not None and key in _keys_of(found.config_class())
     except MMError:
         return False
 

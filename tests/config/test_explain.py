@@ -73,6 +73,7 @@ def test_an_included_file_and_a_former_name_are_places(told, place):
     place.write("base.yaml", "\nvalidation: {every: 5, clips: 3, samples: {prompts: [x]}}\n")
     place.edit(("run: {name: small}", "include: base.yaml\nrun: {name: small}"))
     assert brief(told("validation.rows"), place)[2:] == (3, "base.yaml:2")
+    assert told("validation.clips").key == "validation.rows"
     assert brief(told("validation.samples.prompts.0"), place)[2:] == ("x", "base.yaml:2")
 
 
@@ -123,6 +124,13 @@ def test_a_key_that_is_not_there_is_one_sentence(told, key, sentence):
     with pytest.raises(ConfigError) as caught:
         told(key)
     assert str(caught.value).startswith(sentence)
+
+
+def test_annotations_that_do_not_resolve_are_a_sentence(place):
+    text = (place.folder / "toy.py").read_text().replace("left: int = 1", "left: 'Nowhere' = 1")
+    registry = get_registry((str(place.write("toy.py", text)),))
+    with pytest.raises(PluginError, match=r"Inner cannot be resolved: name 'Nowhere' is not defined"):
+        explain("local/other.left", registry)
 
 
 def test_a_misspelt_key_names_the_nearest(told):
