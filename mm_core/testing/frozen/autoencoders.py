@@ -14,7 +14,7 @@ from torch.nn.functional import interpolate
 
 from mm_core.contracts import Randomness
 from mm_core.errors import ContractError, first_line
-from mm_core.testing.frozen import FROZEN, FrozenProbe, check_pure, differ, tolerance
+from mm_core.testing.frozen.components import FROZEN, FrozenProbe, check_pure, differ, tolerance
 from mm_core.testing.kit import Kit, NotApplicable, Probe, by_name
 
 _ROWS = 3
@@ -22,7 +22,7 @@ _DRAWS = 32
 _SIDE = 14
 """Latents along each side of a clip that is encoded in tiles."""
 _SEAMS = 0.75
-"""How far tiles may be off, as a share of the error of a mirrored clip: random weights see borders strongly."""
+"""How far tiles may be off, as a share of the error of a mirrored clip: random weights see much of borders."""
 
 
 class AutoencoderProbe(FrozenProbe):
@@ -46,7 +46,7 @@ class AutoencoderProbe(FrozenProbe):
                 return [(f, height, width) for f in dict.fromkeys((frames[0], frames[-1]))]
         self.expect(
             False,
-            f"latent_shape accepts no clip of 1 to {2 * t + 1} frames and {2 * y}x{3 * x} to {16 * y}x{24 * x} pixels",
+            f"latent_shape accepts no clip of up to {2 * t + 1} frames of {2 * y}x{3 * x} to {16 * y}x{24 * x}",
             hint="is `stride` true?",
         )
         raise AssertionError("unreachable")
@@ -97,7 +97,7 @@ def sizes(probe: AutoencoderProbe) -> None:
         fits = tuple(-(-pixel // step) for pixel, step in zip(size, stride, strict=True))
         probe.expect(
             declared == (channels, *fits),
-            f"latent_shape{size} is {declared}, with a stride of {tuple(stride)} and {channels} latent_channels",
+            f"latent_shape{size} is {declared}, with the stride {stride} and {channels} latent_channels",
             accepted=f"{(channels, *fits)}: (C,T,H,W), pixels over stride, rounded up",
         )
         decoded = probe.decode(posterior.mode())
@@ -120,7 +120,9 @@ def refused_sizes(probe: AutoencoderProbe) -> None:
             except ContractError as error:
                 valid = [number for number in map(int, re.findall(r"\d+", error.render())) if number != wrong]
                 near = [n for n in valid if 0 < n <= max(wrong, 0) + 2 * stride[place]]
-                named = any(probe.accepts(*(n if place == at else g for at, g in enumerate(good))) for n in near)
+                named = any(
+                    probe.accepts(*(n if place == at else g for at, g in enumerate(good))) for n in near
+                )
                 probe.expect(
                     named,
                     f"latent_shape refuses {name} {wrong} without naming a valid one: {first_line(error)}",
@@ -260,7 +262,7 @@ def inverse_scale(probe: AutoencoderProbe) -> None:
     decoded = probe.decode(latents)
     scaling = 0
     for name, value in _switches(probe):
-        other = probe.loaded(**{name: value})
+        other = probe.loaded(changes={name: value})
         changed = probe.encode(pixels, other).mode()
         if changed.shape != latents.shape or differ(changed, latents) < 1e-4 or not _affine(changed, latents):
             continue
@@ -288,7 +290,7 @@ def tiles(probe: AutoencoderProbe) -> None:
     latents = probe.encode(pixels).mode()
     decoded = probe.decode(latents)
     for name, value in names:
-        other = probe.loaded(**{name: value})
+        other = probe.loaded(changes={name: value})
         found = {
             "latents": (probe.encode(pixels, other).mode(), latents),
             "pixels": (probe.decode(latents, other), decoded),

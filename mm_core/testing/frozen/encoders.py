@@ -11,11 +11,18 @@ from torch import Tensor, nn
 
 from mm_core.contracts import Randomness
 from mm_core.errors import first_line
-from mm_core.testing.frozen import FROZEN, FrozenProbe, check_pure, differ, tolerance
+from mm_core.testing.frozen.components import FROZEN, FrozenProbe, check_pure, differ, tolerance
 from mm_core.testing.kit import Kit, NotApplicable, by_name
 
 _CAPTIONS = ("a red circle moves left", "", "a cat and a dog bake a cake together in a kitchen", "blue")
-_LANGUAGES = ("日本の猫", "שלום עולם", "e\u0301a\u0308", "👩‍👩‍👧 smiles", "tab\tline\nend\u200b", "\ufeff\U0010ffff")
+_LANGUAGES = (
+    "日本の猫",
+    "שלום עולם",
+    "e\u0301a\u0308",
+    "👩‍👩‍👧 smiles",
+    "tab\tline\nend\u200b",
+    "\ufeff\U0010ffff",
+)
 
 
 # -- text encoders ------------------------------------------------------------------------------
@@ -113,7 +120,7 @@ class _FindWeights(pickle.Pickler):
 
 
 def hidden_states(probe: FrozenProbe) -> None:
-    """encode returns finite hidden states of hidden_size, their mask, and extras with a row for each caption."""
+    """encode returns finite hidden states of hidden_size, their mask, and extras, a row for each caption."""
     ids, given = probe.component.tokenizer()(_CAPTIONS)
     hidden, mask, extras = _states(probe, ids, given)
     rows, width = len(_CAPTIONS), probe.component.hidden_size
@@ -194,9 +201,13 @@ def padding(probe: FrozenProbe) -> None:
 def empty_caption(probe: FrozenProbe) -> None:
     """A batch of empty captions is encoded without NaN: it is what dropped captions become."""
     ids, mask = probe.component.tokenizer()(["", ""])
-    probe.expect(ids.dim() == 2 and len(ids) == 2, f"the tokenizer returned {list(ids.shape)} for two captions")
+    probe.expect(
+        ids.dim() == 2 and len(ids) == 2, f"the tokenizer returned {list(ids.shape)} for two captions"
+    )
     hidden, _, _ = _states(probe, ids, mask)
-    probe.expect(bool(hidden[mask].isfinite().all()), "the hidden states of an empty caption are NaN or infinite")
+    probe.expect(
+        bool(hidden[mask].isfinite().all()), "the hidden states of an empty caption are NaN or infinite"
+    )
 
 
 def languages(probe: FrozenProbe) -> None:

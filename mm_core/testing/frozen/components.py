@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ class FrozenProbe:
         """The small instance with its weights, on the CPU. A check leaves it as it is."""
         return self.loaded()
 
-    def loaded(self, folder: Path | None = None, **changes: object) -> Any:
+    def loaded(self, folder: Path | None = None, changes: Mapping[str, object] = MappingProxyType({})) -> Any:
         """Builds a new instance with its weights.
 
         Args:
@@ -80,7 +81,9 @@ def check_pure(probe: FrozenProbe, what: str, call: Callable[[], Any], given: Se
     kept, state = [each.clone() for each in given], torch.get_rng_state()
     first, second = tensors_in(call()), tensors_in(call())
     same = len(first) == len(second) and all(map(torch.equal, first, second))
-    probe.expect(same, f"equal calls of {what} return different results", hint="keep no state from call to call")
+    probe.expect(
+        same, f"equal calls of {what} return different results", hint="keep no state from call to call"
+    )
     probe.expect(all(map(torch.equal, kept, given)), f"{what} changes tensors that it is given")
     probe.expect(
         torch.equal(state, torch.get_rng_state()),
@@ -95,7 +98,9 @@ def tensors_in(value: object) -> list[Tensor]:
         return [value]
     if isinstance(value, Mapping):
         value = list(value.values())
-    return [tensor for each in value for tensor in tensors_in(each)] if isinstance(value, tuple | list) else []
+    return (
+        [tensor for each in value for tensor in tensors_in(each)] if isinstance(value, tuple | list) else []
+    )
 
 
 def loads(probe: FrozenProbe) -> None:
@@ -131,7 +136,9 @@ def streamed(probe: FrozenProbe) -> None:
     component = probe.build()
     if not isinstance(component, Streamed):
         raise NotApplicable("the component reads its own weights (it has no build_empty)")
-    probe.expect(isinstance(component, nn.Module), "the component is no torch.nn.Module", hint="derive from it")
+    probe.expect(
+        isinstance(component, nn.Module), "the component is no torch.nn.Module", hint="derive from it"
+    )
     component.build_empty()
     module: Any = component
     memory = [name for name, parameter in module.named_parameters() if not parameter.is_meta]
@@ -149,17 +156,20 @@ def streamed(probe: FrozenProbe) -> None:
     )
     source = component.weights_from
     probe.expect(
-        source is None or isinstance(source, WeightsFrom), f"weights_from is {source!r}", accepted="a WeightsFrom"
+        source is None or isinstance(source, WeightsFrom),
+        f"weights_from is {source!r}",
+        accepted="a WeightsFrom",
     )
     wrong = [name for name in component.entry_points if not callable(getattr(component, name, None))]
     probe.expect(
-        not isinstance(component.entry_points, str) and not wrong,
+        not wrong,
         f"entry_points is {component.entry_points!r}",
         accepted="a tuple of names of the component's methods",
     )
     patterns = component.block_patterns
     probe.expect(
-        patterns == "auto" or (isinstance(patterns, tuple) and all(isinstance(each, str) for each in patterns)),
+        patterns == "auto"
+        or (isinstance(patterns, tuple) and all(isinstance(each, str) for each in patterns)),
         f"block_patterns is {patterns!r}",
         accepted="'auto', or a tuple of paths of modules",
     )
@@ -197,8 +207,8 @@ def missing_files(probe: FrozenProbe) -> None:
                 isinstance(error, MMError) and not always,
                 f"missing_files does not name {name}, without which loading raises {type(error).__name__}: "
                 f"{first_line(error)}",
-                accepted="the path of the file among the missing ones; a CheckpointError for other files than "
-                "config.json and weights",
+                accepted="its path among the missing ones; for other files than config.json and weights, "
+                "a CheckpointError when they are read",
             )
 
 
