@@ -22,7 +22,7 @@ _DRAWS = 32
 _SIDE = 14
 """Latents along each side of a clip that is encoded in tiles."""
 _SEAMS = 0.75
-"""How far tiles may be off, as a share of the error of a mirrored clip: random weights see much of borders."""
+"""How far tiles may be off, as a share of the error of a mirrored clip: random weights see borders."""
 
 
 class AutoencoderProbe(FrozenProbe):
@@ -46,7 +46,7 @@ class AutoencoderProbe(FrozenProbe):
                 return [(f, height, width) for f in dict.fromkeys((frames[0], frames[-1]))]
         self.expect(
             False,
-            f"latent_shape accepts no clip of up to {2 * t + 1} frames of {2 * y}x{3 * x} to {16 * y}x{24 * x}",
+            f"no clip is accepted of up to {2 * t + 1} frames and {2 * y}x{3 * x} to {16 * y}x{24 * x}",
             hint="is `stride` true?",
         )
         raise AssertionError("unreachable")
@@ -86,6 +86,12 @@ def sizes(probe: AutoencoderProbe) -> None:
     channels, stride = probe.component.latent_channels, probe.component.stride
     for size in probe.sizes:
         declared = tuple(probe.component.latent_shape(*size))
+        fits = tuple(-(-pixel // step) for pixel, step in zip(size, stride, strict=True))
+        probe.expect(
+            declared == (channels, *fits),
+            f"latent_shape{size} is {declared}, with the stride {stride} and {channels} latent_channels",
+            accepted=f"{(channels, *fits)}: (C,T,H,W), pixels over stride, rounded up",
+        )
         pixels = probe.clips(size)
         posterior = probe.encode(pixels)
         for name, latents in (("mode", posterior.mode()), ("sample", posterior.sample(_generators()))):
@@ -94,12 +100,6 @@ def sizes(probe: AutoencoderProbe) -> None:
                 f"for clips {list(pixels.shape)}, {name} returned latents {list(latents.shape)}",
                 accepted=f"{[_ROWS, *declared]}, the batch and latent_shape{size}",
             )
-        fits = tuple(-(-pixel // step) for pixel, step in zip(size, stride, strict=True))
-        probe.expect(
-            declared == (channels, *fits),
-            f"latent_shape{size} is {declared}, with the stride {stride} and {channels} latent_channels",
-            accepted=f"{(channels, *fits)}: (C,T,H,W), pixels over stride, rounded up",
-        )
         decoded = probe.decode(posterior.mode())
         probe.expect(
             decoded.shape == pixels.shape,
