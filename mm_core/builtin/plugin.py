@@ -115,7 +115,7 @@ def mm_autoencoders() -> list[Component]:
 
 @hookimpl
 def mm_text_encoders() -> list[Component]:
-    module, size = "diffusion.encoders.text", {"hidden_size": 16, "max_length": 48}
+    module, size = "diffusion.encoders.text", {"hidden_size": 16, "max_length": 64}
     return [
         _core("bytes", f"{module}:ByteTextEncoder", "diffusion:ByteTextConfig", tiny=size),
         _core("hf_text", f"{module}:HFTextEncoder", "diffusion:HFTextConfig", tiny="text_encoder"),

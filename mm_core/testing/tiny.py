@@ -25,7 +25,7 @@ def text_encoder(folder: Path) -> Mapping[str, object]:
             vocab_size=words, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, pad_token_id=0
         )
         T5EncoderModel(config).eval().save_pretrained(folder)
-    return {"from_pretrained": str(folder), "max_length": 48, "dtype": "fp32"}
+    return {"from_pretrained": str(folder), "max_length": 64, "dtype": "fp32"}
 
 
 def text_rows(folder: Path) -> Mapping[str, object]:

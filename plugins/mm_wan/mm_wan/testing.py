@@ -145,7 +145,7 @@ def tiny_umt5(folder: Path) -> Mapping[str, object]:
     tokenizer.save_pretrained(folder)
     with _seeded(0):
         _text_encoder(len(tokenizer)).save_pretrained(folder)
-    return {"from_pretrained": str(folder), "max_length": 48, "dtype": "fp32"}
+    return {"from_pretrained": str(folder), "max_length": 64, "dtype": "fp32"}
 
 
 def tiny_clip_vision(folder: Path) -> Mapping[str, object]:
