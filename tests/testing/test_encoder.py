@@ -177,6 +177,12 @@ class OtherBlocks(HFTextEncoder):
     block_patterns = "model.block"  # type: ignore[assignment]
 
 
+class OtherSource(HFTextEncoder):
+    def build_empty(self) -> None:
+        super().build_empty()
+        self.weights_from = str(self.folder)  # type: ignore[assignment]
+
+
 class BuiltTwice(HFTextEncoder):
     def build_empty(self) -> None:
         self.model = None
@@ -188,6 +194,7 @@ STREAMED_FAULTS = [
     ("streamed", WithoutTables, "build_empty leaves table without values"),
     ("streamed", OtherEntry, "entry_points is ('encode', 'encode_all')"),
     ("streamed", OtherBlocks, "block_patterns is 'model.block'"),
+    ("streamed", OtherSource, "weights_from is '/"),
     ("loads", BuiltTwice, "a second build_empty makes new tensors"),
     ("missing_files", Reading, "the constructor needs files: "),
     (
