@@ -27,7 +27,12 @@ Status = Literal["passed", "failed", "expected", "not applicable"]
 KITS: Mapping[str, str] = MappingProxyType(
     {
         "predictor": "mm_core.testing.predictors:KIT",
+        "autoencoder": "mm_core.testing.frozen.autoencoders:KIT",
+        "text_encoder": "mm_core.testing.frozen.encoders:TEXT",
+        "image_encoder": "mm_core.testing.frozen.encoders:IMAGE",
         "scheduler": "mm_core.testing.schedulers:KIT",
+        "dataset": "mm_core.testing.data.datasets:KIT",
+        "video_reader": "mm_core.testing.data.video_readers:KIT",
     }
 )
 """Kind of component -> `module:NAME` of its Kit, imported when components of the kind are tested."""
