@@ -151,9 +151,9 @@ class _SeededInit(TorchFunctionMode):
         if name is None:
             shard = self.shards.get(storage_of(target) or 0)
             if isinstance(target, DTensor) or shard is not None:
+                on = "a DTensor of its own" if shard is None else f"a shard of {shard}"
                 raise ContractError(
-                    f"init_weights calls {func.__name__} on {f'a shard of {shard}' if shard else 'a DTensor'}:"
-                    " each rank would draw the same numbers",
+                    f"init_weights calls {func.__name__} on {on}: each rank would draw the same numbers",
                     where=_line(_authors(traceback.extract_stack())),
                     accepted="parameters and buffers of the module, their views, and plain tensors",
                     hint="draw into the parameter itself, which init_weights may use as on one device",

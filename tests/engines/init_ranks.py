@@ -1,6 +1,6 @@
 """Run by each rank: initialises one parameter after another in the ways of CASES.
 
-usage: init_ranks.py OUT FIELDS: writes the full parameter of each case, or the text of its error.
+usage: init_ranks.py OUT FIELDS: writes the full state of the task.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from torch.nn.init import trunc_normal_ as trunc_normal_by_name
 
 from mm_core.contracts import Randomness
 from mm_core.engines.fsdp2 import FSDP2Engine
-from mm_core.errors import MMError
 from mm_core.runtime.groups import start_process_group
 from mm_core.runtime.launch.rank_process import leave
-from support.tensors import whole
+from support.tensors import same, whole
 from support.tiny_models import Task
 
 SEED = 4
@@ -63,7 +62,7 @@ class Case:
 
 
 class Net(nn.Module):
-    """A module with a parameter of a case; `other` is one of the same shape."""
+    """A module with the parameter of a case; `other` is one of the same shape."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -76,6 +75,28 @@ class Net(nn.Module):
         nn.init.ones_(self.table)
         nn.init.normal_(self.other)
         self.case.fill(self)
+
+
+class Nets(nn.Module):
+    """A module for each case of one dtype, by the name of the case."""
+
+    def __init__(self, nets: dict[str, Net]) -> None:
+        super().__init__()
+        for name, net in nets.items():
+            self.add_module(name, net)
+
+    def init_weights(self) -> None:
+        for net in self.children():
+            net.init_weights()
+
+
+def task() -> Task:
+    """All cases on the meta device: a component for each dtype."""
+    kinds: dict[str, dict[str, Net]] = {}
+    with torch.device("meta"):
+        for name, case in cases().items():
+            kinds.setdefault(f"of_{str(case.dtype)[6:]}", {})[name] = Net(case)
+        return Task(**{kind: Nets(nets) for kind, nets in kinds.items()})
 
 
 def generator() -> torch.Generator:
@@ -210,26 +231,15 @@ def cases() -> dict[str, Case]:
     return {**of_functions(), **ways, **low}
 
 
-def filled(case: Case, fields: dict[str, Any]) -> dict[str, Tensor] | str:
-    """The state after the engine has initialised the module of a case, or the text of an error."""
-    with torch.device("meta"):
-        task = Task(net=Net(case))
-    engine = FSDP2Engine(param_dtype=None, **fields)
-    plan = engine.plan(task, dist.get_world_size(), 0)
-    try:
-        engine.prepare(task, plan, None, Randomness(SEED))
-    except MMError as fault:
-        return str(fault)
-    except Exception as fault:
-        return f"BARE {type(fault).__name__}: {fault}"
-    return {name: whole(tensor) for name, tensor in task.state_dict().items()}
-
-
 def main(out: str, fields: str) -> None:
-    found = {name: filled(case, json.loads(fields)) for name, case in cases().items()}
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, {name: str(state) for name, state in found.items()})
-    assert all(rank == ranks[0] for rank in ranks), "ranks hold other values, or meet other errors"
+    net = task()
+    engine = FSDP2Engine(param_dtype=None, sub_modules_to_wrap=(), **json.loads(fields))
+    engine.prepare(net, engine.plan(net, dist.get_world_size(), 0), None, Randomness(SEED))
+    found = {name: whole(tensor) for name, tensor in net.state_dict().items()}
+    ranks: list[dict[str, Tensor]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(ranks, found)
+    for rank in ranks:
+        same(rank, found)
     if dist.get_rank() == 0:
         torch.save(found, out)
 
