@@ -19,9 +19,9 @@ class ShardPlan:
         wrap: patterns of modules to gather one at a time; None: the engine finds repeated blocks.
         recompute: patterns of modules whose activations are recomputed in the backward.
         prefetch: how many wrapped modules are gathered ahead of the one that computes, in forward and
-            backward; or, for a model that does not run them in the order of its modules, path of a wrapped
-            module -> wrapped modules to gather while its forward computes, the first needed first. The
-            backward gathers them in the opposite order.
+            backward. For a model that does not run them in the order of its modules: path of a wrapped
+            module -> wrapped modules to gather while its forward computes, both in the order in which they
+            run. The backward gathers in the opposite order.
 
     Raises:
         ContractError: a value of another type.

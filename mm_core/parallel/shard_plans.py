@@ -105,9 +105,11 @@ def in_order(wrapped: Sequence[str], ahead: int) -> Prefetch:
 
 
 def backwards(forward: Mapping[str, Collection[str]], wrapped: Sequence[str]) -> Prefetch:
-    """The prefetching of a backward, which gathers modules in the opposite order of the forward."""
-    return {
-        path: before
-        for path in wrapped
-        if (before := tuple(p for p in reversed(wrapped) if path in forward.get(p, ())))
-    }
+    """The prefetching of a backward, which gathers modules in the opposite order of the forward.
+
+    Args:
+        forward: the prefetching of the forward, in the order in which modules run.
+        wrapped: all wrapped modules.
+    """
+    opposite = list(forward)[::-1]
+    return {path: before for path in wrapped if (before := tuple(p for p in opposite if path in forward[p]))}

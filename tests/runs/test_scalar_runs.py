@@ -53,14 +53,16 @@ def base(scalar, tmp_path_factory, mm) -> Path:
 def test_two_ranks_train_what_one_rank_trains(base, scalar, tmp_path, mm):
     """In host memory, too."""
     trained, average = state_of(base)[SCALE], state_of(base, "ema")[SCALE]
-    assert trained.shape == () and float(trained) != pytest.approx(0.8) and trained != average
+    assert trained.shape == () and abs(float(trained) - 0.8) > 1e-4 and trained != average
     for offload in ("false", "true"):
         more = (f"run.dir={tmp_path}", f"run.name=host_{offload}", f"engine.offload_to_cpu={offload}")
         done = mm("train", "--config", scalar, "--nproc", 2, *OPTIONS, *more)
         assert done.code == 0, done.out + done.err
         assert losses(tmp_path / f"host_{offload}") == pytest.approx(losses(base), rel=1e-5)
-        assert state_of(tmp_path / f"host_{offload}")[SCALE] == pytest.approx(trained, rel=1e-4)
-        assert state_of(tmp_path / f"host_{offload}", "ema")[SCALE] == pytest.approx(average, rel=1e-4)
+        torch.testing.assert_close(state_of(tmp_path / f"host_{offload}")[SCALE], trained, rtol=1e-4, atol=0)
+        torch.testing.assert_close(
+            state_of(tmp_path / f"host_{offload}", "ema")[SCALE], average, rtol=1e-4, atol=0
+        )
 
 
 def test_a_resume_on_two_ranks_is_exact(scalar, tmp_path, mm):
@@ -94,5 +96,6 @@ def test_beside_an_adapter_it_is_frozen_or_trained(base, scalar, tmp_path, mm):
         found[name] = state_of(tmp_path / name)
     assert torch.equal(found["frozen"][SCALE], scale)
     assert not torch.equal(found["one"][SCALE], scale)
-    assert found["two"][SCALE] == pytest.approx(found["one"][SCALE], rel=1e-4)
-    assert SCALE not in state_of(tmp_path / "frozen", "ema") and SCALE in state_of(tmp_path / "two", "ema")
+    torch.testing.assert_close(found["two"][SCALE], found["one"][SCALE], rtol=1e-4, atol=0)
+    assert torch.equal(state_of(tmp_path / "frozen", "ema")[SCALE], scale)
+    assert not torch.equal(state_of(tmp_path / "two", "ema")[SCALE], found["two"][SCALE])
