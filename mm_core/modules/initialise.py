@@ -154,7 +154,7 @@ class _SeededInit(TorchFunctionMode):
                 on = "a DTensor of its own" if shard is None else f"a shard of {shard}"
                 raise ContractError(
                     f"init_weights calls {func.__name__} on {on}: each rank would draw the same numbers",
-                    where=_line(_authors(traceback.extract_stack())),
+                    where=_line(_author(traceback.extract_stack())),
                     accepted="parameters and buffers of the module, their views, and plain tensors",
                     hint="draw into the parameter itself, which init_weights may use as on one device",
                 )
@@ -177,14 +177,14 @@ def _drawn_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in {torch.float64, torch.complex64, torch.complex128} else torch.float32
 
 
-def _authors(frames: traceback.StackSummary) -> traceback.FrameSummary:
+def _author(frames: traceback.StackSummary) -> traceback.FrameSummary | None:
     """The innermost call outside torch and mm_core: that of the model's author."""
     ours = tuple(str(Path(module.__file__ or "").parent) for module in (torch, sys.modules["mm_core"]))
-    return [frame for frame in frames if not frame.filename.startswith(ours)][-1]
+    return next((frame for frame in reversed(frames) if not frame.filename.startswith(ours)), None)
 
 
-def _line(frame: traceback.FrameSummary) -> str:
-    return f"{frame.filename}, line {frame.lineno}"
+def _line(frame: traceback.FrameSummary | None) -> str | None:
+    return f"{frame.filename}, line {frame.lineno}" if frame is not None else None
 
 
 @contextmanager
@@ -194,8 +194,8 @@ def _named_line(module: nn.Module) -> Iterator[None]:
         yield
     except (ValueError, TypeError, IndexError, RuntimeError) as fault:
         frames = traceback.extract_tb(fault.__traceback__)
-        author = _authors(frames)
-        if isinstance(fault, MMError) or frames[-1] == author or out_of_memory(fault) is not None:
+        author = _author(frames)
+        if author is None or author is frames[-1] or isinstance(fault, MMError) or out_of_memory(fault):
             raise
         raise ContractError(
             f"init_weights of {_kind(module)} fails in torch, at {author.line}: {fault}",
