@@ -90,6 +90,7 @@ from mm_core.contracts.running import (
     Tracker,
     WeightPlan,
 )
+from mm_core.contracts.sharding import ShardPlan, SupportsShardPlan
 
 __all__ = [
     "IGNORED_LABEL",
@@ -128,6 +129,7 @@ __all__ = [
     "SampleKey",
     "SampleRequest",
     "SelfLoading",
+    "ShardPlan",
     "StepFlops",
     "Streamed",
     "SupportsAnswer",
@@ -146,6 +148,7 @@ __all__ = [
     "SupportsNotes",
     "SupportsSampleAt",
     "SupportsSampleFlops",
+    "SupportsShardPlan",
     "SupportsTruncated",
     "SupportsWeightsFrom",
     "Task",

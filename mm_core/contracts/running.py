@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -270,6 +270,11 @@ class EnginePlan:
         offloaded_bytes: the part of `parameter_bytes` in host memory; above 0, all gradients and optimizer
             states are there too.
         gathered_bytes: largest size of gathered copies of parameters on the device at a time.
+        forward_prefetch: path of a wrapped module -> wrapped modules that are gathered while its forward
+            computes.
+        backward_prefetch: the same for the backward.
+        origins: `wrapped`, `recomputed` and `prefetched` -> who decided, the model's plan or the config;
+            empty if no trained component brings a plan.
     """
 
     world: int
@@ -284,6 +289,9 @@ class EnginePlan:
     frozen: tuple[FrozenPlan, ...] = ()
     offloaded_bytes: int = 0
     gathered_bytes: int = 0
+    forward_prefetch: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    backward_prefetch: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict)
 
 
 class Engine(Protocol):
