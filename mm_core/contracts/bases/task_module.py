@@ -52,7 +52,7 @@ class TaskModule(nn.Module, Task):
         A subclass may set other names.
 
         Raises:
-            ContractError: there is none, or the task itself has parameters or buffers.
+            ContractError: there is none, one has no forward, or the task itself has parameters or buffers.
         """
         if "trainable" in self.__dict__:
             names: tuple[str, ...] = self.__dict__["trainable"]
@@ -63,6 +63,13 @@ class TaskModule(nn.Module, Task):
             for name, module in self.named_children()
             if not isinstance(module, Frozen) and [*module.parameters(), *module.buffers()]
         )
+        for name in found:
+            if type(module := self.get_submodule(name)).forward is nn.Module.forward:
+                raise self._fault(
+                    f"{name} is a {type(module).__name__} without a forward: it is never called as a whole",
+                    accepted="modules with a forward, since sharded weights are complete only during a call",
+                    hint=f"assign the modules in {name} one by one, or write a module that calls them",
+                )
         if not found:
             raise self._fault(
                 "the task has nothing to train: no module with parameters was assigned to it",
