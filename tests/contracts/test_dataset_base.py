@@ -89,6 +89,8 @@ def test_a_batch_moves_its_tensors_and_names_what_it_has() -> None:
     assert moved["audio"].is_meta and moved["words"] == ["sound 0", "sound 1"]
     with pytest.raises(ContractError) as caught:
         _ = moved["auido"]
+    line = inspect.getsourcelines(test_a_batch_moves_its_tensors_and_names_what_it_has)[1] + 4
+    assert caught.value.where == f"{__file__}, line {line}"
     assert caught.value.what == "the samples have no 'auido'"
     assert caught.value.hint == "did you mean 'audio'?"
     assert str(caught.value.accepted).startswith("audio, table, label")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mm_core.contracts import DictBatch, Loss, Randomness, SampleKey, SampleRequest, TaskModule
+from mm_core.contracts.bases.task_module import loss_of
 from mm_core.diffusion.encoders.pixel import PixelAutoencoder
 from mm_core.errors import ContractError
 
@@ -215,6 +216,31 @@ def test_what_is_not_one_loss_a_sample_is_a_sentence(wrong, what: str) -> None:
     assert "take no mean or sum over the samples" in str(caught.value.hint)
     with pytest.raises(ContractError, match="losses returned"):
         task.evaluate(batch(), RNG, ())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        (lambda total: total, "a Tensor, not a Loss"),
+        (lambda total: Loss(2.0, 1.0), "a Loss whose total is no scalar of floating point, but float"),
+        (lambda total: Loss(total[None], 1.0), "a Loss whose total is no scalar of floating point, but [1]"),
+        (lambda total: Loss(total.detach(), 1.0), "a Loss whose total has no gradient"),
+        (lambda total: Loss(total, -1.0), "a Loss with the weight -1.0"),
+        (lambda total: Loss(total, float("nan")), "a Loss with the weight nan"),
+    ],
+)
+def test_what_is_no_sum_with_its_weight_is_a_sentence(wrong, what: str) -> None:
+    class Wrong(Squares):
+        def loss(self, inputs):
+            return wrong(super().loss(inputs).total)
+
+    task = Wrong()
+    with pytest.raises(ContractError) as caught:
+        loss_of(task, task.prepare(batch(), RNG))
+    assert (caught.value.what, caught.value.where) == (f"loss returned {what}", place(Wrong.loss))
+    assert str(caught.value.accepted).startswith("Loss(total, weight): ")
+    right = Squares()
+    assert loss_of(right, right.prepare(batch(), RNG)).weight == 4.0
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])

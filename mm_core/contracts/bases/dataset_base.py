@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,7 @@ class DictBatch(Batch):
         if name not in self.values:
             raise ContractError(
                 f"the samples have no {name!r}",
+                where=f"{(caller := sys._getframe(1)).f_code.co_filename}, line {caller.f_lineno}",
                 accepted=", ".join(self.values) or "nothing",
                 hint=did_you_mean(name, self.values) or "add it to the dicts that the dataset returns",
             )

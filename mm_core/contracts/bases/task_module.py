@@ -266,6 +266,39 @@ class TaskModule(nn.Module, Task):
         return ContractError(what, where=place_of(found, found), accepted=accepted, hint=hint)
 
 
+def loss_of(task: Task, inputs: Any) -> Loss:
+    """The loss of any task, checked: an author may have written `loss`.
+
+    Args:
+        task: the task.
+        inputs: what its `prepare` returned.
+
+    Raises:
+        ContractError: `loss` returned something else than a sum with its weight.
+    """
+    found = task.loss(inputs)
+    if (what := _wrong_loss(found)) is None:
+        return found
+    raise ContractError(
+        f"loss returned {what}",
+        where=place_of(type(task).loss, type(task).loss),
+        accepted="Loss(total, weight): the sum of the losses as a scalar tensor, and its weight",
+    )
+
+
+def _wrong_loss(found: object) -> str | None:
+    """What `loss` returned if it is not a sum with its weight; None if it is."""
+    if not isinstance(found, Loss):
+        return f"a {type(found).__name__}, not a Loss"
+    total: object = found.total
+    if not isinstance(total, Tensor) or total.dim() or not total.is_floating_point():
+        form = list(total.shape) if isinstance(total, Tensor) else type(total).__name__
+        return f"a Loss whose total is no scalar of floating point, but {form}"
+    if torch.is_grad_enabled() and not total.requires_grad:
+        return "a Loss whose total has no gradient"
+    return None if 0 <= found.weight < float("inf") else f"a Loss with the weight {found.weight}"
+
+
 def _unchanged(batch: Batch) -> Batch:
     return batch
 
