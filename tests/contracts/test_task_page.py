@@ -67,6 +67,39 @@ def test_two_ranks_of_the_contrastive_task_are_one(folder: Path, mm) -> None:
     assert both == pytest.approx(one, rel=1e-4)
 
 
+@pytest.mark.slow
+def test_samples_of_a_task_without_clips_are_refused_by_a_dry_run(folder: Path, mm) -> None:
+    samples = "validation={every: 5, samples: {prompts: [a tone]}}"
+    done = mm("train", "--config", "tones.yaml", "--dry-run", samples, cwd=folder)
+    words = [line.strip() for line in done.err.splitlines()]
+    line = (folder / "tones.py").read_text().splitlines().index("class Pitch(TaskModule):") + 1
+    assert done.code == 1 and words == [
+        f"mm: error: {folder}/tones.py, line {line}: the task Pitch makes no clips",
+        "accepted: a task with a method sample(request) that returns one clip for each prompt",
+        "hint: remove validation.samples, or write the method; `mm eval` evaluates other tasks",
+    ]
+
+
+@pytest.mark.slow
+def test_a_check_finds_a_task_without_a_loss(folder: Path, tmp_path: Path, mm) -> None:
+    source = (folder / "tones.py").read_text().replace("def losses(", "def rows(")
+    (tmp_path / "tones.py").write_text(source)
+    done = mm("plugins", "check", "--import", "--path", "tones.py", cwd=tmp_path)
+    (line,) = [line for line in done.out.splitlines() if line.startswith("error")]
+    assert done.code == 1 and "Pitch does not keep its contract: it has neither losses(batch) nor" in line
+    number = source.splitlines().index("class Pitch(TaskModule):") + 1
+    assert f"tones.py, line {number}; docs/writing-a-task.md explains each member" in line
+
+
+@pytest.mark.slow
+def test_data_workers_read_the_same_samples(folder: Path, mm) -> None:
+    for name, workers in (("here", 0), ("workers", 1)):
+        more = [f"run.name={name}", f"data.loader.workers={workers}", "train.steps=2"]
+        done = mm("train", "--config", "tones.yaml", *more, cwd=folder)
+        assert done.code == 0, done.err
+    assert losses(folder / "runs/workers") == losses(folder / "runs/here")
+
+
 CROSS_ENTROPY = 'nn.functional.cross_entropy(logits, batch["label"], reduction="none")'
 AUDIO = 'tone + 0.3 * rng.normal((RATE // 2,), "noise")'
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NoReturn
 
 import torch
@@ -303,7 +302,6 @@ def _unchanged(batch: Batch) -> Batch:
     return batch
 
 
-@cache
 def _names_rng(losses: Callable[..., Tensor]) -> bool:
     """Whether the author's `losses` has a parameter `rng`."""
     return "rng" in inspect.signature(losses).parameters
