@@ -46,8 +46,8 @@ class Noisy(Squares):
 def test_a_loss_is_the_weighted_sum_with_its_weight() -> None:
     task, given = Squares(), batch(weights=[1.0, 0.0, 0.5, 2.0])
     found = task.loss(task.prepare(given, RNG))
-    rows = task.losses(given)
-    assert float(found.total) == pytest.approx(float(rows[0] + 0.5 * rows[2] + 2 * rows[3]))
+    rows = task.losses(given).detach()
+    assert float(found.total.detach()) == pytest.approx(float(rows[0] + 0.5 * rows[2] + 2 * rows[3]))
     assert found.weight == task.weight(given) == 3.5
     found.total.backward()
     assert task.net.weight.grad is not None
@@ -58,7 +58,7 @@ def test_random_numbers_are_those_of_the_sample() -> None:
     rows = task.evaluate(given, RNG, ()).sums["loss"]
     assert torch.equal(rows, task.evaluate(given, RNG, (0.5,)).sums["loss"]), "the same in every evaluation"
     noise = RNG.at("evaluation").normal((3,), "noise", 2, 2)
-    alone = task.net(given["x"][2] + noise)[0].square()
+    alone = task.net(given["x"][2] + noise)[0].square().detach()
     assert 0 <= float(rows[2] - alone) <= 1, "the rest is drawn from the process's generator"
     torch.manual_seed(0)
     whole = task.loss(task.prepare(given, RNG)).total
