@@ -1,9 +1,13 @@
 """The contracts of plugins and core: protocols of every kind of component, typed batches, FLOPs, randomness.
 
 A protocol without `Supports` in its name is what a kind of component must implement; `SupportsX` is an
-optional capability.
+optional capability. `TaskModule`, `PredictorModule` and `DatasetBase` are base classes with
+the least to write.
 """
 
+from mm_core.contracts.bases.dataset_base import DatasetBase, DictBatch
+from mm_core.contracts.bases.predictor_module import PredictorModule, reset_parameters
+from mm_core.contracts.bases.task_module import TaskInputs, TaskModule
 from mm_core.contracts.batch import (
     IGNORED_LABEL,
     Batch,
@@ -86,7 +90,6 @@ from mm_core.contracts.running import (
     SupportsClips,
     SupportsNotes,
     Task,
-    TaskModule,
     Tracker,
     WeightPlan,
 )
@@ -101,7 +104,9 @@ __all__ = [
     "Clip",
     "Conversing",
     "Dataset",
+    "DatasetBase",
     "Decoding",
+    "DictBatch",
     "Ending",
     "Engine",
     "EnginePlan",
@@ -124,6 +129,7 @@ __all__ = [
     "Posterior",
     "Predictor",
     "PredictorInputs",
+    "PredictorModule",
     "Question",
     "Randomness",
     "SampleKey",
@@ -152,6 +158,7 @@ __all__ = [
     "SupportsTruncated",
     "SupportsWeightsFrom",
     "Task",
+    "TaskInputs",
     "TaskModule",
     "TextBatch",
     "TextEncoder",
@@ -168,6 +175,7 @@ __all__ = [
     "empty_parameters",
     "generators_kept",
     "linear_flops",
+    "reset_parameters",
     "seed_generators",
     "seeded",
     "torch_dtype",

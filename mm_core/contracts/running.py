@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,14 @@ from mm_core.contracts.batch import Batch, Bins, Clip, Evaluation, Loss, SampleR
 from mm_core.contracts.data import Ending
 from mm_core.contracts.randomness import Randomness
 
+if TYPE_CHECKING:
+    from mm_core.contracts.bases.task_module import TaskModule
+
 
 class Task(Protocol):
     """A task: a `torch.nn.Module` that computes the loss of a training step.
+
+    `TaskModule` implements all of it but the loss.
 
     `prepare`, `evaluate` and `sample` call each entry point of a `Streamed` component equally often for every
     batch, or request of the same length: other ranks, which may hold a part of its weights, make their calls
@@ -80,10 +85,6 @@ class Task(Protocol):
         Raises:
             ContractError: they do not match.
         """
-
-
-class TaskModule(nn.Module, Task):
-    """The type of a task in annotations: a module and a `Task`. Tasks need not derive from it."""
 
 
 @runtime_checkable

@@ -15,6 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 from torch.utils._pytree import tree_leaves
 
-from mm_core.contracts import Randomness, seeded
+from mm_core.contracts import PredictorModule, Randomness, reset_parameters, seeded
 from mm_core.errors import ContractError, MMError, plural
 from mm_core.modules.adapter_layers import base_name, init_adapters, without_adapters
 from mm_core.modules.full_tensors import FullTensors, keep_local_part, storage_of
@@ -239,8 +240,14 @@ def seeded_init(
     mode.full_tensors.close()
 
 
+def init_weights_of(module: nn.Module) -> Callable[[], None]:
+    """A module's `init_weights`; for a module without one, the `reset_parameters` of its layers."""
+    own: Callable[[], None] = getattr(module, "init_weights", partial(reset_parameters, module))
+    return own
+
+
 def initialise(module: nn.Module, prefix: str, rng: Randomness, spared: Collection[str] = ()) -> None:
-    """Initialises a module with its `init_weights`, and checks that it leaves no tensor unset.
+    """Initialises a module (see `init_weights_of`), and checks that this leaves no tensor unset.
 
     Before that, memory is filled with marks: NaN for floats, which no weight may be. Any integer may be a
     valid value, so if some integers are not surely filled, everything is repeated with different marks:
@@ -290,7 +297,7 @@ def _over_marks(
             bits.fill_(float("nan") if _is_float(tensor) else _MARKS[bits.dtype][mark])
         with seeded_init(module, prefix, rng, spared) as mode:
             with without_adapters(module), _named_line(module):
-                module.init_weights()  # type: ignore[operator]
+                init_weights_of(module)()
             init_adapters(module)
     return mode.filled
 
@@ -333,10 +340,14 @@ def _replaced(module: nn.Module, prefix: str, names: Sequence[str]) -> ContractE
 
 
 def _unset(module: nn.Module, prefix: str, names: Sequence[str]) -> ContractError:
+    default = getattr(type(module), "init_weights", None) in (None, PredictorModule.init_weights)
+    by_layers = default and "init_weights" not in vars(module)
+    method = "reset_parameters of the layers" if by_layers else "init_weights"
+    place = f"an init_weights of {_kind(module)}" if by_layers else "init_weights"
     return ContractError(
-        f"init_weights of {_kind(module)} left {plural(len(names), 'tensor')} unset: {_listed(names)}",
+        f"{method} of {_kind(module)} left {plural(len(names), 'tensor')} unset: {_listed(names)}",
         where=prefix,
         accepted="every parameter and buffer filled in place, non-persistent tables included",
-        hint="fill them completely in init_weights: self.position_ids.copy_(torch.arange(n)); values computed"
+        hint=f"fill them completely in {place}: self.position_ids.copy_(torch.arange(n)); values computed"
         " in a constructor are lost on the meta device",
     )

@@ -92,7 +92,7 @@ class Probe:
     def place(self) -> str:
         """The component, and the author's file and line that define it, for errors."""
         target = self.registered.load_target()
-        return f"{self.registered.short_place}, {place_of(target, target)}"  # type: ignore[arg-type]
+        return f"{self.registered.short_place}, {place_of(target, target)}"
 
     def expect(self, holds: object, what: str, accepted: str | None = None, hint: str | None = None) -> None:
         """Raises a ContractError that names the component's place unless `holds` is true."""

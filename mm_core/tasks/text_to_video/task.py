@@ -29,6 +29,7 @@ from mm_core.contracts import (
     Randomness,
     SampleRequest,
     StepFlops,
+    TaskModule,
     TextEncoder,
     VideoTextBatch,
 )
@@ -73,7 +74,7 @@ class TextToVideoInputs:
     expert: str | None = None
 
 
-class TextToVideo(nn.Module):
+class TextToVideo(TaskModule):
     """Trains a predictor on latents of clips, conditioned on their captions. Satisfies `Task`.
 
     The loss is the mean squared error over (C,T,H,W) of each sample, times its weights, summed over
@@ -122,10 +123,6 @@ class TextToVideo(nn.Module):
     def bins(self) -> Bins:
         """The bins of the training loss: ten noise levels."""
         return declared_bins(self.scheduler)
-
-    def weight(self, batch: Batch) -> float:
-        """The weight of a batch of clips: the sum of its sample weights."""
-        return float(batch.sample_weights.sum())
 
     def batch_transform(self) -> TokenizeCaptions:
         """The transform that data workers apply to a batch: tokenizing its captions."""
