@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map
 
@@ -142,6 +143,6 @@ _TO_NUMPY: tuple[Function, ...] = (Tensor.numpy, Tensor.__array__)
 
 def storage_of(tensor: Tensor) -> int | None:
     """The address of a plain tensor's memory; None for tensors without elements or plain memory."""
-    if isinstance(tensor, DTensor) or tensor.layout != torch.strided:
+    if isinstance(tensor, DTensor | FakeTensor) or tensor.layout != torch.strided:
         return None
     return tensor.untyped_storage().data_ptr() or None

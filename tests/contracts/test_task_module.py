@@ -85,7 +85,7 @@ def test_a_loss_of_the_whole_batch_is_evaluated_as_its_mean() -> None:
 
     task, given = Whole(), batch(weights=[1.0, 0.0, 1.0, 2.0])
     held_out = task.evaluate(given, RNG, ())
-    total = task.loss(task.prepare(given, RNG)).total
+    total = task.loss(task.prepare(given, RNG)).total.detach()
     assert float(held_out.sums["loss"].sum()) == pytest.approx(float(total))
     assert held_out.weights.tolist() == [1.0, 0.0, 1.0, 2.0]
     empty = task.evaluate(batch(weights=[0.0] * 4), RNG, ())
@@ -101,7 +101,7 @@ def test_prepare_may_change_the_batch_for_training_and_evaluation() -> None:
     task = Blank()
     trained = task.loss(task.prepare(batch(), RNG)).total
     for total in (trained, task.evaluate(batch(), RNG, ()).sums["loss"].sum()):
-        assert float(total) == pytest.approx(4 * float(task.net.bias) ** 2)
+        assert float(total.detach()) == pytest.approx(4 * float(task.net.bias.detach()) ** 2)
 
     class Other(Squares):
         def prepare(self, batch, rng):
