@@ -19,6 +19,7 @@ from mm_core.contracts.batch import (
 )
 from mm_core.contracts.components import (
     Autoencoder,
+    EncodedText,
     Frozen,
     NoiseScheduler,
     Posterior,
@@ -32,6 +33,7 @@ from mm_core.contracts.components import (
     VelocityField,
     WeightsFrom,
 )
+from mm_core.contracts.conditions import CLIP_CONDITIONS, ConditionShapes, SupportsConditionShapes
 from mm_core.contracts.conversation import (
     Conversing,
     Decoding,
@@ -92,15 +94,18 @@ from mm_core.contracts.running import (
 )
 
 __all__ = [
+    "CLIP_CONDITIONS",
     "IGNORED_LABEL",
     "Autoencoder",
     "Batch",
     "Bins",
     "Callback",
     "Clip",
+    "ConditionShapes",
     "Conversing",
     "Dataset",
     "Decoding",
+    "EncodedText",
     "Ending",
     "Engine",
     "EnginePlan",
@@ -136,6 +141,7 @@ __all__ = [
     "SupportsCheckRequest",
     "SupportsClassNames",
     "SupportsClips",
+    "SupportsConditionShapes",
     "SupportsConversing",
     "SupportsDoSample",
     "SupportsEvaluated",
