@@ -267,3 +267,17 @@ class NoiseScheduler(Protocol):
             noise: [B,C,T,H,W].
             steps: number of solver steps.
         """
+
+
+@runtime_checkable
+class SupportsForTokens(NoiseScheduler, Protocol):
+    """Capability of a noise scheduler whose noise levels depend on the number of tokens of a sample."""
+
+    def for_tokens(self, tokens: int) -> NoiseScheduler:
+        """The noise scheduler for samples of this size; pure, since the task keeps one for each size.
+
+        The task asks for it in training, evaluation and sampling; all samples of a micro-batch have one size.
+
+        Args:
+            tokens: number of patches of one sample's latents: T x H x W over the predictor's `patch_size`.
+        """

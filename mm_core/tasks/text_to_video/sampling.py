@@ -84,12 +84,13 @@ def generate(
     text, mask, text_conditions = task.captions.encoded_texts(captions, device)
     text_conditions = task.conditions.of_text(text_conditions)
     clip_conditions = task.conditions.of_clips(len(prompts), size[1:], device, request.fps)
+    experts, scheduler = task.schedule_of(noise.shape[1:])
     frames = image_frames(task, images, size, device)
 
     def velocity(latents: Tensor, timestep: Tensor) -> Tensor:
-        expert = task.experts.of(timestep)
+        expert = experts.of(timestep)
         scale = scales[expert]
-        timestep = task.scheduler.model_timestep(timestep.to(device))
+        timestep = scheduler.model_timestep(timestep.to(device))
         given = inputs_of(task.predictor, latents, timestep, frames, clip_conditions)
         rows = len(latents)
         if scale <= 1:
@@ -101,7 +102,7 @@ def generate(
         conditional, unconditional = both.float().chunk(2)
         return unconditional + scale * (conditional - unconditional)
 
-    clean = task.scheduler.integrate(velocity, noise.to(device), steps)
+    clean = scheduler.integrate(velocity, noise.to(device), steps)
     expect(clean, noise.shape, "scheduler", "integrate")
     # Latents of given frames go into the clip unchanged.
     clean = inputs_of(task.predictor, clean, clean.new_zeros(len(clean)), frames).latents

@@ -106,6 +106,7 @@ class TextToVideo(nn.Module):
         self.flops = TrainedFlops(predictor)
         self.scheduler = self.experts.scheduler
         self._step = 0
+        self._shape: tuple[int, ...] | None = None  # of the latents of data.train, once the plan knows it
         self.image_encoder = image_encoder
         if image_encoder is not None:
             self.frozen = (*self.frozen, "image_encoder")
@@ -120,12 +121,24 @@ class TextToVideo(nn.Module):
 
     @cached_property
     def bins(self) -> Bins:
-        """The bins of the training loss: ten noise levels."""
-        return declared_bins(self.scheduler)
+        """The bins of the training loss: ten noise levels, with their shares for clips as in data.train."""
+        return declared_bins(self._trained_schedule[1])
 
     def weight(self, batch: Batch) -> float:
         """The weight of a batch of clips: the sum of its sample weights."""
         return float(batch.sample_weights.sum())
+
+    def schedule_of(self, shape: Sequence[int]) -> tuple[Experts, NoiseScheduler]:
+        """The experts and the noise scheduler for clips with latents of the shape (C,T,H,W)."""
+        experts = self.experts.for_tokens(self._tokens_of(shape))
+        return experts, self.scheduler if experts is self.experts else experts.scheduler
+
+    @property
+    def _trained_schedule(self) -> tuple[Experts, NoiseScheduler]:
+        return (self.experts, self.scheduler) if self._shape is None else self.schedule_of(self._shape)
+
+    def _tokens_of(self, shape: Sequence[int]) -> int:
+        return prod(shape[1:]) // prod(self.predictor.patch_size)
 
     def batch_transform(self) -> TokenizeCaptions:
         """The transform that data workers apply to a batch: tokenizing its captions."""
@@ -150,8 +163,12 @@ class TextToVideo(nn.Module):
         latents = encoded(self.autoencoder, batch.pixels, draw)
         shape = tuple(latents.shape[1:])
         noise = torch.stack([rng.normal(shape, "noise", *key) for key in batch.keys]).to(device)
-        expert, scheduler = self.experts.of_step(rng, self._step)
-        timestep = scheduler.sample_timesteps([rng.generator("timestep", *key) for key in batch.keys])
+        experts, scheduler = self.schedule_of(shape)
+        # Every rank and micro-batch must train the same expert, so clips of data.train choose it.
+        expert, _ = self._trained_schedule[0].of_step(rng, self._step)
+        timestep = experts.trained_on(expert).sample_timesteps(
+            [rng.generator("timestep", *key) for key in batch.keys]
+        )
         timestep = timestep.to(device)
         share = self.caption_dropout
         dropped = [share > 0 and rng.uniform("caption_dropout", *key) < share for key in batch.keys]
@@ -160,18 +177,18 @@ class TextToVideo(nn.Module):
         return TextToVideoInputs(
             given=inputs_of(
                 self.predictor,
-                self.scheduler.add_noise(latents, noise, timestep),
-                self.scheduler.model_timestep(timestep),
+                scheduler.add_noise(latents, noise, timestep),
+                scheduler.model_timestep(timestep),
                 clip_frames(self, batch.pixels, self.frames),
                 conditions,
             ),
             text=text,
             text_mask=mask,
-            target=self.scheduler.target(latents, noise, timestep),
-            factors=self.scheduler.loss_weight(timestep) * weights,
+            target=scheduler.target(latents, noise, timestep),
+            factors=scheduler.loss_weight(timestep) * weights,
             weight=self.weight(batch),
             weights=weights,
-            sigma=noise_share(self.scheduler, timestep),
+            sigma=noise_share(scheduler, timestep),
             expert=expert,
         )
 
@@ -190,7 +207,7 @@ class TextToVideo(nn.Module):
         losses = _squared_error(predicted, inputs.target, inputs.given.counts) * inputs.factors
         bins = sum_by_bin(inputs.sigma, losses, inputs.weights)
         latents = inputs.given.latents
-        tokens = len(latents) * prod(latents.shape[2:]) // prod(self.predictor.patch_size)
+        tokens = len(latents) * self._tokens_of(latents.shape[1:])
         flops = self.flops.of(inputs.given, inputs.text, inputs.expert)
         return Loss(losses.sum(), inputs.weight, bins=bins, tokens=tokens, flops=flops)
 
@@ -239,22 +256,21 @@ class TextToVideo(nn.Module):
         noise = torch.stack([rng.normal(shape, "validation noise", key.index) for key in batch.keys])
         noise = noise.to(device)
         text, mask, conditions = self._encoded(batch)
+        experts, scheduler = self.schedule_of(shape)
         frames = clip_frames(self, batch.pixels, self.frames)
         middle = sorted(quantiles)[len(quantiles) // 2]
         losses, estimate = {}, clean
         for quantile in quantiles:
-            timestep = self.scheduler.timestep_quantile(torch.full((len(batch),), quantile))
-            expert = self.experts.of(timestep)
+            timestep = scheduler.timestep_quantile(torch.full((len(batch),), quantile))
+            expert = experts.of(timestep)
             timestep = timestep.to(device)
-            noisy = self.scheduler.add_noise(clean, noise, timestep)
-            given = inputs_of(
-                self.predictor, noisy, self.scheduler.model_timestep(timestep), frames, conditions
-            )
+            noisy = scheduler.add_noise(clean, noise, timestep)
+            given = inputs_of(self.predictor, noisy, scheduler.model_timestep(timestep), frames, conditions)
             predicted = self.predict(given, text, mask, expert)
-            error = _squared_error(predicted, self.scheduler.target(clean, noise, timestep), given.counts)
-            losses[f"loss_at/{quantile:g}"] = error * self.scheduler.loss_weight(timestep)
+            error = _squared_error(predicted, scheduler.target(clean, noise, timestep), given.counts)
+            losses[f"loss_at/{quantile:g}"] = error * scheduler.loss_weight(timestep)
             if quantile == middle:
-                estimate = clean_estimate(self.scheduler, noisy, predicted.float(), timestep)
+                estimate = clean_estimate(scheduler, noisy, predicted.float(), timestep)
                 if given.counts is not None:
                     estimate = torch.where(given.counts, estimate, clean)
         mean = torch.stack(list(losses.values())).mean(0)
@@ -340,6 +356,9 @@ class TextToVideo(nn.Module):
             raise ContractError(
                 "\n".join([f"the task has {len(faults)} errors:", *(fault.render() for fault in faults)])
             )
+        known = [size for size in sizes["data.train"].values() if size is not None]
+        if self._shape is None and len(known) == len(SIZES):  # the first that is checked is data.train
+            self._shape = self.autoencoder.latent_shape(*known)
 
 
 def _squared_error(predicted: Tensor, target: Tensor, counts: Tensor | None) -> Tensor:
