@@ -23,6 +23,7 @@ from mm_core.contracts.batch import (
 )
 from mm_core.contracts.components import (
     Autoencoder,
+    EncodedText,
     Frozen,
     NoiseScheduler,
     Posterior,
@@ -30,12 +31,14 @@ from mm_core.contracts.components import (
     SelfLoading,
     Streamed,
     SupportsDoSample,
+    SupportsForTokens,
     SupportsWeightsFrom,
     TextEncoder,
     Tokenizer,
     VelocityField,
     WeightsFrom,
 )
+from mm_core.contracts.conditions import CLIP_CONDITIONS, ConditionShapes, SupportsConditionShapes
 from mm_core.contracts.conversation import (
     Conversing,
     Decoding,
@@ -75,8 +78,7 @@ from mm_core.contracts.frames import (
     PredictorInputs,
     SupportsFrames,
 )
-from mm_core.contracts.generators import generators_kept, seed_generators, seeded
-from mm_core.contracts.randomness import Randomness
+from mm_core.contracts.randomness import Randomness, generators_kept, seed_generators, seeded
 from mm_core.contracts.running import (
     Callback,
     Engine,
@@ -96,17 +98,20 @@ from mm_core.contracts.running import (
 from mm_core.contracts.sharding import ShardPlan, SupportsShardPlan
 
 __all__ = [
+    "CLIP_CONDITIONS",
     "IGNORED_LABEL",
     "Autoencoder",
     "Batch",
     "Bins",
     "Callback",
     "Clip",
+    "ConditionShapes",
     "Conversing",
     "Dataset",
     "DatasetBase",
     "Decoding",
     "DictBatch",
+    "EncodedText",
     "Ending",
     "Engine",
     "EnginePlan",
@@ -144,10 +149,12 @@ __all__ = [
     "SupportsCheckRequest",
     "SupportsClassNames",
     "SupportsClips",
+    "SupportsConditionShapes",
     "SupportsConversing",
     "SupportsDoSample",
     "SupportsEvaluated",
     "SupportsExperts",
+    "SupportsForTokens",
     "SupportsFrames",
     "SupportsLengths",
     "SupportsModuleFlops",

@@ -93,12 +93,15 @@ class VideoTextBatch(Batch):
         captions: B strings.
         text_ids: [B,L] int64 tokens, set by the task's batch transform in the data worker.
         text_mask: [B,L] bool, false for padding; set like `text_ids`.
+        fps: [B] float32, frames per second of each clip, for predictors whose forward names it; None: not
+            known.
     """
 
     pixels: Tensor
     captions: list[str]
     text_ids: Tensor | None = None
     text_mask: Tensor | None = None
+    fps: Tensor | None = None
 
 
 @dataclass

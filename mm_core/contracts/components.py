@@ -6,7 +6,7 @@ L,D text length and width. An image has F = 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -49,7 +49,10 @@ class Predictor(Protocol):
             timestep: [B], or [B,N] per token, in scheduler units.
             text: [B,L,D].
             text_mask: [B,L] bool, false for padding.
-            conditions: further tensors that the predictor accepts by name.
+            conditions: further tensors, each a parameter of the predictor's own forward. A parameter without
+                a default is needed: a plan in which nothing gives it is an error. `fps` and `size`
+                come from the task (`CLIP_CONDITIONS`), others from the text encoder, under the names that it
+                declares (`SupportsConditionShapes`), and from the predictor's own `with_frames`.
         """
 
     def init_weights(self) -> None:
@@ -188,6 +191,9 @@ class SupportsDoSample(Protocol):
 Tokenizer = Callable[[Sequence[str]], tuple[Tensor, Tensor]]
 """captions -> ids[B,L] int64, mask[B,L] bool. Must be picklable, since it runs in data workers."""
 
+EncodedText = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Mapping[str, Tensor]]
+"""Hidden states [B,L,D], mask [B,L], and conditions for the predictor by name, if there are any."""
+
 
 @runtime_checkable
 class TextEncoder(Frozen, Protocol):
@@ -207,8 +213,13 @@ class TextEncoder(Frozen, Protocol):
         It pads rows to the longest row of the batch or to `max_length`; its mask is false for padding.
         """
 
-    def encode(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Encodes captions: ids[B,L], mask[B,L] -> hidden[B,L,D], mask[B,L]."""
+    def encode(self, ids: Tensor, mask: Tensor) -> EncodedText:
+        """Encodes captions: ids[B,L], mask[B,L] -> hidden[B,L,D], mask[B,L].
+
+        A text encoder that declares `condition_shapes` (`SupportsConditionShapes`) returns a third value: a
+        mapping of these names to tensors[B,...], such as a pooled vector or the states of a second encoder.
+        It returns them for the empty caption too, which stands for dropped captions and negative prompts.
+        """
 
 
 @runtime_checkable
@@ -255,4 +266,18 @@ class NoiseScheduler(Protocol):
                 of a predictor is selected without waiting for the device.
             noise: [B,C,T,H,W].
             steps: number of solver steps.
+        """
+
+
+@runtime_checkable
+class SupportsForTokens(NoiseScheduler, Protocol):
+    """Capability of a noise scheduler whose noise levels depend on the number of tokens of a sample."""
+
+    def for_tokens(self, tokens: int) -> NoiseScheduler:
+        """The noise scheduler for samples of this size; pure, since the task keeps one for each size.
+
+        The task asks for it in training, evaluation and sampling; all samples of a micro-batch have one size.
+
+        Args:
+            tokens: number of patches of one sample's latents: T x H x W over the predictor's `patch_size`.
         """

@@ -88,6 +88,7 @@ class SupportsModuleFlops(Protocol):
     ) -> Sequence[ModuleFlops]:
         """The FLOPs of a predictor's forward for arguments of these shapes, in the order of the forward.
 
+        `conditions` are those of text and given frames, without `CLIP_CONDITIONS`, whose shapes are known.
         A predictor with several experts (`SupportsExperts`) also accepts `expert`, as its forward does.
         """
 

@@ -14,13 +14,13 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from mm_core.contracts import TaskModule
+from mm_core.contracts import CLIP_CONDITIONS, TaskModule
 from mm_core.errors import ContractError, PlanError, first_line
 from mm_core.modules.adapter_layers import adapter_of
 from mm_core.modules.shards import local
 from mm_core.modules.torch_calls import Args, Kwargs
 
-KEEP = frozenset({"timestep", "timesteps", "t", "sigma", "sigmas"})
+KEEP = frozenset({"timestep", "timesteps", "t", "sigma", "sigmas", *CLIP_CONDITIONS})
 """Names of inputs whose precision is never lowered."""
 
 _LOWERED = {torch.float32, torch.float16, torch.bfloat16}
@@ -87,7 +87,7 @@ def shards_mixed() -> bool:
 
 
 def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
-    """Casts a module's floating-point inputs to a dtype, except timesteps (the names in KEEP).
+    """Casts a module's floating-point inputs to a dtype, except those in KEEP, such as timesteps.
 
     Tensors in containers (rotary tables) and double-precision ones keep their dtype.
     """

@@ -191,7 +191,7 @@ def test_what_cannot_be_trained_is_a_sentence(made: type[TaskModule], what: str,
 @pytest.mark.parametrize(
     ("wrong", "what"),
     [
-        (lambda rows: float(rows.sum()), "losses returned a float, not a tensor"),
+        (lambda rows: float(rows.detach().sum()), "losses returned a float, not a tensor"),
         (lambda rows: None, "losses returned a NoneType, not a tensor"),
         (lambda rows: rows.mean(), "losses returned a tensor of the shape [] for 4 samples"),
         (lambda rows: rows[:3], "losses returned a tensor of the shape [3] for 4 samples"),

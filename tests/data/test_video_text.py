@@ -45,6 +45,13 @@ def test_a_sample_is_pixels_caption_and_id(build) -> None:
     assert numbers(sample["pixels"]) == list(range(8))
 
 
+def test_a_batch_has_the_frame_rate_of_each_clip_its_own_or_the_one_asked_for(build) -> None:
+    for asked, found in ((None, 24.0), (12.5, 12.5)):
+        dataset = build(fps=asked)
+        rows = [{**dataset[0], "key": SampleKey(0, 0), "weight": 1.0} for _ in range(2)]
+        assert dataset.collate(rows).fps.tolist() == [found, found]
+
+
 @pytest.mark.parametrize("reader", [None, DecordReader()], ids=["pyav", "decord"])
 def test_frames_are_sampled_at_the_rate_asked_for(build, reader) -> None:
     assert numbers(build(fps=12, reader=reader)[0]["pixels"]) == list(range(0, 16, 2))

@@ -5,9 +5,11 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
+from mm_core.builtin.configs.diffusion import DynamicShift
 from mm_core.contracts import NoiseScheduler, Randomness
 from mm_core.diffusion import rectified_flow
 from mm_core.diffusion.flow_match import FlowMatch
+from mm_core.errors import ContractError
 
 DRAWS = 4000
 KS_LIMIT = 1.95 / DRAWS**0.5
@@ -181,3 +183,54 @@ def test_euler_converges_to_the_exact_solution_at_first_order():
         for steps in (50, 100)
     ]
     assert errors[0] / errors[1] == pytest.approx(2, rel=0.05)
+
+
+FLUX = {"base_shift": 0.5, "max_shift": 1.15}
+LINEAR = {"base_shift": 1.5, "max_shift": 6.0}
+
+
+@pytest.mark.parametrize(("form", "ends"), [("exponential", FLUX), ("linear", LINEAR)])
+@pytest.mark.parametrize("tokens", [64, 256, 1024, 4096, 9000])
+def test_a_dynamic_shift_samples_at_the_levels_of_diffusers(form, ends, tokens):
+    """Diffusers' own class, given mu as its FLUX pipeline computes it: linear in the tokens, 256 to 4096."""
+    scheduler = FlowMatch(dynamic_shift=DynamicShift(**ends, form=form)).for_tokens(tokens)
+    theirs = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, time_shift_type=form, **ends)
+    config = theirs.config
+    slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
+    mu = config.base_shift + slope * (tokens - config.base_image_seq_len)
+    for steps in (1, 4, 28):
+        theirs.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
+        torch.testing.assert_close(scheduler.sigmas(steps), theirs.sigmas, rtol=2e-7, atol=1e-7)
+
+
+def test_the_dynamic_shift_of_flux_is_e_to_the_half_at_256_tokens_and_more_for_larger_images():
+    """mu of FLUX.1 at 256 and 4096 tokens: black-forest-labs/flux, sampling.py get_schedule."""
+    scheduler = FlowMatch(dynamic_shift=DynamicShift())
+    assert scheduler.for_tokens(256).shift == pytest.approx(np.exp(0.5))
+    assert scheduler.for_tokens(4096).shift == pytest.approx(np.exp(1.15))
+    assert scheduler.sigmas(4).tolist() == scheduler.for_tokens(256).sigmas(4).tolist()
+    static = FlowMatch(shift=3.0)
+    assert static.for_tokens(4096) is static
+
+
+def test_training_timesteps_have_the_density_of_the_dynamic_shift():
+    scheduler = FlowMatch(dynamic_shift=DynamicShift()).for_tokens(4096)
+    timestep = scheduler.sample_timesteps(generators(DRAWS))
+    assert ks_distance(timestep / 1000, lambda sigma: unshift(sigma, np.exp(1.15))) < KS_LIMIT
+
+
+def test_a_dynamic_shift_that_cannot_be_is_refused():
+    with pytest.raises(ValueError, match=r"^shift cannot be used with dynamic_shift, which sets it"):
+        FlowMatch(shift=3.0, dynamic_shift=DynamicShift())
+    with pytest.raises(ValueError, match=r"^base_tokens must be less than max_tokens"):
+        DynamicShift(base_tokens=4096)
+    with pytest.raises(ValueError, match="must be above 0 if form is linear"):
+        DynamicShift(base_shift=0.0, form="linear")
+    falls = FlowMatch(dynamic_shift=DynamicShift(base_shift=1.5, max_shift=0.5, form="linear"))
+    with pytest.raises(ContractError) as fault:
+        falls.for_tokens(9000)
+    assert str(fault.value) == (
+        "task.scheduler.dynamic_shift: dynamic_shift gives samples of 9000 tokens the shift -0.777083\n"
+        "  accepted: a shift above 0\n"
+        "  hint: set form: exponential, or raise the shift of the nearer end"
+    )

@@ -104,7 +104,7 @@ def test_a_text_encoder_is_checked_where_it_encodes(change, text):
     batch = make_batch(task)
     encoder = Odd(8, 32)
     encoder.load(torch.device("cpu"))
-    task._captions.encoder = encoder
+    task.captions.encoder = encoder
     length = batch.text_ids.shape[1]
     with pytest.raises(ContractError) as fault:
         task.prepare(batch, RNG)

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from mm_core.contracts.batch import Batch, Bins, Clip, Evaluation, Loss, SampleRequest
 from mm_core.contracts.components import Frozen
-from mm_core.contracts.generators import seeded
-from mm_core.contracts.randomness import Randomness
+from mm_core.contracts.randomness import Randomness, seeded
 from mm_core.contracts.running import Task
 from mm_core.errors import ContractError
 from mm_core.plugin.checks.contract import call_fault, place_of

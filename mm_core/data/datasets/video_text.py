@@ -24,9 +24,10 @@ from mm_core.errors import DataError, plural
 class VideoTextDataset:
     """The dataset `video_text`: clips of `num_frames` frames, each with a caption.
 
-    A sample is {"pixels": float32 [3,F,Y,X] in [-1,1], "caption": str, "id": path in the folder}. Frames are
-    taken at `fps`, by time, or at the video's own rate. Sizes in the annotation only save time: a video that
-    declares fewer frames than a clip needs is not opened. The arguments are the fields of `VideoTextConfig`.
+    A sample is {"pixels": float32 [3,F,Y,X] in [-1,1], "caption": str, "id": path in the folder,
+    "fps": frames per second}. Frames are taken at `fps`, by time, or at the video's own rate. Sizes in the
+    annotation only save time: a video that declares fewer frames than a clip needs is not opened. The
+    arguments are the fields of `VideoTextConfig`.
 
     Raises:
         DataError: in the constructor if the annotations cannot be used; for a sample if its video is missing,
@@ -70,6 +71,7 @@ class VideoTextDataset:
             ids=[sample["id"] for sample in samples],
             pixels=torch.stack([sample["pixels"] for sample in samples]),
             captions=[sample["caption"] for sample in samples],
+            fps=torch.tensor([sample["fps"] for sample in samples], dtype=torch.float32),
         )
 
     def _sample(self, index: int, start: float, caption: float) -> Sample:
@@ -85,12 +87,14 @@ class VideoTextDataset:
                 )
         if wanted.fps is None and row.num_frames is not None and row.num_frames < wanted.num_frames:
             raise self._short(path, row.num_frames, "the annotation declares")
-        times = self._times(path, self.reader.probe(path), start)
+        info = self.reader.probe(path)
+        times = self._times(path, info, start)
         frames = self.reader.read(path, times)
         return {
             "pixels": resize_centre_crop(frames, wanted.height, wanted.width, wanted.interpolation),
             "caption": clean_caption(row.captions[int(caption * len(row.captions))]),
             "id": row.path,
+            "fps": info.fps if wanted.fps is None else wanted.fps,
         }
 
     def _times(self, path: Path, info: VideoInfo, start: float) -> list[float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 from mm_core.contracts import Batch, TextEncoder, Tokenizer, VideoTextBatch
+from mm_core.tasks.text_to_video.conditions import check_returned
 from mm_core.tasks.text_to_video.returned_shapes import check_text
+
+Encoded = tuple[Tensor, Tensor, Mapping[str, Tensor]]
+"""Text states [B,L,D], mask [B,L], and the text encoder's conditions [B,...] by name."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,8 @@ class Captions:
     encoder: TextEncoder
     padding: str | tuple[str, int]
 
-    def encoded(self, batch: VideoTextBatch, dropped: Sequence[bool] = ()) -> tuple[Tensor, Tensor]:
-        """Text states [B,L,D] and mask [B,L] of a batch's captions, on the device of its pixels.
+    def encoded(self, batch: VideoTextBatch, dropped: Sequence[bool] = ()) -> Encoded:
+        """Text states, mask and conditions of a batch's captions, on the device of its pixels.
 
         Args:
             batch: the clips and their captions, tokenized or not.
@@ -50,8 +54,8 @@ class Captions:
         device = batch.pixels.device
         return self._encode(*self._without(dropped, ids.to(device), mask.to(device)))
 
-    def encoded_texts(self, captions: Sequence[str], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Text states [B,L,D] and mask [B,L] of captions given as strings."""
+    def encoded_texts(self, captions: Sequence[str], device: torch.device) -> Encoded:
+        """Text states, mask and conditions of captions given as strings."""
         ids, mask = self.encoder.tokenizer()(captions)
         return self._encode(ids.to(device), mask.to(device))
 
@@ -70,16 +74,19 @@ class Captions:
     def _empty(self) -> tuple[Tensor, Tensor]:
         return self.encoder.tokenizer()([""])
 
-    def _encode(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    def _encode(self, ids: Tensor, mask: Tensor) -> Encoded:
         """Hidden states in float32 (the engine casts them), padded as the predictor expects."""
         rows = len(ids)
-        text, mask = self.encoder.encode(ids, mask)
+        text, mask, *others = self.encoder.encode(ids, mask)
         check_text(text, mask, rows)
+        given: Mapping[str, Tensor] = others[0] if others else {}
+        check_returned(given, self.encoder, rows)
         text = text.float().masked_fill(~mask[..., None], 0)
         if isinstance(self.padding, tuple):
             length = self.padding[1]
             text, mask = _pad(text[:, :length], length), _pad(mask[:, :length], length)
-        return text, mask
+        conditions = {name: t.float() if t.is_floating_point() else t for name, t in given.items()}
+        return text, mask, conditions
 
 
 def _pad(tensor: Tensor, length: int) -> Tensor:

@@ -26,6 +26,7 @@ def collect_faults(task: TextToVideo, sizes: Mapping[str, Sizes]) -> list[Contra
         sizes: clip sizes to check, keyed by the config path that sets them.
     """
     faults = [*_channel_faults(task), *_text_faults(task), *_frame_faults(task), *_latents_faults(task)]
+    faults += task.conditions.faults(task)
     faults += scheduler_faults(task.scheduler, task.autoencoder.latent_channels)
     for where, clip in sizes.items():
         known = {name: value for name, value in clip.items() if value is not None}

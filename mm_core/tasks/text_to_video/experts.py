@@ -19,6 +19,7 @@ from mm_core.contracts import (
     Predictor,
     Randomness,
     SupportsExperts,
+    SupportsForTokens,
     SupportsTruncated,
 )
 from mm_core.errors import ContractError, plural
@@ -37,7 +38,9 @@ class Experts:
     """
 
     def __init__(self, predictor: Predictor | SupportsExperts, scheduler: NoiseScheduler) -> None:
-        self.scheduler = scheduler
+        self.scheduler = self._whole = scheduler
+        self._predictor = predictor
+        self._by_tokens: dict[int, Experts] = {}
         self._routed = predictor if isinstance(predictor, SupportsExperts) else None
         self._experts = tuple(predictor.experts) if isinstance(predictor, SupportsExperts) else ()
         self._trained: list[tuple[Expert, NoiseScheduler, float]] = []
@@ -57,6 +60,20 @@ class Experts:
         if len(self._trained) == 1:
             self.scheduler = self._trained[0][1]
 
+    def for_tokens(self, tokens: int) -> Experts:
+        """These experts with the noise scheduler for samples of this many tokens.
+
+        They are the same object if the noise levels do not depend on the number of tokens.
+        """
+        if not isinstance(self._whole, SupportsForTokens):
+            return self
+        if tokens not in self._by_tokens:
+            scheduler = self._whole.for_tokens(tokens)
+            self._by_tokens[tokens] = (
+                self if scheduler is self._whole else Experts(self._predictor, scheduler)
+            )
+        return self._by_tokens[tokens]
+
     def of_step(self, rng: Randomness, step: int) -> tuple[str | None, NoiseScheduler]:
         """The expert that a training step trains, and the noise scheduler of its timesteps.
 
@@ -73,6 +90,10 @@ class Experts:
             place -= mass
         expert, scheduler, _ = self._trained[-1]  # rounding may leave `place` at the very end
         return expert.name, scheduler
+
+    def trained_on(self, expert: str | None) -> NoiseScheduler:
+        """The noise scheduler of the timesteps on which a trained expert is trained (None: no experts)."""
+        return next((found for each, found, _ in self._trained if each.name == expert), self.scheduler)
 
     def of(self, timestep: Tensor) -> str | None:
         """The expert for a batch whose rows share one timestep [B] (pass a CPU tensor: no device sync)."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mm_core.contracts import (
+    CLIP_CONDITIONS,
     GivenFrames,
     Predictor,
     PredictorInputs,
@@ -19,6 +20,7 @@ from mm_core.contracts import (
 )
 from mm_core.modules.flops import step_flops
 from mm_core.tasks.text_to_video.checks import SIZES
+from mm_core.tasks.text_to_video.conditions import shapes_of
 from mm_core.tasks.text_to_video.frames import image_dim, inputs_of
 
 if TYPE_CHECKING:
@@ -57,11 +59,15 @@ def sample_flops(
         recomputed: module paths in the task whose activations are recomputed.
 
     Returns:
-        None where the clip size, the predictor's `module_flops` or the image encoder's tokens are unknown.
+        None where the clip size, the predictor's `module_flops`, the image encoder's tokens or the size of a
+        text condition are unknown.
     """
     predictor, tokens = task.predictor, _feature_tokens(task)
     known = all(batch_spec.get(name) is not None for name in SIZES)
     if tokens is None or not known or not isinstance(predictor, SupportsModuleFlops):
+        return None
+    declared = task.conditions.of_text(shapes_of(task.text_encoder))
+    if any(None in shape for shape in declared.values()):
         return None
     num_frames, height, width = (batch_spec[name] for name in SIZES)
     padding = predictor.text_padding
@@ -76,7 +82,8 @@ def sample_flops(
             shown = torch.empty(1, *task.autoencoder.latent_shape(count, height, width))
             features = torch.empty(1, tokens, image_dim(predictor) or 0) if tokens else None
             given = GivenFrames(task.frames, shown, features)
-        inputs = inputs_of(predictor, latents, torch.empty(1), given)
+        others = {name: torch.empty(1, *filter(None, shape)) for name, shape in declared.items()}
+        inputs = inputs_of(predictor, latents, torch.empty(1), given, others)
         shapes = _shapes(inputs, torch.empty(1, length, predictor.text_dim))
     own = [path.removeprefix("predictor").removeprefix(".") for path in recomputed]
     return _flops(predictor, shapes, _trained_expert(predictor), own)
@@ -98,7 +105,7 @@ def _trained_expert(predictor: object) -> str | None:
 
 def _shapes(given: PredictorInputs, text: Tensor) -> Shapes:
     tensors = {"latents": given.latents, "timestep": given.timestep, "text": text, **given.conditions}
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in CLIP_CONDITIONS}
 
 
 def _flops(

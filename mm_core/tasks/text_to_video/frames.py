@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -89,20 +91,26 @@ def _encode(
 
 
 def inputs_of(
-    predictor: Predictor, latents: Tensor, timestep: Tensor, given: GivenFrames | None
+    predictor: Predictor,
+    latents: Tensor,
+    timestep: Tensor,
+    given: GivenFrames | None,
+    conditions: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> PredictorInputs:
-    """The predictor's arguments without the text: latents, timesteps and given frames.
+    """The predictor's arguments without the text: latents, timesteps, given frames and other conditions.
 
     Args:
         predictor: the task's predictor.
         latents: [B,C,T,H,W].
         timestep: [B], in model units.
         given: frames to show the predictor, or None.
+        conditions: further tensors by name; those of the given frames have priority.
     """
     if given is None:
-        return PredictorInputs(latents, timestep)
+        return PredictorInputs(latents, timestep, conditions)
     assert isinstance(predictor, SupportsFrames)
-    return predictor.with_frames(latents, timestep, given)
+    inputs = predictor.with_frames(latents, timestep, given)
+    return replace(inputs, conditions={**conditions, **inputs.conditions})
 
 
 def check_images(predictor: Predictor, images: Sequence[Sequence[Tensor]], prompts: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from math import prod
@@ -37,14 +37,13 @@ from mm_core.diffusion.mixture import clean_estimate, noise_share
 from mm_core.errors import ContractError
 from mm_core.tasks.text_to_video.bins import declared_bins, sum_by_bin
 from mm_core.tasks.text_to_video.captions import Captions, TokenizeCaptions
-from mm_core.tasks.text_to_video.checks import SIZES, collect_faults, latents_of, size_faults
+from mm_core.tasks.text_to_video.checks import SIZES, collect_faults, latents_of
+from mm_core.tasks.text_to_video.conditions import Conditions, cast_condition, shapes_of
 from mm_core.tasks.text_to_video.experts import Experts
 from mm_core.tasks.text_to_video.flops import TrainedFlops, sample_flops
-from mm_core.tasks.text_to_video.frames import check_images, choices, clip_frames, image_frames, inputs_of
-from mm_core.tasks.text_to_video.returned_shapes import encoded, expect
-
-Images = Sequence[Sequence[Tensor]]
-"""For each clip its given images, uint8 [3,Y,X]."""
+from mm_core.tasks.text_to_video.frames import check_images, choices, clip_frames, inputs_of
+from mm_core.tasks.text_to_video.returned_shapes import encoded
+from mm_core.tasks.text_to_video.sampling import completed, generate, sample_shape
 
 
 @dataclass
@@ -108,6 +107,7 @@ class TextToVideo(TaskModule):
         self.flops = TrainedFlops(predictor)
         self.scheduler = self.experts.scheduler
         self._step = 0
+        self._shape: tuple[int, ...] | None = None  # of the latents of data.train, once the plan knows it
         self.image_encoder = image_encoder
         if image_encoder is not None:
             self.frozen = (*self.frozen, "image_encoder")
@@ -115,14 +115,27 @@ class TextToVideo(TaskModule):
         self.caption_dropout = caption_dropout
         self.latents = latents_of(autoencoder, latents)
         self.sample_defaults = SampleConfig() if sample is None else sample
-        self._captions = Captions(text_encoder, predictor.text_padding)
+        self.captions = Captions(text_encoder, predictor.text_padding)
+        self.conditions = Conditions(predictor)
 
     # -- training ------------------------------------------------------------------------------
 
     @cached_property
     def bins(self) -> Bins:
-        """The bins of the training loss: ten noise levels."""
-        return declared_bins(self.scheduler)
+        """The bins of the training loss: ten noise levels, with their shares for clips as in data.train."""
+        return declared_bins(self._trained_schedule[1])
+
+    def schedule_of(self, shape: Sequence[int]) -> tuple[Experts, NoiseScheduler]:
+        """The experts and the noise scheduler for clips with latents of the shape (C,T,H,W)."""
+        experts = self.experts.for_tokens(self._tokens_of(shape))
+        return experts, self.scheduler if experts is self.experts else experts.scheduler
+
+    @property
+    def _trained_schedule(self) -> tuple[Experts, NoiseScheduler]:
+        return (self.experts, self.scheduler) if self._shape is None else self.schedule_of(self._shape)
+
+    def _tokens_of(self, shape: Sequence[int]) -> int:
+        return prod(shape[1:]) // prod(self.predictor.patch_size)
 
     def batch_transform(self) -> TokenizeCaptions:
         """The transform that data workers apply to a batch: tokenizing its captions."""
@@ -147,41 +160,67 @@ class TextToVideo(TaskModule):
         latents = encoded(self.autoencoder, batch.pixels, draw)
         shape = tuple(latents.shape[1:])
         noise = torch.stack([rng.normal(shape, "noise", *key) for key in batch.keys]).to(device)
-        expert, scheduler = self.experts.of_step(rng, self._step)
-        timestep = scheduler.sample_timesteps([rng.generator("timestep", *key) for key in batch.keys])
+        experts, scheduler = self.schedule_of(shape)
+        # Every rank and micro-batch must train the same expert, so clips of data.train choose it.
+        expert, _ = self._trained_schedule[0].of_step(rng, self._step)
+        timestep = experts.trained_on(expert).sample_timesteps(
+            [rng.generator("timestep", *key) for key in batch.keys]
+        )
         timestep = timestep.to(device)
         share = self.caption_dropout
         dropped = [share > 0 and rng.uniform("caption_dropout", *key) < share for key in batch.keys]
-        text, mask = self._captions.encoded(batch, dropped)
+        text, mask, conditions = self._encoded(batch, dropped)
         weights = batch.sample_weights.to(device)
         return TextToVideoInputs(
             given=inputs_of(
                 self.predictor,
-                self.scheduler.add_noise(latents, noise, timestep),
-                self.scheduler.model_timestep(timestep),
+                scheduler.add_noise(latents, noise, timestep),
+                scheduler.model_timestep(timestep),
                 clip_frames(self, batch.pixels, self.frames),
+                conditions,
             ),
             text=text,
             text_mask=mask,
-            target=self.scheduler.target(latents, noise, timestep),
-            factors=self.scheduler.loss_weight(timestep) * weights,
+            target=scheduler.target(latents, noise, timestep),
+            factors=scheduler.loss_weight(timestep) * weights,
             weight=self.weight(batch),
             weights=weights,
-            sigma=noise_share(self.scheduler, timestep),
+            sigma=noise_share(scheduler, timestep),
             expert=expert,
         )
 
+    def _encoded(
+        self, batch: VideoTextBatch, dropped: Sequence[bool] = ()
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Text [B,L,D], mask [B,L] and conditions of a batch; empty captions in the `dropped` rows."""
+        text, mask, given = self.captions.encoded(batch, dropped)
+        count, size = len(batch.pixels), (batch.pixels.shape[3], batch.pixels.shape[4])
+        clips = self.conditions.of_clips(count, size, batch.pixels.device, batch.fps)
+        return text, mask, {**self.conditions.of_text(given), **clips}
+
     def loss(self, inputs: TextToVideoInputs) -> Loss:
         """The diffusion loss: squared error of the prediction, in float32, as a weighted sum over samples."""
-        predicted = self._predict(inputs.given, inputs.text, inputs.text_mask, inputs.expert)
+        predicted = self.predict(inputs.given, inputs.text, inputs.text_mask, inputs.expert)
         losses = _squared_error(predicted, inputs.target, inputs.given.counts) * inputs.factors
         bins = sum_by_bin(inputs.sigma, losses, inputs.weights)
         latents = inputs.given.latents
-        tokens = len(latents) * prod(latents.shape[2:]) // prod(self.predictor.patch_size)
+        tokens = len(latents) * self._tokens_of(latents.shape[1:])
         flops = self.flops.of(inputs.given, inputs.text, inputs.expert)
         return Loss(losses.sum(), inputs.weight, bins=bins, tokens=tokens, flops=flops)
 
-    def _predict(self, given: PredictorInputs, text: Tensor, mask: Tensor, expert: str | None) -> Tensor:
+    def predict(self, given: PredictorInputs, text: Tensor, mask: Tensor, expert: str | None) -> Tensor:
+        """Calls the predictor: [B,C,T,H,W].
+
+        Args:
+            given: latents, timesteps and conditions.
+            text: [B,L,D].
+            mask: [B,L].
+            expert: the expert for all rows, or None.
+
+        Raises:
+            ContractError: a condition that the predictor needs is missing.
+        """
+        self.conditions.check(given.conditions, shapes_of(self.text_encoder))
         # The engine casts sharded float32 parameters; an unsharded bf16 predictor needs this cast.
         dtype = _main_dtype(self.get_submodule("predictor"))
         routed: dict[str, Any] = {} if expert is None else {"expert": expert}
@@ -191,7 +230,7 @@ class TextToVideo(TaskModule):
             text=text.to(dtype),
             text_mask=mask,
             **routed,
-            **{name: tensor.to(dtype) for name, tensor in given.conditions.items()},
+            **{name: cast_condition(name, tensor, dtype) for name, tensor in given.conditions.items()},
         )
 
     # -- evaluation ----------------------------------------------------------------------------
@@ -213,21 +252,22 @@ class TextToVideo(TaskModule):
         shape = tuple(clean.shape[1:])
         noise = torch.stack([rng.normal(shape, "validation noise", key.index) for key in batch.keys])
         noise = noise.to(device)
-        text, mask = self._captions.encoded(batch)
+        text, mask, conditions = self._encoded(batch)
+        experts, scheduler = self.schedule_of(shape)
         frames = clip_frames(self, batch.pixels, self.frames)
         middle = sorted(quantiles)[len(quantiles) // 2]
         losses, estimate = {}, clean
         for quantile in quantiles:
-            timestep = self.scheduler.timestep_quantile(torch.full((len(batch),), quantile))
-            expert = self.experts.of(timestep)
+            timestep = scheduler.timestep_quantile(torch.full((len(batch),), quantile))
+            expert = experts.of(timestep)
             timestep = timestep.to(device)
-            noisy = self.scheduler.add_noise(clean, noise, timestep)
-            given = inputs_of(self.predictor, noisy, self.scheduler.model_timestep(timestep), frames)
-            predicted = self._predict(given, text, mask, expert)
-            error = _squared_error(predicted, self.scheduler.target(clean, noise, timestep), given.counts)
-            losses[f"loss_at/{quantile:g}"] = error * self.scheduler.loss_weight(timestep)
+            noisy = scheduler.add_noise(clean, noise, timestep)
+            given = inputs_of(self.predictor, noisy, scheduler.model_timestep(timestep), frames, conditions)
+            predicted = self.predict(given, text, mask, expert)
+            error = _squared_error(predicted, scheduler.target(clean, noise, timestep), given.counts)
+            losses[f"loss_at/{quantile:g}"] = error * scheduler.loss_weight(timestep)
             if quantile == middle:
-                estimate = clean_estimate(self.scheduler, noisy, predicted.float(), timestep)
+                estimate = clean_estimate(scheduler, noisy, predicted.float(), timestep)
                 if given.counts is not None:
                     estimate = torch.where(given.counts, estimate, clean)
         mean = torch.stack(list(losses.values())).mean(0)
@@ -244,16 +284,16 @@ class TextToVideo(TaskModule):
     @torch.no_grad()
     def clips(self, request: SampleRequest) -> Iterator[Clip]:
         """Generates one clip for each prompt, and yields each as soon as it is ready."""
-        wanted = self._complete(request)
+        wanted = completed(self, request)
         self.check_request(wanted)
-        shape = self._sample_shape(wanted)
-        with self.experts.complete(self._device()):
+        shape = sample_shape(self, wanted)
+        with self.experts.complete(self.compute_device()):
             for first in range(0, len(wanted.prompts), self.sample_defaults.batch_size):
                 prompts = wanted.prompts[first : first + self.sample_defaults.batch_size]
                 numbers = range(wanted.first + first, wanted.first + first + len(prompts))
                 noise = torch.stack([Randomness(wanted.seed).normal(shape, "sample", i) for i in numbers])
                 images = wanted.images[first : first + len(prompts)]
-                pixels = self._generate(prompts, images, noise, wanted).float().clamp(-1, 1).cpu()
+                pixels = generate(self, prompts, images, noise, wanted).float().clamp(-1, 1).cpu()
                 assert wanted.fps is not None
                 yield from (Clip(p, wanted.fps, prompt) for p, prompt in zip(pixels, prompts, strict=True))
 
@@ -263,80 +303,28 @@ class TextToVideo(TaskModule):
         Raises:
             MMError: `sample` would refuse the request.
         """
-        wanted = self._complete(request)
-        self._sample_shape(wanted)
+        wanted = completed(self, request)
+        sample_shape(self, wanted)
         check_images(self.predictor, wanted.images, len(wanted.prompts))
         assert wanted.guidance is not None
         self.experts.scales(wanted.guidance)
-        with self.experts.complete(self._device()):
+        with self.experts.complete(self.compute_device()):
             pass  # opening the context checks that the experts' files exist
 
-    def _complete(self, request: SampleRequest) -> SampleRequest:
-        """The request completed with the task's defaults. ContractError where a value is set nowhere."""
-        names = ("steps", "guidance", *SIZES, "fps")
-        values = {name: getattr(request, name) for name in names}
-        values |= {name: getattr(self.sample_defaults, name) for name in names if values[name] is None}
-        if unset := [name for name, value in values.items() if value is None]:
-            raise ContractError(
-                f"the sampling request is incomplete; not set: {', '.join(unset)}",
-                where="task.sample",
-                hint="set them in the request or under task.sample in the config",
-            )
-        if values["steps"] < 1:
-            raise ContractError(
-                f"sampling needs at least one step, not {values['steps']}",
-                where="steps",
-                hint="set steps to 1 or more, in the request or under task.sample in the config",
-            )
-        return replace(request, **values)
-
-    def _sample_shape(self, request: SampleRequest) -> tuple[int, int, int, int]:
-        sizes = dict(zip(SIZES, _size_of(request), strict=True))
-        for fault in size_faults(self, "clip to sample", sizes):
-            raise fault
-        return self.autoencoder.latent_shape(**sizes)
-
-    def _generate(
-        self, prompts: Sequence[str], images: Images, noise: Tensor, request: SampleRequest
-    ) -> Tensor:
-        """pixels[B,3,F,Y,X] from noise[B,C,T,H,W]."""
-        device = self._device()
-        guidance, steps = request.guidance, request.steps
-        assert guidance is not None and steps is not None
-        scales = self.experts.scales(guidance)
-        guided = any(scale > 1 for scale in scales.values())
-        captions = [*prompts, *[request.negative_prompt] * (len(prompts) if guided else 0)]
-        text, mask = self._captions.encoded_texts(captions, device)
-        size = _size_of(request)
-        frames = image_frames(self, images, size, device)
-
-        def velocity(latents: Tensor, timestep: Tensor) -> Tensor:
-            expert = self.experts.of(timestep)
-            scale = scales[expert]
-            timestep = self.scheduler.model_timestep(timestep.to(device))
-            given = inputs_of(self.predictor, latents, timestep, frames)
-            rows = len(latents)
-            if scale <= 1:
-                found = self._predict(given, text[:rows], mask[:rows], expert)
-                return expect(found, latents.shape, "predictor", "forward").float()
-            both = self._predict(given.repeat(2), text, mask, expert)
-            expect(both, (2 * rows, *latents.shape[1:]), "predictor", "forward")
-            conditional, unconditional = both.float().chunk(2)
-            return unconditional + scale * (conditional - unconditional)
-
-        clean = self.scheduler.integrate(velocity, noise.to(device), steps)
-        expect(clean, noise.shape, "scheduler", "integrate")
-        # Latents of given frames go into the clip unchanged.
-        clean = inputs_of(self.predictor, clean, clean.new_zeros(len(clean)), frames).latents
-        return expect(self.autoencoder.decode(clean), (len(clean), 3, *size), "autoencoder", "decode")
-
-    def _device(self) -> torch.device:
+    def compute_device(self) -> torch.device:
         """The device to compute on: that of the frozen parts, since the predictor may be offloaded."""
         for part in (self.text_encoder, self.autoencoder, self.predictor):
             if isinstance(part, nn.Module):
                 for tensor in chain(part.parameters(), part.buffers()):
                     return tensor.device
         return torch.device("cpu")
+
+    def notes(self) -> Sequence[str]:
+        """A note for each condition that the text encoder returns and the predictor does not take."""
+        return [
+            f"task.text_encoder: `{name}` is not used: the predictor's forward does not name it"
+            for name in self.conditions.unused(self.text_encoder)
+        ]
 
     # -- checks --------------------------------------------------------------------------------
 
@@ -365,12 +353,9 @@ class TextToVideo(TaskModule):
             raise ContractError(
                 "\n".join([f"the task has {len(faults)} errors:", *(fault.render() for fault in faults)])
             )
-
-
-def _size_of(request: SampleRequest) -> tuple[int, int, int]:
-    """(F, Y, X) of a complete request."""
-    assert request.num_frames is not None and request.height is not None and request.width is not None
-    return request.num_frames, request.height, request.width
+        known = [size for size in sizes["data.train"].values() if size is not None]
+        if self._shape is None and len(known) == len(SIZES):  # the first that is checked is data.train
+            self._shape = self.autoencoder.latent_shape(*known)
 
 
 def _squared_error(predicted: Tensor, target: Tensor, counts: Tensor | None) -> Tensor:
