@@ -1,9 +1,10 @@
-"""`mm plugins list|show|check`: what is installed, the details of a component, what is broken."""
+"""`mm plugins list|show|check|test`: what is installed, the details of a component, what is broken."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from mm_core.cli.options import print_json, print_table
 from mm_core.errors import plural
@@ -11,9 +12,12 @@ from mm_core.plugin.hookspecs import KINDS
 from mm_core.plugin.records import PluginRecord, Registered
 from mm_core.plugin.registry import Registry, survey
 
+if TYPE_CHECKING:
+    from mm_core.testing.kit import Outcome
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", metavar="list|show|check", required=True)
+    actions = parser.add_subparsers(dest="action", metavar="list|show|check|test", required=True)
     listing = actions.add_parser("list", help="all plugins and components", allow_abbrev=False)
     listing.add_argument("--kind", choices=tuple(KINDS), metavar="KIND", help=f"one of {', '.join(KINDS)}")
     show = actions.add_parser(
@@ -29,7 +33,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         dest="import_targets",
         help="also import every component and compare its class with its contract",
     )
-    for action in (listing, show, check):
+    test = actions.add_parser(
+        "test", help="hold components against what their kind must do", allow_abbrev=False
+    )
+    test.add_argument("name", metavar="NAME", help="a plugin, or the name of a component")
+    test.add_argument("--kind", choices=tuple(KINDS), metavar="KIND", help="only components of this kind")
+    for action in (listing, show, check, test):
         action.add_argument("--json", action="store_true", help="print JSON")
         action.add_argument(
             "--path", action="append", default=[], metavar="FILE", help="also load this one-file plugin"
@@ -37,12 +46,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Runs `mm plugins list`, `show` or `check` and returns its exit code."""
+    """Runs `mm plugins list`, `show`, `check` or `test` and returns its exit code."""
     registry = survey(tuple(arguments.path))
     if arguments.action == "list":
         return _list(registry, arguments.kind, arguments.json)
     if arguments.action == "show":
         return _show(registry.find(arguments.name), arguments.json)
+    if arguments.action == "test":
+        return _test(registry, arguments.name, arguments.kind, arguments.json)
     return _check(registry, arguments.import_targets, arguments.json)
 
 
@@ -131,6 +142,35 @@ def _check(registry: Registry, import_targets: bool, as_json: bool) -> int:
         )
         print(", ".join(plural(count, noun) for count, noun in counts))
     return 1 if faults else 0
+
+
+def _test(registry: Registry, name: str, kind: str | None, as_json: bool) -> int:
+    from mm_core.testing.kit import Examination, find_components
+
+    components = find_components(registry, name, kind)
+    found = []
+    for registered in components:
+        outcomes = list(Examination(registered, registry))
+        found += outcomes
+        if not as_json:
+            _print_outcomes(registered, outcomes)
+    failed = sum(outcome.status == "failed" for outcome in found)
+    if as_json:
+        print_json({"ok": not failed, "checks": [vars(outcome) for outcome in found]})
+    else:
+        counts = ((len(components), "component"), (len(found), "check"), (failed, "failure"))
+        print(", ".join(plural(count, noun) for count, noun in counts))
+    return 1 if failed else 0
+
+
+def _print_outcomes(registered: Registered, outcomes: Sequence[Outcome]) -> None:
+    """Prints a component with the number of its checks that passed, and every other check with its reason."""
+    passed = sum(outcome.status == "passed" for outcome in outcomes)
+    seconds = sum(outcome.seconds for outcome in outcomes)
+    print(f"{registered.qualified}  ({registered.kind})  {passed} of {len(outcomes)} passed, {seconds:.1f} s")
+    for outcome in outcomes:
+        if outcome.status != "passed":
+            print(f"  {outcome.status}: {outcome.check}: {outcome.reason}")
 
 
 def _source(registered: Registered) -> str | None:

@@ -7,6 +7,8 @@ from mm_core import Component, hookimpl
 def mm_predictors() -> list[Component]:
     return [Component(name="custom_dit", target="mm_custom_dit.model:CustomDiT",
                       config="mm_custom_dit.config:CustomDiTConfig",
+                      tiny={"num_layers": 1, "num_heads": 2, "head_dim": 12, "in_channels": 4, "text_dim": 8,
+                            "out_channels": 4, "freq_dim": 8, "ffn_dim": 16, "rope_max_seq_len": 16},
                       summary="Wan-style text-to-video DiT of the tutorial")]  # fmt: skip
 
 

@@ -2,6 +2,12 @@
 
 from mm_core import Component, hookimpl
 
+_TINY = {
+    **{"num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 12, "rope_max_seq_len": 32},
+    **{"in_channels": 4, "out_channels": 4, "text_dim": 16, "freq_dim": 16, "ffn_dim": 32},
+}
+"""Fields of a transformer for tests."""
+
 
 @hookimpl
 def mm_predictors() -> list[Component]:
@@ -10,6 +16,7 @@ def mm_predictors() -> list[Component]:
             name="transformer",
             target="mm_wan.predictor.transformer:WanTransformer",
             config="mm_wan.predictor.config:WanTransformerConfig",
+            tiny=_TINY,
             summary="Wan 2.1 and 2.2's video transformer, Diffusers' own class",
             aliases=("wandit",),
             licence="Apache-2.0",
@@ -19,6 +26,7 @@ def mm_predictors() -> list[Component]:
             name="two_expert",
             target="mm_wan.predictor.two_expert:TwoExpert",
             config="mm_wan.predictor.config:TwoExpertConfig",
+            tiny=_TINY,
             summary="Wan 2.2 A14B: two transformers, for high and for low noise, trained together or alone",
             licence="Apache-2.0",
             paper="https://arxiv.org/abs/2503.20314",

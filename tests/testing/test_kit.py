@@ -1,0 +1,205 @@
+"""`mm plugins test`, the pytest suite of a plugin, and the checks of every kind of component."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from mm_core.cli.main import main
+from mm_core.diffusion.flow_match import FlowMatch
+from mm_core.errors import PluginError
+from mm_core.plugin.registry import get_registry
+from mm_core.testing import conformance_tests
+from mm_core.testing.kit import Examination, find_components
+from support.conformance import examined
+
+test_flow_match = conformance_tests("core/flow_match")
+
+PLUGIN = """
+from mm_core import Component, hookimpl
+from mm_core.diffusion.flow_match import FlowMatch
+
+
+class Ends(FlowMatch):
+    def sigmas(self, steps):
+        return super().sigmas(steps).clamp(min=0.1)
+
+    def target(self, latents, noise, timestep):
+        raise ZeroDivisionError("no steps")
+
+
+@hookimpl
+def mm_schedulers():
+    return [Component("ends", "PLUGIN:Ends")]
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path: Path) -> Path:
+    """A one-file plugin with a scheduler that has two faults."""
+    file = tmp_path / "ends_early.py"
+    file.write_text(PLUGIN.replace("PLUGIN", file.stem))
+    return file
+
+
+def test_a_good_component_is_one_line_and_code_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plugins", "test", "core/flow_match"]) == 0
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("core/flow_match  (scheduler)  16 of 16 passed, ")
+    assert last == "1 component, 16 checks, 0 failures"
+
+
+def test_faults_are_sentences_with_the_authors_file_and_line(
+    plugin: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plugins", "test", "local/ends", "--path", str(plugin)]) == 1
+    out = capsys.readouterr().out
+    line = next(line for line in out.splitlines() if "noise_levels" in line)
+    assert line.startswith("  failed: noise_levels: plugin 'local', scheduler 'local/ends', ")
+    assert f"{plugin}, line 6: sigmas(1) are [1.0, 0.1]; accepted: from at most 1 (noise) down to 0" in line
+    assert f"failed: linear: ZeroDivisionError: no steps ({plugin}, line 11)" in out
+    assert "/mm_core/" not in out, "no frame of the core is shown"
+
+
+def test_json_has_every_check(plugin: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plugins", "test", "local/ends", "--json", "--path", str(plugin)]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["ok"] is False
+    states = {check["check"]: check["status"] for check in answer["checks"]}
+    assert states["noise_levels"] == "failed" and states["timesteps"] == "passed"
+    assert states["light_description"] == "not applicable"
+
+
+def test_names_that_are_not_there_have_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plugins", "test", "core/flow_macth"]) == 1
+    assert "no component is named 'core/flow_macth'" in capsys.readouterr().err
+    assert main(["plugins", "test", "custom_dit", "--kind", "dataset"]) == 1
+    error = capsys.readouterr().err
+    assert "'custom_dit' has no component of the kind 'dataset'" in error and "predictor" in error
+
+
+def with_expected(**expected: str) -> Examination:
+    registry = get_registry()
+    (registered,) = find_components(registry, "core/flow_match")
+    component = replace(registered.component, expected_failures=expected)
+    return Examination(replace(registered, component=component), registry)
+
+
+def test_an_expected_failure_that_passes_is_a_failure() -> None:
+    outcome = with_expected(linear="it is not").run("linear")
+    assert outcome.status == "failed"
+    assert outcome.reason == "it passes now: take 'linear' out of the expected_failures"
+
+
+def test_an_expected_failure_has_its_reason_and_the_sentence_of_the_check() -> None:
+    class Curved(FlowMatch):
+        def add_noise(self, latents, noise, timestep):
+            return super().add_noise(latents, noise, timestep) ** 2
+
+    examination = examined("core/flow_match", Curved)
+    component = replace(examination.registered.component, expected_failures={"linear": "squares are kept"})
+    known = Examination(replace(examination.registered, component=component), examination.registry)
+    outcome = known.run("linear")
+    assert outcome.status == "expected"
+    assert outcome.reason.startswith("squares are kept (plugin 'core', scheduler 'core/flow_match', ")
+    assert "add_noise is not linear in latents and noise" in outcome.reason
+
+
+def test_an_expected_failure_of_no_check_is_refused() -> None:
+    with pytest.raises(PluginError, match="expected_failures names 'lineal', which is no check") as caught:
+        with_expected(lineal="")
+    assert caught.value.hint == "did you mean 'linear'?"
+
+
+# -- the checks of every kind: each refuses a fault ------------------------------------------------
+
+
+def reason(faulty: type, check: str, **changes: object) -> str:
+    outcome = examined("core/flow_match", faulty, **changes).run(check)
+    assert outcome.status == "failed", outcome
+    return outcome.reason
+
+
+def test_a_plugin_that_imports_torch_is_not_light() -> None:
+    examination = examined("core/flow_match")
+    component = replace(examination.registered.component, config="mm_core.diffusion.flow_match:FlowMatch")
+    heavy = Examination(replace(examination.registered, component=component), examination.registry)
+    assert "imports torch, which makes every command slow" in heavy.run("light_description").reason
+
+
+def test_a_class_without_its_methods_does_not_resolve() -> None:
+    class Empty:
+        pass
+
+    assert "Empty does not keep its contract: it lacks 8 methods" in reason(Empty, "resolves", config=None)
+
+
+def test_a_component_that_is_not_built_is_held_against_nothing_more() -> None:
+    class Broken(FlowMatch):
+        def __post_init__(self):
+            raise RuntimeError("never")
+
+    outcomes = list(examined("core/flow_match", Broken))
+    assert [outcome.check for outcome in outcomes] == ["light_description", "resolves", "builds"]
+    assert outcomes[-1].reason.startswith("RuntimeError: never (")
+
+
+class Unequal(float):
+    """A value that is lost on the way to another process."""
+
+    def __reduce__(self):
+        return (float, (0.0,))
+
+
+def test_a_config_that_does_not_come_back_is_noticed() -> None:
+    examination = examined("core/flow_match")
+    probe = examination._probe
+    options = dict(probe.config.options)
+    probe.config = replace(probe.config, options={**options, "shift": Unequal(5.0)})
+    assert "the config is a different one after pickling" in examination.run("picklable_config").reason
+    probe.config = replace(probe.config, options={**options, "timesteps": "no such"})
+    assert "timesteps" in examination.run("config_round_trip").reason
+
+
+@pytest.mark.parametrize(
+    ("act", "named"),
+    [
+        (lambda: torch.manual_seed(0), "torch's default generator"),
+        (lambda: random.random(), "the generator of `random`"),
+        (lambda: os.environ.update(MM_TEST_SIDE_EFFECT="1"), "the number of environment variables"),
+        (lambda: torch.set_default_dtype(torch.float64), "torch's default dtype"),
+        (lambda: setattr(torch, "matmul", lambda a, b: a), "torch.matmul"),
+    ],
+)
+def test_what_building_changes_is_named(act, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "matmul", torch.matmul)
+    monkeypatch.setenv("MM_TEST_SIDE_EFFECT", "")
+    monkeypatch.delenv("MM_TEST_SIDE_EFFECT")
+
+    class Careless(FlowMatch):
+        def __post_init__(self):
+            act()
+
+    kept = torch.get_rng_state(), random.getstate()
+    try:
+        assert f"building the component changes {named}" in reason(Careless, "no_side_effects")
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_rng_state(kept[0])
+        random.setstate(kept[1])
+        os.environ.pop("MM_TEST_SIDE_EFFECT", None)
+
+
+def test_a_device_in_the_code_is_named_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "on_a_device.py"
+    file.write_text(PLUGIN.replace("PLUGIN", file.stem) + "\n\nDEVICE = 'cuda:0'\n")
+    registry = get_registry((str(file),))
+    (registered,) = find_components(registry, "local/ends")
+    outcome = Examination(registered, registry).run("no_device_names")
+    assert f"the code names the device 'cuda:0' ({file}, line 19)" in outcome.reason
