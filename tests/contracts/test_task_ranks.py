@@ -14,7 +14,8 @@ SCRIPT = Path(__file__).with_name("task_ranks.py")
 
 def trained(folder: Path, kind: str, world: int, accumulated: int) -> dict:
     out = folder / f"{kind}_{world}_{accumulated}.pt"
-    run_ranks(SCRIPT, world, out, kind, accumulated)
+    printed = run_ranks(SCRIPT, world, out, kind, accumulated)
+    assert not any("Warning" in text for text in printed), printed[0]
     return torch.load(out)
 
 
