@@ -56,8 +56,18 @@ class Conditions:
         """The conditions of a text encoder (tensors, or their shapes) that the predictor takes."""
         return {name: value for name, value in given.items() if name in self.taken}
 
+    @property
+    def embedded_guidance(self) -> bool:
+        """Whether the predictor takes the guidance scale as a condition."""
+        return "guidance" in self.taken
+
     def of_clips(
-        self, count: int, size: tuple[int, int], device: torch.device, fps: Tensor | float | None
+        self,
+        count: int,
+        size: tuple[int, int],
+        device: torch.device,
+        fps: Tensor | float | None,
+        guidance: float,
     ) -> dict[str, Tensor]:
         """The conditions that the task itself gives and the predictor takes, float32 [B,...].
 
@@ -66,8 +76,9 @@ class Conditions:
             size: height and width of the clips in pixels.
             device: device of the tensors.
             fps: frames per second of each clip [B], or of all; None: not known.
+            guidance: scale of embedded guidance.
         """
-        values = {"fps": fps, "size": size}
+        values = {"fps": fps, "size": size, "guidance": guidance}
         assert values.keys() == CLIP_CONDITIONS.keys()
         return {
             name: torch.as_tensor(value, dtype=torch.float32, device=device).expand(
@@ -99,6 +110,7 @@ class Conditions:
                 accepted=", ".join(sorted(self._named)) or "no condition",
                 hint=did_you_mean(unknown[0], self._named),
             )
+        yield from self._guidance_faults(task)
         if task.text_encoder.missing_files():
             return  # its files may decide what the text encoder returns
         text = shapes_of(task.text_encoder)
@@ -120,6 +132,20 @@ class Conditions:
                     f"the predictor takes `{name}` {_text(wanted)}, but {giver} gives {_text(found)}",
                     where="task.predictor",
                     accepted=_text(found),
+                )
+
+    def _guidance_faults(self, task: TextToVideo) -> Iterator[ContractError]:
+        """Settings of embedded guidance for a predictor that takes none."""
+        settings = {
+            "task.train_guidance": task.train_guidance,
+            "task.sample.true_guidance": task.sample_defaults.true_guidance,
+        }
+        for where, value in settings.items():
+            if value is not None and not self.embedded_guidance:
+                yield ContractError(
+                    f"{where.rpartition('.')[2]} is {value:g}, but the predictor takes no `guidance`",
+                    where=where,
+                    hint="remove it: task.sample.guidance is the scale of classifier-free guidance",
                 )
 
     def unused(self, encoder: TextEncoder) -> list[str]:

@@ -42,7 +42,7 @@ from mm_core.tasks.text_to_video.experts import Experts
 from mm_core.tasks.text_to_video.flops import TrainedFlops, sample_flops
 from mm_core.tasks.text_to_video.frames import check_images, choices, clip_frames, inputs_of
 from mm_core.tasks.text_to_video.returned_shapes import encoded
-from mm_core.tasks.text_to_video.sampling import completed, generate, sample_shape
+from mm_core.tasks.text_to_video.sampling import check_guidance, completed, generate, sample_shape
 
 
 @dataclass
@@ -97,6 +97,7 @@ class TextToVideo(nn.Module):
         sample: SampleConfig | None = None,
         image_encoder: ImageEncoder | None = None,
         frames: FrameNames | None = TextToVideoConfig.frames,
+        train_guidance: float | None = TextToVideoConfig.train_guidance,
     ) -> None:
         super().__init__()
         self.predictor = predictor
@@ -112,6 +113,7 @@ class TextToVideo(nn.Module):
             self.frozen = (*self.frozen, "image_encoder")
         self.frames: FrameNames = choices(predictor)[0] if frames is None else tuple(frames)
         self.caption_dropout = caption_dropout
+        self.train_guidance = train_guidance
         self.latents = latents_of(autoencoder, latents)
         self.sample_defaults = SampleConfig() if sample is None else sample
         self.captions = Captions(text_encoder, predictor.text_padding)
@@ -197,8 +199,9 @@ class TextToVideo(nn.Module):
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Text [B,L,D], mask [B,L] and conditions of a batch; empty captions in the `dropped` rows."""
         text, mask, given = self.captions.encoded(batch, dropped)
+        guidance = 1.0 if self.train_guidance is None else self.train_guidance
         count, size = len(batch.pixels), (batch.pixels.shape[3], batch.pixels.shape[4])
-        clips = self.conditions.of_clips(count, size, batch.pixels.device, batch.fps)
+        clips = self.conditions.of_clips(count, size, batch.pixels.device, batch.fps, guidance)
         return text, mask, {**self.conditions.of_text(given), **clips}
 
     def loss(self, inputs: TextToVideoInputs) -> Loss:
@@ -309,8 +312,7 @@ class TextToVideo(nn.Module):
         wanted = completed(self, request)
         sample_shape(self, wanted)
         check_images(self.predictor, wanted.images, len(wanted.prompts))
-        assert wanted.guidance is not None
-        self.experts.scales(wanted.guidance)
+        check_guidance(self, wanted)
         with self.experts.complete(self.compute_device()):
             pass  # opening the context checks that the experts' files exist
 
