@@ -73,6 +73,7 @@ from mm_core.contracts.frames import (
     ImageEncoder,
     PredictorInputs,
     SupportsFrames,
+    SupportsMaxFrames,
 )
 from mm_core.contracts.generators import generators_kept, seed_generators, seeded
 from mm_core.contracts.randomness import Randomness
@@ -150,6 +151,7 @@ __all__ = [
     "SupportsForTokens",
     "SupportsFrames",
     "SupportsLengths",
+    "SupportsMaxFrames",
     "SupportsModuleFlops",
     "SupportsNotes",
     "SupportsSampleAt",

@@ -6,6 +6,7 @@ def test_my_dit_keeps_the_contract():
     check_predictor(lambda: MyDiT(num_layers=2, ...))
 """
 
-from mm_core.testing.predictor import PREDICTOR_CHECKS, PredictorProbe, check_predictor
+from mm_core.testing.predictor import PREDICTOR_CHECKS, check_predictor
+from mm_core.testing.predictor_probe import PredictorProbe
 
 __all__ = ["PREDICTOR_CHECKS", "PredictorProbe", "check_predictor"]

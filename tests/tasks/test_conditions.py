@@ -316,3 +316,18 @@ def test_settings_of_embedded_guidance_need_a_predictor_that_takes_it():
         "task.sample.true_guidance: true_guidance is 4, but the predictor takes no `guidance`\n"
         "  hint: remove it: task.sample.guidance is the scale of classifier-free guidance"
     )
+
+
+def test_clips_longer_than_a_predictor_takes_are_one_sentence_in_the_plan():
+    predictor = SmallPredictor()
+    predictor.max_frames = 1
+    sample = SampleConfig(num_frames=1, height=8, width=8)
+    assert fault_of(make_task(predictor, sample=sample)) == (
+        "data.train.num_frames: num_frames 2 makes 2 latent frames, but the predictor takes 1 at most\n"
+        "  accepted: 1, for a model of images"
+    )
+    make_task(predictor, sample=sample).check({**SPEC, "num_frames": 1})
+    with pytest.raises(
+        ContractError, match=r"^clip to sample\.num_frames: num_frames 2 makes 2 latent frames"
+    ):
+        make_task(predictor).check_request(SampleRequest(prompts=("a",)))

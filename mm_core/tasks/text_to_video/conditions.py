@@ -57,6 +57,11 @@ class Conditions:
         return {name: value for name, value in given.items() if name in self.taken}
 
     @property
+    def unknown(self) -> list[str]:
+        """Names of declared conditions that the predictor's forward does not take."""
+        return [] if self._open else sorted(self.taken - self._named)
+
+    @property
     def embedded_guidance(self) -> bool:
         """Whether the predictor takes the guidance scale as a condition."""
         return "guidance" in self.taken
@@ -64,7 +69,7 @@ class Conditions:
     def of_clips(
         self,
         count: int,
-        size: tuple[int, int],
+        size: tuple[float, float],
         device: torch.device,
         fps: Tensor | float | None,
         guidance: float,
@@ -103,7 +108,7 @@ class Conditions:
 
     def faults(self, task: TextToVideo) -> Iterator[ContractError]:
         """Conditions that the predictor needs and nothing gives, or whose shapes do not match."""
-        if unknown := sorted(self.taken - self._named) if not self._open else []:
+        if unknown := self.unknown:
             yield ContractError(
                 f"condition_shapes names `{unknown[0]}`, but the predictor's forward does not",
                 where="task.predictor",
