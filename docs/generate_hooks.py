@@ -43,6 +43,7 @@ _TAIL = """
 
 - [Plugins](plugins.md): package components, or keep them in one file.
 - [Write a DiT](writing-a-dit.md): a predictor, step by step.
+- [Write a task](writing-a-task.md): a task and a dataset, step by step.
 - [API](api/index.md): the names that a plugin imports.
 - [Validation](validation.md#metrics): a metric of your own.
 """

@@ -40,12 +40,16 @@ COMMANDS = MappingProxyType(
             "write one HTML page about runs: curves, noise levels, clips, config, comparison",
         ),
         "validate": ("mm_core.cli.training.validate", "check YAML files without training"),
+        "config": (
+            "mm_core.cli.config",
+            "explain keys, write a schema for editors, copy YAML files of plugins",
+        ),
         "plugins": ("mm_core.cli.plugins", "list, show and check plugins and their components"),
     }
 )
 """Subcommand -> (module with `configure(parser)` and `execute(args) -> int`, one-line summary)."""
 
-PRINTING = frozenset({"weights", "validate", "plugins", "chat"})
+PRINTING = frozenset({"weights", "validate", "config", "plugins", "chat"})
 """Subcommands whose only result is what they print. The others also write files."""
 
 ALIASES = MappingProxyType({"evaluate": "eval"})

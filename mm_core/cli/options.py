@@ -1,8 +1,10 @@
-"""Options shared by several commands, and how commands print sizes."""
+"""Options shared by several commands, and how commands print sizes, tables and JSON."""
 
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -49,3 +51,17 @@ def human_size(size: float, digits: int = 1) -> str:
             return f"{size:.{places}f} {unit}"
         size /= 1000
     return f"{size:.{digits}f} GB"
+
+
+def print_json(value: Mapping[str, object]) -> None:
+    """Prints a mapping as indented JSON."""
+    print(json.dumps(value, indent=2, default=str, ensure_ascii=False))
+
+
+def print_table(rows: Iterable[Sequence[str | None]], indent: str = "") -> None:
+    """Prints rows as aligned columns, separated by two spaces."""
+    cells = [[cell or "" for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print((indent + "  ".join(padded)).rstrip())

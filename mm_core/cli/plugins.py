@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
+from mm_core.cli.options import print_json, print_table
 from mm_core.errors import plural
 from mm_core.plugin.hookspecs import KINDS
 from mm_core.plugin.records import PluginRecord, Registered
@@ -48,16 +48,16 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def _list(registry: Registry, kind: str | None, as_json: bool) -> int:
     if as_json:
-        _print_json({"plugins": [_plugin_json(plugin, kind) for plugin in registry.plugins]})
+        print_json({"plugins": [_plugin_json(plugin, kind) for plugin in registry.plugins]})
         return 0
     rows = [("PLUGIN", "VERSION", "STATUS", "DISTRIBUTION")]
     rows += [(p.namespace, p.version, p.status, p.distribution) for p in registry.plugins]
-    _print_table(rows)
+    print_table(rows)
     for each in KINDS if kind is None else [kind]:
         components = registry.components(each)
         if components or kind is not None:
             print(f"\n{each}")
-            _print_table([(c.qualified, c.component.summary) for c in components], indent="  ")
+            print_table([(c.qualified, c.component.summary) for c in components], indent="  ")
     broken = [plugin for plugin in registry.plugins if plugin.status != "ok"]
     if broken:
         print("\nnot loaded")
@@ -71,7 +71,7 @@ def _show(found: Sequence[Registered], as_json: bool) -> int:
 
     described = [(r, describe_fields(r.config_class())) for r in found]
     if as_json:
-        _print_json(
+        print_json(
             {
                 "components": [
                     {**_component_json(r), "source": _source(r), "fields": [vars(field) for field in fields]}
@@ -93,9 +93,9 @@ def _show(found: Sequence[Registered], as_json: bool) -> int:
             ("licence", r.component.licence),
             ("paper", r.component.paper),
         ]
-        _print_table([(name, value) for name, value in facts if value], indent="  ")
+        print_table([(name, value) for name, value in facts if value], indent="  ")
         print("\n  fields" if fields else "\n  no fields")
-        _print_table(
+        print_table(
             [
                 (
                     f.name,
@@ -117,7 +117,7 @@ def _check(registry: Registry, import_targets: bool, as_json: bool) -> int:
     faults = sum(finding.severity == "fault" for finding in findings)
     if as_json:
         plugins = [_plugin_json(plugin, None) for plugin in registry.plugins]
-        _print_json(
+        print_json(
             {"ok": not faults, "findings": [vars(finding) for finding in findings], "plugins": plugins}
         )
     else:
@@ -168,16 +168,3 @@ def _component_json(registered: Registered) -> dict[str, object]:
         "distribution": registered.distribution,
         "version": registered.version,
     }
-
-
-def _print_json(value: dict[str, object]) -> None:
-    print(json.dumps(value, indent=2, default=str, ensure_ascii=False))
-
-
-def _print_table(rows: Iterable[Sequence[str | None]], indent: str = "") -> None:
-    """Prints rows as aligned columns, separated by two spaces."""
-    cells = [[cell or "" for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        print((indent + "  ".join(padded)).rstrip())

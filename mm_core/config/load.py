@@ -57,9 +57,27 @@ def load_config(
         TrustError: the stored run has one-file plugins that this user has not trained with, or a component
             that runs files of a folder without checking whether this user has trained with them.
     """
-    origins = Sources(stored, allow_code)
+    return _load(Path(path), overrides, Sources(stored, allow_code), spare_environment)[0]
+
+
+def load_with_places(path: str | Path, *, allow_code: bool = False) -> tuple[RunConfig, Node]:
+    """Reads and checks the config of a run as `load_config` does, and keeps where its values were written.
+
+    Returns:
+        The config, and the tree that it was checked from: files merged, interpolations resolved. Its nodes
+        know their file and line. It has no defaults.
+
+    Raises:
+        ConfigError: lists each error in the config.
+    """
+    return _load(Path(path), (), Sources(None, allow_code), spare_environment=False)
+
+
+def _load(
+    path: Path, overrides: Sequence[str], origins: Sources, spare_environment: bool
+) -> tuple[RunConfig, Node]:
     sources = _Sources(origins)
-    root = sources.read(Path(path), ())
+    root = sources.read(path, ())
     faults = sources.faults
     root = apply_overrides(root, overrides, faults)
     if sources.lost:  # otherwise everything in the unreadable files would be reported as missing
@@ -77,13 +95,14 @@ def load_config(
         faults += unset
         raise ConfigError(_ordered(faults), where=str(path))
     assert isinstance(config, RunConfig)
-    return dataclasses.replace(
+    config = dataclasses.replace(
         config,
         registry=registry,
         literals=dict(literals),
-        allow_code=allow_code,
+        allow_code=origins.allow_code,
         unknown_commands=unknown_commands(root, origins),
     )
+    return config, root
 
 
 class _Sources:

@@ -90,7 +90,7 @@ class LoaderSection:
 class DataSection:
     """Config section `data`: the datasets for training, validation and test, and the loader."""
 
-    train: Annotated[ComponentConfig, Kind("dataset")]
+    train: Annotated[ComponentConfig, Kind("dataset")]  # trained on
     validation: Annotated[ComponentConfig, Kind("dataset")] | None = None  # evaluated while training
     test: Annotated[ComponentConfig, Kind("dataset")] | None = None  # evaluated once, after the last step
     loader: LoaderSection = field(default_factory=LoaderSection)
@@ -283,21 +283,24 @@ class RunConfig:
     """The config of a run, checked and complete, with every default filled in."""
 
     run: RunSection
-    task: Annotated[ComponentConfig, Kind("task")]
+    task: Annotated[ComponentConfig, Kind("task")]  # what is trained, and with which loss
     data: DataSection
     train: TrainSection
     engine: Annotated[ComponentConfig, Kind("engine")] = ComponentConfig("engine", "core/fsdp2")
+    """how the model is spread over devices"""
     optimizer: Annotated[ComponentConfig, Kind("optimizer")] = ComponentConfig("optimizer", "core/adamw")
+    """how gradients change the weights"""
     lr_schedule: Annotated[ComponentConfig, Kind("lr_schedule")] = ComponentConfig(
         "lr_schedule", "core/constant"
     )
+    """factor of the optimizer's learning rate at each step"""
     init_from: InitFromSection | None = None
     ema: EMASection | None = None
     validation: ValidationSection | None = None
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     log: LogSection = field(default_factory=LogSection)
     profile: ProfileSection | None = None
-    callbacks: tuple[Annotated[ComponentConfig, Kind("callback")], ...] = ()
+    callbacks: tuple[Annotated[ComponentConfig, Kind("callback")], ...] = ()  # called at events, in order
     plugins: PluginsSection = field(default_factory=PluginsSection)
     registry: Registry = field(
         default_factory=get_registry, compare=False, repr=False, metadata={"yaml": False}

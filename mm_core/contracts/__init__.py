@@ -1,9 +1,13 @@
 """The contracts of plugins and core: protocols of every kind of component, typed batches, FLOPs, randomness.
 
 A protocol without `Supports` in its name is what a kind of component must implement; `SupportsX` is an
-optional capability.
+optional capability. `TaskModule`, `PredictorModule` and `DatasetBase` are base classes with
+the least to write.
 """
 
+from mm_core.contracts.bases.dataset_base import DatasetBase, DictBatch
+from mm_core.contracts.bases.predictor_module import PredictorModule, reset_parameters
+from mm_core.contracts.bases.task_module import TaskInputs, TaskModule
 from mm_core.contracts.batch import (
     IGNORED_LABEL,
     Batch,
@@ -75,8 +79,7 @@ from mm_core.contracts.frames import (
     SupportsFrames,
     SupportsMaxFrames,
 )
-from mm_core.contracts.generators import generators_kept, seed_generators, seeded
-from mm_core.contracts.randomness import Randomness
+from mm_core.contracts.randomness import Randomness, generators_kept, seed_generators, seeded
 from mm_core.contracts.running import (
     Callback,
     Engine,
@@ -90,10 +93,10 @@ from mm_core.contracts.running import (
     SupportsClips,
     SupportsNotes,
     Task,
-    TaskModule,
     Tracker,
     WeightPlan,
 )
+from mm_core.contracts.sharding import ShardPlan, SupportsShardPlan
 
 __all__ = [
     "CLIP_CONDITIONS",
@@ -106,7 +109,9 @@ __all__ = [
     "ConditionShapes",
     "Conversing",
     "Dataset",
+    "DatasetBase",
     "Decoding",
+    "DictBatch",
     "EncodedText",
     "Ending",
     "Engine",
@@ -130,11 +135,13 @@ __all__ = [
     "Posterior",
     "Predictor",
     "PredictorInputs",
+    "PredictorModule",
     "Question",
     "Randomness",
     "SampleKey",
     "SampleRequest",
     "SelfLoading",
+    "ShardPlan",
     "StepFlops",
     "Streamed",
     "SupportsAnswer",
@@ -156,9 +163,11 @@ __all__ = [
     "SupportsNotes",
     "SupportsSampleAt",
     "SupportsSampleFlops",
+    "SupportsShardPlan",
     "SupportsTruncated",
     "SupportsWeightsFrom",
     "Task",
+    "TaskInputs",
     "TaskModule",
     "TextBatch",
     "TextEncoder",
@@ -175,6 +184,7 @@ __all__ = [
     "empty_parameters",
     "generators_kept",
     "linear_flops",
+    "reset_parameters",
     "seed_generators",
     "seeded",
     "torch_dtype",

@@ -1,9 +1,17 @@
-"""Random numbers that depend on their purpose, never on the process that draws them or on the order."""
+"""Random numbers that depend on their purpose, never on the process that draws them or on the order.
+
+The process's global generators (random, NumPy, torch on CPU), which users' code draws from, depend on earlier
+draws of the process and differ between ranks unless they are seeded.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 Key = int | str
@@ -42,3 +50,34 @@ class Randomness:
     def uniform(self, *keys: Key) -> float:
         """A uniform random number in [0, 1), drawn at the node along `keys`."""
         return float(torch.rand((), generator=self.generator(*keys)))
+
+
+def seed_generators(rng: Randomness) -> None:
+    """Seeds the process's global random generators from `rng`.
+
+    Each has its own seed: with equal seeds, NumPy and torch would draw the same bits.
+    """
+    random.seed(rng.seed32("random"))
+    np.random.seed(rng.seed32("numpy"))
+    # torch.manual_seed takes 100 times as long, and also seeds the generators of accelerators.
+    torch.default_generator.manual_seed(rng.seed32("torch"))
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Restores the process's global random generators after the block, whatever it draws or seeds."""
+    before = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.default_generator.set_state(before[2])
+
+
+@contextmanager
+def seeded(rng: Randomness) -> Iterator[None]:
+    """Within the block, the process's global random generators are seeded from `rng`, then restored."""
+    with generators_kept():
+        seed_generators(rng)
+        yield

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,14 @@ from mm_core.contracts.batch import Batch, Bins, Clip, Evaluation, Loss, SampleR
 from mm_core.contracts.data import Ending
 from mm_core.contracts.randomness import Randomness
 
+if TYPE_CHECKING:
+    from mm_core.contracts.bases.task_module import TaskModule
+
 
 class Task(Protocol):
     """A task: a `torch.nn.Module` that computes the loss of a training step.
+
+    `TaskModule` implements all of it but the loss.
 
     `prepare`, `evaluate` and `sample` call each entry point of a `Streamed` component equally often for every
     batch, or request of the same length: other ranks, which may hold a part of its weights, make their calls
@@ -80,10 +85,6 @@ class Task(Protocol):
         Raises:
             ContractError: they do not match.
         """
-
-
-class TaskModule(nn.Module, Task):
-    """The type of a task in annotations: a module and a `Task`. Tasks need not derive from it."""
 
 
 @runtime_checkable
@@ -270,6 +271,11 @@ class EnginePlan:
         offloaded_bytes: the part of `parameter_bytes` in host memory; above 0, all gradients and optimizer
             states are there too.
         gathered_bytes: largest size of gathered copies of parameters on the device at a time.
+        forward_prefetch: path of a wrapped module -> wrapped modules that are gathered while its forward
+            computes.
+        backward_prefetch: the same for the backward.
+        origins: `wrapped`, `recomputed` and `prefetched` -> who decided, the model's plan or the config;
+            empty if no trained component brings a plan.
     """
 
     world: int
@@ -284,6 +290,9 @@ class EnginePlan:
     frozen: tuple[FrozenPlan, ...] = ()
     offloaded_bytes: int = 0
     gathered_bytes: int = 0
+    forward_prefetch: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    backward_prefetch: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict)
 
 
 class Engine(Protocol):

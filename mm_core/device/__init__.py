@@ -6,6 +6,7 @@ group also has gloo for CPU tensors: the loop's small collectives and checkpoint
 
 from mm_core.device.kernels import attention_of_any_length, set_deterministic
 from mm_core.device.kind import (
+    ACCELERATOR_NAMES,
     CPU_BACKEND,
     World,
     bind_device,
@@ -27,6 +28,7 @@ from mm_core.device.measuring import (
 from mm_core.device.peaks import peak_flops, published_peak
 
 __all__ = [
+    "ACCELERATOR_NAMES",
     "CPU_BACKEND",
     "DeviceClock",
     "MemoryRecorder",

@@ -19,6 +19,9 @@ CPU_BACKEND = "gloo"
 
 _BACKENDS = {"cuda": "nccl", "npu": "hccl"}
 
+ACCELERATOR_NAMES = frozenset({*_BACKENDS, *_BACKENDS.values()})
+"""Names of devices and backends that no component needs to know."""
+
 
 @dataclass(frozen=True)
 class World:

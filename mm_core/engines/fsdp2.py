@@ -45,6 +45,7 @@ from mm_core.parallel.activation_checkpointing import recompute
 from mm_core.parallel.frozen_placement import place, plan_frozen
 from mm_core.parallel.gloo_averaging import average_by_sum, check_replicas
 from mm_core.parallel.layout import decide_layout, gathered_bytes, mesh_shape
+from mm_core.parallel.prefetch import set_prefetch
 from mm_core.parallel.scalar_parameters import ScalarParameters, scalars_of
 from mm_core.parallel.unused_modules import UnusedModules
 from mm_core.runtime.groups import device_mesh
@@ -91,6 +92,8 @@ class FSDP2Engine:
             wrap=config.sub_modules_to_wrap,
             recompute=config.recompute_modules,
             ignore=config.ignored_modules,
+            forward_prefetch=config.num_to_forward_prefetch,
+            backward_prefetch=config.num_to_backward_prefetch,
         )
         check_dtypes(task, layout.roots)
         own = trained = left_alone = 0
@@ -102,8 +105,6 @@ class FSDP2Engine:
                 own += size
                 left_alone += size if whole else 0
                 trained += size if parameter.requires_grad else 0
-        # Even without configured prefetching, fully_shard gathers the next module of the backward.
-        ahead = max(config.num_to_forward_prefetch, config.num_to_backward_prefetch, 1)
         return EnginePlan(
             world=world,
             data_parallel=world,
@@ -117,8 +118,11 @@ class FSDP2Engine:
             frozen=plan_frozen(task, config.frozen, layout.ignored, shards),
             offloaded_bytes=own - left_alone if config.offload_to_cpu else 0,
             gathered_bytes=gathered_bytes(
-                task, layout, _dtype(config.param_dtype), ahead if config.reshard_after_forward else None
+                task, layout, _dtype(config.param_dtype), config.reshard_after_forward
             ),
+            forward_prefetch=layout.forward_prefetch,
+            backward_prefetch=layout.backward_prefetch,
+            origins=layout.origins,
         )
 
     # -- prepare -------------------------------------------------------------------------------
@@ -219,15 +223,7 @@ class FSDP2Engine:
         chain = [m for p in plan.wrapped if isinstance(m := task.get_submodule(p), FSDPModule)]
         average_by_sum(self.device, [*chain, *self._roots])
         self._unused = UnusedModules([*chain, *self._trained.values()])
-        self._prefetch(chain)
-
-    def _prefetch(self, chain: Sequence[FSDPModule]) -> None:
-        ahead, behind = self.config.num_to_forward_prefetch, self.config.num_to_backward_prefetch
-        for index, module in enumerate(chain):
-            if ahead:
-                module.set_modules_to_forward_prefetch(list(chain[index + 1 : index + 1 + ahead]))
-            if behind:
-                module.set_modules_to_backward_prefetch(list(chain[max(0, index - behind) : index])[::-1])
+        set_prefetch(task, plan)
 
     # -- step ----------------------------------------------------------------------------------
 

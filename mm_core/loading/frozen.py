@@ -74,12 +74,15 @@ def load_frozen_alone(task: TaskModule, device: torch.device, config: RunConfig)
         place(streamed[plan.name], plan, device, files)
 
 
-def load_frozen(component: nn.Module, device: torch.device | str | None = None) -> nn.Module:
+def load_frozen(
+    component: nn.Module, device: torch.device | str | None = None, registry: Registry | None = None
+) -> nn.Module:
     """Loads the full weights of a frozen component made by `build` onto a device; returns the component.
 
     Args:
         component: an autoencoder, text encoder or another frozen component; a loaded one is left unchanged.
         device: None for the device of this process.
+        registry: the plugins, for formats of weights; None: the installed ones.
 
     Raises:
         CheckpointError: files that are missing, damaged, hostile or from a different model.
@@ -98,7 +101,7 @@ def load_frozen(component: nn.Module, device: torch.device | str | None = None) 
         return component
     component.build_empty()
     name = type(component).__name__
-    files = FrozenFiles({name: component}, get_registry(), above="")
+    files = FrozenFiles({name: component}, registry or get_registry(), above="")
     place(component, FrozenPlan(name, "replicated", (), 0, 0, 0), where, files)
     return component
 

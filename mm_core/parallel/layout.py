@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from mm_core.contracts import TaskModule
 from mm_core.errors import PlanError, plural
 from mm_core.modules.patterns import match
+from mm_core.parallel.shard_plans import ModelPlan, Prefetch, backwards, in_order, model_plans
 
 
 @dataclass(frozen=True)
@@ -23,45 +24,79 @@ class Layout:
         wrapped: modules sharded as units of their own.
         recomputed: modules whose activations are recomputed in the backward.
         ignored: modules that are not sharded.
+        forward_prefetch: wrapped module -> wrapped modules to gather while its forward computes.
+        backward_prefetch: the same for the backward.
+        origins: what was decided (`wrapped`, `recomputed`, `prefetched`) -> who decided; empty if no model
+            brings a plan.
     """
 
     roots: tuple[str, ...]
     wrapped: tuple[str, ...]
     recomputed: tuple[str, ...]
     ignored: tuple[str, ...]
+    forward_prefetch: Prefetch = field(default_factory=dict)
+    backward_prefetch: Prefetch = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict)
 
 
 Patterns = Literal["auto"] | Sequence[str]
 
 
 def decide_layout(
-    task: TaskModule, trainable: Sequence[str], *, wrap: Patterns, recompute: Patterns, ignore: Sequence[str]
+    task: TaskModule,
+    trainable: Sequence[str],
+    *,
+    wrap: Patterns,
+    recompute: Patterns | None,
+    ignore: Sequence[str],
+    forward_prefetch: int | None = None,
+    backward_prefetch: int | None = None,
 ) -> Layout:
     """Decides a task's sharding layout: resolves the engine's module patterns against the task's modules.
+
+    A component that brings its own plan decides what the config leaves to `auto` or None.
 
     Args:
         task: the task, on the meta device or not.
         trainable: names of the trained components.
         wrap: patterns of modules to shard as units.
-        recompute: patterns of modules to recompute.
+        recompute: patterns of modules to recompute; None for those of the components' plans.
         ignore: patterns of modules not to shard.
+        forward_prefetch: number of wrapped modules to gather ahead; None for the components' plans.
+        backward_prefetch: the same for the backward.
 
     Raises:
         PlanError: a pattern matches nothing, or would exclude trained parameters from sharding.
     """
-    paths = [name for name, _ in task.named_modules() if name]
-    blocks = [path for root in trainable for path in like_blocks(task.get_submodule(root), root)]
+    plans = model_plans(task, trainable)
+    ignored = tuple(match(list(ignore), _paths(task), "engine.ignored_modules"))
+    _check_ignored(task, trainable, ignored)
+    wrapped, who_wraps = _wrapped(task, trainable, wrap, plans)
+    recomputed, who_recomputes = _recomputed(task, trainable, recompute, plans)
+    for key, chosen in ((who_wraps, wrapped), (who_recomputes, recomputed)):
+        if outside := [path for path in chosen if not _inside(f"{path}.", trainable)]:
+            raise PlanError(
+                f"{outside[0]!r} is not part of a trained module",
+                where=key,
+                accepted=f"paths below {', '.join(trainable)}",
+            )
+        check_callable(task, chosen, key)
+    strict = who_wraps != _WRAP
+    forward, backward, who_prefetches = _prefetched(
+        wrapped, plans.values(), strict, forward_prefetch, backward_prefetch
+    )
+    origins = {"wrapped": who_wraps, "recomputed": who_recomputes, "prefetched": who_prefetches}
+    return Layout(tuple(trainable), wrapped, recomputed, ignored, forward, backward, origins if plans else {})
 
-    def resolve(patterns: Patterns, key: str) -> tuple[str, ...]:
-        return tuple(blocks) if patterns == "auto" else tuple(match(list(patterns), paths, key))
 
-    if recompute == "auto" and not blocks:
-        raise PlanError(
-            f"'auto' finds no repeated blocks in {', '.join(trainable)}",
-            where="engine.recompute_modules",
-            accepted="path patterns; or a model with _no_split_modules or a list of equal modules",
-        )
-    ignored = resolve(ignore, "engine.ignored_modules")
+_WRAP, _RECOMPUTE = "engine.sub_modules_to_wrap", "engine.recompute_modules"
+
+
+def _paths(task: TaskModule) -> list[str]:
+    return [name for name, _ in task.named_modules() if name]
+
+
+def _check_ignored(task: TaskModule, trainable: Sequence[str], ignored: Sequence[str]) -> None:
     for path in ignored:
         inside = task.get_submodule(path).named_parameters(prefix=path)
         if trained := [name for name, p in inside if p.requires_grad and _inside(f"{name}.", trainable)]:
@@ -72,39 +107,90 @@ def decide_layout(
                 accepted="frozen modules, or modules without parameters",
                 hint="remove it from engine.ignored_modules",
             )
-    wrapped = tuple(p for p in resolve(wrap, "engine.sub_modules_to_wrap") if p not in trainable)
-    if tied := shared_outside(task, wrapped):
-        if wrap != "auto":
-            path, (own, other) = next(iter(tied.items()))
-            raise PlanError(
-                f"{path!r} shares {own!r} with {other!r} outside of it: both must be gathered together",
-                where="engine.sub_modules_to_wrap",
-                accepted="auto, which leaves such modules out; or a module that contains both",
-            )
-        wrapped = tuple(path for path in wrapped if path not in tied)
-    recomputed = resolve(recompute, "engine.recompute_modules")
-    for key, chosen in (("sub_modules_to_wrap", wrapped), ("recompute_modules", recomputed)):
-        if outside := [path for path in chosen if not _inside(f"{path}.", trainable)]:
-            raise PlanError(
-                f"{outside[0]!r} is not part of a trained module",
-                where=f"engine.{key}",
-                accepted=f"paths below {', '.join(trainable)}",
-            )
-        check_callable(task, chosen, f"engine.{key}")
-    return Layout(tuple(trainable), wrapped, recomputed, ignored)
 
 
-def gathered_bytes(task: TaskModule, layout: Layout, dtype: torch.dtype | None, ahead: int | None) -> int:
+def _wrapped(
+    task: TaskModule, trainable: Sequence[str], wrap: Patterns, plans: Mapping[str, ModelPlan]
+) -> tuple[tuple[str, ...], str]:
+    """The wrapped modules, and who decided."""
+    planned = {root: p.matches("wrap", p.plan.wrap) for root, p in plans.items() if p.plan.wrap is not None}
+    sources = [f"{plans[root].source}.wrap" for root in planned]
+    if wrap == "auto":
+        found = [planned.get(root) or _blocks(task, root, planned) for root in trainable]
+        wrapped = tuple(path for paths in found for path in paths)
+        origin = ", ".join([*sources, *(["auto"] if len(planned) < len(trainable) else [])])
+    else:
+        wrapped, origin = tuple(match(list(wrap), _paths(task), _WRAP)), _WRAP
+    wrapped = tuple(path for path in wrapped if path not in trainable)
+    tied = shared_outside(task, wrapped)
+    chosen = tied if wrap != "auto" else [p for paths in planned.values() for p in paths if p in tied]
+    for path in chosen:
+        own, other = tied[path]
+        raise PlanError(
+            f"{path!r} shares {own!r} with {other!r} outside of it: both must be gathered together",
+            where=origin,
+            accepted="auto, which leaves such modules out; or a module that contains both",
+        )
+    return tuple(path for path in wrapped if path not in tied), origin
+
+
+def _blocks(task: TaskModule, root: str, planned: Collection[str]) -> list[str]:
+    return [] if root in planned else like_blocks(task.get_submodule(root), root)
+
+
+def _recomputed(
+    task: TaskModule, trainable: Sequence[str], recompute: Patterns | None, plans: Mapping[str, ModelPlan]
+) -> tuple[tuple[str, ...], str]:
+    """The recomputed modules, and who decided."""
+    if recompute is not None and recompute != "auto":
+        return tuple(match(list(recompute), _paths(task), _RECOMPUTE)), _RECOMPUTE
+    planned = {
+        root: p.matches("recompute", p.plan.recompute) for root, p in plans.items() if p.plan.recompute
+    }
+    sources = [f"{plans[root].source}.recompute" for root in planned]
+    if recompute is None:
+        return tuple(path for paths in planned.values() for path in paths), ", ".join(sources) or "no plan"
+    found = [path for root in trainable for path in planned.get(root) or _blocks(task, root, planned)]
+    if not found:
+        raise PlanError(
+            f"'auto' finds no repeated blocks in {', '.join(trainable)}",
+            where=_RECOMPUTE,
+            accepted="path patterns; or a model with _no_split_modules or a list of equal modules",
+        )
+    return tuple(found), ", ".join([*sources, *(["auto"] if len(planned) < len(trainable) else [])])
+
+
+def _prefetched(
+    wrapped: Sequence[str],
+    plans: Collection[ModelPlan],
+    strict: bool,
+    forward: int | None,
+    backward: int | None,
+) -> tuple[Prefetch, Prefetch, str]:
+    """The prefetching of the forward and of the backward, and who decided."""
+    planned = {path: ahead for plan in plans for path, ahead in plan.prefetch(wrapped, strict).items()}
+    sources = [plan.source for plan in plans if plan.plan.prefetch and None in (forward, backward)]
+    sources += ["engine.num_to_forward_prefetch"] if forward is not None else []
+    sources += ["engine.num_to_backward_prefetch"] if backward is not None else []
+    return (
+        planned if forward is None else in_order(wrapped, forward),
+        backwards(planned, wrapped) if backward is None else in_order(wrapped[::-1], backward),
+        ", ".join(sources),
+    )
+
+
+def gathered_bytes(task: TaskModule, layout: Layout, dtype: torch.dtype | None, reshard: bool) -> int:
     """The peak bytes of gathered (unsharded) parameters in a task's sharding layout.
 
-    These are the parameters outside wrapped modules, and those of the computing wrapped module and `ahead`
-    further ones, with the modules that contain them.
+    These are the parameters outside wrapped modules, and those of the computing wrapped module and of those
+    that are gathered ahead, with the modules that contain them. Even without configured prefetching,
+    fully_shard gathers the next module of the backward.
 
     Args:
         task: the task.
         layout: its sharding layout.
         dtype: dtype of gathered parameters; None for their own.
-        ahead: number of prefetched modules; None if every wrapped module stays gathered until its backward.
+        reshard: false if every wrapped module stays gathered until its backward.
     """
     own = dict.fromkeys((*layout.roots, *layout.wrapped), 0)
     seen: set[int] = set()
@@ -116,9 +202,11 @@ def gathered_bytes(task: TaskModule, layout: Layout, dtype: torch.dtype | None, 
             size = dtype.itemsize if dtype and parameter.is_floating_point() else parameter.element_size()
             own[max(_inside(name, own), key=len)] += parameter.numel() * size
     whole = sum(own[root] for root in layout.roots)
-    if ahead is None:
+    if not reshard:
         return sum(own.values())
-    windows = [layout.wrapped[i : i + 1 + ahead] for i in range(len(layout.wrapped))]
+    windows = [layout.wrapped[i : i + 2] for i in range(len(layout.wrapped))]
+    for prefetch in (layout.forward_prefetch, layout.backward_prefetch):
+        windows += [(path, *ahead) for path, ahead in prefetch.items()]
     held = [{path for w in window for path in _inside(f"{w}.", layout.wrapped)} for window in windows]
     return whole + max((sum(own[path] for path in paths) for paths in held), default=0)
 

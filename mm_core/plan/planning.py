@@ -14,6 +14,7 @@ from mm_core.contracts import (
     Engine,
     EnginePlan,
     Frozen,
+    SampleRequest,
     StepFlops,
     Streamed,
     SupportsCheckMicroBatch,
@@ -66,7 +67,7 @@ def build_frozen(task: TaskModule) -> None:
 
 
 def check_data(config: RunConfig, task: TaskModule) -> None:
-    """Checks, for the plan of a run, the datasets' options against the task and the batch sizes.
+    """Checks, for the plan of a run, the task against the samples asked for, the datasets and batch sizes.
 
     No dataset is opened.
 
@@ -74,6 +75,9 @@ def check_data(config: RunConfig, task: TaskModule) -> None:
         ContractError: the options do not match.
     """
     registry = config.registry
+    asked = config.validation is not None and config.validation.samples is not None
+    if asked and isinstance(task, TaskModule):
+        TaskModule.check_request(task, SampleRequest(prompts=()))
     for data in config.data.splits.values():
         task.check(data.options)
         class_: object = registry.resolve("dataset", data.type).load_target()

@@ -167,7 +167,7 @@ class Checker:
         return self._construct(cls, values, node)
 
     def _field(self, default: object, annotation: object, node: Node) -> object:
-        before, self._infinite = self._infinite, not _finite(default)
+        before, self._infinite = self._infinite, not is_finite(default)
         try:
             return self.value(annotation, _with_default(node, default))
         finally:
@@ -359,10 +359,10 @@ class Checker:
         return value if not isinstance(value, (dict, list)) else to_python(node)
 
 
-def _finite(default: object) -> bool:
+def is_finite(default: object) -> bool:
     """Whether a field's default is finite: if it is not, the field accepts infinity too."""
     if isinstance(default, (tuple, list)):
-        return all(map(_finite, default))
+        return all(map(is_finite, default))
     return not isinstance(default, float) or math.isfinite(default)
 
 

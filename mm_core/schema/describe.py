@@ -1,4 +1,4 @@
-"""Descriptions of a component's config fields, for `mm plugins show` and the documentation."""
+"""Descriptions of config fields, for `mm plugins show`, `mm config` and the documentation."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import dataclasses
 import inspect
 import io
 import tokenize
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from mm_core.schema.fields import ComponentConfig, Kind, Range
+from mm_core.schema.fields import ComponentConfig, Kind, Range, yaml_key
 from mm_core.schema.nodes import default_of
 
 if TYPE_CHECKING:
@@ -38,10 +40,48 @@ def describe_fields(cls: type[DataclassInstance]) -> tuple[FieldInfo, ...]:
     found = []
     for f in dataclasses.fields(cls):
         default = default_of(f)
-        text = None if default is dataclasses.MISSING else _value_text(default)
+        text = None if default is dataclasses.MISSING else value_text(default)
         if f.init:
             found.append(FieldInfo(f.name, type_text(hints[f.name]), text, comments.get(f.name, "")))
     return tuple(found)
+
+
+@dataclass(frozen=True)
+class KeyInfo:
+    """One key that a mapping may set, from a field of a typed dataclass.
+
+    Attributes:
+        field: the field in words.
+        hint: the field's type annotation.
+        default: the field's default; MISSING if it has none.
+        aliases: former names of the key, still accepted.
+    """
+
+    field: FieldInfo
+    hint: object
+    default: object
+    aliases: tuple[str, ...]
+
+
+def describe_keys(cls: type[DataclassInstance]) -> dict[str, KeyInfo]:
+    """Describes the keys of a mapping that is checked against a typed dataclass, by key and in order."""
+    hints = get_type_hints(cls, include_extras=True)
+    described = {info.name: info for info in describe_fields(cls)}
+    return {
+        yaml_key(f.name): KeyInfo(
+            described[f.name], hints[f.name], default_of(f), tuple(f.metadata.get("aliases", ()))
+        )
+        for f in dataclasses.fields(cls)
+        if f.init and f.metadata.get("yaml", True)
+    }
+
+
+def summary_of(cls: type[DataclassInstance]) -> str:
+    """The first paragraph of a typed dataclass's own docstring in one line; empty if it has none."""
+    text = inspect.cleandoc(vars(cls).get("__doc__") or "")
+    if text.startswith(f"{cls.__name__}("):  # written by `dataclass`
+        return ""
+    return " ".join(text.partition("\n\n")[0].split())
 
 
 def type_text(hint: object) -> str:
@@ -68,20 +108,23 @@ def type_text(hint: object) -> str:
     return str(hint).replace("typing.", "").replace("collections.abc.", "")
 
 
-def _value_text(value: object) -> str:
-    """A default value as YAML would write it."""
+def value_text(value: object) -> str:
+    """A value in one line, as YAML would write it."""
     if isinstance(value, ComponentConfig):
         return f"{{type: {value.type}}}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        pairs = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
-        return f"{{{', '.join(f'{name}: {_value_text(item)}' for name, item in pairs)}}}"
+        pairs = ((yaml_key(f.name), getattr(value, f.name)) for f in dataclasses.fields(value))
+        return f"{{{', '.join(f'{name}: {value_text(item)}' for name, item in pairs)}}}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name}: {value_text(item)}' for name, item in value.items())}}}"
     if isinstance(value, (tuple, list)):
-        return f"[{', '.join(map(_value_text, value))}]"
+        return f"[{', '.join(map(value_text, value))}]"
     if value is None or isinstance(value, bool):
         return repr(value).lower()
     return value if isinstance(value, str) and value else repr(value)
 
 
+@cache
 def _comments(cls: type[DataclassInstance]) -> dict[str, str]:
     """Field -> the comment on its line, or the string below it; {} if there is no source."""
     try:

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 
 from mm_core.config.dump import plain
+from mm_core.device import ACCELERATOR_NAMES
 from mm_core.plugin.checks.inspection import component_faults
 from mm_core.plugin.checks.locate import find_module, source_file
 from mm_core.schema.checking import check_component
 from mm_core.testing.kit import NotApplicable, Probe, by_name
 
-_DEVICES = ("cuda", "npu", "hccl", "nccl")
 _WATCHED = (torch, torch.nn, torch.nn.functional, torch.Tensor, torch.nn.Module, builtins, os, random, np)
 """Namespaces in which a component may replace nothing."""
 
@@ -155,7 +155,7 @@ def _device_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
         and isinstance(node.body[0], ast.Expr)
     }
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr in _DEVICES:
+        if isinstance(node, ast.Attribute) and node.attr in ACCELERATOR_NAMES:
             yield node.lineno, node.attr
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
-            yield from [(node.lineno, node.value)] * (node.value.partition(":")[0] in _DEVICES)
+            yield from [(node.lineno, node.value)] * (node.value.partition(":")[0] in ACCELERATOR_NAMES)

@@ -27,10 +27,18 @@ Status = Literal["passed", "failed", "expected", "not applicable"]
 KITS: Mapping[str, str] = MappingProxyType(
     {
         "predictor": "mm_core.testing.predictors:KIT",
+        "autoencoder": "mm_core.testing.frozen.autoencoders:KIT",
+        "text_encoder": "mm_core.testing.frozen.encoders:TEXT",
+        "image_encoder": "mm_core.testing.frozen.encoders:IMAGE",
         "scheduler": "mm_core.testing.schedulers:KIT",
+        "dataset": "mm_core.testing.data.datasets:KIT",
+        "video_reader": "mm_core.testing.data.video_readers:KIT",
     }
 )
 """Kind of component -> `module:NAME` of its Kit, imported when components of the kind are tested."""
+
+_COMMON = "mm_core.testing.common:CHECKS"
+"""The checks of every kind."""
 
 
 class NotApplicable(Exception):
@@ -84,7 +92,7 @@ class Probe:
     def place(self) -> str:
         """The component, and the author's file and line that define it, for errors."""
         target = self.registered.load_target()
-        return f"{self.registered.short_place}, {place_of(target, target)}"  # type: ignore[arg-type]
+        return f"{self.registered.short_place}, {place_of(target, target)}"
 
     def expect(self, holds: object, what: str, accepted: str | None = None, hint: str | None = None) -> None:
         """Raises a ContractError that names the component's place unless `holds` is true."""
@@ -176,10 +184,8 @@ class Examination:
     @cached_property
     def checks(self) -> Mapping[str, Check]:
         """The checks of the component: those of every kind, then those of its own."""
-        from mm_core.testing.common import CHECKS
-
         own = {n: c for n, c in self._kit.checks.items() if self.ranks or n not in self._kit.ranks}
-        return MappingProxyType({**CHECKS, **own})
+        return MappingProxyType({**_load(_COMMON), **own})
 
     @cached_property
     def _probe(self) -> Probe:
@@ -233,9 +239,13 @@ class Examination:
 
 def kit_of(kind: str) -> Kit:
     """The conformance checks of a kind of component."""
-    module, _, name = KITS[kind].partition(":")
-    kit: Kit = getattr(import_module(module), name)
+    kit: Kit = _load(KITS[kind])
     return kit
+
+
+def _load(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
 
 
 def find_components(registry: Registry, name: str, kind: str | None = None) -> tuple[Registered, ...]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mm_core.contracts import Batch, Engine, Loss, LRSchedule, Randomness, SupportsBeginStep, Task
+from mm_core.contracts.bases.task_module import loss_of
 from mm_core.errors import CheckpointError, MMError, PeerError, TrainingError
 from mm_core.plan import RunPlan
 from mm_core.runtime.ranks import Ranks, gather_rows
@@ -132,7 +133,7 @@ def compute(training: Training, batch: Batch) -> Loss:
         with torch.no_grad():
             inputs = training.task.prepare(on_device, training.rng)
         training.reporter.enter("forward_backward")
-        return training.task.loss(inputs)
+        return loss_of(training.task, inputs)
 
 
 def recompute(training: Training, step: int, batches: Sequence[Batch]) -> Iterator[Loss]:

@@ -10,16 +10,34 @@ from mm_core.cli.main import main
 from mm_core.config.load import load_config
 from mm_core.config.sections import RunConfig
 
-PAGE = (Path(__file__).parents[2] / "docs/config.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/config.md").read_text(encoding="utf-8")
 
 
 def test_the_faults_on_the_page_are_those_of_the_file_on_the_page(tmp_path, monkeypatch, capsys):
     (example,) = re.findall(r"```yaml\n(run: .*?)```", PAGE, re.S)
-    (shown,) = re.findall(r"```text\n(.*?)```", PAGE, re.S)
+    (shown,) = re.findall(r"```text\n(mm: .*?)```", PAGE, re.S)
     monkeypatch.chdir(tmp_path)
     Path("demo.yaml").write_text(example, encoding="utf-8")
     assert main(["validate", "demo.yaml"]) == 1
     assert capsys.readouterr().err == shown
+
+
+def test_the_commands_of_mm_config_on_the_page_run(tmp_path, monkeypatch, capsys):
+    commands = re.findall(r"^mm config (.*?)(?: +#.*)?$", PAGE, re.M)
+    assert [command.split()[0] for command in commands] == [
+        *("list", "copy", "copy", "explain", "explain", "explain", "schema")
+    ]
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    printed = {}
+    for command in commands:
+        assert main(["config", *command.split()]) == 0
+        printed[command] = capsys.readouterr().out
+    (explained,) = re.findall(r"```text\n(task.*?)```", PAGE, re.S)
+    assert printed[commands[3]] == explained
+    assert (tmp_path / "t2v_1_3b.yaml").read_bytes() == (tmp_path / "mine.yaml").read_bytes()
+    assert (tmp_path / "mm.schema.json").is_file()
 
 
 def test_the_page_names_every_section_and_which_are_required():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import os
 import random
@@ -203,7 +204,8 @@ def test_a_fault_in_a_datasets_code_is_not_skipped(workers: int) -> None:
     dataset = Numbers(8, bad=(2,), fault=ZeroDivisionError("float division by zero"))
     with pytest.raises(CodeError, match="sample 2 raised ZeroDivisionError: float division") as caught:
         list(loader(dataset, workers=workers))
-    assert caught.value.where == "Numbers" and "MM_DEBUG" in str(caught.value.hint)
+    line = inspect.getsourcelines(Numbers.sample_at)[1] + 2
+    assert caught.value.where == f"{__file__}, line {line}" and "MM_DEBUG" in str(caught.value.hint)
     assert "sample_at" in str(caught.value.__cause__), "the worker's traceback is kept"
     with pytest.raises(CodeError, match="the task's batch transform raised KeyError: 'token'"):
         list(loader(Numbers(8), workers=workers, batch_transform=explode))

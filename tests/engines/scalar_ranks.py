@@ -1,22 +1,27 @@
 """Run by each rank: trains a net with a trained and a frozen scalar.
 
-usage: scalar_ranks.py OUT FIELDS [FROM]: writes norms and the training state after four steps; FROM: a state
-to begin with.
+usage: scalar_ranks.py OUT FIELDS [FROM]: writes norms, the training state and the average of the weights
+after four steps. FIELDS: the engine's, and `optimizer`, a name in OPTIMIZERS. FROM: a state to begin with.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from mm_core.config.sections import EMASection
 from mm_core.contracts import Loss, Randomness
 from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.modules.initialise import keep_local_part
 from mm_core.optim.adamw import adamw
+from mm_core.optim.adamw_8bit import adamw_8bit
+from mm_core.optim.ema import EMA
+from mm_core.optim.muon import muon
 from mm_core.runtime.groups import start_process_group
 from mm_core.runtime.launch.rank_process import leave
 from support.tensors import all_whole
@@ -24,6 +29,13 @@ from support.tiny_models import Task
 
 ROWS, ACCUMULATED, CLIP = 8, 2, 0.5
 OPTIONS = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+
+MUON = {"adamw_for": (), "adamw_lr": None, "momentum": 0.95, "nesterov": True, "ns_steps": 5}
+OPTIMIZERS = {
+    "adamw": adamw,
+    "adamw_8bit": adamw_8bit,
+    "muon": partial(muon, **MUON, adjust_lr="match_rms_adamw"),
+}
 
 
 class Contrast(nn.Module):
@@ -54,10 +66,12 @@ def main(out: str, fields: str, begin: str | None = None) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     with torch.device("meta"):
         task = Task(net=Contrast())
-    engine = FSDP2Engine(**json.loads(fields))
+    given = json.loads(fields)
+    build = OPTIMIZERS[given.pop("optimizer", "adamw")]
+    engine = FSDP2Engine(**given)
 
     def optimizer(parameters):
-        return adamw([{"params": [*parameters.values()], "names": [*parameters]}], **OPTIONS)
+        return build([{"params": [*parameters.values()], "names": [*parameters]}], **OPTIONS)
 
     engine.prepare(task, engine.plan(task, world, 2), optimizer, Randomness(0))
     if begin is not None:
@@ -67,10 +81,11 @@ def main(out: str, fields: str, begin: str | None = None) -> None:
             for part, named in template.items():
                 for name, tensor in named.items():
                     keep_local_part(tensor, stored[part][name])
+    average = EMA(dict(engine.named_parameters()), EMASection(decay=0.5, ramp=False))
     first = all_whole(engine.state_dict()["model"])
     x, y = (tensor.chunk(world)[rank] for tensor in rows())
     norms = []
-    for _ in range(4):
+    for number_of_steps in range(1, 5):
         for number, (a, b) in enumerate(zip(x.chunk(ACCUMULATED), y.chunk(ACCUMULATED), strict=True)):
 
             def compute(a=a, b=b) -> Loss:
@@ -79,7 +94,11 @@ def main(out: str, fields: str, begin: str | None = None) -> None:
             engine.micro_step(compute, last=number == ACCUMULATED - 1, scale=world / ROWS)
         norms.append(engine.grad_norm())
         engine.step(norms[-1], CLIP)
+        average.update(number_of_steps)
     state = {part: all_whole(named) for part, named in engine.state_dict().items()}
+    with average.applied():
+        state["average"] = all_whole(engine.state_dict()["model"])
+    state["ema"] = all_whole(average.state_dict())
     if rank == 0:
         torch.save({"norms": norms, "first": first, "state": state}, out)
 

@@ -22,8 +22,14 @@ def outcome(folder: Path, world: int, begin: Path | None = None, **fields: objec
     return torch.load(out) | {"file": out}
 
 
-def reference(first: dict[str, torch.Tensor], steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The norms and weights of a plain loop over the whole batch."""
+State = dict[str, torch.Tensor]
+
+
+def reference(first: State, steps: int, average: State | None = None) -> tuple[list[float], State]:
+    """The norms and weights of a plain loop over the whole batch.
+
+    average: of the weights; changed in place.
+    """
     parts = script(SCRIPT)
     net = parts.Contrast()
     net.load_state_dict({name.removeprefix("net."): tensor for name, tensor in first.items()})
@@ -35,6 +41,9 @@ def reference(first: dict[str, torch.Tensor], steps: int) -> tuple[list[float], 
         norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), parts.CLIP)))
         optimizer.step()
         optimizer.zero_grad()
+        for name, parameter in net.named_parameters():
+            if average is not None and parameter.requires_grad:
+                average[f"net.{name}"].lerp_(parameter.detach(), 0.5)
     return norms, net.state_dict()
 
 
@@ -54,6 +63,27 @@ def test_one_rank_is_a_plain_loop(one):
     assert one["state"]["optimizer"]["net.logit_scale.exp_avg"].shape == ()
 
 
+def test_the_average_has_scalars_as_well(one):
+    """It is that of a plain loop; where it is applied, the module computes with it."""
+    average = {name: one["first"][name].clone() for name in one["state"]["ema"]}
+    reference(one["first"], 4, average)
+    assert average["net.logit_scale"].shape == () and "net.bias" not in average
+    for name, tensor in one["state"]["model"].items():
+        torch.testing.assert_close(
+            one["state"]["average"][name], average.get(name, tensor), rtol=1e-5, atol=1e-6
+        )
+    assert one["state"]["ema"]["net.logit_scale"] != one["state"]["model"]["net.logit_scale"]
+
+
+def equal(one: dict, two: dict) -> None:
+    assert two["norms"] == pytest.approx(one["norms"], rel=1e-5)
+    assert one["state"].keys() == two["state"].keys()
+    for part, named in one["state"].items():
+        assert named.keys() == two["state"][part].keys()
+        for name, tensor in named.items():
+            torch.testing.assert_close(two["state"][part][name], tensor, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "fields", [{}, {"sharding_size": 1}, {"offload_to_cpu": True}, {"reshard_after_forward": False}]
@@ -63,11 +93,31 @@ def test_two_ranks_are_one(one, tmp_path, fields):
         with pytest.raises(AssertionError, match="cannot keep replicas on CPU"):
             outcome(tmp_path, 2, **fields)
         return
-    two = outcome(tmp_path, 2, **fields)
-    assert two["norms"] == pytest.approx(one["norms"], rel=1e-5)
-    for part in ("model", "optimizer"):
-        for name, tensor in one["state"][part].items():
-            torch.testing.assert_close(two["state"][part][name], tensor, rtol=1e-4, atol=1e-6)
+    equal(one, outcome(tmp_path, 2, **fields))
+
+
+@pytest.mark.slow
+def test_with_muon_two_ranks_are_one(one, tmp_path):
+    """Scalars belong to its part that is AdamW."""
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("torch has Muon since 2.9")
+    alone = outcome(tmp_path, 1, optimizer="muon")
+    assert {"net.logit_scale.exp_avg", "net.first.weight.momentum_buffer"} < alone["state"][
+        "optimizer"
+    ].keys()
+    assert float(alone["state"]["model"]["net.logit_scale"]) < 0.5
+    assert alone["norms"][0] == one["norms"][0] and alone["norms"][1] != one["norms"][1]
+    for fields in ({}, {"offload_to_cpu": True}):
+        equal(alone, outcome(tmp_path, 2, optimizer="muon", **fields))
+
+
+@pytest.mark.nightly  # each process compiles the update
+def test_with_moments_of_8_bits_two_ranks_are_one(one, tmp_path):
+    pytest.importorskip("torchao.optim")
+    alone = outcome(tmp_path, 1, optimizer="adamw_8bit")
+    assert alone["norms"] == pytest.approx(one["norms"], rel=1e-3)
+    for fields in ({}, {"offload_to_cpu": True}):
+        equal(alone, outcome(tmp_path, 2, optimizer="adamw_8bit", **fields))
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -301,26 +302,123 @@ def test_a_whole_tensor_is_copied_into_a_sharded_parameter(sharded):
     assert not bool((spared == 0.7312).any())  # its memory is unset: a number that nobody else writes
 
 
-def test_other_sums_of_plain_and_sharded_tensors_are_named(sharded):
+@pytest.mark.parametrize(
+    "draw",
+    (
+        by_name,
+        lambda w: (w[:2].normal_(), w[2:].zero_()),
+        lambda w: w.data.normal_(),
+        lambda w: w.t().normal_(),
+    ),
+)
+def test_parts_and_views_of_sharded_parameters_are_drawn_as_those_of_plain_ones(sharded, draw):
+    plain = nn.Linear(4, 4, bias=False)
+    plain.init_weights = lambda: draw(plain.weight)
+    initialise(plain, "predictor", Randomness(1))
+    assert torch.equal(sharded(draw), plain.weight)
+    assert not torch.equal(plain.weight[0], plain.weight[1])
+
+
+def test_an_embedding_that_pads_resets_itself(sharded):
+    """torch writes zeros into a row of the weight."""
+    module = nn.Embedding(4, 4, padding_idx=2)
+    fill = module._fill_padding_idx_with_zero
+
+    def reset(weight):
+        nn.init.normal_(weight)
+        module.weight = weight
+        fill()
+
+    assert sharded(reset).count_nonzero(1).tolist() == [4, 4, 0, 4]
+
+
+def test_full_tensors_live_no_longer_than_their_views(sharded):
+    lives = []
+
+    def fill(weight):
+        rows = weight[:2]
+        lives.append(weakref.ref(vars(rows)["_mm_full_tensor"]))
+        rows.fill_(1)
+        later = rows.t()
+        del rows
+        assert lives[0]() is not None
+        later.mul_(2)
+        del later
+        lives.append(lives[0]() is None)
+        weight[2:].zero_()
+
+    assert sharded(fill).sum(1).tolist() == [8, 8, 0, 0]
+    assert lives[1]
+
+
+def test_parts_of_what_files_fill_are_not_written(sharded):
+    found = sharded(lambda w: w[:2].fill_(0.7312), spared=("predictor.weight",))
+    assert not bool((found == 0.7312).any())
+
+
+def refusal(fill, shape=(4,)):
+    """The error of a module whose weight `fill` fills, and the line of `fill`."""
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.empty(shape))
+    module.init_weights = lambda: fill(module)
     with pytest.raises(ContractError) as fault:
-        sharded(lambda w: nn.init.ones_(w).mul_(torch.ones(4)))
-    assert str(fault.value) == (
-        "init_weights calls mul_ with a plain tensor and predictor.weight, which is sharded over the"
-        " ranks\n"
-        "  accepted: methods of the parameter with numbers, and copy_ of a full plain tensor into it\n"
-        "  hint: compute the full tensor first, then self.weight.copy_(full)"
+        initialise(module, "predictor", Randomness(1))
+    return str(fault.value), f"{__file__}, line {fill.__code__.co_firstlineno}"
+
+
+def test_what_torch_refuses_names_the_line_of_the_author(sharded):
+    text, line = refusal(lambda module: nn.init.xavier_uniform_(module.weight))
+    assert text.startswith(
+        f"{line}: init_weights of Module fails in torch, at text, line = refusal(lambda module:"
+        " nn.init.xavier_uniform_(module.weight)): Fan in and fan out"
     )
-    with pytest.raises(ContractError, match="with a plain tensor and a parameter, which is sharded"):
-        sharded(lambda w: w.data.copy_(torch.ones(4, 4)))
+    assert text.endswith(
+        " for tensor with fewer than 2 dimensions\n"
+        "  accepted: calls that torch accepts for a tensor of that shape and dtype on one device"
+    )
+    text, line = refusal(lambda module: nn.init.eye_(module.weight[:2]))
+    assert text.startswith(f"{line}: ") and "Only tensors with 2 dimensions are supported" in text
+    text, line = refusal(lambda module: module.weight.normal_(0, -1.0))
+    assert text.startswith(f"{line}: ") and "normal expects std >= 0.0" in text
+    with pytest.raises(
+        ContractError, match=r"init_weights of Linear fails in torch, at .*mul_\(torch.ones\(5"
+    ):
+        sharded(lambda w: nn.init.ones_(w).mul_(torch.ones(5)))
 
 
-@pytest.mark.parametrize("draw", (by_name, lambda w: w[:2].normal_(), lambda w: w.data.normal_()))
-def test_draws_that_cannot_be_by_seed_on_shards_are_told_as_what_they_are(sharded, draw):
-    with pytest.raises(ContractError) as fault:
-        sharded(draw)
-    assert "calls normal_ on a view of a parameter, or on a tensor computed from it" in fault.value.what
-    assert fault.value.hint.endswith(
-        "call functions such as nn.init.orthogonal_ through nn.init, not by a name imported from it"
+def test_faults_in_the_authors_own_code_stay_what_they_are():
+    def fill(module):
+        raise ValueError("a size that this model does not know")
+
+    module = nn.Linear(2, 2)
+    module.init_weights = lambda: fill(module)
+    with pytest.raises(ValueError, match=r"^a size that this model does not know$"):
+        initialise(module, "predictor", Randomness(1))
+
+
+def test_draws_into_a_shard_name_the_line_of_the_author(sharded):
+    draws = (lambda w: w.to_local().normal_(), lambda w: nn.init.orthogonal_(w.to_local()))
+    for draw, name in zip(draws, ("normal_", "orthogonal_"), strict=True):
+        with pytest.raises(ContractError) as fault:
+            sharded(draw)
+        assert str(fault.value) == (
+            f"{__file__}, line {draw.__code__.co_firstlineno}: init_weights calls {name} on a shard of"
+            " predictor.weight: each rank would draw the same numbers\n"
+            "  accepted: parameters and buffers of the module, their views, and plain tensors\n"
+            "  hint: draw into the parameter itself, which init_weights may use as on one device"
+        )
+
+
+def test_a_parameter_that_is_replaced_is_named():
+    def replace(module):
+        module.weight = nn.Parameter(torch.ones(4))
+
+    text, _ = refusal(replace)
+    assert text == (
+        "predictor: init_weights of Module replaced 1 parameter by other objects: predictor.weight\n"
+        "  accepted: the parameters of the constructor, filled in place: they are sharded already\n"
+        "  hint: write self.weight.copy_(values) in place of self.weight = nn.Parameter(values), and tie"
+        " weights in the constructor"
     )
 
 

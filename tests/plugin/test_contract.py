@@ -12,7 +12,7 @@ import torch
 import yaml
 from torch import nn
 
-from mm_core.contracts import Callback, Task, TaskModule, Tracker
+from mm_core.contracts import Callback, DatasetBase, PredictorModule, Task, TaskModule, Tracker
 from mm_core.errors import ContractError
 from mm_core.plugin.checks.contract import CONTRACTS, check_object, class_faults, members_of, object_faults
 from mm_core.plugin.hookspecs import KINDS
@@ -134,13 +134,71 @@ def test_methods_that_are_only_the_protocol_s_own_are_missing() -> None:
 
     assert class_faults("tracker", Mine) == ["it lacks 2 methods: clips(step, clips, folder), close(ending)"]
 
-    class Half(TaskModule):
+    class Half(nn.Module, Task):
         trainable, frozen = ("net",), ()
 
     (fault,) = class_faults("task", Half)
     assert fault.startswith("it lacks 7 methods: weight(batch), ")
     methods = [name for name, value in vars(Task).items() if inspect.isfunction(value) and name[0] != "_"]
     assert len(methods) == 7
+
+
+@pytest.mark.parametrize(
+    ("members", "faults"),
+    [
+        ({}, ["it has neither losses(batch) nor loss(inputs): write one of them"]),
+        ({"losses": lambda self, batch: None}, []),
+        ({"losses": lambda self, batch, rng: None}, []),
+        ({"losses": lambda self, batch, *, rng=None: None}, []),
+        ({"loss": lambda self, inputs: None}, []),
+        (
+            {"losses": lambda self: None},
+            [
+                "its method losses cannot be called as the core calls it: too many positional arguments "
+                "(it is called with batch)"
+            ],
+        ),
+        (
+            {"losses": lambda self, batch, noise, rng: None},
+            [
+                "its method losses cannot be called as the core calls it: missing a required argument: "
+                "'noise' (it is called with batch, rng)"
+            ],
+        ),
+        (
+            {"losses": lambda self, batch: None, "weight": lambda self: 1.0},
+            [
+                "its method weight cannot be called as the core calls it: too many positional arguments "
+                "(it is called with batch)"
+            ],
+        ),
+    ],
+)
+def test_a_base_class_leaves_the_loss_to_the_author_alone(members: dict[str, Any], faults: list[str]) -> None:
+    assert class_faults("task", type("Mine", (TaskModule,), members)) == faults
+
+
+def test_a_dataset_has_one_way_to_read_a_sample() -> None:
+    length = {"__len__": lambda self: 1}
+    for way in ("__getitem__", "sample_at"):
+        assert class_faults("dataset", type("Mine", (DatasetBase,), {**length, way: lambda *_: {}})) == []
+    assert class_faults("dataset", type("Mine", (DatasetBase,), {})) == [
+        "it lacks 1 method: __len__()",
+        "it has neither __getitem__(index) nor sample_at(index, rng): write one of them",
+    ]
+
+
+def test_a_base_class_has_honest_defaults_of_a_predictor() -> None:
+    class Mine(PredictorModule):
+        def forward(self, latents, timestep, text, text_mask): ...
+
+    assert object_faults("predictor", Mine()) == ["it lacks 2 attributes: in_channels (int), text_dim (int)"]
+    made = Mine()
+    made.in_channels, made.text_dim = 4, 8
+    assert object_faults("predictor", made) == []
+    assert (made.out_channels, made.text_padding, made.patch_size) == (4, "masked", (1, 1, 1))
+    made.out_channels = 5
+    assert made.out_channels == 5
 
 
 def test_names_that_resemble_an_event_are_misspelt() -> None:

@@ -122,11 +122,10 @@ def test_a_class_without_source_has_fields_without_comments() -> None:
 
 @dataclass(frozen=True)
 class Wants:
-    """A default that refers to a component with a fault."""
+    """A default that refers, in a tuple, to a component with a fault."""
 
-    count: int = 0
-    optimizer: Annotated[ComponentConfig, Kind("optimizer")] = ComponentConfig(
-        "optimizer", "core/adamw", {"lr": "x"}
+    optimizers: tuple[Annotated[ComponentConfig, Kind("optimizer")], ...] = (
+        ComponentConfig("optimizer", "core/adamw", {"lr": "x"}),
     )
 
 

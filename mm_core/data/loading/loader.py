@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pickle
+import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
+from typing import TypeVar
 
 import torch
 from torch.utils.data import DataLoader, get_worker_info
@@ -33,7 +35,10 @@ from mm_core.data.loading.workers import (
     starts_explained,
 )
 from mm_core.errors import DataError, MMError, PartsError
+from mm_core.plugin.checks.contract import place_of
 from mm_core.plugin.local import LocalFile, import_again, imported_files
+
+T = TypeVar("T")
 
 ATTEMPTS = 8
 """How many other samples are tried in place of an unreadable one before the run stops."""
@@ -193,11 +198,12 @@ class _Reading(TorchDataset[Batch | _Fault]):
         rows = [number for slot in slots for number in slot.key]
         seed_generators(self.rng.at("collate", *rows))
         with self._guarded("the dataset's collate"):
-            batch = self.dataset.collate(samples)
+            batch = self._checked(self.dataset.collate(samples), Batch, "what collate returns", "a Batch")
         if self.transform is not None:
             seed_generators(self.rng.at("transform", *rows))
             with self._guarded("the task's batch transform"):
-                batch = self.transform(batch)
+                changed = self.transform(batch)
+                batch = self._checked(changed, Batch, "what the task's batch transform returns", "a Batch")
         batch.failures = failures
         return batch
 
@@ -243,8 +249,30 @@ class _Reading(TorchDataset[Batch | _Fault]):
         seed_generators(self.rng.at("draws", epoch, index))
         with self._guarded(f"sample {index}"):
             if isinstance(self.dataset, SupportsSampleAt):
-                return self.dataset.sample_at(index, self.rng.at("data", epoch, index))
-            return self.dataset[index]
+                sample = self.dataset.sample_at(index, self.rng.at("data", epoch, index))
+            else:
+                sample = self.dataset[index]
+            return self._checked(sample, Mapping, f"sample {index}", "a plain dict")
+
+    def _checked(self, found: T, wanted: type, who: str, accepted: str) -> T:
+        """What the code of a dataset or task returned. CodeError if it is of another type."""
+        if isinstance(found, wanted):
+            return found
+        raise CodeError(
+            f"{who} is a {type(found).__name__}", where=self._place, accepted=accepted, hint="fix this code"
+        )
+
+    @property
+    def _place(self) -> str:
+        """The dataset's class, with its file and line."""
+        return f"{type(self.dataset).__qualname__}, {place_of(type(self.dataset), type(self.dataset))}"
+
+    def _line_of(self, error: Exception) -> str:
+        """The innermost line in the files of the dataset and the transform that an error passed."""
+        names = [getattr(one, "__module__", "") for one in (self.dataset, self.transform)]
+        own = {getattr(sys.modules.get(name), "__file__", None) for name in names}
+        lines = [f for f in traceback.extract_tb(error.__traceback__) if f.filename in own]
+        return f"{lines[-1].filename}, line {lines[-1].lineno}" if lines else self._place
 
     @contextmanager
     def _guarded(self, who: str) -> Iterator[None]:
@@ -257,7 +285,7 @@ class _Reading(TorchDataset[Batch | _Fault]):
         except Exception as error:
             raise CodeError(
                 f"{who} raised {type(error).__name__}: {error}",
-                where=type(self.dataset).__qualname__,
+                where=self._line_of(error),
                 hint="fix this code; set MM_DEBUG=1 to see the worker's traceback",
             ) from error
 

@@ -75,9 +75,10 @@ class PixelAutoencoder(nn.Module):
         )
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Decodes latents [B,C,T,H,W] -> pixels [B,3,F,Y,X] of clips."""
+        """Decodes latents [B,C,T,H,W] -> pixels [B,3,F,Y,X] of clips, clamped to [-1,1]."""
         t, y, x = self.stride
-        return rearrange(latents, "b (c pt ph pw) t h w -> b c (t pt) (h ph) (w pw)", pt=t, ph=y, pw=x)
+        pixels = rearrange(latents, "b (c pt ph pw) t h w -> b c (t pt) (h ph) (w pw)", pt=t, ph=y, pw=x)
+        return pixels.clamp(-1, 1)
 
 
 def _multiples_near(size: int, stride: int) -> list[int]:

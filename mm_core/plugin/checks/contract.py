@@ -43,7 +43,7 @@ CONTRACTS: Mapping[str, Contract] = MappingProxyType(
         "image_encoder": Contract("mm_core.contracts:ImageEncoder"),
         "scheduler": Contract("mm_core.contracts:NoiseScheduler"),
         "dataset": Contract("mm_core.contracts:Dataset"),
-        "task": Contract("mm_core.contracts:Task", base="torch.nn:Module"),
+        "task": Contract("mm_core.contracts:Task", "writing-a-task", base="torch.nn:Module"),
         "engine": Contract("mm_core.contracts:Engine"),
         "optimizer": Contract("torch.optim:Optimizer", base="torch.optim:Optimizer"),
         "lr_schedule": Contract("mm_core.contracts:LRSchedule"),
@@ -104,7 +104,9 @@ def members_of(contract: Contract) -> dict[str, Member]:
 def class_faults(kind: str, cls: type) -> list[str]:
     """What a component's class lacks, as far as it is known before an object is made."""
     contract = CONTRACTS[kind]
-    return _base_fault(kind, cls) or [*_method_faults(contract, members_of(contract), cls)]
+    if fault := _base_fault(kind, cls):
+        return fault
+    return [*_method_faults(contract, members_of(contract), cls), *_author_faults(cls)]
 
 
 def object_faults(kind: str, found: object) -> list[str]:
@@ -112,7 +114,7 @@ def object_faults(kind: str, found: object) -> list[str]:
     if fault := _base_fault(kind, type(found)):
         return fault
     members = members_of(CONTRACTS[kind])
-    faults = [*_method_faults(CONTRACTS[kind], members, type(found), found)]
+    faults = [*_method_faults(CONTRACTS[kind], members, type(found), found), *_author_faults(type(found))]
     missing, wrong = [], []
     for member in members.values():
         if member.signature is not None or isinstance(getattr(type(found), member.name, None), property):
@@ -157,6 +159,12 @@ def _method_faults(
         yield from _misspelt(cls, members)
 
 
+def _author_faults(cls: type) -> list[str]:
+    """What a class lacks of what its base class leaves to the author (see `TaskModule`)."""
+    asked: Callable[[], list[str]] | None = getattr(cls, "author_faults", None)
+    return asked() if asked is not None else []
+
+
 def _is_inherited(contract: Contract, name: str, cls: type, found: object | None) -> bool:
     """Whether a method is only that of the protocol or base class, which does nothing."""
     parents = [_load(path) for path in (contract.protocol, contract.base) if path is not None]
@@ -196,8 +204,8 @@ def hint_of(kind: str) -> str:
     return f"docs/{CONTRACTS[kind].page}.md explains each member, `mm plugins check --import` checks them"
 
 
-def place_of(cls: type, target: Callable[..., object]) -> str:
-    """File and line of a component's class, or of what has made it where the class is a library's."""
+def place_of(cls: Callable[..., object], target: Callable[..., object]) -> str:
+    """File and line of a component's class or method, or of what has made it if the class is a library's."""
     packages = [each.__module__.partition(".")[0] for each in (cls, target)]
     found = cls if packages[0] == packages[1] else target
     try:

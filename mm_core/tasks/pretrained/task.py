@@ -21,6 +21,7 @@ from mm_core.contracts import (
     OnText,
     Randomness,
     SampleRequest,
+    TaskModule,
     TextBatch,
 )
 from mm_core.errors import ContractError, MMError, first_line
@@ -60,7 +61,7 @@ class PretrainedInputs:
     tokens: int
 
 
-class PretrainedTask(nn.Module):
+class PretrainedTask(TaskModule):
     """Trains any Transformers model with its own loss, passing inputs by name. Satisfies `Task`.
 
     The loss is the one that the model computes from `labels`, as a sum: over tokens whose label is not -100,
@@ -69,7 +70,6 @@ class PretrainedTask(nn.Module):
 
     trainable = ("model",)
     frozen: tuple[str, ...] = ()
-    bins = None
 
     def __init__(self, from_pretrained: str, auto_class: str, **others: Any) -> None:
         super().__init__()
@@ -280,9 +280,6 @@ class PretrainedTask(nn.Module):
             where="task.type",
             hint="remove validation.samples; `mm sample --run DIR --prompt ...` prints answers as text",
         )
-
-    def check(self, batch_spec: Mapping[str, Any]) -> None:
-        """Checks nothing before training: inputs are known, and checked, only with the first batch."""
 
 
 def _head_of_chunks(model: PreTrainedModel, wanted: PretrainedConfig) -> tuple[nn.Linear, ...]:

@@ -29,6 +29,7 @@ from mm_core.contracts import (
     Randomness,
     SampleRequest,
     StepFlops,
+    TaskModule,
     TextEncoder,
     VideoTextBatch,
 )
@@ -72,7 +73,7 @@ class TextToVideoInputs:
     expert: str | None = None
 
 
-class TextToVideo(nn.Module):
+class TextToVideo(TaskModule):
     """Trains a predictor on latents of clips, conditioned on their captions. Satisfies `Task`.
 
     The loss is the mean squared error over (C,T,H,W) of each sample, times its weights, summed over
@@ -125,10 +126,6 @@ class TextToVideo(nn.Module):
     def bins(self) -> Bins:
         """The bins of the training loss: ten noise levels, with their shares for clips as in data.train."""
         return declared_bins(self._trained_schedule[1])
-
-    def weight(self, batch: Batch) -> float:
-        """The weight of a batch of clips: the sum of its sample weights."""
-        return float(batch.sample_weights.sum())
 
     def schedule_of(self, shape: Sequence[int]) -> tuple[Experts, NoiseScheduler]:
         """The experts and the noise scheduler for clips with latents of the shape (C,T,H,W)."""

@@ -10,6 +10,7 @@ def mm_datasets() -> list[Component]:
             name="conversations",
             target="mm_internvl.data.conversations:Conversations",
             config="mm_internvl.data.config:ConversationsConfig",
+            tiny="mm_internvl.testing:tiny_rows",
             summary="conversations about images and videos, tiled and packed as InternVL takes them",
             licence="Apache-2.0",
             paper="https://arxiv.org/abs/2508.18265",

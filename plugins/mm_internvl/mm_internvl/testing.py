@@ -15,7 +15,15 @@ from mm_internvl.tiny_original import rewrite_as_original
 if TYPE_CHECKING:
     from transformers import InternVLConfig
 
-__all__ = ["PATCH", "SIDE", "TOKENS", "WORDS", "make_tiny_checkpoint", "make_tiny_conversations"]
+__all__ = [
+    "PATCH",
+    "SIDE",
+    "TOKENS",
+    "WORDS",
+    "make_tiny_checkpoint",
+    "make_tiny_conversations",
+    "tiny_rows",
+]
 
 SIDE, PATCH, TOKENS = 56, 14, 4
 """Sizes of tiny checkpoints: side of a tile and of a patch in pixels, tokens per tile (published: 448, 14,
@@ -114,6 +122,17 @@ def make_tiny_checkpoint(
     if original:
         rewrite_as_original(folder)
     return folder
+
+
+def tiny_rows(folder: Path) -> Mapping[str, object]:
+    """Writes conversations, and the tokenizer and processors of a tiny checkpoint; returns the fields of
+    `internvl/conversations` for them."""
+    processor = folder / "processor"
+    processor.mkdir()
+    _write_tokenizer(processor)
+    _write_processors(processor)
+    rows = make_tiny_conversations(folder / "rows", rows=4)
+    return {"sources": [{"annotations": str(rows)}], "processor": str(processor), "max_length": 64}
 
 
 def _config(ids: dict[str, int], vocab_size: int, experts: int) -> InternVLConfig:

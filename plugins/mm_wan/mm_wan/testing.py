@@ -7,6 +7,8 @@ import math
 import string
 import tempfile
 from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -106,8 +108,7 @@ def make_tiny_checkpoint(
     image_encoder = image_encoder and facts.clip
     folder = Path(folder)
     parts: dict[str, Any] = {"tokenizer": _tokenizer()}
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
+    with _seeded(seed):
         parts["text_encoder"] = _text_encoder(len(parts["tokenizer"]))
         parts["vae"] = _autoencoder(facts.channels)
         parts["transformer"] = _transformer(facts, image_encoder)
@@ -126,6 +127,41 @@ def make_tiny_checkpoint(
     )
     pipeline.save_pretrained(folder, **({} if max_shard_size is None else {"max_shard_size": max_shard_size}))
     return folder
+
+
+def tiny_vae(folder: Path) -> Mapping[str, object]:
+    """Writes the autoencoder of a tiny checkpoint; returns the fields of `wan/vae` for it."""
+    with _seeded(0):
+        _autoencoder(16).save_pretrained(folder)
+    tile, step = 64, 48  # pixels
+    tiles = {f"tile_sample_min_{side}": tile for side in ("height", "width")}
+    tiles |= {f"tile_sample_stride_{side}": step for side in ("height", "width")}
+    return {"from_pretrained": str(folder), "tiling_param": tiles}
+
+
+def tiny_umt5(folder: Path) -> Mapping[str, object]:
+    """Writes the text encoder of a tiny checkpoint; returns the fields of `wan/umt5` for it."""
+    tokenizer = _tokenizer()
+    tokenizer.save_pretrained(folder)
+    with _seeded(0):
+        _text_encoder(len(tokenizer)).save_pretrained(folder)
+    return {"from_pretrained": str(folder), "max_length": 64, "dtype": "fp32"}
+
+
+def tiny_clip_vision(folder: Path) -> Mapping[str, object]:
+    """Writes the image encoder of a tiny checkpoint; returns the fields of `wan/clip_vision` for it."""
+    with _seeded(0):
+        for part in _image_encoder():
+            part.save_pretrained(folder)
+    return {"from_pretrained": str(folder)}
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Within the block, torch's default generator is seeded, then restored."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
 
 
 def _tokenizer() -> T5TokenizerFast:

@@ -37,7 +37,7 @@ def test_latents_have_the_dtype_of_most_parameters(tmp_path):
     latents, text = noise(1, 16, 2, 4, 4), noise(1, 512, 32, seed=2)
     timestep = torch.tensor([998.7])
     with torch.no_grad():
-        found = task._predict(PredictorInputs(latents, timestep), text, torch.ones(1, 512, dtype=bool), None)
+        found = task.predict(PredictorInputs(latents, timestep), text, torch.ones(1, 512, dtype=bool), None)
         expected = theirs(latents.bfloat16(), timestep, text.bfloat16(), return_dict=False)[0]
     assert found.dtype == torch.bfloat16 and torch.equal(found, expected)
 

@@ -1,0 +1,1 @@
+"""The conformance kits of data: datasets and video readers."""

@@ -1,0 +1,347 @@
+"""The conformance kit of datasets (`mm_core.contracts.Dataset`)."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mm_core.contracts import (
+    Batch,
+    Randomness,
+    SupportsCheckMicroBatch,
+    SupportsClassNames,
+    SupportsEvaluated,
+    SupportsLengths,
+    SupportsSampleAt,
+    TextBatch,
+    VideoTextBatch,
+    seeded,
+)
+from mm_core.errors import ContractError, DataError, MMError, first_line
+from mm_core.schema.checking import check_component
+from mm_core.testing.data.reading import SEED, DatasetProbe, damaged, equal
+from mm_core.testing.kit import Kit, NotApplicable, by_name
+
+_DAMAGE = b"\xff\x00damaged\n"
+
+
+def schema(probe: DatasetProbe) -> None:
+    """The dataset has samples, each a plain dict whose keys are strings."""
+    size = len(probe.dataset)
+    probe.expect(size > 0, "the small instance has no samples", hint="let `tiny` write a few rows")
+    for index in range(min(size, 8)):
+        for sample in (probe.sample(index), probe.dataset[index]):
+            probe.expect(
+                type(sample) is dict and all(isinstance(name, str) for name in sample),
+                f"sample {index} is a {type(sample).__name__}",
+                accepted="a plain dict with strings as keys",
+            )
+            taken = sorted({"key", "weight"} & set(sample))
+            probe.expect(
+                not taken, f"sample {index} has the keys {taken}, which the loader sets", hint="rename them"
+            )
+
+
+def batches(probe: DatasetProbe) -> None:
+    """collate makes a Batch of samples, with their keys, their weights and a name for each."""
+    weights = [1.0, 0.0][: probe.rows]
+    batch, samples = probe.batch(weights)
+    probe.expect(isinstance(batch, Batch), f"collate returned a {type(batch).__name__}", accepted="a Batch")
+    keys = [sample["key"] for sample in samples]
+    probe.expect(
+        isinstance(batch.keys, list) and batch.keys == keys,
+        f"the keys of the batch are {batch.keys!r}",
+        accepted=f"{keys!r}, those of its samples",
+    )
+    found = batch.sample_weights
+    probe.expect(
+        isinstance(found, Tensor) and found.dtype == torch.float32 and found.tolist() == weights,
+        f"sample_weights are {found!r}",
+        accepted=f"a tensor {weights} of torch.float32, the samples' weights",
+    )
+    probe.expect(
+        isinstance(batch.ids, list)
+        and len(batch.ids) == len(keys)
+        and all(isinstance(i, str) for i in batch.ids),
+        f"the ids of the batch are {batch.ids!r}",
+        accepted=f"a list of {len(keys)} strings",
+    )
+    places = sorted({str(tensor.device) for tensor in _tensors(batch) if tensor.device.type != "cpu"})
+    probe.expect(not places, f"collate returned tensors on {', '.join(places)}", accepted="the CPU")
+    if isinstance(batch, VideoTextBatch):
+        _check_clips(probe, batch)
+    if isinstance(batch, TextBatch):
+        _check_texts(probe, batch)
+
+
+def _check_clips(probe: DatasetProbe, batch: VideoTextBatch) -> None:
+    pixels, rows = batch.pixels, len(batch)
+    probe.expect(
+        pixels.dim() == 5 and pixels.shape[:2] == (rows, 3) and pixels.dtype == torch.float32,
+        f"pixels are {list(pixels.shape)} of {pixels.dtype}",
+        accepted=f"[{rows}, 3, F, Y, X] of torch.float32",
+    )
+    least, most = float(pixels.min()), float(pixels.max())
+    probe.expect(
+        least >= -1.001 and most <= 1.001 and least < 0,
+        f"pixels are from {least:.3g} to {most:.3g}",
+        accepted="-1 (black) to 1 (white)",
+    )
+    captions = batch.captions
+    probe.expect(
+        isinstance(captions, list)
+        and len(captions) == rows
+        and all(isinstance(each, str) for each in captions),
+        f"captions are {captions!r}",
+        accepted=f"a list of {rows} strings",
+    )
+
+
+def _check_texts(probe: DatasetProbe, batch: TextBatch) -> None:
+    rows, inputs = len(batch), batch.inputs
+    wrong = [name for name, value in inputs.items() if not isinstance(value, Tensor)]
+    probe.expect(
+        not wrong, f"the inputs {', '.join(wrong)} are no tensors", accepted="tensors by argument name"
+    )
+    probe.expect("labels" in inputs, "the inputs have no labels", accepted="tensors that include `labels`")
+    for name in {"labels", "input_ids", "attention_mask"} & set(inputs):
+        probe.expect(
+            len(inputs[name]) == rows,
+            f"the input {name} is {list(inputs[name].shape)} for {rows} rows",
+            accepted=f"[{rows}, ...]",
+        )
+    references = batch.references
+    probe.expect(
+        references is None
+        or (len(references) == rows and all(isinstance(each, tuple) for each in references)),
+        f"references are {references!r}",
+        accepted=f"None, or a tuple of texts for each of {rows} rows",
+    )
+
+
+def determinism(probe: DatasetProbe) -> None:
+    """A sample depends on (seed, epoch, index) alone: not on what was read before, nor on a new start."""
+    other = probe.build()
+    probe.expect(len(other) == len(probe.dataset), "a second dataset has another number of samples")
+    order = range(min(len(other), 8))
+    for epoch in (0, 1):
+        first = [probe.sample(index, epoch) for index in order]
+        second = [probe.sample(index, epoch, other) for index in reversed(order)][::-1]
+        different = [index for index in order if not equal(first[index], second[index])]
+        probe.expect(
+            not different,
+            f"sample {different[:1]} of epoch {epoch} is a different one when it is read again",
+            hint="draw from the `rng` that sample_at is given, and keep no state from sample to sample",
+        )
+    batch, samples = probe.batch()
+    with seeded(Randomness(SEED).at("collate")):
+        again = probe.dataset.collate(samples)
+    probe.expect(equal(batch, again), "collate makes different batches of the same samples")
+
+
+def given_randomness(probe: DatasetProbe) -> None:
+    """sample_at draws from `rng` alone: the process's own generators change nothing."""
+    dataset, size = probe.dataset, len(probe.dataset)
+    if not isinstance(dataset, SupportsSampleAt):
+        raise NotApplicable("the dataset has no sample_at: its samples are not random")
+    for index in range(min(size, 8)):
+        rng = Randomness(SEED).at("data", 0, index)
+        found = []
+        for seed in (1, 2):
+            with seeded(Randomness(seed)):
+                found.append(dataset.sample_at(index, rng))
+        probe.expect(
+            equal(*found),
+            f"sample_at({index}, rng) draws from the process's own generators",
+            accepted="equal samples for equal rng",
+            hint="draw with rng.uniform(name), rng.normal(shape, name) or rng.generator(name)",
+        )
+
+
+def resume(probe: DatasetProbe) -> None:
+    """The batches of a run that is resumed are those that it would have read: no state is needed."""
+    whole = list(probe.loader())
+    for start in (1, len(whole) - 1):
+        rest = list(probe.loader(probe.build(), start))
+        probe.expect(
+            len(rest) == len(whole) - start and equal(rest, whole[start:]),
+            f"the batches from step {start} on are different after a resume",
+            hint="a sample may depend only on its index and on rng",
+        )
+
+
+def workers(probe: DatasetProbe) -> None:
+    """Two data workers read the batches that the training process reads."""
+    alone, read = list(probe.loader()), list(probe.loader(workers=2))
+    different = [step for step, pair in enumerate(zip(alone, read, strict=True)) if not equal(*pair)]
+    probe.expect(
+        not different,
+        f"with two data workers, the batches of the steps {different[:4]} are different",
+        hint="keep no state from sample to sample, and read nothing that only the training process has set",
+    )
+
+
+def picklable(probe: DatasetProbe) -> None:
+    """The dataset goes to data workers: it pickles, also after reading, and gives equal samples there."""
+    for dataset in (probe.build(), probe.dataset):
+        wanted = probe.sample(0)
+        try:
+            again = pickle.loads(pickle.dumps(dataset))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            probe.expect(
+                False,
+                f"the dataset cannot be sent to data workers: {first_line(error)}",
+                accepted="objects that pickle: of classes and functions of modules, without open files",
+                hint="open files at first use, and leave them out in __getstate__",
+            )
+        same = len(again) == len(dataset) and equal(probe.sample(0, dataset=again), wanted)
+        probe.expect(same, "the dataset gives different samples after pickling")
+
+
+def bad_samples(probe: DatasetProbe) -> None:
+    """What cannot be read is an error of the constructor, or a DataError of its samples, which are listed."""
+    if not probe.files:
+        raise NotApplicable("the small instance has no files that could be damaged")
+    wanted = [probe.sample(index) for index in range(len(probe.dataset))]
+    for path in probe.files:
+        with damaged(path, _DAMAGE):
+            try:
+                dataset = probe.build()
+            except MMError:
+                continue
+            except Exception as error:
+                came = f"{type(error).__name__}: {first_line(error)}"
+                what = f"with {path.name} damaged, the constructor raises {came}"
+                probe.expect(False, what, accepted="DataError")
+            _check_unreadable(probe, dataset, wanted, f"with {path.name} damaged")
+        dataset = probe.build()
+        with damaged(path, None):
+            _check_unreadable(probe, dataset, wanted, f"without {path.name}")
+
+
+def _check_unreadable(probe: DatasetProbe, dataset: Any, wanted: Sequence[Any], when: str) -> None:
+    """Checks that samples are as before or raise DataError, and that batches list those that do."""
+    bad = []
+    for index, expected in enumerate(wanted):
+        try:
+            same = equal(probe.sample(index, dataset=dataset), expected)
+        except DataError:
+            bad.append(index)
+            continue
+        except Exception as error:
+            probe.expect(
+                False,
+                f"{when}, sample {index} raises {type(error).__name__}: {first_line(error)}",
+                accepted="DataError, so that the sample is skipped, counted and listed",
+            )
+        probe.expect(
+            same,
+            f"{when}, sample {index} is a different one, without an error",
+            accepted="DataError, so that the sample is skipped, counted and listed",
+        )
+    if bad and len(bad) < len(wanted):
+        listed = {failure.index for batch in probe.loader(dataset) for failure in batch.failures}
+        probe.expect(
+            listed == set(bad),
+            f"{when}, batches list the samples {sorted(listed)} as unreadable",
+            accepted=f"{bad}, in every epoch",
+        )
+
+
+def lengths(probe: DatasetProbe) -> None:
+    """lengths() returns the length of each sample: int64 [N] on the CPU."""
+    dataset, size = probe.dataset, len(probe.dataset)
+    if not isinstance(dataset, SupportsLengths):
+        raise NotApplicable("the dataset has no lengths()")
+    found = dataset.lengths()
+    probe.expect(
+        isinstance(found, Tensor)
+        and found.shape == (size,)
+        and found.dtype == torch.int64
+        and found.device.type == "cpu",
+        f"lengths() returned {_shown(found)} for {size} samples",
+        accepted=f"[{size}] of torch.int64 on the CPU",
+    )
+    probe.expect(
+        bool((found >= 0).all()), f"lengths() returned {found.tolist()[:8]}", accepted="no negative ones"
+    )
+    same = torch.equal(found, dataset.lengths()) and torch.equal(found, probe.build().lengths())
+    probe.expect(same, "lengths() returns different numbers each time: a resumed run would batch differently")
+
+
+def micro_batches(probe: DatasetProbe) -> None:
+    """check_micro_batch is a class method that accepts batches of one sample, before any file is opened."""
+    cls, options = type(probe.dataset), probe.probe.config.options
+    if not isinstance(probe.dataset, SupportsCheckMicroBatch):
+        raise NotApplicable("the dataset has no check_micro_batch")
+    _expect_class_method(probe, "check_micro_batch")
+    try:
+        cls.check_micro_batch(1, options)
+    except ContractError as error:
+        probe.expect(False, f"check_micro_batch refuses batches of one sample: {first_line(error)}")
+
+
+def evaluation(probe: DatasetProbe) -> None:
+    """evaluated is a class method that returns options of the dataset, with which it is built."""
+    if not isinstance(probe.dataset, SupportsEvaluated):
+        raise NotApplicable("the dataset has no evaluated")
+    _expect_class_method(probe, "evaluated")
+    config = probe.probe.config
+    options = dict(type(probe.dataset).evaluated(config.options))
+    try:
+        check_component("dataset", {"type": config.type, **options}, probe.probe.registry, "evaluated")
+        found = probe.build(**options)
+    except MMError as error:
+        probe.expect(False, f"the dataset refuses the options that evaluated returns: {first_line(error)}")
+    probe.expect(len(found) > 0, "the dataset with the options that evaluated returns has no samples")
+
+
+def class_names(probe: DatasetProbe) -> None:
+    """class_names() is a tuple of different strings."""
+    if not isinstance(probe.dataset, SupportsClassNames):
+        raise NotApplicable("the dataset has no class_names()")
+    names = probe.dataset.class_names()
+    probe.expect(
+        isinstance(names, tuple) and all(isinstance(n, str) for n in names) and len(set(names)) == len(names),
+        f"class_names() returned {names!r}",
+        accepted="a tuple of different strings; () if classes have only numbers",
+    )
+
+
+def _expect_class_method(probe: DatasetProbe, name: str) -> None:
+    found = inspect.getattr_static(type(probe.dataset), name)
+    probe.expect(
+        isinstance(found, classmethod | staticmethod),
+        f"{name} is no class method, but the plan calls it before any file is opened",
+        hint="decorate it with @classmethod",
+    )
+
+
+def _tensors(batch: Batch) -> Iterator[Tensor]:
+    """The tensors of a batch, including those in dicts."""
+    for value in vars(batch).values():
+        yield from (
+            each for each in (value.values() if isinstance(value, dict) else [value]) if torch.is_tensor(each)
+        )
+
+
+def _shown(value: object) -> str:
+    return (
+        f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    )
+
+
+KIT = Kit(
+    by_name(
+        *(schema, batches, determinism, given_randomness, resume, picklable, bad_samples, lengths),
+        *(micro_batches, evaluation, class_names, workers),
+    ),
+    probe=DatasetProbe,
+    ranks=("workers",),
+)
+"""The conformance checks of datasets."""

@@ -1,0 +1,1 @@
+"""The conformance kits of frozen components: autoencoders, text encoders and image encoders."""

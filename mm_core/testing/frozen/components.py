@@ -1,0 +1,237 @@
+"""The conformance checks of every frozen component: autoencoders, text encoders and image encoders."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mm_core.contracts import Streamed, WeightsFrom
+from mm_core.errors import MMError, first_line
+from mm_core.loading.frozen import load_frozen
+from mm_core.testing.kit import NotApplicable, Probe
+
+
+class FrozenProbe:
+    """A frozen component under test, loaded once for all checks.
+
+    Args:
+        probe: builds new small instances without weights.
+    """
+
+    def __init__(self, probe: Probe) -> None:
+        self.probe = probe
+        self.build = probe.build
+        self.expect = probe.expect
+
+    @cached_property
+    def component(self) -> Any:
+        """The small instance with its weights, on the CPU. A check leaves it as it is."""
+        return self.loaded()
+
+    def loaded(self, folder: Path | None = None, changes: Mapping[str, object] = MappingProxyType({})) -> Any:
+        """Builds a new instance with its weights.
+
+        Args:
+            folder: a copy of the small instance's folder, to read its files from there.
+            changes: fields that replace those of the small instance.
+        """
+        component = self.build(**{**self.moved(folder), **changes})
+        return load_frozen(component, "cpu", self.probe.registry)
+
+    def moved(self, folder: Path | None) -> dict[str, object]:
+        """The fields of the small instance with paths into another folder, if they contain any."""
+        own = str(self.probe.folder)
+        if folder is None:
+            return {}
+        options = self.probe.config.options.items()
+        return {n: v.replace(own, str(folder)) for n, v in options if isinstance(v, str) and own in v}
+
+    @cached_property
+    def files(self) -> list[Path]:
+        """The files of the small instance, relative to its folder."""
+        _ = self.probe.config  # writes them
+        folder = self.probe.folder
+        return sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+
+
+def differ(found: Tensor, wanted: Tensor) -> float:
+    """The largest difference of two tensors, relative to the largest value."""
+    if found.shape != wanted.shape:
+        return float("inf")
+    if not wanted.numel():
+        return 0.0
+    largest = wanted.double().abs().max().clamp(min=1e-12)
+    return float((found.double() - wanted.double()).abs().max() / largest)
+
+
+def tolerance(tensor: Tensor) -> float:
+    """How far results of a dtype may differ that are computed in other batches."""
+    return 1e-4 if tensor.dtype in (torch.float32, torch.float64) else 5e-2
+
+
+def check_pure(probe: FrozenProbe, what: str, call: Callable[[], Any], given: Sequence[Tensor]) -> None:
+    """Checks that equal calls return equal tensors, and change neither inputs nor the global generator."""
+    kept, state = [each.clone() for each in given], torch.get_rng_state()
+    first = tensors_in(call())
+    probe.expect(all(map(torch.equal, kept, given)), f"{what} changes tensors that it is given")
+    second = tensors_in(call())
+    same = len(first) == len(second) and all(map(torch.equal, first, second))
+    probe.expect(
+        same, f"equal calls of {what} return different results", hint="keep no state from call to call"
+    )
+    probe.expect(
+        torch.equal(state, torch.get_rng_state()),
+        f"{what} draws from torch's default generator",
+        hint="a frozen component is in evaluation mode and draws only from generators that it is given",
+    )
+
+
+def tensors_in(value: object) -> list[Tensor]:
+    """The tensors in tuples, lists and mappings."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return (
+        [tensor for each in value for tensor in tensors_in(each)] if isinstance(value, tuple | list) else []
+    )
+
+
+def loads(probe: FrozenProbe) -> None:
+    """The weights are loaded once, are finite, and the modules stay in evaluation mode."""
+    component = probe.component
+    tensors = _tensors(component)
+    for name, tensor in tensors.items():
+        finite = not tensor.is_floating_point() or bool(tensor.isfinite().all())
+        probe.expect(finite, f"the tensor {name} contains NaN or infinity after loading")
+    if isinstance(component, Streamed):
+        component.build_empty()
+        method = "build_empty"
+    else:
+        component.load(torch.device("cpu"))
+        method = "load"
+    again = _tensors(component)
+    probe.expect(
+        again.keys() == tensors.keys() and all(again[name] is tensors[name] for name in tensors),
+        f"a second {method} makes new tensors",
+        hint=f"return from {method} at once if the component has its weights",
+    )
+    modules = component.modules() if isinstance(component, nn.Module) else ()
+    training = [type(module).__name__ for module in modules if module.training and module is not component]
+    probe.expect(
+        not training,
+        f"{' and '.join(dict.fromkeys(training))} is in training mode, so that dropout is active",
+        hint="call eval() on the modules in build_empty or load",
+    )
+
+
+def streamed(probe: FrozenProbe) -> None:
+    """build_empty makes parameters without memory and computes buffers; entry points are methods."""
+    component = probe.build()
+    if not isinstance(component, Streamed):
+        raise NotApplicable("the component reads its own weights (it has no build_empty)")
+    probe.expect(
+        isinstance(component, nn.Module), "the component is no torch.nn.Module", hint="derive from it"
+    )
+    component.build_empty()
+    module: Any = component
+    memory = [name for name, parameter in module.named_parameters() if not parameter.is_meta]
+    probe.expect(
+        not memory,
+        f"build_empty gives memory to {', '.join(memory[:4])}",
+        accepted="parameters on the meta device; mm_core fills them",
+        hint="build the modules within mm_core.contracts.empty_parameters()",
+    )
+    empty = [name for name, buffer in module.named_buffers() if buffer.is_meta]
+    probe.expect(
+        not empty,
+        f"build_empty leaves {', '.join(empty[:4])} without values: files of weights seldom contain buffers",
+        hint="build the modules within mm_core.contracts.empty_parameters(), which computes buffers",
+    )
+    source = component.weights_from
+    probe.expect(
+        source is None or isinstance(source, WeightsFrom),
+        f"weights_from is {source!r}",
+        accepted="a WeightsFrom",
+    )
+    wrong = [name for name in component.entry_points if not callable(getattr(component, name, None))]
+    probe.expect(
+        not wrong,
+        f"entry_points is {component.entry_points!r}",
+        accepted="a tuple of names of the component's methods",
+    )
+    patterns = component.block_patterns
+    probe.expect(
+        patterns == "auto"
+        or (isinstance(patterns, tuple) and all(isinstance(each, str) for each in patterns)),
+        f"block_patterns is {patterns!r}",
+        accepted="'auto', or a tuple of paths of modules",
+    )
+
+
+def missing_files(probe: FrozenProbe) -> None:
+    """The constructor reads no file, and missing_files names what loading would miss."""
+    found = probe.build().missing_files()
+    probe.expect(found == [], f"missing_files returned {found!r}, though the component loads", accepted="[]")
+    if not probe.moved(probe.probe.folder):
+        return  # it needs no files
+    absent = probe.probe.folder.parent / f"{probe.probe.folder.name}-absent"
+    try:
+        found = probe.build(**probe.moved(absent)).missing_files()
+    except (MMError, OSError) as error:
+        probe.expect(
+            False,
+            f"the constructor needs files: {first_line(error)}",
+            hint="read files at first use; missing_files lists those that do not exist",
+        )
+    probe.expect(
+        isinstance(found, list) and found and all(isinstance(p, str) and not Path(p).exists() for p in found),
+        f"missing_files returned {found!r} where none of the files exist",
+        accepted="a list of the paths that the component needs and that do not exist",
+    )
+    for name, copy in _without_each(probe):
+        if probe.build(**probe.moved(copy)).missing_files():
+            continue
+        try:
+            probe.loaded(copy)
+        except Exception as error:
+            # Tokenizers have their words in one of several files, so that only opening them tells.
+            always = name.name == "config.json" or name.suffix == ".safetensors"
+            probe.expect(
+                isinstance(error, MMError) and not always,
+                f"missing_files does not name {name}, without which loading raises {type(error).__name__}: "
+                f"{first_line(error)}",
+                accepted="its path among the missing ones; for other files than config.json and weights, "
+                "a CheckpointError when they are read",
+            )
+
+
+FROZEN = (loads, streamed, missing_files)
+"""The conformance checks of every frozen component."""
+
+
+def _tensors(component: object) -> dict[str, Tensor]:
+    if not isinstance(component, nn.Module):
+        return {}
+    return dict([*component.named_parameters(), *component.named_buffers()])
+
+
+def _without_each(probe: FrozenProbe) -> Iterator[tuple[Path, Path]]:
+    """Each file of the small instance, and a copy of the folder without it."""
+    folder = probe.probe.folder
+    copy = folder.parent / f"{folder.name}-copy"
+    shutil.copytree(folder, copy)
+    try:
+        for name in probe.files:
+            kept = (copy / name).rename(copy / f"{name}.kept")
+            yield name, copy
+            kept.rename(copy / name)
+    finally:
+        shutil.rmtree(copy)

@@ -1,0 +1,298 @@
+"""The conformance kits of text and image encoders (`mm_core.contracts.TextEncoder` and `ImageEncoder`)."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from mm_core.contracts import Randomness
+from mm_core.errors import first_line
+from mm_core.testing.frozen.components import FROZEN, FrozenProbe, check_pure, differ, tolerance
+from mm_core.testing.kit import Kit, NotApplicable, by_name
+
+_CAPTIONS = ("a red circle moves left", "", "a cat and a dog bake a cake together in a kitchen", "blue")
+_LANGUAGES = (
+    "日本の猫",
+    "שלום עולם",
+    "e\u0301a\u0308",
+    "👩‍👩‍👧 smiles",
+    "tab\tline\nend\u200b",
+    "\ufeff\U0010ffff",
+)
+
+
+# -- text encoders ------------------------------------------------------------------------------
+
+
+def _encoded(probe: FrozenProbe, captions: Sequence[str]) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
+    """Hidden states, their mask, and extras of captions."""
+    ids, mask = probe.component.tokenizer()(captions)
+    return _states(probe, ids, mask)
+
+
+def _states(probe: FrozenProbe, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
+    with torch.no_grad():
+        found = probe.component.encode(ids, mask)
+    probe.expect(
+        isinstance(found, tuple) and len(found) in (2, 3),
+        f"encode returned a {type(found).__name__}{f' of {len(found)}' if isinstance(found, tuple) else ''}",
+        accepted="(hidden[B,L,D], mask[B,L]), and perhaps a mapping of further tensors [B,...]",
+    )
+    return found[0], found[1], found[2] if len(found) == 3 else {}
+
+
+def tokens(probe: FrozenProbe) -> None:
+    """The tokenizer returns ids and mask of the captions, at most max_length tokens, padded no further."""
+    tokenizer, most = probe.build().tokenizer(), probe.component.max_length
+    ids, mask = tokenizer([*_CAPTIONS, "word " * 2000])
+    rows = len(_CAPTIONS) + 1
+    probe.expect(
+        ids.dim() == 2 and len(ids) == rows and ids.dtype == torch.int64,
+        f"the tokenizer returned ids {list(ids.shape)} of {ids.dtype} for {rows} captions",
+        accepted="[B,L] int64",
+    )
+    probe.expect(
+        mask.shape == ids.shape and mask.dtype == torch.bool,
+        f"the tokenizer returned a mask {list(mask.shape)} of {mask.dtype}",
+        accepted=f"{list(ids.shape)} bool, false for padding",
+    )
+    probe.expect(
+        ids.shape[1] <= most,
+        f"the tokenizer returned {ids.shape[1]} tokens for a long caption, and max_length is {most}",
+        hint="cut captions to max_length tokens",
+    )
+    ids, mask = tokenizer(_CAPTIONS)
+    longest = int(mask.sum(1).max())
+    probe.expect(
+        ids.shape[1] in (longest, most),
+        f"rows are padded to {ids.shape[1]} tokens, and the longest of the batch has {longest}",
+        accepted=f"{longest}, or max_length {most}",
+        hint="the mask must be false for padding",
+    )
+    for row, caption in enumerate(_CAPTIONS):
+        alone, own = tokenizer([caption])
+        probe.expect(
+            torch.equal(alone[own], ids[row][mask[row]]),
+            f"the tokens of {caption!r} depend on the other captions of the batch",
+            hint="the mask must be true for the caption's own tokens and false for padding",
+        )
+
+
+def picklable_tokenizer(probe: FrozenProbe) -> None:
+    """The tokenizer goes to data workers: it pickles, carries no weights, and gives equal tokens there."""
+    for component in (probe.component, probe.build()):
+        tokenizer = component.tokenizer()
+        expected = tokenizer(_CAPTIONS)  # it may have opened its files by then
+        pickler = _FindWeights(sent := io.BytesIO())
+        try:
+            pickler.dump(tokenizer)
+            again = pickle.loads(sent.getvalue())
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            probe.expect(
+                False,
+                f"the tokenizer cannot be sent to data workers: {first_line(error)}",
+                accepted="objects that pickle: of classes and functions of modules, without open files",
+            )
+        probe.expect(
+            not pickler.weights,
+            f"the tokenizer carries weights to data workers: {', '.join(pickler.weights[:3])}",
+            hint="give the tokenizer its own files and settings, not the encoder",
+        )
+        same = all(map(torch.equal, expected, again(_CAPTIONS)))
+        probe.expect(same, "the tokenizer gives other tokens after pickling")
+
+
+class _FindWeights(pickle.Pickler):
+    """A pickler that notes the modules and parameters among what it writes."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.weights: list[str] = []
+
+    def persistent_id(self, obj: object) -> None:
+        floats = isinstance(obj, Tensor) and obj.is_floating_point()
+        if floats or isinstance(obj, nn.Module):
+            self.weights.append(type(obj).__name__)
+
+
+def hidden_states(probe: FrozenProbe) -> None:
+    """encode returns finite hidden states of hidden_size, their mask, and extras, a row for each caption."""
+    ids, given = probe.component.tokenizer()(_CAPTIONS)
+    hidden, mask, extras = _states(probe, ids, given)
+    rows, width = len(_CAPTIONS), probe.component.hidden_size
+    probe.expect(
+        hidden.dim() == 3 and hidden.shape[::2] == (rows, width) and hidden.is_floating_point(),
+        f"encode returned hidden states {list(hidden.shape)} of {hidden.dtype}",
+        accepted=f"[{rows}, L, {width}] of floating-point numbers: B captions, L tokens, hidden_size",
+    )
+    probe.expect(
+        mask.shape == hidden.shape[:2] and mask.dtype == torch.bool,
+        f"encode returned a mask {list(mask.shape)} of {mask.dtype}",
+        accepted=f"{list(hidden.shape[:2])} bool",
+    )
+    probe.expect(bool(hidden[mask].isfinite().all()), "encode returned NaN or infinity")
+    padding = mask & ~given if mask.shape == given.shape else mask.sum(1) > given.sum(1)
+    probe.expect(not padding.any(), "the mask that encode returns is true for padding")
+    filled = mask.any(1) | torch.tensor([not caption for caption in _CAPTIONS])
+    probe.expect(filled.all(), "the mask that encode returns is false for all tokens of a caption")
+    for name, extra in extras.items():
+        probe.expect(
+            isinstance(name, str) and isinstance(extra, Tensor) and len(extra) == rows,
+            f"the extra {name!r} is {_shown(extra)}",
+            accepted=f"a tensor [{rows},...] with a row for each caption",
+        )
+
+
+def captions_matter(probe: FrozenProbe) -> None:
+    """Other tokens give other hidden states, and so do the same tokens in another order."""
+    tokenizer = probe.component.tokenizer()
+    for first, second in (("blue", "a red circle moves left"), ("a dog bakes a cake", "a cake bakes a dog")):
+        rows = [tokenizer([caption]) for caption in (first, second)]
+        if torch.equal(rows[0][0], rows[1][0]):
+            continue  # a tiny vocabulary has one token for all unknown words
+        (one, own, _), (other, others, _) = (_states(probe, *row) for row in rows)
+        probe.expect(
+            differ(one[own], other[others]) > 1e-6, f"{first!r} and {second!r} have the same hidden states"
+        )
+
+
+def independence(probe: FrozenProbe) -> None:
+    """A caption's hidden states and extras are the same alone and in a batch with longer captions."""
+    hidden, mask, extras = _encoded(probe, _CAPTIONS)
+    for row, caption in enumerate(_CAPTIONS):
+        alone, own, others = _encoded(probe, [caption])
+        pairs = {"hidden states": (alone[own], hidden[row][mask[row]])}
+        pairs |= {f"extra {name!r}": (others[name][0], extra[row]) for name, extra in extras.items()}
+        for what, (one, together) in pairs.items():
+            error = differ(one, together)
+            probe.expect(
+                error <= tolerance(hidden),
+                f"the {what} of {caption!r} alone and in a batch differ by {error:.1e}",
+                accepted=f"at most {tolerance(hidden):g}",
+                hint="hand the mask to the model's attention",
+            )
+
+
+def padding(probe: FrozenProbe) -> None:
+    """Padded tokens change nothing: neither what is in them nor how many there are."""
+    short, long = (probe.component.tokenizer()([caption]) for caption in _CAPTIONS[:3:2])
+    ids, mask = short[0][short[1]][None], short[1][short[1]][None]
+    garbage = long[0][long[1]][None].flip(1)
+    room = min(garbage.shape[1], probe.component.max_length - ids.shape[1])
+    if room < 1:
+        raise NotApplicable(f"max_length {probe.component.max_length} leaves no room for padding")
+    expected, own, extras = _states(probe, ids, mask)
+    longer = torch.cat([mask, torch.zeros(1, room, dtype=torch.bool)], dim=1)
+    found, kept, others = _states(probe, torch.cat([ids, garbage[:, :room]], dim=1), longer)
+    pairs = [(found[kept], expected[own]), *((others[name], extra) for name, extra in extras.items())]
+    error = max(differ(*pair) for pair in pairs)
+    probe.expect(
+        error <= tolerance(expected),
+        f"padding changes the hidden states of a caption, by {error:.1e}",
+        accepted=f"at most {tolerance(expected):g}",
+        hint="hand the mask to the model's attention",
+    )
+
+
+def empty_caption(probe: FrozenProbe) -> None:
+    """A batch of empty captions is encoded without NaN: it is what dropped captions become."""
+    ids, mask = probe.component.tokenizer()(["", ""])
+    probe.expect(
+        ids.dim() == 2 and len(ids) == 2, f"the tokenizer returned {list(ids.shape)} for two captions"
+    )
+    hidden, _, _ = _states(probe, ids, mask)
+    probe.expect(
+        bool(hidden[mask].isfinite().all()), "the hidden states of an empty caption are NaN or infinite"
+    )
+
+
+def languages(probe: FrozenProbe) -> None:
+    """Captions in any script, with emoji, combining and control characters, are encoded."""
+    for caption in _LANGUAGES:
+        try:
+            hidden, mask, _ = _encoded(probe, [caption])
+        except Exception as error:
+            probe.expect(
+                False,
+                f"the caption {caption!r} raises {type(error).__name__}: {first_line(error)}",
+                hint="captions are any text",
+            )
+        probe.expect(bool(hidden[mask].isfinite().all()), f"the hidden states of {caption!r} are not finite")
+
+
+def pure(probe: FrozenProbe) -> None:
+    """Equal calls return equal results: nothing is kept from call to call, and inputs stay unchanged."""
+    ids, mask = probe.component.tokenizer()(_CAPTIONS)
+    check_pure(probe, "encode", lambda: _states(probe, ids, mask), (ids, mask))
+
+
+TEXT = Kit(
+    by_name(
+        *(*FROZEN, tokens, picklable_tokenizer, hidden_states, captions_matter, independence),
+        *(padding, empty_caption, languages, pure),
+    ),
+    probe=FrozenProbe,
+)
+"""The conformance checks of text encoders."""
+
+
+# -- image encoders -----------------------------------------------------------------------------
+
+
+def _images() -> list[Tensor]:
+    """Three images uint8 [3,Y,X] of different sizes."""
+    sizes = ((24, 40), (33, 17), (64, 64))
+    drawn = (Randomness(0).normal((3, *size), number) for number, size in enumerate(sizes))
+    return [(each * 60 + 128).clamp(0, 255).byte() for each in drawn]
+
+
+def _features(probe: FrozenProbe, images: Sequence[Tensor]) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = probe.component.encode(images)
+    return found
+
+
+def features(probe: FrozenProbe) -> None:
+    """Images of any size become finite hidden states of hidden_size, as many as `tokens` declares."""
+    images = _images()
+    found, width, count = _features(probe, images), probe.component.hidden_size, probe.component.tokens
+    fits = found.dim() == 3 and found.shape[::2] == (len(images), width) and found.is_floating_point()
+    probe.expect(
+        fits and count in (None, found.shape[1]),
+        f"encode returned {list(found.shape)} of {found.dtype} for {len(images)} images",
+        accepted=f"[{len(images)}, {count or 'K'}, {width}] of floating-point numbers",
+        hint="hidden_size and tokens must be those of the hidden states",
+    )
+    probe.expect(bool(found.isfinite().all()), "encode returned NaN or infinity")
+
+
+def each_image(probe: FrozenProbe) -> None:
+    """Hidden states of an image are the same alone and in a batch, and different for other images."""
+    images = _images()
+    together = _features(probe, images)
+    for row, image in enumerate(images):
+        error = differ(_features(probe, [image]), together[row : row + 1])
+        probe.expect(
+            error <= tolerance(together),
+            f"the hidden states of an image alone and in a batch differ by {error:.1e}",
+            accepted=f"at most {tolerance(together):g}",
+        )
+    probe.expect(differ(together[:1], together[1:2]) > 1e-6, "different images have the same hidden states")
+
+
+def pure_images(probe: FrozenProbe) -> None:
+    """Equal calls return equal results, and images stay unchanged."""
+    images = _images()
+    check_pure(probe, "encode", lambda: _features(probe, images), images)
+
+
+IMAGE = Kit(by_name(*FROZEN, features, each_image, pure_images), probe=FrozenProbe)
+"""The conformance checks of image encoders."""
+
+
+def _shown(value: object) -> str:
+    return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

@@ -1,0 +1,84 @@
+"""Files of the small instances of mm_core's own components, written in their real layouts.
+
+Each function is called with an empty folder and returns the fields of a component (`Component.tiny`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+CAPTIONS = ("a red circle", "a blue square, which moves to the left", "Zwölf grüne Quadrate", "yellow")
+
+
+def text_encoder(folder: Path) -> Mapping[str, object]:
+    """Writes a tiny T5 encoder with a byte-level tokenizer, as Transformers' `save_pretrained` does."""
+    from transformers import T5Config, T5EncoderModel
+
+    words = write_tokenizer(folder)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        config = T5Config(
+            vocab_size=words, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, pad_token_id=0
+        )
+        T5EncoderModel(config).eval().save_pretrained(folder)
+    return {"from_pretrained": str(folder), "max_length": 64, "dtype": "fp32"}
+
+
+def text_rows(folder: Path) -> Mapping[str, object]:
+    """Writes a table of texts with labels, and a tokenizer."""
+    write_tokenizer(folder / "tokenizer")
+    rows = [{"text": caption, "label": number % 2} for number, caption in enumerate(CAPTIONS)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return {
+        "file": str(folder / "rows.jsonl"),
+        "tokenizer": str(folder / "tokenizer"),
+        "label": "label",
+        "max_length": 16,
+    }
+
+
+def video_text(folder: Path) -> Mapping[str, object]:
+    """Writes short clips with captions, listed in an annotation file."""
+    rows = []
+    for number, caption in enumerate(CAPTIONS):
+        grey = [20 + 50 * number + 4 * frame for frame in range(8)]
+        frames = torch.tensor(grey, dtype=torch.uint8)[:, None, None, None].expand(-1, 16, 24, 3)
+        write_clip(folder / f"{number}.mp4", frames, 8)
+        rows.append({"path": f"{number}.mp4", "cap": [caption, caption.upper()]})
+    (folder / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
+    size = {"num_frames": 4, "height": 8, "width": 8}
+    return {"annotations": str(folder / "rows.json"), "random_start": True, **size}
+
+
+def write_clip(path: Path, frames: torch.Tensor, rate: int) -> Path:
+    """Writes frames, uint8 [F,Y,X,3] with even sides, as an H.264 video with a keyframe every 6 frames."""
+    import av
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=rate, options={"crf": "4"})
+        stream.height, stream.width = frames.shape[1:3]
+        stream.pix_fmt, stream.gop_size = "yuv420p", 6
+        for frame in frames.contiguous().numpy():
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
+    return path
+
+
+def write_tokenizer(folder: Path) -> int:
+    """Writes a tokenizer with one token for each byte; returns the number of tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["<pad>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", model_max_length=512
+    ).save_pretrained(folder)
+    return len(names)

@@ -1,0 +1,60 @@
+"""Conformance checks of shipped components, and of faulty classes in their place."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from types import ModuleType
+
+from mm_core.plugin.registry import Registry, get_registry
+from mm_core.testing.kit import Examination, find_components
+
+
+def examined(
+    name: str,
+    faulty: type | None = None,
+    *,
+    tiny: Mapping[str, object] | None = None,
+    config: str | None = "",
+    ranks: bool = True,
+) -> Examination:
+    """The examination of a shipped component.
+
+    Args:
+        name: its name.
+        faulty: a class in place of its own.
+        tiny: fields of its small instance, instead of its own.
+        config: its config; None: from the signature of `faulty`.
+        ranks: also the checks that start several processes.
+    """
+    registry = get_registry()
+    (registered,) = find_components(registry, name)
+    component = registered.component
+    if faulty is not None:
+        module = ModuleType(f"faulty_{faulty.__name__.lower()}")
+        setattr(module, faulty.__name__, faulty)
+        sys.modules[module.__name__] = module
+        component = replace(component, target=f"{module.__name__}:{faulty.__name__}")
+    component = replace(component, tiny=component.tiny if tiny is None else tiny)
+    component = component if config == "" else replace(component, config=config)
+    changed = replace(registered, component=component)
+    plugins = [
+        replace(
+            plugin, components=tuple(changed if each is registered else each for each in plugin.components)
+        )
+        for plugin in registry.plugins
+    ]
+    return Examination(changed, Registry(tuple(plugins)), ranks)
+
+
+def refusal(name: str, check: str, faulty: type, **options: object) -> str:
+    """The sentence with which a check refuses a faulty class in place of a shipped component's."""
+    outcome = examined(name, faulty, **options).run(check)
+    assert outcome.status in ("failed", "expected"), f"{check} {outcome.status}: {outcome.reason}"
+    return outcome.reason
+
+
+def shortcomings(name: str) -> list[str]:
+    """The checks that a shipped component fails, with their sentences."""
+    return [f"{o.check}: {o.reason}" for o in examined(name) if o.status == "failed"]

@@ -1,0 +1,242 @@
+"""The conformance kit of datasets: shipped ones pass, and each check refuses a faulty one."""
+
+from __future__ import annotations
+
+import random
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mm_core.data.datasets.text_rows import TextRowsDataset
+from mm_core.data.datasets.video_text import VideoTextDataset
+from mm_core.errors import ContractError, DataError
+from mm_core.testing.data.datasets import KIT
+from support.conformance import examined, refusal
+
+SHIPPED = ("core/video_text", "core/text_rows", "internvl/conversations")
+
+
+@pytest.mark.parametrize(
+    "name", [*SHIPPED[:2], pytest.param("internvl/conversations", marks=pytest.mark.slow)]
+)
+def test_shipped_datasets_keep_their_contract(name: str) -> None:
+    assert [f"{o.check}: {o.reason}" for o in examined(name, ranks=False) if o.status == "failed"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_datasets_read_the_same_in_workers(name: str) -> None:
+    outcome = examined(name).run("workers")
+    assert (outcome.status, outcome.reason) == ("passed", "")
+
+
+def clips(**members: object) -> type:
+    return type("Faulty", (VideoTextDataset,), members)
+
+
+def sampled(change) -> type:
+    """A dataset of clips whose samples differ from the true ones."""
+
+    def sample_at(self, index, rng):
+        return change(VideoTextDataset.sample_at(self, index, rng))
+
+    def getitem(self, index):
+        return change(VideoTextDataset.__getitem__(self, index))
+
+    return clips(sample_at=sample_at, __getitem__=getitem)
+
+
+def collated(change, base: type = VideoTextDataset) -> type:
+    return type("Faulty", (base,), {"collate": lambda self, samples: change(base.collate(self, samples))})
+
+
+class Remembering(VideoTextDataset):
+    """A sample depends on how many have been read before."""
+
+    count = 0
+
+    def _sample(self, index, start, caption):
+        self.count += 1
+        found = super()._sample(index, start, caption)
+        return {**found, "caption": f"{found['caption']} {self.count}"}
+
+
+class Marked(VideoTextDataset):
+    """Only what this process has set lets it read as it did."""
+
+    mark = "a worker"
+
+    def _sample(self, index, start, caption):
+        return {**super()._sample(index, start, caption), "caption": Marked.mark}
+
+
+class Blank(VideoTextDataset):
+    """A clip that cannot be read is black."""
+
+    def _sample(self, index, start, caption):
+        try:
+            return super()._sample(index, start, caption)
+        except DataError:
+            return {"pixels": torch.full((3, 4, 8, 8), -1.0), "caption": "", "id": str(index)}
+
+
+class Crashing(VideoTextDataset):
+    def _sample(self, index, start, caption):
+        try:
+            return super()._sample(index, start, caption)
+        except DataError as error:
+            raise KeyError(error.what) from error
+
+
+class Locked(VideoTextDataset):
+    def __init__(self, *args, **fields):
+        super().__init__(*args, **fields)
+        self.lock = threading.Lock()
+
+
+class Global(VideoTextDataset):
+    def sample_at(self, index, rng):
+        return self._sample(index, random.random(), 0.0)
+
+
+class Growing(VideoTextDataset):
+    """Another dataset gives other batches of the same samples."""
+
+    made = 0
+
+    def __init__(self, *args, **fields):
+        super().__init__(*args, **fields)
+        type(self).made += 1
+        self.name = f"{type(self).made}"
+
+    def collate(self, samples):
+        batch = super().collate(samples)
+        return replace(batch, ids=[self.name] * len(batch.ids))
+
+
+class Forgiving(VideoTextDataset):
+    """What could not be read once is another sample the next time."""
+
+    def __init__(self, *args, **fields):
+        super().__init__(*args, **fields)
+        self.known: set[int] = set()
+
+    def sample_at(self, index, rng):
+        if index in self.known:
+            return super().sample_at((index + 1) % 4, rng)
+        try:
+            return super().sample_at(index, rng)
+        except DataError:
+            self.known.add(index)
+            raise
+
+
+def refuse_all(cls, size, options):
+    raise ContractError("no batch fits")
+
+
+VIDEO_FAULTS = [
+    ("schema", clips(__len__=lambda self: 0), "the small instance has no samples"),
+    ("schema", sampled(lambda sample: tuple(sample.values())), "sample 0 is a tuple"),
+    (
+        "schema",
+        sampled(lambda sample: {**sample, "key": 3}),
+        "sample 0 has the keys ['key'], which the loader sets",
+    ),
+    ("batches", collated(lambda batch: {"pixels": batch.pixels}), "collate returned a dict"),
+    ("batches", collated(lambda batch: replace(batch, keys=batch.keys[::-1])), "the keys of the batch are"),
+    (
+        "batches",
+        collated(lambda batch: replace(batch, sample_weights=torch.ones(len(batch)))),
+        "sample_weights are tensor([1., 1.])",
+    ),
+    ("batches", collated(lambda batch: replace(batch, ids=[1, 2])), "the ids of the batch are [1, 2]"),
+    (
+        "batches",
+        collated(lambda batch: replace(batch, pixels=batch.pixels.transpose(1, 2))),
+        "pixels are [2, 4, 3, 8, 8] of torch.float32",
+    ),
+    ("batches", collated(lambda batch: replace(batch, pixels=batch.pixels / 2 + 0.5)), "pixels are from 0.1"),
+    ("batches", collated(lambda batch: replace(batch, captions="ab")), "captions are 'ab'"),
+    ("determinism", Remembering, "sample [0] of epoch 0 is a different one when it is read again"),
+    ("given_randomness", Global, "draws from the process's own generators"),
+    ("resume", Growing, "the batches from step 1 on are different after a resume"),
+    ("picklable", Locked, "the dataset cannot be sent to data workers: cannot pickle '_thread.lock' object"),
+    ("bad_samples", Blank, "with 0.mp4 damaged, sample 0 is a different one, without an error"),
+    (
+        "bad_samples",
+        Forgiving,
+        "with 0.mp4 damaged, batches list the samples [] as unreadable; accepted: [0], in",
+    ),
+    ("bad_samples", Crashing, "with 0.mp4 damaged, sample 0 raises KeyError: "),
+    (
+        "lengths",
+        clips(lengths=lambda self: torch.ones(3)),
+        "lengths() returned [3] of torch.float32 for 4 samples",
+    ),
+    (
+        "lengths",
+        clips(lengths=lambda self: torch.randint(9, (4,))),
+        "lengths() returns different numbers each time",
+    ),
+    (
+        "micro_batches",
+        clips(check_micro_batch=classmethod(refuse_all)),
+        "check_micro_batch refuses batches of one sample: no batch fits",
+    ),
+    (
+        "micro_batches",
+        clips(check_micro_batch=lambda self, size, options: None),
+        "check_micro_batch is no class method",
+    ),
+    (
+        "evaluation",
+        clips(evaluated=classmethod(lambda cls, options: {**options, "frames": 3})),
+        "the dataset refuses the options that evaluated returns: ",
+    ),
+    ("class_names", clips(class_names=lambda self: ["a", "b"]), "class_names() returned ['a', 'b']"),
+]
+
+
+@pytest.mark.parametrize(("check", "faulty", "sentence"), VIDEO_FAULTS)
+def test_a_faulty_dataset_is_refused(check: str, faulty: type, sentence: str) -> None:
+    assert sentence in refusal("core/video_text", check, faulty)
+
+
+TEXT_FAULTS = [
+    (
+        collated(
+            lambda batch: replace(batch, inputs={"input_ids": batch.inputs["input_ids"]}), TextRowsDataset
+        ),
+        "the inputs have no labels",
+    ),
+    (
+        collated(
+            lambda b: replace(b, inputs={**b.inputs, "labels": b.inputs["labels"][:1]}), TextRowsDataset
+        ),
+        "the input labels is [1] for 2 rows",
+    ),
+    (
+        collated(lambda b: replace(b, inputs={**b.inputs, "more": 3}), TextRowsDataset),
+        "the inputs more are no tensors",
+    ),
+    (collated(lambda b: replace(b, references=["a", "b"]), TextRowsDataset), "references are ['a', 'b']"),
+]
+
+
+@pytest.mark.parametrize(("faulty", "sentence"), TEXT_FAULTS)
+def test_a_faulty_batch_of_texts_is_refused(faulty: type, sentence: str) -> None:
+    assert sentence in refusal("core/text_rows", "batches", faulty)
+
+
+@pytest.mark.slow
+def test_a_dataset_that_reads_otherwise_in_workers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Marked, "mark", "the training process")
+    reason = refusal("core/video_text", "workers", Marked)
+    assert "with two data workers, the batches of the steps [0, 1, 2, 3] are different" in reason
+
+
+def test_each_check_has_a_fault() -> None:
+    assert {check for check, *_ in VIDEO_FAULTS} | {"workers"} == set(KIT.checks)
