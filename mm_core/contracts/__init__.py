@@ -77,6 +77,7 @@ from mm_core.contracts.frames import (
     ImageEncoder,
     PredictorInputs,
     SupportsFrames,
+    SupportsMaxFrames,
 )
 from mm_core.contracts.randomness import Randomness, generators_kept, seed_generators, seeded
 from mm_core.contracts.running import (
@@ -157,6 +158,7 @@ __all__ = [
     "SupportsForTokens",
     "SupportsFrames",
     "SupportsLengths",
+    "SupportsMaxFrames",
     "SupportsModuleFlops",
     "SupportsNotes",
     "SupportsSampleAt",

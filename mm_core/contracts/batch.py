@@ -191,8 +191,8 @@ class SampleRequest:
         negative_prompt: text of the unconditional branch of guidance ("" by default).
         seed: the noise of clip i depends only on (seed, first + i).
         steps: solver steps.
-        guidance: classifier-free guidance scale (off up to 1), or one per expert of the predictor, from noise
-            to clean.
+        guidance: guidance scale, or one per expert of the predictor, from noise to clean. It is that of
+            classifier-free guidance (off up to 1), or the condition `guidance` of a predictor that takes it.
         num_frames: F, frames per clip.
         height: Y in pixels.
         width: X in pixels.

@@ -50,9 +50,10 @@ class Predictor(Protocol):
             text: [B,L,D].
             text_mask: [B,L] bool, false for padding.
             conditions: further tensors, each a parameter of the predictor's own forward. A parameter without
-                a default is needed: a plan in which nothing gives it is an error. `fps` and `size`
-                come from the task (`CLIP_CONDITIONS`), others from the text encoder, under the names that it
-                declares (`SupportsConditionShapes`), and from the predictor's own `with_frames`.
+                a default is needed: a plan in which nothing gives it is an error. `fps`, `size` and
+                `guidance` come from the task (`CLIP_CONDITIONS`), others from the text encoder, under the
+                names that it declares (`SupportsConditionShapes`), and from the predictor's own
+                `with_frames`.
         """
 
     def init_weights(self) -> None:

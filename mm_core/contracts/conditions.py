@@ -9,11 +9,12 @@ from typing import Protocol, runtime_checkable
 ConditionShapes = Mapping[str, tuple[int | None, ...]]
 """Name of a condition -> shape of one sample's tensor, without the batch; None for a size that varies."""
 
-CLIP_CONDITIONS: ConditionShapes = MappingProxyType({"fps": (), "size": (2,)})
+CLIP_CONDITIONS: ConditionShapes = MappingProxyType({"fps": (), "size": (2,), "guidance": ()})
 """Conditions that the task `text_to_video` gives to every predictor whose forward names them, in float32.
 
-`fps` [B] are the frames per second of each clip, `size` [B,2] its height and width in pixels. Their precision
-is never lowered.
+`fps` [B] are the frames per second of each clip, `size` [B,2] its height and width in pixels, and `guidance`
+[B] the scale of embedded guidance: a predictor that takes it is sampled without an unconditional pass. Their
+precision is never lowered.
 """
 
 

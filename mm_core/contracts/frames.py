@@ -101,6 +101,20 @@ class SupportsFrames(Protocol):
 
 
 @runtime_checkable
+class SupportsMaxFrames(Protocol):
+    """Capability of a predictor that takes short clips or single images only.
+
+    The plan refuses longer clips, and the conformance checks try no longer ones. Without it, a predictor
+    takes clips of any length.
+
+    Attributes:
+        max_frames: most latent frames T that its forward takes; 1 for models of images.
+    """
+
+    max_frames: int
+
+
+@runtime_checkable
 class ImageEncoder(Frozen, Protocol):
     """An image encoder, from images to hidden states, for predictors with an `image_dim`.
 

@@ -81,7 +81,7 @@ def sample(
         images, last_images: files of first (and last) frames: one for all prompts, or one for each.
         negative_prompt: guidance leads away from it. seed: the noise of clip i derives from (seed, i).
         steps: solver steps.
-        guidance: scale of classifier-free guidance (1 or less: off), or one for each expert.
+        guidance: scale of classifier-free (1 or less: off) or embedded guidance, or one for each expert.
         num_frames, height, width, fps: of a clip; None takes the task's `sample`, then the training data's.
         out: folder for mp4 files and a contact sheet; None writes nothing.
         weights: `ema`, `model`, or `auto`: the average if the checkpoint contains one.

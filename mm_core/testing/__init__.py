@@ -8,18 +8,28 @@ test_conformance = conformance_tests("my_plugin")
 """
 
 from importlib import import_module
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mm_core.testing.predictor import PREDICTOR_CHECKS, PredictorProbe, check_predictor
+    from mm_core.testing.predictor import PREDICTOR_CHECKS, check_predictor
+    from mm_core.testing.predictor_probe import PredictorProbe
     from mm_core.testing.suite import conformance_tests
 
 __all__ = ["PREDICTOR_CHECKS", "PredictorProbe", "check_predictor", "conformance_tests"]
 
+_HOMES = MappingProxyType(
+    {
+        "PREDICTOR_CHECKS": "predictor",
+        "PredictorProbe": "predictor_probe",
+        "check_predictor": "predictor",
+        "conformance_tests": "suite",
+    }
+)
+"""Name -> the file that defines it, imported when the name is used: the checks import torch."""
+
 
 def __getattr__(name: str) -> Any:
-    # The checks import torch, which the command that lists them does without.
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "suite" if name == "conformance_tests" else "predictor"
-    return getattr(import_module(f"{__name__}.{module}"), name)
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

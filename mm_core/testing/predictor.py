@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -12,96 +13,37 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from mm_core.contracts import Randomness, SupportsModuleFlops
-from mm_core.errors import ContractError, MMError
+from mm_core.contracts import CLIP_CONDITIONS, Randomness, SupportsModuleFlops
+from mm_core.errors import ContractError, MMError, first_line, plural
 from mm_core.modules.flops import step_flops
-from mm_core.modules.initialise import initialise
-from mm_core.plugin.registry import build as build_component
-
-Build = Callable[[], object] | Mapping[str, object] | str
-"""A function that creates a small predictor, or an argument for `mm_core.build("predictor", ...)`."""
+from mm_core.tasks.text_to_video.conditions import Conditions, cast_condition
+from mm_core.testing.predictor_probe import Build, PredictorProbe
 
 
-class PredictorProbe:
-    """Builds a new predictor and matching inputs for each conformance check.
-
-    Args:
-        build: creates the predictor, with a small config.
-        patches: tokens of the test clips along (t, h, w).
-        text_length: tokens of the test captions.
-    """
-
-    def __init__(self, build: Build, patches: tuple[int, int, int] = (2, 3, 2), text_length: int = 6) -> None:
-        self.build = build if callable(build) else lambda: build_component("predictor", build)
-        name = build if isinstance(build, str) else build.get("type") if isinstance(build, Mapping) else None
-        self.place = (
-            f"predictor {name!r}" if name else f"predictor made by {getattr(build, '__qualname__', build)}"
-        )
-        self.patches = patches
-        self.text_length = text_length
-
-    def on_meta(self) -> nn.Module:
-        """Builds the predictor of a conformance check on the meta device, as the core does."""
-        with torch.device("meta"):
-            module = self.build()
-        if not isinstance(module, nn.Module):
-            raise ContractError(
-                f"the predictor is a {type(module).__name__}, not a torch.nn.Module",
-                where=self.place,
-                hint="derive the predictor's class from torch.nn.Module, and return an object of it",
-            )
-        return module
-
-    def initialised(self, seed: int = 0) -> nn.Module:
-        """Builds the predictor of a conformance check on the CPU and initialises it as the engine does.
-
-        Memory is filled with NaN first, so that values that are not initialised show.
-        """
-        module = self.on_meta().to_empty(device="cpu")
-        initialise(module, "predictor", Randomness(seed))
-        return module.eval()
-
-    def trained(self) -> nn.Module:
-        """The predictor of a conformance check with slightly changed weights, as if trained.
-
-        Heads that are initialised to zero would hide errors.
-        """
-        module = self.initialised()
-        rng = Randomness(1)
-        with torch.no_grad():
-            for name, parameter in module.named_parameters():
-                parameter.add_(0.05 * rng.normal(tuple(parameter.shape), name))
-        return module
-
-    def inputs(self, module: Any, batch: int = 2) -> dict[str, Tensor]:
-        """Inputs for the predictor of a conformance check; the last caption is shorter than the others."""
-        rng = Randomness(2)
-        sizes = [p * n for p, n in zip(module.patch_size, self.patches, strict=True)]
-        length = self.text_length if module.text_padding == "masked" else module.text_padding[1]
-        mask = torch.ones(batch, length, dtype=torch.bool)
-        mask[-1, max(1, length // 2) :] = False
-        text = rng.normal((batch, length, module.text_dim), "text").masked_fill(~mask[..., None], 0)
-        return {
-            "latents": rng.normal((batch, module.in_channels, *sizes), "latents"),
-            "timestep": torch.linspace(998.7, 12.5, batch),
-            "text": text,
-            "text_mask": mask,
-        }
-
-
-def check_predictor(build: Build, *, patches: tuple[int, int, int] = (2, 3, 2), text_length: int = 6) -> None:
+def check_predictor(
+    build: Build,
+    *,
+    patches: tuple[int, int, int] | None = None,
+    text_length: int = 6,
+    conditions: Mapping[str, Sequence[int] | Tensor] | None = None,
+) -> None:
     """Runs every conformance check of PREDICTOR_CHECKS on a predictor.
+
+    It gets the conditions that its forward names: `fps`, `size` and `guidance`, and those with known shapes.
 
     Args:
         build: creates the predictor with a small config: a function, a component's name, or a mapping with
             `type` as in a YAML.
-        patches: tokens of the test clips along (t, h, w).
+        patches: tokens of the test clips along (t, h, w); None: (2, 3, 2), with one frame for a predictor
+            whose `max_frames` is 1.
         text_length: tokens of the test captions.
+        conditions: name -> shape of one sample's tensor, without the batch, or such a tensor; for conditions
+            that the predictor does not declare in `condition_shapes`.
 
     Raises:
         ContractError: lists every check that failed.
     """
-    probe = PredictorProbe(build, patches, text_length)
+    probe = PredictorProbe(build, patches, text_length, conditions)
     faults = []
     for name, check in PREDICTOR_CHECKS.items():
         try:
@@ -128,6 +70,12 @@ def attributes(probe: PredictorProbe) -> None:
         )
     if len(module.patch_size) != 3 or not all(isinstance(size, int) for size in module.patch_size):
         raise ContractError(f"patch_size is {module.patch_size!r}", accepted="three integers (t, h, w)")
+    if unknown := Conditions(module).unknown:
+        raise ContractError(
+            f"condition_shapes names `{unknown[0]}`, but the predictor's forward does not",
+            where=probe.place,
+            hint="add it to the parameters of forward, or remove it from condition_shapes",
+        )
     padding = module.text_padding
     fixed = isinstance(padding, tuple) and len(padding) == 2 and padding[0] == "fixed"
     if padding != "masked" and not fixed:
@@ -166,7 +114,7 @@ def output(probe: PredictorProbe) -> None:
     inputs = probe.inputs(module)
     latents = inputs["latents"]
     wanted = (len(latents), module.out_channels, *latents.shape[2:])
-    with torch.no_grad():
+    with torch.no_grad(), _hint_of_images(module, inputs):
         predicted = module(**inputs)
     if tuple(predicted.shape) != wanted:
         raise ContractError(
@@ -258,7 +206,7 @@ def timestep_precision(probe: PredictorProbe) -> None:
         # A library's own `to` may warn of layers that it would keep in float32: here all are cast on purpose.
         module = nn.Module.to(probe.trained(), dtype)
         inputs = probe.inputs(module, batch=1)
-        inputs |= {name: inputs[name].to(dtype) for name in ("latents", "text")}
+        inputs |= {n: cast_condition(n, t, dtype) for n, t in inputs.items() if n != "timestep"}
 
         def at(timestep: float, module: nn.Module = module, inputs: dict[str, Tensor] = inputs) -> Tensor:
             with torch.no_grad():
@@ -295,7 +243,8 @@ def flops(probe: PredictorProbe) -> None:
     inputs = probe.inputs(module)
     if not isinstance(module, SupportsModuleFlops):
         return
-    shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items() if name != "text_mask"}
+    skipped = ("text_mask", *CLIP_CONDITIONS)
+    shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items() if name not in skipped}
     declared = step_flops(module, module.module_flops(**shapes))
     # torch has no formula for attention's own kernels on a CPU.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
@@ -321,6 +270,26 @@ PREDICTOR_CHECKS: Mapping[str, Callable[[PredictorProbe], None]] = MappingProxyT
     {check.__name__: check for check in _CHECKS}
 )
 """Each conformance check by its name, to run one test per check."""
+
+
+@contextmanager
+def _hint_of_images(module: nn.Module, inputs: dict[str, Tensor]) -> Iterator[None]:
+    """A context for the forward of a clip: if it fails, but works for one frame, the error says so."""
+    try:
+        yield
+    except Exception as fault:
+        frames, first = inputs["latents"].shape[2], int(module.patch_size[0])  # type: ignore[index]
+        try:
+            if frames <= first:
+                raise fault
+            module(**{**inputs, "latents": inputs["latents"][:, :, :first]})
+        except Exception:
+            raise fault from None
+        raise ContractError(
+            f"the predictor takes {plural(first, 'latent frame')}, but not {frames}: "
+            f"{type(fault).__name__}: {first_line(fault)}",
+            hint=f"correct its forward, or set max_frames = {first} in its class if it takes no clips",
+        ) from fault
 
 
 def _differing(first: nn.Module, second: nn.Module) -> list[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from mm_core.testing.kit import Kit, Probe
-from mm_core.testing.predictor import PREDICTOR_CHECKS, PredictorProbe
+from mm_core.testing.predictor import PREDICTOR_CHECKS
+from mm_core.testing.predictor_probe import PredictorProbe
 
 
 def _probe(probe: Probe) -> PredictorProbe:

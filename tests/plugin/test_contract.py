@@ -13,6 +13,7 @@ import yaml
 from torch import nn
 
 from mm_core.contracts import Callback, DatasetBase, PredictorModule, Task, TaskModule, Tracker
+from mm_core.diffusion.flow_match import FlowMatch
 from mm_core.errors import ContractError
 from mm_core.plugin.checks.contract import CONTRACTS, check_object, class_faults, members_of, object_faults
 from mm_core.plugin.hookspecs import KINDS
@@ -313,3 +314,31 @@ def test_a_class_of_a_library_is_placed_where_it_was_made() -> None:
     assert caught.value.what.startswith(
         "Linear does not keep its contract: it lacks 1 method: init_weights()"
     )
+
+
+class Tokens(FlowMatch):
+    def for_tokens(self) -> FlowMatch:
+        return self
+
+
+def test_a_capability_is_held_against_its_protocol_where_a_component_has_it() -> None:
+    assert object_faults("predictor", like(condition_shapes={"pooled": (8,)}, max_frames=1)()) == []
+    assert object_faults("predictor", like(condition_shapes=["pooled"], max_frames="one")()) == [
+        "its condition_shapes is ['pooled'], not Mapping[str, tuple[int | None, ...]]",
+        "its max_frames is 'one', not int",
+    ]
+    fault = (
+        "its method for_tokens cannot be called as the core calls it: too many positional arguments "
+        "(it is called with tokens)"
+    )
+    assert object_faults("scheduler", Tokens()) == class_faults("scheduler", Tokens) == [fault]
+    assert object_faults("scheduler", FlowMatch()) == []
+
+
+def test_half_a_capability_is_no_fault() -> None:
+    """`experts` or `truncated` alone may mean something else: the core does not use them."""
+
+    class Half(FlowMatch):
+        def truncated(self) -> None: ...
+
+    assert object_faults("scheduler", Half()) == []

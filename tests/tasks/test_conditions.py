@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from mm_core.contracts import SampleRequest
+from mm_core.builtin.configs.text_to_video import SampleConfig
+from mm_core.contracts import Randomness, SampleRequest
 from mm_core.diffusion.encoders.text import ByteTextEncoder
 from mm_core.errors import ContractError
 from mm_core.modules.casting import cast_inputs
@@ -119,12 +120,12 @@ def test_a_condition_that_nothing_gives_is_one_sentence_in_the_plan():
 
     assert fault_of(conditioned_task(Needs())) == (
         "task.predictor: the predictor's forward needs `poled`, which nothing gives\n"
-        "  accepted: fps, lengths, pooled, size, or a parameter with a default\n"
+        "  accepted: fps, guidance, lengths, pooled, size, or a parameter with a default\n"
         "  hint: did you mean 'pooled'?"
     )
     assert fault_of(make_task(Conditioned())) == (
         "task.predictor: the predictor's forward needs `pooled`, which nothing gives\n"
-        "  accepted: fps, size, or a parameter with a default\n"
+        "  accepted: fps, guidance, size, or a parameter with a default\n"
         "  hint: use a text encoder that returns `pooled`, or give it a default"
     )
 
@@ -150,7 +151,7 @@ def test_declared_conditions_are_compared_with_what_is_given():
         "  accepted: fps, pooled, size\n"
         "  hint: did you mean 'size'?\n"
         "task.predictor: the predictor's forward needs `sise`, which nothing gives\n"
-        "  accepted: fps, lengths, pooled, size, or a parameter with a default\n"
+        "  accepted: fps, guidance, lengths, pooled, size, or a parameter with a default\n"
         "  hint: did you mean 'size'?"
     )
 
@@ -248,3 +249,85 @@ def test_lowered_precision_leaves_frame_rates_and_sizes_exact():
     cast_inputs(module, torch.bfloat16)
     found = module(torch.ones(1), fps=torch.tensor([23.976]), size=torch.tensor([[481.0, 854.0]]))
     assert found == (torch.bfloat16, pytest.approx(23.976, rel=1e-6), [[481.0, 854.0]])
+
+
+class Distilled(SmallPredictor):
+    """Embedded guidance: the scale pushes the output, and all calls are recorded."""
+
+    def forward(self, latents, timestep, text, text_mask, guidance):
+        found = super().forward(latents, timestep, text, text_mask)
+        self.calls[-1]["guidance"] = guidance.tolist()
+        return found + 0.01 * guidance[:, None, None, None, None].to(found)
+
+
+def test_embedded_guidance_is_the_requests_scale_in_one_pass():
+    task = make_task(Distilled())
+    task.check(SPEC)
+    low, high = (task.sample(SampleRequest(prompts=("a", "up"), guidance=scale)) for scale in (0.5, 3.5))
+    assert [call["guidance"] for call in task.predictor.calls] == [[0.5] * 2] * 3 + [[3.5] * 2] * 3
+    assert not torch.equal(low[0].pixels, high[0].pixels)
+    task.sample(SampleRequest(prompts=("a",)))
+    assert task.predictor.calls[-1]["guidance"] == [2.0]  # task.sample.guidance
+
+
+def test_embedded_guidance_and_an_unconditional_pass_of_its_own_scale():
+    sizes = {"num_frames": 2, "height": 8, "width": 8, "fps": 4.0, "steps": 1, "guidance": 3.5}
+    request = SampleRequest(prompts=("a red circle",), negative_prompt="blue")
+    task = make_task(Distilled(), sample=SampleConfig(**sizes, true_guidance=4.0))
+    (found,) = task.sample(request)
+    assert [call["guidance"] for call in task.predictor.calls] == [[3.5, 3.5]]
+    # One Euler step from noise: x - v, where v is guided; both passes get the same embedded scale.
+    noise = Randomness(0).normal((12, 2, 4, 4), "sample", 0)[None]
+    outputs = []
+    for prompt in ("a red circle", "blue"):
+        text, mask = task.text_encoder.encode(*task.text_encoder.tokenizer()([prompt]))
+        outputs.append(task.predictor(noise, torch.tensor([1000.0]), text, mask, torch.tensor([3.5])))
+    velocity = outputs[1] + 4.0 * (outputs[0] - outputs[1])
+    wanted = task.autoencoder.decode(noise - velocity)[0].clamp(-1, 1)
+    torch.testing.assert_close(found.pixels, wanted.detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_training_and_evaluation_take_the_configured_guidance():
+    for configured, expected in ((None, 1.0), (3.5, 3.5)):
+        task = make_task(Distilled(), train_guidance=configured)
+        task.check(SPEC)
+        task.loss(task.prepare(make_batch(task), RNG))
+        task.evaluate(make_batch(task), RNG, (0.5,))
+        assert [call["guidance"] for call in task.predictor.calls] == [[expected] * 3] * 2
+
+
+def test_a_negative_prompt_that_nothing_would_use_is_refused():
+    request = SampleRequest(prompts=("a",), negative_prompt="blue")
+    with pytest.raises(ContractError) as fault:
+        make_task(Distilled()).check_request(request)
+    assert str(fault.value) == (
+        "negative_prompt: the request has a negative prompt, but embedded guidance makes one pass only\n"
+        "  hint: set task.sample.true_guidance above 1, or remove the negative prompt"
+    )
+    make_task().check_request(request)
+
+
+def test_settings_of_embedded_guidance_need_a_predictor_that_takes_it():
+    sample = SampleConfig(num_frames=2, height=8, width=8, true_guidance=4.0)
+    assert fault_of(make_task(train_guidance=3.5, sample=sample)) == (
+        "the task has 2 errors:\n"
+        "task.train_guidance: train_guidance is 3.5, but the predictor takes no `guidance`\n"
+        "  hint: remove it: task.sample.guidance is the scale of classifier-free guidance\n"
+        "task.sample.true_guidance: true_guidance is 4, but the predictor takes no `guidance`\n"
+        "  hint: remove it: task.sample.guidance is the scale of classifier-free guidance"
+    )
+
+
+def test_clips_longer_than_a_predictor_takes_are_one_sentence_in_the_plan():
+    predictor = SmallPredictor()
+    predictor.max_frames = 1
+    sample = SampleConfig(num_frames=1, height=8, width=8)
+    assert fault_of(make_task(predictor, sample=sample)) == (
+        "data.train.num_frames: num_frames 2 makes 2 latent frames, but the predictor takes 1 at most\n"
+        "  accepted: 1, for a model of images"
+    )
+    make_task(predictor, sample=sample).check({**SPEC, "num_frames": 1})
+    with pytest.raises(
+        ContractError, match=r"^clip to sample\.num_frames: num_frames 2 makes 2 latent frames"
+    ):
+        make_task(predictor).check_request(SampleRequest(prompts=("a",)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from mm_core.config.load import load_config
-from mm_core.contracts import Randomness, SampleKey, StepFlops, VideoTextBatch
+from mm_core.contracts import Randomness, SampleKey, StepFlops, VideoTextBatch, linear_flops
+from mm_core.diffusion.encoders.text import ByteTextEncoder
 from mm_core.plan import RunPlan, build_task, make_plan
 from mm_core.tasks.text_to_video.task import TextToVideo
 
@@ -91,3 +93,31 @@ def test_the_plan_prints_them(tiny):
     ]
     assert isinstance(plan, RunPlan)
     assert "FLOPs" not in replace(plan, flops=None).render()
+
+
+def test_shapes_of_text_conditions_reach_module_flops_in_the_plan_and_in_training(tiny):
+    class Pooled(ByteTextEncoder):
+        condition_shapes = MappingProxyType({"pooled": (32,)})
+
+        def encode(self, ids, mask):
+            hidden, mask = super().encode(ids, mask)
+            return hidden, mask, {"pooled": hidden.sum(1)}
+
+    class Counting(nn.Linear):
+        text_padding, patch_size, in_channels, out_channels, text_dim = "masked", (2, 2, 2), 12, 12, 32
+        shapes = ()
+
+        def forward(self, latents, timestep, text, text_mask, pooled, fps=24.0, size=None):
+            return super().forward(latents.movedim(1, -1)).movedim(-1, 1) + pooled.sum()
+
+        def module_flops(self, latents, timestep, text, pooled):
+            self.shapes = (*self.shapes, (latents, pooled))
+            return [linear_flops("", latents[0], 12, 12)]
+
+    given = ready(build_task(load_config(tiny)))
+    encoder = Pooled(32)
+    encoder.load(torch.device("cpu"))
+    task = TextToVideo(Counting(12, 12), given.autoencoder, encoder, given.scheduler)
+    assert task.sample_flops({"num_frames": 8, "height": 16, "width": 16}, ()) is not None
+    task.loss(task.prepare(batch(3, 8), Randomness(1)))
+    assert [shapes[1] for shapes in task.predictor.shapes] == [(1, 32), (3, 32)]

@@ -23,6 +23,10 @@ def test_shipped_encoders_keep_their_contract(name: str) -> None:
 class Pooled(ByteTextEncoder):
     """An encoder that also returns a vector for each caption."""
 
+    @property
+    def condition_shapes(self):
+        return {"pooled": (self.hidden_size,)}
+
     def encode(self, ids, mask):
         hidden, mask = super().encode(ids, mask)
         return hidden, mask, {"pooled": (hidden * mask[..., None]).sum(1)}
@@ -122,6 +126,11 @@ TEXT_FAULTS = [
         "hidden_states",
         encoding(lambda h, m, i: (h, m, {"pooled": h.sum((0, 1))[None]})),
         "the extra 'pooled' is a tensor [1, 16]",
+    ),
+    (
+        "hidden_states",
+        encoding(lambda h, m, i: (h, m, {"pooled": h.sum(1)})),
+        "encode returned `pooled`, but condition_shapes declares no condition",
     ),
     ("captions_matter", encoding(lambda h, m, i: (h * 0, m)), "have the same hidden states"),
     ("independence", encoding(mixed), "of 'a red circle moves left' alone and in a batch differ by "),

@@ -16,7 +16,10 @@ class SampleConfig:
     """Defaults for the clips that `mm sample` and validation generate."""
 
     steps: _Size = 50  # solver steps
-    guidance: Guidance = 5.0  # classifier-free guidance scale, off up to 1; a list: one value per expert
+    guidance: Guidance = 5.0  # guidance scale (classifier-free: off up to 1); a list: one value per expert
+    true_guidance: Annotated[float, Range(ge=0)] | None = (
+        None  # predictors with embedded guidance: scale of a second, unconditional pass; none: no such pass
+    )
     num_frames: _Size | None = None  # frames; none: as in data.train
     height: _Size | None = None  # pixels; none: as in data.train
     width: _Size | None = None  # pixels; none: as in data.train
@@ -41,5 +44,8 @@ class TextToVideoConfig:
     )
     frames: tuple[Literal["first", "last"], ...] | None = (
         None  # conditioning frames taken from each training clip; none: as the predictor expects
+    )
+    train_guidance: Annotated[float, Range(ge=0)] | None = (
+        None  # predictors with embedded guidance: the scale that they get in training and evaluation; none: 1
     )
     sample: SampleConfig = field(default_factory=SampleConfig)

@@ -70,7 +70,8 @@ def _add_clips(parser: argparse._ArgumentGroup) -> None:
         "--guidance",
         type=_number(0),
         nargs="+",
-        help="classifier-free guidance scale (off up to 1); one value, or one per expert",
+        help="guidance scale: classifier-free (off up to 1), or the input of models with embedded guidance;"
+        " one value, or one per expert",
     )
     parser.add_argument("--num-frames", type=count, help="frames per clip (default: as trained)")
     parser.add_argument("--height", type=count, help="height in pixels (default: as trained)")

@@ -24,6 +24,7 @@ class Contract:
         base: `module:Name` of the class from which objects must derive.
         by_name: the core passes the arguments of `forward` by name.
         events: methods may be absent; other names that resemble one are misspelt.
+        optional: `module:Name` of capabilities. A component that has all members of one is held against it.
     """
 
     protocol: str
@@ -31,17 +32,31 @@ class Contract:
     base: str | None = None
     by_name: bool = False
     events: bool = False
+    optional: tuple[str, ...] = ()
+
+
+def _capabilities(*names: str) -> tuple[str, ...]:
+    return tuple(f"mm_core.contracts:{name}" for name in names)
 
 
 CONTRACTS: Mapping[str, Contract] = MappingProxyType(
     {
         "predictor": Contract(
-            "mm_core.contracts:Predictor", "writing-a-dit", base="torch.nn:Module", by_name=True
+            "mm_core.contracts:Predictor",
+            "writing-a-dit",
+            base="torch.nn:Module",
+            by_name=True,
+            optional=_capabilities("SupportsConditionShapes", "SupportsFrames", "SupportsMaxFrames"),
         ),
         "autoencoder": Contract("mm_core.contracts:Autoencoder"),
-        "text_encoder": Contract("mm_core.contracts:TextEncoder"),
+        "text_encoder": Contract(
+            "mm_core.contracts:TextEncoder", optional=_capabilities("SupportsConditionShapes")
+        ),
         "image_encoder": Contract("mm_core.contracts:ImageEncoder"),
-        "scheduler": Contract("mm_core.contracts:NoiseScheduler"),
+        "scheduler": Contract(
+            "mm_core.contracts:NoiseScheduler",
+            optional=_capabilities("SupportsForTokens", "SupportsTruncated"),
+        ),
         "dataset": Contract("mm_core.contracts:Dataset"),
         "task": Contract("mm_core.contracts:Task", "writing-a-task", base="torch.nn:Module"),
         "engine": Contract("mm_core.contracts:Engine"),
@@ -101,19 +116,29 @@ def members_of(contract: Contract) -> dict[str, Member]:
     return found
 
 
+def _asked_of(contract: Contract, found: object) -> dict[str, Member]:
+    """The members that a contract asks of a class or object, with those of the capabilities that it has."""
+    members = members_of(contract)
+    for path in contract.optional:
+        own = {n: m for n, m in members_of(Contract(path)).items() if n not in members}
+        if all(hasattr(found, name) for name in own):
+            members |= own
+    return members
+
+
 def class_faults(kind: str, cls: type) -> list[str]:
     """What a component's class lacks, as far as it is known before an object is made."""
     contract = CONTRACTS[kind]
     if fault := _base_fault(kind, cls):
         return fault
-    return [*_method_faults(contract, members_of(contract), cls), *_author_faults(cls)]
+    return [*_method_faults(contract, _asked_of(contract, cls), cls), *_author_faults(cls)]
 
 
 def object_faults(kind: str, found: object) -> list[str]:
     """What a component lacks. Methods may be the object's own, as those of a wrapper are."""
     if fault := _base_fault(kind, type(found)):
         return fault
-    members = members_of(CONTRACTS[kind])
+    members = _asked_of(CONTRACTS[kind], found)
     faults = [*_method_faults(CONTRACTS[kind], members, type(found), found), *_author_faults(type(found))]
     missing, wrong = [], []
     for member in members.values():
@@ -274,6 +299,8 @@ def _fits(value: object, wanted: Any) -> bool:
         if len(inner) == 2 and inner[1] is Ellipsis:
             return all(_fits(each, inner[0]) for each in value)
         return len(value) == len(inner) and all(map(_fits, value, inner))
+    if isinstance(origin, type):
+        return isinstance(value, origin)
     if wanted is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if wanted is int:
@@ -283,7 +310,7 @@ def _fits(value: object, wanted: Any) -> bool:
 
 
 def _type_text(wanted: Any) -> str:
-    return inspect.formatannotation(wanted).replace("typing.", "")
+    return inspect.formatannotation(wanted).replace("typing.", "").replace("collections.abc.", "")
 
 
 def _load(path: str) -> Any:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from mm_core.contracts import Autoencoder, SupportsDoSample
-from mm_core.errors import ContractError
+from mm_core.contracts import Autoencoder, SupportsDoSample, SupportsMaxFrames
+from mm_core.errors import ContractError, plural
 from mm_core.tasks.text_to_video.frames import choices, describe, image_dim
 from mm_core.tasks.text_to_video.returned_shapes import scheduler_faults
 
@@ -135,6 +135,14 @@ def size_faults(task: TextToVideo, where: str, sizes: Mapping[str, int]) -> Iter
         hint = fault.hint or _fitting(task, sizes)
         yield ContractError(fault.what, where=where, accepted=fault.accepted, hint=hint)
         return
+    if isinstance(task.predictor, SupportsMaxFrames) and shape[1] > task.predictor.max_frames:
+        most = task.predictor.max_frames
+        yield ContractError(
+            f"num_frames {sizes['num_frames']} makes {plural(shape[1], 'latent frame')}, but the predictor "
+            f"takes {most} at most",
+            where=f"{where}.num_frames",
+            accepted="1, for a model of images" if most == 1 else None,
+        )
     patches = task.predictor.patch_size
     for place, (name, stride) in enumerate(zip(sizes, task.autoencoder.stride, strict=True)):
         patch = patches[place]

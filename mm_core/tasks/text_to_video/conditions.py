@@ -56,8 +56,23 @@ class Conditions:
         """The conditions of a text encoder (tensors, or their shapes) that the predictor takes."""
         return {name: value for name, value in given.items() if name in self.taken}
 
+    @property
+    def unknown(self) -> list[str]:
+        """Names of declared conditions that the predictor's forward does not take."""
+        return [] if self._open else sorted(self.taken - self._named)
+
+    @property
+    def embedded_guidance(self) -> bool:
+        """Whether the predictor takes the guidance scale as a condition."""
+        return "guidance" in self.taken
+
     def of_clips(
-        self, count: int, size: tuple[int, int], device: torch.device, fps: Tensor | float | None
+        self,
+        count: int,
+        size: tuple[float, float],
+        device: torch.device,
+        fps: Tensor | float | None,
+        guidance: float,
     ) -> dict[str, Tensor]:
         """The conditions that the task itself gives and the predictor takes, float32 [B,...].
 
@@ -66,8 +81,9 @@ class Conditions:
             size: height and width of the clips in pixels.
             device: device of the tensors.
             fps: frames per second of each clip [B], or of all; None: not known.
+            guidance: scale of embedded guidance.
         """
-        values = {"fps": fps, "size": size}
+        values = {"fps": fps, "size": size, "guidance": guidance}
         assert values.keys() == CLIP_CONDITIONS.keys()
         return {
             name: torch.as_tensor(value, dtype=torch.float32, device=device).expand(
@@ -92,13 +108,14 @@ class Conditions:
 
     def faults(self, task: TextToVideo) -> Iterator[ContractError]:
         """Conditions that the predictor needs and nothing gives, or whose shapes do not match."""
-        if unknown := sorted(self.taken - self._named) if not self._open else []:
+        if unknown := self.unknown:
             yield ContractError(
                 f"condition_shapes names `{unknown[0]}`, but the predictor's forward does not",
                 where="task.predictor",
                 accepted=", ".join(sorted(self._named)) or "no condition",
                 hint=did_you_mean(unknown[0], self._named),
             )
+        yield from self._guidance_faults(task)
         if task.text_encoder.missing_files():
             return  # its files may decide what the text encoder returns
         text = shapes_of(task.text_encoder)
@@ -120,6 +137,20 @@ class Conditions:
                     f"the predictor takes `{name}` {_text(wanted)}, but {giver} gives {_text(found)}",
                     where="task.predictor",
                     accepted=_text(found),
+                )
+
+    def _guidance_faults(self, task: TextToVideo) -> Iterator[ContractError]:
+        """Settings of embedded guidance for a predictor that takes none."""
+        settings = {
+            "task.train_guidance": task.train_guidance,
+            "task.sample.true_guidance": task.sample_defaults.true_guidance,
+        }
+        for where, value in settings.items():
+            if value is not None and not self.embedded_guidance:
+                yield ContractError(
+                    f"{where.rpartition('.')[2]} is {value:g}, but the predictor takes no `guidance`",
+                    where=where,
+                    hint="remove it: task.sample.guidance is the scale of classifier-free guidance",
                 )
 
     def unused(self, encoder: TextEncoder) -> list[str]:

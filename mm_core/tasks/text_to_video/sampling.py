@@ -63,6 +63,23 @@ def size_of(request: SampleRequest) -> tuple[int, int, int]:
     return request.num_frames, request.height, request.width
 
 
+def check_guidance(task: TextToVideo, request: SampleRequest) -> None:
+    """Checks the guidance and the negative prompt of a complete sampling request.
+
+    Raises:
+        ContractError: the scales do not match the experts, or nothing would use the negative prompt.
+    """
+    assert request.guidance is not None
+    task.experts.scales(request.guidance)
+    second = task.sample_defaults.true_guidance
+    if request.negative_prompt and task.conditions.embedded_guidance and (second is None or second <= 1):
+        raise ContractError(
+            "the request has a negative prompt, but embedded guidance makes one pass only",
+            where="negative_prompt",
+            hint="set task.sample.true_guidance above 1, or remove the negative prompt",
+        )
+
+
 def generate(
     task: TextToVideo, prompts: Sequence[str], images: Images, noise: Tensor, request: SampleRequest
 ) -> Tensor:
@@ -76,14 +93,20 @@ def generate(
         request: the complete request.
     """
     device, size = task.compute_device(), size_of(request)
-    guidance, steps = request.guidance, request.steps
-    assert guidance is not None and steps is not None
-    scales = task.experts.scales(guidance)
+    assert request.guidance is not None and request.steps is not None
+    embedded = task.conditions.embedded_guidance
+    given_scales = task.experts.scales(request.guidance)
+    scales = (
+        dict.fromkeys(given_scales, task.sample_defaults.true_guidance or 0.0) if embedded else given_scales
+    )
     guided = any(scale > 1 for scale in scales.values())
     captions = [*prompts, *[request.negative_prompt] * (len(prompts) if guided else 0)]
     text, mask, text_conditions = task.captions.encoded_texts(captions, device)
     text_conditions = task.conditions.of_text(text_conditions)
-    clip_conditions = task.conditions.of_clips(len(prompts), size[1:], device, request.fps)
+    clip_conditions = {
+        expert: task.conditions.of_clips(len(prompts), size[1:], device, request.fps, scale)
+        for expert, scale in given_scales.items()
+    }
     experts, scheduler = task.schedule_of(noise.shape[1:])
     frames = image_frames(task, images, size, device)
 
@@ -91,7 +114,7 @@ def generate(
         expert = experts.of(timestep)
         scale = scales[expert]
         timestep = scheduler.model_timestep(timestep.to(device))
-        given = inputs_of(task.predictor, latents, timestep, frames, clip_conditions)
+        given = inputs_of(task.predictor, latents, timestep, frames, clip_conditions[expert])
         rows = len(latents)
         if scale <= 1:
             prompted = {name: tensor[:rows] for name, tensor in text_conditions.items()}
@@ -102,7 +125,7 @@ def generate(
         conditional, unconditional = both.float().chunk(2)
         return unconditional + scale * (conditional - unconditional)
 
-    clean = scheduler.integrate(velocity, noise.to(device), steps)
+    clean = scheduler.integrate(velocity, noise.to(device), request.steps)
     expect(clean, noise.shape, "scheduler", "integrate")
     # Latents of given frames go into the clip unchanged.
     clean = inputs_of(task.predictor, clean, clean.new_zeros(len(clean)), frames).latents

@@ -43,7 +43,7 @@ from mm_core.tasks.text_to_video.experts import Experts
 from mm_core.tasks.text_to_video.flops import TrainedFlops, sample_flops
 from mm_core.tasks.text_to_video.frames import check_images, choices, clip_frames, inputs_of
 from mm_core.tasks.text_to_video.returned_shapes import encoded
-from mm_core.tasks.text_to_video.sampling import completed, generate, sample_shape
+from mm_core.tasks.text_to_video.sampling import check_guidance, completed, generate, sample_shape
 
 
 @dataclass
@@ -98,6 +98,7 @@ class TextToVideo(TaskModule):
         sample: SampleConfig | None = None,
         image_encoder: ImageEncoder | None = None,
         frames: FrameNames | None = TextToVideoConfig.frames,
+        train_guidance: float | None = TextToVideoConfig.train_guidance,
     ) -> None:
         super().__init__()
         self.predictor = predictor
@@ -113,6 +114,7 @@ class TextToVideo(TaskModule):
             self.frozen = (*self.frozen, "image_encoder")
         self.frames: FrameNames = choices(predictor)[0] if frames is None else tuple(frames)
         self.caption_dropout = caption_dropout
+        self.train_guidance = train_guidance
         self.latents = latents_of(autoencoder, latents)
         self.sample_defaults = SampleConfig() if sample is None else sample
         self.captions = Captions(text_encoder, predictor.text_padding)
@@ -194,8 +196,9 @@ class TextToVideo(TaskModule):
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Text [B,L,D], mask [B,L] and conditions of a batch; empty captions in the `dropped` rows."""
         text, mask, given = self.captions.encoded(batch, dropped)
+        guidance = 1.0 if self.train_guidance is None else self.train_guidance
         count, size = len(batch.pixels), (batch.pixels.shape[3], batch.pixels.shape[4])
-        clips = self.conditions.of_clips(count, size, batch.pixels.device, batch.fps)
+        clips = self.conditions.of_clips(count, size, batch.pixels.device, batch.fps, guidance)
         return text, mask, {**self.conditions.of_text(given), **clips}
 
     def loss(self, inputs: TextToVideoInputs) -> Loss:
@@ -306,8 +309,7 @@ class TextToVideo(TaskModule):
         wanted = completed(self, request)
         sample_shape(self, wanted)
         check_images(self.predictor, wanted.images, len(wanted.prompts))
-        assert wanted.guidance is not None
-        self.experts.scales(wanted.guidance)
+        check_guidance(self, wanted)
         with self.experts.complete(self.compute_device()):
             pass  # opening the context checks that the experts' files exist
 

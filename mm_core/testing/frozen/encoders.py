@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mm_core.contracts import Randomness
 from mm_core.errors import first_line
+from mm_core.tasks.text_to_video.conditions import check_returned
 from mm_core.testing.frozen.components import FROZEN, FrozenProbe, check_pure, differ, tolerance
 from mm_core.testing.kit import Kit, NotApplicable, by_name
 
@@ -145,6 +146,7 @@ def hidden_states(probe: FrozenProbe) -> None:
             f"the extra {name!r} is {_shown(extra)}",
             accepted=f"a tensor [{rows},...] with a row for each caption",
         )
+    check_returned(extras, probe.component, rows)
 
 
 def captions_matter(probe: FrozenProbe) -> None:

@@ -1,0 +1,128 @@
+"""The small predictor of the conformance checks, and inputs that match it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mm_core.contracts import Randomness, SupportsMaxFrames
+from mm_core.errors import ContractError
+from mm_core.modules.initialise import initialise
+from mm_core.plugin.registry import build as build_component
+from mm_core.tasks.text_to_video.conditions import Conditions
+
+Build = Callable[[], object] | Mapping[str, object] | str
+"""A function that creates a small predictor, or an argument for `mm_core.build("predictor", ...)`."""
+
+
+class PredictorProbe:
+    """Builds a new predictor and matching inputs for each conformance check.
+
+    Args:
+        build: creates the predictor, with a small config.
+        patches: tokens of the test clips along (t, h, w); None: (2, 3, 2), with fewer frames for a predictor
+            that takes fewer (`SupportsMaxFrames`).
+        text_length: tokens of the test captions.
+        conditions: name -> shape of one sample's tensor, or the tensor itself, for conditions whose shape the
+            predictor does not declare (`SupportsConditionShapes`). Tensors of shapes are drawn at random.
+    """
+
+    def __init__(
+        self,
+        build: Build,
+        patches: tuple[int, int, int] | None = None,
+        text_length: int = 6,
+        conditions: Mapping[str, Sequence[int] | Tensor] | None = None,
+    ) -> None:
+        self.build = build if callable(build) else lambda: build_component("predictor", build)
+        name = build if isinstance(build, str) else build.get("type") if isinstance(build, Mapping) else None
+        self.place = (
+            f"predictor {name!r}" if name else f"predictor made by {getattr(build, '__qualname__', build)}"
+        )
+        self.patches = patches
+        self.text_length = text_length
+        self.conditions = conditions or {}
+
+    def on_meta(self) -> nn.Module:
+        """Builds the predictor of a conformance check on the meta device, as the core does."""
+        with torch.device("meta"):
+            module = self.build()
+        if not isinstance(module, nn.Module):
+            raise ContractError(
+                f"the predictor is a {type(module).__name__}, not a torch.nn.Module",
+                where=self.place,
+                hint="derive the predictor's class from torch.nn.Module, and return an object of it",
+            )
+        return module
+
+    def initialised(self, seed: int = 0) -> nn.Module:
+        """Builds the predictor of a conformance check on the CPU and initialises it as the engine does.
+
+        Memory is filled with NaN first, so that values that are not initialised show.
+        """
+        module = self.on_meta().to_empty(device="cpu")
+        initialise(module, "predictor", Randomness(seed))
+        return module.eval()
+
+    def trained(self) -> nn.Module:
+        """The predictor of a conformance check with slightly changed weights, as if trained.
+
+        Heads that are initialised to zero would hide errors.
+        """
+        module = self.initialised()
+        rng = Randomness(1)
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                parameter.add_(0.05 * rng.normal(tuple(parameter.shape), name))
+        return module
+
+    def inputs(self, module: Any, batch: int = 2) -> dict[str, Tensor]:
+        """Inputs for the predictor of a conformance check; the last caption is shorter than the others."""
+        rng = Randomness(2)
+        sizes = [p * n for p, n in zip(module.patch_size, self._patches(module), strict=True)]
+        length = self.text_length if module.text_padding == "masked" else module.text_padding[1]
+        mask = torch.ones(batch, length, dtype=torch.bool)
+        mask[-1, max(1, length // 2) :] = False
+        text = rng.normal((batch, length, module.text_dim), "text").masked_fill(~mask[..., None], 0)
+        return {
+            "latents": rng.normal((batch, module.in_channels, *sizes), "latents"),
+            "timestep": torch.linspace(998.7, 12.5, batch),
+            "text": text,
+            "text_mask": mask,
+            **self._conditions(module, batch, sizes),
+        }
+
+    def _patches(self, module: Any) -> tuple[int, int, int]:
+        """The tokens of the test clips: those given, or as many frames as the predictor takes, at most 2."""
+        if self.patches is not None:
+            return self.patches
+        most = module.max_frames if isinstance(module, SupportsMaxFrames) else 2 * module.patch_size[0]
+        return (max(1, min(2, most // module.patch_size[0])), 3, 2)
+
+    def _conditions(self, module: Any, batch: int, sizes: Sequence[int]) -> dict[str, Tensor]:
+        """The conditions that the predictor takes, as far as their shapes are known.
+
+        Raises:
+            ContractError: the shape of a needed condition is not known.
+        """
+        takes = Conditions(module)
+        size = (8.0 * sizes[1], 8.0 * sizes[2])
+        found = takes.of_clips(batch, size, torch.device("cpu"), fps=24.0, guidance=3.5)
+        known = {**(takes.declared or {}), **self.conditions}
+        for name, shape in known.items():
+            if isinstance(shape, Tensor):
+                found[name] = shape.expand(batch, *shape.shape).clone()
+            elif name not in found:
+                filled = [self.text_length if size is None else size for size in shape]
+                found[name] = Randomness(2).normal((batch, *filled), name)
+        if missing := sorted(takes.needed - set(found)):
+            raise ContractError(
+                f"the predictor's forward needs `{missing[0]}`, whose shape is not known",
+                where=self.place,
+                accepted="a shape in the predictor's `condition_shapes`, such as {'pooled': (768,)}",
+                hint=f"declare it, or call check_predictor with conditions={{'{missing[0]}': (768,)}}",
+            )
+        return found

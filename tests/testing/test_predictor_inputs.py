@@ -1,0 +1,118 @@
+"""The kit's inputs of a predictor: one frame for models of images, and the conditions that it takes."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+import pytest
+import torch
+from torch import nn
+
+from mm_core.errors import ContractError
+from mm_core.testing import PredictorProbe, check_predictor
+
+
+class Silent(nn.Module):
+    """A network of images that does not say so: each patch, plus embeddings of the text and the time."""
+
+    patch_size = (1, 2, 2)
+    text_padding = "masked"
+    in_channels = out_channels = 4
+    text_dim = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(4, 16, 2, 2)
+        self.text = nn.Linear(8, 16)
+        self.time = nn.Linear(2, 16)
+        self.out = nn.ConvTranspose2d(16, 4, 2, 2)
+
+    def init_weights(self) -> None:
+        for layer in (self.patch, self.text, self.time, self.out):
+            nn.init.normal_(layer.weight, std=0.2)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, latents, timestep, text, text_mask):
+        (image,) = latents.unbind(2)  # fails for clips
+        real = text_mask[..., None].to(text)
+        mean = (text.masked_fill(~text_mask[..., None], 0)).sum(1) / real.sum(1).clamp(min=1)
+        waves = torch.stack([timestep.sin(), timestep.cos()], 1).to(self.time.weight.dtype)
+        pushed = self.text(mean) + self.time(waves)
+        hidden = torch.tanh(self.patch(image) + pushed[..., None, None])
+        return self.out(hidden)[:, :, None].clone()
+
+
+class ImageModel(Silent):
+    max_frames = 1
+
+
+class Conditioned(ImageModel):
+    """Takes a pooled vector, the size, embedded guidance and, optionally, something unknown."""
+
+    condition_shapes = MappingProxyType({"pooled": (8,), "size": (2,), "guidance": ()})
+
+    def forward(self, latents, timestep, text, text_mask, pooled, guidance, size, other=None):
+        assert other is None and pooled.dtype == text.dtype
+        assert guidance.dtype == size.dtype == torch.float32
+        text = (
+            text
+            + pooled[:, None]
+            + guidance[:, None, None].to(text)
+            + 1e-3 * size.sum(1)[:, None, None].to(text)
+        )
+        return super().forward(latents, timestep, text, text_mask)
+
+
+class Pooled(ImageModel):
+    def forward(self, latents, timestep, text, text_mask, pooled, lengths=None):
+        text = text + pooled[:, None]
+        return super().forward(latents, timestep, text, text_mask)
+
+
+def test_a_model_of_images_passes_without_being_told_patches():
+    check_predictor(ImageModel)
+    assert PredictorProbe(ImageModel).inputs(ImageModel())["latents"].shape == (2, 4, 1, 6, 4)
+
+
+def test_a_model_that_fails_for_clips_and_works_for_one_frame_is_told_what_to_declare():
+    with pytest.raises(ContractError) as fault:
+        check_predictor(Silent)
+    assert (
+        "output: the predictor takes 1 latent frame, but not 2: ValueError: too many values to unpack"
+        in str(fault.value)
+    )
+    assert "hint: correct its forward, or set max_frames = 1 in its class if it takes no clips" in str(
+        fault.value
+    )
+
+
+def test_declared_conditions_are_given_and_their_precision_is_that_of_training():
+    check_predictor(Conditioned)
+    inputs = PredictorProbe(Conditioned).inputs(Conditioned(), batch=3)
+    assert {name: tuple(inputs[name].shape) for name in ("pooled", "size", "guidance")} == {
+        "pooled": (3, 8),
+        "size": (3, 2),
+        "guidance": (3,),
+    }
+
+
+def test_conditions_that_are_not_declared_come_from_the_argument():
+    check_predictor(Pooled, conditions={"pooled": (8,)})
+    lengths = torch.arange(3)[None]
+    probe = PredictorProbe(Pooled, conditions={"pooled": (8,), "lengths": lengths[0]})
+    assert torch.equal(probe.inputs(Pooled())["lengths"], lengths.expand(2, 3))
+    with pytest.raises(ContractError) as fault:
+        PredictorProbe(Pooled).inputs(Pooled())
+    assert str(fault.value) == (
+        "predictor made by Pooled: the predictor's forward needs `pooled`, whose shape is not known\n"
+        "  accepted: a shape in the predictor's `condition_shapes`, such as {'pooled': (768,)}\n"
+        "  hint: declare it, or call check_predictor with conditions={'pooled': (768,)}"
+    )
+
+
+def test_a_declared_condition_that_the_forward_does_not_name_fails_the_attributes():
+    class Misspelt(Pooled):
+        condition_shapes = MappingProxyType({"pooled": (8,), "poled": (8,)})
+
+    with pytest.raises(ContractError, match=r"attributes: .*: condition_shapes names `poled`, but the"):
+        check_predictor(Misspelt)
