@@ -124,7 +124,8 @@ def test_all_that_a_step_runs_is_read_in_an_afternoon(reading):
     assert {"training", "tasks", "data", "engines", "telemetry"} <= rooms
     entered = sorted((code.co_filename.rpartition("/mm_core/")[2], code.co_qualname) for code in found)
     docstrings = docstring_lines(found)  # a line for each argument
-    assert lines(found) - docstrings <= 1200 and docstrings <= 350, entered
+    # 100 lines are the conditions, the token-dependent noise levels and the checks of what authors return.
+    assert lines(found) - docstrings <= 1300 and docstrings <= 420, entered
 
 
 def test_all_that_a_run_of_one_step_enters_is_read_in_a_day(reading):
@@ -139,7 +140,7 @@ def test_all_that_a_run_of_one_step_enters_is_read_in_a_day(reading):
     } <= entered
     assert {"Validator.run", "RunReporter.step"} <= entered
     docstrings = docstring_lines(found)
-    assert lines(found) - docstrings <= 2300 and docstrings <= 680, sorted(entered)
+    assert lines(found) - docstrings <= 2350 and docstrings <= 750, sorted(entered)
 
 
 def test_the_whole_loop_is_read_at_a_sitting():
