@@ -36,6 +36,9 @@ def build(**fields):
             text = text + (pooled + self.numbers(numbers / 10))[:, None]
             return super().forward(latents, timestep, text, text_mask)
 
+        def module_flops(self, latents, timestep, text, pooled):
+            return super().module_flops(latents, timestep, text)
+
     return ConditionedDiT()
 
 
