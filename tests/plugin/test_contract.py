@@ -115,6 +115,7 @@ def test_no_component_that_is_installed_here_is_found_faulty() -> None:
             ],
         ),
         ({"init_weights": 3}, ["it lacks 1 method: init_weights()"]),
+        ({"forward": lambda self, latents, timestep, text, text_mask, pooled, *, fps: latents}, []),
     ],
 )
 def test_what_a_predictor_lacks_is_named(changes: dict[str, object], faults: list[str]) -> None:
@@ -333,6 +334,12 @@ def test_a_capability_is_held_against_its_protocol_where_a_component_has_it() ->
     )
     assert object_faults("scheduler", Tokens()) == class_faults("scheduler", Tokens) == [fault]
     assert object_faults("scheduler", FlowMatch()) == []
+
+
+def test_conditions_that_a_forward_needs_are_no_fault_of_its_class() -> None:
+    def forward(self, latents, timestep, text, text_mask, pooled, *, guidance): ...
+
+    assert class_faults("predictor", like(forward=forward)) == []
 
 
 def test_half_a_capability_is_no_fault() -> None:

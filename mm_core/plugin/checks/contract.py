@@ -268,6 +268,12 @@ def _method_fault(
         elif parameter.default is parameter.empty:
             words.append(None)
     fault = call_fault(method, words, named)
+    if fault and any(each.kind is each.VAR_KEYWORD for each in called.parameters.values()):
+        # Conditions are parameters that each author names; the plan checks that something gives them.
+        own = [*inspect.signature(method).parameters.values()][len(words) :]
+        conditions = {each.name: None for each in own if each.default is each.empty}
+        if call_fault(method, words, {**conditions, **named}) is None:
+            return None
     return f"{fault[1]} (it is called with {_call_text(called)})" if fault else None
 
 

@@ -16,10 +16,12 @@ from mm_core.contracts import (
     SupportsConditionShapes,
     SupportsExperts,
     SupportsFrames,
+    SupportsModuleFlops,
     TextEncoder,
 )
 from mm_core.errors import ContractError, did_you_mean, plural
 from mm_core.modules.casting import KEEP
+from mm_core.plugin.checks.contract import call_fault
 
 if TYPE_CHECKING:
     from mm_core.tasks.text_to_video.task import TextToVideo
@@ -129,6 +131,14 @@ class Conditions:
         if not (isinstance(task.predictor, SupportsFrames) and task.frames):
             for name in sorted(self.needed.difference(text, CLIP_CONDITIONS)):
                 yield _missing(name, text)
+        flops = task.predictor.module_flops if isinstance(task.predictor, SupportsModuleFlops) else None
+        shapes = dict.fromkeys(("latents", "timestep", "text", *self.of_text(text)))
+        if flops is not None and (fault := call_fault(flops, (), shapes)):
+            yield ContractError(
+                f"module_flops cannot be called with the shapes of {', '.join(shapes)}: {fault[1]}",
+                where="task.predictor",
+                hint="let module_flops take the conditions that forward takes from the text encoder",
+            )
         for name, wanted in (self.declared or {}).items():
             found = {**text, **CLIP_CONDITIONS}.get(name, wanted)
             if not _match(found, wanted):
