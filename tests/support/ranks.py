@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 import socket
 import sys
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from support import warm
@@ -20,10 +22,17 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, **more}
 
 
+_PORTS = itertools.cycle(random.Random(os.getpid()).sample(range(20_000, 32_000), 12_000))
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port at which nobody listens, below those that the system gives to outgoing connections: between
+    this answer and its use, one of these could take the port, and ranks would wait for each other in vain."""
+    for port in _PORTS:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("unreachable: the ports go round")
 
 
 def run_ranks(script: str | Path, world: int, *args: object, timeout: float = 240) -> list[str]:
