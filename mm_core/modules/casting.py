@@ -56,27 +56,34 @@ def _frozen_of(task: TaskModule) -> Iterator[nn.Parameter]:
 
 
 def check_dtypes(task: TaskModule, roots: Iterable[str]) -> None:
-    """Checks that this torch can shard a task's trained and frozen parameters together if dtypes differ.
+    """Checks that this torch can shard a task's parameters: different dtypes together, and integers.
 
     Raises:
         PlanError: it cannot.
     """
+    if shards_mixed():
+        return
     for root in roots:
         kinds = {parameter.dtype for parameter in task.get_submodule(root).parameters()}
-        if len(kinds) > 1 and not shards_mixed():
-            names = " and ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
+        names = " and ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
+        if len(kinds) > 1:
             raise PlanError(
                 f"{root} has parameters in {names}, which torch {torch.__version__} cannot shard together",
                 where="train.base_dtype",
                 hint="remove train.base_dtype, or install a newer torch",
+            )
+        if not all(kind.is_floating_point for kind in kinds):
+            raise PlanError(
+                f"{root} has parameters in {names}, which torch {torch.__version__} cannot shard",
+                hint="install torch 2.8 or newer",
             )
 
 
 def shards_mixed() -> bool:
     """Whether this torch can shard modules whose frozen parameters have a dtype different from the trained.
 
-    torch 2.7 asserts one dtype for all, later versions check the trained ones only. Nothing public shows this
-    before the first forward.
+    torch 2.7 asserts one dtype for all, and no integers; later versions check the trained ones only. Nothing
+    public shows this before the first forward.
     """
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup

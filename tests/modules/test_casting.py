@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from mm_core.errors import ContractError
-from mm_core.modules.casting import cast_inputs, quantise_frozen_values, uncast_inputs
+from mm_core.errors import ContractError, PlanError
+from mm_core.modules import casting
+from mm_core.modules.casting import cast_inputs, check_dtypes, quantise_frozen_values, uncast_inputs
 from mm_core.parallel.activation_checkpointing import recompute
 
 
@@ -30,6 +31,19 @@ def test_a_timestep_keeps_its_precision_in_a_block(recomputed, by_name):
     assert seen[0].dtype == torch.bfloat16
     assert torch.equal(seen[1], timestep) and seen[1].dtype == torch.float32
     assert seen[2][0].dtype == torch.float32
+
+
+def test_integer_parameters_are_a_sentence_where_torch_cannot_shard_them(monkeypatch):
+    task = nn.Module()
+    task.model = nn.Module()
+    task.model.codes = nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False)
+    monkeypatch.setattr(casting, "shards_mixed", lambda: False)
+    with pytest.raises(PlanError) as caught:
+        check_dtypes(task, ["model"])
+    refused = f"model has parameters in int8, which torch {torch.__version__} cannot shard"
+    assert str(caught.value) == f"{refused}\n  hint: install torch 2.8 or newer"
+    monkeypatch.setattr(casting, "shards_mixed", lambda: True)
+    check_dtypes(task, ["model"])
 
 
 def test_frozen_weights_are_rounded_where_they_lie_and_trained_ones_are_left():

@@ -81,7 +81,7 @@ def tables() -> list[str]:
         try:
             begin(model)
             said.append("")
-        except ContractError as fault:
+        except (ContractError, PlanError) as fault:
             said.append(fault.what)
     return said
 

@@ -15,6 +15,7 @@ from torch import nn
 from mm_core.builtin.configs.pretrained import PretrainedConfig
 from mm_core.contracts import Randomness, empty_parameters
 from mm_core.errors import ContractError
+from mm_core.modules.casting import shards_mixed
 from mm_core.modules.initialise import initialise
 from mm_core.modules.tying import tie, tied_names
 from mm_core.tasks.pretrained.initial import Recipe, prepare_initialisation, recorded
@@ -137,7 +138,8 @@ def test_two_ranks_begin_as_one_to_the_bit(tmp_path):
     one, first, second = (torch.load(tmp_path / name) for name in ("out1.0", "out2.0", "out2.1"))
     said = "init_weights of Table left 1 tensor unset: model.codes"
     tables = [found.pop("tables") for found in (one, first, second)]
-    assert tables == [["", said], ["", ""], ["", said]]
+    refusal = [f"model has parameters in int8, which torch {torch.__version__} cannot shard"] * 2
+    assert tables == ([["", said], ["", ""], ["", said]] if shards_mixed() else [refusal] * 3)
     refused = {name: why for name, why in one.items() if isinstance(why, str)}
     assert refused == {}
     assert len(one) >= 25
