@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from mm_core.device import (
     CPU_BACKEND,
@@ -61,6 +62,17 @@ def start_process_group() -> World:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=_patience[0])
     return world
+
+
+def end_process_group() -> None:
+    """Destroys the default process group, and what torch keeps of its device meshes.
+
+    DTensor caches its results' layouts with the mesh. The mesh of the next process group equals this one, so
+    its norms would be reduced in groups that no longer exist, or in others of the same name.
+    """
+    dist.destroy_process_group()
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+    getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
 
 
 def _rendezvous_error(fault: RuntimeError) -> MMError | None:

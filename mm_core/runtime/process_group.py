@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from mm_core.config.sections import RunSection
-from mm_core.runtime.groups import set_patience, start_process_group, wait_for_ranks
+from mm_core.runtime.groups import end_process_group, set_patience, start_process_group, wait_for_ranks
 from mm_core.runtime.launch.signals import leaving_at_signals
 from mm_core.runtime.ranks import Ranks
 
@@ -36,8 +36,8 @@ def process_group(stuck_after: float | None = RunSection.stuck_after) -> Iterato
     except BaseException:
         if dist.get_world_size() == 1:  # with several ranks, the others may hang in a collective
             held = wait_for_ranks()
-            dist.destroy_process_group()
+            end_process_group()
             del held
         raise
-    dist.destroy_process_group()
+    end_process_group()
     del held

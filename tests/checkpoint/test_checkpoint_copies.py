@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -18,6 +17,7 @@ from mm_core.checkpoint.store import CheckpointStore
 from mm_core.errors import CheckpointError
 from mm_core.modules.shards import like
 from mm_core.optim.muon import _orthogonal_step
+from mm_core.runtime.process_group import process_group
 from support.marks import needs_muon
 
 CONFIG = "run: {name: test}\n"
@@ -25,9 +25,8 @@ CONFIG = "run: {name: test}\n"
 
 @pytest.fixture(scope="module")
 def group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with process_group(None):
+        yield
 
 
 @pytest.fixture

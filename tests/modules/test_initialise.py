@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,6 +19,7 @@ from mm_core.contracts import Randomness
 from mm_core.errors import ContractError
 from mm_core.modules import initialise as module_of_initialise
 from mm_core.modules.initialise import initialise
+from mm_core.runtime.process_group import process_group
 
 KINDS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 KINDS += (torch.uint16, torch.float32, torch.bfloat16, torch.complex64)
@@ -273,7 +273,6 @@ def test_marks_differ_in_every_bit():
 @pytest.fixture
 def sharded():
     """A 4 x 4 parameter that `fill` fills, as one rank of one holds it."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
     def begin(fill, **options):
         module = nn.Linear(4, 4, bias=False, device="meta")
@@ -283,8 +282,8 @@ def sharded():
         initialise(module, "predictor", Randomness(1), **options)
         return module.weight.to_local()
 
-    yield begin
-    dist.destroy_process_group()
+    with process_group(None):
+        yield begin
 
 
 def test_a_whole_tensor_is_copied_into_a_sharded_parameter(sharded):

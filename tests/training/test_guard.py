@@ -10,7 +10,7 @@ import torch
 from mm_core.config.sections import NonFiniteSection, SpikeSection, TrainSection
 from mm_core.contracts import Batch, Loss, SampleKey
 from mm_core.errors import TrainingError
-from mm_core.runtime.groups import start_process_group
+from mm_core.runtime.process_group import process_group
 from mm_core.training.guard import UpdateGuard
 
 NAN = float("nan")
@@ -18,11 +18,8 @@ NAN = float("nan")
 
 @pytest.fixture(autouse=True)
 def group():
-    import torch.distributed as dist
-
-    start_process_group()
-    yield
-    dist.destroy_process_group()
+    with process_group(None):
+        yield
 
 
 def judge(guard: UpdateGuard, step: int, norm: float, loss: float = 1.0) -> str | None:

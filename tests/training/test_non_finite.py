@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mm_core.contracts import Loss
-from mm_core.runtime.groups import start_process_group
+from mm_core.runtime.process_group import process_group
 from mm_core.training.non_finite import first_non_finite
 from support import parts_ranks
 from support.ranks import run_ranks
@@ -19,9 +18,8 @@ from support.ranks import run_ranks
 
 @pytest.fixture(autouse=True)
 def group():
-    start_process_group()
-    yield
-    dist.destroy_process_group()
+    with process_group(None):
+        yield
 
 
 class BadGradient(torch.autograd.Function):

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
@@ -20,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from mm_core.errors import CheckpointError, ContractError
 from mm_core.interchange.export import export
 from mm_core.interchange.import_weights import import_weights
+from mm_core.runtime.process_group import process_group
 from mm_core.weights import open_stored
 from mm_core.weights.fitting import fit
 from mm_core.weights.formats.transformers_names import keys_as_loaded, keys_as_saved
@@ -106,8 +106,7 @@ def test_what_is_stored_as_in_memory_needs_no_map(kind):
 @pytest.mark.parametrize("kind", ["internvl", "qwen3_moe"])
 def test_a_sharded_model_has_the_names_of_a_whole_one(kind):
     """FSDP2 changes a model's class, by which the library finds its rules."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with process_group(None):
         model = model_of(kind)
         wanted = keys_as_saved(model).copies(shapes_of(model))
         stored = SimpleNamespace(shapes={copy.stored: copy.stored_shape for copy in wanted})
@@ -117,8 +116,6 @@ def test_a_sharded_model_has_the_names_of_a_whole_one(kind):
         assert keys_as_saved(model).copies(shapes_of(model)) == wanted
         assert keys_as_loaded(model, stored).copies(shapes_of(model)) == read
         assert type(model) is sharded
-    finally:
-        dist.destroy_process_group()
 
 
 @fifth
