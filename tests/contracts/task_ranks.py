@@ -5,8 +5,6 @@ usage: task_ranks.py OUT (pairs | clip) ACCUMULATED: rank 0 writes the losses of
 
 from __future__ import annotations
 
-import sys
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,8 +13,7 @@ from mm_core.contracts import DatasetBase, DictBatch, Loss, Randomness, SampleKe
 from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.optim.adamw import adamw
 from mm_core.parallel import gather_samples
-from mm_core.runtime.groups import start_process_group
-from mm_core.runtime.launch.rank_process import leave
+from support.rank_program import run_as_rank
 from support.tensors import all_whole
 
 ROWS = 8
@@ -93,7 +90,7 @@ def batch_of(rows: list[int], epoch: int) -> DictBatch:
     return dataset.collate(samples)
 
 
-def main(out: str, kind: str, accumulated: int) -> None:
+def main(out: str, kind: str, accumulated: str) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     with torch.device("meta"):
         task = {"pairs": Pairs, "clip": Contrastive}[kind]()
@@ -107,13 +104,13 @@ def main(out: str, kind: str, accumulated: int) -> None:
     mine = torch.arange(ROWS).chunk(world)[rank]
     for step in range(3):
         total = 0.0
-        for number, rows in enumerate(mine.chunk(accumulated)):
+        for number, rows in enumerate(mine.chunk(int(accumulated))):
             batch = batch_of(rows.tolist(), step)
 
             def compute(batch=batch) -> Loss:
                 return task.loss(task.prepare(batch, rng))
 
-            last = number == accumulated - 1
+            last = number == int(accumulated) - 1
             found = engine.micro_step(compute, last=last, scale=world / sum(WEIGHTS))
             assert found.weight == task.weight(batch)
             total += float(found.total)
@@ -131,8 +128,4 @@ def main(out: str, kind: str, accumulated: int) -> None:
 
 
 if __name__ == "__main__":
-    start_process_group()
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
-    dist.barrier()
-    dist.destroy_process_group()
-    leave(0)
+    run_as_rank(main)

@@ -6,9 +6,7 @@ usage: engine_ranks.py OUT CASE
 from __future__ import annotations
 
 import hashlib
-import sys
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,8 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from mm_core.contracts import Loss, Randomness
 from mm_core.engines.fsdp2 import FSDP2Engine
-from mm_core.runtime.groups import start_process_group
-from mm_core.runtime.launch.rank_process import leave
+from support.rank_program import run_as_rank
 from support.tensors import whole
 from support.tiny_models import Task
 
@@ -132,9 +129,7 @@ def initial_hash() -> str:
     return digest.hexdigest()
 
 
-def main() -> None:
-    out, case = Path(sys.argv[1]), sys.argv[2]
-    start_process_group()
+def main(out: str, case: str) -> None:
     if case == "init":
         result: object = initial_hash()
     elif case == "bf16":
@@ -159,10 +154,7 @@ def main() -> None:
         )
     if dist.get_rank() == 0:
         torch.save(result, out)
-    dist.barrier()
-    dist.destroy_process_group()
-    leave(0)  # torch's teardown of gloo aborts now and then
 
 
 if __name__ == "__main__":
-    main()
+    run_as_rank(main)

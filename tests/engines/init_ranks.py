@@ -6,7 +6,6 @@ usage: init_ranks.py OUT FIELDS: writes the full state of the task.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +18,7 @@ from torch.nn.init import trunc_normal_ as trunc_normal_by_name
 
 from mm_core.contracts import Randomness
 from mm_core.engines.fsdp2 import FSDP2Engine
-from mm_core.runtime.groups import start_process_group
-from mm_core.runtime.launch.rank_process import leave
+from support.rank_program import run_as_rank
 from support.tensors import same, whole
 from support.tiny_models import Task
 
@@ -245,8 +243,4 @@ def main(out: str, fields: str) -> None:
 
 
 if __name__ == "__main__":
-    start_process_group()
-    main(*sys.argv[1:])
-    dist.barrier()
-    dist.destroy_process_group()
-    leave(0)
+    run_as_rank(main)

@@ -5,7 +5,6 @@ usage: memory_ranks.py OUT
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import torch
@@ -15,12 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from mm_core.contracts import Loss
 from mm_core.engines.fsdp2 import FSDP2Engine
-from mm_core.runtime.groups import start_process_group
-from mm_core.runtime.launch.rank_process import leave
+from support.rank_program import run_as_rank
 
 
-def main() -> None:
-    start_process_group()
+def main(out: str) -> None:
     engine = FSDP2Engine(offload_to_cpu=True)
     task, plan = prepared(engine, 2)
     seen = []
@@ -37,11 +34,8 @@ def main() -> None:
     compute = lambda: Loss(task.predictor(torch.ones(1, 8)).sum(), 1.0)  # noqa: E731
     engine.micro_step(compute, last=True, scale=1.0)
     if dist.get_rank() == 0:
-        Path(sys.argv[1]).write_text(f"{plan.gathered_bytes} {max(seen)}")
-    dist.barrier()
-    dist.destroy_process_group()
-    leave(0)
+        Path(out).write_text(f"{plan.gathered_bytes} {max(seen)}")
 
 
 if __name__ == "__main__":
-    main()
+    run_as_rank(main)

@@ -7,7 +7,6 @@ after four steps. FIELDS: the engine's, and `optimizer`, a name in OPTIMIZERS. F
 from __future__ import annotations
 
 import json
-import sys
 from functools import partial
 
 import torch
@@ -22,8 +21,7 @@ from mm_core.optim.adamw import adamw
 from mm_core.optim.adamw_8bit import adamw_8bit
 from mm_core.optim.ema import EMA
 from mm_core.optim.muon import muon
-from mm_core.runtime.groups import start_process_group
-from mm_core.runtime.launch.rank_process import leave
+from support.rank_program import run_as_rank
 from support.tensors import all_whole
 from support.tiny_models import Task
 
@@ -104,8 +102,4 @@ def main(out: str, fields: str, begin: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    start_process_group()
-    main(*sys.argv[1:])
-    dist.barrier()
-    dist.destroy_process_group()
-    leave(0)
+    run_as_rank(main)

@@ -7,7 +7,6 @@ PLANS.
 from __future__ import annotations
 
 import json
-import sys
 
 import torch
 import torch.distributed as dist
@@ -17,8 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from mm_core.contracts import Loss, Randomness, ShardPlan
 from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.optim.adamw import adamw
-from mm_core.runtime.groups import start_process_group
-from mm_core.runtime.launch.rank_process import leave
+from support.rank_program import run_as_rank
 from support.tensors import all_whole
 from support.tiny_models import Task
 
@@ -105,8 +103,4 @@ def main(out: str, fields: str) -> None:
 
 
 if __name__ == "__main__":
-    start_process_group()
-    main(*sys.argv[1:])
-    dist.barrier()
-    dist.destroy_process_group()
-    leave(0)
+    run_as_rank(main)

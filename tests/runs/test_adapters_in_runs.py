@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from mm_core.loading.checkpoint_source import CheckpointSource
 from mm_core.modules.adapter_layers import adapter_of, base_name
+from support.checkpoints import state_of
 from support.logs import losses
 
 pytestmark = pytest.mark.slow
@@ -21,13 +19,6 @@ FEATURES = (
     "ema={decay: 0.9}",
     "checkpoint={every: 4, keep: 9}",
 )
-
-
-def state_of(run: Path, part: str = "model") -> dict[str, torch.Tensor]:
-    source = CheckpointSource(run, part)
-    found = {name: torch.empty(shape) for name, shape in source.shapes.items()}
-    source.fill(found)
-    return found
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -8,8 +8,9 @@ import pytest
 import torch
 import yaml
 
-from mm_core.loading.checkpoint_source import CheckpointSource
+from support.checkpoints import state_of
 from support.logs import losses
+from support.marks import needs_muon
 from support.tensors import stored
 
 pytestmark = pytest.mark.slow
@@ -22,13 +23,6 @@ OPTIONS = (
     "ema={decay: 0.5, ramp: false}",
     "checkpoint.every=4",
 )
-
-
-def state_of(run: Path, part: str = "model") -> dict[str, torch.Tensor]:
-    source = CheckpointSource(run, part)
-    found = {name: torch.empty(shape) for name, shape in source.shapes.items()}
-    source.fill(found)
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +59,7 @@ def test_two_ranks_train_what_one_rank_trains(base, scalar, tmp_path, mm):
         )
 
 
+@needs_muon
 def test_a_resume_on_two_ranks_is_exact(scalar, tmp_path, mm):
     more = ("--verify-resume", 2, "optimizer={type: muon, lr: 1e-3}", f"run.dir={tmp_path}")
     done = mm("train", "--config", scalar, "--nproc", 2, *OPTIONS, *more)

@@ -11,6 +11,7 @@ from mm_core.checkpoint.files import dcp
 from mm_core.checkpoint.opened import OpenedCheckpoint
 from mm_core.checkpoint.store import CheckpointStore
 from mm_core.errors import CheckpointError
+from mm_core.loading.checkpoint_source import CheckpointSource
 
 
 def make_state(seed: int = 0) -> dict[str, dict[str, torch.Tensor]]:
@@ -32,6 +33,14 @@ def make_state(seed: int = 0) -> dict[str, dict[str, torch.Tensor]]:
 def staged(path: Path) -> Path:
     """Path at which this process writes the new version of a file (mm_core.files.replacing)."""
     return path.with_name(f".{path.stem}.tmp-{os.getpid()}{path.suffix}")
+
+
+def state_of(run: Path, part: str = "model") -> dict[str, torch.Tensor]:
+    """The tensors of a part of the newest checkpoint of a run."""
+    source = CheckpointSource(run, part)
+    found = {name: torch.empty(shape) for name, shape in source.shapes.items()}
+    source.fill(found)
+    return found
 
 
 def tensors(step: Path) -> dict[str, torch.Tensor]:

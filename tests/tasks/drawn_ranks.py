@@ -6,7 +6,6 @@ usage: drawn_ranks.py OUT FOLDER ...    a folder holds config.json and, in `clas
 from __future__ import annotations
 
 import hashlib
-import sys
 from pathlib import Path
 
 import torch
@@ -18,9 +17,8 @@ from mm_core.builtin.configs.pretrained import PretrainedConfig
 from mm_core.contracts import Randomness
 from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.errors import ContractError, PlanError
-from mm_core.runtime.groups import start_process_group
-from mm_core.runtime.launch.rank_process import leave
 from mm_core.tasks.pretrained.model import build_model
+from support.rank_program import run_as_rank
 from support.tiny_models import Task
 
 
@@ -86,16 +84,11 @@ def tables() -> list[str]:
     return said
 
 
-def main() -> None:
-    out, folders = Path(sys.argv[1]), [Path(path) for path in sys.argv[2:]]
-    start_process_group()
-    found: dict[str, object] = {folder.name: of_folder(folder) for folder in folders}
+def main(out: str, *folders: str) -> None:
+    found: dict[str, object] = {Path(folder).name: of_folder(Path(folder)) for folder in folders}
     found["tables"] = tables()
     torch.save(found, f"{out}.{dist.get_rank()}")
-    dist.barrier()
-    dist.destroy_process_group()
-    leave(0)  # torch's teardown of gloo aborts now and then
 
 
 if __name__ == "__main__":
-    main()
+    run_as_rank(main)

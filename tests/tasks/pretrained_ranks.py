@@ -5,7 +5,6 @@ usage: pretrained_ranks.py OUT CONFIG ...
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -17,9 +16,8 @@ from mm_core.config.sections import RunConfig
 from mm_core.contracts import Randomness
 from mm_core.loading.initial_weights import FileWeights
 from mm_core.plan import build_task
-from mm_core.runtime.groups import start_process_group
-from mm_core.runtime.launch.rank_process import leave
 from support.pretrained_models import ROWS, batch_of
+from support.rank_program import run_as_rank
 from support.tensors import whole
 
 MICRO = 2
@@ -64,16 +62,11 @@ def one_step(config: RunConfig) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    out, configs = Path(sys.argv[1]), sys.argv[2:]
-    start_process_group()
+def main(out: str, *configs: str) -> None:
     found = {Path(path).stem: one_step(mm_core.load_config(path)) for path in configs}
     if dist.get_rank() == 0:
         torch.save(found, out)
-    dist.barrier()
-    dist.destroy_process_group()
-    leave(0)  # torch's teardown of gloo aborts now and then
 
 
 if __name__ == "__main__":
-    main()
+    run_as_rank(main)
