@@ -1,30 +1,27 @@
 """CogVideoX 1.0 and 1.5, text to video, as a predictor: Diffusers' own class with mm_core's arguments."""
 
-from __future__ import annotations
-
 from functools import wraps
-from typing import Any
 
 from diffusers import CogVideoXTransformer3DModel
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from diffusers.pipelines.cogvideo.pipeline_cogvideox import get_resize_crop_region_for_grid
-from torch import Tensor
 
 from mm_core import Component, hookimpl
 from mm_core.contracts import empty_parameters, reset_parameters
 
 
 class CogVideoX(CogVideoXTransformer3DModel):
-    """CogVideoX's transformer: predicts the scheduler's target (v, of published weights) from timesteps 0 .. 999."""
+    """CogVideoX's transformer: predicts from timesteps 0 .. 999; published weights predict v."""
 
     @wraps(CogVideoXTransformer3DModel.__init__)
-    def __init__(self, **fields: Any) -> None:
+    def __init__(self, **fields):
         super().__init__(**fields)
         self.patch_size = (self.config.patch_size_t or 1, self.config.patch_size, self.config.patch_size)
         self.in_channels, self.out_channels = self.config.in_channels, self.config.out_channels
-        self.text_dim, self.text_padding = self.config.text_embed_dim, ("fixed", self.config.max_text_seq_length)
+        self.text_dim = self.config.text_embed_dim
+        self.text_padding = ("fixed", self.config.max_text_seq_length)
 
-    def forward(self, latents, timestep, text, text_mask) -> Tensor:
+    def forward(self, latents, timestep, text, text_mask):
         """Predicts [B,C,T,H,W]. The mask is not used, as in Diffusers' pipeline, which has frames first."""
         rotary = self.config.use_rotary_positional_embeddings
         (predicted,) = super().forward(
@@ -36,17 +33,23 @@ class CogVideoX(CogVideoXTransformer3DModel):
         )
         return predicted.transpose(1, 2).clone()
 
-    def positions(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotary positions, cosines and sines [N,D]: of CogVideoX 1.0 scaled to the trained size, of 1.5 not."""
+    def positions(self, latents):
+        """Rotary positions, cosines and sines [N,D]: in 1.0 scaled to the trained size."""
         frames, *grid = (n // p for n, p in zip(latents.shape[2:], self.patch_size, strict=True))
-        base = [size // self.config.patch_size for size in (self.config.sample_height, self.config.sample_width)]
+        sizes = (self.config.sample_height, self.config.sample_width)
+        base = [size // self.config.patch_size for size in sizes]
         scaled = {"crops_coords": get_resize_crop_region_for_grid(tuple(grid), base[1], base[0])}
         sliced = {"crops_coords": None, "grid_type": "slice", "max_size": tuple(base)}
         kind = scaled if self.config.patch_size_t is None else sliced
-        sizes = {"grid_size": tuple(grid), "temporal_size": frames, "device": latents.device}
-        return get_3d_rotary_pos_embed(embed_dim=self.config.attention_head_dim, **sizes, **kind)
+        return get_3d_rotary_pos_embed(
+            self.config.attention_head_dim,
+            grid_size=tuple(grid),
+            temporal_size=frames,
+            device=latents.device,
+            **kind,
+        )
 
-    def init_weights(self) -> None:
+    def init_weights(self):
         """Initialises the layers and the table of positions, which a model of rotary positions lacks."""
         reset_parameters(self)
         with empty_parameters():
@@ -56,7 +59,7 @@ class CogVideoX(CogVideoXTransformer3DModel):
 
 
 @hookimpl
-def mm_predictors() -> list[Component]:
+def mm_predictors():
     tiny = {"num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 16, "time_embed_dim": 8}
     tiny |= {"in_channels": 4, "out_channels": 4, "text_embed_dim": 12, "max_text_seq_length": 8}
     sizes = {"sample_width": 8, "sample_height": 8, "sample_frames": 9}

@@ -1,12 +1,9 @@
 """LTX-Video as a predictor: Diffusers' own class with mm_core's arguments."""
 
-from __future__ import annotations
-
 from functools import wraps
-from typing import Any
 
 from diffusers import LTXVideoTransformer3DModel
-from torch import Tensor, nn
+from torch import nn
 
 from mm_core import Component, hookimpl
 from mm_core.contracts import reset_parameters
@@ -20,14 +17,15 @@ class LTX(LTXVideoTransformer3DModel):
     text_padding = "masked"
 
     @wraps(LTXVideoTransformer3DModel.__init__)
-    def __init__(self, **fields: Any) -> None:
+    def __init__(self, **fields):
         super().__init__(**fields)
         self.patch_size = (self.config.patch_size_t, self.config.patch_size, self.config.patch_size)
         patch = self.config.patch_size_t * self.config.patch_size**2
-        self.in_channels, self.out_channels = self.config.in_channels // patch, self.config.out_channels // patch
+        self.in_channels = self.config.in_channels // patch
+        self.out_channels = (self.config.out_channels or self.config.in_channels) // patch
         self.text_dim = self.config.caption_channels
 
-    def forward(self, latents, timestep, text, text_mask, fps) -> Tensor:
+    def forward(self, latents, timestep, text, text_mask, fps):
         """Predicts the velocity [B,C,T,H,W]; timestep [B] or [B,N], with one per token; fps [B]."""
         t, h, w = self.patch_size
         frames, rows, columns = (n // p for n, p in zip(latents.shape[2:], self.patch_size, strict=True))
@@ -40,9 +38,10 @@ class LTX(LTXVideoTransformer3DModel):
             return_dict=False,
         )
         patches = tokens.unflatten(2, (-1, t, h, w)).unflatten(1, (frames, rows, columns))
-        return patches.permute(0, 4, 1, 5, 2, 6, 3, 7).flatten(6).flatten(4, 5).flatten(2, 3).clone()
+        clip = patches.permute(0, 4, 1, 5, 2, 6, 3, 7).flatten(6).flatten(4, 5).flatten(2, 3)
+        return clip.clone()
 
-    def init_weights(self) -> None:
+    def init_weights(self):
         """Initialises the layers, and the tables of shifts and scales."""
         reset_parameters(self)
         for name, parameter in self.named_parameters():
@@ -51,7 +50,7 @@ class LTX(LTXVideoTransformer3DModel):
 
 
 @hookimpl
-def mm_predictors() -> list[Component]:
+def mm_predictors():
     sizes = {"num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 8, "cross_attention_dim": 16}
     more = {"in_channels": 4, "out_channels": 4, "caption_channels": 12}
     return [Component(name="ltx", target="ltx:LTX", tiny={**sizes, **more})]
