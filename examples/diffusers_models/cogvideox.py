@@ -36,18 +36,12 @@ class CogVideoX(CogVideoXTransformer3DModel):
     def positions(self, latents):
         """Rotary positions, cosines and sines [N,D]: in 1.0 scaled to the trained size."""
         frames, *grid = (n // p for n, p in zip(latents.shape[2:], self.patch_size, strict=True))
-        sizes = (self.config.sample_height, self.config.sample_width)
-        base = [size // self.config.patch_size for size in sizes]
-        scaled = {"crops_coords": get_resize_crop_region_for_grid(tuple(grid), base[1], base[0])}
-        sliced = {"crops_coords": None, "grid_type": "slice", "max_size": tuple(base)}
-        kind = scaled if self.config.patch_size_t is None else sliced
-        return get_3d_rotary_pos_embed(
-            self.config.attention_head_dim,
-            grid_size=tuple(grid),
-            temporal_size=frames,
-            device=latents.device,
-            **kind,
-        )
+        base = [n // self.config.patch_size for n in (self.config.sample_height, self.config.sample_width)]
+        kind = {"crops_coords": None, "grid_type": "slice", "max_size": tuple(base)}
+        if self.config.patch_size_t is None:
+            kind = {"crops_coords": get_resize_crop_region_for_grid(tuple(grid), base[1], base[0])}
+        sizes = {"grid_size": tuple(grid), "temporal_size": frames, "device": latents.device}
+        return get_3d_rotary_pos_embed(self.config.attention_head_dim, **sizes, **kind)
 
     def init_weights(self):
         """Initialises the layers and the table of positions, which a model of rotary positions lacks."""

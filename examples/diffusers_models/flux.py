@@ -27,15 +27,7 @@ class Flux(FluxTransformer2DModel):
         guidance = {"guidance": ()} if self.config.guidance_embeds else {}
         self.condition_shapes = {"pooled": (self.config.pooled_projection_dim,), **guidance}
 
-    def forward(
-        self,
-        latents: Tensor,
-        timestep: Tensor,
-        text: Tensor,
-        text_mask: Tensor,
-        pooled: Tensor,
-        guidance: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, latents, timestep, text, text_mask, pooled, guidance=None):
         """Predicts the velocity [B,C,1,H,W]. The mask is not used, as in Diffusers' pipeline."""
         rows, columns = latents.shape[3] // 2, latents.shape[4] // 2
         patches = latents[:, :, 0].unflatten(3, (columns, 2)).unflatten(2, (rows, 2))

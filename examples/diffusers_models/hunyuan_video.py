@@ -28,15 +28,7 @@ class HunyuanVideo(HunyuanVideoTransformer3DModel):
         guidance = {"guidance": ()} if self.config.guidance_embeds else {}
         self.condition_shapes = {"pooled": (self.config.pooled_projection_dim,), **guidance}
 
-    def forward(
-        self,
-        latents: Tensor,
-        timestep: Tensor,
-        text: Tensor,
-        text_mask: Tensor,
-        pooled: Tensor,
-        guidance: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, latents, timestep, text, text_mask, pooled, guidance=None):
         """Predicts the velocity [B,C,T,H,W]; an empty caption counts as one token: else 0/0."""
         first = torch.arange(text.shape[1], device=text.device) == 0
         (velocity,) = super().forward(

@@ -1,4 +1,4 @@
-"""examples/diffusers_models: each model computes what Diffusers' does, and docs/wrapping-diffusers.md runs."""
+"""examples/diffusers_models: each model equals Diffusers' own, and docs/wrapping-diffusers.md runs."""
 
 from __future__ import annotations
 
