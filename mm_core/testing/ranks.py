@@ -88,9 +88,9 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], folder: Path, timeout: float
         if told or len(failed) == len(ranks):
             raise _failure(folder, (told or failed)[0], len(ranks), codes)
         if time.monotonic() > end:
-            waiting = [rank for rank, code in enumerate(codes) if code is None]
+            waiting = codes.index(None)
             raise ContractError(
-                f"{plural(len(ranks), 'rank')} were stopped after {timeout:.0f} s: rank {waiting[0]} still ran",
+                f"{plural(len(ranks), 'rank')} were stopped after {timeout:.0f} s; rank {waiting} had not ended",
                 hint="all ranks must run the same modules in the same order",
             )
         time.sleep(0.02)
