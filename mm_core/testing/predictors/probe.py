@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mm_core.contracts import Randomness, SupportsMaxFrames
-from mm_core.errors import ContractError
+from mm_core.errors import ContractError, MMError
 from mm_core.modules.initialise import initialise
 from mm_core.plugin.registry import build as build_component
 from mm_core.plugin.registry import get_registry
@@ -109,7 +109,11 @@ class PredictorProbe:
         Memory is filled with NaN first, so that values that are not initialised show.
         """
         module = self.on_meta().to_empty(device="cpu")
-        initialise(module, "predictor", Randomness(seed))
+        try:
+            initialise(module, "predictor", Randomness(seed))
+        except MMError as fault:  # without the place of the class
+            where = self.place if fault.where == "predictor" else fault.where
+            raise ContractError(fault.what, where=where, accepted=fault.accepted, hint=fault.hint) from fault
         return module.eval()
 
     def trained(self) -> nn.Module:

@@ -146,6 +146,8 @@ def mixed_precision(probe: PredictorProbe) -> None:
             _expect_near(probe, found, exact, where)
             where += " and engine.cast_forward_inputs: false"
             found, dtype = _loss_of(probe, cast_forward_inputs=False)
+        except PlanError as fault:
+            raise NotApplicable(f"the engine cannot plan it: {fault.what}") from fault
         except ContractError as fault:
             if fault.where == "engine.cast_forward_inputs":
                 return  # the engine's sentence: the model leaves casting to it
