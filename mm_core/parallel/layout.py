@@ -75,7 +75,7 @@ def decide_layout(
                 f"{root} is a {type(module).__name__}, which is never called as a whole",
                 where="task.trainable",
                 accepted="modules with a forward, since sharded weights are complete only during a call",
-                hint=f"name the modules in it: {', '.join(f'{root}.{n}' for n, _ in module.named_children())}",
+                hint=f"name the modules in it: {', '.join(f'{root}.{n}' for n in module._modules)}",
             )
     plans = model_plans(task, trainable)
     ignored = tuple(match(list(ignore), _paths(task), "engine.ignored_modules"))

@@ -90,7 +90,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], folder: Path, timeout: float
         if time.monotonic() > end:
             waiting = codes.index(None)
             raise ContractError(
-                f"{plural(len(ranks), 'rank')} were stopped after {timeout:.0f} s; rank {waiting} had not ended",
+                f"{plural(len(ranks), 'rank')} were stopped after {timeout:.0f} s; rank {waiting} still ran",
                 hint="all ranks must run the same modules in the same order",
             )
         time.sleep(0.02)

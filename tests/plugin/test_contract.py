@@ -385,8 +385,9 @@ FLOPS = (
                 "forward": lambda self, latents, timestep, text, text_mask: latents,
             },
             [
-                "its method forward cannot be called as the core calls it: got an unexpected keyword argument "
-                "'expert' (it is called with latents, timestep, text, text_mask, expert)"
+                "its method forward cannot be called as the core calls it: "
+                "got an unexpected keyword argument 'expert' "
+                "(it is called with latents, timestep, text, text_mask, expert)"
             ],
         ),
         ({"weights_from": "model.pt"}, ["its weights_from is 'model.pt', not mm_core.contracts"]),
