@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -61,6 +62,21 @@ def start_process_group() -> World:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=_patience[0])
     return world
+
+
+def meet_at_file(file: Path, rank: int, world: int, timeout: float) -> None:
+    """Joins the default process group of the ranks of one host, on the CPU, which need no port to meet.
+
+    Args:
+        file: where they meet; it does not exist before.
+        rank: this process.
+        world: number of ranks.
+        timeout: seconds that a rank waits for the others.
+    """
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group(
+        CPU_BACKEND, init_method=f"file://{file}", rank=rank, world_size=world, timeout=limit
+    )
 
 
 def _rendezvous_error(fault: RuntimeError) -> MMError | None:

@@ -13,16 +13,13 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
-from mm_core.device import CPU_BACKEND
 from mm_core.errors import ContractError, MMError, plural
-from mm_core.runtime.groups import wait_for_ranks
+from mm_core.runtime.groups import meet_at_file, wait_for_ranks
 from mm_core.runtime.launch.rank_process import leave, lost_peer
 from mm_core.testing.kit import NotApplicable, sentence_of
 
@@ -111,13 +108,7 @@ def _main(name: str, timeout: str) -> None:
     folder, rank, world = Path(name), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     try:
-        dist.init_process_group(
-            CPU_BACKEND,
-            init_method=f"file://{folder / _MEETING}",
-            rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=float(timeout)),
-        )
+        meet_at_file(folder / _MEETING, rank, world, float(timeout))
         work, argument = pickle.loads((folder / _WORK).read_bytes())
         torch.save(work(argument), folder / f"{rank}.pt")
         wait_for_ranks()

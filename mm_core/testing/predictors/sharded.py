@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -16,6 +15,7 @@ from mm_core.checkpoint.store import CheckpointStore
 from mm_core.contracts import Randomness
 from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.errors import ContractError, MMError
+from mm_core.runtime.ranks import Ranks
 from mm_core.testing.kit import NotApplicable
 from mm_core.testing.predictors.probe import PredictorProbe
 from mm_core.testing.predictors.training import Training, prepared, routed
@@ -148,7 +148,8 @@ def _train(probe: PredictorProbe, task: Training, engine: FSDP2Engine) -> dict[s
 
     Each micro-batch has the same rows and random numbers for any number of ranks.
     """
-    module, world, rank = task.predictor, dist.get_world_size(), dist.get_rank()
+    module, ranks = task.predictor, Ranks.current()
+    world, rank = ranks.count, ranks.rank
     rows = ROWS // RANKS
     losses: list[float] = []
     gradients: list[Tensors] = []

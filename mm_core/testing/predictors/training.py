@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from mm_core.contracts import Loss, Randomness, SupportsExperts, TaskModule, seeded
@@ -16,6 +15,7 @@ from mm_core.modules.full_tensors import keep_local_part
 from mm_core.parallel.activation_checkpointing import recompute
 from mm_core.parallel.layout import decide_layout
 from mm_core.runtime.process_group import process_group
+from mm_core.runtime.ranks import Ranks
 from mm_core.testing.kit import NotApplicable, sentence_of
 from mm_core.testing.predictors.forward import Inputs, distance
 from mm_core.testing.predictors.probe import PredictorProbe
@@ -67,7 +67,7 @@ def prepared(probe: PredictorProbe, **fields: Any) -> tuple[Training, FSDP2Engin
         fields: of the engine.
     """
     task, engine = Training(probe.on_meta()), FSDP2Engine(**fields)
-    plan = engine.plan(task, dist.get_world_size(), 1.0)
+    plan = engine.plan(task, Ranks.current().count, 1.0)
     engine.prepare(
         task,
         plan,
