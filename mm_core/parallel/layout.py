@@ -66,8 +66,17 @@ def decide_layout(
         backward_prefetch: the same for the backward.
 
     Raises:
-        PlanError: a pattern matches nothing, or would exclude trained parameters from sharding.
+        PlanError: a trained component is a list, a pattern matches nothing, or would exclude trained
+            parameters from sharding.
     """
+    for root in trainable:
+        if isinstance(module := task.get_submodule(root), (nn.ModuleList, nn.ModuleDict)):
+            raise PlanError(
+                f"{root} is a {type(module).__name__}, which is never called as a whole",
+                where="task.trainable",
+                accepted="modules with a forward, since sharded weights are complete only during a call",
+                hint=f"name the modules in it: {', '.join(f'{root}.{n}' for n in module._modules)}",
+            )
     plans = model_plans(task, trainable)
     ignored = tuple(match(list(ignore), _paths(task), "engine.ignored_modules"))
     _check_ignored(task, trainable, ignored)

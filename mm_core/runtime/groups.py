@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -73,6 +74,21 @@ def end_process_group() -> None:
     dist.destroy_process_group()
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
     getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
+
+
+def meet_at_file(file: Path, rank: int, world: int, timeout: float) -> None:
+    """Joins the default process group of the ranks of one host, on the CPU, which need no port to meet.
+
+    Args:
+        file: where they meet; it does not exist before.
+        rank: this process.
+        world: number of ranks.
+        timeout: seconds that a rank waits for the others.
+    """
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group(
+        CPU_BACKEND, init_method=f"file://{file}", rank=rank, world_size=world, timeout=limit
+    )
 
 
 def _rendezvous_error(fault: RuntimeError) -> MMError | None:

@@ -12,17 +12,17 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mm_core.testing.predictor import PREDICTOR_CHECKS, check_predictor
-    from mm_core.testing.predictor_probe import PredictorProbe
+    from mm_core.testing.predictors.checks import PREDICTOR_CHECKS, check_predictor
+    from mm_core.testing.predictors.probe import PredictorProbe
     from mm_core.testing.suite import conformance_tests
 
 __all__ = ["PREDICTOR_CHECKS", "PredictorProbe", "check_predictor", "conformance_tests"]
 
 _HOMES = MappingProxyType(
     {
-        "PREDICTOR_CHECKS": "predictor",
-        "PredictorProbe": "predictor_probe",
-        "check_predictor": "predictor",
+        "PREDICTOR_CHECKS": "predictors.checks",
+        "PredictorProbe": "predictors.probe",
+        "check_predictor": "predictors.checks",
         "conformance_tests": "suite",
     }
 )

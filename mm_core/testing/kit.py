@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 import traceback
@@ -12,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
+from unittest import SkipTest
 
 from mm_core.errors import ContractError, MMError, PluginError, did_you_mean, foreign_code
 from mm_core.plugin.checks.contract import place_of
@@ -26,7 +28,7 @@ Status = Literal["passed", "failed", "expected", "not applicable"]
 
 KITS: Mapping[str, str] = MappingProxyType(
     {
-        "predictor": "mm_core.testing.predictors:KIT",
+        "predictor": "mm_core.testing.predictors.checks:KIT",
         "autoencoder": "mm_core.testing.frozen.autoencoders:KIT",
         "text_encoder": "mm_core.testing.frozen.encoders:TEXT",
         "image_encoder": "mm_core.testing.frozen.encoders:IMAGE",
@@ -41,8 +43,11 @@ _COMMON = "mm_core.testing.common:CHECKS"
 """The checks of every kind."""
 
 
-class NotApplicable(Exception):
-    """Raised by a conformance check that a component cannot be held against, with the reason."""
+class NotApplicable(SkipTest):
+    """Raised by a conformance check that a component cannot be held against, with the reason.
+
+    A test that calls the check is skipped.
+    """
 
 
 class Probe:
@@ -225,9 +230,7 @@ class Examination:
         folder = str(Path(source_file(module.partition(".")[0]) or source_file(module) or "").parent)
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if folder != "." and frame.filename.startswith(folder)]
-        place = f"{own[-1].filename}, line {own[-1].lineno}" if own else self._probe.place
-        text = " ".join(str(error).split())
-        return f"{type(error).__name__}: {text} ({place})"
+        return sentence_of(error, f"{own[-1].filename}, line {own[-1].lineno}" if own else self._probe.place)
 
     def __iter__(self) -> Iterator[Outcome]:
         """Runs every check. Nothing more is run for a component that cannot be built."""
@@ -235,6 +238,23 @@ class Examination:
             yield (outcome := self.run(name))
             if name == "builds" and outcome.status == "failed":
                 return
+
+
+_LIBRARIES = tuple(f"{Path(source_file(name) or name).parent}{os.sep}" for name in ("torch", "mm_core"))
+
+
+def sentence_of(error: BaseException, place: str | None = None) -> str:
+    """An exception of an author's code: its type, what it says, and where it was raised.
+
+    Args:
+        error: the exception.
+        place: None: the last line outside torch and mm_core.
+    """
+    if place is None:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
+        place = f"{own[-1].filename}, line {own[-1].lineno}" if own else None
+    return f"{type(error).__name__}: {' '.join(str(error).split())}" + (f" ({place})" if place else "")
 
 
 def kit_of(kind: str) -> Kit:

@@ -53,6 +53,20 @@ def test_auto_takes_what_the_model_names():
     assert layout(ListTask(wan)).wrapped == ("predictor.blocks.0", "predictor.blocks.1")
 
 
+@pytest.mark.parametrize("container", [nn.ModuleList, nn.ModuleDict])
+def test_a_trained_component_is_no_container(container):
+    layers = {"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}
+    held = container(layers if container is nn.ModuleDict else layers.values())
+    names = ("a", "b") if container is nn.ModuleDict else ("0", "1")
+    with pytest.raises(PlanError) as caught:
+        FSDP2Engine().plan(ListTask(held), 1, 2)
+    assert str(caught.value) == (
+        f"task.trainable: predictor is a {container.__name__}, which is never called as a whole\n"
+        "  accepted: modules with a forward, since sharded weights are complete only during a call\n"
+        f"  hint: name the modules in it: predictor.{names[0]}, predictor.{names[1]}"
+    )
+
+
 def test_frozen_modules_may_be_ignored_and_trained_ones_not():
     task = ListTask(Lists())
     assert layout(task, ignore=["autoencoder"]).ignored == ("autoencoder",)

@@ -349,3 +349,54 @@ def test_half_a_capability_is_no_fault() -> None:
         def truncated(self) -> None: ...
 
     assert object_faults("scheduler", Half()) == []
+
+
+FLOPS = (
+    "its method module_flops cannot be called as the core calls it: missing a required argument: 'x' "
+    "(it is called with latents, timestep, text)"
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "faults"),
+    [
+        ({"module_flops": lambda self, latents, timestep, text: ()}, []),
+        ({"module_flops": lambda self, latents, timestep, text, pooled: ()}, []),
+        ({"module_flops": lambda self, x, timestep, text: ()}, [FLOPS]),
+        (
+            {"shard_plan": lambda self, world: None},
+            [
+                "its method shard_plan cannot be called as the core calls it: missing a required argument: "
+                "'world' (it is called with no arguments)"
+            ],
+        ),
+        ({"experts": nn.Linear(2, 2)}, []),  # experts of a block, which no timestep chooses
+        (
+            {"experts": (), "complete": lambda self: None, "forward": lambda self, expert=None, **_: None},
+            [
+                "its method complete cannot be called as the core calls it: too many positional arguments "
+                "(it is called with device)"
+            ],
+        ),
+        (
+            {
+                "experts": (),
+                "complete": lambda self, device: None,
+                "forward": lambda self, latents, timestep, text, text_mask: latents,
+            },
+            [
+                "its method forward cannot be called as the core calls it: "
+                "got an unexpected keyword argument 'expert' "
+                "(it is called with latents, timestep, text, text_mask, expert)"
+            ],
+        ),
+        ({"weights_from": "model.pt"}, ["its weights_from is 'model.pt', not mm_core.contracts"]),
+    ],
+)
+def test_a_predictor_s_capabilities_are_held_against_their_protocols(
+    changes: dict[str, object], faults: list[str]
+) -> None:
+    found = object_faults("predictor", like(**changes)())
+    assert len(found) == len(faults)
+    for sentence, wanted in zip(found, faults, strict=True):
+        assert sentence.startswith(wanted)

@@ -10,6 +10,7 @@ from torch import nn
 
 from mm_core.errors import ContractError
 from mm_core.testing import PREDICTOR_CHECKS, PredictorProbe
+from mm_core.testing.kit import NotApplicable
 
 TINY = {"num_layers": 1, "num_heads": 2, "head_dim": 8, "in_channels": 4, "out_channels": 4}
 TINY |= {"text_dim": 8, "freq_dim": 8, "ffn_dim": 16, "rope_max_seq_len": 16}
@@ -49,5 +50,6 @@ def test_a_predictor_may_leave_them_to_torch():
         def forward(self, latents, timestep, text, text_mask):
             return self.inner(latents, timestep, text, text_mask)
 
-    flops(PredictorProbe(Silent))
+    with pytest.raises(NotApplicable, match="the predictor has no module_flops"):
+        flops(PredictorProbe(Silent))
     flops(PredictorProbe(lambda: CustomDiT(**TINY)))

@@ -78,8 +78,8 @@ def test_a_model_that_fails_for_clips_and_works_for_one_frame_is_told_what_to_de
     with pytest.raises(ContractError) as fault:
         check_predictor(Silent)
     assert (
-        "output: the predictor takes 1 latent frame, but not 2: ValueError: too many values to unpack"
-        in str(fault.value)
+        "output: predictor made by Silent: the predictor takes 1 latent frame, but not 2: "
+        "ValueError: too many values to unpack" in str(fault.value)
     )
     assert "hint: correct its forward, or set max_frames = 1 in its class if it takes no clips" in str(
         fault.value

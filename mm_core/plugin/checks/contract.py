@@ -22,7 +22,7 @@ class Contract:
         protocol: `module:Name` of the protocol or base class.
         page: page of the documentation that explains its members.
         base: `module:Name` of the class from which objects must derive.
-        by_name: the core passes the arguments of `forward` by name.
+        by_name: methods whose arguments the core passes by name.
         events: methods may be absent; other names that resemble one are misspelt.
         optional: `module:Name` of capabilities. A component that has all members of one is held against it.
     """
@@ -30,7 +30,7 @@ class Contract:
     protocol: str
     page: str = "hooks"
     base: str | None = None
-    by_name: bool = False
+    by_name: tuple[str, ...] = ()
     events: bool = False
     optional: tuple[str, ...] = ()
 
@@ -45,8 +45,11 @@ CONTRACTS: Mapping[str, Contract] = MappingProxyType(
             "mm_core.contracts:Predictor",
             "writing-a-dit",
             base="torch.nn:Module",
-            by_name=True,
-            optional=_capabilities("SupportsConditionShapes", "SupportsFrames", "SupportsMaxFrames"),
+            by_name=("forward", "module_flops"),
+            optional=_capabilities(
+                *("SupportsConditionShapes", "SupportsExperts", "SupportsFrames", "SupportsMaxFrames"),
+                *("SupportsModuleFlops", "SupportsShardPlan", "SupportsWeightsFrom"),
+            ),
         ),
         "autoencoder": Contract("mm_core.contracts:Autoencoder"),
         "text_encoder": Contract(
@@ -117,12 +120,15 @@ def members_of(contract: Contract) -> dict[str, Member]:
 
 
 def _asked_of(contract: Contract, found: object) -> dict[str, Member]:
-    """The members that a contract asks of a class or object, with those of the capabilities that it has."""
+    """The members that a contract asks of a class or object, with those of the capabilities that it has.
+
+    A capability may ask for a member with more arguments than the contract does.
+    """
     members = members_of(contract)
     for path in contract.optional:
-        own = {n: m for n, m in members_of(Contract(path)).items() if n not in members}
-        if all(hasattr(found, name) for name in own):
-            members |= own
+        asked = members_of(Contract(path))
+        if all(hasattr(found, name) for name in asked.keys() - members.keys()):
+            members |= asked
     return members
 
 
@@ -175,7 +181,7 @@ def _method_faults(
             continue
         static = isinstance(inspect.getattr_static(cls, name, None), staticmethod | classmethod)
         bound = static or found is not None
-        if fault := _method_fault(method, member.signature, contract.by_name and name == "forward", bound):
+        if fault := _method_fault(method, member.signature, name in contract.by_name, bound):
             wrong.append(f"its method {name} cannot be called as the core calls it: {fault}")
     if missing:
         yield f"it lacks {plural(len(missing), 'method')}: {', '.join(missing)}"

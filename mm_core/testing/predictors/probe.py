@@ -3,19 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mm_core.contracts import Randomness, SupportsMaxFrames
-from mm_core.errors import ContractError
+from mm_core.errors import ContractError, MMError
 from mm_core.modules.initialise import initialise
 from mm_core.plugin.registry import build as build_component
+from mm_core.plugin.registry import get_registry
+from mm_core.schema.fields import ComponentConfig
 from mm_core.tasks.text_to_video.conditions import Conditions
+from mm_core.testing.kit import Probe
 
 Build = Callable[[], object] | Mapping[str, object] | str
 """A function that creates a small predictor, or an argument for `mm_core.build("predictor", ...)`."""
+
+
+class ComponentBuild:
+    """Builds the small instance of a component, in this process or in another.
+
+    Args:
+        probe: the component.
+    """
+
+    def __init__(self, probe: Probe) -> None:
+        self._probe = probe
+
+    def __call__(self) -> object:
+        return self._probe.build()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        files = tuple(plugin.file for plugin in self._probe.registry.plugins if plugin.file is not None)
+        return _Rebuild, (files, self._probe.config)
+
+
+@dataclass(frozen=True)
+class _Rebuild:
+    """Builds a component from its config, with the plugins of another process."""
+
+    files: tuple[str, ...]
+    config: ComponentConfig
+
+    def __call__(self) -> object:
+        return get_registry(self.files).build(self.config.kind, self.config)
 
 
 class PredictorProbe:
@@ -28,6 +61,7 @@ class PredictorProbe:
         text_length: tokens of the test captions.
         conditions: name -> shape of one sample's tensor, or the tensor itself, for conditions whose shape the
             predictor does not declare (`SupportsConditionShapes`). Tensors of shapes are drawn at random.
+        place: names the predictor in errors; None: what `build` is.
     """
 
     def __init__(
@@ -36,15 +70,26 @@ class PredictorProbe:
         patches: tuple[int, int, int] | None = None,
         text_length: int = 6,
         conditions: Mapping[str, Sequence[int] | Tensor] | None = None,
+        place: str | None = None,
     ) -> None:
-        self.build = build if callable(build) else lambda: build_component("predictor", build)
+        self._source = build
         name = build if isinstance(build, str) else build.get("type") if isinstance(build, Mapping) else None
-        self.place = (
-            f"predictor {name!r}" if name else f"predictor made by {getattr(build, '__qualname__', build)}"
-        )
+        made = f"made by {getattr(build, '__qualname__', build)}" if name is None else f"{name!r}"
+        self.place = place or f"predictor {made}"
         self.patches = patches
         self.text_length = text_length
         self.conditions = conditions or {}
+        self.outcomes: Any = None
+        """What the ranks of `mm_core.testing.predictors.sharded` have found, or their error."""
+
+    def build(self) -> object:
+        """Builds a new predictor."""
+        return self._source() if callable(self._source) else build_component("predictor", self._source)
+
+    def expect(self, holds: object, what: str, accepted: str | None = None, hint: str | None = None) -> None:
+        """Raises a ContractError that names the predictor unless `holds` is true."""
+        if not holds:
+            raise ContractError(what, where=self.place, accepted=accepted, hint=hint)
 
     def on_meta(self) -> nn.Module:
         """Builds the predictor of a conformance check on the meta device, as the core does."""
@@ -64,7 +109,11 @@ class PredictorProbe:
         Memory is filled with NaN first, so that values that are not initialised show.
         """
         module = self.on_meta().to_empty(device="cpu")
-        initialise(module, "predictor", Randomness(seed))
+        try:
+            initialise(module, "predictor", Randomness(seed))
+        except MMError as fault:  # without the place of the class
+            where = self.place if fault.where == "predictor" else fault.where
+            raise ContractError(fault.what, where=where, accepted=fault.accepted, hint=fault.hint) from fault
         return module.eval()
 
     def trained(self) -> nn.Module:
@@ -79,10 +128,19 @@ class PredictorProbe:
                 parameter.add_(0.05 * rng.normal(tuple(parameter.shape), name))
         return module
 
-    def inputs(self, module: Any, batch: int = 2) -> dict[str, Tensor]:
-        """Inputs for the predictor of a conformance check; the last caption is shorter than the others."""
+    def inputs(
+        self, module: Any, batch: int = 2, patches: tuple[int, int, int] | None = None
+    ) -> dict[str, Tensor]:
+        """Inputs for the predictor of a conformance check; the last caption is shorter than the others.
+
+        Args:
+            module: the predictor.
+            batch: number of rows.
+            patches: tokens of the clips along (t, h, w), with fewer frames for a predictor that takes fewer;
+                None: those of the probe.
+        """
         rng = Randomness(2)
-        sizes = [p * n for p, n in zip(module.patch_size, self._patches(module), strict=True)]
+        sizes = [p * n for p, n in zip(module.patch_size, self._patches(module, patches), strict=True)]
         length = self.text_length if module.text_padding == "masked" else module.text_padding[1]
         mask = torch.ones(batch, length, dtype=torch.bool)
         mask[-1, max(1, length // 2) :] = False
@@ -95,12 +153,14 @@ class PredictorProbe:
             **self._conditions(module, batch, sizes),
         }
 
-    def _patches(self, module: Any) -> tuple[int, int, int]:
-        """The tokens of the test clips: those given, or as many frames as the predictor takes, at most 2."""
-        if self.patches is not None:
+    def _patches(self, module: Any, patches: tuple[int, int, int] | None) -> tuple[int, int, int]:
+        """The tokens of the test clips, with no more frames than the predictor takes."""
+        if patches is None and self.patches is not None:
             return self.patches
-        most = module.max_frames if isinstance(module, SupportsMaxFrames) else 2 * module.patch_size[0]
-        return (max(1, min(2, most // module.patch_size[0])), 3, 2)
+        frames, height, width = patches or (2, 3, 2)
+        step = module.patch_size[0]
+        most = module.max_frames if isinstance(module, SupportsMaxFrames) else frames * step
+        return (max(1, min(frames, most // step)), height, width)
 
     def _conditions(self, module: Any, batch: int, sizes: Sequence[int]) -> dict[str, Tensor]:
         """The conditions that the predictor takes, as far as their shapes are known.

@@ -1,0 +1,94 @@
+"""The conformance checks of predictors, and `check_predictor`, which runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from mm_core.errors import ContractError, MMError, foreign_code
+from mm_core.testing.kit import Check, Kit, NotApplicable, Probe, by_name, sentence_of
+from mm_core.testing.predictors.declared import (
+    attributes,
+    flops,
+    initialisation,
+    meta_build,
+    missing_conditions,
+    sharding_plan,
+    unknown_conditions,
+)
+from mm_core.testing.predictors.forward import (
+    determinism,
+    independence,
+    inputs_unchanged,
+    odd_sizes,
+    one_frame,
+    output,
+    text_padding,
+    timestep_precision,
+)
+from mm_core.testing.predictors.probe import Build, ComponentBuild, PredictorProbe
+from mm_core.testing.predictors.sharded import sharded_checkpoint, sharded_training
+from mm_core.testing.predictors.training import gradients, mixed_precision, recomputation
+
+_ON_RANKS = by_name(sharded_training, sharded_checkpoint)
+PREDICTOR_CHECKS: Mapping[str, Check] = by_name(
+    *(attributes, meta_build, initialisation, output, odd_sizes, one_frame, gradients, determinism),
+    *(independence, inputs_unchanged, text_padding, timestep_precision, unknown_conditions),
+    *(missing_conditions, flops, sharding_plan, recomputation, mixed_precision, *_ON_RANKS.values()),
+)
+"""Each conformance check by its name, to run one test per check. The last two start several processes."""
+
+
+def check_predictor(
+    build: Build,
+    *,
+    patches: tuple[int, int, int] | None = None,
+    text_length: int = 6,
+    conditions: Mapping[str, Sequence[int] | Tensor] | None = None,
+    ranks: bool = False,
+) -> None:
+    """Runs every conformance check of PREDICTOR_CHECKS on a predictor.
+
+    It gets the conditions that its forward names: `fps`, `size` and `guidance`, and those with known shapes.
+
+    Args:
+        build: creates the predictor with a small config: a function, a component's name, or a mapping with
+            `type` as in a YAML.
+        patches: tokens of the test clips along (t, h, w), for a predictor that takes no others; None:
+            (2, 3, 2) and other numbers, with fewer frames for a predictor with `max_frames`.
+        text_length: tokens of the test captions.
+        conditions: name -> shape of one sample's tensor, without the batch, or such a tensor; for conditions
+            that the predictor does not declare in `condition_shapes`.
+        ranks: also the checks that train on two ranks, which takes longer: each is a process, so `build` must
+            be a name, a mapping or a function of a module.
+
+    Raises:
+        ContractError: lists every check that failed.
+    """
+    probe = PredictorProbe(build, patches, text_length, conditions)
+    chosen = {name: check for name, check in PREDICTOR_CHECKS.items() if ranks or name not in _ON_RANKS}
+    faults = []
+    for name, check in chosen.items():
+        try:
+            with foreign_code():
+                check(probe)
+        except NotApplicable as reason:
+            if name in _ON_RANKS:
+                faults.append(f"{name}: {reason}")
+        except MMError as fault:
+            faults.append(f"{name}: {fault.render()}")
+        except Exception as fault:  # any exception of the model is a failed check
+            faults.append(f"{name}: {sentence_of(fault)}")
+    if faults:
+        raise ContractError(
+            "\n".join([f"the predictor fails {len(faults)} of {len(chosen)} checks:", *faults])
+        )
+
+
+def _probe(probe: Probe) -> PredictorProbe:
+    return PredictorProbe(ComponentBuild(probe), place=probe.place)
+
+
+KIT = Kit(PREDICTOR_CHECKS, probe=_probe, ranks=tuple(_ON_RANKS))
+"""The conformance checks of predictors."""

@@ -1,0 +1,182 @@
+"""Conformance checks of what a predictor declares: attributes, weights, conditions, FLOPs, sharding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from mm_core.contracts import CLIP_CONDITIONS, SupportsModuleFlops, SupportsShardPlan
+from mm_core.errors import ContractError, MMError, PlanError
+from mm_core.modules.flops import step_flops
+from mm_core.parallel.layout import decide_layout
+from mm_core.tasks.text_to_video.conditions import Conditions
+from mm_core.testing.kit import NotApplicable, sentence_of
+from mm_core.testing.predictors.forward import expect_output
+from mm_core.testing.predictors.probe import PredictorProbe
+from mm_core.testing.predictors.training import Training
+
+
+def attributes(probe: PredictorProbe) -> None:
+    """Conformance check: the predictor has patch_size, in_channels, text_dim, text_padding, ..."""
+    module: Any = probe.on_meta()
+    names = ("patch_size", "in_channels", "out_channels", "text_dim", "text_padding", "init_weights")
+    missing = [name for name in names if not hasattr(module, name)]
+    probe.expect(
+        not missing,
+        f"the predictor lacks the attributes {', '.join(missing)}",
+        hint="set them in its class or constructor",
+    )
+    probe.expect(
+        len(module.patch_size) == 3 and all(isinstance(size, int) for size in module.patch_size),
+        f"patch_size is {module.patch_size!r}",
+        accepted="three integers (t, h, w)",
+    )
+    unknown = Conditions(module).unknown
+    probe.expect(
+        not unknown,
+        f"condition_shapes names `{', '.join(unknown[:1])}`, but the predictor's forward does not",
+        hint="add it to the parameters of forward, or remove it from condition_shapes",
+    )
+    padding = module.text_padding
+    fixed = isinstance(padding, tuple) and len(padding) == 2 and padding[0] == "fixed"
+    probe.expect(
+        padding == "masked" or fixed, f"text_padding is {padding!r}", accepted="'masked', or ('fixed', n)"
+    )
+
+
+def meta_build(probe: PredictorProbe) -> None:
+    """Conformance check: the predictor's constructor allocates nothing on the meta device."""
+    module = probe.on_meta()
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    off = [name for name, tensor in tensors if tensor.device.type != "meta"]
+    probe.expect(
+        not off,
+        f"the predictor was built on the meta device, but these tensors are not: {', '.join(off[:8])}",
+        accepted="tensors created on the default device; init_weights fills them",
+    )
+
+
+def initialisation(probe: PredictorProbe) -> None:
+    """Conformance check: init_weights fills all of the predictor, and equal seeds give equal weights."""
+    first, second, other = probe.initialised(), probe.initialised(), probe.initialised(seed=1)
+    different = _differing(first, second)
+    probe.expect(
+        not different,
+        f"equal seeds give different weights: {', '.join(different[:8])}",
+        accepted="random numbers from torch.nn.init and in-place methods of complete parameters",
+    )
+    probe.expect(
+        _differing(first, other),
+        "different seeds give the same weights",
+        hint="init_weights must draw from torch's default generator",
+    )
+
+
+def unknown_conditions(probe: PredictorProbe) -> None:
+    """Conformance check: the predictor raises an error for an unknown condition."""
+    module = probe.trained()
+    inputs = probe.inputs(module)
+    try:
+        with torch.no_grad():
+            module(**inputs, no_such_condition=torch.zeros(1))
+    except (TypeError, MMError):
+        return
+    probe.expect(
+        False,
+        "the predictor silently ignores an unknown condition",
+        accepted="TypeError or ContractError",
+        hint="name the conditions in forward instead of taking **kwargs",
+    )
+
+
+def missing_conditions(probe: PredictorProbe) -> None:
+    """Conformance check: the predictor works without a condition, or raises an error that names it."""
+    module: Any = probe.trained()
+    takes, inputs = Conditions(module), probe.inputs(module)
+    given = [name for name in inputs if name in takes.taken]
+    if not given:
+        raise NotApplicable("the predictor takes no conditions")
+    for name in given:
+        fewer = {key: tensor for key, tensor in inputs.items() if key != name}
+        try:
+            with torch.no_grad():
+                predicted = module(**fewer)
+        except Exception as fault:
+            told = isinstance(fault, TypeError | ValueError) and name in str(fault)
+            probe.expect(
+                name in takes.needed and told,
+                f"the predictor fails without `{name}`: {sentence_of(fault)}",
+                accepted=f"an error that names `{name}`"
+                if name in takes.needed
+                else f"an output, since `{name}` has a default",
+                hint=f"make `{name}` a parameter of forward without a default if it is needed",
+            )
+            continue
+        probe.expect(
+            name not in takes.needed,
+            f"the predictor declares `{name}` in condition_shapes, and does not notice that it is missing",
+            accepted=f"an error that names `{name}`",
+            hint=f"make `{name}` a parameter of forward: without a default if it is needed, or with one",
+        )
+        expect_output(probe, module, fewer, predicted)
+
+
+def flops(probe: PredictorProbe) -> None:
+    """Conformance check: the predictor's `module_flops` agree with torch's count of FLOPs within 1%."""
+    module = probe.trained()
+    inputs = probe.inputs(module)
+    if not isinstance(module, SupportsModuleFlops):
+        raise NotApplicable("the predictor has no module_flops")
+    skipped = ("text_mask", *CLIP_CONDITIONS)
+    shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items() if name not in skipped}
+    declared = step_flops(module, module.module_flops(**shapes))
+    # torch has no formula for attention's own kernels on a CPU.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        predicted = module(**inputs)
+        forward = counter.get_total_flops()
+        predicted.sum().backward()
+        backward = counter.get_total_flops() - forward
+    both = (("forward", declared.forward, forward), ("backward", declared.backward, backward))
+    for name, claimed, found in both:
+        probe.expect(
+            abs(claimed - found) <= 0.01 * found,
+            f"`module_flops` gives {claimed:,.0f} operations for the {name}, but torch counts {found:,}",
+            accepted="a difference of at most 1%",
+            hint="compare each product with its layer, and `after` with what its input depends on",
+        )
+
+
+def sharding_plan(probe: PredictorProbe) -> None:
+    """Conformance check: the modules of the predictor's `shard_plan` exist, and its forward calls them."""
+    task = Training(probe.trained())
+    if not isinstance(task.predictor, SupportsShardPlan):
+        raise NotApplicable("the predictor has no shard_plan")
+    try:
+        layout = decide_layout(task, task.trainable, wrap="auto", recompute=None, ignore=())
+    except (PlanError, ContractError) as fault:
+        raise ContractError(
+            f"{fault.where}: {fault.what}", where=probe.place, accepted=fault.accepted, hint=fault.hint
+        ) from None
+    called: set[str] = set()
+    paths = dict.fromkeys([*layout.wrapped, *layout.recomputed])
+    for path in paths:
+        task.get_submodule(path).register_forward_pre_hook(lambda *_, path=path: called.add(path))
+    with torch.no_grad():
+        task.predictor(**probe.inputs(task.predictor))
+    unused = [path for path in paths if path not in called]
+    probe.expect(
+        not unused,
+        f"shard_plan names {', '.join(unused[:3])}, which the forward does not call",
+        accepted="modules that are called as `module(x)`: their weights are whole during such a call only",
+        hint="name the module that contains them, or call them instead of their methods",
+    )
+
+
+def _differing(first: nn.Module, second: nn.Module) -> list[str]:
+    others: dict[str, Tensor] = dict([*second.named_parameters(), *second.named_buffers()])
+    named = [*first.named_parameters(), *first.named_buffers()]
+    return [name for name, tensor in named if not torch.equal(tensor, others[name])]
