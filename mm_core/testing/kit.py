@@ -33,6 +33,7 @@ KITS: Mapping[str, str] = MappingProxyType(
         "scheduler": "mm_core.testing.schedulers:KIT",
         "dataset": "mm_core.testing.data.datasets:KIT",
         "video_reader": "mm_core.testing.data.video_readers:KIT",
+        "metric": "mm_core.testing.outputs.metrics:KIT",
     }
 )
 """Kind of component -> `module:NAME` of its Kit, imported when components of the kind are tested."""
