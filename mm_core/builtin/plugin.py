@@ -162,10 +162,11 @@ def mm_lr_schedules() -> list[Component]:
 
 @hookimpl
 def mm_trackers() -> list[Component]:
+    remote = "telemetry.trackers.remote"
     return [
         _core("tensorboard", "telemetry.trackers.local:TensorBoardTracker", "training:TensorBoardConfig"),
-        _core("wandb", "telemetry.trackers.remote:WandbTracker", "trackers:WandbConfig"),
-        _core("mlflow", "telemetry.trackers.remote:MlflowTracker", "trackers:MlflowConfig"),
+        _core("wandb", f"{remote}:WandbTracker", "trackers:WandbConfig", tiny={"mode": "disabled"}),
+        _core("mlflow", f"{remote}:MlflowTracker", "trackers:MlflowConfig", tiny="mlflow_store"),
         _core("jsonl", "telemetry.trackers.local:JsonlTracker", "nothing:NothingConfig"),
     ]
 

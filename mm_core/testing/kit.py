@@ -34,6 +34,7 @@ KITS: Mapping[str, str] = MappingProxyType(
         "dataset": "mm_core.testing.data.datasets:KIT",
         "video_reader": "mm_core.testing.data.video_readers:KIT",
         "metric": "mm_core.testing.outputs.metrics:KIT",
+        "tracker": "mm_core.testing.outputs.trackers:KIT",
     }
 )
 """Kind of component -> `module:NAME` of its Kit, imported when components of the kind are tested."""
@@ -80,10 +81,19 @@ class Probe:
         Args:
             args: what the core passes by position to targets of this kind.
             changes: fields that replace those of the small instance.
+
+        Raises:
+            NotApplicable: the component says that it needs a package which is not installed.
         """
         options = {**self.config.options, **changes}
         config = ComponentConfig(self.config.kind, self.config.type, options)
-        return self.registry.build(self.config.kind, config, *args)
+        self.registered.load_target()  # a module that it imports and cannot is its fault
+        try:
+            return self.registry.build(self.config.kind, config, *args)
+        except MMError as error:
+            if isinstance(error.__context__, ImportError):
+                raise NotApplicable(error.what) from error
+            raise
 
     def subject(self) -> Any:
         """Builds a new small instance, with what the core passes by position to targets of this kind."""

@@ -6,6 +6,7 @@ Each function is called with an empty folder and returns the fields of a compone
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -52,6 +53,12 @@ def video_text(folder: Path) -> Mapping[str, object]:
     (folder / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
     size = {"num_frames": 4, "height": 8, "width": 8}
     return {"annotations": str(folder / "rows.json"), "random_start": True, **size}
+
+
+def mlflow_store(folder: Path) -> Mapping[str, object]:
+    """An MLflow store of files; newer versions of MLflow ask for a variable."""
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+    return {"tracking_uri": (folder / "mlruns").as_uri(), "finish_timeout": 60.0}
 
 
 def write_clip(path: Path, frames: torch.Tensor, rate: int) -> Path:
