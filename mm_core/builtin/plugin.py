@@ -195,4 +195,4 @@ def mm_metrics() -> list[Component]:
 
 @hookimpl
 def mm_callbacks() -> list[Component]:
-    return [_core("command", "telemetry.command_callback:Command", "callbacks:CommandConfig")]
+    return [_core("command", "telemetry.command_callback:Command", "callbacks:CommandConfig", tiny="command")]

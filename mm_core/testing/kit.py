@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from mm_core.errors import ContractError, MMError, PluginError, did_you_mean, foreign_code
+from mm_core.errors import ContractError, MMError, PluginError, did_you_mean, first_line, foreign_code
 from mm_core.plugin.checks.contract import place_of
 from mm_core.plugin.checks.locate import source_file
 from mm_core.plugin.records import Registered, one_line
@@ -35,6 +35,7 @@ KITS: Mapping[str, str] = MappingProxyType(
         "video_reader": "mm_core.testing.data.video_readers:KIT",
         "metric": "mm_core.testing.outputs.metrics:KIT",
         "tracker": "mm_core.testing.outputs.trackers:KIT",
+        "callback": "mm_core.testing.outputs.callbacks:KIT",
     }
 )
 """Kind of component -> `module:NAME` of its Kit, imported when components of the kind are tested."""
@@ -109,6 +110,14 @@ class Probe:
         """Raises a ContractError that names the component's place unless `holds` is true."""
         if not holds:
             raise ContractError(what, where=self.place, accepted=accepted, hint=hint)
+
+    def expect_no_error(self, what: str, accepted: str, call: Callable[..., object], *given: object) -> None:
+        """Makes a call of the component. Raises a ContractError that says what raised an error, and which."""
+        try:
+            call(*given)
+        except Exception as error:
+            came = f"{type(error).__name__}: {first_line(error)}"
+            raise ContractError(f"{what} raises {came}", where=self.place, accepted=accepted) from error
 
 
 Check = Callable[[Any], None]

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import get_args
 
 import torch
+
+from mm_core.builtin.configs.callbacks import Event
 
 CAPTIONS = ("a red circle", "a blue square, which moves to the left", "Zwölf grüne Quadrate", "yellow")
 
@@ -53,6 +57,11 @@ def video_text(folder: Path) -> Mapping[str, object]:
     (folder / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
     size = {"num_frames": 4, "height": 8, "width": 8}
     return {"annotations": str(folder / "rows.json"), "random_start": True, **size}
+
+
+def command(folder: Path) -> Mapping[str, object]:
+    """A program that does nothing, at every event."""
+    return {"run": [sys.executable, "-S", "-E", "-c", ""], "events": get_args(Event)}
 
 
 def mlflow_store(folder: Path) -> Mapping[str, object]:
