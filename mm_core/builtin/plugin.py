@@ -66,6 +66,7 @@ def _core(
     state_tensors: int | None = None,
     tiny: Mapping[str, object] | str = MappingProxyType({}),
     expected_failures: Mapping[str, str] = MappingProxyType({}),
+    examples: str | None = None,
 ) -> Component:
     """A component whose target is in mm_core and whose config is in `builtin.configs`.
 
@@ -76,6 +77,7 @@ def _core(
         state_tensors: for an optimizer, the number of state tensors of a parameter's size per parameter.
         tiny: fields of a small instance, or the name of a function of `mm_core.testing.tiny`.
         expected_failures: name of a conformance check -> why the component fails it.
+        examples: name of a function of `mm_core.testing.tiny`.
     """
     return Component(
         name,
@@ -86,6 +88,7 @@ def _core(
         paper=_PAPERS.get(name),
         tiny=f"mm_core.testing.tiny:{tiny}" if isinstance(tiny, str) else tiny,
         expected_failures=expected_failures,
+        examples=examples and f"mm_core.testing.tiny:{examples}",
     )
 
 
@@ -173,10 +176,11 @@ def mm_trackers() -> list[Component]:
 
 @hookimpl
 def mm_weight_formats() -> list[Component]:
+    library = "weights.formats.libraries"
     return [
-        _core("diffusers", "weights.formats.libraries:Diffusers"),
-        _core("transformers", "weights.formats.libraries:Transformers"),
-        _core("safetensors", "weights.formats.libraries:Safetensors"),
+        _core("diffusers", f"{library}:Diffusers", examples="diffusers_model"),
+        _core("transformers", f"{library}:Transformers", examples="transformers_model"),
+        _core("safetensors", f"{library}:Safetensors", examples="plain_model"),
     ]
 
 

@@ -36,6 +36,7 @@ KITS: Mapping[str, str] = MappingProxyType(
         "metric": "mm_core.testing.outputs.metrics:KIT",
         "tracker": "mm_core.testing.outputs.trackers:KIT",
         "callback": "mm_core.testing.outputs.callbacks:KIT",
+        "weight_format": "mm_core.testing.outputs.weight_formats:KIT",
     }
 )
 """Kind of component -> `module:NAME` of its Kit, imported when components of the kind are tested."""
@@ -99,6 +100,14 @@ class Probe:
     def subject(self) -> Any:
         """Builds a new small instance, with what the core passes by position to targets of this kind."""
         return self.build(*kit_of(self.registered.kind).arguments(self))
+
+    @cached_property
+    def examples(self) -> Any:
+        """What the author declares to test the component with (`examples` of its Component), or None."""
+        try:
+            return self.registered.load_examples(self.folder)
+        except ModuleNotFoundError as error:
+            raise NotApplicable(f"{error.name} is not installed, which its examples need") from error
 
     @cached_property
     def place(self) -> str:

@@ -33,6 +33,36 @@ def text_encoder(folder: Path) -> Mapping[str, object]:
     return {"from_pretrained": str(folder), "max_length": 64, "dtype": "fp32"}
 
 
+def plain_model(folder: Path) -> torch.nn.Module:
+    """A model of no library, with a buffer and a scalar."""
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Linear(4, 2))
+        model.register_parameter("logit_scale", torch.nn.Parameter(torch.zeros(())))
+    return model
+
+
+def diffusers_model(folder: Path) -> torch.nn.Module:
+    """A tiny model of Diffusers."""
+    from diffusers import DiTTransformer2DModel
+
+    with torch.device("meta"):
+        model: torch.nn.Module = DiTTransformer2DModel(
+            num_attention_heads=2, attention_head_dim=4, num_layers=1, sample_size=4, norm_num_groups=2
+        )
+    return model
+
+
+def transformers_model(folder: Path) -> torch.nn.Module:
+    """A tiny model of Transformers, with tied weights."""
+    from transformers import T5Config, T5EncoderModel
+
+    with torch.device("meta"):
+        model: torch.nn.Module = T5EncoderModel(
+            T5Config(vocab_size=32, d_model=8, d_kv=4, d_ff=12, num_layers=2, num_heads=2)
+        )
+    return model
+
+
 def text_rows(folder: Path) -> Mapping[str, object]:
     """Writes a table of texts with labels, and a tokenizer."""
     write_tokenizer(folder / "tokenizer")

@@ -48,8 +48,7 @@ class MetricProbe:
     @cached_property
     def taken(self) -> list[Source]:
         """The sorts of rows that the metric takes, and has figures for."""
-        examples = self.probe.registered.load_examples(self.probe.folder)
-        return [source for source in sources(examples or ()) if self._takes(source)]
+        return [source for source in sources(self.probe.examples or ()) if self._takes(source)]
 
     def _takes(self, source: Source) -> bool:
         metric = self.start()
