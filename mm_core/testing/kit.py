@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import tempfile
 import time
 import traceback
@@ -127,6 +128,23 @@ class Probe:
         except Exception as error:
             came = f"{type(error).__name__}: {first_line(error)}"
             raise ContractError(f"{what} raises {came}", where=self.place, accepted=accepted) from error
+
+    def in_worker(self, what: str, sent: Any) -> Any:
+        """What arrives when an object is sent to data workers.
+
+        Args:
+            what: the object, for the ContractError if it cannot be sent.
+            sent: the object.
+        """
+        try:
+            return pickle.loads(pickle.dumps(sent))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ContractError(
+                f"{what} cannot be sent to data workers: {first_line(error)}",
+                where=self.place,
+                accepted="objects that pickle: of classes and functions of modules, without open files",
+                hint="open files at first use, and leave them out in __getstate__",
+            ) from error
 
 
 Check = Callable[[Any], None]
