@@ -290,6 +290,9 @@ def test_show_of_an_annotation_that_does_not_resolve_names_its_line(
         f" defined ({path}, line 9: `depth: integer`)\n"
         "  hint: annotate with names that exist when the module is imported\n"
     )
+    code, (finding,) = check(site)
+    assert code == 1
+    assert "predictor 'alpha/dit': the annotations of mm_alpha.config.Block cannot be" in finding["sentence"]
 
 
 def test_show_of_nothing_is_an_error_with_the_nearest(site: Any, capsys: pytest.CaptureFixture[str]) -> None:
