@@ -66,6 +66,7 @@ def _core(
     state_tensors: int | None = None,
     tiny: Mapping[str, object] | str = MappingProxyType({}),
     expected_failures: Mapping[str, str] = MappingProxyType({}),
+    examples: str | None = None,
 ) -> Component:
     """A component whose target is in mm_core and whose config is in `builtin.configs`.
 
@@ -76,6 +77,7 @@ def _core(
         state_tensors: for an optimizer, the number of state tensors of a parameter's size per parameter.
         tiny: fields of a small instance, or the name of a function of `mm_core.testing.tiny`.
         expected_failures: name of a conformance check -> why the component fails it.
+        examples: name of a function of `mm_core.testing.tiny`.
     """
     return Component(
         name,
@@ -86,6 +88,7 @@ def _core(
         paper=_PAPERS.get(name),
         tiny=f"mm_core.testing.tiny:{tiny}" if isinstance(tiny, str) else tiny,
         expected_failures=expected_failures,
+        examples=examples and f"mm_core.testing.tiny:{examples}",
     )
 
 
@@ -162,20 +165,22 @@ def mm_lr_schedules() -> list[Component]:
 
 @hookimpl
 def mm_trackers() -> list[Component]:
+    remote = "telemetry.trackers.remote"
     return [
         _core("tensorboard", "telemetry.trackers.local:TensorBoardTracker", "training:TensorBoardConfig"),
-        _core("wandb", "telemetry.trackers.remote:WandbTracker", "trackers:WandbConfig"),
-        _core("mlflow", "telemetry.trackers.remote:MlflowTracker", "trackers:MlflowConfig"),
+        _core("wandb", f"{remote}:WandbTracker", "trackers:WandbConfig", tiny={"mode": "disabled"}),
+        _core("mlflow", f"{remote}:MlflowTracker", "trackers:MlflowConfig", tiny="mlflow_store"),
         _core("jsonl", "telemetry.trackers.local:JsonlTracker", "nothing:NothingConfig"),
     ]
 
 
 @hookimpl
 def mm_weight_formats() -> list[Component]:
+    library = "weights.formats.libraries"
     return [
-        _core("diffusers", "weights.formats.libraries:Diffusers"),
-        _core("transformers", "weights.formats.libraries:Transformers"),
-        _core("safetensors", "weights.formats.libraries:Safetensors"),
+        _core("diffusers", f"{library}:Diffusers", examples="diffusers_model"),
+        _core("transformers", f"{library}:Transformers", examples="transformers_model"),
+        _core("safetensors", f"{library}:Safetensors", examples="plain_model"),
     ]
 
 
@@ -194,4 +199,4 @@ def mm_metrics() -> list[Component]:
 
 @hookimpl
 def mm_callbacks() -> list[Component]:
-    return [_core("command", "telemetry.command_callback:Command", "callbacks:CommandConfig")]
+    return [_core("command", "telemetry.command_callback:Command", "callbacks:CommandConfig", tiny="command")]

@@ -78,9 +78,9 @@ def _list(registry: Registry, kind: str | None, as_json: bool) -> int:
 
 
 def _show(found: Sequence[Registered], as_json: bool) -> int:
-    from mm_core.schema.describe import describe_fields
+    from mm_core.schema.describe import describe_nested
 
-    described = [(r, describe_fields(r.config_class())) for r in found]
+    described = [(r, describe_nested(r.config_class())) for r in found]
     if as_json:
         print_json(
             {
@@ -164,13 +164,14 @@ def _test(registry: Registry, name: str, kind: str | None, as_json: bool) -> int
 
 
 def _print_outcomes(registered: Registered, outcomes: Sequence[Outcome]) -> None:
-    """Prints a component with the number of its checks that passed, and every other check with its reason."""
+    """Prints a component with the number of its checks that passed, and a line for each check: the
+    milliseconds that it took, and its reason if it did not pass."""
     passed = sum(outcome.status == "passed" for outcome in outcomes)
     seconds = sum(outcome.seconds for outcome in outcomes)
     print(f"{registered.qualified}  ({registered.kind})  {passed} of {len(outcomes)} passed, {seconds:.1f} s")
     for outcome in outcomes:
-        if outcome.status != "passed":
-            print(f"  {outcome.status}: {outcome.check}: {outcome.reason}")
+        reason = f": {outcome.reason}" if outcome.reason else ""
+        print(f"  {1000 * outcome.seconds:7.0f} ms  {outcome.status}: {outcome.check}{reason}")
 
 
 def _source(registered: Registered) -> str | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Union, get_args, get_or
 
 from mm_core.config.dump import plain
 from mm_core.config.sections import RunConfig
-from mm_core.errors import ConfigError, MMError, PluginError, did_you_mean, foreign_code
+from mm_core.errors import ConfigError, MMError, PluginError, did_you_mean
 from mm_core.plugin.hookspecs import KINDS
 from mm_core.plugin.records import Registered
 from mm_core.plugin.registry import Registry
@@ -19,7 +19,7 @@ from mm_core.schema.fields import ComponentConfig, Kind
 from mm_core.schema.nodes import Node, describe, is_list, unwrap
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+    pass
 
 
 class _Unknown:
@@ -88,7 +88,7 @@ def explain(
             (`custom_dit/custom_dit.ffn_dim`, `predictor/custom_dit.ffn_dim`).
         registry: the plugins that provide components.
         loaded: a config and its tree, as `load_with_places` returns them. Without it, only keys that do not
-            depend on a type that a config chooses can be explained.
+            depend on a type that a config chooses can be explained, and `type` itself.
 
     Returns:
         One explanation; several for a component's name that several kinds or plugins have.
@@ -145,7 +145,7 @@ class _Explainer:
             children = self.children(place)
             step = next((key for key, child in children.items() if step in child.aliases), step)
             if step not in children:
-                item = self._item(place, step)
+                item = self._type_of(place, step) or self._item(place, step)
                 if item is None:
                     raise self._no_key(place, step, children)
                 place = item
@@ -176,11 +176,11 @@ class _Explainer:
         found: dict[str, _Place] = {}
         for option in _options(place.hint, place.value):
             if isinstance(option, type) and dataclasses.is_dataclass(option):
-                found |= _section(place, _keys_of(option), "")
+                found |= _section(place, describe_keys(option), "")
             elif (kind := _kind(option)) and (chosen := self._chosen(place, kind)):
                 owner = f"{kind} {chosen.qualified}"
                 found["type"] = self._type_place(place, kind, chosen, owner)
-                found |= _section(place, _keys_of(chosen.config_class()), owner)
+                found |= _section(place, describe_keys(chosen.config_class()), owner)
         return found
 
     def _chosen(self, place: _Place, kind: str) -> Registered | None:
@@ -190,9 +190,15 @@ class _Explainer:
                 return self.registry.resolve(kind, value.type)
         return None
 
-    def _type_place(self, place: _Place, kind: str, chosen: Registered, owner: str) -> _Place:
+    def _type_of(self, place: _Place, step: str) -> _Place | None:
+        """The place of the key `type` of a component that nothing has chosen; None for any other key."""
+        kinds = [kind for option in _options(place.hint, place.value) if (kind := _kind(option))]
+        return self._type_place(place, kinds[0], None, "") if kinds and step == "type" else None
+
+    def _type_place(self, place: _Place, kind: str, chosen: Registered | None, owner: str) -> _Place:
         default = place.default.type if isinstance(place.default, ComponentConfig) else None
-        info = FieldInfo("type", f"name of {kind}", default, chosen.component.summary)
+        doc = chosen.component.summary if chosen else f"the {kind.replace('_', ' ')}, by its name"
+        info = FieldInfo("type", f"name of {kind}", default, doc)
         node = place.node
         if node is not None and isinstance(node.value, dict):
             node = node.value.get("type")
@@ -285,16 +291,6 @@ def _component_place(found: Registered) -> _Place:
     return _Place(found.qualified, hint, info, default=ComponentConfig(found.kind, found.qualified))
 
 
-def _keys_of(cls: type[DataclassInstance]) -> dict[str, KeyInfo]:
-    try:
-        with foreign_code():
-            return describe_keys(cls)
-    except Exception as error:  # annotations are plugin code: they may raise anything
-        what = f"the annotations of {cls.__module__}.{cls.__qualname__} cannot be resolved: {error}"
-        hint = "annotate with names that exist when the module is imported"
-        raise PluginError(what, hint=hint) from error
-
-
 def _section(place: _Place, keys: Mapping[str, KeyInfo], owner: str) -> dict[str, _Place]:
     """The places at the keys of a section or component."""
     if place.hint is RunConfig:
@@ -356,7 +352,7 @@ def _kind(hint: object) -> str | None:
 
 def _has_key(found: Registered, key: str) -> bool:
     try:
-        return found.component.config is not None and key in _keys_of(found.config_class())
+        return found.component.config is not None and key in describe_keys(found.config_class())
     except MMError:
         return False
 

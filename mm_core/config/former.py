@@ -6,7 +6,7 @@ from mm_core.config.stored import Sources
 from mm_core.errors import ConfigError, MMError
 from mm_core.schema.nodes import FAILED, Node
 
-_WRITERS = ("process", "thread")
+FORMER_WRITERS = ("process", "thread")
 """Values of `checkpoint.async` that were accepted beside true and false."""
 _REMOVED = "the process mode was removed, and a thread writes every asynchronous save"
 
@@ -20,7 +20,7 @@ def without_former_values(root: Node, sources: Sources, faults: list[MMError]) -
         faults: receives an error for each former value in another file.
     """
     section, written = root.at("checkpoint"), root.at("checkpoint", "async")
-    if section is None or written is None or written.value not in _WRITERS:
+    if section is None or written is None or written.value not in FORMER_WRITERS:
         return root
     if not (stored := sources.stored_at(written)):
         what = f"found {written.value!r}: {_REMOVED}"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mm_core.config.sections import RunConfig
+from mm_core.config.former import FORMER_WRITERS
+from mm_core.config.sections import CheckpointSection, RunConfig
 from mm_core.errors import MMError
 from mm_core.plugin.registry import Registry
 from mm_core.schema.json_schema import TEXTS, SchemaWriter
@@ -16,12 +17,15 @@ _INCLUDE = {
     "description": "other files, relative to this one, that are merged first",
 }
 
+_ONE_FILE_PLUGINS = {"required": ["path"], "properties": {"path": {"minItems": 1}}}
+
 
 def run_schema(registry: Registry) -> tuple[dict[str, Any], list[MMError]]:
     """Writes the JSON Schema (draft 2020-12) of a run's YAML.
 
     It refuses nothing that `mm validate` accepts. A file with `include` or `plugins.path` gets keys and
-    components from other files: there, no key is required, and a `type` may be any name.
+    components from other files: there, no key is required, and a `type` may be any name. Former values, which
+    only the config of a stored run may have, are accepted and marked as deprecated.
 
     Args:
         registry: the plugins that provide components.
@@ -33,6 +37,10 @@ def run_schema(registry: Registry) -> tuple[dict[str, Any], list[MMError]]:
     whole, partial = SchemaWriter(registry, definitions), SchemaWriter(registry, definitions, partial=True)
     definitions["run"] = whole.mapping(RunConfig)
     definitions["partial.run"] = partial.mapping(RunConfig, {"include": _INCLUDE})
+    for prefix in ("", "partial."):
+        section = definitions[f"{prefix}{CheckpointSection.__module__}.{CheckpointSection.__name__}"]
+        former = {"enum": list(FORMER_WRITERS), "deprecated": True}
+        section["properties"]["async"]["anyOf"].append(former)
     plugins = ", ".join(f"{p.namespace} {p.version}" for p in registry.plugins if p.status == "ok")
     schema = {
         "$schema": DRAFT,
@@ -42,7 +50,7 @@ def run_schema(registry: Registry) -> tuple[dict[str, Any], list[MMError]]:
         "if": {
             "anyOf": [
                 {"required": ["include"]},
-                {"required": ["plugins"], "properties": {"plugins": {"required": ["path"]}}},
+                {"required": ["plugins"], "properties": {"plugins": _ONE_FILE_PLUGINS}},
             ]
         },
         "then": {"$ref": "#/$defs/partial.run"},

@@ -169,7 +169,10 @@ class Metric(Protocol):
         """Adds sampled clips to the metric."""
 
     def sums(self) -> Tensor:
-        """The metric's sums on this rank, [n] float64 on the CPU; n never changes."""
+        """The metric's sums on this rank, [n] float64 on the CPU.
+
+        n is equal on all ranks: it may follow from the shape of a batch, never from the values of its rows.
+        """
 
     def result(self, sums: Tensor) -> Mapping[str, float]:
         """The metric's values by name, from the sums over all ranks; {} if there were no samples."""

@@ -167,16 +167,30 @@ def _write(out: Path, plan: ExportPlan) -> None:
     size = sum(part.nbytes for part in plan.parts)
     with staged_folder(out) as stage, byte_bar(f"writing {out}", size) as advance:
         for part in plan.parts:
-            layout, folder = part.layout, _inside(stage, part.layout.folder)
-            folder.mkdir(parents=True, exist_ok=True)
-            write_shards(folder, part.shards, part.produce, layout.stem, layout.metadata, advance)
-            for name, text in layout.texts.items():
-                write_durably(_inside(folder, name), text)
+            write_part(stage, part, advance)
         for name, text in plan.companions.texts.items():
             write_durably(_inside(stage, name), text)
         for name, origin in plan.companions.copies.items():
             copy_verbatim(Path(origin), _inside(stage, name))
         write_durably(_inside(stage, "README.md"), card_of(plan, out.name))
+
+
+def write_part(stage: Path, part: Part, advance: Callable[[int], None] = lambda size: None) -> None:
+    """Writes the weights files and texts of one exported part.
+
+    Args:
+        stage: folder of the export.
+        part: what to write.
+        advance: called with the bytes after each tensor.
+
+    Raises:
+        ContractError: the part's layout names a place outside of the folder.
+    """
+    layout, folder = part.layout, _inside(stage, part.layout.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_shards(folder, part.shards, part.produce, layout.stem, layout.metadata, advance)
+    for name, text in layout.texts.items():
+        write_durably(_inside(folder, name), text)
 
 
 def _complete(saved: CheckpointSource, config: RunConfig, task: TaskModule, *, alone: bool) -> None:

@@ -31,6 +31,9 @@ class Component:
             a mapping, or `package.module:function`, called with an empty folder, which creates the files
             that the component needs there and returns the fields.
         expected_failures: name of a conformance check -> why the component fails it.
+        examples: `package.module:function`, called with an empty folder; it returns what the component is
+            tested with where the core cannot know it: for a weight format a model that it can store, for a
+            metric pairs of a batch and its evaluation.
     """
 
     name: str
@@ -43,6 +46,7 @@ class Component:
     paper: str | None = None
     tiny: Mapping[str, object] | str = field(default_factory=dict)
     expected_failures: Mapping[str, str] = field(default_factory=dict)
+    examples: str | None = None
 
     def __post_init__(self) -> None:
         for name in (self.name, *self.aliases):
@@ -52,7 +56,12 @@ class Component:
                     accepted="letters, digits, '_', '-', '.' (the core adds the namespace)",
                 )
         tiny = self.tiny if isinstance(self.tiny, str) else None
-        for role, target in (("target", self.target), ("config", self.config), ("tiny", tiny)):
+        for role, target in (
+            ("target", self.target),
+            ("config", self.config),
+            ("tiny", tiny),
+            ("examples", self.examples),
+        ):
             if target is not None and not _TARGET.match(target):
                 raise PluginError(
                     f"component {self.name!r}: {role} {target!r} is not an import path",

@@ -122,6 +122,17 @@ class Registered:
             raise self._fault(what, "return the fields of a small instance: {name: value}")
         return dict(fields)
 
+    def load_examples(self, folder: Path) -> Any:
+        """What the component's author declares to test it with; None if nothing is declared.
+
+        Args:
+            folder: a folder for the files of the examples.
+        """
+        if self.component.examples is None:
+            return None
+        make: Any = self._load("examples", self.component.examples)
+        return make(folder)
+
     @property
     def place(self) -> str:
         """The plugin and component as error messages name them when loading fails."""

@@ -21,10 +21,10 @@ from typing import (
     Union,
     get_args,
     get_origin,
-    get_type_hints,
 )
 
 from mm_core.errors import ConfigError, ForeignExit, MMError, PluginError, did_you_mean, foreign_code
+from mm_core.schema.annotations import annotations_of
 from mm_core.schema.fields import ComponentConfig, Kind, Range, dtype_hint, yaml_key
 from mm_core.schema.nodes import (
     FAILED,
@@ -137,11 +137,9 @@ class Checker:
         if not isinstance(node.value, dict):
             return self._wrong(node, describe(cls))
         try:
-            with foreign_code():
-                hints = get_type_hints(cls, include_extras=True)
-        except Exception as error:  # annotations are plugin code: they may raise anything
-            what = f"the annotations of {cls.__module__}.{cls.__qualname__} cannot be resolved: {error}"
-            return self.fault(node, what, hint="annotate with names that exist when the module is imported")
+            hints = annotations_of(cls)
+        except PluginError as error:
+            return self.fault(node, error.what, hint=error.hint)
         own = [f for f in dataclasses.fields(cls) if f.init and f.metadata.get("yaml", True)]
         fields = {yaml_key(f.name): f for f in own}
         before = len(self.faults)

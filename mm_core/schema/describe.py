@@ -7,14 +7,15 @@ import dataclasses
 import inspect
 import io
 import tokenize
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
+from mm_core.schema.annotations import annotations_of
 from mm_core.schema.fields import ComponentConfig, Kind, Range, yaml_key
-from mm_core.schema.nodes import default_of
+from mm_core.schema.nodes import default_of, is_list, is_mapping, unwrap
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -31,8 +32,12 @@ class FieldInfo:
 
 
 def describe_fields(cls: type[DataclassInstance]) -> tuple[FieldInfo, ...]:
-    """Describes the fields of a typed dataclass, in order: type, default, and the comment beside it."""
-    hints = get_type_hints(cls, include_extras=True)
+    """Describes the fields of a typed dataclass, in order: type, default, and the comment beside it.
+
+    Raises:
+        PluginError: an annotation cannot be resolved.
+    """
+    hints = annotations_of(cls)
     comments: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if dataclasses.is_dataclass(base):
@@ -44,6 +49,40 @@ def describe_fields(cls: type[DataclassInstance]) -> tuple[FieldInfo, ...]:
         if f.init:
             found.append(FieldInfo(f.name, type_text(hints[f.name]), text, comments.get(f.name, "")))
     return tuple(found)
+
+
+def describe_nested(cls: type[DataclassInstance]) -> tuple[FieldInfo, ...]:
+    """Describes the fields of a typed dataclass, each followed by those of the dataclasses in it.
+
+    Their names are paths as in `mm config explain`: `inner.key`; `items.0.key` of a list, `table.KEY.key` of
+    a mapping. A dataclass within itself is described once.
+    """
+    return tuple(_nested(cls, "", ()))
+
+
+def _nested(cls: type[DataclassInstance], prefix: str, above: tuple[type, ...]) -> Iterator[FieldInfo]:
+    hints = annotations_of(cls)
+    for field in describe_fields(cls):
+        yield replace(field, name=prefix + field.name)
+        for steps, inner in _dataclasses_in(hints[field.name]):
+            if inner not in (cls, *above):
+                yield from _nested(inner, f"{prefix}{field.name}.{steps}", (cls, *above))
+
+
+def _dataclasses_in(hint: object) -> Iterator[tuple[str, type[DataclassInstance]]]:
+    """The dataclasses in an annotation, with the steps of the path to them."""
+    hint = unwrap(hint)
+    arguments = get_args(hint)
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint) and hint is not ComponentConfig:
+        yield "", hint
+    elif get_origin(hint) is Annotated and not any(isinstance(mark, Kind) for mark in arguments[1:]):
+        yield from _dataclasses_in(arguments[0])
+    elif get_origin(hint) in (Union, UnionType):
+        for option in arguments:
+            yield from _dataclasses_in(option)
+    elif (is_list(hint) or is_mapping(hint)) and arguments:
+        step, item = ("0", arguments[0]) if is_list(hint) else ("KEY", arguments[-1])
+        yield from ((f"{step}.{rest}", inner) for rest, inner in _dataclasses_in(item))
 
 
 @dataclass(frozen=True)
@@ -65,7 +104,7 @@ class KeyInfo:
 
 def describe_keys(cls: type[DataclassInstance]) -> dict[str, KeyInfo]:
     """Describes the keys of a mapping that is checked against a typed dataclass, by key and in order."""
-    hints = get_type_hints(cls, include_extras=True)
+    hints = annotations_of(cls)
     described = {info.name: info for info in describe_fields(cls)}
     return {
         yaml_key(f.name): KeyInfo(

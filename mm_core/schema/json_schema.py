@@ -163,8 +163,9 @@ class SchemaWriter:
             with foreign_code():
                 return _described(self.mapping(found.config_class(), {"type": names}), described)
         except MMError as fault:
-            self.faults.append(fault)
-        except Exception as error:  # annotations are plugin code: they may raise anything
+            place = fault.where or found.place
+            self.faults.append(MMError(fault.what, where=place, accepted=fault.accepted, hint=fault.hint))
+        except Exception as error:  # defaults are plugin code: they may raise anything
             what = f"the fields of {found.component.config} cannot be read: {error}"
             self.faults.append(MMError(what, where=found.place))
         return _described({"type": "object"}, described)

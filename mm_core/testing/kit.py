@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -15,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 from unittest import SkipTest
 
-from mm_core.errors import ContractError, MMError, PluginError, did_you_mean, foreign_code
+from mm_core.errors import ContractError, MMError, PluginError, did_you_mean, first_line, foreign_code
 from mm_core.plugin.checks.contract import place_of
 from mm_core.plugin.checks.locate import source_file
 from mm_core.plugin.records import Registered, one_line
@@ -35,6 +36,10 @@ KITS: Mapping[str, str] = MappingProxyType(
         "scheduler": "mm_core.testing.schedulers:KIT",
         "dataset": "mm_core.testing.data.datasets:KIT",
         "video_reader": "mm_core.testing.data.video_readers:KIT",
+        "metric": "mm_core.testing.outputs.metrics:KIT",
+        "tracker": "mm_core.testing.outputs.trackers:KIT",
+        "callback": "mm_core.testing.outputs.callbacks:KIT",
+        "weight_format": "mm_core.testing.outputs.weight_formats:KIT",
     }
 )
 """Kind of component -> `module:NAME` of its Kit, imported when components of the kind are tested."""
@@ -84,14 +89,31 @@ class Probe:
         Args:
             args: what the core passes by position to targets of this kind.
             changes: fields that replace those of the small instance.
+
+        Raises:
+            NotApplicable: the component says that it needs a package which is not installed.
         """
         options = {**self.config.options, **changes}
         config = ComponentConfig(self.config.kind, self.config.type, options)
-        return self.registry.build(self.config.kind, config, *args)
+        self.registered.load_target()  # a module that it imports and cannot is its fault
+        try:
+            return self.registry.build(self.config.kind, config, *args)
+        except MMError as error:
+            if isinstance(error.__context__, ImportError):
+                raise NotApplicable(error.what) from error
+            raise
 
     def subject(self) -> Any:
         """Builds a new small instance, with what the core passes by position to targets of this kind."""
         return self.build(*kit_of(self.registered.kind).arguments(self))
+
+    @cached_property
+    def examples(self) -> Any:
+        """What the author declares to test the component with (`examples` of its Component), or None."""
+        try:
+            return self.registered.load_examples(self.folder)
+        except ModuleNotFoundError as error:
+            raise NotApplicable(f"{error.name} is not installed, which its examples need") from error
 
     @cached_property
     def place(self) -> str:
@@ -103,6 +125,31 @@ class Probe:
         """Raises a ContractError that names the component's place unless `holds` is true."""
         if not holds:
             raise ContractError(what, where=self.place, accepted=accepted, hint=hint)
+
+    def expect_no_error(self, what: str, accepted: str, call: Callable[..., object], *given: object) -> None:
+        """Makes a call of the component. Raises a ContractError that says what raised an error, and which."""
+        try:
+            call(*given)
+        except Exception as error:
+            came = f"{type(error).__name__}: {first_line(error)}"
+            raise ContractError(f"{what} raises {came}", where=self.place, accepted=accepted) from error
+
+    def in_worker(self, what: str, sent: Any) -> Any:
+        """What arrives when an object is sent to data workers.
+
+        Args:
+            what: the object, for the ContractError if it cannot be sent.
+            sent: the object.
+        """
+        try:
+            return pickle.loads(pickle.dumps(sent))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ContractError(
+                f"{what} cannot be sent to data workers: {first_line(error)}",
+                where=self.place,
+                accepted="objects that pickle: of classes and functions of modules, without open files",
+                hint="open files at first use, and leave them out in __getstate__",
+            ) from error
 
 
 Check = Callable[[Any], None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,12 @@ def _pair() -> tuple[Tensor, Tensor]:
 def _times(scheduler: object, count: int = 3) -> Tensor:
     times: Tensor = scheduler.timestep_quantile(torch.linspace(0.1, 0.9, count))  # type: ignore[attr-defined]
     return times
+
+
+def _factors(method: Callable[..., Tensor], like: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    """The factors of latents and noise in `add_noise` or `target`, of the shape of `like`."""
+    zero, ones = torch.zeros_like(like), torch.ones_like(like)
+    return method(ones, zero, at), method(zero, ones, at)
 
 
 def timesteps(probe: Probe) -> None:
@@ -100,10 +108,8 @@ def clean_latents(probe: Probe) -> None:
     scheduler = probe.build()
     latents, noise = _pair()
     at = _times(scheduler)
-    zero = torch.zeros_like(latents)
-    ones = torch.ones_like(latents)
-    a, b = (scheduler.add_noise(*pair, at) for pair in ((ones, zero), (zero, ones)))
-    c, d = (scheduler.target(*pair, at) for pair in ((ones, zero), (zero, ones)))
+    a, b = _factors(scheduler.add_noise, latents, at)
+    c, d = _factors(scheduler.target, latents, at)
     determinant = a * d - b * c
     probe.expect(
         bool((determinant.abs() > 1e-4).all()),
@@ -172,13 +178,12 @@ def samples(probe: Probe) -> None:
     """integrate finds the clean latents when the model knows them, and keeps shape, dtype and inputs."""
     scheduler = probe.build()
     latents, noise = _pair()
-    zero, ones = torch.zeros_like(latents), torch.ones_like(latents)
     kept = noise.clone()
 
     def oracle(noisy: Tensor, timestep: Tensor) -> Tensor:
         """The target of the training pair at x_t whose clean latents are known."""
         at = timestep.expand(len(noisy)).float()
-        a, b = (scheduler.add_noise(*pair, at) for pair in ((ones, zero), (zero, ones)))
+        a, b = _factors(scheduler.add_noise, latents, at)
         implied = (noisy - a * latents) / b
         predicted: Tensor = scheduler.target(latents, implied, at)
         return predicted

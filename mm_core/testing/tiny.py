@@ -6,10 +6,15 @@ Each function is called with an empty folder and returns the fields of a compone
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import get_args
 
 import torch
+
+from mm_core.builtin.configs.callbacks import Event
 
 CAPTIONS = ("a red circle", "a blue square, which moves to the left", "Zwölf grüne Quadrate", "yellow")
 
@@ -26,6 +31,36 @@ def text_encoder(folder: Path) -> Mapping[str, object]:
         )
         T5EncoderModel(config).eval().save_pretrained(folder)
     return {"from_pretrained": str(folder), "max_length": 64, "dtype": "fp32"}
+
+
+def plain_model(folder: Path) -> torch.nn.Module:
+    """A model of no library, with a buffer and a scalar."""
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Linear(4, 2))
+        model.register_parameter("logit_scale", torch.nn.Parameter(torch.zeros(())))
+    return model
+
+
+def diffusers_model(folder: Path) -> torch.nn.Module:
+    """A tiny model of Diffusers."""
+    from diffusers import DiTTransformer2DModel
+
+    with torch.device("meta"):
+        model: torch.nn.Module = DiTTransformer2DModel(
+            num_attention_heads=2, attention_head_dim=4, num_layers=1, sample_size=4, norm_num_groups=2
+        )
+    return model
+
+
+def transformers_model(folder: Path) -> torch.nn.Module:
+    """A tiny model of Transformers, with tied weights."""
+    from transformers import T5Config, T5EncoderModel
+
+    with torch.device("meta"):
+        model: torch.nn.Module = T5EncoderModel(
+            T5Config(vocab_size=32, d_model=8, d_kv=4, d_ff=12, num_layers=2, num_heads=2)
+        )
+    return model
 
 
 def text_rows(folder: Path) -> Mapping[str, object]:
@@ -52,6 +87,17 @@ def video_text(folder: Path) -> Mapping[str, object]:
     (folder / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
     size = {"num_frames": 4, "height": 8, "width": 8}
     return {"annotations": str(folder / "rows.json"), "random_start": True, **size}
+
+
+def command(folder: Path) -> Mapping[str, object]:
+    """A program that does nothing, at every event."""
+    return {"run": [sys.executable, "-S", "-E", "-c", ""], "events": get_args(Event)}
+
+
+def mlflow_store(folder: Path) -> Mapping[str, object]:
+    """An MLflow store of files; newer versions of MLflow ask for a variable."""
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+    return {"tracking_uri": (folder / "mlruns").as_uri(), "finish_timeout": 60.0}
 
 
 def write_clip(path: Path, frames: torch.Tensor, rate: int) -> Path:

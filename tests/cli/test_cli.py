@@ -244,6 +244,57 @@ def test_show_as_json_and_every_plugin_of_a_bare_name(site: Any, capsys: pytest.
     assert shown[0]["fields"] == [field]
 
 
+CONFIG = """from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Block:
+    width: int = 8  # of a block
+    {inner}
+
+
+@dataclass(frozen=True)
+class DiTConfig:
+    \"\"\"Config of a transformer.\"\"\"
+
+    first: Block = field(default_factory=Block)
+    more: tuple[Block, ...] = ()  # further blocks
+    named: dict[str, Block | None] | None = None
+"""
+
+
+def test_show_lists_the_fields_of_nested_configs(site: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    site.good("alpha")
+    (site.folder / "mm_alpha" / "config.py").write_text(CONFIG.format(inner="below: Block | None = None"))
+    assert main(["plugins", "show", "old_dit"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.partition("  fields\n")[2].splitlines()]
+    assert [row[0] for row in rows] == [
+        *("first", "first.width", "first.below"),
+        *("more", "more.0.width", "more.0.below"),
+        *("named", "named.KEY.width", "named.KEY.below"),
+    ]
+    assert rows[1] == ["first.width", "int", "8", "#", "of", "a", "block"]
+
+
+def test_show_of_an_annotation_that_does_not_resolve_names_its_line(
+    site: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site.good("alpha")
+    path = site.folder / "mm_alpha" / "config.py"
+    path.write_text(CONFIG.format(inner="depth: integer = 1"))
+    assert main(["plugins", "show", "old_dit"]) == 1
+    assert capsys.readouterr().err == (
+        "mm: error: the annotations of mm_alpha.config.Block cannot be resolved: name 'integer' is not"
+        f" defined ({path}, line 9: `depth: integer`)\n"
+        "  hint: annotate with names that exist when the module is imported\n"
+    )
+    code, (finding,) = check(site)
+    assert code == 1
+    assert "predictor 'alpha/dit': the annotations of mm_alpha.config.Block cannot be" in finding["sentence"]
+
+
 def test_show_of_nothing_is_an_error_with_the_nearest(site: Any, capsys: pytest.CaptureFixture[str]) -> None:
     site.plugin("broken", "1 / 0")
     assert main(["plugins", "show", "adamv"]) == 1
@@ -310,8 +361,7 @@ def test_check_exits_1_when_a_plugin_is_broken(site: Any) -> None:
             "config",
             "from __future__ import annotations\nfrom dataclasses import dataclass\n"
             "@dataclass\nclass DiTConfig:\n    depth: integer = 1\n",
-            "the type annotations of 'mm_alpha.config:DiTConfig' cannot be resolved: "
-            "NameError: name 'integer' is not defined",
+            "the annotations of mm_alpha.config.DiTConfig cannot be resolved: name 'integer' is not defined",
         ),
         (
             "config",

@@ -142,6 +142,14 @@ def test_a_misspelt_key_names_the_nearest(told):
     assert "did you mean 'wan/transformer'" in lost.value.hint
 
 
+def test_the_type_itself_needs_no_config(told):
+    found = told("task.type", config=False)
+    assert (found.key, found.type, found.default, found.origin) == ("task.type", "name of task", None, None)
+    assert found.accepted == "core/pretrained, core/text_to_video"
+    item = told("log.trackers.0.type", config=False)
+    assert item.accepted == "core/jsonl, core/mlflow, core/tensorboard, core/wandb"
+
+
 def test_a_key_below_a_type_that_is_not_chosen_lists_the_types(told):
     with pytest.raises(ConfigError) as caught:
         told("task.predictor.ffn_dim", config=False)

@@ -97,7 +97,7 @@ FAULTS = [
     ("train.steps", 1.5),
     ("train.clip_grad_norm", 0),
     ("train.spike", {"window": 8}),
-    ("checkpoint.async", "process"),
+    ("checkpoint.async", "processes"),
     ("log.trackers", ["tenserboard"]),
     ("ema", {"decay": 1}),
     ("inculde", ["a.yaml"]),
@@ -131,6 +131,19 @@ GOOD = [
 @pytest.mark.parametrize(("path", "value"), GOOD, ids=lambda part: str(part))
 def test_every_way_to_write_a_value_is_valid(validator, path, value):
     assert validator.is_valid(with_value(path, value))
+
+
+@pytest.mark.parametrize("former", ["process", "thread"])
+def test_a_former_value_of_a_stored_run_is_valid_and_deprecated(schema, validator, former):
+    assert validator.is_valid(with_value("checkpoint.async", former))
+    choices = schema["$defs"]["mm_core.config.sections.CheckpointSection"]["properties"]["async"]["anyOf"]
+    assert [each["enum"] for each in choices if each.get("deprecated")] == [["process", "thread"]]
+
+
+@pytest.mark.parametrize(("path", "loose"), [([], False), (["./dit.py"], True), ("${oc.env:DIT}", True)])
+def test_only_one_file_plugins_make_the_schema_loose(validator, path, loose):
+    config = with_value("task.predictor.type", "local/dit")
+    assert validator.is_valid(config | {"plugins": {"path": path}}) is loose
 
 
 def test_a_former_name_and_the_new_one_together_are_refused(validator):

@@ -213,6 +213,17 @@ def test_names_that_resemble_an_event_are_misspelt() -> None:
         "its method step_end is no event and is never called: did you mean step_ended?"
     ]
 
+    class Foreign(Callback):
+        def on_steps_end(self, step, metrics): ...
+
+        def on_log(self, metrics): ...
+
+    assert class_faults("callback", Foreign) == [
+        "its method on_log is no event and is never called: the events are run_started, step_ended,"
+        " validated, sampled, saved, run_ended",
+        "its method on_steps_end is no event and is never called: did you mean step_ended?",
+    ]
+
     class Wrong(Callback):
         def saved(self, step): ...
 

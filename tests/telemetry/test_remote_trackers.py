@@ -182,6 +182,36 @@ def test_mlflow_holds_metrics_clips_and_config_and_a_resume_is_the_same_run(run,
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_mlflow_gets_names_that_it_accepts(run, store):
+    import mlflow
+
+    tracker = open_mlflow(run, store)
+    tracker.log(1, {"f1@50%": 0.5, "recall/größe (m)": 0.25, "loss_at/0.1": 0.125})
+    tracker.close("done")
+    client = mlflow.MlflowClient(tracking_uri=store)
+    found = client.get_run((run / "mlflow_run_id.txt").read_text().strip()).data.metrics
+    assert found == {"f1_50_": 0.5, "recall/größe _m_": 0.25, "loss_at/0.1": 0.125}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_mlflow_experiment_that_another_run_creates_first_is_used(run, store, monkeypatch):
+    import mlflow
+
+    client = mlflow.MlflowClient(tracking_uri=store)
+    ours = client.create_experiment("tests")
+    ask, asked = mlflow.MlflowClient.get_experiment_by_name, []
+
+    def late(self, name):
+        asked.append(name)
+        return ask(self, name) if len(asked) > 1 else None
+
+    monkeypatch.setattr(mlflow.MlflowClient, "get_experiment_by_name", late)
+    open_mlflow(run, store).close("done")
+    kept = (run / "mlflow_run_id.txt").read_text().strip()
+    assert client.get_run(kept).info.experiment_id == ours
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_another_mlflow_store_gets_a_run_of_its_own(run, store, tmp_path):
     open_mlflow(run, store).close("done")
     first = (run / "mlflow_run_id.txt").read_text()

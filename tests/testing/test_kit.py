@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,9 +49,13 @@ def plugin(tmp_path: Path) -> Path:
     return file
 
 
-def test_a_good_component_is_one_line_and_code_0(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_good_component_has_the_milliseconds_of_each_check_and_code_0(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["plugins", "test", "core/flow_match"]) == 0
-    first, last = capsys.readouterr().out.splitlines()
+    first, *checks, last = capsys.readouterr().out.splitlines()
+    assert len(checks) == 16
+    assert all(re.fullmatch(r" +\d+ ms  passed: [a-z_]+", line) for line in checks), checks
     assert first.startswith("core/flow_match  (scheduler)  16 of 16 passed, ")
     assert last == "1 component, 16 checks, 0 failures"
 
@@ -61,7 +66,9 @@ def test_faults_are_sentences_with_the_authors_file_and_line(
     assert main(["plugins", "test", "local/ends", "--path", str(plugin)]) == 1
     out = capsys.readouterr().out
     line = next(line for line in out.splitlines() if "noise_levels" in line)
-    assert line.startswith("  failed: noise_levels: plugin 'local', scheduler 'local/ends', ")
+    assert line.partition(" ms  ")[2].startswith(
+        "failed: noise_levels: plugin 'local', scheduler 'local/ends', "
+    )
     assert f"{plugin}, line 6: sigmas(1) are [1.0, 0.1]; accepted: from at most 1 (noise) down to 0" in line
     assert f"failed: linear: ZeroDivisionError: no steps ({plugin}, line 11)" in out
     assert "/mm_core/" not in out, "no frame of the core is shown"

@@ -13,5 +13,6 @@ def mm_metrics() -> list[Component]:
             target="mm_emotion.recall:RecallByClass",
             config="mm_emotion.config:RecallByClassConfig",
             summary="recall of each class: recall/joy, ...",
+            tiny={"classes": ("joy", "anger", "fear")},
         )
     ]

@@ -294,8 +294,11 @@ def _misspelt(cls: type, members: Mapping[str, Member]) -> Iterator[str]:
     for name in dir(cls):
         if name.startswith("_") or name in members or not callable(getattr(cls, name)):
             continue
-        if near := get_close_matches(name, members, 1, 0.75):
-            yield f"its method {name} is no event and is never called: did you mean {near[0]}?"
+        foreign = name.startswith("on_")  # as the events of other libraries are called
+        near = get_close_matches(name.removeprefix("on_"), members, 1, 0.6 if foreign else 0.75)
+        if near or foreign:
+            meant = f"did you mean {near[0]}?" if near else f"the events are {', '.join(members)}"
+            yield f"its method {name} is no event and is never called: {meant}"
 
 
 def _fits(value: object, wanted: Any) -> bool:

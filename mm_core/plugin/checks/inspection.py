@@ -13,7 +13,7 @@ from mm_core.plugin.checks.locate import fault_of
 from mm_core.plugin.records import PluginRecord, Registered, one_line
 from mm_core.plugin.registry import Registry
 from mm_core.plugin.signatures import LEADING
-from mm_core.schema.describe import describe_fields
+from mm_core.schema.describe import describe_nested
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,12 @@ def _config_faults(registered: Registered) -> Iterator[str]:
         return
     torch_before = "torch" in sys.modules
     try:
-        describe_fields(registered.config_class())
+        describe_nested(registered.config_class())
     except MMError as error:
-        yield one_line(error)
-    except Exception as error:  # annotations are plugin code: they may raise anything
+        yield one_line(error) if error.where else f"{registered.place}: {one_line(error)}"
+    except Exception as error:  # defaults are plugin code: they may raise anything
         path = registered.component.config
-        yield f"{registered.place}: the type annotations of {path!r} cannot be resolved: {one_line(error)}"
+        yield f"{registered.place}: the fields of {path!r} cannot be read: {one_line(error)}"
     if "torch" in sys.modules and not torch_before and not registered.modules:
         yield (
             f"{registered.place}: the config {registered.component.config!r} imports torch, "

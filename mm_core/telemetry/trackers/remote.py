@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import queue
+import re
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,9 @@ _UNANSWERED = 15.0
 
 _STATES: Mapping[Ending, str] = {"done": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 """States of an MLflow run."""
+
+_REFUSED = re.compile(r"[^\w\-. :/]")
+"""Characters that MLflow accepts in no name of a metric."""
 
 _EXIT_CODES: Mapping[Ending, int] = {"done": 0, "stopped": STOPPED, "failed": 1}
 
@@ -134,9 +138,10 @@ class MlflowTracker:
         self._courier.send(partial(self._open, Path(run_dir), experiment, missing))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Queues the metrics of a step for MLflow."""
+        """Queues the metrics of a step for MLflow; `_` replaces characters that it accepts in no name."""
         now = int(time.time() * 1000)
-        batch = [self._entities.Metric(name, value, now, step) for name, value in metrics.items()]
+        named = {_REFUSED.sub("_", name): value for name, value in metrics.items()}
+        batch = [self._entities.Metric(name, value, now, step) for name, value in named.items()]
         self._courier.send(lambda: self._client.log_batch(self._id, metrics=batch))
 
     def clips(self, step: int, clips: Sequence[Clip], folder: Path) -> None:
@@ -163,11 +168,21 @@ class MlflowTracker:
             except missing as fault:
                 if fault.error_code == "INTERNAL_ERROR":  # type: ignore[attr-defined]
                     raise  # no answer; other errors: the store is another one, or the run was deleted there
-        found = self._client.get_experiment_by_name(experiment)
-        home = found.experiment_id if found is not None else self._client.create_experiment(experiment)
-        begun = self._client.create_run(home, run_name=run_dir.name)
+        begun = self._client.create_run(self._home(experiment, missing), run_name=run_dir.name)
         self._id = _keep_id(run_dir, "mlflow", str(begun.info.run_id))
         self._describe(run_dir)
+
+    def _home(self, experiment: str, missing: type[Exception]) -> str:
+        """The id of the experiment, which another run that starts at the same time may create first."""
+        found = self._client.get_experiment_by_name(experiment)
+        if found is None:
+            try:
+                return str(self._client.create_experiment(experiment))
+            except missing:
+                found = self._client.get_experiment_by_name(experiment)
+                if found is None:
+                    raise
+        return str(found.experiment_id)
 
     def _describe(self, run_dir: Path) -> None:
         """Sends the config, as parameters (to compare runs) and as a file."""

@@ -89,7 +89,7 @@ class Diffusers:
     def recognises(self, path: Path) -> bool:
         """Whether a path is a Diffusers folder, with model_index.json or `_class_name` in config.json."""
         return path.is_dir() and (
-            (path / PIPELINE).is_file() or "_class_name" in read_mapping(path / "config.json")
+            bool(read_mapping(path / PIPELINE)) or "_class_name" in read_mapping(path / "config.json")
         )
 
     def folders(self, path: Path) -> Sequence[str]:

@@ -46,6 +46,7 @@ def mm_weight_formats() -> list[Component]:
         Component(
             name="original",
             target="mm_internvl.formats:InternVLOriginal",
+            examples="mm_internvl.testing:tiny_model",
             summary="OpenGVLab's own folders of InternVL 3 and 3.5, dense and mixtures of experts",
             licence="Apache-2.0",
             paper="https://arxiv.org/abs/2508.18265",

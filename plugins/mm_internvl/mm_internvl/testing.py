@@ -22,6 +22,7 @@ __all__ = [
     "WORDS",
     "make_tiny_checkpoint",
     "make_tiny_conversations",
+    "tiny_model",
     "tiny_rows",
 ]
 
@@ -122,6 +123,18 @@ def make_tiny_checkpoint(
     if original:
         rewrite_as_original(folder)
     return folder
+
+
+def tiny_model(folder: Path) -> torch.nn.Module:
+    """A tiny InternVL on the meta device; writes its tokenizer."""
+    from transformers import InternVLForConditionalGeneration
+
+    ids = _write_tokenizer(folder)
+    with torch.device("meta"):
+        model: torch.nn.Module = InternVLForConditionalGeneration(
+            _config(ids, -(-len(ids) // 64) * 64, 0)
+        ).eval()
+    return model
 
 
 def tiny_rows(folder: Path) -> Mapping[str, object]:

@@ -1,0 +1,160 @@
+"""The conformance kit of callbacks (`mm_core.contracts.Callback`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mm_core.data.media.video_files import write_clips
+from mm_core.errors import TrainingError
+from mm_core.testing.common import global_state
+from mm_core.testing.kit import Kit, Probe, by_name
+from mm_core.testing.outputs.evaluations import sampled_clips
+
+_LAST = 4
+Event = tuple[str, tuple[object, ...]]
+"""Name of an event, and what the loop passes."""
+
+
+class CallbackProbe:
+    """A callback under test, and the events of runs that it observes.
+
+    Args:
+        probe: builds new callbacks.
+    """
+
+    def __init__(self, probe: Probe) -> None:
+        self.probe = probe
+        self.build = probe.build
+        self.expect = probe.expect
+
+    def folder(self, name: str) -> Path:
+        """The folder of a run, with sampled clips and a checkpoint of its second step."""
+        folder = self.probe.folder / "runs" / name
+        write_clips(sampled_clips(), samples_of(folder))
+        checkpoint_of(folder).mkdir(parents=True)
+        (checkpoint_of(folder) / "checksums.json").write_text("{}\n", encoding="utf-8")
+        (folder / "config.yaml").write_text("run: {name: tiny}\n", encoding="utf-8")
+        return folder
+
+    def tell(self, callback: Any, *events: Event) -> None:
+        """Passes events to a callback, which may not raise an error."""
+        for name, given in events:
+            accepted = "no error: one in a callback ends the run"
+            self.probe.expect_no_error(f"{name}{_shown(given)}", accepted, getattr(callback, name), *given)
+
+
+def samples_of(folder: Path) -> Path:
+    """The folder of the clips that a run has sampled."""
+    return folder / "samples" / "step_00000002"
+
+
+def checkpoint_of(folder: Path) -> Path:
+    """The checkpoint of a run."""
+    return folder / "checkpoints" / "step_00000002"
+
+
+def _shown(given: tuple[object, ...]) -> str:
+    return f"({', '.join(each.name if isinstance(each, Path) else repr(each) for each in given)})"
+
+
+def _events(folder: Path, begin: int = 0, error: BaseException | None = None) -> Iterator[Event]:
+    """The events of a run as the loop passes them."""
+    yield "run_started", (folder, begin, _LAST)
+    for step in range(begin + 1, _LAST + 1):
+        logged = {"loss": 0.5, "lr": 1e-4, "grad_norm": 1.5, "step_time": 0.25} if step % 2 == 0 else None
+        yield "step_ended", (step, logged)
+        if step == 2:
+            yield "validated", (step, {"validation/loss": 0.5, "validation/rows": 8.0})
+            yield "sampled", (step, samples_of(folder))
+            yield "saved", (step, checkpoint_of(folder))
+    yield "validated", (_LAST, {"test/loss": 0.25, "test/rows": 8.0})
+    yield "run_ended", (_LAST, error)
+
+
+def whole_run(probe: CallbackProbe) -> None:
+    """A callback takes every event of a run, with what the loop passes."""
+    probe.tell(probe.build(), *_events(probe.folder("whole")))
+
+
+def resumes(probe: CallbackProbe) -> None:
+    """A callback of a resumed run takes its events, in the folder that an earlier process has left."""
+    folder = probe.folder("resumed")
+    first = [each for each in _events(folder) if each[0] != "run_ended"]  # killed before its end
+    probe.tell(probe.build(), *first[: len(first) // 2])
+    probe.tell(probe.build(), *_events(folder, begin=1))
+
+
+def failed_runs(probe: CallbackProbe) -> None:
+    """A run that ends at once, or by any exception, is no error of the callback; the exception is kept."""
+    errors = (
+        TrainingError("the loss is not finite", where="step 2", hint="lower the learning rate"),
+        RuntimeError(),
+        KeyError("loss"),
+        KeyboardInterrupt(),
+    )
+    for number, error in enumerate(errors):
+        folder = probe.folder(f"failed_{number}")
+        kept = dict(vars(error)), error.args, error.__cause__, error.__context__
+        probe.tell(probe.build(), ("run_started", (folder, 0, _LAST)), ("run_ended", (0, error)))
+        probe.expect(
+            kept == (dict(vars(error)), error.args, error.__cause__, error.__context__),
+            f"run_ended changes the {type(error).__name__} that ended the run",
+            hint="the core prints it after the callbacks: read it only",
+        )
+
+
+def unusual_metrics(probe: CallbackProbe) -> None:
+    """Metrics that are not finite, or have any other names, are no error."""
+    folder = probe.folder("metrics")
+    cases: tuple[Mapping[str, float], ...] = (
+        {"loss": math.nan, "grad_norm": math.inf},
+        {"loss": -1e308},
+        {"recall/größe": 1},
+    )
+    for number, metrics in enumerate(cases, start=1):
+        events = (("step_ended", (number, metrics)), ("validated", (number, metrics)))
+        probe.tell(probe.build(), ("run_started", (folder, 0, _LAST)), *events, ("run_ended", (number, None)))
+
+
+def observes(probe: CallbackProbe) -> None:
+    """A callback changes no random numbers, defaults or libraries, and nothing that it is given."""
+    folder = probe.folder("observed")
+    callback, events = probe.build(), list(_events(folder))
+    kept = {id(each): dict(each) for each in _metrics(events)}
+    before, files = dict(global_state()), _files(folder)
+    for name, given in events:
+        getattr(callback, name)(*given)
+        after = dict(global_state())
+        changed = [what for what in before if before[what] != after[what]]
+        hint = "draw from generators of your own, and restore what you change"
+        probe.expect(not changed, f"{name} changes {', '.join(changed[:4])}", hint=hint)
+        same = all(kept[id(each)] == each for each in _metrics(events))
+        probe.expect(
+            same,
+            f"{name} changes the metrics that it is given",
+            hint="other callbacks get them: change a copy",
+        )
+        left = _files(folder)
+        touched = [path for path in files if left.get(path) != files[path]]
+        probe.expect(
+            not touched,
+            f"{name} changes or deletes files of the run: {', '.join(touched[:3])}",
+            hint="they are the core's: write files of your own",
+        )
+
+
+def _metrics(events: list[Event]) -> Iterator[Mapping[str, float]]:
+    for _, given in events:
+        yield from (each for each in given if isinstance(each, Mapping))
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+KIT = Kit(by_name(whole_run, resumes, failed_runs, unusual_metrics, observes), probe=CallbackProbe)
+"""The conformance checks of callbacks."""

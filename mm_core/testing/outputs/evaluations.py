@@ -1,0 +1,153 @@
+"""Evaluations of every sort that the core's tasks return, for tests of metrics."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mm_core.contracts import (
+    IGNORED_LABEL,
+    Batch,
+    Clip,
+    Evaluation,
+    Randomness,
+    SampleKey,
+    TextBatch,
+    VideoTextBatch,
+)
+
+_ROWS, _CLASSES, _TOKENS = 7, 3, 5
+_LABELS = (0, 1, 2, 0, 1, 2, 2)
+_PREDICTED = (0, 1, 1, 0, 2, 2, 0)
+_TEXTS = ("B", "1", "<think>one?</think> no", "", "0.52", "Zwölf grüne", "red")
+_REFERENCES = (("B",), ("1", "one"), ("No", "never"), ("yes",), ("0.5",), ("zwölf grüne",), ("blue", "red!"))
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows that a metric is given.
+
+    Attributes:
+        name: what they are.
+        rows: number of rows.
+        give: gives a metric the rows of some numbers, and then rows that only fill the batch.
+        fills: batches of these rows can contain rows that only fill them.
+    """
+
+    name: str
+    rows: int
+    give: Callable[[Any, Sequence[int], Sequence[int]], None]
+    fills: bool = True
+
+
+def sources(examples: Sequence[tuple[Batch, Evaluation]] = ()) -> list[Source]:
+    """The rows of each sort: evaluated ones, then sampled clips.
+
+    Args:
+        examples: the metric's own, instead of those of the core's tasks.
+    """
+    evaluated = {f"example {number}": each for number, each in enumerate(examples)}
+    evaluated = evaluated or {
+        "rows with classes": _classes(),
+        "rows with yes/no labels": _yes_no(),
+        "tokens with answers": _tokens(),
+        "held-out clips": _held_out_clips(),
+    }
+    return [*(_evaluated(name, *each) for name, each in evaluated.items()), _sampled()]
+
+
+def _evaluated(name: str, batch: Batch, evaluation: Evaluation) -> Source:
+    def give(metric: Any, rows: Sequence[int], filling: Sequence[int]) -> None:
+        both = [*rows, *filling]
+        chosen = _rows_of(batch, both)
+        chosen.sample_weights[len(rows) :] = 0
+        metric.batch(chosen, _rows_of(evaluation, both))
+
+    return Source(name, len(batch), give)
+
+
+def _sampled() -> Source:
+    clips = sampled_clips()
+
+    def give(metric: Any, rows: Sequence[int], filling: Sequence[int]) -> None:
+        metric.sampled([_rows_of(clips[row], ()) for row in rows])
+
+    return Source("sampled clips", len(clips), give, fills=False)
+
+
+def sampled_clips() -> list[Clip]:
+    """Four different clips: 3 to 6 frames of 16x16 pixels, with prompts."""
+    rng = Randomness(11)
+    prompts = ("a red circle", "Zwölf grüne Quadrate", 'a "quoted"\nprompt, with 100 %', "")
+    pixels = [rng.normal((3, 3 + number, 16, 16), "clip", number).clamp(-1, 1) for number in range(4)]
+    return [Clip(each, 8.0, prompt) for each, prompt in zip(pixels, prompts, strict=True)]
+
+
+def _rows_of(value: Any, rows: Sequence[int]) -> Any:
+    """A copy of a batch or evaluation with some of its rows; of a clip, a copy."""
+    if isinstance(value, torch.Tensor):
+        return value[list(rows)].clone() if rows else value.clone()
+    if isinstance(value, list) and len(value) and rows:
+        return [value[row] for row in rows]
+    if isinstance(value, dict):
+        return {name: _rows_of(each, rows) for name, each in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        own = {field.name: _rows_of(getattr(value, field.name), rows) for field in dataclasses.fields(value)}
+        return dataclasses.replace(value, **own)
+    return value
+
+
+def _base() -> tuple[list[SampleKey], torch.Tensor, list[str]]:
+    keys = [SampleKey(0, row) for row in range(_ROWS)]
+    return keys, torch.ones(_ROWS), [f"row {row}" for row in range(_ROWS)]
+
+
+def _losses(*path: str) -> torch.Tensor:
+    return Randomness(5).normal((_ROWS,), *path).abs()
+
+
+def _text_batch(labels: torch.Tensor) -> TextBatch:
+    ids = torch.arange(_ROWS * _TOKENS).view(_ROWS, _TOKENS)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+    return TextBatch(*_base(), inputs, [1] * _ROWS, references=list(_REFERENCES))
+
+
+def _classes() -> tuple[Batch, Evaluation]:
+    labels, predicted = torch.tensor(_LABELS), torch.tensor(_PREDICTED)
+    logits = torch.nn.functional.one_hot(predicted, _CLASSES) * 2.0 - 0.5
+    outputs = {"predictions": predicted, "labels": labels, "logits": logits}
+    return _text_batch(labels), Evaluation({"loss": _losses("classes")}, torch.ones(_ROWS), outputs)
+
+
+def _yes_no() -> tuple[Batch, Evaluation]:
+    labels = torch.nn.functional.one_hot(torch.tensor(_LABELS), _CLASSES).float()
+    outputs = {"logits": Randomness(5).normal((_ROWS, _CLASSES), "logits"), "labels": labels}
+    return _text_batch(labels), Evaluation({"loss": _losses("yes")}, torch.ones(_ROWS), outputs)
+
+
+def _tokens() -> tuple[Batch, Evaluation]:
+    labels = torch.arange(_ROWS * _TOKENS).view(_ROWS, _TOKENS) % _CLASSES
+    counts = torch.arange(_ROWS) % _TOKENS + 1
+    ignored = torch.arange(_TOKENS) >= counts[:, None]
+    predicted = torch.where(torch.arange(_TOKENS) % 2 == 0, labels, 0)
+    labels = labels.masked_fill(ignored, IGNORED_LABEL)
+    outputs = {"predictions": predicted, "labels": labels}
+    losses = {"loss": _losses("tokens") * counts}
+    answers = list(_TEXTS), list(_REFERENCES)
+    return _text_batch(labels), Evaluation(losses, counts.float(), outputs, *answers)
+
+
+def _held_out_clips() -> tuple[Batch, Evaluation]:
+    rng = Randomness(5)
+    pixels = rng.normal((_ROWS, 3, 4, 8, 8), "pixels").clamp(-1, 1)
+    batch = VideoTextBatch(*_base(), pixels, [f"a caption {row}" for row in range(_ROWS)])
+    clean = rng.normal((_ROWS, 4, 2, 4, 4), "clean")
+    # Errors grow with the row: a mean of the rows' own figures is another one than that of all rows.
+    scale = torch.linspace(0.1, 1, _ROWS).view(-1, 1, 1, 1, 1)
+    outputs = {"clean": clean, "estimate": clean + scale * rng.normal(clean.shape, "error")}
+    losses = {"loss": _losses("clips"), "loss_at/0.5": _losses("clips", "middle")}
+    return batch, Evaluation(losses, torch.ones(_ROWS), outputs)

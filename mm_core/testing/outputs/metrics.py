@@ -1,0 +1,282 @@
+"""The conformance kit of metrics (`mm_core.contracts.Metric`)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mm_core.testing.data.reading import equal
+from mm_core.testing.kit import Kit, NotApplicable, Probe, by_name
+from mm_core.testing.outputs.evaluations import Source, sources
+
+_CLOSE = 1e-6
+"""Relative tolerance of figures: batches of other sizes sum their rows in float32 in another order."""
+
+Rows = Sequence[Sequence[int]]
+"""The numbers of the rows of each batch."""
+
+
+class MetricProbe:
+    """A metric under test, with the evaluations that it takes.
+
+    Args:
+        probe: builds new metrics.
+    """
+
+    def __init__(self, probe: Probe) -> None:
+        self.probe = probe
+        self.expect = probe.expect
+
+    def start(self) -> Any:
+        """A new metric at the beginning of an evaluation."""
+        metric = self.probe.build()
+        metric.reset()
+        return metric
+
+    @cached_property
+    def refusals(self) -> dict[str, Exception | None]:
+        """Sort of rows that the metric does not take -> its error; None if it has no figure for them."""
+        return {}
+
+    @cached_property
+    def taken(self) -> list[Source]:
+        """The sorts of rows that the metric takes, and has figures for."""
+        return [source for source in sources(self.probe.examples or ()) if self._takes(source)]
+
+    def _takes(self, source: Source) -> bool:
+        metric = self.start()
+        try:
+            source.give(metric, range(source.rows), ())
+        except Exception as error:
+            self.refusals[source.name] = error
+            return False
+        self.refusals[source.name] = None
+        try:
+            return bool(metric.result(metric.sums().double()))
+        except Exception:  # a check shows it
+            return True
+
+    @property
+    def sources(self) -> list[Source]:
+        """As `taken`; NotApplicable if there are none, which the check `figures` shows."""
+        if not self.taken:
+            raise NotApplicable("the metric has no figures: see the check `figures`")
+        return self.taken
+
+    def after(self, source: Source, batches: Rows, filling: Sequence[int] = ()) -> Any:
+        """A new metric that has received batches."""
+        metric = self.start()
+        for rows in batches:
+            source.give(metric, rows, filling)
+        return metric
+
+    def over(self, source: Source, *ranks: Rows, filling: Sequence[int] = ()) -> dict[str, float]:
+        """The figures over ranks, each with its batches, as the core computes them."""
+        metrics = [self.after(source, batches, filling) for batches in ranks]
+        sums = [metric.sums().double() for metric in metrics]
+        return dict(metrics[0].result(torch.stack(sums).sum(0)))
+
+    def expect_same(self, source: Source, found: Mapping[str, float], what: str, hint: str) -> None:
+        """Expects the figures of all rows at once."""
+        wanted = self.over(source, [range(source.rows)])
+        self.expect(
+            found.keys() == wanted.keys() and all(_near(found[name], wanted[name]) for name in wanted),
+            f"{what}, the figures of {source.name} are {_shown(found)}",
+            accepted=f"{_shown(wanted)}, as for all rows in one batch",
+            hint=hint,
+        )
+
+
+def _near(first: float, second: float) -> bool:
+    return math.isclose(first, second, rel_tol=_CLOSE, abs_tol=1e-9)
+
+
+def _shown(figures: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.6g}" for name, value in figures.items()) or "none"
+
+
+def figures(probe: MetricProbe) -> None:
+    """result returns finite Python numbers by name, which JSON can hold."""
+    if not probe.taken:
+        errors = [error for error in probe.refusals.values() if error is not None]
+        if errors and len(errors) + 1 >= len(probe.refusals):
+            raise errors[0]
+        probe.expect(
+            False,
+            f"result returned no figures for {', '.join(probe.refusals)}",
+            accepted="figures by name for rows that the metric takes",
+            hint="name rows that it takes: Component(..., examples='package.module:function')",
+        )
+    for source in probe.taken:
+        metric = probe.after(source, [range(source.rows)])
+        found = metric.result(metric.sums().double())
+        probe.expect(
+            isinstance(found, Mapping), f"result returned a {type(found).__name__}", accepted="a mapping"
+        )
+        for name, value in found.items():
+            probe.expect(
+                isinstance(name, str) and name.strip() == name != "",
+                f"result returned a figure with the name {name!r}",
+                accepted="a text without white space around it",
+            )
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            probe.expect(
+                number and math.isfinite(value),
+                f"the figure {name} of {source.name} is {value!r}",
+                accepted="a finite float",
+                hint="convert tensors with float()",
+            )
+        json.dumps(dict(found), allow_nan=False)
+
+
+def sums(probe: MetricProbe) -> None:
+    """sums returns [n] float64 on the CPU without gradients, and n does not depend on the rows."""
+    for source in probe.sources:
+        half = source.rows // 2
+        batches = ([range(half)], [range(half, source.rows)], [range(1), range(1, source.rows)])
+        lengths = set()
+        for each in batches:
+            found = probe.after(source, each).sums()
+            right = isinstance(found, Tensor) and found.dim() == 1 and found.dtype == torch.float64
+            kind = (
+                f"{list(found.shape)} of {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
+            )
+            probe.expect(
+                right and found.device.type == "cpu" and not found.requires_grad,
+                f"sums returned {kind}",
+                accepted="[n] of torch.float64 on the CPU, without gradients",
+            )
+            lengths.add(len(found))
+        probe.expect(
+            len(lengths) == 1,
+            f"sums of different rows have {' and '.join(map(str, sorted(lengths)))} numbers",
+            accepted="equally many on all ranks",
+            hint="only sums are exchanged over ranks: keep counts of a fixed number, not values of rows",
+        )
+
+
+def no_samples(probe: MetricProbe) -> None:
+    """Without samples, result returns no figures and raises no error."""
+    metric = probe.start()
+    found = metric.result(metric.sums().double())
+    probe.expect(not found, f"without samples, result returned {_shown(found)}", accepted="{}: no figures")
+
+
+def resets(probe: MetricProbe) -> None:
+    """reset forgets everything: the next evaluation's figures are those of a new metric."""
+    for source in probe.sources:
+        metric = probe.after(source, [range(source.rows // 2)])
+        metric.result(metric.sums().double())
+        metric.reset()
+        source.give(metric, range(source.rows), ())
+        probe.expect_same(
+            source,
+            metric.result(metric.sums().double()),
+            "after an evaluation and reset",
+            "clear every sum in reset",
+        )
+
+
+def over_ranks(probe: MetricProbe) -> None:
+    """The figures from the summed sums of two or three ranks equal those of one rank."""
+    for source in probe.sources:
+        numbers = range(source.rows)
+        for ranks in (
+            [[numbers[:1]], [numbers[1:]]],
+            [[numbers[::2]], [numbers[1::2][:1]], [numbers[1::2][1:]]],
+        ):
+            probe.expect_same(
+                source,
+                probe.over(source, *ranks),
+                f"over {len(ranks)} ranks",
+                "sums must add up: keep totals and counts, and divide in result",
+            )
+
+
+def batch_sizes(probe: MetricProbe) -> None:
+    """The figures depend neither on the size nor on the order of the batches."""
+    for source in probe.sources:
+        singles = [[row] for row in range(source.rows)]
+        hint = "add to totals and counts in every batch, and divide in result"
+        probe.expect_same(source, probe.over(source, singles), "one row a batch", hint)
+        uneven = [range(1), range(1, source.rows)]
+        probe.expect_same(source, probe.over(source, uneven), "in batches of unequal size", hint)
+        probe.expect_same(source, probe.over(source, singles[::-1]), "in reverse order", hint)
+
+
+def filling_rows(probe: MetricProbe) -> None:
+    """Rows whose sample_weights is 0 do not count, also in a batch that has no others."""
+    for source in probe.sources:
+        if not source.fills:
+            continue
+        hint = "leave out rows where batch.sample_weights is 0"
+        numbers = range(source.rows)
+        found = probe.over(source, [numbers], filling=[0, source.rows - 1])
+        probe.expect_same(source, found, "with rows that only fill the batch", hint)
+        idle = probe.start()
+        source.give(idle, (), [0, 1])
+        busy = probe.after(source, [numbers])
+        found = busy.result(busy.sums().double() + idle.sums().double())
+        probe.expect_same(source, found, "with a rank whose rows all fill its batch", hint)
+
+
+def result_of_sums(probe: MetricProbe) -> None:
+    """result depends on the sums that it is given, not on what its rank has seen, and can be called again."""
+    hint = "compute the figures from the sums alone: every rank is given those over all ranks"
+    for source in probe.sources:
+        given = probe.after(source, [range(source.rows)]).sums().double()
+        metric = probe.after(source, [range(1)])
+        for what in ("on a rank that has seen one row", "at a second call"):
+            probe.expect_same(source, metric.result(given.clone()), what, hint)
+
+
+def pure(probe: MetricProbe) -> None:
+    """Equal rows give equal figures, bit for bit; batches, evaluations and clips stay as they were."""
+    for source in probe.sources:
+        numbers = range(source.rows)
+        first, second = (probe.over(source, [numbers]) for _ in range(2))
+        probe.expect(first == second, f"equal {source.name} give {_shown(first)}, then {_shown(second)}")
+        metric = probe.start()
+        seen = _Seen(metric)
+        source.give(seen, numbers, ())
+        probe.expect(
+            equal(seen.before, seen.given),
+            f"the metric changes the {source.name} that it is given",
+            hint="other metrics are given the same objects: change copies",
+        )
+
+
+class _Seen:
+    """A metric that keeps what it is given, and copies from before."""
+
+    def __init__(self, metric: Any) -> None:
+        self.metric = metric
+        self.given: list[object] = []
+        self.before: list[object] = []
+
+    def batch(self, *given: object) -> None:
+        self._keep(*given)
+        self.metric.batch(*given)
+
+    def sampled(self, *given: object) -> None:
+        self._keep(*given)
+        self.metric.sampled(*given)
+
+    def _keep(self, *given: object) -> None:
+        self.given, self.before = list(given), deepcopy(list(given))
+
+
+KIT = Kit(
+    by_name(
+        *(figures, sums, no_samples, resets, over_ranks, batch_sizes, filling_rows, result_of_sums, pure),
+    ),
+    probe=MetricProbe,
+)
+"""The conformance checks of metrics."""
