@@ -33,6 +33,8 @@ KITS: Mapping[str, str] = MappingProxyType(
         "scheduler": "mm_core.testing.schedulers:KIT",
         "dataset": "mm_core.testing.data.datasets:KIT",
         "video_reader": "mm_core.testing.data.video_readers:KIT",
+        "optimizer": "mm_core.testing.training.optimizers:KIT",
+        "lr_schedule": "mm_core.testing.training.lr_schedules:KIT",
     }
 )
 """Kind of component -> `module:NAME` of its Kit, imported when components of the kind are tested."""
@@ -79,10 +81,18 @@ class Probe:
         Args:
             args: what the core passes by position to targets of this kind.
             changes: fields that replace those of the small instance.
+
+        Raises:
+            NotApplicable: the component refuses to be built because a package is not installed.
         """
         options = {**self.config.options, **changes}
         config = ComponentConfig(self.config.kind, self.config.type, options)
-        return self.registry.build(self.config.kind, config, *args)
+        try:
+            return self.registry.build(self.config.kind, config, *args)
+        except PluginError as error:
+            if isinstance(error.__context__, ImportError):
+                raise NotApplicable(error.what) from error
+            raise
 
     def subject(self) -> Any:
         """Builds a new small instance, with what the core passes by position to targets of this kind."""
