@@ -152,14 +152,18 @@ def mm_optimizers() -> list[Component]:
     ]
 
 
+_WARMUP = {"warmup_steps": 4}
+"""The small instance of a learning-rate schedule."""
+
+
 @hookimpl
 def mm_lr_schedules() -> list[Component]:
     return [
-        _core("constant", "optim.lr_schedules:constant", "training:ConstantConfig"),
-        _core("linear", "optim.lr_schedules:linear", "training:LinearConfig"),
-        _core("cosine", "optim.lr_schedules:cosine", "training:CosineConfig"),
-        _core("polynomial", "optim.lr_schedules:polynomial", "training:PolynomialConfig"),
-        _core("wsd", "optim.lr_schedules:wsd", "training:WSDConfig"),
+        _core("constant", "optim.lr_schedules:constant", "training:ConstantConfig", tiny=_WARMUP),
+        _core("linear", "optim.lr_schedules:linear", "training:LinearConfig", tiny=_WARMUP),
+        _core("cosine", "optim.lr_schedules:cosine", "training:CosineConfig", tiny=_WARMUP),
+        _core("polynomial", "optim.lr_schedules:polynomial", "training:PolynomialConfig", tiny=_WARMUP),
+        _core("wsd", "optim.lr_schedules:wsd", "training:WSDConfig", tiny=_WARMUP),
     ]
 
 

@@ -43,13 +43,15 @@ def muon(
         PluginError: this torch has no Muon.
         PlanError: a pattern in `adamw_for` matches nothing, or there is no matrix to train.
     """
-    if not hasattr(torch.optim, "Muon"):
+    try:
+        from torch.optim import Muon  # noqa: F401
+    except ImportError:
         raise PluginError(
             f"muon needs torch.optim.Muon, which torch {torch.__version__} does not have",
             where="optimizer",
             accepted="torch >= 2.9",
             hint="install a newer torch, or set optimizer.type to adamw",
-        )
+        ) from None
     names = [name for group in groups for name in group["names"]]
     spared = set(select_parameters(adamw_for, names, "optimizer.adamw_for"))
     matrices = [_part(group, lambda name, p: p.dim() >= 2 and name not in spared) for group in groups]

@@ -40,6 +40,8 @@ KITS: Mapping[str, str] = MappingProxyType(
         "tracker": "mm_core.testing.outputs.trackers:KIT",
         "callback": "mm_core.testing.outputs.callbacks:KIT",
         "weight_format": "mm_core.testing.outputs.weight_formats:KIT",
+        "optimizer": "mm_core.testing.training.optimizers:KIT",
+        "lr_schedule": "mm_core.testing.training.lr_schedules:KIT",
     }
 )
 """Kind of component -> `module:NAME` of its Kit, imported when components of the kind are tested."""

@@ -1,0 +1,1 @@
+"""The conformance kits of training: optimizers and learning-rate schedules."""

@@ -1,0 +1,313 @@
+"""The conformance kits of optimizers and learning-rate schedules: good ones pass, faulty ones are refused."""
+
+from __future__ import annotations
+
+import math
+from inspect import getsourcelines
+
+import pytest
+import torch
+
+from mm_core.testing.training import lr_schedules, optimizers
+from support.conformance import examined, refusal, shortcomings
+
+# -- optimizers --------------------------------------------------------------------------------
+
+
+class Good(torch.optim.Optimizer):
+    """AdamW in plain words; faults replace one method each."""
+
+    def __init__(self, groups, lr: float = 1e-3, weight_decay: float = 0.01):
+        self.made_with = lr
+        self.count = 0
+        super().__init__(self.taken(groups), {"lr": lr, "weight_decay": weight_decay})
+
+    def taken(self, groups):
+        return [dict(group) for group in groups]
+
+    def rate(self, group):
+        return group["lr"]
+
+    def decay(self, group):
+        return group["lr"] * group["weight_decay"]
+
+    def gradient(self, parameter):
+        return parameter.grad
+
+    def trains(self, parameter):
+        return True
+
+    def fresh(self, parameter):
+        zeros = torch.zeros_like(parameter)
+        return {"mean": zeros, "square": zeros.clone(), "step": torch.zeros(())}
+
+    def update(self, state):
+        mean, square = (
+            state["mean"] / (1 - 0.9 ** state["step"]),
+            state["square"] / (1 - 0.99 ** state["step"]),
+        )
+        return mean / (square.sqrt() + 1e-8)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.count += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient = self.gradient(parameter)
+                if gradient is None or not self.trains(parameter):
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state.update(self.fresh(parameter))
+                state["step"] += 1
+                state["mean"].lerp_(gradient, 0.1)
+                state["square"].lerp_(gradient**2, 0.01)
+                parameter.mul_(1 - self.decay(group))
+                parameter.sub_(self.rate(group) * self.update(state))
+
+
+def faulty(name: str, **methods) -> type:
+    return type(name, (Good,), methods)
+
+
+class Stepped(Good):
+    """The scale of its step falls with a count that no checkpoint holds."""
+
+    def rate(self, group):
+        return group["lr"] / self.count
+
+
+class Late(Good):
+    """It makes a state tensor in the second step only."""
+
+    def update(self, state):
+        if state["step"] > 1:
+            state.setdefault("late", torch.zeros(()))
+        return super().update(state)
+
+
+class Drifting(Good):
+    """Its steps depend on how many optimizers were made before."""
+
+    made = 0
+
+    def __init__(self, groups, lr: float = 1e-3, weight_decay: float = 0.01):
+        Drifting.made += 1
+        super().__init__(groups, lr, weight_decay)
+        self.share = 1 + 1e-3 * Drifting.made
+
+    def update(self, state):
+        return self.share * super().update(state)
+
+
+FAULTS = [
+    (
+        "groups",
+        faulty("Flat", taken=lambda self, groups: [{"params": g["params"]} for g in groups]),
+        "the group of head.weight has lost its lr_scale and weight_decay",
+    ),
+    (
+        "groups",
+        faulty("First", taken=lambda self, groups: [dict(groups[0])]),
+        "head.weight is in 0 of the optimizer's groups",
+    ),
+    (
+        "updates",
+        faulty("Matrices", trains=lambda self, parameter: parameter.dim() > 0),
+        "a step does not change logit_scale (), which has a gradient",
+    ),
+    (
+        "updates",
+        faulty(
+            "All",
+            gradient=lambda self, p: torch.ones_like(p) if p.grad is None else p.grad,
+        ),
+        "a step changes conv.weight, which has no gradient",
+    ),
+    (
+        "updates",
+        faulty("Uphill", update=lambda self, state: -Good.update(self, state)),
+        "the first step moves embed.weight along its gradient",
+    ),
+    (
+        "updates",
+        faulty("Divided", update=lambda self, state: Good.update(self, state) / (state["step"] - 1)),
+        "a step makes NaN or infinity",
+    ),
+    (
+        "rates",
+        faulty("Own", rate=lambda self, group: self.made_with),
+        "a step at the learning rate 0 changes embed.weight, conv.weight",
+    ),
+    (
+        "rates",
+        faulty("Leader", rate=lambda self, group: self.param_groups[0]["lr"]),
+        "with the learning rate 0 in the group of head.weight and head.bias, a step changes embed.weight",
+    ),
+    (
+        "rates",
+        faulty("Twice", rate=lambda self, group: group["lr"] * group.get("lr_scale", 1.0)),
+        "the optimizer multiplies its rate by the group's lr_scale",
+    ),
+    (
+        "weight_decay",
+        faulty("Same", decay=lambda self, group: group["lr"] * self.defaults["weight_decay"]),
+        "a step changes head.weight, head.bias, whose gradient is 0 and whose group has weight_decay 0",
+    ),
+    (
+        "weight_decay",
+        faulty("Growing", decay=lambda self, group: -group["lr"] * group["weight_decay"]),
+        "weight_decay 0.5 of a group does not shrink head.weight",
+    ),
+    ("deterministic", Drifting, "differently after 1 steps"),
+    ("resumes", Stepped, "differ after a resumed run's first step"),
+    ("resumes", Late, "embed.weight.late"),
+    (
+        "resumes",
+        faulty("Counting", fresh=lambda self, p: {**Good.fresh(self, p), "step": 0}),
+        "the state embed.weight.step, conv.weight.step",
+    ),
+    (
+        "state_tensors",
+        faulty("Three", fresh=lambda self, p: {**Good.fresh(self, p), "kept": p.clone()}),
+        "the state of a 64x64 matrix takes 3.00 times its bytes, but state_tensors declares 2",
+    ),
+]
+
+
+@pytest.mark.parametrize("name", ["core/adamw", "core/adamw_8bit", "core/muon"])
+def test_shipped_optimizers_keep_their_contract(name: str) -> None:
+    assert shortcomings(name) == []
+
+
+def test_an_optimizer_whose_package_is_missing_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.optim, "Muon", raising=False)
+    outcomes = list(examined("core/muon"))
+    assert [o.reason for o in outcomes if o.status == "failed"] == []
+    (reason,) = {o.reason for o in outcomes if o.check in optimizers.KIT.checks}
+    assert reason.startswith("muon needs torch.optim.Muon, which torch ")
+
+
+def test_a_good_optimizer_passes() -> None:
+    assert failed("core/adamw", Good, optimizers.KIT) == []
+
+
+@pytest.mark.parametrize(("check", "fault", "sentence"), FAULTS, ids=[each.__name__ for _, each, _ in FAULTS])
+def test_each_fault_of_an_optimizer_is_one_sentence(check: str, fault: type, sentence: str) -> None:
+    reason = refusal("core/adamw", check, fault, config=None)
+    assert sentence in reason
+
+
+def test_the_right_check_of_optimizers_fails() -> None:
+    """Others fail only where a fault breaks what they need too."""
+    beside = {
+        "Flat": {"weight_decay"},
+        "First": {"updates", "weight_decay"},
+        "Divided": {"rates", "weight_decay", "resumes"},
+        "Drifting": {"rates", "resumes"},
+    }
+    for check, fault, _ in FAULTS:
+        found = set(failed("core/adamw", fault, optimizers.KIT))
+        assert check in found
+        assert found - {check} <= beside.get(fault.__name__, set()), fault.__name__
+
+
+def failed(name: str, fault: type, kit) -> list[str]:
+    """The checks of the kind that a class fails in place of a shipped component's target."""
+    examination = examined(name, fault, config=None)
+    return [check for check in kit.checks if examination.run(check).status == "failed"]
+
+
+def test_a_sentence_names_the_authors_file_and_line() -> None:
+    reason = refusal("core/adamw", "resumes", Stepped, config=None)
+    assert f"{__file__}, line {getsourcelines(Stepped)[1]}" in reason
+    reason = refusal("core/cosine", "pure", Counted, config=None)
+    assert f"{__file__}, line {getsourcelines(Counted)[1]}" in reason
+
+
+# -- learning-rate schedules -------------------------------------------------------------------
+
+
+class Curve:
+    """Linear warm-up, then half a cosine; faults replace `at`."""
+
+    def __init__(self, total_steps, base_lr, warmup_steps: int = 0):
+        self.total, self.base, self.warmup, self.calls = total_steps, base_lr, warmup_steps, 0
+
+    def factor(self, step: int) -> float:
+        self.calls += 1
+        return self.at(step)
+
+    def at(self, step):
+        if step < self.warmup:
+            return step / self.warmup
+        return 0.5 * (1 + math.cos(math.pi * step / max(self.total, 1)))
+
+
+def bent(name: str, at) -> type:
+    return type(name, (Curve,), {"at": at})
+
+
+class Counted(Curve):
+    """Its factor falls from call to call."""
+
+    def at(self, step):
+        return super().at(step) / self.calls
+
+
+CURVES = [
+    (
+        "factors",
+        bent("Negative", lambda self, step: Curve.at(self, step) - (step > 20)),
+        "factor(21) of a run of 40 steps returned -0.539",
+    ),
+    ("factors", bent("Never", lambda self, step: 0.0), "the factor is 0 in all 40 steps of a run"),
+    (
+        "factors",
+        bent("AsTensor", lambda self, step: torch.tensor(Curve.at(self, step))),
+        "factor(0) of a run of 40 steps returned tensor(0.)",
+    ),
+    (
+        "short_runs",
+        bent("Divided", lambda self, step: Curve.at(self, step) / (self.total - 1)),
+        "a run of 1 steps raises ZeroDivisionError",
+    ),
+    (
+        "pure",
+        Counted,
+        "is a different one when steps are asked for again",
+    ),
+    (
+        "share_of_base_rate",
+        bent("Rate", lambda self, step: self.base * Curve.at(self, step)),
+        "accepted: a share of the base learning rate",
+    ),
+    (
+        "warmup",
+        bent("Inverse", lambda self, step: 1 - step / 80),
+        "the factors of the 4 warm-up steps and the next are [1.0, 0.9875",
+    ),
+]
+
+
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine", "polynomial", "wsd"])
+def test_shipped_schedules_keep_their_contract(name: str) -> None:
+    assert shortcomings(f"core/{name}") == []
+
+
+def test_a_good_schedule_passes() -> None:
+    assert failed("core/cosine", Curve, lr_schedules.KIT) == []
+
+
+@pytest.mark.parametrize(("check", "fault", "sentence"), CURVES, ids=[each.__name__ for _, each, _ in CURVES])
+def test_each_fault_of_a_schedule_is_one_sentence(check: str, fault: type, sentence: str) -> None:
+    reason = refusal("core/cosine", check, fault, config=None)
+    assert sentence in reason
+    beside = {"AsTensor": {"short_runs", "warmup"}, "Never": {"warmup", "share_of_base_rate"}}
+    others = set(failed("core/cosine", fault, lr_schedules.KIT)) - {check}
+    assert others <= beside.get(fault.__name__, set())
+
+
+def test_a_schedule_without_warm_up_is_not_held_against_one() -> None:
+    outcome = examined("core/cosine", tiny={}).run("warmup")
+    assert (outcome.status, outcome.reason) == ("not applicable", "the small instance has no warmup_steps")
