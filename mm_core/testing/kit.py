@@ -16,6 +16,8 @@ from types import MappingProxyType
 from typing import Any, Literal
 from unittest import SkipTest
 
+from packaging.utils import canonicalize_name
+
 from mm_core.errors import ContractError, MMError, PluginError, did_you_mean, first_line, foreign_code
 from mm_core.plugin.checks.contract import place_of
 from mm_core.plugin.checks.locate import source_file
@@ -328,7 +330,11 @@ def find_components(registry: Registry, name: str, kind: str | None = None) -> t
     Raises:
         PluginError: there is none, or the plugin did not load.
     """
-    named = [plugin for plugin in registry.plugins if name in (plugin.namespace, plugin.distribution)]
+    named = [
+        plugin
+        for plugin in registry.plugins
+        if name == plugin.namespace or canonicalize_name(name) == canonicalize_name(plugin.distribution or "")
+    ]
     for plugin in named:
         if plugin.status != "ok":
             raise PluginError(

@@ -83,6 +83,14 @@ def test_json_has_every_check(plugin: Path, capsys: pytest.CaptureFixture[str]) 
     assert states["light_description"] == "not applicable"
 
 
+@pytest.mark.parametrize("name", ["custom_dit", "mm-custom-dit", "mm_custom_dit"])
+def test_a_plugin_is_found_by_its_namespace_and_by_the_name_of_its_distribution(name: str) -> None:
+    assert {c.qualified for c in find_components(get_registry(), name)} == {
+        "custom_dit/custom_dit",
+        "custom_dit/wan_transformer",
+    }
+
+
 def test_names_that_are_not_there_have_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plugins", "test", "core/flow_macth"]) == 1
     assert "no component is named 'core/flow_macth'" in capsys.readouterr().err

@@ -88,9 +88,7 @@ class Conditions:
         values = {"fps": fps, "size": size, "guidance": guidance}
         assert values.keys() == CLIP_CONDITIONS.keys()
         return {
-            name: torch.as_tensor(value, dtype=torch.float32, device=device).expand(
-                count, *([2] if name == "size" else [])
-            )
+            name: _filled(value, device).expand(count, *([2] if name == "size" else []))
             for name, value in values.items()
             if name in self.taken and value is not None
         }
@@ -234,3 +232,12 @@ def _text(shape: tuple[int | None, ...]) -> str:
 
 def _listed(names: Collection[str]) -> str:
     return ", ".join(f"`{name}`" for name in names) or "no condition"
+
+
+def _filled(value: Tensor | float | tuple[float, float], device: torch.device) -> Tensor:
+    """A float32 tensor of numbers. They are filled in on the device: a copy from the host would wait for it."""
+    if isinstance(value, Tensor):
+        return value.to(device, torch.float32)
+    if isinstance(value, tuple):
+        return torch.stack([_filled(part, device) for part in value])
+    return torch.full((), value, dtype=torch.float32, device=device)
