@@ -235,7 +235,7 @@ def _listed(names: Collection[str]) -> str:
 
 
 def _filled(value: Tensor | float | tuple[float, float], device: torch.device) -> Tensor:
-    """A float32 tensor of numbers. They are filled in on the device: a copy from the host would wait for it."""
+    """A float32 tensor of numbers. They are filled in on the device: copies from the host wait for it."""
     if isinstance(value, Tensor):
         return value.to(device, torch.float32)
     if isinstance(value, tuple):
