@@ -5,8 +5,10 @@ Run as a module, it is one of these ranks: `python -m mm_core.testing.ranks FOLD
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -107,6 +109,7 @@ def _main(name: str, timeout: str) -> None:
     """One rank: calls the function, and leaves its result or its error in the folder."""
     folder, rank, world = Path(name), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
+    signal.alarm(math.ceil(float(timeout)))  # also where the process that started it was killed
     try:
         meet_at_file(folder / _MEETING, rank, world, float(timeout))
         work, argument = pickle.loads((folder / _WORK).read_bytes())
