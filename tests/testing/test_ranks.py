@@ -30,8 +30,7 @@ def test_ranks_that_take_too_long_are_ended() -> None:
 
 def test_ranks_end_by_themselves_when_the_command_is_killed() -> None:
     program = (
-        "import time; from mm_core.processes import alive
-from mm_core.testing.ranks import on_ranks; on_ranks(2, time.sleep, 600.0, timeout=15)"
+        "import time; from mm_core.testing.ranks import on_ranks; on_ranks(2, time.sleep, 600.0, timeout=15)"
     )
     command = subprocess.Popen([sys.executable, "-c", program])
     children = Path(f"/proc/{command.pid}/task/{command.pid}/children")
