@@ -37,7 +37,7 @@ class CogVideoX(CogVideoXTransformer3DModel):
         """Rotary positions, cosines and sines [N,D]: in 1.0 scaled to the trained size."""
         frames, *grid = (n // p for n, p in zip(latents.shape[2:], self.patch_size, strict=True))
         base = [n // self.config.patch_size for n in (self.config.sample_height, self.config.sample_width)]
-        kind = {"crops_coords": None, "grid_type": "slice", "max_size": tuple(base)}
+        kind = {"crops_coords": None, "grid_type": "slice", "max_size": tuple(grid)}
         if self.config.patch_size_t is None:
             kind = {"crops_coords": get_resize_crop_region_for_grid(tuple(grid), base[1], base[0])}
         sizes = {"grid_size": tuple(grid), "temporal_size": frames, "device": latents.device}
