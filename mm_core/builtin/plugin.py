@@ -95,8 +95,19 @@ def _core(
 @hookimpl
 def mm_tasks() -> list[Component]:
     return [
-        _core("text_to_video", "tasks.text_to_video.task:TextToVideo", "text_to_video:TextToVideoConfig"),
-        _core("pretrained", "tasks.pretrained.task:PretrainedTask", "pretrained:PretrainedConfig"),
+        _core(
+            "text_to_video",
+            "tasks.text_to_video.task:TextToVideo",
+            "text_to_video:TextToVideoConfig",
+            tiny="text_to_video",
+        ),
+        _core(
+            "pretrained",
+            "tasks.pretrained.task:PretrainedTask",
+            "pretrained:PretrainedConfig",
+            tiny="classifier",
+            examples="classified_rows",
+        ),
     ]
 
 

@@ -42,6 +42,7 @@ KITS: Mapping[str, str] = MappingProxyType(
         "tracker": "mm_core.testing.outputs.trackers:KIT",
         "callback": "mm_core.testing.outputs.callbacks:KIT",
         "weight_format": "mm_core.testing.outputs.weight_formats:KIT",
+        "task": "mm_core.testing.training.tasks:KIT",
         "optimizer": "mm_core.testing.training.optimizers:KIT",
         "lr_schedule": "mm_core.testing.training.lr_schedules:KIT",
     }
@@ -66,18 +67,26 @@ class Probe:
         registered: the component.
         registry: the plugins, for components in its fields.
         folder: an empty folder for the files of its small instance.
+        fields: fields of the instance; None: those that the component declares (`tiny`).
     """
 
-    def __init__(self, registered: Registered, registry: Registry, folder: Path) -> None:
+    def __init__(
+        self,
+        registered: Registered,
+        registry: Registry,
+        folder: Path,
+        fields: Mapping[str, object] | None = None,
+    ) -> None:
         self.registered = registered
         self.registry = registry
         self.folder = folder
+        self._fields = fields
 
     @cached_property
     def config(self) -> ComponentConfig:
         """The checked config of the component's small instance (`tiny` of its Component)."""
         kind, name = self.registered.kind, self.registered.qualified
-        fields = self.registered.tiny_fields(self.folder)
+        fields = self.registered.tiny_fields(self.folder) if self._fields is None else self._fields
         try:
             return check_component(kind, {"type": name, **fields}, self.registry, "tiny")
         except MMError as error:

@@ -63,6 +63,46 @@ def transformers_model(folder: Path) -> torch.nn.Module:
     return model
 
 
+def text_to_video(folder: Path) -> Mapping[str, object]:
+    """The parts of a tiny task of clips; its predictor is the quickstart's, since the core contains none."""
+    from mm_core.plugin.registry import get_registry
+    from mm_core.testing.kit import NotApplicable
+
+    name = "custom_dit/custom_dit"
+    if name not in {component.qualified for component in get_registry().components("predictor")}:
+        raise NotApplicable("its small instance needs a predictor: `pip install mm-custom-dit`")
+    size = {"in_channels": 12, "out_channels": 12, "text_dim": 8}
+    more = {"num_layers": 1, "num_heads": 2, "head_dim": 12, "ffn_dim": 16, "freq_dim": 8}
+    return {
+        "predictor": {"type": name, **size, **more, "patch_size": [1, 2, 2], "rope_max_seq_len": 16},
+        "autoencoder": {"type": "core/pixel", "spatial": 2},
+        "text_encoder": {"type": "core/bytes", "hidden_size": 8, "max_length": 32},
+        "scheduler": {"type": "core/flow_match"},
+    }
+
+
+def classifier(folder: Path) -> Mapping[str, object]:
+    """The config of a tiny model of Transformers that tells two classes of texts apart."""
+    from transformers import BertConfig
+
+    words = write_tokenizer(folder)
+    config = BertConfig(
+        vocab_size=words,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=24,
+        architectures=["BertForSequenceClassification"],
+    )
+    config.save_pretrained(folder)
+    return {"from_pretrained": str(folder), "auto_class": "AutoModelForSequenceClassification"}
+
+
+def classified_rows(folder: Path) -> Mapping[str, object]:
+    """The dataset that the task `pretrained` is tested with."""
+    return {"type": "core/text_rows", **text_rows(folder)}
+
+
 def text_rows(folder: Path) -> Mapping[str, object]:
     """Writes a table of texts with labels, and a tokenizer."""
     write_tokenizer(folder / "tokenizer")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 
 from mm_core.plugin.registry import Registry, get_registry
-from mm_core.testing.kit import Examination, find_components
+from mm_core.testing.kit import Examination, Outcome, find_components
 
 
 def examined(
@@ -46,6 +47,30 @@ def examined(
         for plugin in registry.plugins
     ]
     return Examination(changed, Registry(tuple(plugins)), ranks)
+
+
+def edited(good: Path, folder: Path, kind: str, old: str = "", new: str = "") -> Examination:
+    """The examination of `local/good` in a one-file plugin with a line replaced.
+
+    Args:
+        good: the plugin.
+        folder: an empty folder for the changed one.
+        kind: of the component.
+        old: what is replaced; it occurs once.
+        new: what takes its place.
+    """
+    text = good.read_text()
+    assert text.count(old) == 1 or not old, old
+    file = folder / good.name
+    file.write_text(text.replace(old, new) if old else text)
+    registry = get_registry((str(file),))
+    (registered,) = find_components(registry, "local/good", kind)
+    return Examination(registered, registry)
+
+
+def failed(of: Examination, names: Iterable[str]) -> dict[str, Outcome]:
+    """The checks that fail, by name."""
+    return {name: outcome for name in names if (outcome := of.run(name)).status == "failed"}
 
 
 def refusal(name: str, check: str, faulty: type, **options: object) -> str:

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from mm_core.errors import ContractError
-from mm_core.plugin.registry import get_registry
 from mm_core.testing import PREDICTOR_CHECKS, PredictorProbe, check_predictor
-from mm_core.testing.kit import Examination, NotApplicable, Outcome, find_components
-from support.conformance import shortcomings
+from mm_core.testing.kit import Examination, NotApplicable
+from support.conformance import edited, failed, shortcomings
 
 GOOD = Path(__file__).with_name("good_predictor.py")
 ON_RANKS = ("sharded_training", "sharded_checkpoint")
@@ -19,19 +18,8 @@ ALONE = [name for name in PREDICTOR_CHECKS if name not in ON_RANKS]
 
 
 def examination(folder: Path, old: str = "", new: str = "") -> Examination:
-    """The good predictor with a line replaced, as a one-file plugin."""
-    text = GOOD.read_text()
-    assert text.count(old) == 1 or not old, old
-    file = folder / GOOD.name
-    file.write_text(text.replace(old, new) if old else text)
-    registry = get_registry((str(file),))
-    (registered,) = find_components(registry, "local/good")
-    return Examination(registered, registry)
-
-
-def failed(of: Examination, names: list[str]) -> dict[str, Outcome]:
-    """The checks that fail, by name."""
-    return {name: outcome for name in names if (outcome := of.run(name)).status == "failed"}
+    """The good predictor with a line replaced."""
+    return edited(GOOD, folder, "predictor", old, new)
 
 
 def test_the_good_predictor_passes(tmp_path: Path) -> None:

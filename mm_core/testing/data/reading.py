@@ -96,12 +96,19 @@ class DatasetProbe:
             device_type="cpu",
         )
 
-    def batch(self, weights: Sequence[float] = ()) -> tuple[Any, list[dict[str, Any]]]:
-        """A batch of the first samples, and the samples with the keys and weights that the loader adds."""
-        weights = weights or [1.0] * self.rows
+    def batch(
+        self, weights: Sequence[float] = (), rows: Sequence[int] | None = None
+    ) -> tuple[Any, list[dict[str, Any]]]:
+        """A batch of some samples, and the samples with the keys and weights that the loader adds.
+
+        Args:
+            weights: of the samples; (): 1 each.
+            rows: the samples' numbers; None: the first ones.
+        """
+        rows = range(self.rows) if rows is None else rows
         samples = [
-            {**self.sample(index), "key": SampleKey(0, index), "weight": weights[index]}
-            for index in range(self.rows)
+            {**self.sample(index), "key": SampleKey(0, index), "weight": weight}
+            for index, weight in zip(rows, weights or [1.0] * len(rows), strict=True)
         ]
         for sample in samples:
             sample.pop("missing", None)

@@ -1,0 +1,113 @@
+"""Each check of tasks fails for a good task with one wrong line, and names the author's file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mm_core.testing.training.tasks import KIT
+from support.conformance import edited, failed, shortcomings
+
+GOOD = Path(__file__).with_name("good_task.py")
+
+FAULTS = {
+    "modules": (
+        "        self.net = Net(width)",
+        "        self.net = Net(width).to_empty(device='cpu')",
+        "net.scale has memory, though the task was built on the meta device",
+    ),
+    "initialisation": (
+        "        nn.init.ones_(self.scale)",
+        "        pass",
+        "scale",
+    ),
+    "accepts_its_data": (
+        'batch_spec["size"] < 1',
+        'batch_spec["size"] < 10',
+        "check refuses the dataset that the task is tested with: more than 9 pictures are needed",
+    ),
+    "transforms": (
+        "        return count_letters",
+        "        return lambda batch: batch",
+        "what batch_transform returns cannot be sent to data workers",
+    ),
+    "loss": (
+        "torch.stack([losses.detach(), batch.sample_weights])",
+        "torch.stack([losses, batch.sample_weights])",
+        "`bins` of the loss holds the graph of the forward; accepted: a detached tensor",
+    ),
+    "weights": (
+        "return Loss(losses.sum(), self.weight(batch), bins=bins)",
+        "return Loss(losses.sum(), float(len(batch)), bins=bins)",
+        "weight(batch) is 0.5, and the weight of the batch's loss is 2.0; accepted: the same number",
+    ),
+    "sums": (
+        "return Loss(losses.sum(), self.weight(batch), bins=bins)",
+        "return Loss(losses.mean(), self.weight(batch), bins=bins * torch.tensor([[1 / len(batch)], [1]]))",
+        ", the mean; those of each alone are ",
+    ),
+    "determinism": (
+        '        pictures, share = batch["picture"], self.hidden(batch, rng)',
+        "        self.seen = getattr(self, 'seen', 0) + 1\n"
+        '        pictures, share = batch["picture"] * self.seen, self.hidden(batch, rng)',
+        " after another; accepted: the same bits",
+    ),
+    "inputs_unchanged": (
+        "mixed = pictures + share",
+        "mixed = pictures.mul_(0.5) + share",
+        "the loss changes `values` of the batch; accepted: an unchanged batch",
+    ),
+    "gradients": (
+        "        return self.last(self.dropout(hidden)",
+        "        return self.last(self.dropout(hidden.detach())",
+        "the loss does not depend on net.first.weight, net.first.bias; accepted: a gradient for each",
+    ),
+    "bins": (
+        "torch.stack([losses.detach(), batch.sample_weights])",
+        "torch.stack([losses.detach() / len(batch), batch.sample_weights])",
+        "the losses in the bins add up to ",
+    ),
+    "evaluation": (
+        '        return Evaluation({"loss": losses}, torch.ones(len(batch)))',
+        '        return Evaluation({"loss": losses.mean().expand(len(batch))}, torch.ones(len(batch)))',
+        "alone; accepted: the same value: batches of an evaluation depend on the number of ranks",
+    ),
+    "clips": (
+        '"clip", row) for row in rows',
+        '"clip", row - request.first) for row in rows',
+        "is sampled alone, as number 1; accepted: the same clip: ranks share a list of prompts",
+    ),
+}
+
+ALSO = {
+    "initialisation": {*KIT.checks} - {"initialisation"},
+    "determinism": {"sums", "evaluation"},
+    "inputs_unchanged": {"evaluation"},
+}
+"""Check -> checks that cannot pass either with its fault."""
+
+
+def test_the_good_task_passes(tmp_path: Path) -> None:
+    of = edited(GOOD, tmp_path, "task")
+    assert [
+        (outcome.check, outcome.status, outcome.reason) for outcome in of if outcome.status == "failed"
+    ] == []
+    assert {outcome.status for outcome in map(of.run, KIT.checks)} == {"passed"}
+
+
+@pytest.mark.parametrize("check", FAULTS)
+def test_a_wrong_line_fails_the_check_that_is_for_it(check: str, tmp_path: Path) -> None:
+    old, new, sentence = FAULTS[check]
+    found = failed(edited(GOOD, tmp_path, "task", old, new), list(KIT.checks))
+    assert sentence in found[check].reason
+    assert str(tmp_path / GOOD.name) in found[check].reason, "the author's file"
+    assert set(found) - ALSO.get(check, set()) == {check}
+
+
+def test_every_check_has_a_fault() -> None:
+    assert FAULTS.keys() == KIT.checks.keys()
+
+
+def test_shipped_tasks_pass() -> None:
+    assert shortcomings("core/text_to_video") == shortcomings("core/pretrained") == []
