@@ -18,8 +18,7 @@ from pathlib import Path
 import av
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent))
-from render import BACKGROUND, COLOURS, DIRECTIONS, SHAPES
+from mm_core.data.datasets.shapes import BACKGROUND, COLOURS, DIRECTIONS, SHAPES
 
 SATURATED = 0.35  # max - min channel, of 1, above which a pixel counts as coloured
 AREA = (0.01, 0.35)  # share of a frame that a shape may cover

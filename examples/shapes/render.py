@@ -9,108 +9,17 @@ and direction combinations that no clip shows, to sample from after training.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import random
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import av
 import numpy as np
 
-COLOURS = {"red": (230, 30, 30), "green": (30, 200, 40), "blue": (40, 70, 240), "yellow": (235, 215, 30)}
-SHAPES = ("circle", "square")
-DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}  # steps along (x, y)
-BACKGROUND = (16, 16, 16)
-
-HELD_OUT = (
-    ("red", "circle", "left"),
-    ("green", "square", "right"),
-    ("blue", "circle", "up"),
-    ("yellow", "square", "down"),
-    ("red", "square", "up"),
-    ("blue", "square", "left"),
-)
-"""Combinations that do not occur in training. Each pair of their parts does."""
-
-TRAINED = tuple(
-    combination
-    for combination in itertools.product(COLOURS, SHAPES, DIRECTIONS)
-    if combination not in HELD_OUT
-)
-
-_SUPERSAMPLING = 8
-
-
-def caption(colour: str, shape: str, direction: str) -> str:
-    """Caption of a clip with this colour, shape and direction."""
-    return f"a {colour} {shape} moves {direction}"
-
-
-@dataclass(frozen=True)
-class Scene:
-    """One clip of a moving shape.
-
-    Attributes:
-        colour: a key of COLOURS.
-        shape: one of SHAPES.
-        direction: a key of DIRECTIONS.
-        side: side or diameter of the shape, in pixels.
-        speed: pixels per frame.
-        x: centre in the first frame, in pixels.
-        y: centre in the first frame, in pixels.
-    """
-
-    colour: str
-    shape: str
-    direction: str
-    side: float
-    speed: float
-    x: float
-    y: float
-
-
-def draw_scene(combination: Sequence[str], rng: random.Random, size: int, frames: int) -> Scene:
-    """Draws a random scene of a combination: the shape stays within the frame and crosses nearly all of it.
-
-    Slow motion is decided at high noise and hard to learn. With a long path, the first frame's shape is
-    also near the edge opposite to its direction, which makes the direction easy to learn.
-    """
-    colour, shape, direction = combination
-    side = size * rng.uniform(0.25, 0.35)
-    travel = rng.uniform(0.85, 1.0) * (size - side)
-    dx, dy = DIRECTIONS[direction]
-    centre = []
-    for step in (dx, dy):
-        low, high = side / 2, size - side / 2
-        if step > 0:
-            high -= travel
-        elif step < 0:
-            low += travel
-        centre.append(rng.uniform(low, high))
-    return Scene(colour, shape, direction, side, travel / (frames - 1), centre[0], centre[1])
-
-
-def draw(scene: Scene, size: int, frames: int) -> np.ndarray:
-    """Renders a scene to frames uint8 [F,size,size,3], antialiased by supersampling."""
-    fine = (np.arange(size * _SUPERSAMPLING) + 0.5) / _SUPERSAMPLING
-    dx, dy = DIRECTIONS[scene.direction]
-    colour, background = (np.array(c, dtype=np.float64) for c in (COLOURS[scene.colour], BACKGROUND))
-    clip = np.empty((frames, size, size, 3), dtype=np.uint8)
-    for frame in range(frames):
-        across = fine[None, :] - (scene.x + dx * scene.speed * frame)
-        down = fine[:, None] - (scene.y + dy * scene.speed * frame)
-        half = scene.side / 2
-        if scene.shape == "circle":
-            inside = across**2 + down**2 <= half**2
-        else:
-            inside = (abs(across) <= half) & (abs(down) <= half)
-        cover = inside.reshape(size, _SUPERSAMPLING, size, _SUPERSAMPLING).mean(axis=(1, 3))[..., None]
-        clip[frame] = np.rint(cover * colour + (1 - cover) * background)
-    return clip
+from mm_core.data.datasets.shapes import HELD_OUT, TRAINED, caption, draw, draw_scene
 
 
 def write_mp4(path: Path, clip: np.ndarray, fps: int) -> None:
@@ -143,9 +52,9 @@ def render(out: Path, clips: int, seed: int, size: int, frames: int, fps: int, p
     rows = []
     for index in range(clips):
         rng = random.Random(f"{seed}/{index}")
-        scene = draw_scene(TRAINED[index % len(TRAINED)], rng, size, frames)
+        scene = draw_scene(TRAINED[index % len(TRAINED)], rng, (size, size), frames)
         name = f"videos/{index:05d}.mp4"
-        write_mp4(out / name, draw(scene, size, frames), fps)
+        write_mp4(out / name, draw(scene, (size, size), frames), fps)
         rows.append(
             {
                 "path": name,

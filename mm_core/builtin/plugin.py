@@ -17,6 +17,7 @@ _SUMMARIES = {
     "bytes": "deterministic byte-level hidden states; nothing to download",
     "hf_text": "any Transformers text encoder directory, frozen",
     "video_text": "clips and captions from a JSON or JSONL annotation file",
+    "shapes": "captioned clips of moving shapes, drawn in memory: to try a model without any file",
     "text_rows": "texts of a JSON, CSV, TSV or Parquet table with labels, for Transformers models",
     "pyav": "FFmpeg through PyAV; detects corrupt frames, honours rotation and variable frame rates",
     "decord": "decord 0.6 (x86_64 Linux wheels only; no AV1, does not detect corrupt frames)",
@@ -141,6 +142,12 @@ def mm_datasets() -> list[Component]:
     rows = "data.datasets"
     return [
         _core("video_text", f"{rows}.video_text:VideoTextDataset", "data:VideoTextConfig", tiny="video_text"),
+        _core(
+            "shapes",
+            f"{rows}.shapes:ShapesDataset",
+            "data:ShapesConfig",
+            tiny={"num_frames": 4, "height": 8, "width": 16, "clips": 5},
+        ),
         _core("text_rows", f"{rows}.text_rows:TextRowsDataset", "data:TextRowsConfig", tiny="text_rows"),
     ]
 

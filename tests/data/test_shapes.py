@@ -15,29 +15,28 @@ import numpy as np
 import pytest
 import torch
 
+from mm_core.data.datasets import shapes as moving
 from mm_core.data.datasets.video_text import VideoTextDataset
 from mm_core.data.media.readers import PyAVReader
 
 SHAPES = Path(__file__).parents[2] / "examples" / "shapes"
 
 
-def test_six_combinations_are_held_out_and_all_pairs_of_parts_trained(shapes) -> None:
-    render, _ = shapes
-    assert len(render.HELD_OUT) == 6 and len(set(render.HELD_OUT)) == 6 and len(render.TRAINED) == 26
-    assert not set(render.HELD_OUT) & set(render.TRAINED)
+def test_six_combinations_are_held_out_and_all_pairs_of_parts_trained() -> None:
+    assert len(moving.HELD_OUT) == 6 and len(set(moving.HELD_OUT)) == 6 and len(moving.TRAINED) == 26
+    assert not set(moving.HELD_OUT) & set(moving.TRAINED)
     for one, other in itertools.combinations(range(3), 2):
-        parts = (render.COLOURS, render.SHAPES, render.DIRECTIONS)
-        pairs = {(combination[one], combination[other]) for combination in render.TRAINED}
+        parts = (moving.COLOURS, moving.SHAPES, moving.DIRECTIONS)
+        pairs = {(combination[one], combination[other]) for combination in moving.TRAINED}
         assert pairs == set(itertools.product(parts[one], parts[other]))
 
 
-def test_the_files_are_a_dataset_without_the_held_out_captions(shapes, shapes_data: Path) -> None:
-    render, _ = shapes
+def test_the_files_are_a_dataset_without_the_held_out_captions(shapes_data: Path) -> None:
     rows = json.loads((shapes_data / "data.json").read_text())
     held_out = json.loads((shapes_data / "held_out.json").read_text())
-    assert len(held_out) == 32 and set(held_out) == {render.caption(*c) for c in render.HELD_OUT}
+    assert len(held_out) == 32 and set(held_out) == {moving.caption(*c) for c in moving.HELD_OUT}
     assert set(Counter(row["cap"] for row in rows).values()) == {2}
-    assert {row["cap"] for row in rows} == {render.caption(*c) for c in render.TRAINED}
+    assert {row["cap"] for row in rows} == {moving.caption(*c) for c in moving.TRAINED}
     dataset = VideoTextDataset(shapes_data / "data.json", 8, 16, 16)
     assert dataset[3]["pixels"].shape == (3, 8, 16, 16)
     info = PyAVReader().probe(shapes_data / rows[0]["path"])
@@ -45,20 +44,19 @@ def test_the_files_are_a_dataset_without_the_held_out_captions(shapes, shapes_da
 
 
 def test_the_mp4_files_keep_the_pixels(shapes, shapes_data: Path) -> None:
-    render, judge = shapes
+    _, judge = shapes
     for index in range(26):
-        scene = render.draw_scene(render.TRAINED[index], random.Random(f"0/{index}"), 16, 8)
-        truth = render.draw(scene, 16, 8).astype(np.float64)
+        scene = moving.draw_scene(moving.TRAINED[index], random.Random(f"0/{index}"), (16, 16), 8)
+        truth = moving.draw(scene, (16, 16), 8).astype(np.float64)
         read = (judge.read_mp4(shapes_data / f"videos/{index:05d}.mp4").transpose(1, 2, 3, 0) + 1) * 127.5
         assert np.abs(read - truth).mean() < 1.5 and np.abs(read - truth).max() < 30
 
 
-def test_shapes_stay_in_view_and_cross_much_of_it(shapes) -> None:
-    render, _ = shapes
+def test_shapes_stay_in_view_and_cross_much_of_it() -> None:
     for index in range(300):
-        combination = render.TRAINED[index % 26]
-        scene = render.draw_scene(combination, random.Random(index), 16, 8)
-        dx, dy = render.DIRECTIONS[scene.direction]
+        combination = moving.TRAINED[index % 26]
+        scene = moving.draw_scene(combination, random.Random(index), (16, 16), 8)
+        dx, dy = moving.DIRECTIONS[scene.direction]
         for frame in (0, 7):
             for place, step in ((scene.x, dx), (scene.y, dy)):
                 centre = place + step * scene.speed * frame
@@ -79,8 +77,8 @@ def test_rendering_is_repeatable(shapes, shapes_data: Path, tmp_path: Path) -> N
     rows = json.loads((shapes_data / "data.json").read_text())
     assert json.loads((tmp_path / "data.json").read_text()) == rows[:3]
     for index, name in enumerate(sorted(drawn)):
-        scene = render.draw_scene(render.TRAINED[index], random.Random(f"0/{index}"), 16, 8)
-        assert np.array_equal(drawn[name], render.draw(scene, 16, 8))
+        scene = moving.draw_scene(moving.TRAINED[index], random.Random(f"0/{index}"), (16, 16), 8)
+        assert np.array_equal(drawn[name], moving.draw(scene, (16, 16), 8))
         one, other = (judge.read_mp4(folder / "videos" / name) * 127.5 for folder in (tmp_path, shapes_data))
         assert one.shape == other.shape and np.abs(one - other).mean() < 1.5
     assert len(drawn) == 3
@@ -97,10 +95,10 @@ def test_the_judge_is_right_about_every_rendered_clip(shapes, shapes_data: Path)
 
 
 def test_the_judge_is_right_about_held_out_combinations_and_tensors(shapes) -> None:
-    render, judge = shapes
+    _, judge = shapes
     for index in range(60):
-        combination = render.HELD_OUT[index % 6]
-        clip = render.draw(render.draw_scene(combination, random.Random(index), 16, 8), 16, 8)
+        combination = moving.HELD_OUT[index % 6]
+        clip = moving.draw(moving.draw_scene(combination, random.Random(index), (16, 16), 8), (16, 16), 8)
         noisy = clip + np.random.default_rng(index).normal(0, 8, clip.shape)  # as a sampled clip is
         pixels = torch.tensor(noisy.transpose(3, 0, 1, 2) / 127.5 - 1, dtype=torch.float32)
         assert judge.judge_clip(pixels) == judge.Judgement(*combination)
@@ -120,9 +118,9 @@ def test_what_shows_nothing_scores_nothing(shapes) -> None:
 
 
 def test_motion_must_be_there_and_be_the_right_way(shapes) -> None:
-    render, judge = shapes
-    scene = render.draw_scene(("red", "circle", "left"), random.Random(0), 16, 8)
-    clip = render.draw(scene, 16, 8).transpose(3, 0, 1, 2) / 127.5 - 1
+    _, judge = shapes
+    scene = moving.draw_scene(("red", "circle", "left"), random.Random(0), (16, 16), 8)
+    clip = moving.draw(scene, (16, 16), 8).transpose(3, 0, 1, 2) / 127.5 - 1
     assert judge.judge_clip(clip) == judge.Judgement("red", "circle", "left")
     static = np.repeat(clip[:, :1], 8, axis=1)
     assert judge.judge_clip(static) == judge.Judgement("red", "circle", None)
@@ -156,3 +154,31 @@ def test_both_scripts_run_from_the_command_line(tmp_path: Path) -> None:
         wrong = subprocess.run([*judging[:2], source, "--require", "0.95"], capture_output=True, text=True)
         assert wrong.returncode != 0 and "Traceback" not in wrong.stderr
     assert time.perf_counter() - began < 20
+
+
+def test_the_dataset_draws_the_quickstart_s_clips_without_files(shapes_data: Path) -> None:
+    drawn = moving.ShapesDataset(num_frames=8, height=16, width=16, clips=52)
+    files = VideoTextDataset(shapes_data / "data.json", 8, 16, 16)
+    assert len(drawn) == len(files) == 52
+    for index in (0, 25, 51):
+        own, read = drawn[index], files[index]
+        assert own["caption"] == read["caption"] and own["fps"] == read["fps"] == 8.0
+        assert (own["pixels"] - read["pixels"]).abs().mean() < 0.02, "but for the codec"
+
+
+@pytest.mark.parametrize("size", [(16, 32), (32, 16)])
+def test_shapes_cross_frames_of_any_size(size: tuple[int, int]) -> None:
+    for index in range(60):
+        scene = moving.draw_scene(moving.TRAINED[index % 26], random.Random(index), size, 8)
+        dx, dy = moving.DIRECTIONS[scene.direction]
+        for place, step, extent in ((scene.x, dx, size[1]), (scene.y, dy, size[0])):
+            for frame in (0, 7):
+                centre = place + step * scene.speed * frame
+                assert scene.side / 2 - 1e-9 <= centre <= extent - scene.side / 2 + 1e-9
+        clip = moving.draw(scene, size, 8)
+        assert clip.shape == (8, *size, 3) and np.ptp(clip) > 100
+
+
+def test_a_single_frame_is_a_picture() -> None:
+    sample = moving.ShapesDataset(num_frames=1, height=8, width=8, clips=1)[0]
+    assert sample["pixels"].shape == (3, 1, 8, 8) and sample["pixels"].min() >= -1

@@ -12,24 +12,24 @@ import pytest
 SHAPES = Path(__file__).resolve().parents[2] / "examples/shapes"
 sys.path.insert(0, str(SHAPES))
 
-import render  # noqa: E402
 from judge import score  # noqa: E402
 
 import report  # noqa: E402
+from mm_core.data.datasets import shapes as moving  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def clips() -> list[np.ndarray]:
     """Samples of a perfect model for the 32 held-out captions."""
     scenes = [
-        render.draw_scene(render.HELD_OUT[i % len(render.HELD_OUT)], random.Random(i), 16, 8)
+        moving.draw_scene(moving.HELD_OUT[i % len(moving.HELD_OUT)], random.Random(i), (16, 16), 8)
         for i in range(32)
     ]
-    frames = [np.asarray(render.draw(scene, 16, 8), dtype=np.float32) for scene in scenes]
+    frames = [np.asarray(moving.draw(scene, (16, 16), 8), dtype=np.float32) for scene in scenes]
     return [clip.transpose(3, 0, 1, 2) / 127.5 - 1 for clip in frames]
 
 
-PROMPTS = [render.caption(*render.HELD_OUT[i % len(render.HELD_OUT)]) for i in range(32)]
+PROMPTS = [moving.caption(*moving.HELD_OUT[i % len(moving.HELD_OUT)]) for i in range(32)]
 
 
 def _found(clips: list[np.ndarray], prompts: list[str]) -> dict[str, report.Result]:

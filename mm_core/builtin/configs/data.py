@@ -28,6 +28,18 @@ class VideoTextConfig:
 
 
 @dataclass(frozen=True)
+class ShapesConfig:
+    """Config of the dataset `shapes`: captioned clips of moving shapes, drawn without files."""
+
+    num_frames: Annotated[int, Range(ge=1)]  # frames per clip
+    height: Annotated[int, Range(ge=8)]  # pixels
+    width: Annotated[int, Range(ge=8)]  # pixels
+    clips: Annotated[int, Range(ge=1)] = 512  # number of different clips
+    fps: Annotated[float, Range(gt=0)] = 8.0  # frames per second
+    seed: int = 0  # of sizes, places and speeds
+
+
+@dataclass(frozen=True)
 class TextRowsConfig:
     """Config of the dataset `text_rows`: rows of text in a table.
 

@@ -65,14 +65,7 @@ class VideoTextDataset:
 
     def collate(self, samples: Sequence[Sample]) -> VideoTextBatch:
         """Collates clips into a batch; the loader has added `key` and `weight` to each sample."""
-        return VideoTextBatch(
-            keys=[sample["key"] for sample in samples],
-            sample_weights=torch.tensor([sample["weight"] for sample in samples], dtype=torch.float32),
-            ids=[sample["id"] for sample in samples],
-            pixels=torch.stack([sample["pixels"] for sample in samples]),
-            captions=[sample["caption"] for sample in samples],
-            fps=torch.tensor([sample["fps"] for sample in samples], dtype=torch.float32),
-        )
+        return collate_clips(samples)
 
     def _sample(self, index: int, start: float, caption: float) -> Sample:
         """The sample with its start and caption chosen by uniform numbers in [0, 1)."""
@@ -116,3 +109,20 @@ class VideoTextDataset:
             where=str(path),
             hint="use a longer video, or lower num_frames of the dataset",
         )
+
+
+def collate_clips(samples: Sequence[Sample]) -> VideoTextBatch:
+    """A batch of clips with captions.
+
+    Args:
+        samples: `pixels` float32 [3,F,Y,X] in [-1, 1], `caption`, `id` and `fps` of each clip, with the `key`
+            and `weight` that the loader adds.
+    """
+    return VideoTextBatch(
+        keys=[sample["key"] for sample in samples],
+        sample_weights=torch.tensor([sample["weight"] for sample in samples], dtype=torch.float32),
+        ids=[sample["id"] for sample in samples],
+        pixels=torch.stack([sample["pixels"] for sample in samples]),
+        captions=[sample["caption"] for sample in samples],
+        fps=torch.tensor([sample["fps"] for sample in samples], dtype=torch.float32),
+    )
