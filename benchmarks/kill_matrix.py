@@ -37,6 +37,8 @@ REACHED = {"before the first save": 1, "in a step": 5, "in a save": 8, "in valid
 """Smallest number of steps completed at the moment of the kill."""
 STEPS = 16
 LEFT_AFTER = 15.0
+TORCH_S_OWN = "_remote_module_non_scriptable.py"
+"""torch 2.7 writes this file into a temporary folder at its import, and removes it at a normal exit alone."""
 MARK = "KILL_MATRIX_RUN"
 
 
@@ -180,7 +182,8 @@ class Run:
         processes = [f"{pid} {command_of(pid)}" for pid in self.processes() if running(pid)]
         # os.walk skips folders that vanish meanwhile; Path.rglob raises an error.
         found = [Path(at, name) for at, folders, names in os.walk(self.temporary) for name in folders + names]
-        files = sorted(str(path.relative_to(self.temporary)) for path in found)
+        spared = {path for file in found if file.name == TORCH_S_OWN for path in (file, file.parent)}
+        files = sorted(str(path.relative_to(self.temporary)) for path in found if path not in spared)
         new = {path for path in Path("/dev/shm").iterdir() if path not in self.shared}
         return {
             "processes": processes,
