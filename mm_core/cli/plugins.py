@@ -1,4 +1,4 @@
-"""`mm plugins list|show|check|test`: what is installed, the details of a component, what is broken."""
+"""`mm plugins list|show|check|test|new`: what is installed and what is broken; the files of a new plugin."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", metavar="list|show|check|test", required=True)
+    actions = parser.add_subparsers(dest="action", metavar="list|show|check|test|new", required=True)
     listing = actions.add_parser("list", help="all plugins and components", allow_abbrev=False)
     listing.add_argument("--kind", choices=tuple(KINDS), metavar="KIND", help=f"one of {', '.join(KINDS)}")
     show = actions.add_parser(
@@ -38,6 +38,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     test.add_argument("name", metavar="NAME", help="a plugin, or the name of a component")
     test.add_argument("--kind", choices=tuple(KINDS), metavar="KIND", help="only components of this kind")
+    new = actions.add_parser("new", help="write the files of a new plugin", allow_abbrev=False)
+    new.add_argument("name", metavar="NAME", help="name of its distribution, such as my-dit")
+    new.add_argument(
+        "--kind",
+        action="append",
+        metavar="KIND",
+        help=f"kind of component, once for each (default: predictor): one of {', '.join(KINDS)}",
+    )
+    new.add_argument(
+        "--from-diffusers", metavar="CLASS", help="a predictor around this transformer class of Diffusers"
+    )
     for action in (listing, show, check, test):
         action.add_argument("--json", action="store_true", help="print JSON")
         action.add_argument(
@@ -46,7 +57,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Runs `mm plugins list`, `show`, `check` or `test` and returns its exit code."""
+    """Runs `mm plugins list`, `show`, `check`, `test` or `new` and returns its exit code."""
+    if arguments.action == "new":
+        return _new(arguments.name, arguments.kind, arguments.from_diffusers)
     registry = survey(tuple(arguments.path))
     if arguments.action == "list":
         return _list(registry, arguments.kind, arguments.json)
@@ -209,3 +222,23 @@ def _component_json(registered: Registered) -> dict[str, object]:
         "distribution": registered.distribution,
         "version": registered.version,
     }
+
+
+def _new(name: str, kinds: Sequence[str] | None, library_class: str | None) -> int:
+    from pathlib import Path
+
+    from mm_core.plugin.scaffold.new_plugin import new_plugin
+
+    if library_class is not None:
+        from mm_core.plugin.scaffold.diffusers_frame import frame
+
+        wrapped = frame(library_class, name)
+        made = new_plugin(name, ("predictor", *(kinds or ())), survey(), Path(), *wrapped)
+    else:
+        made = new_plugin(name, kinds or ("predictor",), survey(), Path())
+    config = next(path for path in made if path.suffix == ".yaml").relative_to(name)
+    print(f"{name}: {plural(len(made), 'file')}")
+    for path in made:
+        print(f"  {path}")
+    print(f"next:\n  cd {name} && pip install -e '.[dev]'\n  pytest\n  mm-train --config {config}")
+    return 0

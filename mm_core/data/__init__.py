@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from mm_core.data.datasets.video_text import collate_clips
     from mm_core.data.loading.stopping import check_stop
     from mm_core.data.loading.workers import (
         StartWorker,
@@ -33,6 +34,7 @@ __all__ = [
     "StartWorker",
     "check_folder",
     "check_stop",
+    "collate_clips",
     "deaths_explained",
     "inside",
     "kind_of",
@@ -46,6 +48,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "datasets.video_text": ("collate_clips",),
     "loading.stopping": ("check_stop",),
     "loading.workers": ("StartWorker", "deaths_explained", "start_server", "starting", "starts_explained"),
     "media.images": ("opened_image", "read_image"),

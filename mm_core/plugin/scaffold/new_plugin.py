@@ -1,0 +1,203 @@
+"""Writes the files of a new plugin."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from textwrap import indent
+
+from mm_core import __version__
+from mm_core.errors import PluginError, did_you_mean
+from mm_core.plugin.checks.locate import find_module
+from mm_core.plugin.hookspecs import KINDS
+from mm_core.plugin.registry import Registry
+from mm_core.plugin.scaffold.kinds import GUIDED, RUN, TEMPLATES, KindTemplate
+
+_NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+_HEADER = '"""The components of $name, by name only: listing them imports no torch."""\n'
+_STEPS = "{{steps: {steps}, micro_batch_size: 8, global_batch_size: 16, clip_grad_norm: 1.0}}"
+
+
+def template_of(kind: str) -> str:
+    """The text of a kind's module, with $$package where the name of the package belongs."""
+    return _read(f"kinds/{kind}.py")
+
+
+def new_plugin(
+    name: str,
+    kinds: Sequence[str],
+    registry: Registry,
+    parent: Path,
+    module: Mapping[str, str] | None = None,
+    templates: Mapping[str, KindTemplate] = TEMPLATES,
+) -> list[Path]:
+    """Writes a new plugin into a folder of its name.
+
+    Args:
+        name: name of its distribution, such as `my-dit`; its package and namespace is `my_dit`.
+        kinds: kinds of its components.
+        registry: the installed plugins, whose names are taken.
+        parent: the folder in which the plugin's folder is made.
+        module: kind -> text of its module, instead of the template's.
+        templates: kind -> its template.
+
+    Returns:
+        The files, relative to `parent`.
+
+    Raises:
+        PluginError: the name is not possible or taken, or the folder exists.
+    """
+    kinds = tuple(dict.fromkeys(kinds))
+    package = name.replace("-", "_")
+    _check(name, package, kinds, registry, parent)
+    words = {"name": name, "package": package, **_words(kinds, package, templates)}
+    made = {
+        "pyproject.toml": _filled("pyproject.toml", words),
+        "README.md": _filled("README.md", words),
+        ".github/workflows/test.yml": _filled("test.yml", words),
+        "tests/test_conformance.py": _filled("test_conformance.py", words),
+        f"{package}/__init__.py": "",
+        f"{package}/plugin.py": _plugin(kinds, words, templates),
+    }
+    for kind in kinds:
+        text = (module or {}).get(kind) or Template(template_of(kind)).substitute(words)
+        made[f"{package}/{kind}.py"] = text
+        made[f"{package}/configs/{kind}.yaml"] = config_of(kind, package, kinds, templates)
+    for path, text in made.items():
+        file = parent / name / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    return [Path(name) / path for path in made]
+
+
+def config_of(
+    kind: str, package: str, kinds: Sequence[str], templates: Mapping[str, KindTemplate] = TEMPLATES
+) -> str:
+    """The YAML of a run with a new plugin's component.
+
+    Args:
+        kind: of the component.
+        package: the plugin's package, and the component's name.
+        kinds: all kinds of the plugin: its own predictor takes the place of a shipped one.
+        templates: kind -> its template.
+    """
+    template = templates[kind]
+    keys = dict(RUN)
+    if "predictor" in kinds:
+        keys |= templates["predictor"].run
+    keys = {**keys, **template.run, **GUIDED}
+    if "task" in template.run:
+        keys = {key: value for key, value in keys.items() if not key.startswith("task.")}
+    keys["train"] = _STEPS.format(steps=template.steps)
+    lines = [
+        f"# A run with {template.words} of {package}, on clips of moving shapes that need no download.",
+        f"run: {{name: {package}_{kind}, dir: runs, seed: 1234}}",
+    ]
+    first = ("task", "data")
+    for key in sorted(keys, key=lambda key: (*first, key.partition(".")[0]).index(key.partition(".")[0])):
+        section, _, rest = key.partition(".")
+        value = Template(keys[key]).substitute(type=package)
+        if rest and f"{section}:" not in lines:
+            lines.append(f"{section}:")
+        depth = "  " * bool(rest)
+        value = indent(value, depth + "  ") if value.startswith("\n") else f" {value}"
+        lines.append(f"{depth}{rest or section}:{value}")
+    return "\n".join(lines) + "\n"
+
+
+def _words(kinds: Sequence[str], package: str, templates: Mapping[str, KindTemplate]) -> dict[str, str]:
+    """What the texts of a new plugin say of its components."""
+    major, minor = __version__.split(".")[:2]
+    known = [templates[kind].words for kind in kinds]
+    listed = " and ".join(filter(None, [", ".join(known[:-1]), known[-1]]))
+    rows = [
+        (f"{package}/plugin.py", "the components, by name"),
+        *((f"{package}/{kind}.py", templates[kind].words) for kind in kinds),
+        *((f"{package}/configs/{kind}.yaml", "a run with it, in the wheel") for kind in kinds),
+        ("tests/test_conformance.py", "the tests"),
+    ]
+    versions = f">={major}.{minor},<{major}.{int(minor) + 1}"
+    runs = "".join(config_of(kind, package, kinds, templates) for kind in kinds)
+    shipped = [d for d, used in (("mm-custom-dit", "custom_dit  #"), ("mm-wan", "wan/")) if used in runs]
+    return {
+        "kinds": listed[:1].upper() + listed[1:],
+        "listed": listed,
+        "first": kinds[0],
+        "files": "\n".join(f"| `{file}` | {what} |" for file, what in rows),
+        "range": versions,
+        "dev": ", ".join(['"pytest>=8"', *(f'"{name}{versions}"' for name in shipped)]),
+    }
+
+
+def _plugin(kinds: Sequence[str], words: Mapping[str, str], templates: Mapping[str, KindTemplate]) -> str:
+    """The text of plugin.py."""
+    lines = [Template(_HEADER).substitute(words), "from mm_core import Component, hookimpl"]
+    for kind in kinds:
+        template = templates[kind]
+        given = [
+            f'"{words["package"]}"',
+            f'"{words["package"]}.{kind}:{template.target}"',
+            *([f"tiny={_python(template.tiny)}"] if template.tiny else []),
+            *([Template(template.declaration).substitute(words)] if template.declaration else []),
+        ]
+        line = f"    return [Component({', '.join(given)})]"
+        if len(line) > 100:
+            line = f"    return [\n        Component({', '.join(given[:2])},\n" + " " * 18
+            line += f"{', '.join(given[2:])})\n    ]"
+        lines += ["", "", "@hookimpl", f"def {KINDS[kind]}():", line]
+    return "\n".join(lines) + "\n"
+
+
+def _python(value: Mapping[str, object]) -> str:
+    return "{" + ", ".join(f'"{key}": {each!r}'.replace("'", '"') for key, each in value.items()) + "}"
+
+
+def _check(name: str, package: str, kinds: Sequence[str], registry: Registry, parent: Path) -> None:
+    if not _NAME.fullmatch(name) or keyword.iskeyword(package):
+        near = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+        raise PluginError(
+            f"{name!r} cannot be the name of a plugin",
+            accepted="lower-case letters, digits and single hyphens, beginning with a letter: my-dit",
+            hint=f"`mm plugins new {near}`" if _NAME.fullmatch(near) and near != name else None,
+        )
+    for kind in kinds:
+        if kind not in KINDS:
+            raise PluginError(
+                f"no kind of component is named {kind!r}",
+                accepted=", ".join(KINDS),
+                hint=did_you_mean(kind, KINDS),
+            )
+    taken = {plugin.namespace: plugin for plugin in registry.plugins}
+    if package in taken:
+        raise PluginError(
+            f"the name {package!r} is taken by {taken[package].label}", hint="choose another name"
+        )
+    for kind in kinds:
+        for other in registry.components(kind):
+            if package in other.names:
+                raise PluginError(
+                    f"a {kind} is named {package!r} already: {other.qualified}", hint="choose another name"
+                )
+    if find_module(package) is not None:
+        raise PluginError(
+            f"a Python module named {package!r} is installed already: the plugin's package would hide it",
+            hint="choose another name",
+        )
+    if (parent / name).exists():
+        raise PluginError(
+            f"{parent / name} exists already",
+            hint="choose another name, remove the folder, or begin in another one: nothing is replaced",
+        )
+
+
+def _filled(path: str, words: Mapping[str, str]) -> str:
+    return Template(_read(path)).substitute(words)
+
+
+def _read(path: str) -> str:
+    """The text of a template."""
+    return (files("mm_core.plugin.scaffold") / "templates" / f"{path}.txt").read_text(encoding="utf-8")
