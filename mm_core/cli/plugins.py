@@ -232,7 +232,7 @@ def _new(name: str, kinds: Sequence[str] | None, library_class: str | None) -> i
     if library_class is not None:
         from mm_core.plugin.scaffold.diffusers_frame import frame
 
-        wrapped = frame(library_class, name)
+        wrapped = frame(library_class, name.replace("-", "_"))
         made = new_plugin(name, ("predictor", *(kinds or ())), survey(), Path(), *wrapped)
     else:
         made = new_plugin(name, kinds or ("predictor",), survey(), Path())

@@ -27,6 +27,12 @@ from mm_core.testing.kit import KITS, NotApplicable, Probe, by_name
 _WATCHED = (torch, torch.nn, torch.nn.functional, torch.Tensor, torch.nn.Module, builtins, os, random, np)
 """Namespaces in which a component may replace nothing."""
 
+_HEAVY = 33
+"""Exit code of a process in which torch was imported."""
+
+_ON_META = ("predictor", "autoencoder", "text_encoder", "image_encoder", "scheduler", "task")
+"""Kinds of a task and its parts, which are built without memory."""
+
 
 def light_description(probe: Probe) -> None:
     """The plugin's module and the component's config are imported without torch."""
@@ -36,11 +42,18 @@ def light_description(probe: Probe) -> None:
     config = registered.component.config
     plugin = next(p for p in probe.registry.plugins if p.namespace == registered.namespace)
     modules = [plugin.module, *([config.partition(":")[0]] if config else [])]
-    program = f"import sys; {'; '.join(f'import {m}' for m in modules)}; sys.exit('torch' in sys.modules)"
-    code = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False).returncode
+    imports = "; ".join(f"import {module}" for module in modules)
+    program = f"import sys; {imports}; sys.exit({_HEAVY} * ('torch' in sys.modules))"
+    path = {"PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, check=False, env=os.environ | path)
+    named, lines = " and ".join(modules), done.stderr.decode(errors="replace").strip().splitlines()
     probe.expect(
-        code == 0,
-        f"importing {' and '.join(modules)} imports torch, which makes every command slow",
+        done.returncode in (0, _HEAVY), f"{named} cannot be imported in a new process: {lines and lines[-1]}"
+    )
+    probe.expect(
+        done.returncode == 0,
+        f"importing {named} imports torch, which makes every command slow",
         hint="import torch only in the target's module",
     )
 
@@ -55,7 +68,8 @@ def builds(probe: Probe) -> None:
     """The small instance is built, and keeps the contract of its kind."""
     if probe.registered.kind not in KITS:
         raise NotApplicable(f"components of the kind {probe.registered.kind} have no small instance yet")
-    with torch.device("meta") if probe.registered.kind in ("predictor", "task") else torch.device("cpu"):
+    _ = probe.config  # its files are made with memory
+    with torch.device("meta" if probe.registered.kind in _ON_META else "cpu"):
         probe.subject()
 
 
@@ -80,8 +94,7 @@ def picklable_config(probe: Probe) -> None:
 
 def no_side_effects(probe: Probe) -> None:
     """Importing and building leave random numbers, defaults, environment and libraries as they were."""
-    if probe.registered.kind in KITS:
-        _ = probe.config  # its files are written by the author's function for tests
+    _ = probe.config  # its files are written by the author's function for tests
     before = dict(global_state())
     builds(probe)
     after = dict(global_state())

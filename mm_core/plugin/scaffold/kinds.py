@@ -21,7 +21,8 @@ out_channels: 12
 text_dim: 64
 freq_dim: 32
 ffn_dim: 64
-image_dim: 64"""
+image_dim: 64
+added_kv_proj_dim: 48"""
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class KindTemplate:
         declaration: further arguments of its Component, as Python.
         run: keys of the config, with dots, and their values as YAML; $type is the component's name.
         steps: length of the run of its config.
-        predictor: the run needs a predictor of clips.
+        about: what its config says of the run.
     """
 
     target: str
@@ -44,7 +45,7 @@ class KindTemplate:
     declaration: str = ""
     run: Mapping[str, str] = field(default_factory=dict)
     steps: int = 300
-    predictor: bool = True
+    about: str = "on clips of moving shapes that need no download"
 
 
 TEMPLATES: Mapping[str, KindTemplate] = MappingProxyType(
@@ -87,7 +88,6 @@ TEMPLATES: Mapping[str, KindTemplate] = MappingProxyType(
             {"width": 4},
             'examples="$package.task:examples"',
             run={"task": "{type: $type}"},
-            predictor=False,
         ),
         "engine": KindTemplate(
             "WatchfulEngine", "an engine", {"check_every": 1}, run={"engine": "{type: $type}"}
@@ -162,7 +162,7 @@ RUN: Mapping[str, str] = MappingProxyType(
         "data.train": _SHAPES,
         "data.loader": "{workers: 0}",
         "optimizer": "{type: adamw, lr: 2.0e-3}",
-        "lr_schedule": "{type: cosine, warmup_steps: 50}",
+        "lr_schedule": "{type: cosine, warmup_fraction: 0.05}",
     }
 )
 """The run of each config, but for the keys that the kind changes: it needs no download."""

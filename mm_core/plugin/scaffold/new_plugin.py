@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from string import Template
-from textwrap import indent
+from textwrap import fill, indent
+from types import MappingProxyType
+from typing import Any
 
 from mm_core import __version__
 from mm_core.errors import PluginError, did_you_mean
@@ -19,6 +21,7 @@ from mm_core.plugin.scaffold.kinds import GUIDED, RUN, TEMPLATES, KindTemplate
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 _HEADER = '"""The components of $name, by name only: listing them imports no torch."""\n'
+_COMMENT: Mapping[str, Any] = MappingProxyType({"initial_indent": "# ", "subsequent_indent": "# "})
 _STEPS = "{{steps: {steps}, micro_batch_size: 8, global_batch_size: 16, clip_grad_norm: 1.0}}"
 
 
@@ -94,7 +97,7 @@ def config_of(
         keys = {key: value for key, value in keys.items() if not key.startswith("task.")}
     keys["train"] = _STEPS.format(steps=template.steps)
     lines = [
-        f"# A run with {template.words} of {package}, on clips of moving shapes that need no download.",
+        fill(f"A run with {template.words} of {package}, {template.about}.", 110, **_COMMENT),
         f"run: {{name: {package}_{kind}, dir: runs, seed: 1234}}",
     ]
     first = ("task", "data")
@@ -146,8 +149,9 @@ def _plugin(kinds: Sequence[str], words: Mapping[str, str], templates: Mapping[s
         ]
         line = f"    return [Component({', '.join(given)})]"
         if len(line) > 100:
-            line = f"    return [\n        Component({', '.join(given[:2])},\n" + " " * 18
-            line += f"{', '.join(given[2:])})\n    ]"
+            more = fill(", ".join(given[2:]), 90, break_long_words=False, break_on_hyphens=False)
+            line = f"    return [\n        Component({', '.join(given[:2])},\n"
+            line += indent(f"{more})", " " * 18) + "\n    ]"
         lines += ["", "", "@hookimpl", f"def {KINDS[kind]}():", line]
     return "\n".join(lines) + "\n"
 
@@ -180,7 +184,8 @@ def _check(name: str, package: str, kinds: Sequence[str], registry: Registry, pa
         for other in registry.components(kind):
             if package in other.names:
                 raise PluginError(
-                    f"a {kind} is named {package!r} already: {other.qualified}", hint="choose another name"
+                    f"the name {package!r} is taken by the {kind} {other.qualified}",
+                    hint="choose another name",
                 )
     if find_module(package) is not None:
         raise PluginError(

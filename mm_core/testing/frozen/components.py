@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mm_core.contracts import Streamed, WeightsFrom
-from mm_core.errors import MMError, first_line
+from mm_core.errors import ContractError, MMError, first_line
 from mm_core.loading.frozen import load_frozen
 from mm_core.testing.kit import NotApplicable, Probe
 
@@ -27,8 +27,13 @@ class FrozenProbe:
 
     def __init__(self, probe: Probe) -> None:
         self.probe = probe
-        self.build = probe.build
         self.expect = probe.expect
+
+    def build(self, **changes: object) -> Any:
+        """Builds a new instance without weights, on the meta device as the core does."""
+        _ = self.probe.config  # its files are made with memory
+        with torch.device("meta"):
+            return self.probe.build(**changes)
 
     @cached_property
     def component(self) -> Any:
@@ -43,7 +48,15 @@ class FrozenProbe:
             changes: fields that replace those of the small instance.
         """
         component = self.build(**{**self.moved(folder), **changes})
-        return load_frozen(component, "cpu", self.probe.registry)
+        try:
+            return load_frozen(component, "cpu", self.probe.registry)
+        except NotImplementedError as error:  # torch's, for copies of tensors that have no values
+            raise ContractError(
+                f"loading uses tensors that the constructor has made without values: {first_line(error)}",
+                where=self.probe.place,
+                accepted="tensors made in load or build_empty: the constructor runs on the meta device",
+                hint="make tables in load, or in build_empty within mm_core.contracts.empty_parameters()",
+            ) from error
 
     def moved(self, folder: Path | None) -> dict[str, object]:
         """The fields of the small instance with paths into another folder, if they contain any."""
@@ -109,6 +122,12 @@ def loads(probe: FrozenProbe) -> None:
     component = probe.component
     tensors = _tensors(component)
     for name, tensor in tensors.items():
+        probe.expect(
+            not tensor.is_meta,
+            f"the tensor {name} has no values after loading",
+            accepted="tensors made in load or build_empty: the constructor runs on the meta device",
+            hint="make tables in load, or in build_empty within mm_core.contracts.empty_parameters()",
+        )
         finite = not tensor.is_floating_point() or bool(tensor.isfinite().all())
         probe.expect(finite, f"the tensor {name} contains NaN or infinity after loading")
     if isinstance(component, Streamed):

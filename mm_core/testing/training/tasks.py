@@ -49,6 +49,7 @@ class TaskProbe:
 
     def on_meta(self) -> Any:
         """Builds a new task without memory for its weights, as the core does."""
+        _ = self.probe.config  # its files are made with memory
         with torch.device("meta"):
             return self.probe.build()
 

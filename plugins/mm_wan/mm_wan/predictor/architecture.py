@@ -63,7 +63,14 @@ def resolve(
             return _uncontradicted(published, given, from_pretrained), weights
     if preset is not None:
         return _uncontradicted(PRESETS[preset].architecture, given, f"preset {preset}"), weights
-    return Architecture(**given), weights
+    found = Architecture(**given)
+    if (found.image_dim is None) != (found.added_kv_proj_dim is None):
+        raise ConfigError(
+            f"image_dim is {found.image_dim}, and added_kv_proj_dim is {found.added_kv_proj_dim}",
+            accepted="both for a model that takes image features, or neither",
+            hint=f"added_kv_proj_dim is the model's width, here {found.width}",
+        )
+    return found, weights
 
 
 def _check_preset(folder: Path, published: Architecture, preset: str) -> None:
