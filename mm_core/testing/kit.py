@@ -41,6 +41,7 @@ KITS: Mapping[str, str] = MappingProxyType(
         "callback": "mm_core.testing.outputs.callbacks:KIT",
         "weight_format": "mm_core.testing.outputs.weight_formats:KIT",
         "optimizer": "mm_core.testing.training.optimizers:KIT",
+        "engine": "mm_core.testing.training.engines:KIT",
         "lr_schedule": "mm_core.testing.training.lr_schedules:KIT",
     }
 )
