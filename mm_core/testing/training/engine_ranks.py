@@ -64,7 +64,7 @@ def sharded_training(probe: EngineProbe) -> None:
                 math.isclose(found, wanted, rel_tol=1e-5),
                 f"{when}, {what} is {found:.7g}, and {wanted:.7g} on one",
                 accepted="a relative difference of at most 1e-5",
-                hint="average gradients over ranks on the last micro-batch, and take the norm over all shards",
+                hint="average gradients over ranks on the last micro-batch; take the norm over all shards",
             )
     for number, rank in enumerate(two):
         _expect_close(

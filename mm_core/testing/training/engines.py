@@ -267,6 +267,7 @@ def clipping(probe: Probe) -> None:
     """step scales gradients to the largest norm if theirs is larger, and leaves smaller ones as they are."""
     for share, words in ((0.25, "a quarter of"), (4.0, "four times"), (None, "no limit instead of")):
         trial, plain = _trained(probe, sgd), Plain(sgd)
+        trial.engine.scale_lr(1.0)
         trial.backward(0)
         norm = trial.engine.grad_norm()
         clip = None if share is None else share * norm
