@@ -269,7 +269,7 @@ class Trial:
             self.engine.micro_step(partial(forward, micro), last=micro == own[-1], scale=scale)
             for micro in own
         )
-        return sum(float(loss.total) for loss in made)
+        return sum(float(loss.total.detach()) for loss in made)
 
     def step(
         self, number: int, micros: int = 1, factor: float = 1.0, clip: float | None = None

@@ -245,7 +245,7 @@ def micro_batches(probe: Probe) -> None:
 
     loss = trial.engine.micro_step(compute, last=True, scale=0.25)
     trial.engine.discard()
-    _expect_number(probe, "the loss that micro_step returns", float(loss.total), plain.loss(2))
+    _expect_number(probe, "the loss that micro_step returns", float(loss.total.detach()), plain.loss(2))
     kept = loss.weight == sum(WEIGHTS) and loss.metrics.keys() == {"error"}
     probe.expect(
         kept and not loss.total.requires_grad,
@@ -332,7 +332,13 @@ def resumes(probe: Probe) -> None:
     state = trial.engine.state_dict()
     _expect_state(probe, trial, state)
     state = {part: {name: t.detach().clone() for name, t in held.items()} for part, held in state.items()}
-    before = again.weights()
+    before, first = again.weights(), {"net.first.weight"}
+    made = {name.rpartition(".")[0] for name in again.engine.state_template(first)["optimizer"]}
+    probe.expect(
+        made == first,
+        f"state_template makes optimizer state of {_names(made) or 'nothing'}",
+        accepted="that of the parameters that it is given: others would count steps that they never made",
+    )
     template = again.engine.state_template({name.rpartition(".")[0] for name in state["optimizer"]})
     for part, held in state.items():
         other = held.keys() ^ template[part].keys()
