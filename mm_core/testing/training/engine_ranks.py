@@ -19,6 +19,7 @@ from mm_core.testing.ranks import ComponentBuild, on_ranks
 from mm_core.testing.training.engine_task import ROWS, Tensors, Trial, poisoned, task_on_meta, whole
 
 STEPS, RANKS, CLIP = 2, 2, 0.5
+_EVALUATED = ("before training", "with halved weights, as with an average of them", "after training")
 
 
 class EngineProbe(Probe):
@@ -51,22 +52,16 @@ def sharded_training(probe: EngineProbe) -> None:
     """Two ranks train as one from the same seed, and no rank skips a step alone."""
     one, two = _outcomes(probe)
     for step in range(STEPS):
-        when = f"in step {step + 1} on {RANKS} ranks"
+        when = f"in step {step + 1} on {RANKS} ranks, "
         losses = [sum(rank["losses"][step] for rank in ranks) for ranks in (one, two)]
-        for what, found, wanted in (
-            ("the loss", losses[1], losses[0]),
-            *(
-                (f"grad_norm on rank {number}", rank["norms"][step], one[0]["norms"][step])
-                for number, rank in enumerate(two)
-            ),
-        ):
-            probe.expect(
-                math.isclose(found, wanted, rel_tol=1e-5),
-                f"{when}, {what} is {found:.7g}, and {wanted:.7g} on one",
-                accepted="a relative difference of at most 1e-5",
-                hint="average gradients over ranks on the last micro-batch; take the norm over all shards",
+        _expect_number(probe, f"{when}the loss", losses[1], losses[0])
+        for number, rank in enumerate(two):
+            _expect_number(
+                probe, f"{when}grad_norm of rank {number}", rank["norms"][step], one[0]["norms"][step]
             )
     for rank in two:
+        for words, found, wanted in zip(_EVALUATED, rank["evaluated"], one[0]["evaluated"], strict=True):
+            _expect_number(probe, f"on {RANKS} ranks, the loss evaluated {words}", found, wanted)
         _expect_close(
             probe, rank["weights"], one[0]["weights"], f"after {STEPS} steps on one rank and on {RANKS}"
         )
@@ -104,6 +99,16 @@ def sharded_checkpoint(probe: EngineProbe) -> None:
         one[0]["resumed"],
         two[0]["resumed"],
         f"after a step from a checkpoint of {RANKS} ranks, on these and on one",
+    )
+
+
+def _expect_number(probe: Probe, what: str, found: float, wanted: float) -> None:
+    probe.expect(
+        math.isclose(found, wanted, rel_tol=1e-5),
+        f"{what} is {found:.7g}, and {wanted:.7g} on one",
+        accepted="a relative difference of at most 1e-5",
+        hint="average gradients over ranks on the last micro-batch; take the norm over all shards; drop"
+        " gathered weights at the end of an evaluation",
     )
 
 
@@ -183,12 +188,15 @@ def _resumed(work: _Work) -> dict[str, Any]:
 def _trained(work: _Work) -> tuple[Trial, dict[str, Any]]:
     """The task after some steps, each row a micro-batch; a step that one rank would skip is discarded."""
     trial = Trial(work.build())
+    evaluated = [trial.loss(STEPS), trial.loss_of_halved(STEPS)]
     taken = [trial.step(step, ROWS, clip=CLIP) for step in range(STEPS)]
+    evaluated.append(trial.loss(STEPS))
     last = Ranks.current().count - 1
     trial.backward(STEPS, ROWS, poisoned(last))
     norm = trial.engine.grad_norm()
     trial.engine.discard()
     found = {"losses": [loss for loss, _ in taken], "norms": [norm for _, norm in taken]}
+    found["evaluated"] = evaluated
     return trial, {**found, "weights": trial.weights(), "poisoned": norm}
 
 
