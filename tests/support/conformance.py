@@ -59,6 +59,6 @@ def refusal(name: str, check: str, faulty: type, **options: object) -> str:
     return outcome.reason
 
 
-def shortcomings(name: str) -> list[str]:
+def shortcomings(name: str, ranks: bool = True) -> list[str]:
     """The checks that a shipped component fails, with their sentences."""
-    return [f"{o.check}: {o.reason}" for o in examined(name) if o.status == "failed"]
+    return [f"{o.check}: {o.reason}" for o in examined(name, ranks=ranks) if o.status == "failed"]

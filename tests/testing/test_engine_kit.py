@@ -245,6 +245,22 @@ class Training(Good):
             yield
 
 
+class Remembering(Good):
+    """It evaluates with the weights of its first evaluation."""
+
+    @contextmanager
+    def evaluating(self):
+        held = [parameter for _, parameter in self.named_parameters()]
+        now = [parameter.detach().clone() for parameter in held]
+        self.first = getattr(self, "first", now)
+        with torch.no_grad():
+            torch._foreach_copy_(held, self.first)
+        with super().evaluating():
+            yield
+        with torch.no_grad():
+            torch._foreach_copy_(held, now)
+
+
 class Restless(Good):
     """After an evaluation, all modules are in training mode."""
 
@@ -377,6 +393,7 @@ FAULTS = [
     ("frozen_weights", Melting, "the optimizer gets other parameters than the trained ones: net.fixed.bias"),
     ("frozen_weights", Empty, "the frozen component computes with other weights than place_frozen was given"),
     ("evaluation", Training, "within evaluating() modules are in training mode"),
+    ("evaluation", Remembering, "the loss in an evaluation after 1 steps is "),
     ("evaluation", Restless, "after evaluating() modules are in other modes than before"),
     ("untrained", Trainer, "'NoneType' object has no attribute 'param_groups'"),
 ]
@@ -450,11 +467,7 @@ def test_an_engine_for_accelerators_alone_is_not_held_against_its_contract_on_th
 # -- on two ranks ------------------------------------------------------------------------------
 
 PLUGIN = """
-from contextlib import contextmanager
-from unittest.mock import patch
-
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from mm_core import Component, hookimpl
 from mm_core.contracts import Randomness
@@ -516,16 +529,6 @@ SHARDED = {
 """,
         "in step 1 on 2 ranks, grad_norm of rank 0 is ",
     ),
-    "weights gathered by an evaluation": (
-        "sharded_training",
-        """
-    @contextmanager
-    def evaluating(self):
-        with patch.object(FSDPModule, "reshard"), super().evaluating():
-            yield
-""",
-        "on 2 ranks, the loss evaluated with halved weights, as with an average of them is ",
-    ),
     "shards in the checkpoint": (
         "sharded_checkpoint",
         """
@@ -543,7 +546,8 @@ def test_a_line_that_is_wrong_on_ranks_alone_fails_the_check_that_is_for_it(
     name: str, tmp_path: Path
 ) -> None:
     check, method, sentence = SHARDED[name]
-    outcomes = {each: on_ranks(tmp_path, method).run(each) for each in KIT.ranks}
+    examination = on_ranks(tmp_path, method)
+    outcomes = {each: examination.run(each) for each in KIT.ranks}
     assert outcomes[check].status == "failed" and sentence in outcomes[check].reason
     assert f"{tmp_path / 'own_engine.py'}, line" in outcomes[check].reason, "the author's file"
     assert check == "sharded_training" or outcomes["sharded_training"].status == "passed"

@@ -286,18 +286,6 @@ class Trial:
         with self.engine.evaluating():
             return float(self.compute(number).total)
 
-    def loss_of_halved(self, number: int) -> float:
-        """The evaluated loss with half of each weight, which is set as that of an average of weights is."""
-        self._multiply(0.5)
-        loss = self.loss(number)
-        self._multiply(2.0)
-        return loss
-
-    def _multiply(self, factor: float) -> None:
-        with torch.no_grad():
-            for _, parameter in self.engine.named_parameters():
-                parameter.mul_(factor)
-
     def weights(self) -> Tensors:
         """Copies of the trained parameters, unsharded; called by all ranks."""
         return whole((name, p) for name, p in self.engine.named_parameters() if p.requires_grad)
