@@ -250,15 +250,17 @@ class Remembering(Good):
 
     @contextmanager
     def evaluating(self):
-        held = [parameter for _, parameter in self.named_parameters()]
-        now = [parameter.detach().clone() for parameter in held]
+        now = [parameter.detach().clone() for _, parameter in self.named_parameters()]
         self.first = getattr(self, "first", now)
-        with torch.no_grad():
-            torch._foreach_copy_(held, self.first)
+        self.set(self.first)
         with super().evaluating():
             yield
-        with torch.no_grad():
-            torch._foreach_copy_(held, now)
+        self.set(now)
+
+    @torch.no_grad()
+    def set(self, values):
+        for (_, parameter), value in zip(self.named_parameters(), values, strict=True):
+            parameter.copy_(value)
 
 
 class Restless(Good):
