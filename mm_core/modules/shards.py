@@ -1,4 +1,4 @@
-"""This rank's shard of a sharded tensor: taking it out, and turning it back into a DTensor."""
+"""This rank's shard of a sharded tensor: taking it out, turning it back into a DTensor, and gathering all."""
 
 from __future__ import annotations
 
@@ -21,3 +21,9 @@ def like(tensor: Tensor, share: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return share
     return DTensor(share, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """A copy of the unsharded tensor, detached. A collective if it is sharded."""
+    whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().clone()

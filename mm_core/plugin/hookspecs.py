@@ -61,7 +61,11 @@ def mm_tasks() -> Iterable[Component]:
 
 @hookspec
 def mm_engines() -> Iterable[Component]:
-    """Engines, which spread a task over devices: `target(**fields)` -> `mm_core.contracts.Engine`."""
+    """Engines, which spread a task over devices: `target(**fields)` -> `mm_core.contracts.Engine`.
+
+    The capability `cpu: False` says that the engine runs on accelerators only: the conformance checks then
+    do not apply on the CPU.
+    """
 
 
 @hookspec
@@ -70,6 +74,7 @@ def mm_optimizers() -> Iterable[Component]:
 
     `groups` is a list of torch parameter groups: `{"params": [...], "names": [...]}` and, if the config sets
     them, `weight_decay` and `lr_scale` (which the engine applies). `names` are the paths in the task.
+    On several ranks parameters may be DTensors; their state is then sharded as they are (`zeros_like`).
     The capability `state_tensors` is the number of tensors of a parameter's size that the optimizer keeps
     (2 for AdamW); the plan's memory estimate uses it.
     """

@@ -15,19 +15,52 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from mm_core.errors import ContractError, MMError, plural
+from mm_core.plugin.registry import get_registry
 from mm_core.runtime.groups import meet_at_file, wait_for_ranks
 from mm_core.runtime.launch.rank_process import leave, lost_peer
-from mm_core.testing.kit import NotApplicable, sentence_of
+from mm_core.schema.fields import ComponentConfig
+from mm_core.testing.kit import NotApplicable, Probe, sentence_of
 
 A = TypeVar("A")
 _PATIENCE = 180.0  # seconds for the imports and the work of all ranks
 _WORK, _MEETING = "work.pickle", "meeting"
+
+
+class ComponentBuild:
+    """Builds the small instance of a component, in this process or in another; called with what the core
+    passes by position.
+
+    Args:
+        probe: the component.
+    """
+
+    def __init__(self, probe: Probe) -> None:
+        self._probe = probe
+
+    def __call__(self, *args: object) -> Any:
+        return self._probe.build(*args)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        files = tuple(plugin.file for plugin in self._probe.registry.plugins if plugin.file is not None)
+        return _Rebuild, (files, self._probe.config)
+
+
+@dataclass(frozen=True)
+class _Rebuild:
+    """Builds a component from its config, with the plugins of another process."""
+
+    files: tuple[str, ...]
+    config: ComponentConfig
+
+    def __call__(self, *args: object) -> Any:
+        return get_registry(self.files).build(self.config.kind, self.config, *args)
 
 
 def on_ranks(world: int, work: Callable[[A], Any], argument: A, timeout: float = _PATIENCE) -> list[Any]:

@@ -19,6 +19,7 @@ def examined(
     tiny: Mapping[str, object] | None = None,
     config: str | None = "",
     ranks: bool = True,
+    capabilities: Mapping[str, object] | None = None,
 ) -> Examination:
     """The examination of a shipped component.
 
@@ -28,6 +29,7 @@ def examined(
         tiny: fields of its small instance, instead of its own.
         config: its config; None: from the signature of `faulty`.
         ranks: also the checks that start several processes.
+        capabilities: instead of its own.
     """
     registry = get_registry()
     (registered,) = find_components(registry, name)
@@ -38,6 +40,8 @@ def examined(
         sys.modules[module.__name__] = module
         component = replace(component, target=f"{module.__name__}:{faulty.__name__}")
     component = replace(component, tiny=component.tiny if tiny is None else tiny)
+    if capabilities is not None:
+        component = replace(component, capabilities=capabilities)
     component = component if config == "" else replace(component, config=config)
     changed = replace(registered, component=component)
     plugins = [
@@ -80,6 +84,6 @@ def refusal(name: str, check: str, faulty: type, **options: object) -> str:
     return outcome.reason
 
 
-def shortcomings(name: str) -> list[str]:
+def shortcomings(name: str, ranks: bool = True) -> list[str]:
     """The checks that a shipped component fails, with their sentences."""
-    return [f"{o.check}: {o.reason}" for o in examined(name) if o.status == "failed"]
+    return [f"{o.check}: {o.reason}" for o in examined(name, ranks=ranks) if o.status == "failed"]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from inspect import getsourcelines
+from pathlib import Path
 
 import pytest
 import torch
 
+from mm_core.plugin.registry import get_registry
+from mm_core.testing.kit import Examination, find_components
 from mm_core.testing.training import lr_schedules, optimizers
 from support.conformance import examined, refusal, shortcomings
 
@@ -175,9 +178,10 @@ FAULTS = [
 ]
 
 
+@pytest.mark.parametrize("ranks", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["core/adamw", "core/adamw_8bit", "core/muon"])
-def test_shipped_optimizers_keep_their_contract(name: str) -> None:
-    assert shortcomings(name) == []
+def test_shipped_optimizers_keep_their_contract(name: str, ranks: bool) -> None:
+    assert shortcomings(name, ranks=ranks) == []
 
 
 def test_an_optimizer_whose_package_is_missing_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +219,9 @@ def test_the_right_check_of_optimizers_fails() -> None:
 def failed(name: str, fault: type, kit) -> list[str]:
     """The checks of the kind that a class fails in place of a shipped component's target."""
     examination = examined(name, fault, config=None)
-    return [check for check in kit.checks if examination.run(check).status == "failed"]
+    return [
+        check for check in kit.checks if check not in kit.ranks and examination.run(check).status == "failed"
+    ]
 
 
 def test_a_sentence_names_the_authors_file_and_line() -> None:
@@ -223,6 +229,82 @@ def test_a_sentence_names_the_authors_file_and_line() -> None:
     assert f"{__file__}, line {getsourcelines(Stepped)[1]}" in reason
     reason = refusal("core/cosine", "pure", Counted, config=None)
     assert f"{__file__}, line {getsourcelines(Counted)[1]}" in reason
+
+
+OWN = """
+import torch
+from torch.distributed.tensor import DTensor
+
+from mm_core import Component, hookimpl
+
+
+class Own(torch.optim.Optimizer):
+    def __init__(self, groups, lr: float = 0.01):
+        super().__init__([dict(group) for group in groups], {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state.setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+                    p.sub_(group["lr"] * state["mean"] / (p.grad.norm() + 1e-6))
+
+
+@hookimpl
+def mm_optimizers():
+    return [Component(name="own", target="own:Own", capabilities={"state_tensors": 1})]
+"""
+SHARDED = [
+    (
+        "p.grad.norm()",
+        "(p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad).norm()",
+        "step 1 on 2 ranks moves embed.weight otherwise than on one, by ",
+    ),
+    (
+        "p.sub_(",
+        "p.view(-1).data_ptr(); p.sub_(",
+        "on 2 ranks that share the parameters, the optimizer fails: ",
+    ),
+    (
+        'state.setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.1)',
+        "local = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad\n"
+        '                    state.setdefault("mean", torch.zeros_like(local)).lerp_(local, 0.1)\n'
+        "                    share = p.to_local() if isinstance(p, DTensor) else p\n"
+        '                    share.sub_(group["lr"] * state["mean"])\n'
+        "                    continue",
+        "the state embed.weight.mean, conv.weight.mean, head.weight.mean, head.bias.mean of a sharded",
+    ),
+]
+
+
+def own_optimizer(folder: Path, old: str = "", new: str = "") -> Examination:
+    """A one-file optimizer with a line replaced."""
+    file = folder / "own.py"
+    assert not old or OWN.count(old) == 1, old
+    file.write_text(OWN.replace(old, new) if old else OWN)
+    registry = get_registry((str(file),))
+    (registered,) = find_components(registry, "local/own")
+    return Examination(registered, registry)
+
+
+@pytest.mark.slow
+def test_a_good_optimizer_passes_over_sharded_parameters(tmp_path: Path) -> None:
+    outcome = own_optimizer(tmp_path).run("sharded")
+    assert (outcome.status, outcome.reason) == ("passed", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("old", "new", "sentence"), SHARDED)
+def test_a_line_that_is_wrong_for_shards_alone_is_refused(
+    old: str, new: str, sentence: str, tmp_path: Path
+) -> None:
+    examination = own_optimizer(tmp_path, old, new)
+    assert examination.run("updates").status == examination.run("resumes").status == "passed"
+    outcome = examination.run("sharded")
+    assert outcome.status == "failed" and sentence in outcome.reason
+    assert f"{tmp_path / 'own.py'}, line" in outcome.reason, "the author's file"
 
 
 # -- learning-rate schedules -------------------------------------------------------------------

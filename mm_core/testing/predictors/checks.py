@@ -27,9 +27,10 @@ from mm_core.testing.predictors.forward import (
     text_padding,
     timestep_precision,
 )
-from mm_core.testing.predictors.probe import Build, ComponentBuild, PredictorProbe
+from mm_core.testing.predictors.probe import Build, PredictorProbe
 from mm_core.testing.predictors.sharded import sharded_checkpoint, sharded_training
 from mm_core.testing.predictors.training import gradients, mixed_precision, recomputation
+from mm_core.testing.ranks import ComponentBuild
 
 _ON_RANKS = by_name(sharded_training, sharded_checkpoint)
 PREDICTOR_CHECKS: Mapping[str, Check] = by_name(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,42 +12,10 @@ from mm_core.contracts import Randomness, SupportsMaxFrames
 from mm_core.errors import ContractError, MMError
 from mm_core.modules.initialise import initialise
 from mm_core.plugin.registry import build as build_component
-from mm_core.plugin.registry import get_registry
-from mm_core.schema.fields import ComponentConfig
 from mm_core.tasks.text_to_video.conditions import Conditions
-from mm_core.testing.kit import Probe
 
 Build = Callable[[], object] | Mapping[str, object] | str
 """A function that creates a small predictor, or an argument for `mm_core.build("predictor", ...)`."""
-
-
-class ComponentBuild:
-    """Builds the small instance of a component, in this process or in another.
-
-    Args:
-        probe: the component.
-    """
-
-    def __init__(self, probe: Probe) -> None:
-        self._probe = probe
-
-    def __call__(self) -> object:
-        return self._probe.build()
-
-    def __reduce__(self) -> tuple[object, ...]:
-        files = tuple(plugin.file for plugin in self._probe.registry.plugins if plugin.file is not None)
-        return _Rebuild, (files, self._probe.config)
-
-
-@dataclass(frozen=True)
-class _Rebuild:
-    """Builds a component from its config, with the plugins of another process."""
-
-    files: tuple[str, ...]
-    config: ComponentConfig
-
-    def __call__(self) -> object:
-        return get_registry(self.files).build(self.config.kind, self.config)
 
 
 class PredictorProbe:

@@ -15,6 +15,7 @@ from mm_core.checkpoint.store import CheckpointStore
 from mm_core.contracts import Randomness
 from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.errors import ContractError, MMError
+from mm_core.modules.shards import gathered
 from mm_core.runtime.ranks import Ranks
 from mm_core.testing.kit import NotApplicable
 from mm_core.testing.predictors.probe import PredictorProbe
@@ -167,17 +168,12 @@ def _train(probe: PredictorProbe, task: Training, engine: FSDP2Engine) -> dict[s
             last = number == RANKS // world - 1
             total += float(engine.micro_step(compute, last=last, scale=world / ROWS).total)
         losses.append(total)
-        gradients.append({n: _full(p.grad) for n, p in engine.named_parameters() if p.grad is not None})
+        gradients.append({n: gathered(p.grad) for n, p in engine.named_parameters() if p.grad is not None})
         engine.step(engine.grad_norm(), None)
     return {"losses": losses, "gradients": gradients}
 
 
 def _named(state: Any) -> Tensors:
     return {
-        f"{part}.{name}": _full(tensor) for part, named in state.items() for name, tensor in named.items()
+        f"{part}.{name}": gathered(tensor) for part, named in state.items() for name, tensor in named.items()
     }
-
-
-def _full(tensor: Tensor) -> Tensor:
-    """A copy of the unsharded tensor; a collective."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()

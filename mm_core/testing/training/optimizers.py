@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mm_core.contracts import Randomness
+from mm_core.errors import ContractError, MMError
+from mm_core.modules.shards import gathered
+from mm_core.runtime.groups import device_mesh
 from mm_core.testing.kit import Kit, Probe, by_name
+from mm_core.testing.ranks import ComponentBuild, on_ranks
 
 _SHAPES: Mapping[str, tuple[int, ...]] = {
     "embed.weight": (64, 64),
@@ -23,18 +28,23 @@ _OWN_GROUP = ("head.weight", "head.bias")
 """Parameters in a group of their own; it has no weight decay, as a config may set."""
 
 _RATE = 0.01
+_RANKS, _STEPS = 2, 2
+
+
+Build = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+"""Makes the optimizer from parameter groups."""
 
 
 class Trial:
     """A new optimizer of the small instance over parameters of two groups.
 
     Args:
-        probe: the component.
+        build: makes the optimizer from its groups.
         values: the parameters' values; None: the same ones in every trial.
         settings: further settings of the second group, as `weight_decay` and `lr_scale`.
     """
 
-    def __init__(self, probe: Probe, values: Mapping[str, Tensor] | None = None, **settings: float) -> None:
+    def __init__(self, build: Build, values: Mapping[str, Tensor] | None = None, **settings: float) -> None:
         values = _drawn("values") if values is None else values
         self.parameters = {name: nn.Parameter(value.clone()) for name, value in values.items()}
         first = [name for name in self.parameters if name not in _OWN_GROUP]
@@ -42,7 +52,7 @@ class Trial:
             {"params": [self.parameters[name] for name in names], "names": list(names), **own}
             for names, own in ((first, {}), (_OWN_GROUP, {"weight_decay": 0.0, **settings}))
         ]
-        self.optimizer: torch.optim.Optimizer = probe.build(self.groups)
+        self.optimizer: torch.optim.Optimizer = build(self.groups)
 
     def group_of(self, name: str) -> dict[str, Any]:
         """The optimizer's own group of a parameter; {} if none has it."""
@@ -75,8 +85,8 @@ class Trial:
         return self.values()
 
     def values(self) -> dict[str, Tensor]:
-        """Copies of the parameters."""
-        return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        """Copies of the parameters; full ones of those that are sharded."""
+        return {name: gathered(parameter) for name, parameter in self.parameters.items()}
 
     def state(self) -> dict[str, Any]:
         """The optimizer's state as a checkpoint names it: `path.key` -> value."""
@@ -100,7 +110,7 @@ def _changed(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[
 
 def groups(probe: Probe) -> None:
     """Every parameter given is in one group of the optimizer, which has a rate and keeps its settings."""
-    trial = Trial(probe, lr_scale=0.5)
+    trial = Trial(probe.build, lr_scale=0.5)
     held = [id(p) for group in trial.optimizer.param_groups for p in group["params"]]
     for name, parameter in trial.parameters.items():
         count = held.count(id(parameter))
@@ -120,7 +130,7 @@ def groups(probe: Probe) -> None:
 
 def updates(probe: Probe) -> None:
     """A step changes each parameter that has a gradient, against it, and no other parameter."""
-    trial = Trial(probe)
+    trial = Trial(probe.build)
     for group in trial.optimizer.param_groups:
         group["weight_decay"] = 0.0
     before, gradients = trial.values(), _drawn("gradients")
@@ -144,7 +154,7 @@ def updates(probe: Probe) -> None:
 
 def rates(probe: Probe) -> None:
     """A step uses the rate that the engine has set in each group: 0 changes nothing."""
-    trial = Trial(probe)
+    trial = Trial(probe.build)
     before, gradients = trial.values(), _drawn("gradients")
     moved = _changed(before, trial.step(gradients, 0.0))
     probe.expect(
@@ -153,7 +163,7 @@ def rates(probe: Probe) -> None:
         accepted="no parameter: the engine makes the state that it loads a checkpoint into by such a step",
         hint='read group["lr"] in each step, and multiply the weight decay by it too',
     )
-    trial = Trial(probe)
+    trial = Trial(probe.build)
     trial.set_rate(_RATE)
     trial.set_rate(0.0, _OWN_GROUP)
     moved = _changed(before, trial.step(gradients, None))
@@ -163,7 +173,7 @@ def rates(probe: Probe) -> None:
         f" {', '.join(moved) or 'nothing'}",
         accepted="only parameters of the other group",
     )
-    plain, scaled = (Trial(probe, lr_scale=scale).step(gradients) for scale in (1.0, 0.5))
+    plain, scaled = (Trial(probe.build, lr_scale=scale).step(gradients) for scale in (1.0, 0.5))
     probe.expect(
         not _changed(plain, scaled),
         "the optimizer multiplies its rate by the group's lr_scale, which is in the rate already",
@@ -174,7 +184,7 @@ def rates(probe: Probe) -> None:
 def weight_decay(probe: Probe) -> None:
     """A group without weight decay keeps weights whose gradient is 0; one with it shrinks them."""
     zeros = {name: torch.zeros(shape) for name, shape in _SHAPES.items()}
-    trial = Trial(probe)
+    trial = Trial(probe.build)
     before = trial.values()
     moved = [name for name in _changed(before, trial.step(zeros)) if name in _OWN_GROUP]
     probe.expect(
@@ -182,7 +192,7 @@ def weight_decay(probe: Probe) -> None:
         f"a step changes {', '.join(moved)}, whose gradient is 0 and whose group has weight_decay 0",
         hint='read group["weight_decay"] of each group',
     )
-    after = Trial(probe, weight_decay=0.5).step(zeros)
+    after = Trial(probe.build, weight_decay=0.5).step(zeros)
     for name in _OWN_GROUP:
         probe.expect(
             after[name].norm() < before[name].norm(),
@@ -193,7 +203,7 @@ def weight_decay(probe: Probe) -> None:
 
 def deterministic(probe: Probe) -> None:
     """Equal parameters and gradients give equal bits."""
-    one, other = Trial(probe), Trial(probe)
+    one, other = Trial(probe.build), Trial(probe.build)
     for step in range(2):
         gradients = _drawn("gradients", step)
         wrong = _changed(one.step(gradients), other.step(gradients))
@@ -204,7 +214,7 @@ def deterministic(probe: Probe) -> None:
 
 def resumes(probe: Probe) -> None:
     """All state is tensors in `optimizer.state`: with it in a new optimizer, training goes on bit for bit."""
-    trial = Trial(probe)
+    trial = Trial(probe.build)
     for step in range(2):
         trial.step(_drawn("gradients", step))
     plain = [name for name, value in trial.state().items() if not isinstance(value, Tensor)]
@@ -213,7 +223,7 @@ def resumes(probe: Probe) -> None:
         f"the state {', '.join(plain)} is no tensor, so a checkpoint cannot contain it",
         accepted="tensors, such as a 0-dimensional one for a count",
     )
-    again = Trial(probe, trial.values())
+    again = Trial(probe.build, trial.values())
     again.step({name: torch.zeros(shape) for name, shape in _SHAPES.items()}, 0.0)  # makes the state
     stored, made = trial.state(), again.state()
     probe.expect(
@@ -235,7 +245,7 @@ def resumes(probe: Probe) -> None:
 
 def state_tensors(probe: Probe) -> None:
     """The state of a large matrix takes the bytes that the component's `state_tensors` declares."""
-    trial = Trial(probe)
+    trial = Trial(probe.build)
     trial.step(_drawn("gradients"))
     name = next(iter(_SHAPES))
     parameter = trial.parameters[name]
@@ -249,6 +259,57 @@ def state_tensors(probe: Probe) -> None:
         f" state_tensors declares {declared:g}",
         hint="declare it: Component(..., capabilities={'state_tensors': n}); the plan's memory depends on it",
     )
+
+
+def sharded(probe: Probe) -> None:
+    """A step over parameters that two ranks share (DTensors) is that on one, and the state is shared too."""
+    alone = Trial(probe.build)
+    start = alone.values()
+    wanted = [alone.step(_drawn("gradients", step)) for step in range(_STEPS)]
+    try:
+        ranks = on_ranks(_RANKS, _sharded_steps, ComponentBuild(probe))
+    except MMError as fault:
+        raise ContractError(
+            f"on {_RANKS} ranks that share the parameters, the optimizer fails: {fault.what}",
+            where=probe.place,
+            accepted="parameters that are DTensors, as an engine shards them",
+            hint="use operations that torch has for DTensors, or those of `parameter.to_local()`",
+        ) from fault
+    for number, rank in enumerate(ranks):
+        probe.expect(
+            not rank["plain"],
+            f"the state {', '.join(rank['plain'])} of a sharded parameter is a plain tensor, of which a"
+            " checkpoint holds one rank's share",
+            accepted="DTensors with the parameter's sharding, as zeros_like(parameter) makes them",
+        )
+        for step, found in enumerate(rank["values"]):
+            before = wanted[step - 1] if step else start
+            for name, value in wanted[step].items():
+                error, moved = (float((each - value).abs().max()) for each in (found[name], before[name]))
+                probe.expect(
+                    error <= 0.1 * moved,  # states of 8 bits are rounded in blocks, which a shard may cut
+                    f"step {step + 1} on {_RANKS} ranks moves {name} otherwise than on one, by {error:.1e} of"
+                    f" {moved:.1e} on rank {number}",
+                    accepted="the step of the full parameter, on every rank",
+                    hint="norms and other sums over a parameter must be those of all its shards",
+                )
+
+
+def _sharded_steps(build: ComponentBuild) -> dict[str, Any]:
+    """Run by each rank: steps over DTensors, and the names of state that is not sharded."""
+    mesh = device_mesh((_RANKS,), ("shard",))
+
+    def shared(value: Tensor) -> Tensor:
+        return distribute_tensor(value, mesh, [Shard(0) if value.dim() else Replicate()])
+
+    trial = Trial(build, {name: shared(value) for name, value in _drawn("values").items()})
+    values = [
+        trial.step({name: shared(value) for name, value in _drawn("gradients", step).items()})
+        for step in range(_STEPS)
+    ]
+    state = trial.state().items()
+    plain = [name for name, t in state if isinstance(t, Tensor) and t.dim() and not isinstance(t, DTensor)]
+    return {"values": values, "plain": plain}
 
 
 def _bytes(value: object) -> int:
@@ -265,9 +326,10 @@ def _parts(value: object) -> Iterator[Tensor]:
 
 
 KIT = Kit(
-    by_name(groups, updates, rates, weight_decay, deterministic, resumes, state_tensors),
+    by_name(groups, updates, rates, weight_decay, deterministic, resumes, state_tensors, sharded),
     arguments=lambda _: (
         [{"params": [nn.Parameter(torch.ones(4, 4))], "names": ["linear.weight"], "weight_decay": 0.0}],
     ),
+    ranks=("sharded",),
 )
 """The conformance checks of optimizers."""

@@ -1,0 +1,206 @@
+"""Conformance checks of an engine on two ranks: it trains as on one, and one loads their checkpoint."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mm_core.checkpoint.store import CheckpointStore
+from mm_core.errors import ContractError, MMError
+from mm_core.runtime.ranks import Ranks
+from mm_core.testing.kit import NotApplicable, Probe, sentence_of
+from mm_core.testing.ranks import ComponentBuild, on_ranks
+from mm_core.testing.training.engine_task import ROWS, Tensors, Trial, poisoned, task_on_meta, whole
+
+STEPS, RANKS, CLIP = 2, 2, 0.5
+
+
+class EngineProbe(Probe):
+    """The engine under test, with what its ranks have found.
+
+    Args:
+        probe: the engine.
+    """
+
+    def __init__(self, probe: Probe) -> None:
+        super().__init__(probe.registered, probe.registry, probe.folder)
+        self.outcomes: Any = None
+        """What one rank and each of two ranks have returned, or their error."""
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What each rank does with a new engine.
+
+    Attributes:
+        build: builds the engine.
+        folder: where two ranks save a checkpoint, and one loads it.
+    """
+
+    build: ComponentBuild
+    folder: Path
+
+
+def sharded_training(probe: EngineProbe) -> None:
+    """Two ranks train as one from the same seed, and no rank skips a step alone."""
+    one, two = _outcomes(probe)
+    for step in range(STEPS):
+        when = f"in step {step + 1} on {RANKS} ranks, "
+        losses = [sum(rank["losses"][step] for rank in ranks) for ranks in (one, two)]
+        _expect_number(probe, f"{when}the loss", losses[1], losses[0])
+        for number, rank in enumerate(two):
+            _expect_number(
+                probe, f"{when}grad_norm of rank {number}", rank["norms"][step], one[0]["norms"][step]
+            )
+    for rank in two:
+        for words, found, wanted in zip(
+            ("before", "after"), rank["evaluated"], one[0]["evaluated"], strict=True
+        ):
+            _expect_number(probe, f"on {RANKS} ranks, the loss evaluated {words} training", found, wanted)
+        _expect_close(
+            probe, rank["weights"], one[0]["weights"], f"after {STEPS} steps on one rank and on {RANKS}"
+        )
+    finite = [number for number, rank in enumerate(two) if math.isfinite(rank["poisoned"])]
+    probe.expect(
+        not finite,
+        f"the loss is NaN on one of {RANKS} ranks, but grad_norm is finite on rank {finite}",
+        hint="ranks must agree that a step is skipped: reduce the gradients of such a loss too",
+    )
+
+
+def sharded_checkpoint(probe: EngineProbe) -> None:
+    """One rank loads what two have saved, and goes on as they do."""
+    try:
+        one, two = _outcomes(probe)
+    except MMError as fault:
+        raise NotApplicable(f"the engine does not train on {RANKS} ranks: see sharded_training") from fault
+    hint = "let state_dict and state_template return tensors of the full shape (DTensors)"
+    probe.expect(
+        "fault" not in one[0],
+        f"one rank cannot load a checkpoint of {RANKS}: {one[0].get('fault')}",
+        hint=hint,
+    )
+    saved, loaded = two[0]["state"], one[0]["loaded"]
+    lost = saved.keys() ^ loaded.keys()
+    lost |= {name for name in saved.keys() & loaded.keys() if not saved[name].equal(loaded[name])}
+    probe.expect(
+        not lost,
+        f"a checkpoint of {RANKS} ranks, loaded on one, gives other values of {', '.join(sorted(lost)[:4])}",
+        accepted="equal bits",
+        hint=hint,
+    )
+    _expect_close(
+        probe,
+        one[0]["resumed"],
+        two[0]["resumed"],
+        f"after a step from a checkpoint of {RANKS} ranks, on these and on one",
+    )
+
+
+def _expect_number(probe: Probe, what: str, found: float, wanted: float) -> None:
+    probe.expect(
+        math.isclose(found, wanted, rel_tol=1e-5),
+        f"{what} is {found:.7g}, and {wanted:.7g} on one",
+        accepted="a relative difference of at most 1e-5",
+        hint="average gradients over ranks on the last micro-batch; take the norm over all shards",
+    )
+
+
+def _expect_close(probe: Probe, found: Tensors, wanted: Tensors, when: str) -> None:
+    for name in sorted(found.keys() | wanted.keys()):
+        probe.expect(name in found and name in wanted, f"{when}, {name} is missing in named_parameters")
+        error, largest = float((found[name] - wanted[name]).abs().max()), float(wanted[name].abs().max())
+        probe.expect(
+            error <= 1e-5 * largest + 1e-6,
+            f"{when}, {name} differs by {error:.1e}",
+            accepted="a relative difference of at most 1e-5",
+            hint="initial weights and updates must not depend on the number of ranks",
+        )
+
+
+def _outcomes(probe: EngineProbe) -> tuple[list[Any], list[Any]]:
+    """What one rank and what two ranks have found; of a probe, they run once.
+
+    Raises:
+        NotApplicable: the engine declares that it cannot run so.
+        ContractError: a rank failed, with its sentence.
+    """
+    if probe.registered.component.capabilities.get("cpu", True) is False:
+        raise NotApplicable("the engine declares that it needs an accelerator (`cpu: False`)")
+    if probe.build().plan(task_on_meta(), RANKS, 2.0).data_parallel != RANKS:
+        raise NotApplicable(f"the small instance does not give each of {RANKS} ranks samples of its own")
+    if probe.outcomes is None:
+        with tempfile.TemporaryDirectory(prefix="mm-sharded-") as folder:
+            work = _Work(ComponentBuild(probe), Path(folder))
+            try:
+                two = on_ranks(RANKS, _train_and_save, work)
+                probe.outcomes = on_ranks(1, _train_and_load, work), two
+            except MMError as error:
+                probe.outcomes = error
+    if isinstance(fault := probe.outcomes, MMError):
+        what = f"on {RANKS} ranks, the engine fails: {fault.what}"
+        raise ContractError(what, where=probe.place, accepted=fault.accepted, hint=fault.hint)
+    one, two = probe.outcomes
+    return one, two
+
+
+def _train_and_save(work: _Work) -> dict[str, Any]:
+    """Run by each of two ranks: trains, saves, and goes on."""
+    trial, found = _trained(work)
+    state = trial.engine.state_dict()
+    store = CheckpointStore(work.folder, keep=1)
+    store.begin(0)
+    store.save(STEPS, state, {}, "run: {}\n")
+    store.close()
+    found["state"] = _named(state)
+    trial.step(STEPS, ROWS, clip=CLIP)
+    return {**found, "resumed": trial.weights()}
+
+
+def _train_and_load(work: _Work) -> dict[str, Any]:
+    """Run by one rank: trains, then loads into a new engine what the two have saved, and goes on."""
+    _, found = _trained(work)
+    try:
+        return {**found, **_resumed(work)}
+    except Exception as fault:  # of the checkpoint, not of the training
+        return {**found, "fault": fault.what if isinstance(fault, MMError) else sentence_of(fault)}
+
+
+def _resumed(work: _Work) -> dict[str, Any]:
+    """The state that a new engine loads, and its weights after a step."""
+    trial = Trial(work.build(), seed=9)
+    store = CheckpointStore(work.folder, keep=1)
+    checkpoint, _ = store.open("auto")
+    assert checkpoint is not None
+    state = trial.engine.state_template({n.rpartition(".")[0] for n in checkpoint.names("optimizer")})
+    store.load(checkpoint, state, verified=True)
+    loaded = _named(state)
+    trial.step(STEPS, ROWS, clip=CLIP)
+    return {"loaded": loaded, "resumed": trial.weights()}
+
+
+def _trained(work: _Work) -> tuple[Trial, dict[str, Any]]:
+    """The task after some steps, each row a micro-batch; a step that one rank would skip is discarded."""
+    trial = Trial(work.build())
+    evaluated = [trial.loss(STEPS)]
+    taken = [trial.step(step, ROWS, clip=CLIP) for step in range(STEPS)]
+    evaluated.append(trial.loss(STEPS))
+    last = Ranks.current().count - 1
+    trial.backward(STEPS, ROWS, poisoned(last))
+    norm = trial.engine.grad_norm()
+    trial.engine.discard()
+    found = {"losses": [loss for loss, _ in taken], "norms": [norm for _, norm in taken]}
+    found["evaluated"] = evaluated
+    return trial, {**found, "weights": trial.weights(), "poisoned": norm}
+
+
+def _named(state: Mapping[str, Mapping[str, Tensor]]) -> Tensors:
+    return whole(
+        (f"{part}.{name}", tensor) for part, named in state.items() for name, tensor in named.items()
+    )
