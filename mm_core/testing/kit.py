@@ -319,8 +319,8 @@ def sentence_of(error: BaseException, place: str | None = None) -> str:
 
 
 def kit_of(kind: str) -> Kit:
-    """The conformance checks of a kind of component; a kind without a kit has none of its own."""
-    kit: Kit = _load(KITS[kind]) if kind in KITS else Kit({})
+    """The conformance checks of a kind of component."""
+    kit: Kit = _load(KITS[kind])
     return kit
 
 

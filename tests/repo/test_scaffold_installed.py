@@ -1,0 +1,117 @@
+"""What `mm plugins new` writes, as its author uses it: a wheel in a clean environment, its tests, a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+from mm_core.plugin.hookspecs import KINDS
+
+ROOT = Path(__file__).resolve().parents[2]
+PIP = (sys.executable, "-m", "pip")
+
+
+class Environment:
+    """A clean environment with the wheels of mm-core and its plugins; third-party packages are this one's."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        venv.create(folder / "venv", with_pip=False, symlinks=True)
+        self.python = folder / "venv/bin/python"
+        found = self.run("-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder)
+        self.site = Path(found.strip())
+        (self.site / "third_party.pth").write_text(sysconfig.get_path("purelib") + "\n")
+
+    def run(self, *arguments: object, cwd: Path) -> str:
+        """Runs Python in the environment; returns what it prints."""
+        spared = ("PYTHONPATH", "PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", "PYTEST_CURRENT_TEST")
+        own = {name: value for name, value in os.environ.items() if name not in spared}
+        command = [self.python, *map(str, arguments)]
+        done = subprocess.run(
+            command, cwd=cwd, capture_output=True, text=True, env=own | {"OMP_NUM_THREADS": "1"}, timeout=600
+        )
+        assert done.returncode == 0, f"{arguments}\n{done.stdout}\n{done.stderr}"
+        return done.stdout + done.stderr
+
+    def mm(self, *arguments: object, cwd: Path) -> str:
+        """Runs `mm ARGUMENTS` in the environment."""
+        return self.run("-m", "mm_core.cli.main", *arguments, cwd=cwd)
+
+    def install(self, *wheels: Path) -> None:
+        """Installs wheels and nothing else."""
+        command = [*PIP, "install", "-qq", "--no-deps", "--no-index", "--target", str(self.site)]
+        subprocess.run([*command, *map(str, wheels)], check=True, stdin=subprocess.DEVNULL)
+
+    def install_folder(self, project: Path) -> Path:
+        """Builds a project's wheel, installs it and returns it."""
+        wheels = project.parent / f"{project.name}-wheel"
+        command = [*PIP, "wheel", "-qq", "--no-deps", "--no-build-isolation", "--no-index"]
+        command += ["--wheel-dir", str(wheels), str(project)]
+        subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
+        (wheel,) = wheels.glob("*.whl")
+        self.install(wheel)
+        return wheel
+
+
+@pytest.fixture(scope="module")
+def environment(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    made = Environment(tmp_path_factory.mktemp("clean"))
+    made.install(*wheels.values())
+    return made
+
+
+def steps_of(run: Path) -> int:
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return sum("loss" in json.loads(line) for line in lines)
+
+
+@pytest.mark.slow
+def test_a_new_predictor_is_green_trains_and_samples_at_once(environment: Environment) -> None:
+    here = environment.folder / "author"
+    here.mkdir()
+    environment.mm("plugins", "new", "my-dit", cwd=here)
+    environment.install_folder(here / "my-dit")
+    assert "0 errors" in environment.mm("plugins", "check", "--import", cwd=here)
+    assert "my_dit/predictor" in environment.mm("config", "list", cwd=here)
+    project = here / "my-dit"
+    tests = environment.run("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=project)
+    assert " passed" in tests and "failed" not in tests
+    environment.mm("config", "copy", "my_dit/predictor", cwd=here)
+    environment.mm("train", "--config", "predictor.yaml", "train.steps=5", cwd=here)
+    assert steps_of(here / "runs/my_dit_predictor") == 5
+    out = here / "clips"
+    words = ("--prompt", "a red circle moves left", "--steps", 2, "--out", out)
+    environment.mm("sample", "--run", "runs/my_dit_predictor", *words, cwd=here)
+    assert list(out.glob("*.mp4"))
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plugin_of_each_kind_is_green_and_runs(kind: str, environment: Environment, shapes: Path) -> None:
+    name = f"new-{kind.replace('_', '-')}"
+    package = name.replace("-", "_")
+    here = environment.folder / kind
+    here.mkdir()
+    environment.mm("plugins", "new", name, "--kind", kind, cwd=here)
+    environment.install_folder(here / name)
+    tests = environment.run("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=here / name)
+    assert " passed" in tests and "failed" not in tests
+    (here / "data").mkdir()
+    (here / "data/clips").symlink_to(shapes)
+    config = here / name / package / "configs" / f"{kind}.yaml"
+    environment.mm("train", "--config", config, "train.steps=5", cwd=here)
+    run = here / f"runs/{package}_{kind}"
+    assert steps_of(run) == 5
+    if kind == "weight_format":
+        environment.mm("export", "--run", run, "--out", here / "exported", "--to", package, cwd=here)
+        again = ("train.steps=5", f"init_from={{path: {here / 'exported'}}}", "run.name=again")
+        environment.mm("train", "--config", config, *again, cwd=here)
+        assert steps_of(here / "runs/again") == 5
