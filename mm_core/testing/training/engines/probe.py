@@ -90,10 +90,12 @@ def names(found: Collection[str]) -> str:
 def differing(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
     """Names of tensors that are not equal bit for bit, or that only one of the two has."""
     return [
-        n for n in one.keys() | other.keys() if n not in one or n not in other or unlike(one[n], other[n])
+        n
+        for n in one.keys() | other.keys()
+        if n not in one or n not in other or bits_differ(one[n], other[n])
     ]
 
 
-def unlike(one: Tensor, other: Tensor) -> bool:
+def bits_differ(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors differ in any bit, or in their dtype."""
     return one.dtype != other.dtype or not torch.equal(one, other)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mm_core.contracts import EnginePlan
-from mm_core.testing.training.engines.probe import EngineProbe, differing, names, off, unlike
+from mm_core.testing.training.engines.probe import EngineProbe, bits_differ, differing, names, off
 from mm_core.testing.training.engines.task import (
     FROZEN,
     SCALE,
@@ -121,7 +121,7 @@ def initial_weights(probe: EngineProbe) -> None:
     given = {name: value for name, value in network_values().items() if name != spared}
     drawn, trial = Trial(probe.build()), Trial(probe.build(), values=given)
     state = whole(trial.engine.state_dict()["model"].items())
-    lost = [name for name, value in given.items() if unlike(state[name], value)]
+    lost = [name for name, value in given.items() if bits_differ(state[name], value)]
     probe.expect(
         not lost,
         f"after prepare, {names(lost)} has other values than the initial weights",
@@ -208,7 +208,7 @@ def exported_weights(probe: EngineProbe) -> None:
         name for name, t in model.items() if (t.shape, t.dtype) != (wanted[name].shape, wanted[name].dtype)
     ]
     probe.expect(not wrong, f"{names(wrong)} has another shape or dtype in state_dict than in the model")
-    lost = [name for name, tensor in trial.weights().items() if unlike(tensor, model[name])]
+    lost = [name for name, tensor in trial.weights().items() if bits_differ(tensor, model[name])]
     probe.expect(not lost, f"{names(lost)} has other values in state_dict than in named_parameters")
     found = Plain(values=model).loss(1)
     probe.expect_number("the loss of the engine's model", trial.loss(1), found)
