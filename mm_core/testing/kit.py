@@ -44,7 +44,7 @@ KITS: Mapping[str, str] = MappingProxyType(
         "weight_format": "mm_core.testing.outputs.weight_formats:KIT",
         "task": "mm_core.testing.training.tasks:KIT",
         "optimizer": "mm_core.testing.training.optimizers:KIT",
-        "engine": "mm_core.testing.training.engines:KIT",
+        "engine": "mm_core.testing.training.engines.checks:KIT",
         "lr_schedule": "mm_core.testing.training.lr_schedules:KIT",
     }
 )

@@ -15,8 +15,8 @@ from mm_core.contracts import Randomness
 from mm_core.engines.fsdp2 import FSDP2Engine
 from mm_core.plugin.registry import get_registry
 from mm_core.testing.kit import Examination, find_components
-from mm_core.testing.training.engine_task import Values
-from mm_core.testing.training.engines import KIT
+from mm_core.testing.training.engines.checks import KIT
+from mm_core.testing.training.engines.task import Values
 from support.conformance import examined, refusal
 
 ALONE = [name for name in KIT.checks if name not in KIT.ranks]

@@ -9,29 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mm_core.checkpoint.store import CheckpointStore
 from mm_core.errors import ContractError, MMError
 from mm_core.runtime.ranks import Ranks
-from mm_core.testing.kit import NotApplicable, Probe, sentence_of
+from mm_core.testing.kit import NotApplicable, sentence_of
 from mm_core.testing.ranks import ComponentBuild, on_ranks
-from mm_core.testing.training.engine_task import ROWS, Tensors, Trial, poisoned, task_on_meta, whole
+from mm_core.testing.training.engines.probe import EngineProbe
+from mm_core.testing.training.engines.task import ROWS, Tensors, Trial, poisoned, task_on_meta, whole
 
 STEPS, RANKS, CLIP = 2, 2, 0.5
-
-
-class EngineProbe(Probe):
-    """The engine under test, with what its ranks have found.
-
-    Args:
-        probe: the engine.
-    """
-
-    def __init__(self, probe: Probe) -> None:
-        super().__init__(probe.registered, probe.registry, probe.folder)
-        self.outcomes: Any = None
-        """What one rank and each of two ranks have returned, or their error."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +42,15 @@ def sharded_training(probe: EngineProbe) -> None:
     for step in range(STEPS):
         when = f"in step {step + 1} on {RANKS} ranks, "
         losses = [sum(rank["losses"][step] for rank in ranks) for ranks in (one, two)]
-        _expect_number(probe, f"{when}the loss", losses[1], losses[0])
+        probe.expect_number(f"{when}the loss", losses[1], losses[0], "on one")
         for number, rank in enumerate(two):
-            _expect_number(
-                probe, f"{when}grad_norm of rank {number}", rank["norms"][step], one[0]["norms"][step]
-            )
+            what = f"{when}grad_norm of rank {number}"
+            probe.expect_number(what, rank["norms"][step], one[0]["norms"][step], "on one")
     for rank in two:
-        for words, found, wanted in zip(
-            ("before", "after"), rank["evaluated"], one[0]["evaluated"], strict=True
-        ):
-            _expect_number(probe, f"on {RANKS} ranks, the loss evaluated {words} training", found, wanted)
+        evaluated = zip(("before", "after"), rank["evaluated"], one[0]["evaluated"], strict=True)
+        for when, found, wanted in evaluated:
+            what = f"on {RANKS} ranks, the loss evaluated {when} training"
+            probe.expect_number(what, found, wanted, "on one")
         _expect_close(
             probe, rank["weights"], one[0]["weights"], f"after {STEPS} steps on one rank and on {RANKS}"
         )
@@ -103,16 +91,7 @@ def sharded_checkpoint(probe: EngineProbe) -> None:
     )
 
 
-def _expect_number(probe: Probe, what: str, found: float, wanted: float) -> None:
-    probe.expect(
-        math.isclose(found, wanted, rel_tol=1e-5),
-        f"{what} is {found:.7g}, and {wanted:.7g} on one",
-        accepted="a relative difference of at most 1e-5",
-        hint="average gradients over ranks on the last micro-batch; take the norm over all shards",
-    )
-
-
-def _expect_close(probe: Probe, found: Tensors, wanted: Tensors, when: str) -> None:
+def _expect_close(probe: EngineProbe, found: Tensors, wanted: Tensors, when: str) -> None:
     for name in sorted(found.keys() | wanted.keys()):
         probe.expect(name in found and name in wanted, f"{when}, {name} is missing in named_parameters")
         error, largest = float((found[name] - wanted[name]).abs().max()), float(wanted[name].abs().max())
@@ -131,8 +110,7 @@ def _outcomes(probe: EngineProbe) -> tuple[list[Any], list[Any]]:
         NotApplicable: the engine declares that it cannot run so.
         ContractError: a rank failed, with its sentence.
     """
-    if probe.registered.component.capabilities.get("cpu", True) is False:
-        raise NotApplicable("the engine declares that it needs an accelerator (`cpu: False`)")
+    probe.require_device(torch.device("cpu"))
     if probe.build().plan(task_on_meta(), RANKS, 2.0).data_parallel != RANKS:
         raise NotApplicable(f"the small instance does not give each of {RANKS} ranks samples of its own")
     if probe.outcomes is None:
