@@ -18,7 +18,7 @@ from pathlib import Path
 import av
 import numpy as np
 
-from mm_core.data.datasets.shapes import BACKGROUND, COLOURS, DIRECTIONS, SHAPES
+from mm_core.data import moving_shapes
 
 SATURATED = 0.35  # max - min channel, of 1, above which a pixel counts as coloured
 AREA = (0.01, 0.35)  # share of a frame that a shape may cover
@@ -81,7 +81,10 @@ def judge_prompt(prompt: str) -> Judgement:
     """Colour, shape and direction that a caption asks for, by its words."""
     words = prompt.lower().replace(".", " ").replace(",", " ").split()
     return Judgement(
-        *(next((w for w in words if w in known), None) for known in (COLOURS, SHAPES, DIRECTIONS))
+        *(
+            next((w for w in words if w in known), None)
+            for known in (moving_shapes.COLOURS, moving_shapes.SHAPES, moving_shapes.DIRECTIONS)
+        )
     )
 
 
@@ -114,20 +117,20 @@ def _same(shown: Judgement, asked: Judgement, part: str) -> bool:
 
 def _colour(clip: np.ndarray, weight: np.ndarray) -> str | None:
     """The colour of the palette closest to most coloured pixels, by hue instead of brightness."""
-    palette = np.array(list(COLOURS.values()), dtype=np.float64)  # [P,3]
+    palette = np.array(list(moving_shapes.COLOURS.values()), dtype=np.float64)  # [P,3]
     chroma = palette - palette.mean(1, keepdims=True)
     chroma /= np.linalg.norm(chroma, axis=1, keepdims=True)
     hues = clip - clip.mean(0)
     nearest = np.tensordot(chroma, hues, axes=1).argmax(0)  # [F,Y,X]
     votes = np.array([(weight * (nearest == place)).sum() for place in range(len(palette))])
     best = int(votes.argmax())
-    return list(COLOURS)[best] if votes[best] >= AGREEMENT * votes.sum() else None
+    return list(moving_shapes.COLOURS)[best] if votes[best] >= AGREEMENT * votes.sum() else None
 
 
 def _cover(clip: np.ndarray, colour: str) -> np.ndarray:
     """Position [F,Y,X] of each pixel between the background (0) and the colour (1)."""
-    background = np.array(BACKGROUND) / 255
-    way = np.array(COLOURS[colour]) / 255 - background
+    background = np.array(moving_shapes.BACKGROUND) / 255
+    way = np.array(moving_shapes.COLOURS[colour]) / 255 - background
     along = np.tensordot(way, clip - background[:, None, None, None], axes=1) / (way @ way)
     return np.clip((along - 0.1) / 0.8, 0, 1)  # ignores noise of codec and sampling on the background
 
@@ -154,7 +157,7 @@ def _direction(cover: np.ndarray) -> str | None:
         return None
     step = [0, 0]
     step[axis] = 1 if moved[axis] > 0 else -1
-    return next(name for name, vector in DIRECTIONS.items() if vector == tuple(step))
+    return next(name for name, vector in moving_shapes.DIRECTIONS.items() if vector == tuple(step))
 
 
 def _shape(cover: np.ndarray) -> str:

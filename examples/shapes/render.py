@@ -19,7 +19,7 @@ from pathlib import Path
 import av
 import numpy as np
 
-from mm_core.data.datasets.shapes import HELD_OUT, TRAINED, caption, draw, draw_scene
+from mm_core.data import moving_shapes
 
 
 def write_mp4(path: Path, clip: np.ndarray, fps: int) -> None:
@@ -49,23 +49,24 @@ def render(out: Path, clips: int, seed: int, size: int, frames: int, fps: int, p
         prompts: number of captions in held_out.json.
     """
     (out / "videos").mkdir(parents=True, exist_ok=True)
+    trained, held_out = moving_shapes.TRAINED, moving_shapes.HELD_OUT
     rows = []
     for index in range(clips):
         rng = random.Random(f"{seed}/{index}")
-        scene = draw_scene(TRAINED[index % len(TRAINED)], rng, (size, size), frames)
+        scene = moving_shapes.draw_scene(trained[index % len(trained)], rng, (size, size), frames)
         name = f"videos/{index:05d}.mp4"
-        write_mp4(out / name, draw(scene, (size, size), frames), fps)
+        write_mp4(out / name, moving_shapes.draw(scene, (size, size), frames), fps)
         rows.append(
             {
                 "path": name,
-                "cap": caption(scene.colour, scene.shape, scene.direction),
+                "cap": moving_shapes.caption(scene.colour, scene.shape, scene.direction),
                 "num_frames": frames,
                 "fps": fps,
                 "resolution": {"height": size, "width": size},
             }
         )
-    held_out = [caption(*HELD_OUT[index % len(HELD_OUT)]) for index in range(prompts)]
-    (out / "held_out.json").write_text(json.dumps(held_out, indent=1) + "\n")
+    captions = [moving_shapes.caption(*held_out[index % len(held_out)]) for index in range(prompts)]
+    (out / "held_out.json").write_text(json.dumps(captions, indent=1) + "\n")
     (out / "data.json").write_text(json.dumps(rows, indent=1) + "\n")
 
 

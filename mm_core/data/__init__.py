@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from mm_core.data.datasets import shapes as moving_shapes
     from mm_core.data.datasets.video_text import collate_clips
     from mm_core.data.loading.stopping import check_stop
     from mm_core.data.loading.workers import (
@@ -38,6 +39,7 @@ __all__ = [
     "deaths_explained",
     "inside",
     "kind_of",
+    "moving_shapes",
     "opened_image",
     "read_image",
     "read_prompts",
@@ -62,7 +64,13 @@ _HOMES = {
 }
 
 
+_MODULES = {"moving_shapes": "datasets.shapes"}
+"""Names that are modules."""
+
+
 def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return import_module(f"mm_core.data.{_MODULES[name]}")
     for home, names in _HOMES.items():
         if name in names:
             return getattr(import_module(f"mm_core.data.{home}"), name)

@@ -42,7 +42,7 @@ KITS: Mapping[str, str] = MappingProxyType(
         "tracker": "mm_core.testing.outputs.trackers:KIT",
         "callback": "mm_core.testing.outputs.callbacks:KIT",
         "weight_format": "mm_core.testing.outputs.weight_formats:KIT",
-        "task": "mm_core.testing.training.tasks:KIT",
+        "task": "mm_core.testing.training.tasks.checks:KIT",
         "optimizer": "mm_core.testing.training.optimizers:KIT",
         "engine": "mm_core.testing.training.engines.checks:KIT",
         "lr_schedule": "mm_core.testing.training.lr_schedules:KIT",

@@ -164,7 +164,7 @@ def loss_weights(probe: Probe) -> None:
 def precise_timesteps(probe: Probe) -> None:
     """model_timestep keeps the shape, and neighbouring timesteps stay different."""
     scheduler = probe.build()
-    at = _times(scheduler, 33)
+    at = _times(scheduler, 1001)
     given = scheduler.model_timestep(at)
     probe.expect(given.shape == at.shape, f"model_timestep returned the shape {tuple(given.shape)}")
     probe.expect(

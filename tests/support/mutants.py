@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ class Mutant:
         old: what is replaced in the template; it occurs once.
         new: what takes its place.
         fault: what is wrong.
+        check: the check of the kit that is for it; "" if none finds it.
+        seen: where it shows first: `check`, `check --import` or `test` of `mm plugins`.
     """
 
     name: str
@@ -36,6 +39,8 @@ class Mutant:
     old: str
     new: str
     fault: str
+    check: str = ""
+    seen: str = "test"
 
     @property
     def text(self) -> str:
@@ -43,6 +48,11 @@ class Mutant:
         good = template_of(self.kind)
         assert good.count(self.old) == 1, f"{self.name}: {self.old!r} occurs {good.count(self.old)} times"
         return good.replace(self.old, self.new)
+
+
+def read_mutants(file: Path) -> tuple[Mutant, ...]:
+    """The mutants of a TOML file."""
+    return tuple(Mutant(**row) for row in tomllib.loads(file.read_text(encoding="utf-8"))["mutant"])
 
 
 @dataclass(frozen=True)

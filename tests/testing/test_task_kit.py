@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mm_core.testing.training.tasks import KIT
+from mm_core.testing.training.tasks.checks import KIT
 from support.conformance import edited, failed, shortcomings
 
 GOOD = Path(__file__).with_name("good_task.py")

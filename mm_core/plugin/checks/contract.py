@@ -60,7 +60,10 @@ CONTRACTS: Mapping[str, Contract] = MappingProxyType(
             "mm_core.contracts:NoiseScheduler",
             optional=_capabilities("SupportsForTokens", "SupportsTruncated"),
         ),
-        "dataset": Contract("mm_core.contracts:Dataset"),
+        "dataset": Contract(
+            "mm_core.contracts:Dataset",
+            optional=_capabilities("SupportsSampleAt", "SupportsLengths", "SupportsClassNames"),
+        ),
         "task": Contract("mm_core.contracts:Task", "writing-a-task", base="torch.nn:Module"),
         "engine": Contract("mm_core.contracts:Engine"),
         "optimizer": Contract("torch.optim:Optimizer", base="torch.optim:Optimizer"),

@@ -177,7 +177,7 @@ def _attributes(
 
 
 def _arguments(forward: Mapping[str, inspect.Parameter]) -> Iterator[str]:
-    """The arguments of the library's forward: those that are known, then the others as TODO or comments."""
+    """The arguments of the library's forward: those that are known, then the others for the author."""
     for name in forward:
         if name in _GIVEN:
             yield f"{name}={_GIVEN[name]}"

@@ -1,0 +1,29 @@
+"""The conformance checks of tasks, by name."""
+
+from __future__ import annotations
+
+from mm_core.testing.kit import Kit, by_name
+from mm_core.testing.training.tasks.evaluations import clips, evaluation
+from mm_core.testing.training.tasks.losses import (
+    accepts_its_data,
+    bins,
+    determinism,
+    gradients,
+    initialisation,
+    inputs_unchanged,
+    loss,
+    modules,
+    sums,
+    transforms,
+    weights,
+)
+from mm_core.testing.training.tasks.probe import TaskProbe
+
+KIT = Kit(
+    by_name(
+        *(modules, initialisation, accepts_its_data, transforms, loss, weights, sums, determinism),
+        *(inputs_unchanged, gradients, bins, evaluation, clips),
+    ),
+    probe=TaskProbe,
+)
+"""The conformance checks of tasks."""

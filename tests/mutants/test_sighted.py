@@ -1,0 +1,45 @@
+"""Faults of plugin authors in good components of every kind: the kit finds each, by the check for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from mm_core.plugin.hookspecs import KINDS
+from support.mutants import Mutant, findings, read_mutants
+
+SIGHTED = read_mutants(Path(__file__).with_name("sighted.toml"))
+FEW = {kind: next(m for m in SIGHTED if m.kind == kind and m.seen == "test") for kind in KINDS}
+
+
+def found(mutant: Mutant, folder: Path) -> None:
+    """Asserts that a mutant shows where it is recorded, as a sentence with the author's file."""
+    where = findings(folder, mutant, mutant.kind)
+    assert mutant.check in where.checks, where.checks
+    first = "check" if where.static else "check --import" if where.imported else "test"
+    assert first == mutant.seen
+    reason = where.checks[mutant.check]
+    assert str(folder) in reason and "Traceback" not in reason and "/mm_core/" not in reason
+
+
+def test_each_mutant_is_a_program_and_has_its_own_name() -> None:
+    assert len({(mutant.kind, mutant.name) for mutant in SIGHTED}) == len(SIGHTED) >= 60
+    assert {*Counter(mutant.kind for mutant in SIGHTED)} == {*KINDS}
+    for mutant in SIGHTED:
+        compile(mutant.text.replace("$package", "good"), mutant.name, "exec")
+        assert mutant.old != mutant.new
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_mutant_of_a_kind_is_found(kind: str, tmp_path: Path) -> None:
+    found(FEW[kind], tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", SIGHTED, ids=[f"{m.kind}: {m.name}" for m in SIGHTED])
+def test_every_mutant_is_found(mutant: Mutant, tmp_path: Path) -> None:
+    found(mutant, tmp_path)
