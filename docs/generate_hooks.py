@@ -54,7 +54,7 @@ def render() -> str:
     parts = [_HEAD]
     for kind, hook in KINDS.items():
         doc = inspect.cleandoc(getattr(hookspecs, hook).__doc__)
-        parts.append(f"\n## `{hook}`\n\nKind `{kind}`. {doc}\n")
+        parts.append(f"\n## `{hook}`\n\nKind [`{kind}`](kinds/{kind}.md). {doc}\n")
         if hook in vars(builtin):
             parts.append("\n| the core ships | |\n|---|---|\n")
             for component in getattr(builtin, hook)():

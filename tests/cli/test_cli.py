@@ -81,7 +81,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["--versoin"], "mm: error: unrecognized arguments: --versoin; did you mean '--version'?"),
         (["plugins", "lst"], "; did you mean 'list'?"),
         (["plugins", "list", "--kind", "predicter"], "; did you mean 'predictor'?"),
-        (["plugins"], "mm plugins: error: the following arguments are required: list|show|check|test"),
+        (["plugins"], "mm plugins: error: the following arguments are required: list|show|check|test|new"),
     ],
 )
 def test_a_command_line_that_does_not_parse_exits_2_with_the_nearest(

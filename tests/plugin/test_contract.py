@@ -65,7 +65,7 @@ def test_every_kind_has_a_contract_whose_protocol_is_there() -> None:
     assert list(CONTRACTS) == list(KINDS)
     for kind, contract in CONTRACTS.items():
         assert members_of(contract) or contract.base == contract.protocol, kind
-        assert (Path(__file__).parents[2] / f"docs/{contract.page}.md").is_file()
+        assert (Path(__file__).parents[2] / f"docs/kinds/{kind}.md").is_file()
 
 
 def test_no_component_that_is_installed_here_is_found_faulty() -> None:
@@ -303,7 +303,7 @@ def test_a_dry_run_names_all_that_is_missing_at_once(conv: Path, tmp_path: Path,
         "it lacks 3 attributes: text_padding (str | tuple[str, int]), out_channels (int), text_dim (int); "
         "its patch_size is [1, 2, 2], not tuple[int, int, int]",
         "accepted: mm_core.contracts.Predictor",
-        "hint: docs/writing-a-dit.md explains each member, `mm plugins check --import` checks them",
+        "hint: docs/kinds/predictor.md explains each member, `mm plugins check --import` checks them",
     ]
 
 
@@ -312,7 +312,7 @@ def test_check_holds_classes_against_their_contract(conv: Path, tmp_path: Path, 
     assert done.code == 1
     (line,) = [line for line in done.out.splitlines() if line.startswith("error")]
     assert "ConvPredictor does not keep its contract: it lacks 1 method: init_weights(); " in line
-    assert f"({tmp_path}/conv.py, line 7; docs/writing-a-dit.md explains each member" in line
+    assert f"({tmp_path}/conv.py, line 7; docs/kinds/predictor.md explains each member" in line
 
 
 def test_a_class_of_a_library_is_placed_where_it_was_made() -> None:

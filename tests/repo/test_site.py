@@ -15,8 +15,10 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from mm_core import contracts
+from mm_core.plugin.checks.contract import CONTRACTS, members_of
 from mm_core.plugin.hookspecs import KINDS
 from mm_core.runtime.launch.signals import SIGNALS, STOPPED
+from mm_core.testing.kit import kit_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -34,6 +36,18 @@ def test_the_page_of_hooks_is_what_its_generator_writes() -> None:
     assert result.returncode == 0, result.stderr
     headings = re.findall(r"^## `(\w+)`$", (DOCS / "hooks.md").read_text(), re.M)
     assert headings == list(KINDS.values())
+
+
+def test_the_pages_of_kinds_are_what_their_generator_writes() -> None:
+    """A kind, a member of its contract or a check that is added is on its page, beside its template."""
+    check = [sys.executable, str(DOCS / "generate_kinds.py"), "--check"]
+    result = subprocess.run(check, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    for kind, contract in CONTRACTS.items():
+        page = (DOCS / f"kinds/{kind}.md").read_text(encoding="utf-8")
+        named = [*members_of(contract), *kit_of(kind).checks]
+        assert [name for name in named if f"`{name}" not in page] == [], kind
+        assert f"kinds/{kind}.md" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 
 
 def test_the_page_of_the_architecture_is_what_its_generator_writes() -> None:

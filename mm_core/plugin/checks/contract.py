@@ -20,7 +20,6 @@ class Contract:
 
     Attributes:
         protocol: `module:Name` of the protocol or base class.
-        page: page of the documentation that explains its members.
         base: `module:Name` of the class from which objects must derive.
         by_name: methods whose arguments the core passes by name.
         events: methods may be absent; other names that resemble one are misspelt.
@@ -28,7 +27,6 @@ class Contract:
     """
 
     protocol: str
-    page: str = "hooks"
     base: str | None = None
     by_name: tuple[str, ...] = ()
     events: bool = False
@@ -39,11 +37,13 @@ def _capabilities(*names: str) -> tuple[str, ...]:
     return tuple(f"mm_core.contracts:{name}" for name in names)
 
 
+_LOADING = _capabilities("SelfLoading", "Streamed")
+"""What frozen components have, the one or the other."""
+
 CONTRACTS: Mapping[str, Contract] = MappingProxyType(
     {
         "predictor": Contract(
             "mm_core.contracts:Predictor",
-            "writing-a-dit",
             base="torch.nn:Module",
             by_name=("forward", "module_flops"),
             optional=_capabilities(
@@ -51,11 +51,11 @@ CONTRACTS: Mapping[str, Contract] = MappingProxyType(
                 *("SupportsModuleFlops", "SupportsShardPlan", "SupportsWeightsFrom"),
             ),
         ),
-        "autoencoder": Contract("mm_core.contracts:Autoencoder"),
+        "autoencoder": Contract("mm_core.contracts:Autoencoder", optional=_LOADING),
         "text_encoder": Contract(
-            "mm_core.contracts:TextEncoder", optional=_capabilities("SupportsConditionShapes")
+            "mm_core.contracts:TextEncoder", optional=(*_LOADING, *_capabilities("SupportsConditionShapes"))
         ),
-        "image_encoder": Contract("mm_core.contracts:ImageEncoder"),
+        "image_encoder": Contract("mm_core.contracts:ImageEncoder", optional=_LOADING),
         "scheduler": Contract(
             "mm_core.contracts:NoiseScheduler",
             optional=_capabilities("SupportsForTokens", "SupportsTruncated"),
@@ -64,14 +64,14 @@ CONTRACTS: Mapping[str, Contract] = MappingProxyType(
             "mm_core.contracts:Dataset",
             optional=_capabilities("SupportsSampleAt", "SupportsLengths", "SupportsClassNames"),
         ),
-        "task": Contract("mm_core.contracts:Task", "writing-a-task", base="torch.nn:Module"),
+        "task": Contract("mm_core.contracts:Task", base="torch.nn:Module"),
         "engine": Contract("mm_core.contracts:Engine"),
         "optimizer": Contract("torch.optim:Optimizer", base="torch.optim:Optimizer"),
         "lr_schedule": Contract("mm_core.contracts:LRSchedule"),
         "tracker": Contract("mm_core.contracts:Tracker"),
         "video_reader": Contract("mm_core.contracts:VideoReader"),
         "weight_format": Contract("mm_core.weights:WeightFormat"),
-        "metric": Contract("mm_core.contracts:Metric", "validation"),
+        "metric": Contract("mm_core.contracts:Metric"),
         "callback": Contract("mm_core.contracts:Callback", base="mm_core.contracts:Callback", events=True),
     }
 )
@@ -235,7 +235,7 @@ def sentence(cls: type, faults: list[str]) -> str:
 
 def hint_of(kind: str) -> str:
     """Where an author reads what a component of a kind must have."""
-    return f"docs/{CONTRACTS[kind].page}.md explains each member, `mm plugins check --import` checks them"
+    return f"docs/kinds/{kind}.md explains each member, `mm plugins check --import` checks them"
 
 
 def place_of(cls: Callable[..., object], target: Callable[..., object]) -> str:
