@@ -24,6 +24,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     explain.add_argument(
         "key", nargs="?", default="", metavar="KEY", help="e.g. train.steps, or a component's: adamw.lr"
     )
+    explain.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="override a config key of --config"
+    )
     explain.add_argument("--config", help="the YAML file of a run, for values and for the types it chooses")
     add_allow_code(explain)
     schema = actions.add_parser(
@@ -56,13 +59,19 @@ def execute(args: argparse.Namespace) -> int:
 def _explain(args: argparse.Namespace) -> int:
     from mm_core.config.explain import explain
 
+    key, overrides = ("", [args.key, *args.overrides]) if "=" in args.key else (args.key, args.overrides)
     loaded = None
     if args.config is not None:
         from mm_core.config.load import load_with_places
 
-        loaded = load_with_places(args.config, allow_code=args.allow_code)
+        loaded = load_with_places(args.config, overrides, allow_code=args.allow_code)
+    elif overrides:
+        from mm_core.errors import ConfigError
+
+        what = f"there is no config for {', '.join(overrides)} to override"
+        raise ConfigError(what, hint="name the config: --config FILE; one key is explained at a time")
     registry = loaded[0].registry if loaded is not None else get_registry(tuple(args.path))
-    found = explain(args.key, registry, loaded)
+    found = explain(key, registry, loaded)
     if args.json:
         print_json({"explained": [dataclasses.asdict(each) for each in found]})
         return 0

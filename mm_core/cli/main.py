@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from types import MappingProxyType
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from mm_core.errors import MMError, PeerError, RunWarning, did_you_mean
 from mm_core.runtime.output import standard_streams
@@ -57,7 +57,22 @@ ALIASES = MappingProxyType({"evaluate": "eval"})
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that names the nearest choice or option when one is misspelt."""
+    """An argument parser that names the nearest choice or option when one is misspelt. Overrides may come
+    between options."""
+
+    _intermixed = False
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """The parsed arguments and those that are left; argparse calls it for each subcommand too."""
+        if self._intermixed or self._subparsers:  # argparse cannot intermix where there are subcommands
+            return super().parse_known_args(args, namespace)
+        self._intermixed = True
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._intermixed = False
 
     def error(self, message: str) -> NoReturn:
         """Prints the usage of the command and what is wrong with its arguments, then exits with code 2."""
@@ -175,9 +190,7 @@ def _run(arguments: list[str], program: str) -> int:
         # No abbreviations: an option added later must not change what an existing script does.
         parser = Parser(prog=prog, description=f"{summary[0].upper()}{summary[1:]}.", allow_abbrev=False)
         module.configure(parser)
-        # Overrides may come between options, which argparse cannot parse where there are subcommands.
-        parse = parser.parse_args if parser._subparsers else parser.parse_intermixed_args
-        code: int = module.execute(parse(arguments[1:]))
+        code: int = module.execute(parser.parse_args(arguments[1:]))
         return code
     parser = _top_level()
     if not name.startswith("-"):

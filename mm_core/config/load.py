@@ -60,17 +60,19 @@ def load_config(
     return _load(Path(path), overrides, Sources(stored, allow_code), spare_environment)[0]
 
 
-def load_with_places(path: str | Path, *, allow_code: bool = False) -> tuple[RunConfig, Node]:
+def load_with_places(
+    path: str | Path, overrides: Sequence[str] = (), *, allow_code: bool = False
+) -> tuple[RunConfig, Node]:
     """Reads and checks the config of a run as `load_config` does, and keeps where its values were written.
 
     Returns:
         The config, and the tree that it was checked from: files merged, interpolations resolved. Its nodes
-        know their file and line. It has no defaults.
+        know their file and line, or their override. It has no defaults.
 
     Raises:
         ConfigError: lists each error in the config.
     """
-    return _load(Path(path), (), Sources(None, allow_code), spare_environment=False)
+    return _load(Path(path), overrides, Sources(None, allow_code), spare_environment=False)
 
 
 def _load(

@@ -13,6 +13,7 @@ import pytest
 
 from mm_core.cli import main as cli
 from mm_core.cli.main import main, train_main
+from support.sites import MODEL
 
 
 @pytest.fixture
@@ -387,7 +388,7 @@ def test_check_finds_what_is_wrong_with_a_component(
 
 def test_check_imports_targets_only_when_told_to(site: Any) -> None:
     site.good("alpha")
-    (site.folder / "mm_alpha" / "model.py").write_text("import no_such_library\nclass DiT: ...\n")
+    (site.folder / "mm_alpha" / "model.py").write_text(f"import no_such_library\n{MODEL}")
     assert check(site)[1] == []
     code, (finding,) = check(site, "--import")
     assert code == 1

@@ -41,6 +41,30 @@ def test_explain_prints_a_line_a_fact(capsys: pytest.CaptureFixture[str]) -> Non
     )
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (1, 2, 0, 3), (0, 3, 1, 2)])
+def test_explain_takes_overrides_between_options(
+    capsys: pytest.CaptureFixture[str], order: tuple[int, ...]
+) -> None:
+    words = ["task.predictor.ffn_dim", "--config", str(QUICKSTART), "task.predictor.ffn_dim=256"]
+    assert main(["config", "explain", *(words[place] for place in order)]) == 0
+    out = capsys.readouterr().out
+    assert "  value     256\n" in out
+    assert "  set at    override 'task.predictor.ffn_dim=256'\n" in out
+
+
+def test_overrides_need_a_config(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "explain", "train", "train.steps=3"]) == 1
+    assert capsys.readouterr().err == (
+        "mm: error: there is no config for train.steps=3 to override\n"
+        "  hint: name the config: --config FILE; one key is explained at a time\n"
+    )
+
+
+def test_overrides_without_a_key_explain_the_whole_config(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "explain", "--config", str(QUICKSTART), "train.steps=3"]) == 0
+    assert capsys.readouterr().out.startswith("keys\n")
+
+
 def test_explain_prints_the_keys_of_a_section(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "explain", "checkpoint"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import TYPE_CHECKING
 
 from mm_core.cli.options import add_allow_code
-from mm_core.errors import MMError
+from mm_core.errors import ConfigError, MMError
+
+if TYPE_CHECKING:
+    from mm_core.config.sections import RunConfig
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +31,8 @@ def execute(args: argparse.Namespace) -> int:
 
     try:
         config = load_config(args.config, args.overrides, allow_code=args.allow_code)
+        if faults := _target_faults(config):
+            raise ConfigError(faults, where=args.config)
     except MMError as error:
         if not args.json:
             raise  # the command line prints it on standard error
@@ -47,6 +53,19 @@ def execute(args: argparse.Namespace) -> int:
         data = config.data.train.type
         print(f"{args.config}: ok (task {config.task.type}, data {data}, engine {config.engine.type})")
     return 0
+
+
+def _target_faults(config: RunConfig) -> list[MMError]:
+    """What the files of plugins tell of the config's components: missing targets, members, arguments."""
+    from mm_core.config.components import walk_components
+    from mm_core.plugin.checks.inspection import file_fault
+
+    named = dict.fromkeys((each.kind, each.type) for _, each in walk_components(config))
+    chosen = [config.registry.resolve(*each) for each in named]
+    found = [
+        file_fault(each) for each in chosen if each.namespace != "core"
+    ]  # the core's tests check its own
+    return [fault for fault in found if fault is not None]
 
 
 def _rows(error: MMError) -> list[dict[str, str | None]]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
@@ -77,7 +77,7 @@ CONTRACTS: Mapping[str, Contract] = MappingProxyType(
 )
 """Kind of component -> its contract."""
 
-_SPECIAL = {"__len__", "__getitem__", "__call__"}
+SPECIAL = {"__len__", "__getitem__", "__call__"}
 """Special methods that a contract may ask for."""
 
 
@@ -87,7 +87,7 @@ class Member:
 
     Attributes:
         name: its name.
-        type: the type of an attribute; None for methods.
+        type: the type of an attribute, or its text; None for methods.
         signature: parameters of a method, without `self`; None for attributes.
     """
 
@@ -116,7 +116,7 @@ def members_of(contract: Contract) -> dict[str, Member]:
         for name, value in vars(cls).items():
             if isinstance(value, property):
                 found[name] = Member(name, type=Any)
-            elif inspect.isfunction(value) and (not name.startswith("_") or name in _SPECIAL):
+            elif inspect.isfunction(value) and (not name.startswith("_") or name in SPECIAL):
                 parameters = [*inspect.signature(value).parameters.values()][1:]
                 found[name] = Member(name, signature=inspect.Signature(parameters))
     return found
@@ -157,9 +157,17 @@ def object_faults(kind: str, found: object) -> list[str]:
             missing.append(str(member))
         elif not _fits(value := getattr(found, member.name), member.type):
             wrong.append(f"its {member.name} is {value!r}, not {_type_text(member.type)}")
-    if missing:
-        faults.append(f"it lacks {plural(len(missing), 'attribute')}: {', '.join(missing)}")
-    return faults + wrong
+    return [*faults, *lacking("attribute", missing), *wrong]
+
+
+def lacking(what: str, missing: Sequence[str]) -> list[str]:
+    """The fault of a component that lacks members: one sentence, or none."""
+    return [f"it lacks {plural(len(missing), what)}: {', '.join(missing)}"] if missing else []
+
+
+def method_name(contract: Contract, member: Member) -> str:
+    """The name under which an author writes a member: `forward` for the call of a module."""
+    return "forward" if member.name == "__call__" and contract.base == "torch.nn:Module" else member.name
 
 
 def _base_fault(kind: str, cls: type) -> list[str]:
@@ -177,20 +185,19 @@ def _method_faults(
     for member in members.values():
         if member.signature is None:
             continue
-        name = "forward" if member.name == "__call__" and contract.base == "torch.nn:Module" else member.name
+        name = method_name(contract, member)
         method = getattr(cls if found is None else found, name, None)
         if not callable(method) or (not contract.events and _is_inherited(contract, name, cls, found)):
             missing.append(str(member).replace("__call__", name))
             continue
         static = isinstance(inspect.getattr_static(cls, name, None), staticmethod | classmethod)
         bound = static or found is not None
-        if fault := _method_fault(method, member.signature, name in contract.by_name, bound):
-            wrong.append(f"its method {name} cannot be called as the core calls it: {fault}")
-    if missing:
-        yield f"it lacks {plural(len(missing), 'method')}: {', '.join(missing)}"
+        if fault := method_fault(name, method, member.signature, name in contract.by_name, bound):
+            wrong.append(fault)
+    yield from lacking("method", missing)
     yield from wrong
     if contract.events:
-        yield from _misspelt(cls, members)
+        yield from misspelt([name for name in dir(cls) if callable(getattr(cls, name))], members)
 
 
 def _author_faults(cls: type) -> list[str]:
@@ -221,16 +228,16 @@ def check_object(kind: str, found: object, target: Callable[..., object], where:
     """
     if faults := object_faults(kind, found):
         raise ContractError(
-            sentence(type(found), faults),
+            sentence(type(found).__name__, faults),
             where=f"{where}, {place_of(type(found), target)}",
             accepted=CONTRACTS[kind].protocol.replace(":", "."),
             hint=hint_of(kind),
         )
 
 
-def sentence(cls: type, faults: list[str]) -> str:
+def sentence(name: str, faults: Sequence[str]) -> str:
     """The faults of a class as one message."""
-    return f"{cls.__name__} does not keep its contract: {'; '.join(faults)}"
+    return f"{name} does not keep its contract: {'; '.join(faults)}"
 
 
 def hint_of(kind: str) -> str:
@@ -263,10 +270,18 @@ def call_fault(
     return None
 
 
-def _method_fault(
-    method: Callable[..., object], called: inspect.Signature, by_name: bool, bound: bool
+def method_fault(
+    name: str, method: Callable[..., object], called: inspect.Signature, by_name: bool, bound: bool
 ) -> str | None:
-    """Why a method cannot be called as its contract says; None if it can. bound: it takes no `self`."""
+    """Why a method cannot be called as its contract says; None if it can.
+
+    Args:
+        name: the method's name.
+        method: the method.
+        called: the signature that the contract asks for.
+        by_name: arguments are passed by name.
+        bound: the method takes no `self`.
+    """
     words: list[None] = [] if bound else [None]
     named: dict[str, None] = {}
     for parameter in called.parameters.values():
@@ -283,7 +298,10 @@ def _method_fault(
         conditions = {each.name: None for each in own if each.default is each.empty}
         if call_fault(method, words, {**conditions, **named}) is None:
             return None
-    return f"{fault[1]} (it is called with {_call_text(called)})" if fault else None
+    if fault is None:
+        return None
+    why = f"{fault[1]} (it is called with {_call_text(called)})"
+    return f"its method {name} cannot be called as the core calls it: {why}"
 
 
 def _call_text(called: inspect.Signature) -> str:
@@ -292,10 +310,10 @@ def _call_text(called: inspect.Signature) -> str:
     return ", ".join(names) or "no arguments"
 
 
-def _misspelt(cls: type, members: Mapping[str, Member]) -> Iterator[str]:
+def misspelt(methods: Iterable[str], members: Mapping[str, Member]) -> Iterator[str]:
     """Names of methods that resemble an event and are none: they would never be called."""
-    for name in dir(cls):
-        if name.startswith("_") or name in members or not callable(getattr(cls, name)):
+    for name in methods:
+        if name.startswith("_") or name in members:
             continue
         foreign = name.startswith("on_")  # as the events of other libraries are called
         near = get_close_matches(name.removeprefix("on_"), members, 1, 0.6 if foreign else 0.75)
@@ -328,6 +346,8 @@ def _fits(value: object, wanted: Any) -> bool:
 
 
 def _type_text(wanted: Any) -> str:
+    if isinstance(wanted, str):
+        return wanted
     return inspect.formatannotation(wanted).replace("typing.", "").replace("collections.abc.", "")
 
 

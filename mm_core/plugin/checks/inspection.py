@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from mm_core.errors import MMError
+from mm_core.errors import ContractError, MMError, PluginError
 from mm_core.plugin.checks.contract import call_fault, class_faults, hint_of, place_of, sentence
 from mm_core.plugin.checks.locate import fault_of
+from mm_core.plugin.checks.source import source_faults
 from mm_core.plugin.records import PluginRecord, Registered, one_line
 from mm_core.plugin.registry import Registry
 from mm_core.plugin.signatures import LEADING
@@ -63,7 +64,10 @@ def component_faults(registered: Registered, import_targets: bool = False) -> li
     """What is wrong with one component, one sentence each (see `inspect_plugins`)."""
     faults = [*_config_faults(registered)]
     try:
-        faults += _import_faults(registered) if import_targets else _file_faults(registered)
+        if import_targets:
+            faults += _import_faults(registered)
+        elif fault := file_fault(registered):
+            faults.append(one_line(fault))
     except MMError as error:
         faults.append(one_line(error))
     return faults
@@ -87,17 +91,25 @@ def _config_faults(registered: Registered) -> Iterator[str]:
         )
 
 
-def _file_faults(registered: Registered) -> Iterator[str]:
+def file_fault(registered: Registered) -> MMError | None:
+    """What is wrong with a component's target, judging by files alone: it is missing, or lacks members."""
     path = registered.component.target
-    if fault := fault_of(registered.module_of(path), path.partition(":")[2]):
-        yield f"{registered.place}: the target {path!r} does not exist: {fault}"
+    module, name = registered.module_of(path), path.partition(":")[2]
+    if fault := fault_of(module, name):
+        return PluginError(f"the target {path!r} does not exist: {fault}", where=registered.place)
+    place, faults = source_faults(registered.kind, module, name)
+    if not faults:
+        return None
+    return ContractError(
+        sentence(name, faults), where=f"{registered.short_place}, {place}", hint=hint_of(registered.kind)
+    )
 
 
 def _import_faults(registered: Registered) -> Iterator[str]:
     target = registered.load_target()
     if isinstance(target, type) and (faults := class_faults(registered.kind, target)):
         place = place_of(target, target)
-        yield f"{registered.place}: {sentence(target, faults)} ({place}; {hint_of(registered.kind)})"
+        yield f"{registered.place}: {sentence(target.__name__, faults)} ({place}; {hint_of(registered.kind)})"
     if registered.component.config is None:
         registered.config_class()
         return

@@ -1,0 +1,362 @@
+"""Holds the source of a component's class against its contract: importing it could import torch.
+
+Only what is certain is a fault. A class is judged for what it lacks if all its bases are in view: those of
+its own package, those of mm_core, and a few of libraries that have no member of any contract. Methods that
+its own package defines are judged by their arguments.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+
+from mm_core.plugin.checks.contract import (
+    CONTRACTS,
+    SPECIAL,
+    Contract,
+    Member,
+    lacking,
+    method_fault,
+    method_name,
+    misspelt,
+)
+from mm_core.plugin.checks.locate import find_module
+
+PLAIN_BASES: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        **dict.fromkeys(("object", "abc.ABC", "typing.Generic", "typing.Protocol"), frozenset()),
+        "torch.nn.Module": frozenset({"__call__", "named_parameters", "state_dict", "load_state_dict"}),
+        "torch.utils.data.Dataset": frozenset(),
+    }
+)
+"""Bases in libraries -> what they have of any contract, but for methods that only raise."""
+
+_DATACLASS = frozenset({"dataclass", "dataclasses.dataclass"})
+_HARMLESS = frozenset({"final", "override", "typing.final", *_DATACLASS})
+_READS_SELF = frozenset({"super", "type", "isinstance", "id", "len", "repr", "str", "hasattr", "getattr"})
+_DYNAMIC = frozenset({"__getattr__", "__getattribute__", "__new__", "__init_subclass__", "__dict__", "vars"})
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class _Module:
+    name: str
+    file: str
+    tree: ast.Module
+    bound: Mapping[str, ast.stmt | None]
+    """Name -> the only statement that binds it at the top level; None: it is bound otherwise."""
+
+
+@dataclass(frozen=True)
+class _Class:
+    module: _Module
+    node: ast.ClassDef
+
+
+@dataclass(frozen=True)
+class _View:
+    """What is known of a class and its bases.
+
+    Attributes:
+        names: everything that the classes or their objects have, as far as it is in view.
+        methods: those with a known signature, of the author's classes.
+        bases: dotted names or classes of all ancestors.
+        complete: whether there are no further names.
+    """
+
+    names: set[str]
+    methods: dict[str, list[Function]]
+    bases: list[str | tuple[str, str]]
+    complete: bool
+
+
+def source_faults(kind: str, module: str, name: str) -> tuple[str, list[str]]:
+    """What a component's class lacks, judging by files alone.
+
+    Args:
+        kind: kind of the component.
+        module: module of its target, as it is imported.
+        name: name of its target in the module.
+
+    Returns:
+        File and line of the class, and the faults; empty for functions and what is not in view.
+    """
+    own = module.partition(".")[0]
+    try:
+        found = _find(module, name, own)
+        return ("", []) if isinstance(found, str) else (_place(found), [*_faults(kind, found, own)])
+    except RecursionError:  # classes or imports that name each other: an import finds it
+        return "", []
+
+
+def source_members(contract: Contract) -> dict[str, Member]:
+    """The members that a contract asks for, as `members_of` finds them, without an import."""
+    found = _find(*contract.protocol.split(":"), "mm_core")  # type: ignore[call-arg]
+    if isinstance(found, str) or (contract.base == contract.protocol and not contract.events):
+        return {}
+    members: dict[str, Member] = {}
+    for cls in reversed([found, *_ancestors(found, "mm_core")]):
+        if isinstance(cls, str):
+            continue
+        for node in cls.node.body:
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                members[node.target.id] = Member(node.target.id, type=ast.unparse(node.annotation))
+            elif isinstance(node, Function) and (not node.name.startswith("_") or node.name in SPECIAL):
+                if _decorators(node) == ["property"]:
+                    members[node.name] = Member(node.name, type="Any")
+                elif not node.decorator_list:
+                    members[node.name] = Member(node.name, signature=_signature(node, bound=True))
+    return members
+
+
+def _asked(contract: Contract, view: _View) -> dict[str, Member]:
+    members = source_members(contract)
+    for path in contract.optional:
+        asked = source_members(Contract(path))
+        if asked.keys() - members.keys() <= view.names:
+            members |= asked
+    return members
+
+
+def _faults(kind: str, cls: _Class, own: str) -> Iterator[str]:
+    contract = CONTRACTS[kind]
+    protocol = _find(*contract.protocol.split(":"), "mm_core")  # type: ignore[call-arg]
+    named = _identity(protocol) if isinstance(protocol, _Class) else contract.protocol.replace(":", ".")
+    view = _viewed(cls, own, None if contract.events else named)
+    base = (contract.base or "object").replace(":", ".")
+    known = {base} if contract.base != contract.protocol else {base, named}
+    if view.complete and contract.base is not None and known.isdisjoint(view.bases):
+        yield f"it does not derive from {base}"
+        return
+    members = _asked(contract, view)
+    methods: list[str] = []
+    attributes: list[str] = []
+    wrong: list[str] = []
+    for member in members.values():
+        name = method_name(contract, member)
+        if name not in view.names:
+            (attributes if member.signature is None else methods).append(
+                str(member).replace("__call__", name)
+            )
+        elif member.signature is not None and len(view.methods.get(name, ())) == 1:
+            (node,) = view.methods[name]
+            static = _decorators(node) == ["staticmethod"]
+            fault = method_fault(
+                name, _standing_for(node), member.signature, name in contract.by_name, static
+            )
+            wrong += [fault] if fault else []
+    if view.complete and not contract.events:
+        yield from lacking("method", methods)
+        yield from lacking("attribute", attributes)
+    yield from wrong
+    if contract.events:
+        yield from misspelt(view.methods, members)
+
+
+def _viewed(cls: _Class, own: str, skipped: str | tuple[str, str] | None) -> _View:
+    view = _View(set(), {}, [], True)
+    complete = True
+    for each in [cls, *_ancestors(cls, own)]:
+        if isinstance(each, str):
+            view.bases.append(each)
+            view.names.update(PLAIN_BASES.get(each, ()))
+            complete &= each in PLAIN_BASES
+            continue
+        view.bases.append(_identity(each))
+        ours = each.module.name.partition(".")[0] == "mm_core" != own
+        if _identity(each) == skipped:  # its methods do nothing; its properties may have no value yet
+            view.names.update(n.name for n in each.node.body if isinstance(n, Function) and n.decorator_list)
+            continue
+        view.names.update(_names(each.node))
+        complete &= ours or not _is_open(each)
+        for node in each.node.body:
+            if isinstance(node, Function) and not ours:
+                view.methods.setdefault(node.name, []).append(node)
+    for name, nodes in view.methods.items():
+        if nodes[0] in cls.node.body and not cls.node.decorator_list:
+            del nodes[1:]
+        if any(_decorators(node) not in ([], ["staticmethod"], ["classmethod"]) for node in nodes):
+            view.methods[name] = []
+    return _View(view.names, view.methods, view.bases, complete)
+
+
+def _ancestors(cls: _Class, own: str) -> list[_Class | str]:
+    """The bases of a class and theirs; dotted names for those out of view."""
+    found: list[_Class | str] = []
+    for base in cls.node.bases:
+        inner = base.value if isinstance(base, ast.Subscript) else base
+        name = _dotted(inner)
+        each = _find(cls.module.name, name, own) if name else "?"
+        found += [each] if isinstance(each, str) else [each, *_ancestors(each, own)]
+    return found
+
+
+def _place(cls: _Class) -> str:
+    return f"{cls.module.file}, line {cls.node.lineno}"
+
+
+def _identity(cls: _Class) -> tuple[str, str]:
+    return cls.module.file, cls.node.name
+
+
+def _names(cls: ast.ClassDef) -> Iterator[str]:
+    """All names that a class may give itself or its objects, rather too many than too few."""
+    is_data = any(name in _DATACLASS for name in _decorators(cls))
+    for node in ast.walk(cls):
+        if isinstance(node, ast.ClassDef | Function) and node is not cls:
+            yield node.name
+        elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.attr if isinstance(node, ast.Attribute) else node.id
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # setattr, register_buffer
+            yield node.value
+    if not is_data:
+        return
+    yield from (
+        each.target.id
+        for each in cls.body
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    )
+
+
+def _is_open(cls: _Class) -> bool:
+    """Whether a class or its objects may get names that its source does not show."""
+    node = cls.node
+    if node.keywords or any(name not in _HARMLESS for name in _decorators(node)):
+        return True
+    selves = {f.args.args[0].arg for f in ast.walk(node) if isinstance(f, Function) and f.args.args}
+    bare = 0
+    for each in ast.walk(node):
+        if isinstance(each, Function | ast.Name | ast.Attribute):
+            name = each.name if isinstance(each, Function) else getattr(each, "id", getattr(each, "attr", ""))
+            if name in _DYNAMIC:
+                return True
+        if isinstance(each, ast.Name) and each.id in selves & {"self", "cls"}:
+            bare += 1
+        if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name):
+            bare -= each.value.id in selves & {"self", "cls"}
+        if isinstance(each, ast.Call) and _dotted(each.func) in _READS_SELF:
+            bare -= sum(isinstance(arg, ast.Name) and arg.id in selves & {"self", "cls"} for arg in each.args)
+    if bare > 0:  # given to code that may set attributes
+        return True
+    others = [one for one in cls.module.tree.body if not isinstance(one, ast.ClassDef | Function)]
+    return any(
+        isinstance(each, ast.Name) and each.id == node.name for one in others for each in ast.walk(one)
+    )
+
+
+def _find(module: str, name: str, own: str) -> _Class | str:
+    """The class of a name in a module, through imports; its dotted name if it is not in view."""
+    source = _source(module) if module.partition(".")[0] in (own, "mm_core") else None
+    first, _, rest = name.partition(".")
+    if source is None:
+        return f"{module}.{name}"
+    if first not in source.bound:
+        return name if first == "object" else f"{module}.{name}"
+    node = source.bound[first]
+    if isinstance(node, ast.ClassDef) and not rest:
+        return _Class(source, node)
+    if isinstance(node, ast.Import):
+        alias = next(a for a in node.names if (a.asname or a.name.partition(".")[0]) == first)
+        return _find(alias.name if alias.asname else first, rest, own) if rest else alias.name
+    if isinstance(node, ast.ImportFrom):
+        alias = next(a for a in node.names if (a.asname or a.name) == first)
+        parent = _imported_from(source, node)
+        return _find(f"{parent}.{alias.name}", rest, own) if rest else _find(parent, alias.name, own)
+    return f"{module}.{name}"
+
+
+def _imported_from(source: _Module, node: ast.ImportFrom) -> str:
+    if not node.level:
+        return node.module or ""
+    is_package = Path(source.file).name == "__init__.py"
+    steps = source.name.split(".")
+    steps = steps[: len(steps) - node.level + is_package]
+    return ".".join([*steps, *([node.module] if node.module else [])])
+
+
+def _source(module: str) -> _Module | None:
+    spec = find_module(module)
+    if spec is None or not spec.origin or not Path(spec.origin).is_file() or not spec.origin.endswith(".py"):
+        return None
+    return _parsed(module, spec.origin, Path(spec.origin).stat().st_mtime_ns)
+
+
+@cache
+def _parsed(module: str, file: str, _written: int) -> _Module | None:
+    try:
+        tree = ast.parse(Path(file).read_bytes())
+    except (SyntaxError, ValueError):
+        return None
+    bound: dict[str, ast.stmt | None] = {}
+    for node in tree.body:
+        for name in _bound_by(node):
+            bound[name] = None if name in bound else node
+    return _Module(module, file, tree, bound)
+
+
+def _bound_by(node: ast.stmt) -> set[str]:
+    """Names that a statement at the top level binds."""
+    if isinstance(node, ast.ClassDef | Function):
+        return {node.name}
+    found = set()
+    for each in ast.walk(node):
+        if isinstance(each, ast.ClassDef | Function):
+            found.add(each.name)
+        elif isinstance(each, ast.Import | ast.ImportFrom):
+            is_from = isinstance(each, ast.ImportFrom)
+            found |= {a.asname or (a.name if is_from else a.name.partition(".")[0]) for a in each.names}
+        elif isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
+            found.add(each.id)
+    return found
+
+
+def _decorators(node: ast.ClassDef | Function) -> list[str]:
+    return [_dotted(d.func if isinstance(d, ast.Call) else d) for d in node.decorator_list]
+
+
+def _dotted(node: ast.expr) -> str:
+    """`a.b.c` of an expression of names; empty for any other."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (before := _dotted(node.value)):
+        return f"{before}.{node.attr}"
+    return ""
+
+
+def _signature(node: Function, *, bound: bool = False) -> inspect.Signature:
+    given, kinds = node.args, inspect.Parameter
+    plain = [*given.posonlyargs, *given.args]
+    first = len(plain) - len(given.defaults)
+    found = [
+        kinds(
+            each.arg,
+            kinds.POSITIONAL_ONLY if place < len(given.posonlyargs) else kinds.POSITIONAL_OR_KEYWORD,
+            default=None if place >= first else kinds.empty,
+        )
+        for place, each in enumerate(plain)
+    ]
+    if given.vararg:
+        found.append(kinds(given.vararg.arg, kinds.VAR_POSITIONAL))
+    found += [
+        kinds(each.arg, kinds.KEYWORD_ONLY, default=kinds.empty if default is None else None)
+        for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    ]
+    if given.kwarg:
+        found.append(kinds(given.kwarg.arg, kinds.VAR_KEYWORD))
+    return inspect.Signature(found[1:] if bound else found)
+
+
+def _standing_for(node: Function) -> Callable[..., object]:
+    """A callable with the name and signature of a method in view."""
+
+    def method() -> None: ...
+
+    method.__name__ = node.name
+    method.__signature__ = _signature(node)  # type: ignore[attr-defined]
+    return method
