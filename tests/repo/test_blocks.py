@@ -79,9 +79,8 @@ def test_commands_have_options_that_exist(page: Path, capsys: pytest.CaptureFixt
         assert name in COMMANDS, f"{page.name}: mm {name}"
         parser = Parser(prog=name, allow_abbrev=False)
         import_module(COMMANDS[name][0]).configure(parser)
-        parse = parser.parse_args if parser._subparsers else parser.parse_intermixed_args
         try:
-            assert isinstance(parse(words), argparse.Namespace)
+            assert isinstance(parser.parse_args(words), argparse.Namespace)
         except SystemExit as end:
             assert end.code == 0, (
                 f"{page.name}: {program} {name} {' '.join(words)}: {capsys.readouterr().err}"
