@@ -9,6 +9,7 @@ import pytest
 
 from mm_core.plugin.hookspecs import KINDS
 from support.mutants import Mutant, findings, read_mutants
+from support.scripts import script
 
 SIGHTED = read_mutants(Path(__file__).with_name("sighted.toml"))
 FEW = {kind: next(m for m in SIGHTED if m.kind == kind and m.seen == "test") for kind in KINDS}
@@ -30,6 +31,12 @@ def test_each_mutant_is_a_program_and_has_its_own_name() -> None:
     for mutant in SIGHTED:
         compile(mutant.text.replace("$package", "good"), mutant.name, "exec")
         assert mutant.old != mutant.new
+
+
+def test_the_table_of_kinds_and_faults_is_that_of_the_mutants() -> None:
+    table = script("tests/mutants/table.py")
+    written = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
+    assert written == table.render(SIGHTED), "run python tests/mutants/table.py"
 
 
 @pytest.mark.slow

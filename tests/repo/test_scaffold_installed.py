@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from mm_core.plugin.hookspecs import KINDS
+from support.pages import blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 PIP = (sys.executable, "-m", "pip")
@@ -29,20 +31,20 @@ class Environment:
         self.site = Path(found.strip())
         (self.site / "third_party.pth").write_text(sysconfig.get_path("purelib") + "\n")
 
-    def run(self, *arguments: object, cwd: Path) -> str:
-        """Runs Python in the environment; returns what it prints."""
+    def run(self, *arguments: object, cwd: Path, code: int = 0) -> str:
+        """Runs Python in the environment, which exits with a code; returns what it prints."""
         spared = ("PYTHONPATH", "PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", "PYTEST_CURRENT_TEST")
         own = {name: value for name, value in os.environ.items() if name not in spared}
         command = [self.python, *map(str, arguments)]
         done = subprocess.run(
             command, cwd=cwd, capture_output=True, text=True, env=own | {"OMP_NUM_THREADS": "1"}, timeout=600
         )
-        assert done.returncode == 0, f"{arguments}\n{done.stdout}\n{done.stderr}"
+        assert done.returncode == code, f"{arguments}\n{done.stdout}\n{done.stderr}"
         return done.stdout + done.stderr
 
-    def mm(self, *arguments: object, cwd: Path) -> str:
+    def mm(self, *arguments: object, cwd: Path, code: int = 0) -> str:
         """Runs `mm ARGUMENTS` in the environment."""
-        return self.run("-m", "mm_core.cli.main", *arguments, cwd=cwd)
+        return self.run("-m", "mm_core.cli.main", *arguments, cwd=cwd, code=code)
 
     def install(self, *wheels: Path) -> None:
         """Installs wheels and nothing else."""
@@ -90,6 +92,43 @@ def test_a_new_predictor_is_green_trains_and_samples_at_once(environment: Enviro
     words = ("--prompt", "a red circle moves left", "--steps", 2, "--out", out)
     environment.mm("sample", "--run", "runs/my_dit_predictor", *words, cwd=here)
     assert list(out.glob("*.mp4"))
+
+
+@pytest.mark.slow
+def test_the_tutorial_does_what_it_shows(environment: Environment) -> None:
+    """Its commands in their order; pip gets no index here, so the new package is installed without others."""
+    here = environment.folder / "tutorial"
+    here.mkdir()
+    alone = ("--no-deps", "--no-build-isolation", "--no-index", "-q")
+    model = here / "my-dit/my_dit/predictor.py"
+    last, printed = "", ""
+    for block in blocks(ROOT / "docs/your-own-dit.md"):
+        if block.language == "diff":
+            old, new = (
+                "".join(f"{line[1:]}\n" for line in block.text.splitlines() if line[0] == sign)
+                for sign in "-+"
+            )
+            text = model.read_text()
+            assert text.count(old) == 1, old
+            model.write_text(text.replace(old, new))
+            if "attn_mask" in old:
+                last = environment.mm("plugins", "test", "my-dit", cwd=here, code=1)
+                model.write_text(text)
+        elif block.language == "text":
+            check, _, sentence = block.text.strip().partition(": ")[2].partition(": ... ")
+            assert f"failed: {check}" in last and sentence.rpartition(", by")[0] in last
+        for line in block.text.splitlines() if block.language == "bash" else ():
+            program, *words = shlex.split(line)
+            if program == "pip":
+                verb, *rest = words
+                pip = ("--python", environment.python) if verb == "install" else ()
+                command = [*PIP, *map(str, pip), verb, *alone, *rest]
+                subprocess.run(command, cwd=here, check=True, stdin=subprocess.DEVNULL)
+            else:
+                printed = environment.mm(*(["train"] if program == "mm-train" else []), *words, cwd=here)
+    assert "my_dit/predictor" in printed, "mm config list"
+    assert list((here / "clips").glob("*.mp4")) and list((here / "dist").glob("my_dit-*.whl"))
+    assert steps_of(here / "runs/my_dit_predictor") == 100 and steps_of(here / "runs/silu") == 20
 
 
 @pytest.mark.nightly
