@@ -15,6 +15,11 @@ sys.path.insert(0, str(HERE.parent))
 from mm_core.plugin.hookspecs import KINDS  # noqa: E402
 from support.mutants import Mutant, read_mutants  # noqa: E402
 
+_ABOUT = """\
+Made by table.py from sighted.toml: do not edit. `check` is `mm plugins check` and `mm validate`, which import
+nothing; `import` is `mm plugins check --import`, a dry run and the start of a run; other words are the checks
+of `mm plugins test`. Each cell is a mutant that a nightly test runs. Faults of one kind alone are in
+sighted.toml."""
 _NOTHING = "returns nothing"
 _NUMBER = "takes and returns numbers"
 _NO_TENSORS = "has no tensors"
@@ -104,10 +109,7 @@ def render(mutants: tuple[Mutant, ...]) -> str:
     found = {(mutant.kind, mutant.name): mutant for mutant in mutants}
     lines = [
         "# Faults of plugin authors, and what finds them",
-        "Made by table.py from sighted.toml: do not edit. `check` is `mm plugins check` and `mm validate`, which"
-        "\nimport nothing; `import` is `mm plugins check --import`, a dry run and the start of a run; other words are"
-        "\nthe checks of `mm plugins test`. Each cell is a mutant that a nightly test runs. Faults of one kind alone"
-        "\nare in sighted.toml.",
+        _ABOUT,
     ]
     rows = [f"| kind | {' | '.join(FAULTS)} |", "|---" * (len(FAULTS) + 1) + "|"]
     reasons: list[str] = []
