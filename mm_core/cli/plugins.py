@@ -34,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="also import every component and compare its class with its contract",
     )
     test = actions.add_parser(
-        "test", help="hold components against what their kind must do", allow_abbrev=False
+        "test", help="run the conformance checks of components", allow_abbrev=False
     )
     test.add_argument("name", metavar="NAME", help="a plugin, or the name of a component")
     test.add_argument("--kind", choices=tuple(KINDS), metavar="KIND", help="only components of this kind")

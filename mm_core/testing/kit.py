@@ -1,4 +1,4 @@
-"""Runs conformance checks: holds a small instance of a component against what its kind must do."""
+"""Runs conformance checks: each compares what a small instance of a component does with its contract."""
 
 from __future__ import annotations
 

@@ -74,6 +74,7 @@ def steps_of(run: Path) -> int:
     return sum("loss" in json.loads(line) for line in lines)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_new_predictor_is_green_trains_and_samples_at_once(environment: Environment) -> None:
     here = environment.folder / "author"
