@@ -33,9 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         dest="import_targets",
         help="also import every component and compare its class with its contract",
     )
-    test = actions.add_parser(
-        "test", help="run the conformance checks of components", allow_abbrev=False
-    )
+    test = actions.add_parser("test", help="run the conformance checks of components", allow_abbrev=False)
     test.add_argument("name", metavar="NAME", help="a plugin, or the name of a component")
     test.add_argument("--kind", choices=tuple(KINDS), metavar="KIND", help="only components of this kind")
     new = actions.add_parser("new", help="write the files of a new plugin", allow_abbrev=False)
