@@ -123,7 +123,7 @@ def bind_device(local_rank: int) -> None:
     if local_rank >= device_count():
         raise MMError(
             f"there is no {kind} device for local rank {local_rank}: this host has {device_count()}",
-            hint=f"launch at most {plural(device_count(), 'rank')} per host (--nproc auto)",
+            hint=f"start at most {plural(device_count(), 'rank')} per host: --nproc auto",
         )
     module_of(kind).set_device(local_rank)
 

@@ -53,9 +53,9 @@ def _checked(origin: Path) -> list[Path]:
     for path in paths:
         if not path.is_file() or not path.resolve().is_relative_to(home):
             raise CheckpointError(
-                "the export does not copy this: it is not a file in its folder (but a link out of it, say)",
+                "the export copies only files inside its source folder, and this leads out of it or nowhere",
                 where=str(path),
-                hint="replace it with the file itself",
+                hint="replace the link with a copy of the file",
             )
     return paths
 

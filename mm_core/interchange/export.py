@@ -233,9 +233,10 @@ def _no_pipeline(folder: Path, label: str, whole: bool) -> MMError:
             hint="leave out --component, or merge the adapters: --merge-lora",
         )
     return MMError(
-        f"the format {label} finds no part in this pipeline for the exported weights",
+        f"this pipeline has no component for the weights that the run trained (format {label})",
         where=f"--pipeline: {folder}",
         accepted="a folder whose model_index.json lists a model of the exported class",
+        hint="pass the pipeline that the training started from",
     )
 
 

@@ -157,7 +157,7 @@ class _SeededInit(TorchFunctionMode):
                     f"init_weights calls {func.__name__} on {on}: each rank would draw the same numbers",
                     where=_line(_author(traceback.extract_stack())),
                     accepted="parameters and buffers of the module, their views, and plain tensors",
-                    hint="draw into the parameter itself, which init_weights may use as on one device",
+                    hint=f"call it on the parameter: nn.init.{func.__name__}(self.weight), not on self.weight.to_local()",
                 )
             return self.full_tensors.call(func, (target, *args), kwargs)
         if name in self.spared:
@@ -201,7 +201,7 @@ def _named_line(module: nn.Module) -> Iterator[None]:
         raise ContractError(
             f"init_weights of {_kind(module)} fails in torch, at {author.line}: {fault}",
             where=_line(author),
-            accepted="calls that torch accepts for a tensor of that shape and dtype on one device",
+            hint="check shape and dtype in that line: the tensor has its full, unsharded shape there",
         ) from fault
 
 

@@ -136,9 +136,9 @@ def _wrapped(
     for path in chosen:
         own, other = tied[path]
         raise PlanError(
-            f"{path!r} shares {own!r} with {other!r} outside of it: both must be gathered together",
+            f"{path!r} shares {own!r} with {other!r} outside of it, so it cannot be sharded on its own",
             where=origin,
-            accepted="auto, which leaves such modules out; or a module that contains both",
+            accepted="auto, which leaves such modules out; or the path of a module that contains both",
         )
     return tuple(path for path in wrapped if path not in tied), origin
 
@@ -165,6 +165,7 @@ def _recomputed(
             f"'auto' finds no repeated blocks in {', '.join(trainable)}",
             where=_RECOMPUTE,
             accepted="path patterns; or a model with _no_split_modules or a list of equal modules",
+            hint="list the blocks to recompute, for example ['predictor.blocks.*'], or set it to []",
         )
     return tuple(found), ", ".join([*sources, *(["auto"] if len(planned) < len(trainable) else [])])
 

@@ -139,6 +139,7 @@ def header(tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
                 f"{spec.name} has dtype {str(spec.dtype).removeprefix('torch.')}, which a safetensors file"
                 " cannot contain",
                 accepted=", ".join(_NAMES.values()),
+                hint="convert it in the component's state_dict, or export with --dtype bf16",
             )
         begin, end = end, end + spec.nbytes
         document[spec.name] = {

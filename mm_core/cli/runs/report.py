@@ -34,13 +34,17 @@ def execute(args: argparse.Namespace) -> int:
     runs = read_runs([Path(run) for run in args.runs])
     out = Path(args.out) if args.out else (runs[0].folder if len(runs) == 1 else Path()) / "report.html"
     if not out.name:
-        raise MMError("the page cannot be written to a folder", where=str(out), accepted="--out FILE")
+        raise MMError(
+            "the page cannot be written to a folder", where=str(out), hint="name a file: --out report.html"
+        )
     text = render(runs, int(args.max_mb * 1e6))
     try:
         replace_text(out, text)
     except OSError as error:
         raise MMError(
-            f"the page cannot be written: {error.strerror}", where=str(out), accepted="--out FILE"
+            f"the page cannot be written: {error.strerror}",
+            where=str(out),
+            hint="choose another file with --out, or free the disk",
         ) from None
     for run in runs:
         for remark in run.remarks:

@@ -54,7 +54,11 @@ def run_folder(run: str) -> Path:
     for folder in (Path(run), Path(run.rpartition("@")[0] or run)):
         if folder.exists():
             return folder
-    raise MMError("there is no such run", where=run, hint="mm-train prints the folder of a run")
+    raise MMError(
+        "there is no such run",
+        where=run,
+        hint="pass a folder that mm-train printed: a run, such as runs/NAME, or one of its checkpoints",
+    )
 
 
 def open_stored(args: argparse.Namespace) -> StoredRun:

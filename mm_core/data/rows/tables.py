@@ -56,9 +56,10 @@ def read_table(file: Path, columns: Sequence[Column], quotes: bool = True) -> It
     suffix = file.suffix.lower()
     if suffix not in SUFFIXES:
         raise DataError(
-            f"the format of the table is unknown: its name ends in {suffix or 'no suffix'}",
+            f"the table's format is unknown: its name ends in {suffix or 'no suffix'}",
             where=str(file),
             accepted=", ".join(SUFFIXES),
+            hint="rename the file, or convert it to one of these formats",
         )
     rows = RowFile(file, _ROLE, _ACCEPTED)
     rows.check_file()

@@ -84,7 +84,10 @@ def open_adapter(path: Path) -> AdapterFile:
         settings = _unprefixed(texts["lora_adapter_metadata"], file)
     if (kind := settings.get("peft_type", "LORA")) != "LORA":
         raise CheckpointError(
-            f"this adapter has the type {kind}", where=str(path), accepted="LORA, with or without DoRA"
+            f"this adapter has the type {kind}",
+            where=str(path),
+            accepted="LORA, with or without DoRA",
+            hint="merge this adapter into its base weights with PEFT, and load those",
         )
     if (begun := settings.get("init_lora_weights")) not in _STARTS:
         raise CheckpointError(
@@ -139,6 +142,7 @@ def _keys(
             f"this is not a LoRA of linear layers: it contains {', '.join(odd[:3])}",
             where=str(file),
             accepted="for each module lora_A and lora_B, and for DoRA lora_magnitude_vector",
+            hint="adapters of convolutions and embeddings: merge them into the base weights with PEFT",
         )
     return keys, alphas
 
@@ -199,6 +203,7 @@ def _pattern(table: object, module: str, otherwise: object, file: Path) -> objec
                 f"the pattern {key!r} in the adapter's alpha_pattern is not supported",
                 where=str(file),
                 accepted=f"regular expressions with at most {_LOOPS} repetitions, and no repeated group",
+                hint="list the modules by name in alpha_pattern of adapter_config.json",
             )
         if found.match(module):
             return value
