@@ -176,7 +176,7 @@ def agree(
     if total <= 0:
         raise TrainingError(
             "every sample in this step has weight 0",
-            hint="give at least one sample a weight above 0: see the weights that the dataset or the task sets",
+            hint="give at least one sample a weight above 0, in the dataset or the task",
         )
     # The clocks of the ranks differ: rank 0's clock decides when to save.
     return StepAgreement(total, float(rows[:, 1].sum()), bool(rows[:, 2].any()), bool(rows[0, 3]))
