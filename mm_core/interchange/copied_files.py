@@ -53,7 +53,7 @@ def _checked(origin: Path) -> list[Path]:
     for path in paths:
         if not path.is_file() or not path.resolve().is_relative_to(home):
             raise CheckpointError(
-                "the export copies only files inside its source folder, and this leads out of it or nowhere",
+                "the export copies only files inside their folder, but this leads out of it or nowhere",
                 where=str(path),
                 hint="replace the link with a copy of the file",
             )

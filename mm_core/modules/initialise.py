@@ -157,7 +157,7 @@ class _SeededInit(TorchFunctionMode):
                     f"init_weights calls {func.__name__} on {on}: each rank would draw the same numbers",
                     where=_line(_author(traceback.extract_stack())),
                     accepted="parameters and buffers of the module, their views, and plain tensors",
-                    hint=f"call it on the parameter: {func.__name__}(self.weight), not on self.weight.to_local()",
+                    hint=f"pass the parameter itself: {func.__name__}(self.weight), not its local shard",
                 )
             return self.full_tensors.call(func, (target, *args), kwargs)
         if name in self.spared:

@@ -94,7 +94,7 @@ FAULTS = [
     ("rows.csv", b"text,text\na,b\n", "2 columns of the table are named 'text'"),
     ("rows.csv", b"text\n\xff\n", "the table is not UTF-8 text (byte 5)"),
     ("rows.parquet", b"PAR1", "the table cannot be read as Parquet: "),
-    ("rows.xlsx", b"", "the format of the table is unknown: its name ends in .xlsx"),
+    ("rows.xlsx", b"", "the table's format is unknown: its name ends in .xlsx"),
 ]
 
 

@@ -178,9 +178,10 @@ def test_without_a_pipeline_it_is_a_lone_model_and_any_can_be_named(origin, tmp_
     with pytest.raises(MMError) as caught:
         export(tmp_path / "runs/tuned", tmp_path / "o", "diffusers", pipeline=lone)
     assert str(caught.value) == (
-        f"--pipeline: {lone}: the format core/diffusers finds no part in this pipeline for the exported"
-        " weights\n"
-        "  accepted: a folder whose model_index.json lists a model of the exported class"
+        f"--pipeline: {lone}: this pipeline has no component for the weights that the run trained"
+        " (format core/diffusers)\n"
+        "  accepted: a folder whose model_index.json lists a model of the exported class\n"
+        "  hint: pass the pipeline that the training started from"
     )
     whole = export(tmp_path / "runs/tuned", tmp_path / "whole", "diffusers", pipeline=origin)
     same(stored(whole / "transformer"), stored(lone))
@@ -234,7 +235,7 @@ def test_parts_that_cannot_be_taken_over_are_a_sentence(what, origin, tmp_path):
             (part / "config.json").symlink_to(tmp_path / "secret")
         else:
             os.mkfifo(part / "config.json")
-        said = "it is not a file in its folder"
+        said = "but this leads out of it or nowhere"
     with pytest.raises(CheckpointError, match=said):
         export(tmp_path / "runs/tuned", tmp_path / "out", "diffusers")
     assert nothing_at(tmp_path / "out")

@@ -373,7 +373,7 @@ def test_what_torch_refuses_names_the_line_of_the_author(sharded):
     )
     assert text.endswith(
         " for tensor with fewer than 2 dimensions\n"
-        "  accepted: calls that torch accepts for a tensor of that shape and dtype on one device"
+        "  hint: check shape and dtype in that line: the tensor has its full, unsharded shape there"
     )
     text, line = refusal(lambda module: nn.init.eye_(module.weight[:2]))
     assert text.startswith(f"{line}: ") and "Only tensors with 2 dimensions are supported" in text
@@ -404,7 +404,7 @@ def test_draws_into_a_shard_name_the_line_of_the_author(sharded):
             f"{__file__}, line {draw.__code__.co_firstlineno}: init_weights calls {name} on a shard of"
             " predictor.weight: each rank would draw the same numbers\n"
             "  accepted: parameters and buffers of the module, their views, and plain tensors\n"
-            "  hint: draw into the parameter itself, which init_weights may use as on one device"
+            f"  hint: pass the parameter itself: {name}(self.weight), not its local shard"
         )
 
 
