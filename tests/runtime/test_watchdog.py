@@ -66,7 +66,7 @@ def test_what_stands_still_is_named_with_its_line_and_leaves_its_stacks(tmp_path
     watched.wait(20)
     watched.dog.close()
     (said,) = watched.said
-    assert said.where == "rank 0, step 3, forward backward"
+    assert said.where == "step 3, forward backward"
     assert "rank 0 is furthest behind, running forward and backward for step 3, at " in said.what
     assert f"{__file__}:" in said.what and "in wait" in said.what, "the innermost line that is no library's"
     assert said.hint == f"read its stacks in {tmp_path}/logs/rank_0.log; run.stuck_after sets the limit"

@@ -194,7 +194,7 @@ class Watchdog:
         behind = min(silent or beats, key=progress)
         doing = f"{_DOING.get(behind.phase, behind.phase)} for step {behind.step}"
         what = f"no progress for {round(time.monotonic() - self._moved)} s; rank {behind.rank}"
-        where = f"rank {self._rank}, step {self._at}, {self._phase.replace('_', ' ')}"
+        where = f"step {self._at}, {self._phase.replace('_', ' ')}"  # the rank is printed before it
         if silent:
             self._end(
                 TrainingError(
