@@ -23,12 +23,8 @@ _KINDS = {
 def status(path: Path, what: str) -> os.stat_result | None:
     """File status of a path in a dataset's row, symbolic links followed; None if nothing is there.
 
-    Args:
-        path: the path.
-        what: noun for the error message: "video", "image".
-
     Raises:
-        DataError: the system refuses the path.
+        DataError: the system refuses the path; the error calls it `what`: "video", "image".
     """
     with refused(what, path):
         try:
