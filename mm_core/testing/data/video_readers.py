@@ -51,7 +51,7 @@ class ReaderProbe:
         return found
 
     def info(self, path: Path | None = None) -> VideoInfo:
-        """What the reader says of the clip, or of another file."""
+        """What the reader reports about the clip, or about another file."""
         found: VideoInfo = self._available(lambda: self.build().probe(path or self.clip))
         return found
 

@@ -221,7 +221,7 @@ def missing_files(probe: FrozenProbe) -> None:
         try:
             probe.loaded(copy)
         except Exception as error:
-            # Tokenizers have their words in one of several files, so that only opening them tells.
+            # Tokenizers store their words in one of several files: only opening them shows which.
             always = name.name == "config.json" or name.suffix == ".safetensors"
             probe.expect(
                 isinstance(error, MMError) and not always,

@@ -192,7 +192,7 @@ def _expect_equal(
 
 @contextmanager
 def _hint_of_images(probe: PredictorProbe, module: nn.Module, inputs: Inputs) -> Iterator[None]:
-    """A context for the forward of a clip: if it fails, but works for one frame, the error says so."""
+    """A context for the forward of a clip: if it fails, but works for one frame, the error states that."""
     try:
         yield
     except Exception as fault:

@@ -166,7 +166,7 @@ class Chat:
         messages = {name: message_of(turn, known) for name, turn in begun.items()}
         text = known.rendered([*messages.values()], prompt=True)
         self._check_pictures(known, text, kinds)
-        _check_said(messages, text)
+        _check_other_turns(messages, text)
         return text
 
     def _kept(self, length: int, blocks: Sequence[tuple[int, int]], shown: Sequence[Shown]) -> int:
@@ -192,7 +192,7 @@ class Chat:
         messages = {name: message_of(turn, known) for name, turn in begun.items()}
         spans, text = known.spans([*messages.values()])
         self._check_pictures(known, text, kinds)
-        _check_said(messages, text)
+        _check_other_turns(messages, text)
         return text, spans
 
     def _check_words(self, known: Vocabulary, turns: Mapping[str, RowTurn]) -> None:
@@ -218,7 +218,7 @@ class Chat:
             )
 
 
-def _check_said(messages: Mapping[str, Mapping[str, Any]], text: str) -> None:
+def _check_other_turns(messages: Mapping[str, Mapping[str, Any]], text: str) -> None:
     """Raises Fault if the template omits or rewrites a turn that is not the assistant's."""
     for name, message in messages.items():
         content = message["content"]

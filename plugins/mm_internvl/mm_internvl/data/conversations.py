@@ -192,18 +192,18 @@ class Conversations:
         """Tokens of a row, pixels of the images and videos among them, its name, and the reference answers
         to its last question. Without reference answers, evaluation uses the labels."""
         row = self.rows[number]
-        said, shown, tokens = self._measured(row)
-        pixels = self.pictures.pixels(self._files(row, said), shown, tokens.shown)
-        answered = tokens.whole and said.turns[-1].role == "assistant"
-        return tokens, pixels, self._name(row), said.answers if answered else ()
+        row_conversation, shown, tokens = self._measured(row)
+        pixels = self.pictures.pixels(self._files(row, row_conversation), shown, tokens.shown)
+        answered = tokens.whole and row_conversation.turns[-1].role == "assistant"
+        return tokens, pixels, self._name(row), row_conversation.answers if answered else ()
 
     def _measured(self, row: RawRow) -> tuple[Conversation, list[Shown], Tokens]:
         """A row's conversation, its images and videos, and its tokens. Reads only the headers of images and
         videos."""
         name = self._name(row)
-        said = conversation(row.value, name)
-        shown = self.pictures.shown(self._files(row, said))
-        return said, shown, self.chat.tokens(said, shown, name)
+        row_conversation = conversation(row.value, name)
+        shown = self.pictures.shown(self._files(row, row_conversation))
+        return row_conversation, shown, self.chat.tokens(row_conversation, shown, name)
 
     def _tokens(self) -> tuple[Tensor, Tensor]:
         """Token counts [N] of an epoch's conversations, and [N] whether each cannot be read.
@@ -219,10 +219,10 @@ class Conversations:
     def _length(self, row: RawRow) -> int:
         return len(self._measured(row)[2].ids)
 
-    def _files(self, row: RawRow, said: Conversation) -> list[tuple[Medium, Path]]:
+    def _files(self, row: RawRow, row_conversation: Conversation) -> list[tuple[Medium, Path]]:
         source = self.wanted.sources[row.source]
         folder = Path(source.annotations).parent if source.folder is None else Path(source.folder)
-        return [(kind, inside(folder, path)) for kind, path in said.media]
+        return [(kind, inside(folder, path)) for kind, path in row_conversation.media]
 
     def _name(self, row: RawRow) -> str:
         return f"{self.wanted.sources[row.source].annotations}, {row.place}"

@@ -153,12 +153,12 @@ def _conversation(value: object, learnt: bool) -> Conversation:
         raise _Fault(f"the row has {found}", ACCEPTED)
     if used := next((key for key in _OF_TOOLS_ROW if value.get(key) not in _NOTHING), None):
         raise _Fault(f"the row has `{used}`, which this dataset cannot pass to the model", _NO_TOOLS)
-    said = value[styles[0]]
-    if not isinstance(said, Sequence) or isinstance(said, str) or not said:
+    given = value[styles[0]]
+    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
         raise _Fault(f"`{styles[0]}` is not a list of turns, or is empty", ACCEPTED)
     own: list[tuple[Medium, str]] = []
     keys = ("from", "value") if styles[0] == "conversations" else ("role", "content")
-    turns = tuple(_turn(turn, number, keys, own) for number, turn in enumerate(said, 1))
+    turns = tuple(_turn(turn, number, keys, own) for number, turn in enumerate(given, 1))
     if any(turn.role == "system" for turn in turns[1:]):
         raise _Fault("a turn after the first has the role system", "a system prompt only as the first turn")
     turns = _with_system(value.get("system"), turns)
@@ -245,15 +245,15 @@ def _thinking(thought: object, number: int) -> str:
 
 
 def _part(part: object, number: int, own: list[tuple[Medium, str]]) -> Mapping[str, str]:
-    said = part if isinstance(part, Mapping) else {}
-    kind = said.get("type")
-    if kind == "text" and isinstance(said.get("text"), str):
-        return {"type": "text", "text": said["text"]}
+    given = part if isinstance(part, Mapping) else {}
+    kind = given.get("type")
+    if kind == "text" and isinstance(given.get("text"), str):
+        return {"type": "text", "text": given["text"]}
     if kind not in ("image", "video"):
         raise _Fault(
             f"turn {number} has a part of unknown type", 'parts {"type": "text" | "image" | "video", ..}'
         )
-    path = next((said[name] for name in _PATHS if name in said), None)
+    path = next((given[name] for name in _PATHS if name in given), None)
     if path is not None:
         own.append((kind, _path(path)))
     return {"type": kind, "named": "yes" if path is not None else ""}

@@ -270,8 +270,8 @@ def tokens_of_tile(folder: Path) -> int:
         CheckpointError: the folder's files do not contain it.
     """
     model = read_object(folder / "config.json")
-    for said in (read_object(folder / "processor_config.json"), model):
-        found = said.get("image_seq_length")
+    for config in (read_object(folder / "processor_config.json"), model):
+        found = config.get("image_seq_length")
         if isinstance(found, int) and found > 0:
             return found
     vision = model.get("vision_config", {})
