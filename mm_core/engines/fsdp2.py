@@ -336,7 +336,7 @@ class FSDP2Engine:
         These are live tensors, not copies.
 
         Raises:
-            ContractError: the optimizer has state that is no tensor.
+            ContractError: the optimizer has state that is not a tensor.
         """
         assert self._optimizer is not None
         state = self._optimizer.state

@@ -65,7 +65,7 @@ def export(
         component: the only component to export, if the task trains several.
         pipeline: pipeline's folder to copy the remaining parts from; None: the one the run started from.
         overrides: `key.path=value` over the run's config, for folders that have moved.
-        note: called with a sentence about folders that the run started from and that no longer exist.
+        note: called with a message about folders that the run started from and that no longer exist.
         allow_code: run code that the run's config names even if this user has not trained with it.
 
     Returns:
@@ -137,7 +137,7 @@ def _placed(
         plan: the plan without places.
         form: the weight format.
         pipeline: pipeline to copy from; None for the one that the weights started from.
-        note: called with a sentence about folders that no longer exist.
+        note: called with a message about folders that no longer exist.
     """
     companions = Companions()
     if plan.whole:
@@ -150,7 +150,7 @@ def _placed(
         ]
         companions = form.companions(plan.task, written)
         gone = {path for paths in origins.values() for path in paths if not path.exists()}
-        # Weights that no library loads are no pipeline.
+        # Weights that no library loads are not a pipeline.
         if gone and not companions.copies and plan.parts[0].layout.library:
             places = ", ".join(sorted(map(str, gone)))
             note(f"{places}: the run started from this, but it is gone; only trained weights are written")

@@ -48,7 +48,7 @@ def origins_of(
         config: config of a checkpoint.
         facts: facts of the checkpoint.
         task: built from that config.
-        note: called with a sentence about a run that is not followed because its code is unknown.
+        note: called with a message about a run that is not followed because its code is unknown.
         runs: how many earlier runs to follow.
     """
     given = given_weights(config, facts)

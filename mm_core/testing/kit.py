@@ -55,7 +55,7 @@ _COMMON = "mm_core.testing.common:CHECKS"
 
 
 class NotApplicable(SkipTest):
-    """Raised by a conformance check that a component cannot be held against, with the reason.
+    """Raised by a conformance check that does not apply to a component, with the reason.
 
     A test that calls the check is skipped.
     """
@@ -233,7 +233,7 @@ class Examination:
         unknown = [name for name in self._expected if name not in self.checks]
         if unknown:
             raise PluginError(
-                f"expected_failures names {unknown[0]!r}, which is no check of this kind of component",
+                f"expected_failures names {unknown[0]!r}, which is not a check of this kind of component",
                 where=self.registered.place,
                 accepted=", ".join(self.checks),
                 hint=did_you_mean(unknown[0], self.checks),

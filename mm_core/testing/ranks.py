@@ -78,7 +78,7 @@ def on_ranks(world: int, work: Callable[[A], Any], argument: A, timeout: float =
 
     Raises:
         NotApplicable: the argument cannot be sent to another process.
-        ContractError: a rank failed, with the sentence of the first that did; or they took too long.
+        ContractError: a rank failed, with the message of the first that did; or they took too long.
     """
     with tempfile.TemporaryDirectory(prefix="mm-ranks-") as name, ExitStack() as stack:
         folder = Path(name)

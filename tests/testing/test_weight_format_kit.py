@@ -200,7 +200,7 @@ FAULTS = [
     ("others", Swapped, "written by core/safetensors, encoder.block.0.layer.0.SelfAttention.q.weight, "),
     ("no_state", Remembering, "with the numbers of model 2, "),
     ("strangers", Trusting, "recognises of an empty folder returned True; accepted: False"),
-    ("strangers", Parsing, "recognises of a config that is no JSON raises JSONDecodeError"),
+    ("strangers", Parsing, "recognises of a config that is not JSON raises JSONDecodeError"),
     ("damaged", opening(bare), "where a weights file is truncated, reading raises SafetensorError"),
     ("damaged", opening(lenient), "where a weights file is truncated, reading raises no error"),
     ("no_code", opening(unsafe), "reading a .bin file runs the code of a pickle in it"),

@@ -23,7 +23,7 @@ class Contract:
         base: `module:Name` of the class from which objects must derive.
         by_name: methods whose arguments the core passes by name.
         events: methods may be absent; other names that resemble one are misspelt.
-        optional: `module:Name` of capabilities. A component that has all members of one is held against it.
+        optional: `module:Name` of capabilities. A component that has all members of one is checked against it.
     """
 
     protocol: str
@@ -83,7 +83,7 @@ SPECIAL = {"__len__", "__getitem__", "__call__"}
 
 @dataclass(frozen=True)
 class Member:
-    """A member that a contract asks for.
+    """A member that a contract requires.
 
     Attributes:
         name: its name.
@@ -102,7 +102,7 @@ class Member:
 
 
 def members_of(contract: Contract) -> dict[str, Member]:
-    """The members that a contract asks for, by name."""
+    """The members that a contract requires, by name."""
     protocol = _load(contract.protocol)
     if contract.base == contract.protocol and not contract.events:
         return {}  # deriving from the base class is the contract
@@ -215,7 +215,7 @@ def _is_inherited(contract: Contract, name: str, cls: type, found: object | None
 
 
 def check_object(kind: str, found: object, target: Callable[..., object], where: str) -> None:
-    """Holds a component that was built against the contract of its kind.
+    """Checks a built component against the contract of its kind.
 
     Args:
         kind: kind of the component.

@@ -61,7 +61,7 @@ def _faults(plugin: PluginRecord, import_targets: bool) -> Iterator[str]:
 
 
 def component_faults(registered: Registered, import_targets: bool = False) -> list[str]:
-    """What is wrong with one component, one sentence each (see `inspect_plugins`)."""
+    """The errors of one component, one text each (see `inspect_plugins`)."""
     faults = [*_config_faults(registered)]
     try:
         if import_targets:

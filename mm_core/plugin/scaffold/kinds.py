@@ -138,7 +138,7 @@ reader: {type: $type}"""
         ),
     }
 )
-"""Kind of component -> its template. A test holds the kinds against `KINDS`."""
+"""Kind of component -> its template. A test compares the kinds with `KINDS`."""
 
 SHIPPED_PREDICTOR = """
 type: custom_dit  # of mm-custom-dit

@@ -157,7 +157,7 @@ def streamed(probe: FrozenProbe) -> None:
     if not isinstance(component, Streamed):
         raise NotApplicable("the component reads its own weights (it has no build_empty)")
     probe.expect(
-        isinstance(component, nn.Module), "the component is no torch.nn.Module", hint="derive from it"
+        isinstance(component, nn.Module), "the component is not a torch.nn.Module", hint="derive from it"
     )
     component.build_empty()
     module: Any = component

@@ -88,7 +88,7 @@ def resumes(probe: CallbackProbe) -> None:
 
 
 def failed_runs(probe: CallbackProbe) -> None:
-    """A run that ends at once, or by any exception, is no error of the callback; the exception is kept."""
+    """A run that ends at once, or by any exception, is not an error of the callback; the exception is kept."""
     errors = (
         TrainingError("the loss is not finite", where="step 2", hint="lower the learning rate"),
         RuntimeError(),
@@ -107,7 +107,7 @@ def failed_runs(probe: CallbackProbe) -> None:
 
 
 def unusual_metrics(probe: CallbackProbe) -> None:
-    """Metrics that are not finite, or have any other names, are no error."""
+    """Metrics that are not finite, or have any other names, are not an error."""
     folder = probe.folder("metrics")
     cases: tuple[Mapping[str, float], ...] = (
         {"loss": math.nan, "grad_norm": math.inf},

@@ -246,8 +246,8 @@ def _strangers(top: Path) -> Iterator[tuple[str, Path]]:
     yield "a path that does not exist", top / "nothing"
     contents: dict[str, bytes | None] = {
         "an empty folder": b"",
-        "a config that is no JSON": b"{'_class_name': ",
-        "a config that is no text": bytes(range(256)),
+        "a config that is not JSON": b"{'_class_name': ",
+        "a config that is not text": bytes(range(256)),
         "a config that is a list": b"[1, 2, 3]",
         "a config that is nested 100,000 times": b"[" * 100_000,
         "configs that are folders": None,

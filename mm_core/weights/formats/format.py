@@ -31,7 +31,7 @@ class StoredTensors(Protocol):
 
     @property
     def others(self) -> Sequence[str]:
-        """Names in the weights files whose values are no tensors."""
+        """Names in the weights files whose values are not tensors."""
 
     def read(self, name: str, box: tuple[slice, ...]) -> Tensor:
         """Reads a box of a tensor from weights files, on CPU and in its stored dtype.

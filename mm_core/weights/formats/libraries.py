@@ -235,7 +235,7 @@ def pipeline_parts(top: Path) -> dict[str, str]:
 def pipeline_around(written: Sequence[Written]) -> Companions:
     """The Diffusers pipeline that exported weights started from: its index and other parts, to be copied.
 
-    Each exported part goes into its folder in the pipeline; one that is no part of it goes into a folder with
+    Each exported part goes into its folder in the pipeline; one that is not a part of it goes into a folder with
     the component's name. Empty if no part started from a pipeline, or if parts started from different ones.
     """
     homes = {(one.component, one.part): _pipeline_of(one) for one in written}

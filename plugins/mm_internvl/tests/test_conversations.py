@@ -170,11 +170,11 @@ _USER, _SAID = {"role": "user", "content": "what?"}, {"role": "assistant", "cont
         ),
         (
             json.dumps(data.asked("what \ud83d?", "red")),
-            "turn 1 contains half of a surrogate pair, which is no character",
+            "turn 1 contains half of a surrogate pair, which is not a character",
         ),
         (
             json.dumps(data.asked("<image>", "red", image="\ud83d.png")),
-            "the path '\\ud83d.png' contains half of a surrogate pair, which is no character",
+            "the path '\\ud83d.png' contains half of a surrogate pair, which is not a character",
         ),
         (data.asked("<image>", "red", image="a\0.png"), "the path cannot be opened: embedded null byte"),
         (data.asked("<image>", "red", image="a" * 300), "the image cannot be opened: File name too long"),

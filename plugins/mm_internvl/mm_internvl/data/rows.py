@@ -123,7 +123,7 @@ def conversation(value: object, where: str, learnt: bool = True) -> Conversation
         learnt: whether the row must contain a turn of the assistant.
 
     Raises:
-        DataError: the row is no conversation, a role is unknown, or placeholders do not match the files.
+        DataError: the row is not a conversation, a role is unknown, or placeholders do not match the files.
     """
     if isinstance(value, DataError):
         raise value
@@ -182,7 +182,9 @@ def _with_system(system: object, turns: tuple[RowTurn, ...]) -> tuple[RowTurn, .
     if system is None or not system.strip():
         return turns
     if not _is_unicode(system):
-        raise _Fault("`system` of the row contains half of a surrogate pair, which is no character", _VALID)
+        raise _Fault(
+            "`system` of the row contains half of a surrogate pair, which is not a character", _VALID
+        )
     if turns[0].role != "system":
         return (RowTurn("system", system, apart=True), *turns)
     if "".join(turns[0].texts).strip() != system.strip():
@@ -196,7 +198,7 @@ def _answers(row: Mapping[str, object]) -> tuple[str, ...]:
     if not isinstance(found, list) or not all(isinstance(answer, str) for answer in found):
         raise _Fault("`answers` is not a list of texts", "a list of all right answers")
     if not all(map(_is_unicode, found)):
-        raise _Fault("`answers` contains half of a surrogate pair, which is no character", _VALID)
+        raise _Fault("`answers` contains half of a surrogate pair, which is not a character", _VALID)
     return tuple(found)
 
 
@@ -225,7 +227,7 @@ def _turn(turn: object, number: int, keys: tuple[str, str], own: list[tuple[Medi
             )
         made = RowTurn(made.role, thought + "".join(made.texts))
     if not all(map(_is_unicode, made.texts)):
-        raise _Fault(f"turn {number} contains half of a surrogate pair, which is no character", _VALID)
+        raise _Fault(f"turn {number} contains half of a surrogate pair, which is not a character", _VALID)
     return made
 
 
@@ -301,7 +303,7 @@ def _path(path: object) -> str:
     if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
         raise _Fault(f"the path {path!r} leads outside the folder", "a relative path below the folder")
     if not _is_unicode(path):
-        raise _Fault(f"the path {path!r} contains half of a surrogate pair, which is no character", _VALID)
+        raise _Fault(f"the path {path!r} contains half of a surrogate pair, which is not a character", _VALID)
     return path
 
 

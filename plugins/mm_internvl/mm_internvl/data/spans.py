@@ -45,7 +45,7 @@ class TurnContent:
     @classmethod
     def of(cls, content: str) -> TurnContent:
         """Splits the content of an assistant's turn into thought and answer. A thought is the text before the
-        only `</think>`, with or without `<think>`; white space alone is no thought."""
+        only `</think>`, with or without `<think>`; white space alone is not a thought."""
         before, closed, answer = content.partition(_CLOSE)
         blank, opened, thought = before.rpartition(_OPEN)
         if not closed or blank.strip() or any(tag in blank + answer for tag in THOUGHT_TAGS):

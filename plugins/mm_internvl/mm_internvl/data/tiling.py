@@ -223,7 +223,7 @@ def image_size(path: Path, max_pixels: int) -> tuple[int, int]:
         max_pixels: largest accepted number of pixels.
 
     Raises:
-        DataError: the file is no image, or has more than `max_pixels` pixels.
+        DataError: the file is not an image, or has more than `max_pixels` pixels.
     """
     try:
         with opened_image(path) as image:
