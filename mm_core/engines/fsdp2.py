@@ -122,7 +122,7 @@ class FSDP2Engine:
             ),
             forward_prefetch=layout.forward_prefetch,
             backward_prefetch=layout.backward_prefetch,
-            origins=layout.origins,
+            decided_by=layout.decided_by,
         )
 
     # -- prepare -------------------------------------------------------------------------------

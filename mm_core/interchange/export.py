@@ -22,7 +22,7 @@ from mm_core.interchange.export_card import card_of
 from mm_core.interchange.export_plan import ExportPlan, Part, Planner, own_state
 from mm_core.loading.checkpoint_source import CheckpointSource
 from mm_core.loading.left_out import frozen_names, recorded
-from mm_core.loading.provenance import origins_of
+from mm_core.loading.provenance import sources_of
 from mm_core.loading.run_adapters import task_of
 from mm_core.modules.adapter_layers import adapted_layers
 from mm_core.runtime.ranks import Ranks
@@ -141,15 +141,15 @@ def _placed(
     """
     companions = Companions()
     if plan.whole:
-        origins = origins_of(plan.config, plan.source.facts, plan.task, note)
+        sources = sources_of(plan.config, plan.source.facts, plan.task, note)
         chosen = None if pipeline is None else (Path(pipeline),)
         laid = [(part.root, part.layout) for part in plan.parts]
         written = [
-            Written(root, layout.part, layout.folder, layout.texts, chosen or origins[root])
+            Written(root, layout.part, layout.folder, layout.texts, chosen or sources[root])
             for root, layout in laid
         ]
         companions = form.companions(plan.task, written)
-        gone = {path for paths in origins.values() for path in paths if not path.exists()}
+        gone = {path for paths in sources.values() for path in paths if not path.exists()}
         # Weights that no library loads are not a pipeline.
         if gone and not companions.copies and plan.parts[0].layout.library:
             places = ", ".join(sorted(map(str, gone)))

@@ -160,7 +160,7 @@ def lenient(path, open):
 
 class Copying(Safetensors):
     def companions(self, task, written):
-        found = [path / "tokenizer.json" for each in written for path in each.origins]
+        found = [path / "tokenizer.json" for each in written for path in each.sources]
         return Companions(copies={path.name: path for path in found})
 
 
@@ -171,7 +171,7 @@ class Above(Safetensors):
 
 class Beginning(Safetensors):
     def companions(self, task, written):
-        return Companions(texts={"origin.txt": str(written[0].origins[0])})
+        return Companions(texts={"origin.txt": str(written[0].sources[0])})
 
 
 _LAYER = "encoder.block.{i}.layer.0.SelfAttention"

@@ -202,7 +202,7 @@ class TaskModule(nn.Module, Task):
 
     @classmethod
     def author_faults(cls) -> list[str]:
-        """Members that a subclass lacks, or has with other arguments; each task that derives from it is checked."""
+        """Members that a subclass lacks, or has with other arguments; each derived task is checked."""
         if cls.losses is TaskModule.losses:
             written = cls.loss is not TaskModule.loss
             return [] if written else ["it has neither losses(batch) nor loss(inputs): write one of them"]

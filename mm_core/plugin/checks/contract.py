@@ -23,7 +23,7 @@ class Contract:
         base: `module:Name` of the class from which objects must derive.
         by_name: methods whose arguments the core passes by name.
         events: methods may be absent; other names that resemble one are misspelt.
-        optional: `module:Name` of capabilities. A component that has all members of one is checked against it.
+        optional: `module:Name` of capabilities. A component with all members of one is checked against it.
     """
 
     protocol: str

@@ -88,7 +88,7 @@ def resumes(probe: CallbackProbe) -> None:
 
 
 def failed_runs(probe: CallbackProbe) -> None:
-    """A run that ends at once, or by any exception, is not an error of the callback; the exception is kept."""
+    """A run that ends at once, or by any exception, is not the callback's error; the exception is kept."""
     errors = (
         TrainingError("the loss is not finite", where="step 2", hint="lower the learning rate"),
         RuntimeError(),

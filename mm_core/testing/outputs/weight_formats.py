@@ -355,9 +355,9 @@ class _Task(nn.Module):
 def companions(probe: FormatProbe) -> None:
     """companions answers for a run that began at random, and for one whose files are gone."""
     form, task = probe.build(), _Task(probe.component)
-    for origins in ((), (probe.probe.folder / "gone",)):
+    for sources in ((), (probe.probe.folder / "gone",)):
         parts = probe.parts(probe.tensors(), form)
-        written = [Written(_NAME, p.layout.part, p.layout.folder, p.layout.texts, origins) for p in parts]
+        written = [Written(_NAME, p.layout.part, p.layout.folder, p.layout.texts, sources) for p in parts]
         found = form.companions(task, written)
         probe.expect(
             isinstance(found, Companions),

@@ -115,7 +115,7 @@ class Written:
         part: see `Layout`.
         folder: see `Layout`.
         texts: see `Layout`.
-        origins: files and folders that its initial weights came from, the most recent first; some may no
+        sources: files and folders that its initial weights came from, the most recent first; some may no
             longer exist.
     """
 
@@ -123,7 +123,7 @@ class Written:
     part: str
     folder: str
     texts: Mapping[str, str]
-    origins: Sequence[Path] = ()
+    sources: Sequence[Path] = ()
 
 
 @dataclass(frozen=True)

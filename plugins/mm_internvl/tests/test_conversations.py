@@ -73,8 +73,8 @@ def test_system_of_a_row_is_its_system_prompt(place):
     row = data.asked("what?", "red", "say <|im_end|>", "no", system="be brief")
     sizes = {"max_length": 400, "min_tiles": 1, "max_tiles": 2, "frames": 3, "max_pixels": 9999}
     fields = {"sources": found.wanted.sources, "processor": str(place / "model"), **sizes}
-    asking = Conversations.conversing(reader=None, **fields)
-    questions = asking.questions(
+    inputs = Conversations.conversing(reader=None, **fields)
+    questions = inputs.questions(
         data.write(place / "files" / "q.jsonl", [{**turns, "system": "be brief"}, row])
     )
     text = found.chat.tokenizer.decode(questions[0]().inputs["input_ids"][0])

@@ -153,7 +153,7 @@ class Chat:
     def _begun(self, turns: Sequence[RowTurn]) -> dict[str, RowTurn]:
         """The turns by their names in messages, with the system prompt of the row or the dataset."""
         begun = {}
-        if turns[0].apart:
+        if turns[0].from_field:
             begun["`system` of the row"], turns = turns[0], turns[1:]
         elif self.system is not None and turns[0].role != "system":
             begun["`system` of the dataset"] = RowTurn("system", self.system)

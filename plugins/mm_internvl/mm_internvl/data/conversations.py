@@ -19,7 +19,7 @@ from mm_internvl.data.chat import Chat, Shown, Tokens
 from mm_internvl.data.config import ConversationsConfig, Source
 from mm_internvl.data.lengths import Lengths
 from mm_internvl.data.pictures import Pictures
-from mm_internvl.data.questions import Asking
+from mm_internvl.data.questions import QuestionInputs
 from mm_internvl.data.rows import ACCEPTED, Conversation, Medium, RawRow, conversation, read_rows
 from mm_internvl.data.tiling import read_object, read_tiling
 from mm_internvl.packing import Packs, check_support, positions
@@ -47,8 +47,8 @@ class Conversations:
         self, sources: Sequence[Source], processor: str, *, reader: VideoReader | None = None, **others: Any
     ) -> None:
         self.wanted = wanted = ConversationsConfig(tuple(sources), processor, **others)
-        asking = _asking(wanted, PyAVReader() if reader is None else reader)
-        self.chat, self.pictures, self.tiling = asking.chat, asking.pictures, asking.pictures.tiling
+        inputs = _question_inputs(wanted, PyAVReader() if reader is None else reader)
+        self.chat, self.pictures, self.tiling = inputs.chat, inputs.pictures, inputs.pictures.tiling
         self.rows, self.order = _read(wanted.sources)
         facts: list[object] = [processor, wanted.max_length, asdict(self.tiling), wanted.frames]
         facts += [wanted.system, wanted.max_pixels, wanted.share_tiles]
@@ -58,7 +58,7 @@ class Conversations:
         if wanted.packing:
             check_support()
             tokens, bad = self._tokens()
-            self.packs = Packs(tokens, wanted.max_length, apart=bad)
+            self.packs = Packs(tokens, wanted.max_length, separate=bad)
         self._check_reach(processor)
 
     def __len__(self) -> int:
@@ -135,10 +135,10 @@ class Conversations:
             )
 
     @classmethod
-    def conversing(cls, reader: VideoReader, **fields: Any) -> Asking:
+    def conversing(cls, reader: VideoReader, **fields: Any) -> QuestionInputs:
         """Turns questions of `mm sample` and `mm chat` into model inputs, with this dataset's options but
         without its rows."""
-        return _asking(ConversationsConfig(**fields), reader)
+        return _question_inputs(ConversationsConfig(**fields), reader)
 
     def _check_reach(self, folder: str) -> None:
         """Warns of conversations longer than the model's positions."""
@@ -232,13 +232,15 @@ _Read = tuple[Tokens, Tensor, str, tuple[str, ...]]
 """Result of `Conversations._conversation` for a row."""
 
 
-def _asking(wanted: ConversationsConfig, reader: VideoReader) -> Asking:
+def _question_inputs(wanted: ConversationsConfig, reader: VideoReader) -> QuestionInputs:
     """Builds chat template and tiling for conversations and questions. CheckpointError if the model's
     folder lacks their files."""
     chat = Chat(wanted.processor, wanted.max_length, wanted.system)
     chat.check()
     tiling = read_tiling(Path(wanted.processor), wanted.min_tiles, wanted.max_tiles)
-    return Asking(chat, Pictures(tiling, wanted.frames, wanted.max_pixels, reader, wanted.share_tiles))
+    return QuestionInputs(
+        chat, Pictures(tiling, wanted.frames, wanted.max_pixels, reader, wanted.share_tiles)
+    )
 
 
 def _positions_of(config: Mapping[str, object]) -> int | None:

@@ -19,7 +19,7 @@ from mm_internvl.data.rows import PLACEHOLDER, Medium, RawRow, RowTurn, conversa
 
 
 @dataclass(frozen=True)
-class Asking:
+class QuestionInputs:
     """Turns questions about images into InternVL's inputs, with its chat template and tiles. Satisfies
     `Conversing`.
 

@@ -63,12 +63,12 @@ class RowTurn:
     Attributes:
         role: system, user or assistant.
         content: a text with placeholders, or a list of parts in the format of chat templates.
-        apart: whether it comes from the row's field `system` instead of its list of turns.
+        from_field: whether it comes from the row's field `system` instead of its list of turns.
     """
 
     role: str
     content: str | tuple[Mapping[str, str], ...]
-    apart: bool = False
+    from_field: bool = False
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -186,7 +186,7 @@ def _with_system(system: object, turns: tuple[RowTurn, ...]) -> tuple[RowTurn, .
             "`system` of the row contains half of a surrogate pair, which is not a character", _VALID
         )
     if turns[0].role != "system":
-        return (RowTurn("system", system, apart=True), *turns)
+        return (RowTurn("system", system, from_field=True), *turns)
     if "".join(turns[0].texts).strip() != system.strip():
         raise _Fault("`system` of the row differs from its system turn", "one of them")
     return turns
