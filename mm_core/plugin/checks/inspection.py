@@ -31,7 +31,7 @@ def inspect_plugins(registry: Registry, import_targets: bool = False) -> list[Fi
 
     Args:
         registry: the plugins.
-        import_targets: import the targets, compare their signatures with their configs' fields, and hold
+        import_targets: import the targets, compare their signatures with their configs' fields, and check
             classes against the contract of their kind; otherwise targets are only looked up in files.
     """
     findings = []
