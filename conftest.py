@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 
 TABLES = Path(__file__).parent / "tests/README.md"
 
-pytest.register_assert_rewrite("support")  # what its asserts say is shown as a test's
+pytest.register_assert_rewrite("support")  # its asserts are shown as a test's
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -36,9 +36,9 @@ class Run:
     @property
     def fault(self) -> str | None:
         """Why the run's exit was not clean; None for a clean one."""
-        said = [word for word in ABORTS if word in self.output]
-        if said:
-            return f"said {said[0]!r}"
+        printed = [word for word in ABORTS if word in self.output]
+        if printed:
+            return f"printed {printed[0]!r}"
         if self.code:
             return f"exit code {self.code}"
         return None if self.saved else "no checkpoint"

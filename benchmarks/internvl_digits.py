@@ -73,8 +73,8 @@ def draw_rows(folder: Path, count: int, seed: int) -> None:
         digit = str(draw.integers(10))
         picture(digit, draw, fonts).save(folder / f"{number}.png", compress_level=1)
         asked = {"from": "human", "value": "<image>\nwhich digit?"}
-        said = {"from": "gpt", "value": digit}
-        rows.append(json.dumps({"image": f"{number}.png", "conversations": [asked, said]}) + "\n")
+        answered = {"from": "gpt", "value": digit}
+        rows.append(json.dumps({"image": f"{number}.png", "conversations": [asked, answered]}) + "\n")
     (folder / "rows.jsonl").write_text("".join(rows), encoding="utf-8")
 
 

@@ -287,7 +287,7 @@ def case(config: Path, folder: Path, untouched: Path, victim: str, moment: str) 
         faults = [] if end_of(run, ranks, codes) else ["the run had not ended after 90 s"]
         seconds = time.monotonic() - began
         left = run.left()
-        faults += told(run, victim, moment, newest(folder), [codes.get(ranks[n]) for n in (0, 1)])
+        faults += reported(run, victim, moment, newest(folder), [codes.get(ranks[n]) for n in (0, 1)])
     finally:
         run.kill_all()
     step = newest(folder)
@@ -326,7 +326,7 @@ def end_of(run: Run, ranks: dict[int, int], codes: dict[int, int]) -> bool:
     return run.wait(ended, 90)
 
 
-def told(run: Run, victim: str, moment: str, step: int, codes: list[int | None]) -> list[str]:
+def reported(run: Run, victim: str, moment: str, step: int, codes: list[int | None]) -> list[str]:
     """Errors in exit code, output and checkpoint of a killed run."""
     code, text = run.process.returncode, run.text()
     faults = []

@@ -43,7 +43,7 @@ def find_clips() -> Path:
 
 
 def prepare(out: Path) -> None:
-    """Writes the dataset of real clips. `data.json` is written last, so an interrupted copy is no dataset."""
+    """Writes the dataset of real clips. `data.json` is written last: an interrupted copy is not a dataset."""
     source = find_clips()
     (out / "videos").mkdir(parents=True, exist_ok=True)
     rows = []

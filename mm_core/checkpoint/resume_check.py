@@ -146,7 +146,7 @@ def rule(key: str) -> tuple[Verdict, str]:
 
 
 def check_resume(
-    before: Document, after: Document, allow: Sequence[str] = (), *, say: bool = True
+    before: Document, after: Document, allow: Sequence[str] = (), *, report: bool = True
 ) -> list[str]:
     """Checks whether a changed run may resume from its checkpoint; returns lines about safe changes.
 
@@ -154,13 +154,15 @@ def check_resume(
         before: the manifest in the checkpoint.
         after: the manifest of the run as it is now.
         allow: keys, prefixes of keys, or `all`: changes that are intended.
-        say: whether to return the lines; [] otherwise, and if nothing has changed.
+        report: whether to return the lines; [] otherwise, and if nothing has changed.
 
     Raises:
         CheckpointError: a change is refused or needs `--allow`; the message contains the table of changes.
     """
     if not before:
-        return ["the checkpoint has no manifest: changes since it was saved were not checked"] if say else []
+        return (
+            ["the checkpoint has no manifest: changes since it was saved were not checked"] if report else []
+        )
     differences = differences_of(before, after)
     refused = [found for found in differences if found.verdict == "refused"]
     unmet = [found for found in differences if found.verdict == "allow" and not allowed(found.key, allow)]
@@ -175,7 +177,7 @@ def check_resume(
         raise CheckpointError(
             f"the run has changed since the checkpoint: {keys}\n{table}", hint="; ".join(hints)
         )
-    return ["changed since the checkpoint:", *table.splitlines()] if say and differences else []
+    return ["changed since the checkpoint:", *table.splitlines()] if report and differences else []
 
 
 def allowed(key: str, allow: Sequence[str]) -> bool:

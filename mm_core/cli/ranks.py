@@ -127,8 +127,8 @@ def _while_read(work: Callable[[], int]) -> int:
         output.register(sys.stdout.fileno(), 0)
         if not output.poll(0):
             raise  # another pipe is broken
-        from mm_core.runtime.launch.rank_process import has_told
+        from mm_core.runtime.launch.rank_process import mark_reported
 
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it again at exit
-        has_told()
+        mark_reported()
         return READER_LEFT

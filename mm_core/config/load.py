@@ -76,22 +76,22 @@ def load_with_places(
 
 
 def _load(
-    path: Path, overrides: Sequence[str], origins: Sources, spare_environment: bool
+    path: Path, overrides: Sequence[str], sources: Sources, spare_environment: bool
 ) -> tuple[RunConfig, Node]:
-    sources = _Sources(origins)
-    root = sources.read(path, ())
-    faults = sources.faults
+    reader = _ConfigReader(sources)
+    root = reader.read(path, ())
+    faults = reader.faults
     root = apply_overrides(root, overrides, faults)
-    if sources.lost:  # otherwise everything in the unreadable files would be reported as missing
+    if reader.lost:  # otherwise everything in the unreadable files would be reported as missing
         raise ConfigError(_ordered(faults), where=str(path))
     unset: list[MMError] = []
-    root, literals = resolve(root, faults, unset if spare_environment else faults, origins.withholds)
-    root = without_former_values(root, origins, faults)
-    root = known_only(_anchor_plugins(root, faults), origins)
-    registry = _registry(root, faults, origins)
+    root, literals = resolve(root, faults, unset if spare_environment else faults, sources.withholds)
+    root = without_former_values(root, sources, faults)
+    root = known_only(_anchor_plugins(root, faults), sources)
+    registry = _registry(root, faults, sources)
     checker = Checker(registry)
     config = checker.checked(lambda: checker.dataclass(RunConfig, root, further=(_INCLUDE,)))
-    origins.check_accepted(checker.faults)
+    sources.check_accepted(checker.faults)
     faults += checker.faults
     if faults:
         faults += unset
@@ -101,17 +101,17 @@ def _load(
         config,
         registry=registry,
         literals=dict(literals),
-        allow_code=origins.allow_code,
-        unknown_commands=unknown_commands(root, origins),
+        allow_code=sources.allow_code,
+        unknown_commands=unknown_commands(root, sources),
     )
     return config, root
 
 
-class _Sources:
+class _ConfigReader:
     """Reads the files of one config. `lost` is set when one of them cannot be read."""
 
-    def __init__(self, origins: Sources) -> None:
-        self.origins = origins
+    def __init__(self, sources: Sources) -> None:
+        self.sources = sources
         self.faults: list[MMError] = []
         self.lost = False
         self._read: dict[Path, Node] = {}
@@ -138,7 +138,7 @@ class _Sources:
         return self._read[real]
 
     def _merged(self, path: Path, above: tuple[Path, ...]) -> Node:
-        self.origins.note(path, above)
+        self.sources.note(path, above)
         node = read_file(path, self.faults, self._spent)
         if not isinstance(node.value, dict):
             what = f"the file is not a mapping: found {show(node)}"
@@ -198,14 +198,14 @@ def _anchored(item: Node, faults: list[MMError]) -> Node:
     return item.holding(os.path.abspath(path))  # noqa: PTH100 - also removes `..`
 
 
-def _registry(root: Node, faults: list[MMError], origins: Sources) -> Registry:
+def _registry(root: Node, faults: list[MMError], sources: Sources) -> Registry:
     """The installed plugins and those that the config names, which are needed to check the rest."""
     paths = root.at("plugins", "path")
     if paths is None or not isinstance(paths.value, list):
         return get_registry()
     named = tuple(item.value for item in paths.value if isinstance(item.value, str))
     try:
-        return get_registry(named, stored_plugins(root, origins))
+        return get_registry(named, stored_plugins(root, sources))
     except TrustError as fault:
         raise TrustError(fault.what, where=paths.place(), accepted=fault.accepted, hint=fault.hint) from fault
     except MMError as fault:

@@ -277,7 +277,7 @@ class SupportsForTokens(NoiseScheduler, Protocol):
     def for_tokens(self, tokens: int) -> NoiseScheduler:
         """The noise scheduler for samples of this size; pure, since the task keeps one for each size.
 
-        The task asks for it in training, evaluation and sampling; all samples of a micro-batch have one size.
+        The task uses it in training, evaluation and sampling; all samples of a micro-batch have one size.
 
         Args:
             tokens: number of patches of one sample's latents: T x H x W over the predictor's `patch_size`.

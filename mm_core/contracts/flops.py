@@ -100,7 +100,7 @@ class StepFlops:
     Attributes:
         forward: everything that is computed, frozen or not.
         backward: gradients of the trained weights, and of activations on the way to them.
-        recomputed: parts of the forward that the backward computes again, which is no useful work.
+        recomputed: parts of the forward that the backward computes again, which is not useful work.
     """
 
     forward: float

@@ -277,7 +277,7 @@ class EnginePlan:
         forward_prefetch: path of a wrapped module -> wrapped modules that are gathered while its forward
             computes.
         backward_prefetch: the same for the backward.
-        origins: `wrapped`, `recomputed` and `prefetched` -> who decided, the model's plan or the config;
+        decided_by: `wrapped`, `recomputed` and `prefetched` -> who decided, the model's plan or the config;
             empty if no trained component brings a plan.
     """
 
@@ -295,7 +295,7 @@ class EnginePlan:
     gathered_bytes: int = 0
     forward_prefetch: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     backward_prefetch: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    origins: Mapping[str, str] = field(default_factory=dict)
+    decided_by: Mapping[str, str] = field(default_factory=dict)
 
 
 class Engine(Protocol):

@@ -57,4 +57,4 @@ class SupportsShardPlan(Protocol):
     """Capability of a trained component, such as a predictor, that brings its own sharding plan."""
 
     def shard_plan(self) -> ShardPlan:
-        """The component's sharding plan, asked for once on the meta device, by every rank."""
+        """The component's sharding plan; every rank calls this once, on the meta device."""

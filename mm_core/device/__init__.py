@@ -18,7 +18,7 @@ from mm_core.device.kind import (
     environment_world,
     synchronize,
 )
-from mm_core.device.measuring import (
+from mm_core.device.measurement import (
     DeviceClock,
     MemoryRecorder,
     memory_recorder,

@@ -122,7 +122,7 @@ class FSDP2Engine:
             ),
             forward_prefetch=layout.forward_prefetch,
             backward_prefetch=layout.backward_prefetch,
-            origins=layout.origins,
+            decided_by=layout.decided_by,
         )
 
     # -- prepare -------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ class FSDP2Engine:
         for root in self._roots:
             root.set_requires_gradient_sync(last)
             root.set_is_last_backward(last)
-        with self._told_of_dtypes():
+        with self._uncast_inputs():
             loss = compute()
         if not last:
             self._unused.exempt_from_sync()
@@ -252,7 +252,7 @@ class FSDP2Engine:
             self._scalars.average()
         return replace(loss, total=loss.total.detach())
 
-    def _told_of_dtypes(self) -> AbstractContextManager[None]:
+    def _uncast_inputs(self) -> AbstractContextManager[None]:
         config = self.config
         if config.param_dtype is None or config.cast_forward_inputs:
             return nullcontext()
@@ -303,7 +303,7 @@ class FSDP2Engine:
         for module in self._trained.values():
             module.eval()
         try:
-            with torch.no_grad(), self._told_of_dtypes():
+            with torch.no_grad(), self._uncast_inputs():
                 yield
         finally:
             for module, training in modes.items():
@@ -336,7 +336,7 @@ class FSDP2Engine:
         These are live tensors, not copies.
 
         Raises:
-            ContractError: the optimizer has state that is no tensor.
+            ContractError: the optimizer has state that is not a tensor.
         """
         assert self._optimizer is not None
         state = self._optimizer.state

@@ -110,7 +110,7 @@ class Validator:
         self._log, self._show = log, show
         self._ranks = Ranks.current()
         self._rng = Randomness(config.run.seed)
-        self._told: set[tuple[str, int]] = set()
+        self._reported: set[tuple[str, int]] = set()
         self._data: EvaluationData | None = None
         if dataset is not None:
             self._data = EvaluationData(
@@ -182,7 +182,7 @@ class Validator:
         own = [counted, weight, parts, *(totals[name] for name in names)]
         counted, weight, parts, *sums = sum_rows(own).tolist()
         if counted < rows or parts:
-            self._tell(failures, rows - int(counted), rows)
+            self._report(failures, rows - int(counted), rows)
         if weight <= 0:
             raise DataError(
                 "nothing can be evaluated: every row has weight 0",
@@ -217,11 +217,11 @@ class Validator:
         if stopping.any():
             raise EvaluationStopped
 
-    def _tell(self, failures: Sequence[_Failure], lost: int, rows: int) -> None:
+    def _report(self, failures: Sequence[_Failure], lost: int, rows: int) -> None:
         """Reports rows, and parts of rows, that could not be read, each once. A collective call."""
         everyone = [row for rank in self._ranks.gather(list(failures)) for row in rank]
-        fresh = sorted({row for row in everyone if row[:2] not in self._told})
-        self._told |= {row[:2] for row in fresh}
+        fresh = sorted({row for row in everyone if row[:2] not in self._reported})
+        self._reported |= {row[:2] for row in fresh}
         whole, parts = ([row for row in fresh if row[3] is replaced] for replaced in (True, False))
         if whole:
             self._note(

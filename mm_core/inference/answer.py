@@ -34,7 +34,7 @@ from mm_core.runtime.ranks import Ranks
 T = TypeVar("T")
 Inputs = Mapping[str, Tensor]
 
-_SAY, _DONE, _FAILED = "say", "done", "failed"
+_ANSWER, _DONE, _FAILED = "answer", "done", "failed"
 """Messages of the first rank to the others: take part in an answer; the work is done; it has failed."""
 
 _POOL = 4
@@ -77,11 +77,11 @@ class AnswerSession:
     conversing: Conversing
     device: torch.device
     ranks: Ranks
-    _saying: bool = field(default=False, init=False)
+    _answering: bool = field(default=False, init=False)
 
     # -- one conversation ----------------------------------------------------------------------
 
-    def say(
+    def answer(
         self,
         turns: Sequence[Turn],
         decoding: Decoding,
@@ -104,14 +104,14 @@ class AnswerSession:
         _check_text(turns)
         inputs = self.conversing.prompt(turns)
         self.task.check_question(inputs)
-        self._saying = True
-        self.ranks.from_first((_SAY, None))
+        self._answering = True
+        self.ranks.from_first((_ANSWER, None))
         (text,) = self._answer([inputs], decoding, [number], on_text, stopped)
-        self._saying = False
+        self._answering = False
         return text
 
     def run_on_first_rank(self, work: Callable[[], T]) -> T:
-        """Runs work that answers prompts on the first rank, while other ranks take part in each `say`.
+        """Runs work that answers prompts on the first rank, while other ranks take part in each `answer`.
 
         A collective call; returns the first rank's result on every rank.
 
@@ -126,7 +126,7 @@ class AnswerSession:
         try:
             given = work()
         except BaseException:
-            if not self._saying:  # otherwise the other ranks are in a forward, and receive no message
+            if not self._answering:  # otherwise the other ranks are in a forward, and receive no message
                 self.ranks.from_first((_FAILED, None))
             raise
         self.ranks.from_first((_DONE, given))
@@ -224,11 +224,11 @@ class AnswerSession:
         try:
             return self.task.answer(moved, decoding, numbers, on_text, stopped)
         except (RuntimeError, MemoryError) as fault:
-            if (said := out_of_memory(fault)) is None:
+            if (report := out_of_memory(fault)) is None:
                 raise
             tokens = sum(each["input_ids"].numel() for each in questions)
             raise MMError(
-                said.what,
+                report.what,
                 where=f"{plural(len(questions), 'prompt')} with {tokens} tokens in total",
                 hint="use a smaller --batch-size, fewer image tiles, or more ranks (--nproc)",
             ) from fault
@@ -308,7 +308,7 @@ def answer(
         run, weights=weights, checkpoint=checkpoint, overrides=overrides, allow_code=allow_code
     ) as opened:
         turns = [Turn("user", prompt, tuple(map(Path, images)))]
-        return opened.run_on_first_rank(lambda: opened.say(turns, decoding, on_text=on_text))
+        return opened.run_on_first_rank(lambda: opened.answer(turns, decoding, on_text=on_text))
 
 
 def _check_text(turns: Sequence[Turn]) -> None:

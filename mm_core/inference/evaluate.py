@@ -127,8 +127,8 @@ def evaluate(
     step = int(chosen.checkpoint.facts["step"])
     with among_ranks():
         ranks = Ranks.current()
-        told = note if ranks.rank == 0 else lambda sentence: None
-        figures, found = _pass(chosen, settings, measured, used, step, predictions, told)
+        report = note if ranks.rank == 0 else lambda sentence: None
+        figures, found = _pass(chosen, settings, measured, used, step, predictions, report)
     return EvaluationResult(
         checkpoint=chosen.checkpoint.folder,
         step=step,

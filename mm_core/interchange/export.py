@@ -22,7 +22,7 @@ from mm_core.interchange.export_card import card_of
 from mm_core.interchange.export_plan import ExportPlan, Part, Planner, own_state
 from mm_core.loading.checkpoint_source import CheckpointSource
 from mm_core.loading.left_out import frozen_names, recorded
-from mm_core.loading.provenance import origins_of
+from mm_core.loading.provenance import sources_of
 from mm_core.loading.run_adapters import task_of
 from mm_core.modules.adapter_layers import adapted_layers
 from mm_core.runtime.ranks import Ranks
@@ -65,7 +65,7 @@ def export(
         component: the only component to export, if the task trains several.
         pipeline: pipeline's folder to copy the remaining parts from; None: the one the run started from.
         overrides: `key.path=value` over the run's config, for folders that have moved.
-        note: called with a sentence about folders that the run started from and that no longer exist.
+        note: called with a message about folders that the run started from and that no longer exist.
         allow_code: run code that the run's config names even if this user has not trained with it.
 
     Returns:
@@ -137,20 +137,20 @@ def _placed(
         plan: the plan without places.
         form: the weight format.
         pipeline: pipeline to copy from; None for the one that the weights started from.
-        note: called with a sentence about folders that no longer exist.
+        note: called with a message about folders that no longer exist.
     """
     companions = Companions()
     if plan.whole:
-        origins = origins_of(plan.config, plan.source.facts, plan.task, note)
+        sources = sources_of(plan.config, plan.source.facts, plan.task, note)
         chosen = None if pipeline is None else (Path(pipeline),)
         laid = [(part.root, part.layout) for part in plan.parts]
         written = [
-            Written(root, layout.part, layout.folder, layout.texts, chosen or origins[root])
+            Written(root, layout.part, layout.folder, layout.texts, chosen or sources[root])
             for root, layout in laid
         ]
         companions = form.companions(plan.task, written)
-        gone = {path for paths in origins.values() for path in paths if not path.exists()}
-        # Weights that no library loads are no pipeline.
+        gone = {path for paths in sources.values() for path in paths if not path.exists()}
+        # Weights that no library loads are not a pipeline.
         if gone and not companions.copies and plan.parts[0].layout.library:
             places = ", ".join(sorted(map(str, gone)))
             note(f"{places}: the run started from this, but it is gone; only trained weights are written")

@@ -106,8 +106,8 @@ def _fits(path: Path, config: Path, allow_code: bool) -> Iterator[str]:
         way = with_ties_resolved(ways[0], tied)
         faults = (("missing", way.missing), ("unexpected", way.unexpected), ("misshapen", way.misshapen))
         words = [f"{len(names)} {kind}" for kind, names in faults if names]
-        said = "yes, completely" if way.whole else f"{plural(way.found, 'tensor')}; {', '.join(words)}"
-        yield f"{root} ({type(component).__name__}) by {way.format}: {said}"
+        verdict = "yes, completely" if way.whole else f"{plural(way.found, 'tensor')}; {', '.join(words)}"
+        yield f"{root} ({type(component).__name__}) by {way.format}: {verdict}"
 
 
 def open_weights(path: Path, registry: Registry) -> Iterator[tuple[str, StoredTensors | CheckpointSource]]:

@@ -176,10 +176,10 @@ def _contents(start: MatchedWeights, names: Collection[str]) -> str:
 
 
 def _lost(row: ExternalRow, checkpoint: Path, faults: Sequence[MMError]) -> CheckpointError:
-    said = "; ".join(f"{fault.where}: {fault.what}" for fault in faults)
+    reasons = "; ".join(f"{fault.where}: {fault.what}" for fault in faults)
     return CheckpointError(
         f"this checkpoint does not contain {plural(row.tensors, 'frozen weight')}, and their files cannot be"
-        f" used: {said or 'no config names them'}",
+        f" used: {reasons or 'no config names them'}",
         where=str(checkpoint),
         accepted="the files that the run started from",
         hint=f"put the files back, or set {row.key} to their new place; to store such weights in checkpoints,"

@@ -28,15 +28,15 @@ def mismatch_error(
         absent: folders of the missing names that do not exist.
         key: config key that names the weights.
     """
-    told = found if init.strict or not found.misshapen else Mismatch(misshapen=found.misshapen)
-    left = set(told.unexpected)
+    reported = found if init.strict or not found.misshapen else Mismatch(misshapen=found.misshapen)
+    left = set(reported.unexpected)
     paths = [path for path, name in stored.items() if name in left]
     near = [
         f"{name} (near: {', '.join(like)})" if (like := nearest(name, paths, 1)) else name
-        for name in told.missing[:10]
+        for name in reported.missing[:10]
     ]
-    told = replace(told, missing=near + told.missing[10:])
-    what, hint = f"these weights do not fit the task: {told}", _hint(found)
+    reported = replace(reported, missing=near + reported.missing[10:])
+    what, hint = f"these weights do not fit the task: {reported}", _hint(found)
     if absent:
         what = f"{what}; there is no folder {' and no folder '.join(absent)}"
         hint = (

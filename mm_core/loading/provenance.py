@@ -33,7 +33,7 @@ def own_weights(component: nn.Module) -> str | None:
     return named.path if named is not None else None
 
 
-def origins_of(
+def sources_of(
     config: RunConfig,
     facts: Mapping[str, Any],
     task: TaskModule,
@@ -48,7 +48,7 @@ def origins_of(
         config: config of a checkpoint.
         facts: facts of the checkpoint.
         task: built from that config.
-        note: called with a sentence about a run that is not followed because its code is unknown.
+        note: called with a message about a run that is not followed because its code is unknown.
         runs: how many earlier runs to follow.
     """
     given = given_weights(config, facts)
@@ -65,13 +65,13 @@ def origins_of(
 def _earlier_runs(
     path: Path, allow_code: bool, note: Callable[[str], None], runs: int
 ) -> dict[str, tuple[Path, ...]]:
-    """The origins of the run at `path`, if there is one that can still be read."""
+    """The sources of the run at `path`, if there is one that can still be read."""
     if not any((path / name).exists() for name in ("checkpoints", "config.yaml")):
         return {}
     try:
         checkpoint = open_checkpoint(path)
         config = load_config(checkpoint.folder / "config.yaml", stored=True, allow_code=allow_code)
-        return origins_of(config, checkpoint.facts, task_of(config, checkpoint), note, runs)
+        return sources_of(config, checkpoint.facts, task_of(config, checkpoint), note, runs)
     except TrustError as fault:
         note(f"the initial weights of the run at {path} are unknown: {fault.render()}")
         return {}

@@ -83,9 +83,9 @@ class FullTensors:
         if not self._open:
             return func(*args, **kwargs)
         if func == _DATA:
-            func = Tensor.detach  # the same view, but it shares the version that tells of writes
+            func = Tensor.detach  # the same view, but it shares the version that counts writes
         if func in _TO_NUMPY:
-            # Nothing tells what is written into an array: it counts as written at the end.
+            # Writes into an array are not seen: it counts as written at the end.
             self._arrays += [self._open[key] for key in self._open if self._in(self._open[key], args)]
         result = func(*args, **kwargs)
         for opened in list(self._open.values()):

@@ -190,7 +190,7 @@ def _line(frame: traceback.FrameSummary | None) -> str | None:
 
 @contextmanager
 def _named_line(module: nn.Module) -> Iterator[None]:
-    """A context in which torch's refusal of a call becomes a sentence with the author's line."""
+    """A context in which torch's refusal of a call becomes an error with the author's line."""
     try:
         yield
     except (ValueError, TypeError, IndexError, RuntimeError) as fault:

@@ -26,7 +26,7 @@ class Layout:
         ignored: modules that are not sharded.
         forward_prefetch: wrapped module -> wrapped modules to gather while its forward computes.
         backward_prefetch: the same for the backward.
-        origins: what was decided (`wrapped`, `recomputed`, `prefetched`) -> who decided; empty if no model
+        decided_by: what was decided (`wrapped`, `recomputed`, `prefetched`) -> who decided; empty if no model
             brings a plan.
     """
 
@@ -36,7 +36,7 @@ class Layout:
     ignored: tuple[str, ...]
     forward_prefetch: Prefetch = field(default_factory=dict)
     backward_prefetch: Prefetch = field(default_factory=dict)
-    origins: Mapping[str, str] = field(default_factory=dict)
+    decided_by: Mapping[str, str] = field(default_factory=dict)
 
 
 Patterns = Literal["auto"] | Sequence[str]
@@ -94,8 +94,10 @@ def decide_layout(
     forward, backward, who_prefetches = _prefetched(
         wrapped, plans.values(), strict, forward_prefetch, backward_prefetch
     )
-    origins = {"wrapped": who_wraps, "recomputed": who_recomputes, "prefetched": who_prefetches}
-    return Layout(tuple(trainable), wrapped, recomputed, ignored, forward, backward, origins if plans else {})
+    decided_by = {"wrapped": who_wraps, "recomputed": who_recomputes, "prefetched": who_prefetches}
+    return Layout(
+        tuple(trainable), wrapped, recomputed, ignored, forward, backward, decided_by if plans else {}
+    )
 
 
 _WRAP, _RECOMPUTE = "engine.sub_modules_to_wrap", "engine.recompute_modules"

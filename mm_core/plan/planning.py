@@ -67,7 +67,7 @@ def build_frozen(task: TaskModule) -> None:
 
 
 def check_data(config: RunConfig, task: TaskModule) -> None:
-    """Checks, for the plan of a run, the task against the samples asked for, the datasets and batch sizes.
+    """Checks, for the plan of a run, the task against the requested samples, the datasets and batch sizes.
 
     No dataset is opened.
 

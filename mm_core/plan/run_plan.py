@@ -116,10 +116,10 @@ class RunPlan:
             lines += [f"  {component}", *self._missing_of(component)]
         lines += ["", "sharding"]
         sharding = {"wrapped": engine.wrapped, "recomputed": engine.recomputed, "ignored": engine.ignored}
-        if engine.origins and (ahead := {*engine.forward_prefetch, *engine.backward_prefetch}):
+        if engine.decided_by and (ahead := {*engine.forward_prefetch, *engine.backward_prefetch}):
             sharding["prefetched"] = tuple(path for path in engine.wrapped if path in ahead)
         for label, paths in sharding.items():
-            origin = f"  (by {engine.origins[label]})" if paths and engine.origins.get(label) else ""
+            origin = f"  (by {engine.decided_by[label]})" if paths and engine.decided_by.get(label) else ""
             lines.append(f"  {label:<11} {len(paths):>4}  {_abridged(paths)}{origin}")
         for frozen in engine.frozen:
             by = f", {plural(len(frozen.blocks), 'block')} one at a time" if frozen.blocks else ""

@@ -63,8 +63,8 @@ def mm_tasks() -> Iterable[Component]:
 def mm_engines() -> Iterable[Component]:
     """Engines, which spread a task over devices: `target(**fields)` -> `mm_core.contracts.Engine`.
 
-    The capability `cpu: False` says that the engine runs on accelerators only: the conformance checks then
-    do not apply on the CPU.
+    The capability `cpu: False` declares that the engine runs on accelerators only: the conformance checks
+    then do not apply on the CPU.
     """
 
 

@@ -142,9 +142,9 @@ function axes(box, x, y, xTicks, yTicks, xText, yText) {
 }
 
 function onMove(root, move, leave) {
-  const tell = (event) => move((event.clientX - root.getBoundingClientRect().left) * (root.viewBox.baseVal.width / root.clientWidth), event);
-  root.addEventListener("pointermove", tell);
-  root.addEventListener("pointerdown", tell);
+  const onPointer = (event) => move((event.clientX - root.getBoundingClientRect().left) * (root.viewBox.baseVal.width / root.clientWidth), event);
+  root.addEventListener("pointermove", onPointer);
+  root.addEventListener("pointerdown", onPointer);
   root.addEventListener("pointerleave", leave);
 }
 

@@ -76,7 +76,7 @@ def _thinned(samples: Series) -> dict[str, list[float]]:
     return {"samples_x": [step for step, _ in points], "samples": [value for _, value in points]}
 
 
-def binned(run: Run, prefix: str) -> dict[str, object] | None:
+def heat_map(run: Run, prefix: str) -> dict[str, object] | None:
     """The metrics `<prefix>/<low>-<high>` of a run as a heat map of the report: bins, steps, means."""
     names = [name for name in run.series if name.startswith(f"{prefix}/")]
     if not names:

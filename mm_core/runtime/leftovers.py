@@ -104,7 +104,7 @@ def folders() -> list[str]:
 
 
 @contextmanager
-def told() -> Iterator[None]:
+def pass_to_server() -> Iterator[None]:
     """Passes this process's temporary folders to a server of data workers started in the block.
 
     The server removes them after this process has ended.

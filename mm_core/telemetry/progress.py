@@ -45,7 +45,7 @@ class Progress:
         """
 
     def note(self, text: str) -> None:
-        """Shows a sentence in the progress display."""
+        """Shows a message in the progress display."""
 
     def close(self) -> None:
         """Closes the progress display and restores the terminal. May be called twice."""
@@ -69,7 +69,7 @@ class PlainProgress(Progress):
         self.note(f"step {step}/{self.total}  {self.line(step, metrics)}")
 
     def note(self, text: str) -> None:
-        """Writes a sentence as a line of the log."""
+        """Writes a message as a line of the log."""
         self._stream.write(text + "\n")
         self._stream.flush()
 
@@ -89,7 +89,7 @@ class LiveProgress(Progress):
         bar.refresh()
 
     def note(self, text: str) -> None:
-        """Writes a sentence above the progress bar."""
+        """Writes a message above the progress bar."""
         self._open().console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:

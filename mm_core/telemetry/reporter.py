@@ -141,7 +141,7 @@ class RunReporter:
         self.window.restart_clock()
 
     def note(self, text: str) -> None:
-        """Prints a sentence above the progress display, on rank 0."""
+        """Prints a message above the progress display, on rank 0."""
         self.progress.note(text)
 
     def close(self, ending: Ending) -> None:

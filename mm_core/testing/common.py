@@ -143,7 +143,7 @@ def global_state() -> Iterator[tuple[str, object]]:
 
 
 def _files(probe: Probe) -> Iterator[Path]:
-    """The Python files of the author's package; the file of the target where it is no package."""
+    """The Python files of the author's package; the file of the target where it is not a package."""
     registered = probe.registered
     module = registered.module_of(registered.component.target)
     top = find_module(module.partition(".")[0])

@@ -55,7 +55,7 @@ _COMMON = "mm_core.testing.common:CHECKS"
 
 
 class NotApplicable(SkipTest):
-    """Raised by a conformance check that a component cannot be held against, with the reason.
+    """Raised by a conformance check that does not apply to a component, with the reason.
 
     A test that calls the check is skipped.
     """
@@ -105,7 +105,7 @@ class Probe:
             changes: fields that replace those of the small instance.
 
         Raises:
-            NotApplicable: the component says that it needs a package which is not installed.
+            NotApplicable: the component reports that it needs a package which is not installed.
         """
         options = {**self.config.options, **changes}
         config = ComponentConfig(self.config.kind, self.config.type, options)
@@ -141,7 +141,7 @@ class Probe:
             raise ContractError(what, where=self.place, accepted=accepted, hint=hint)
 
     def expect_no_error(self, what: str, accepted: str, call: Callable[..., object], *given: object) -> None:
-        """Makes a call of the component. Raises a ContractError that says what raised an error, and which."""
+        """Makes a call of the component. A ContractError names the call and its error, if any."""
         try:
             call(*given)
         except Exception as error:
@@ -233,7 +233,7 @@ class Examination:
         unknown = [name for name in self._expected if name not in self.checks]
         if unknown:
             raise PluginError(
-                f"expected_failures names {unknown[0]!r}, which is no check of this kind of component",
+                f"expected_failures names {unknown[0]!r}, which is not a check of this kind of component",
                 where=self.registered.place,
                 accepted=", ".join(self.checks),
                 hint=did_you_mean(unknown[0], self.checks),
@@ -286,7 +286,7 @@ class Examination:
         return "passed", ""
 
     def _sentence(self, error: Exception) -> str:
-        """An exception of the component's own code: what it says, and the author's line that raised it."""
+        """An exception of the component's own code: its message, and the author's line that raised it."""
         module = self.registered.module_of(self.registered.component.target)
         folder = str(Path(source_file(module.partition(".")[0]) or source_file(module) or "").parent)
         frames = traceback.extract_tb(error.__traceback__)
@@ -305,7 +305,7 @@ _LIBRARIES = tuple(f"{Path(source_file(name) or name).parent}{os.sep}" for name 
 
 
 def sentence_of(error: BaseException, place: str | None = None) -> str:
-    """An exception of an author's code: its type, what it says, and where it was raised.
+    """An exception of an author's code: its type, its message, and where it was raised.
 
     Args:
         error: the exception.

@@ -78,7 +78,7 @@ def on_ranks(world: int, work: Callable[[A], Any], argument: A, timeout: float =
 
     Raises:
         NotApplicable: the argument cannot be sent to another process.
-        ContractError: a rank failed, with the sentence of the first that did; or they took too long.
+        ContractError: a rank failed, with the message of the first that did; or they took too long.
     """
     with tempfile.TemporaryDirectory(prefix="mm-ranks-") as name, ExitStack() as stack:
         folder = Path(name)
@@ -116,9 +116,9 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], folder: Path, timeout: float
     while (codes := [process.poll() for process in ranks]).count(0) < len(ranks):
         failed = [rank for rank, code in enumerate(codes) if code]
         # A rank that lost another one comes after it, or a moment before it.
-        told = [rank for rank in failed if not (folder / f"{rank}.lost").exists()]
-        if told or len(failed) == len(ranks):
-            raise _failure(folder, (told or failed)[0], len(ranks), codes)
+        causes = [rank for rank in failed if not (folder / f"{rank}.lost").exists()]
+        if causes or len(failed) == len(ranks):
+            raise _failure(folder, (causes or failed)[0], len(ranks), codes)
         if time.monotonic() > end:
             waiting = codes.index(None)
             raise ContractError(

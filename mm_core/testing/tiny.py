@@ -82,7 +82,7 @@ def text_to_video(folder: Path) -> Mapping[str, object]:
 
 
 def classifier(folder: Path) -> Mapping[str, object]:
-    """The config of a tiny model of Transformers that tells two classes of texts apart."""
+    """The config of a tiny model of Transformers that classifies texts into two classes."""
     from transformers import BertConfig
 
     words = write_tokenizer(folder)

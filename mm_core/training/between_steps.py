@@ -86,7 +86,7 @@ class BetweenSteps:
     def fault(self) -> MMError | None:
         """The error of a background save since the last training step; None without one."""
         try:
-            self.saving.tell()
+            self.saving.report_complete()
         except MMError as fault:
             return fault
         return None

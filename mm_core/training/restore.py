@@ -65,7 +65,7 @@ def restore(
         restored.facts = source.facts
         restored.step = int(source.facts["step"])
         restored.notes.append(f"resumed {source.folder} at step {restored.step} of {steps}")
-        restored.notes += check_resume(source.manifest, manifest, allow, say=Ranks.current().rank == 0)
+        restored.notes += check_resume(source.manifest, manifest, allow, report=Ranks.current().rank == 0)
         state = engine.state_template({name.rpartition(".")[0] for name in source.names("optimizer")})
         state["model"] = {name: tensor for name, tensor in state["model"].items() if name not in absent}
         averaged = "ema" in source.parts

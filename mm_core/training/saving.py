@@ -75,7 +75,7 @@ class Saving:
         self.step, self._at = step, time.monotonic()
         if last:
             self.store.wait()
-        self.tell()
+        self.report_complete()
 
     def add(self, step: int, metrics: Mapping[str, float], *, evaluated: bool) -> None:
         """Adds validation metrics to the checkpoint of `step`, which was saved before the validation."""
@@ -91,7 +91,7 @@ class Saving:
         except Exception as fault:  # the run ends with the earlier error
             self.reporter.note(f"warning: step {step} could not be saved: {fault}")
 
-    def tell(self) -> None:
+    def report_complete(self) -> None:
         """Reports the checkpoints that have become complete; CheckpointError if one failed."""
         for path in self.store.poll():
             self.reporter.note(f"saved {path}")
@@ -108,7 +108,7 @@ class Saving:
             self.store.close(after_fault=error is not None)
         finally:
             if error is None:
-                self.tell()
+                self.report_complete()
 
 
 def best_metric(config: RunConfig) -> str | None:

@@ -23,7 +23,7 @@ def check_archive(file: IO[bytes], start: int, size: int) -> None:
     """Refuses a torch.save weights file whose zip members are compressed or larger than the file.
 
     torch.save never compresses. A compressed member of a few kilobytes can declare a terabyte, and torch
-    unpacks a complete member at once. A file that is no zip archive is left to torch.
+    unpacks a complete member at once. A file that is not a zip archive is left to torch.
 
     Args:
         file: contains the archive.

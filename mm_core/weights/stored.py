@@ -135,7 +135,7 @@ def open_whole(path: Path) -> Any:
     """Opens a safetensors file, mapped into memory.
 
     Raises:
-        CheckpointError: it is no safetensors file, or it is incomplete.
+        CheckpointError: it is not a safetensors file, or it is incomplete.
     """
     if path.exists() and not path.is_file():  # opening a pipe would block
         raise CheckpointError("this is not a file", where=str(path), accepted="a safetensors file")

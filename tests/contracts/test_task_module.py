@@ -222,8 +222,8 @@ def test_what_is_not_one_loss_a_sample_is_a_sentence(wrong, what: str) -> None:
     ("wrong", "what"),
     [
         (lambda total: total, "a Tensor, not a Loss"),
-        (lambda total: Loss(2.0, 1.0), "a Loss whose total is no scalar of floating point, but float"),
-        (lambda total: Loss(total[None], 1.0), "a Loss whose total is no scalar of floating point, but [1]"),
+        (lambda total: Loss(2.0, 1.0), "a Loss whose total is not a floating-point scalar, but float"),
+        (lambda total: Loss(total[None], 1.0), "a Loss whose total is not a floating-point scalar, but [1]"),
         (lambda total: Loss(total.detach(), 1.0), "a Loss whose total has no gradient"),
         (lambda total: Loss(total, -1.0), "a Loss with the weight -1.0"),
         (lambda total: Loss(total, float("nan")), "a Loss with the weight nan"),

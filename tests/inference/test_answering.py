@@ -102,7 +102,7 @@ def test_rows_of_text_are_no_conversation_and_show_nothing(place, capsys, monkey
     assert "start again with /new" in said.err
     shows = pytest.raises(DataError, match="its prompts cannot contain images")
     with answer_session(place / "runs/qwen3") as opened, shows:
-        opened.say([Turn("user", "w5", (Path("a.png"),))], Decoding(max_new_tokens=2))
+        opened.answer([Turn("user", "w5", (Path("a.png"),))], Decoding(max_new_tokens=2))
 
 
 def test_what_generates_no_text_is_a_sentence(place, tmp_path):

@@ -203,9 +203,9 @@ def test_a_torch_without_muon_is_told(monkeypatch):
 
 
 def test_without_torchao_the_extra_is_named(monkeypatch):
-    from mm_core.optim import adamw_8bit as low_bit
+    from mm_core.optim import adamw_8bit as module
 
-    low_bit._optimizer_class.cache_clear()
+    module._optimizer_class.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "torchao.optim", None)
     with pytest.raises(PluginError) as caught:
         adamw_8bit(one_group([nn.Parameter(torch.ones(2))]), **SETTINGS)
@@ -214,15 +214,15 @@ def test_without_torchao_the_extra_is_named(monkeypatch):
 
 
 def test_a_device_that_torchao_does_not_serve_is_told():
-    from mm_core.optim import adamw_8bit as low_bit
+    from mm_core.optim import adamw_8bit as module
 
     class Broken(torch.optim.SGD):
         def step(self, closure=None):
             raise RuntimeError("No working C++ compiler found\nand more")
 
-    low_bit._check_runs.cache_clear()
+    module._check_runs.cache_clear()
     with pytest.raises(PluginError) as caught:
-        low_bit._check_runs(Broken, torch.device("cpu"))
+        module._check_runs(Broken, torch.device("cpu"))
     assert str(caught.value) == (
         "optimizer: torchao's 8-bit AdamW does not run on cpu: No working C++ compiler found\n"
         "  accepted: a device that torch.compile supports (on CPU it needs a C++ compiler)\n"

@@ -42,7 +42,7 @@ PLAN = ShardPlan(wrap=("blocks.{*}", "head"), recompute=("blocks.{0-2}",), prefe
 def test_without_a_plan_nothing_changes():
     plan = planned(None)
     assert plan.wrapped == (*BLOCKS, *names("refiners.0", "refiners.1")) and plan.recomputed == ()
-    assert not plan.forward_prefetch and not plan.backward_prefetch and not plan.origins
+    assert not plan.forward_prefetch and not plan.backward_prefetch and not plan.decided_by
 
 
 def test_a_plan_decides_what_the_config_leaves_open():
@@ -58,7 +58,7 @@ def test_a_plan_decides_what_the_config_leaves_open():
     }
     assert plan.backward_prefetch["net.head"] == (BLOCKS[3], BLOCKS[2])
     assert plan.backward_prefetch[BLOCKS[1]] == (BLOCKS[0],)
-    assert plan.origins == {
+    assert plan.decided_by == {
         "wrapped": "net.shard_plan().wrap",
         "recomputed": "net.shard_plan().recompute",
         "prefetched": "net.shard_plan()",
@@ -69,14 +69,14 @@ def test_the_config_wins_key_by_key():
     plan = planned(PLAN, sub_modules_to_wrap=["net.blocks.{0,1}"])
     assert plan.wrapped == BLOCKS[:2] and plan.recomputed == BLOCKS[:3]
     assert plan.forward_prefetch[BLOCKS[0]] == BLOCKS[1:2]
-    assert plan.origins["wrapped"] == "engine.sub_modules_to_wrap"
+    assert plan.decided_by["wrapped"] == "engine.sub_modules_to_wrap"
     assert planned(PLAN, recompute_modules=[]).recomputed == ()
     assert planned(PLAN, recompute_modules=["net.head"]).recomputed == names("head")
     assert planned(PLAN, recompute_modules="auto").recomputed == BLOCKS[:3]
     plan = planned(PLAN, num_to_forward_prefetch=1)
     assert plan.forward_prefetch[BLOCKS[0]] == BLOCKS[1:2]
     assert plan.backward_prefetch["net.head"] == (BLOCKS[3], BLOCKS[2])
-    assert plan.origins["prefetched"] == "net.shard_plan(), engine.num_to_forward_prefetch"
+    assert plan.decided_by["prefetched"] == "net.shard_plan(), engine.num_to_forward_prefetch"
     plan = planned(PLAN, num_to_forward_prefetch=0, num_to_backward_prefetch=0)
     assert not plan.forward_prefetch and not plan.backward_prefetch
 

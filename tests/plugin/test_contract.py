@@ -210,7 +210,7 @@ def test_names_that_resemble_an_event_are_misspelt() -> None:
         def sum_of(self, rows): ...
 
     assert class_faults("callback", Mine) == [
-        "its method step_end is no event and is never called: did you mean step_ended?"
+        "its method step_end is not an event and is never called: did you mean step_ended?"
     ]
 
     class Foreign(Callback):
@@ -219,9 +219,9 @@ def test_names_that_resemble_an_event_are_misspelt() -> None:
         def on_log(self, metrics): ...
 
     assert class_faults("callback", Foreign) == [
-        "its method on_log is no event and is never called: the events are run_started, step_ended,"
+        "its method on_log is not an event and is never called: the events are run_started, step_ended,"
         " validated, sampled, saved, run_ended",
-        "its method on_steps_end is no event and is never called: did you mean step_ended?",
+        "its method on_steps_end is not an event and is never called: did you mean step_ended?",
     ]
 
     class Wrong(Callback):

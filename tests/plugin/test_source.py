@@ -140,7 +140,7 @@ def test_names_given_by_strings_and_dataclass_fields_count(faults: Any) -> None:
         (
             "from mm_core.contracts import Callback\n\nclass DiT(Callback):\n    def step_endd(self): ...\n",
             "callback",
-            ["its method step_endd is no event and is never called: did you mean step_ended?"],
+            ["its method step_endd is not an event and is never called: did you mean step_ended?"],
         ),
         ("from mm_core.contracts import Callback\n\nclass DiT(Callback):\n    ...\n", "callback", []),
         ("def DiT(depth): ...\n", "predictor", []),

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from mm_core.errors import plural
 from support.scripts import nodes_of
+from support.texts import ROOT, texts
 
-ROOT = Path(__file__).resolve().parents[2]
 NEVER = {
     "can not": "cannot",
     "hurry": "fast",
@@ -37,6 +37,17 @@ NEVER = {
     "put aside": "quarantined",
 }
 """A pattern of words -> what to write in their place."""
+NOT_OUTSIDE_TESTS = {
+    "say|says|said|hear|hears|heard|speak|speaks": "report, state, declare, show; receive",
+    r"tell(?!\(self\))|tells|told": "report, state, show, name",
+    "(is|are) (a |one )?sentences?|as (a|one) sentence|gets? sentences": "is a readable error",
+    r"(hold|holds|held)(?!-)\b[^.:]{0,80}? against": "checks against, compares with",
+    "(it|that|this|which|he|she) is no (?!longer|more|such)[a-z]+": "is not a",
+    "wholly|befall|befalls|befell": "completely; happens to",
+}
+"""Patterns that are never right in sources and pages; tests may use them."""
+PEOPLE = {"CODE_OF_CONDUCT.md": "what they are told", "CONTRIBUTING.md": 'do not "say", "hear" or "tell"'}
+"""Files -> a text about people, or about these words, in which such patterns are right."""
 NAMES = {
     "_misfit",
     "misfit",
@@ -86,26 +97,42 @@ NAMES = {
     "round_frozen",
     "passed_over",
     "asking",
+    "Asking",
+    "Said",
+    "say",
+    "told",
+    "has_told",
+    "tell_waiting",
+    "heard",
+    "reach",
+    "look",
+    "looked",
+    "binned",
+    "origins",
+    "origins_of",
+    "apart",
+    "lay",
+    "FromFiles",
+    "Resumed",
+    "Stored",
+    "measuring",
 }
 """Names that have a plainer one: of functions, classes, arguments and modules of the core and its plugins."""
-WRONG = re.compile(
-    rf"(?<![\w-])(?:{'|'.join(NEVER)})(?![\w-])".replace(" ", r"(?:\s+(?:# )?)"), re.IGNORECASE
-)
-ITSELF = {Path("tests/repo/test_words.py")}
 
 
-def texts() -> list[Path]:
-    """Every file of the repository that somebody reads as text, but for this list."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True)
-    files = [Path(name) for name in listed.stdout.split("\0")[:-1]]
-    kinds = {".py", ".md", ".yaml", ".yml", ".toml", ".js", ".html", ".cff"}
-    kept = [path for path in files if path.suffix in kinds and not (ROOT / path).is_symlink()]
-    return [path for path in kept if path not in ITSELF and (ROOT / path).is_file()]
+def _regex(words: Mapping[str, str]) -> re.Pattern[str]:
+    """Finds patterns of words as separate words, also over the line break of a paragraph or comment."""
+    found = rf"(?<![\w.-])(?:{'|'.join(words)})(?![\w-])"
+    return re.compile(found.replace(" ", r"(?:\s+(?:# )?)"), re.IGNORECASE)
 
 
-def offences(text: str) -> list[tuple[int, str]]:
+WRONG, WRONG_OUTSIDE_TESTS = _regex(NEVER), _regex(NOT_OUTSIDE_TESTS)
+ITSELF = Path("tests/repo/test_words.py")
+
+
+def offences(text: str, wrong: re.Pattern[str] = WRONG) -> list[tuple[int, str]]:
     """(line, what stands there) of every word that is never right; words may be on two lines of prose."""
-    return [(text.count("\n", 0, match.start()) + 1, match[0]) for match in WRONG.finditer(text)]
+    return [(text.count("\n", 0, match.start()) + 1, match[0]) for match in wrong.finditer(text)]
 
 
 @pytest.mark.parametrize(
@@ -123,13 +150,46 @@ def test_words_that_are_never_right_are_found(text: str, found: list[tuple[int, 
 
 
 def test_no_text_holds_a_word_that_is_never_right() -> None:
-    files = texts()
+    files = [path for path in texts() if path != ITSELF]
     assert len(files) > 400
     wrong = [
         f"{path}:{line}: {words!r}"
         for path in files
         for line, words in offences((ROOT / path).read_text(encoding="utf-8"))
     ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("The log says so.", [(1, "says")]),
+        ("at = file.tell()\ndef tell(self) -> int: ...", []),
+        ("def tell(x): ...", [(1, "tell")]),
+        ("unspoken, essays, retells, say_it, bespeak", []),
+        ("It is a sentence.", [(1, "is a sentence")]),
+        ("each with a sentence about it", []),
+        ("It is held against\nits contract.", [(1, "held against")]),
+        ("held-out loss after 300 steps against its start", []),
+        ("a folder that is no model", [(1, "that is no model")]),
+        ("a folder that is no longer read; there is no model", []),
+    ],
+)
+def test_words_that_only_tests_may_use_are_found(text: str, found: list[tuple[int, str]]) -> None:
+    assert offences(text, WRONG_OUTSIDE_TESTS) == found
+
+
+def test_no_source_or_page_speaks() -> None:
+    files = [path for path in texts() if "tests" not in path.parts]
+    assert len(files) > 400
+    assert any(path.suffix == ".svg" for path in files) and Path("Makefile") in files
+    wrong: list[str] = []
+    for path in files:
+        text = (ROOT / path).read_text(encoding="utf-8")
+        if path.name in PEOPLE:
+            assert PEOPLE[path.name] in text
+            text = text.replace(PEOPLE[path.name], "")
+        wrong += [f"{path}:{line}: {words!r}" for line, words in offences(text, WRONG_OUTSIDE_TESTS)]
     assert not wrong, "\n".join(wrong)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mm_core.report.curves import axis, binned, buckets, curve, density, means_at, time_split
+from mm_core.report.curves import axis, buckets, curve, density, heat_map, means_at, time_split
 from mm_core.report.reading import Density, Run, Series, read_run
 
 
@@ -63,12 +63,12 @@ def test_time_counts_the_steps_between_two_lines():
 
 def test_bins_are_sorted_by_number_and_averaged_over_columns():
     run = run_of(**{"loss_by_sigma__0.9-1": series([1.0, 3.0]), "loss_by_sigma__0-0.1": series([4.0])})
-    assert binned(run, "loss_by_sigma") == {
+    assert heat_map(run, "loss_by_sigma") == {
         "bins": ["0-0.1", "0.9-1"],
         "x": [1, 2],
         "rows": [[4.0, None], [1.0, 3.0]],
     }
-    assert binned(run, "grad_norm_by_sigma") is None
+    assert heat_map(run, "grad_norm_by_sigma") is None
 
 
 def test_columns_cover_every_point_once():
@@ -106,7 +106,7 @@ def test_a_phase_that_a_line_leaves_out_took_no_time():
 
 def test_a_run_as_training_leaves_it(make_run):
     run = read_run(make_run("a"), "a")
-    table = binned(run, "loss_by_sigma")
+    table = heat_map(run, "loss_by_sigma")
     assert table is not None and table["x"] == [10, 20, 30, 40]
     assert [row[0] for row in table["rows"]] == [1.0 + i for i in range(10)]
     assert axis(run)["time"][-1] == 10.0

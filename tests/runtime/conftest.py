@@ -52,7 +52,7 @@ def start(tmp_path) -> Iterator[Callable[..., Running]]:
     """Starts a Python command in the test's folder; what still runs afterwards is killed. anew: not from the
     warm server, for tests of launchers that are killed."""
     started: list[Running] = []
-    warm.address()  # its start is no part of what is measured
+    warm.address()  # its start is not a part of what is measured
 
     def begin(*command: object, anew: bool = False, **environment: str) -> Running:
         started.append(Running(list(command), tmp_path, environment, anew))

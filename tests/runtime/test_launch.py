@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 @pytest.fixture
 def faulty(tiny, tmp_path) -> list[object]:
     """Arguments of a 2-rank run on the faulty components."""
-    warm.address()  # its start is no part of what is measured
+    warm.address()  # its start is not a part of what is measured
     config = yaml.safe_load(tiny.read_text())
     config["task"]["type"], config["data"]["train"]["type"] = "local/faulty_task", "local/faulty_data"
     config["plugins"] = {"path": [str(HERE / "faulty.py")]}

@@ -147,7 +147,7 @@ def test_a_misspelt_event_is_refused() -> None:
             raise AssertionError
 
     reason = refusal("core/command", "resolves", Misspelt, tiny={}, config=None)
-    assert "its method on_steps_end is no event and is never called: did you mean step_ended?" in reason
+    assert "its method on_steps_end is not an event and is never called: did you mean step_ended?" in reason
 
 
 def test_a_method_that_the_loop_cannot_call_is_refused() -> None:

@@ -189,7 +189,7 @@ VIDEO_FAULTS = [
     (
         "micro_batches",
         clips(check_micro_batch=lambda self, size, options: None),
-        "check_micro_batch is no class method",
+        "check_micro_batch is not a class method",
     ),
     (
         "evaluation",
@@ -220,7 +220,7 @@ TEXT_FAULTS = [
     ),
     (
         collated(lambda b: replace(b, inputs={**b.inputs, "more": 3}), TextRowsDataset),
-        "the inputs more are no tensors",
+        "the inputs more are not tensors",
     ),
     (collated(lambda b: replace(b, references=["a", "b"]), TextRowsDataset), "references are ['a', 'b']"),
 ]

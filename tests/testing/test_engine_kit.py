@@ -371,7 +371,7 @@ FAULTS = [
     (
         "resumes",
         stated("Counting", lambda state: {"optimizer": {**state["optimizer"], "net.scale.steps": 2}}),
-        "state_dict has optimizer.net.scale.steps, which is no tensor",
+        "state_dict has optimizer.net.scale.steps, which is not a tensor",
     ),
     (
         "resumes",

@@ -127,7 +127,7 @@ def test_an_expected_failure_has_its_reason_and_the_sentence_of_the_check() -> N
 
 
 def test_an_expected_failure_of_no_check_is_refused() -> None:
-    with pytest.raises(PluginError, match="expected_failures names 'lineal', which is no check") as caught:
+    with pytest.raises(PluginError, match="expected_failures names 'lineal', which is not a check") as caught:
         with_expected(lineal="")
     assert caught.value.hint == "did you mean 'linear'?"
 

@@ -357,7 +357,7 @@ CURVES = [
     (
         "pure",
         Counted,
-        "is a different one when steps are asked for again",
+        "is a different one when steps are computed again",
     ),
     (
         "share_of_base_rate",

@@ -160,7 +160,7 @@ def lenient(path, open):
 
 class Copying(Safetensors):
     def companions(self, task, written):
-        found = [path / "tokenizer.json" for each in written for path in each.origins]
+        found = [path / "tokenizer.json" for each in written for path in each.sources]
         return Companions(copies={path.name: path for path in found})
 
 
@@ -171,7 +171,7 @@ class Above(Safetensors):
 
 class Beginning(Safetensors):
     def companions(self, task, written):
-        return Companions(texts={"origin.txt": str(written[0].origins[0])})
+        return Companions(texts={"origin.txt": str(written[0].sources[0])})
 
 
 _LAYER = "encoder.block.{i}.layer.0.SelfAttention"
@@ -200,7 +200,7 @@ FAULTS = [
     ("others", Swapped, "written by core/safetensors, encoder.block.0.layer.0.SelfAttention.q.weight, "),
     ("no_state", Remembering, "with the numbers of model 2, "),
     ("strangers", Trusting, "recognises of an empty folder returned True; accepted: False"),
-    ("strangers", Parsing, "recognises of a config that is no JSON raises JSONDecodeError"),
+    ("strangers", Parsing, "recognises of a config that is not JSON raises JSONDecodeError"),
     ("damaged", opening(bare), "where a weights file is truncated, reading raises SafetensorError"),
     ("damaged", opening(lenient), "where a weights file is truncated, reading raises no error"),
     ("no_code", opening(unsafe), "reading a .bin file runs the code of a pickle in it"),

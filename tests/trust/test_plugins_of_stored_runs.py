@@ -23,7 +23,7 @@ from mm_core.inference.evaluate import choose, evaluate
 from mm_core.interchange.export import export
 from mm_core.loading.known_code import remember
 from mm_core.loading.left_out import source_of_run
-from mm_core.loading.provenance import origins_of
+from mm_core.loading.provenance import sources_of
 from mm_core.plugin.trust.known import KnownCode, digest_of
 from mm_core.runtime.launch.signals import StopFlag
 from mm_core.training.between_steps import BetweenSteps
@@ -365,7 +365,7 @@ def test_weights_to_begin_with_bring_no_code(stranger, monkeypatch):
     task = build_task(own)
     stranger.forget()
     notes: list[str] = []
-    assert origins_of(own, {}, task, notes.append)["predictor"] == (run,)
+    assert sources_of(own, {}, task, notes.append)["predictor"] == (run,)
     assert not stranger.ran
     (note,) = notes
     assert str(stranger.plugin) in note

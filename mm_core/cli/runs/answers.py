@@ -147,7 +147,7 @@ def _answer_all(
     for number, prompt in enumerate(args.prompt):
         if len(args.prompt) > 1:
             print("> " + prompt.encode(errors="backslashreplace").decode(), flush=True)
-        answer = opened.say([Turn("user", prompt, images)], decoding, number, print_piece)
+        answer = opened.answer([Turn("user", prompt, images)], decoding, number, print_piece)
         print(flush=True)
         answers.append(Answer(number, f"prompt {number + 1}", prompt, answer))
     if out is not None:

@@ -93,7 +93,7 @@ def _chat(args: argparse.Namespace) -> int:
 
 def _converse(chat: Chat) -> int:
     """The exit code, after its reason was printed."""
-    from mm_core.runtime.launch.rank_process import has_told
+    from mm_core.runtime.launch.rank_process import mark_reported
 
     code = INTERRUPTED
     try:
@@ -101,7 +101,7 @@ def _converse(chat: Chat) -> int:
     except KeyboardInterrupt:
         print("mm: interrupted", file=sys.stderr, flush=True)
     if code:
-        has_told()
+        mark_reported()
     return code
 
 
@@ -161,7 +161,7 @@ class Chat:
         asked = [*self.turns, Turn("user", text, tuple(self.images))]
         self.images = []
         with _stoppable() as stopped:
-            answer = self.session.say(asked, self.decoding, self.answers, write, stopped)
+            answer = self.session.answer(asked, self.decoding, self.answers, write, stopped)
             write("\n")
             if stopped():
                 raise KeyboardInterrupt

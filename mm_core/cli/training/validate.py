@@ -56,7 +56,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _target_faults(config: RunConfig) -> list[MMError]:
-    """What the files of plugins tell of the config's components: missing targets, members, arguments."""
+    """Errors of the config's components found in the plugins' files: missing targets, members, arguments."""
     from mm_core.config.components import walk_components
     from mm_core.plugin.checks.inspection import file_fault
 

@@ -114,7 +114,7 @@ class DatasetBase:
 
     @classmethod
     def author_faults(cls) -> list[str]:
-        """What a subclass lacks; held against each dataset that derives from it."""
+        """Members that a subclass lacks; each derived dataset is checked."""
         written = cls.__getitem__ is not DatasetBase.__getitem__ or hasattr(cls, "sample_at")
         text = "it has neither __getitem__(index) nor sample_at(index, rng): write one of them"
         return [] if written else [text]

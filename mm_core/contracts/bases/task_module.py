@@ -202,7 +202,7 @@ class TaskModule(nn.Module, Task):
 
     @classmethod
     def author_faults(cls) -> list[str]:
-        """What a subclass lacks, or has with other arguments; held against each task that derives from it."""
+        """Members that a subclass lacks, or has with other arguments; each derived task is checked."""
         if cls.losses is TaskModule.losses:
             written = cls.loss is not TaskModule.loss
             return [] if written else ["it has neither losses(batch) nor loss(inputs): write one of them"]
@@ -291,7 +291,7 @@ def _wrong_loss(found: object) -> str | None:
     total: object = found.total
     if not isinstance(total, Tensor) or total.dim() or not total.is_floating_point():
         form = list(total.shape) if isinstance(total, Tensor) else type(total).__name__
-        return f"a Loss whose total is no scalar of floating point, but {form}"
+        return f"a Loss whose total is not a floating-point scalar, but {form}"
     if torch.is_grad_enabled() and not total.requires_grad:
         return "a Loss whose total has no gradient"
     return None if 0 <= found.weight < float("inf") else f"a Loss with the weight {found.weight}"

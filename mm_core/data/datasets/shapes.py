@@ -116,7 +116,7 @@ def draw(scene: Scene, size: tuple[int, int], frames: int) -> np.ndarray:
 
 
 class ShapesDataset:
-    """Clips of coloured circles and squares that move in one direction, with captions that say so.
+    """Clips of coloured circles and squares that move in one direction, which their captions name.
 
     Clip i depends on the seed and i alone. Six of the 32 combinations never occur (`HELD_OUT`): a trained
     model can be asked for them. Satisfies `Dataset`; the arguments are the fields of `ShapesConfig`.

@@ -73,7 +73,7 @@ def starting() -> Iterator[None]:
     """
     held = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
-        with aftermath.told():
+        with aftermath.pass_to_server():
             yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, held)

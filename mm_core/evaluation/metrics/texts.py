@@ -94,8 +94,8 @@ def anls(threshold: float) -> TextMetric:
 
 def anls_score(text: str, references: Sequence[str], threshold: float = 0.5) -> float:
     """ANLS metric of one answer: its best similarity to a reference, 0 from the threshold distance on."""
-    said = _plain(text)
-    best = max((normalized_similarity(said, _plain(each)) for each in references), default=0.0)
+    plain = _plain(text)
+    best = max((normalized_similarity(plain, _plain(each)) for each in references), default=0.0)
     return best if 1 - best < threshold else 0.0
 
 

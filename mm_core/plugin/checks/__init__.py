@@ -1,1 +1,1 @@
-"""What components are held against: the contract of their kind, their config, their target's file."""
+"""Checks of components: against the contract of their kind, their config and their target's file."""

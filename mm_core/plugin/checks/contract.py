@@ -23,7 +23,7 @@ class Contract:
         base: `module:Name` of the class from which objects must derive.
         by_name: methods whose arguments the core passes by name.
         events: methods may be absent; other names that resemble one are misspelt.
-        optional: `module:Name` of capabilities. A component that has all members of one is held against it.
+        optional: `module:Name` of capabilities. A component with all members of one is checked against it.
     """
 
     protocol: str
@@ -83,7 +83,7 @@ SPECIAL = {"__len__", "__getitem__", "__call__"}
 
 @dataclass(frozen=True)
 class Member:
-    """A member that a contract asks for.
+    """A member that a contract requires.
 
     Attributes:
         name: its name.
@@ -102,7 +102,7 @@ class Member:
 
 
 def members_of(contract: Contract) -> dict[str, Member]:
-    """The members that a contract asks for, by name."""
+    """The members that a contract requires, by name."""
     protocol = _load(contract.protocol)
     if contract.base == contract.protocol and not contract.events:
         return {}  # deriving from the base class is the contract
@@ -215,7 +215,7 @@ def _is_inherited(contract: Contract, name: str, cls: type, found: object | None
 
 
 def check_object(kind: str, found: object, target: Callable[..., object], where: str) -> None:
-    """Holds a component that was built against the contract of its kind.
+    """Checks a built component against the contract of its kind.
 
     Args:
         kind: kind of the component.
@@ -273,12 +273,12 @@ def call_fault(
 def method_fault(
     name: str, method: Callable[..., object], called: inspect.Signature, by_name: bool, bound: bool
 ) -> str | None:
-    """Why a method cannot be called as its contract says; None if it can.
+    """Why a method cannot be called as its contract requires; None if it can.
 
     Args:
         name: the method's name.
         method: the method.
-        called: the signature that the contract asks for.
+        called: the signature that the contract requires.
         by_name: arguments are passed by name.
         bound: the method takes no `self`.
     """
@@ -319,11 +319,11 @@ def misspelt(methods: Iterable[str], members: Mapping[str, Member]) -> Iterator[
         near = get_close_matches(name.removeprefix("on_"), members, 1, 0.6 if foreign else 0.75)
         if near or foreign:
             meant = f"did you mean {near[0]}?" if near else f"the events are {', '.join(members)}"
-            yield f"its method {name} is no event and is never called: {meant}"
+            yield f"its method {name} is not an event and is never called: {meant}"
 
 
 def _fits(value: object, wanted: Any) -> bool:
-    """Whether a value is of an annotated type, as far as plain types, tuples and unions tell."""
+    """Whether a value is of an annotated type, checked for plain types, tuples and unions."""
     origin, inner = get_origin(wanted), get_args(wanted)
     if origin in (Union, UnionType):
         return any(_fits(value, each) for each in inner)

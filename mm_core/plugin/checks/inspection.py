@@ -31,7 +31,7 @@ def inspect_plugins(registry: Registry, import_targets: bool = False) -> list[Fi
 
     Args:
         registry: the plugins.
-        import_targets: import the targets, compare their signatures with their configs' fields, and hold
+        import_targets: import the targets, compare their signatures with their configs' fields, and check
             classes against the contract of their kind; otherwise targets are only looked up in files.
     """
     findings = []
@@ -61,7 +61,7 @@ def _faults(plugin: PluginRecord, import_targets: bool) -> Iterator[str]:
 
 
 def component_faults(registered: Registered, import_targets: bool = False) -> list[str]:
-    """What is wrong with one component, one sentence each (see `inspect_plugins`)."""
+    """The errors of one component, one text each (see `inspect_plugins`)."""
     faults = [*_config_faults(registered)]
     try:
         if import_targets:

@@ -1,4 +1,4 @@
-"""Holds the source of a component's class against its contract: importing it could import torch.
+"""Checks the source of a component's class against its contract: importing it could import torch.
 
 Only what is certain is a fault. A class is judged for what it lacks if all its bases are in view: those of
 its own package, those of mm_core, and a few of libraries that have no member of any contract. Methods that
@@ -96,7 +96,7 @@ def source_faults(kind: str, module: str, name: str) -> tuple[str, list[str]]:
 
 
 def source_members(contract: Contract) -> dict[str, Member]:
-    """The members that a contract asks for, as `members_of` finds them, without an import."""
+    """The members that a contract requires, as `members_of` finds them, without an import."""
     found = _find(*contract.protocol.split(":"), "mm_core")  # type: ignore[call-arg]
     if isinstance(found, str) or (contract.base == contract.protocol and not contract.events):
         return {}

@@ -116,7 +116,7 @@ def _module(name: str, own: str, cls: Any, fields: Mapping[str, inspect.Paramete
     return f'''"""Diffusers' {name} as a predictor: its class, with mm_core's arguments.
 
 Read how the library's *pipeline* calls the transformer: layout of latents, scale of time, length of text.
-Then do what the lines with TODO ask; `pytest` tells what is left. The page "Wrap a Diffusers model" has five
+Then do what the lines with TODO ask; `pytest` shows what is left. The page "Wrap a Diffusers model" has five
 examples.
 """
 

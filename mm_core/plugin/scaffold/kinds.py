@@ -36,7 +36,7 @@ class KindTemplate:
         declaration: further arguments of its Component, as Python.
         run: keys of the config, with dots, and their values as YAML; $type is the component's name.
         steps: length of the run of its config.
-        about: what its config says of the run.
+        about: description of the run in its config.
     """
 
     target: str
@@ -138,7 +138,7 @@ reader: {type: $type}"""
         ),
     }
 )
-"""Kind of component -> its template. A test holds the kinds against `KINDS`."""
+"""Kind of component -> its template. A test compares the kinds with `KINDS`."""
 
 SHIPPED_PREDICTOR = """
 type: custom_dit  # of mm-custom-dit

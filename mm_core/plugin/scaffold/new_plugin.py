@@ -113,7 +113,7 @@ def config_of(
 
 
 def _words(kinds: Sequence[str], package: str, templates: Mapping[str, KindTemplate]) -> dict[str, str]:
-    """What the texts of a new plugin say of its components."""
+    """Descriptions of the components, for the texts of a new plugin."""
     major, minor = __version__.split(".")[:2]
     known = [templates[kind].words for kind in kinds]
     listed = " and ".join(filter(None, [", ".join(known[:-1]), known[-1]]))

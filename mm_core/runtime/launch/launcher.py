@@ -131,7 +131,7 @@ class _Launch:
                         self._sent.add((pid, index))
                         os.kill(pid, given)
 
-    def tell_waiting(self) -> None:
+    def report_waiting(self) -> None:
         """Reports once that the launcher is waiting for other hosts, instead of minutes without output."""
         if (
             self._started
@@ -291,7 +291,7 @@ def launch(
             while thread.is_alive():
                 thread.join(0.1)  # a join without a timeout would delay signal handlers
                 running.deliver()
-                running.tell_waiting()
+                running.report_waiting()
                 if (code := running.abandoned()) is not None:
                     sys.stderr.write("mm: stopped before any rank had started\n")
                     return code

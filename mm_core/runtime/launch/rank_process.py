@@ -106,13 +106,13 @@ def _report(error: BaseException, folder: LaunchFolder) -> None:
     _write(shown)
 
 
-def say(fault: MMError) -> None:
+def print_error(fault: MMError) -> None:
     """Prints an error found by a thread of this rank, if no other rank of the host has printed one."""
     if LaunchFolder.current().mark(FAILED):
         _write(fault)
 
 
-def has_told() -> None:
+def mark_reported() -> None:
     """Records that this rank has already reported its failure, so that nothing prints it again."""
     LaunchFolder.current().mark(FAILED)
 

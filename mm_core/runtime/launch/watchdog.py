@@ -228,11 +228,11 @@ def progress(beat: Heartbeat) -> tuple[int, int, int, bool]:
 def _leave(fault: TrainingError) -> NoReturn:
     """Prints the error, once for all ranks of this host, and ends the process: the main thread may be waiting
     in native code, where no exception reaches it."""
-    from mm_core.runtime.launch.rank_process import say
+    from mm_core.runtime.launch.rank_process import print_error
     from mm_core.runtime.launch.signals import show_cursor
     from mm_core.runtime.leftovers import end_workers
 
-    say(fault)
+    print_error(fault)
     end_workers()
     show_cursor()  # the bar is still open
     os._exit(1)

@@ -217,7 +217,7 @@ class _Listener:
     answers: Answers
     on_text: OnText
     _tokens: list[int] | None = None  # None until the prompt has arrived
-    _told: str = ""
+    _passed: str = ""
 
     def put(self, tokens: Tensor) -> None:
         """Receives the prompt, then each new token of the answer. Text that may still change is kept back:
@@ -226,16 +226,16 @@ class _Listener:
             self._tokens = []
             return
         self._tokens += tokens.flatten()[:1].tolist()
-        self._tell(self.answers.text(self._tokens).rstrip("\ufffd"))
+        self._pass_on(self.answers.text(self._tokens).rstrip("\ufffd"))
 
     def end(self) -> None:
         """Ends the answer: passes on the text that was kept back."""
-        self._tell(self.answers.text(self._tokens or []))
+        self._pass_on(self.answers.text(self._tokens or []))
 
-    def _tell(self, text: str) -> None:
-        if len(text) > len(self._told) and text.startswith(self._told):
-            self.on_text(text[len(self._told) :])
-            self._told = text
+    def _pass_on(self, text: str) -> None:
+        if len(text) > len(self._passed) and text.startswith(self._passed):
+            self.on_text(text[len(self._passed) :])
+            self._passed = text
 
 
 def class_names(config: ModelConfig, predictions: Tensor, labels: Tensor, batch: TextBatch) -> Words:

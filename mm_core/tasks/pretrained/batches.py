@@ -27,7 +27,7 @@ _TOKENS = {"ForCausalLM", "ForConditionalGeneration", "ForMaskedLM", "ForTokenCl
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a Transformers model on its batches; None is no limit.
+    """Limits of a Transformers model on its batches; None means no limit.
 
     Attributes:
         vocabulary: number of tokens in its embedding table.

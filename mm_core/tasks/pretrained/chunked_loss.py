@@ -26,7 +26,14 @@ from mm_core.modules.torch_calls import Args, Function, Kwargs
 Step = Callable[[Tensor], Tensor]
 Steps = Sequence[Step]
 
-_TOLD = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_contiguous, Tensor.is_floating_point}
+_METADATA = {
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.stride,
+    Tensor.is_contiguous,
+    Tensor.is_floating_point,
+}
 _ELEMENTWISE = {
     *(getattr(Tensor, name) for name in ("mul", "__mul__", "__rmul__", "div", "__truediv__", "true_divide")),
     *(torch.mul, torch.div, torch.true_divide, torch.tanh, Tensor.tanh),
@@ -88,7 +95,7 @@ class DeferredLogits(Tensor):
             made = _computed(own, func, args[1:], given) if made is None else made
             if made is not None:
                 return made
-        if _tells(func):
+        if _reads_metadata(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **given)
         raise ContractError(
@@ -110,9 +117,9 @@ class DeferredLogits(Tensor):
         )
 
 
-def _tells(func: Function) -> bool:
+def _reads_metadata(func: Function) -> bool:
     """Whether a function reads only shape, dtype or device."""
-    return func in _TOLD or getattr(func, "__name__", "") == "__get__"
+    return func in _METADATA or getattr(func, "__name__", "") == "__get__"
 
 
 def _reshaped(logits: DeferredLogits, func: Function, args: Args, given: Kwargs) -> DeferredLogits | None:

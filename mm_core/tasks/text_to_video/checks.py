@@ -167,8 +167,12 @@ def _fitting(task: TextToVideo, sizes: Mapping[str, int]) -> str | None:
         if all(test(fitting[name]) for name, test in zip(names, tests, strict=True)):
             wrong = [place for place, name in enumerate(names) if not tests[place](sizes[name])]
             near = {names[p]: _near(sizes[names[p]], periods[p], tests[p]) for p in wrong}
-            said = [f"{name} {' or '.join(map(str, found))}" for name, found in near.items() if found]
-            return f"sizes that also divide into the predictor's patches: {', '.join(said)}" if said else None
+            nearest = [f"{name} {' or '.join(map(str, found))}" for name, found in near.items() if found]
+            return (
+                f"sizes that also divide into the predictor's patches: {', '.join(nearest)}"
+                if nearest
+                else None
+            )
     return None
 
 

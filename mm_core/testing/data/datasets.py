@@ -105,7 +105,7 @@ def _check_texts(probe: DatasetProbe, batch: TextBatch) -> None:
     rows, inputs = len(batch), batch.inputs
     wrong = [name for name, value in inputs.items() if not isinstance(value, Tensor)]
     probe.expect(
-        not wrong, f"the inputs {', '.join(wrong)} are no tensors", accepted="tensors by argument name"
+        not wrong, f"the inputs {', '.join(wrong)} are not tensors", accepted="tensors by argument name"
     )
     probe.expect("labels" in inputs, "the inputs have no labels", accepted="tensors that include `labels`")
     for name in {"labels", "input_ids", "attention_mask"} & set(inputs):
@@ -308,7 +308,7 @@ def _expect_class_method(probe: DatasetProbe, name: str) -> None:
     found = inspect.getattr_static(type(probe.dataset), name)
     probe.expect(
         isinstance(found, classmethod | staticmethod),
-        f"{name} is no class method, but the plan calls it before any file is opened",
+        f"{name} is not a class method, but the plan calls it before any file is opened",
         hint="decorate it with @classmethod",
     )
 

@@ -37,7 +37,7 @@ class ReaderProbe:
 
     @cached_property
     def clip(self) -> Path:
-        """The clip: 20 frames of 64x32 pixels, 8 a second. Its name is no plain word."""
+        """The clip: 20 frames of 64x32 pixels, 8 a second. Its name is not a plain word."""
         levels = torch.arange(16, 16 + 12 * _FRAMES, 12, dtype=torch.uint8)
         frames = levels[:, None, None, None].expand(-1, _HEIGHT, _WIDTH, 3).clone()
         frames[:, :8, :8] = torch.tensor([220, 20, 20], dtype=torch.uint8)
@@ -51,7 +51,7 @@ class ReaderProbe:
         return found
 
     def info(self, path: Path | None = None) -> VideoInfo:
-        """What the reader says of the clip, or of another file."""
+        """What the reader reports about the clip, or about another file."""
         found: VideoInfo = self._available(lambda: self.build().probe(path or self.clip))
         return found
 

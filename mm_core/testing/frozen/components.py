@@ -157,7 +157,7 @@ def streamed(probe: FrozenProbe) -> None:
     if not isinstance(component, Streamed):
         raise NotApplicable("the component reads its own weights (it has no build_empty)")
     probe.expect(
-        isinstance(component, nn.Module), "the component is no torch.nn.Module", hint="derive from it"
+        isinstance(component, nn.Module), "the component is not a torch.nn.Module", hint="derive from it"
     )
     component.build_empty()
     module: Any = component
@@ -221,7 +221,7 @@ def missing_files(probe: FrozenProbe) -> None:
         try:
             probe.loaded(copy)
         except Exception as error:
-            # Tokenizers have their words in one of several files, so that only opening them tells.
+            # Tokenizers store their words in one of several files: only opening them shows which.
             always = name.name == "config.json" or name.suffix == ".safetensors"
             probe.expect(
                 isinstance(error, MMError) and not always,

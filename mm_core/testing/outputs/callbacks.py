@@ -39,7 +39,7 @@ class CallbackProbe:
         (folder / "config.yaml").write_text("run: {name: tiny}\n", encoding="utf-8")
         return folder
 
-    def tell(self, callback: Any, *events: Event) -> None:
+    def call(self, callback: Any, *events: Event) -> None:
         """Passes events to a callback, which may not raise an error."""
         for name, given in events:
             accepted = "no error: one in a callback ends the run"
@@ -76,19 +76,19 @@ def _events(folder: Path, begin: int = 0, error: BaseException | None = None) ->
 
 def whole_run(probe: CallbackProbe) -> None:
     """A callback takes every event of a run, with what the loop passes."""
-    probe.tell(probe.build(), *_events(probe.folder("whole")))
+    probe.call(probe.build(), *_events(probe.folder("whole")))
 
 
 def resumes(probe: CallbackProbe) -> None:
     """A callback of a resumed run takes its events, in the folder that an earlier process has left."""
     folder = probe.folder("resumed")
     first = [each for each in _events(folder) if each[0] != "run_ended"]  # killed before its end
-    probe.tell(probe.build(), *first[: len(first) // 2])
-    probe.tell(probe.build(), *_events(folder, begin=1))
+    probe.call(probe.build(), *first[: len(first) // 2])
+    probe.call(probe.build(), *_events(folder, begin=1))
 
 
 def failed_runs(probe: CallbackProbe) -> None:
-    """A run that ends at once, or by any exception, is no error of the callback; the exception is kept."""
+    """A run that ends at once, or by any exception, is not the callback's error; the exception is kept."""
     errors = (
         TrainingError("the loss is not finite", where="step 2", hint="lower the learning rate"),
         RuntimeError(),
@@ -98,7 +98,7 @@ def failed_runs(probe: CallbackProbe) -> None:
     for number, error in enumerate(errors):
         folder = probe.folder(f"failed_{number}")
         kept = dict(vars(error)), error.args, error.__cause__, error.__context__
-        probe.tell(probe.build(), ("run_started", (folder, 0, _LAST)), ("run_ended", (0, error)))
+        probe.call(probe.build(), ("run_started", (folder, 0, _LAST)), ("run_ended", (0, error)))
         probe.expect(
             kept == (dict(vars(error)), error.args, error.__cause__, error.__context__),
             f"run_ended changes the {type(error).__name__} that ended the run",
@@ -107,7 +107,7 @@ def failed_runs(probe: CallbackProbe) -> None:
 
 
 def unusual_metrics(probe: CallbackProbe) -> None:
-    """Metrics that are not finite, or have any other names, are no error."""
+    """Metrics that are not finite, or have any other names, are not an error."""
     folder = probe.folder("metrics")
     cases: tuple[Mapping[str, float], ...] = (
         {"loss": math.nan, "grad_norm": math.inf},
@@ -116,7 +116,7 @@ def unusual_metrics(probe: CallbackProbe) -> None:
     )
     for number, metrics in enumerate(cases, start=1):
         events = (("step_ended", (number, metrics)), ("validated", (number, metrics)))
-        probe.tell(probe.build(), ("run_started", (folder, 0, _LAST)), *events, ("run_ended", (number, None)))
+        probe.call(probe.build(), ("run_started", (folder, 0, _LAST)), *events, ("run_ended", (number, None)))
 
 
 def observes(probe: CallbackProbe) -> None:

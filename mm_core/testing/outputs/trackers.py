@@ -46,7 +46,7 @@ class TrackerProbe:
         """A new tracker of a run."""
         return self.probe.build(folder)
 
-    def tell(self, what: str, call: Any, *given: object) -> None:
+    def call(self, what: str, call: Any, *given: object) -> None:
         """Makes a call, which may not raise an error."""
         accepted = "no error: a tracker that raises one is switched off for the rest of the run"
         self.probe.expect_no_error(what, accepted, call, *given)
@@ -86,39 +86,39 @@ def whole_run(probe: TrackerProbe) -> None:
     for ending in get_args(Ending):
         folder = probe.folder(f"whole_{ending}")
         tracker = probe.open(folder)
-        probe.tell("log", tracker.log, 1, {"loss": 0.5, "lr": 1e-5, "samples": 8})
-        probe.tell("log of a validation", tracker.log, 1, {"validation/loss_at/0.1": 0.25})
-        probe.tell("clips", tracker.clips, 1, *_clips(folder, 1))
-        probe.tell("log after clips", tracker.log, 2, {"loss": 0.25})
-        probe.tell(f"close({ending!r})", tracker.close, ending)
+        probe.call("log", tracker.log, 1, {"loss": 0.5, "lr": 1e-5, "samples": 8})
+        probe.call("log of a validation", tracker.log, 1, {"validation/loss_at/0.1": 0.25})
+        probe.call("clips", tracker.clips, 1, *_clips(folder, 1))
+        probe.call("log after clips", tracker.log, 2, {"loss": 0.25})
+        probe.call(f"close({ending!r})", tracker.close, ending)
 
 
 def unusual_numbers(probe: TrackerProbe) -> None:
     """NaN, infinity, whole numbers and the largest and smallest ones are logged without an error."""
     tracker = probe.open(probe.folder("numbers"))
     for value in (math.nan, math.inf, -math.inf, 1.7e308, -1.7e308, 5e-324, -0.0, 0, 2**53):
-        probe.tell(f"log of {value!r}", tracker.log, 1, {"loss": value, "lr": 0.5})
-    probe.tell("log of no metrics", tracker.log, 2, {})
-    probe.tell("close after them", tracker.close, "done")
+        probe.call(f"log of {value!r}", tracker.log, 1, {"loss": value, "lr": 0.5})
+    probe.call("log of no metrics", tracker.log, 2, {})
+    probe.call("close after them", tracker.close, "done")
 
 
 def unusual_names(probe: TrackerProbe) -> None:
     """Names with slashes, spaces and letters of any language are logged without an error."""
     tracker = probe.open(probe.folder("names"))
     for name in ("recall/größe", "recall/犬", "a name with spaces", "loss_at/0.1", "f1@50%", "a" * 120):
-        probe.tell(f"log of the name {name!r}", tracker.log, 1, {name: 0.5})
-        probe.tell(f"log of the name {name!r} again", tracker.log, 2, {name: 0.25, "loss": 0.25})
-    probe.tell("close after them", tracker.close, "done")
+        probe.call(f"log of the name {name!r}", tracker.log, 1, {name: 0.5})
+        probe.call(f"log of the name {name!r} again", tracker.log, 2, {name: 0.25, "loss": 0.25})
+    probe.call("close after them", tracker.close, "done")
 
 
 def unusual_clips(probe: TrackerProbe) -> None:
     """Clips with any prompt are taken, also none at all and clips whose files another host has written."""
     folder = probe.folder("clips")
     tracker = probe.open(folder)
-    probe.tell("clips before any metrics", tracker.clips, 1, *_clips(folder, 1))
-    probe.tell("clips without files", tracker.clips, 2, *_clips(folder, 2, written=False))
-    probe.tell("clips of an empty list", tracker.clips, 3, [], folder / "samples" / "step_00000003")
-    probe.tell("close after them", tracker.close, "done")
+    probe.call("clips before any metrics", tracker.clips, 1, *_clips(folder, 1))
+    probe.call("clips without files", tracker.clips, 2, *_clips(folder, 2, written=False))
+    probe.call("clips of an empty list", tracker.clips, 3, [], folder / "samples" / "step_00000003")
+    probe.call("close after them", tracker.close, "done")
 
 
 def closed_files(probe: TrackerProbe) -> None:
@@ -148,7 +148,7 @@ def closed_files(probe: TrackerProbe) -> None:
 
 
 def _open_files(folder: Path) -> list[str]:
-    """Names of files below a folder that this process has open; [] where the system does not tell."""
+    """Names of files below a folder that this process has open; [] if the system does not list them."""
     held = set()
     for link in Path("/proc/self/fd").glob("*"):
         with contextlib.suppress(OSError):
@@ -161,11 +161,11 @@ def _open_files(folder: Path) -> list[str]:
 def closes_twice(probe: TrackerProbe) -> None:
     """close can be called again, and without any metrics before it."""
     tracker = probe.open(probe.folder("unused"))
-    probe.tell("close without metrics", tracker.close, "failed")
+    probe.call("close without metrics", tracker.close, "failed")
     tracker = probe.open(probe.folder("twice"))
     tracker.log(1, {"loss": 0.5})
     tracker.close("done")
-    probe.tell("a second close", tracker.close, "done")
+    probe.call("a second close", tracker.close, "done")
 
 
 def resumes(probe: TrackerProbe) -> None:

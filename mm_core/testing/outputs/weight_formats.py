@@ -246,8 +246,8 @@ def _strangers(top: Path) -> Iterator[tuple[str, Path]]:
     yield "a path that does not exist", top / "nothing"
     contents: dict[str, bytes | None] = {
         "an empty folder": b"",
-        "a config that is no JSON": b"{'_class_name': ",
-        "a config that is no text": bytes(range(256)),
+        "a config that is not JSON": b"{'_class_name': ",
+        "a config that is not text": bytes(range(256)),
         "a config that is a list": b"[1, 2, 3]",
         "a config that is nested 100,000 times": b"[" * 100_000,
         "configs that are folders": None,
@@ -355,9 +355,9 @@ class _Task(nn.Module):
 def companions(probe: FormatProbe) -> None:
     """companions answers for a run that began at random, and for one whose files are gone."""
     form, task = probe.build(), _Task(probe.component)
-    for origins in ((), (probe.probe.folder / "gone",)):
+    for sources in ((), (probe.probe.folder / "gone",)):
         parts = probe.parts(probe.tensors(), form)
-        written = [Written(_NAME, p.layout.part, p.layout.folder, p.layout.texts, origins) for p in parts]
+        written = [Written(_NAME, p.layout.part, p.layout.folder, p.layout.texts, sources) for p in parts]
         found = form.companions(task, written)
         probe.expect(
             isinstance(found, Companions),

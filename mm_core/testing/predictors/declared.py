@@ -109,9 +109,9 @@ def missing_conditions(probe: PredictorProbe) -> None:
             with torch.no_grad():
                 predicted = module(**fewer)
         except Exception as fault:
-            told = isinstance(fault, TypeError | ValueError) and name in str(fault)
+            named = isinstance(fault, TypeError | ValueError) and name in str(fault)
             probe.expect(
-                name in takes.needed and told,
+                name in takes.needed and named,
                 f"the predictor fails without `{name}`: {sentence_of(fault)}",
                 accepted=f"an error that names `{name}`"
                 if name in takes.needed

@@ -19,7 +19,7 @@ Inputs = dict[str, Tensor]
 
 
 def output(probe: PredictorProbe) -> None:
-    """Conformance check: the predictor's output has the latents' size and dtype, is finite, is no view."""
+    """Conformance check: the predictor's output has the latents' size and dtype, is finite, is not a view."""
     module = probe.trained()
     for batch in (1, 3):
         inputs = probe.inputs(module, batch)
@@ -29,7 +29,7 @@ def output(probe: PredictorProbe) -> None:
 
 
 def expect_output(probe: PredictorProbe, module: Any, inputs: Inputs, predicted: Tensor) -> None:
-    """Holds an output of the predictor against its inputs."""
+    """Compares an output of the predictor with its inputs."""
     latents = inputs["latents"]
     wanted = (len(latents), module.out_channels, *latents.shape[2:])
     probe.expect(
@@ -192,7 +192,7 @@ def _expect_equal(
 
 @contextmanager
 def _hint_of_images(probe: PredictorProbe, module: nn.Module, inputs: Inputs) -> Iterator[None]:
-    """A context for the forward of a clip: if it fails, but works for one frame, the error says so."""
+    """A context for the forward of a clip: if it fails, but works for one frame, the error states that."""
     try:
         yield
     except Exception as fault:

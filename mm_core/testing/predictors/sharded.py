@@ -96,7 +96,7 @@ def _outcomes(probe: PredictorProbe) -> tuple[list[Any], list[Any]]:
 
     Raises:
         NotApplicable: the predictor cannot be built in another process.
-        ContractError: a rank failed, with its sentence.
+        ContractError: a rank failed, with its message.
     """
     if probe.outcomes is None:
         with tempfile.TemporaryDirectory(prefix="mm-sharded-") as folder:

@@ -104,7 +104,7 @@ def recomputation(probe: PredictorProbe) -> None:
     kept, again = (Training(probe.trained().train()) for _ in range(2))
     try:
         layout = decide_layout(again, again.trainable, wrap="auto", recompute="auto", ignore=())
-    except PlanError:  # the check sharding_plan tells of a plan that is wrong
+    except PlanError:  # the check sharding_plan reports a wrong plan
         raise NotApplicable(
             "the predictor has no list of equal blocks, and no plan that names some"
         ) from None

@@ -62,8 +62,8 @@ def pure(probe: Probe) -> None:
     schedule = _built(probe)
     forward = _factors(schedule)
     for words, found in (
-        ("when steps are asked for again", _factors(schedule)),
-        ("when steps are asked for backwards", _factors(_built(probe), reversed(range(_STEPS)))),
+        ("when steps are computed again", _factors(schedule)),
+        ("when steps are computed backwards", _factors(_built(probe), reversed(range(_STEPS)))),
         ("when a run resumes in its middle", _factors(_built(probe), range(_STEPS // 2, _STEPS))),
     ):
         wrong = [step for step, value in found.items() if value != forward[step]]

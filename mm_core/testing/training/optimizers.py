@@ -220,7 +220,7 @@ def resumes(probe: Probe) -> None:
     plain = [name for name, value in trial.state().items() if not isinstance(value, Tensor)]
     probe.expect(
         not plain,
-        f"the state {', '.join(plain)} is no tensor, so a checkpoint cannot contain it",
+        f"the state {', '.join(plain)} is not a tensor, so a checkpoint cannot contain it",
         accepted="tensors, such as a 0-dimensional one for a count",
     )
     again = Trial(probe.build, trial.values())

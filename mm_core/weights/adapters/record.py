@@ -68,5 +68,5 @@ def structure_in(rows: Any, where: Path) -> Structure:
 
 def _whole(value: object) -> int:
     if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{value!r} is no rank")
+        raise ValueError(f"{value!r} is not a rank")
     return value

@@ -31,7 +31,7 @@ class StoredTensors(Protocol):
 
     @property
     def others(self) -> Sequence[str]:
-        """Names in the weights files whose values are no tensors."""
+        """Names in the weights files whose values are not tensors."""
 
     def read(self, name: str, box: tuple[slice, ...]) -> Tensor:
         """Reads a box of a tensor from weights files, on CPU and in its stored dtype.
@@ -115,7 +115,7 @@ class Written:
         part: see `Layout`.
         folder: see `Layout`.
         texts: see `Layout`.
-        origins: files and folders that its initial weights came from, the most recent first; some may no
+        sources: files and folders that its initial weights came from, the most recent first; some may no
             longer exist.
     """
 
@@ -123,7 +123,7 @@ class Written:
     part: str
     folder: str
     texts: Mapping[str, str]
-    origins: Sequence[Path] = ()
+    sources: Sequence[Path] = ()
 
 
 @dataclass(frozen=True)

@@ -235,8 +235,9 @@ def pipeline_parts(top: Path) -> dict[str, str]:
 def pipeline_around(written: Sequence[Written]) -> Companions:
     """The Diffusers pipeline that exported weights started from: its index and other parts, to be copied.
 
-    Each exported part goes into its folder in the pipeline; one that is no part of it goes into a folder with
-    the component's name. Empty if no part started from a pipeline, or if parts started from different ones.
+    Each exported part goes into its folder in the pipeline; one that is not part of it goes into a folder
+    with the component's name. Empty if no part started from a pipeline, or if parts started from different
+    ones.
     """
     homes = {(one.component, one.part): _pipeline_of(one) for one in written}
     tops = {home[0] for home in homes.values() if home is not None}
@@ -261,7 +262,7 @@ def _pipeline_of(part: Written) -> tuple[Path, str] | None:
     The origin may be a pipeline, the folder of one of its models, or a file in that.
     """
     wanted = json.loads(part.texts.get("config.json", "{}")).get("_class_name", "")
-    for origin in (origin.absolute() for origin in part.origins):
+    for origin in (origin.absolute() for origin in part.sources):
         alike = [name for name, kind in pipeline_parts(origin).items() if kind == wanted]
         named = [name for name in (part.folder, part.component, part.part) if name in alike]
         # The parts of one component may have the same class: only their folders differ.

@@ -271,7 +271,7 @@ def sinusoids_3d(grid: tuple[int, int, int], width: int, device: torch.device) -
     third of the channels for each of t, h and w.
 
     Vaswani et al. 2017 (https://arxiv.org/abs/1706.03762), section 3.5, along each axis. The remaining
-    channels, if the width is no multiple of six, are zero.
+    channels, if the width is not a multiple of six, are zero.
     """
     count = width // 6
     rates = 10000.0 ** (-torch.arange(count, device=device) / max(count, 1))

@@ -114,6 +114,6 @@ class InternVLOriginal:
         """Files that complete an InternVL export: tokenizer and processor files, and the Python files of the
         original folder, copied without being executed."""
         found = self._folder.companions(task, written)
-        began = [origin for one in written for origin in one.origins if is_original(origin)]
+        began = [origin for one in written for origin in one.sources if is_original(origin)]
         code = {path.name: path for folder in began for path in sorted(folder.glob("*.py"))}
         return replace(found, copies={**found.copies, **code})

@@ -35,10 +35,10 @@ def relaxed_match(text: str, reference: str, tolerance: float = 0.05) -> bool:
         reference: the right answer.
         tolerance: largest error of a number, as a share of the reference.
     """
-    said, right = _number(text), _number(reference)
-    if said is None or not right:
+    given, right = _number(text), _number(reference)
+    if given is None or not right:
         return text.strip().lower() == reference.strip().lower()
-    return abs(said - right) <= tolerance * abs(right)
+    return abs(given - right) <= tolerance * abs(right)
 
 
 def _number(text: str) -> float | None:
@@ -75,10 +75,10 @@ def chosen_letter(text: str, choices: int = 8) -> str | None:
     script, the last separate letter, `B`, or the last letter before a punctuation mark.
     """
     known = f"[{ascii_uppercase[:choices]}]"
-    said = f" {text.strip(_STRIPPED)} "
+    padded = f" {text.strip(_STRIPPED)} "
     alone, stopped = rf"(?<=\s)({known})(?=\s)", rf"(?<=\s)({known})(?=[.:),])"
     for pattern in (rf"\(({known})\)", rf"^\s({known})[.:)]+\s", alone, stopped):
-        if found := re.findall(pattern, said):
+        if found := re.findall(pattern, padded):
             return str(found[-1])
     return None
 

@@ -29,14 +29,14 @@ class Packs:
     Args:
         lengths: tokens of each sample [N] int64, 1 to `capacity`.
         capacity: largest number of tokens in a row.
-        apart: [N] bool: samples that share rows only with each other, the same ones in every epoch.
+        separate: [N] bool: samples that share rows only with each other, the same ones in every epoch.
     """
 
-    def __init__(self, lengths: Tensor, capacity: int, apart: Tensor | None = None) -> None:
+    def __init__(self, lengths: Tensor, capacity: int, separate: Tensor | None = None) -> None:
         self.lengths, self.capacity = lengths, capacity
-        self._apart = torch.zeros(len(lengths), dtype=torch.bool) if apart is None else apart
+        self._separate = torch.zeros(len(lengths), dtype=torch.bool) if separate is None else separate
         order = self.ordered(torch.arange(len(lengths)))
-        alone = int(self._apart.sum())
+        alone = int(self._separate.sum())
         first, rest = (
             torch.tensor(best_fit_decreasing(part.tolist(), capacity), dtype=torch.int64)
             for part in lengths[order].tensor_split([alone])
@@ -64,8 +64,10 @@ class Packs:
     def ordered(self, samples: Tensor) -> Tensor:
         """Samples in the order in which they are packed: the separate ones first, then the others; each group
         from the longest to the shortest. Others of equal length keep the order of `samples`."""
-        apart, others = self._apart.nonzero().flatten(), samples[~self._apart[samples]]
-        falling = (part[self.lengths[part].argsort(descending=True, stable=True)] for part in (apart, others))
+        separate, others = self._separate.nonzero().flatten(), samples[~self._separate[samples]]
+        falling = (
+            part[self.lengths[part].argsort(descending=True, stable=True)] for part in (separate, others)
+        )
         return torch.cat([*falling])
 
     def members(self, row: int, seed: int, epoch: int) -> list[int]:

@@ -17,7 +17,7 @@ from typing import Any
 from mm_core.errors import CheckpointError
 from mm_core.tokenizer import open_tokenizer
 from mm_internvl.data.rows import PLACEHOLDER, Medium, RowTurn
-from mm_internvl.data.spans import THOUGHT_TAGS, Marks, Place, Said
+from mm_internvl.data.spans import THOUGHT_TAGS, Marks, Place, TurnContent
 from mm_internvl.data.tiling import tokens_of_tile
 
 _PICTURE_TOKENS = {
@@ -119,7 +119,7 @@ class Vocabulary:
         """
         text = self.rendered(messages)
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        marks = Marks(text, [Said.of(messages[number]["content"]) for number in turns])
+        marks = Marks(text, [TurnContent.of(messages[number]["content"]) for number in turns])
         marked = list(messages)
         for turn, number in enumerate(turns):
             marked[number] = {**messages[number], "content": marks.content(turn)}

@@ -99,13 +99,13 @@ def test_drawn_answers_follow_the_seed_and_the_number(place, run):
         turns = [Turn("user", "what?", (place / "files" / "a.png",))]
         warm = Decoding(max_new_tokens=8, temperature=1.5, seed=3)
         before = torch.random.get_rng_state()
-        said = [opened.say(turns, warm, number) for number in (0, 1, 0)]
+        said = [opened.answer(turns, warm, number) for number in (0, 1, 0)]
         assert torch.equal(before, torch.random.get_rng_state())
         assert said[0] == said[2] != said[1]
-        assert said[0] != opened.say(turns, Decoding(max_new_tokens=8, temperature=1.5, seed=4), 0)
-        greedy = opened.say(turns, Decoding(max_new_tokens=8))
+        assert said[0] != opened.answer(turns, Decoding(max_new_tokens=8, temperature=1.5, seed=4), 0)
+        greedy = opened.answer(turns, Decoding(max_new_tokens=8))
         # Of the likeliest tokens, a share that one token fills alone is that token.
-        assert opened.say(turns, Decoding(max_new_tokens=8, temperature=1.5, top_p=1e-6), 5) == greedy
+        assert opened.answer(turns, Decoding(max_new_tokens=8, temperature=1.5, top_p=1e-6), 5) == greedy
 
 
 # -- rows of a file ------------------------------------------------------------------------------

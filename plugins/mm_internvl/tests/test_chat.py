@@ -43,10 +43,10 @@ def test_chat_keeps_the_conversation(place, run, capsys, monkeypatch):
     with answer_session(run) as opened:
         shown = Decoding(max_new_tokens=6)
         turns = [Turn("user", "what is red?")]
-        first = opened.say(turns, shown)
+        first = opened.answer(turns, shown)
         turns += [Turn("assistant", first), Turn("user", "and this?", (image,))]
-        second = opened.say(turns, shown)
-        alone = opened.say(turns[2:], shown)
+        second = opened.answer(turns, shown)
+        alone = opened.answer(turns[2:], shown)
     assert "\n".join(said) == f"{first}\n{second}\n{first}"
     assert second != alone, "what was said before changes nothing"
 
@@ -81,7 +81,7 @@ def test_lines_that_are_no_text_end_no_chat(place, run, capsys, monkeypatch):
 def test_a_placeholder_that_the_model_says_is_a_sentence(run):
     turns = [Turn("user", "what?"), Turn("assistant", "an <image>"), Turn("user", "why?")]
     with answer_session(run) as opened, pytest.raises(DataError, match="contains <image>") as fault:
-        opened.say(turns, Decoding(max_new_tokens=2))
+        opened.answer(turns, Decoding(max_new_tokens=2))
     assert fault.value.hint == "start a new conversation: the model itself wrote the placeholder"
 
 
@@ -194,5 +194,5 @@ def test_a_terminal_is_asked_line_by_line(place, run, capsys, monkeypatch):
     said = mm(capsys, "chat", "--run", run, "--max-new-tokens", 6, "--system", "a system")
     with answer_session(run) as opened:
         turns = [Turn("system", "a system"), Turn("user", "what is red?")]
-        wanted = opened.say(turns, Decoding(max_new_tokens=6))
+        wanted = opened.answer(turns, Decoding(max_new_tokens=6))
     assert said.count("/image FILE   adds an image") == 2 and said.endswith(f"{wanted}\n")

@@ -73,8 +73,8 @@ def test_system_of_a_row_is_its_system_prompt(place):
     row = data.asked("what?", "red", "say <|im_end|>", "no", system="be brief")
     sizes = {"max_length": 400, "min_tiles": 1, "max_tiles": 2, "frames": 3, "max_pixels": 9999}
     fields = {"sources": found.wanted.sources, "processor": str(place / "model"), **sizes}
-    asking = Conversations.conversing(reader=None, **fields)
-    questions = asking.questions(
+    inputs = Conversations.conversing(reader=None, **fields)
+    questions = inputs.questions(
         data.write(place / "files" / "q.jsonl", [{**turns, "system": "be brief"}, row])
     )
     text = found.chat.tokenizer.decode(questions[0]().inputs["input_ids"][0])
@@ -170,11 +170,11 @@ _USER, _SAID = {"role": "user", "content": "what?"}, {"role": "assistant", "cont
         ),
         (
             json.dumps(data.asked("what \ud83d?", "red")),
-            "turn 1 contains half of a surrogate pair, which is no character",
+            "turn 1 contains half of a surrogate pair, which is not a character",
         ),
         (
             json.dumps(data.asked("<image>", "red", image="\ud83d.png")),
-            "the path '\\ud83d.png' contains half of a surrogate pair, which is no character",
+            "the path '\\ud83d.png' contains half of a surrogate pair, which is not a character",
         ),
         (data.asked("<image>", "red", image="a\0.png"), "the path cannot be opened: embedded null byte"),
         (data.asked("<image>", "red", image="a" * 300), "the image cannot be opened: File name too long"),

@@ -94,16 +94,16 @@ def test_rows_are_a_function_of_seed_epoch_and_lengths():
 
 
 def test_samples_apart_share_rows_with_one_another_alone():
-    lengths, apart = lognormal(500), torch.arange(500) % 10 == 3
-    lengths[apart] = 700
-    packs = Packs(lengths, CAPACITY, apart)
+    lengths, separate = lognormal(500), torch.arange(500) % 10 == 3
+    lengths[separate] = 700
+    packs = Packs(lengths, CAPACITY, separate)
     for epoch in range(2):
         rows = [packs.members(row, 7, epoch) for row in range(len(packs))]
         assert sorted(member for row in rows for member in row) == list(range(500))
         assert [sum(int(lengths[member]) for member in row) for row in rows] == packs.sizes.tolist()
         assert packs.sizes.max() <= CAPACITY
-        assert [bool(apart[row].all()) for row in rows] == [bool(apart[row].any()) for row in rows]
-        assert [row for row in rows if apart[row[0]]] == [packs.members(row, 7, 0) for row in range(10)]
+        assert [bool(separate[row].all()) for row in rows] == [bool(separate[row].any()) for row in rows]
+        assert [row for row in rows if separate[row[0]]] == [packs.members(row, 7, 0) for row in range(10)]
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -248,7 +248,7 @@ def test_a_thought_that_a_row_keeps_apart():
     for thought, sentence in (
         (["it is"], "`reasoning_content` of turn 2 is a list, not a text"),
         ("<image>", "turn 2 is the assistant's, but has an image or a video"),
-        ("\ud800", "turn 2 contains half of a surrogate pair, which is no character"),
+        ("\ud800", "turn 2 contains half of a surrogate pair, which is not a character"),
     ):
         with pytest.raises(DataError) as fault:
             conversation({"messages": [asked, {**apart, "reasoning_content": thought}]}, "row")

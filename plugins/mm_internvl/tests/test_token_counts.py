@@ -104,7 +104,7 @@ def test_ranks_share_the_measuring_and_find_the_same(place, tmp_path):
         data.write(tmp_path / f"{rank}.jsonl", rows[: rank + 2])
     wanted = dataset(place, rows).lengths().tolist()
     wanted[4] = round(sum(wanted[:4] + wanted[5:]) / 8)
-    said = run_ranks(HERE / "measuring_ranks.py", 2, place / "model", *files, tmp_path)
+    said = run_ranks(HERE / "token_count_ranks.py", 2, place / "model", *files, tmp_path)
     found = [json.loads(text.splitlines()[-1]) for text in said]
     assert [one["lengths"] for one in found] == [wanted, wanted]
     lines = [[int(line.removeprefix("line ")) for line in one["asked"]] for one in found]

@@ -354,7 +354,7 @@ def test_a_lone_transformer_is_not_picked_out_of_two(pair):
 
 def test_a_preset_of_one_transformer_is_a_sentence(tmp_path):
     with pytest.raises(
-        ConfigError, match=r"'wan2.1-t2v-14b' is no model with two(.|\n)*wan2.2-t2v-a14b, wan2"
+        ConfigError, match=r"'wan2.1-t2v-14b' is not a model with two(.|\n)*wan2.2-t2v-a14b, wan2"
     ):
         TwoExpert(preset="wan2.1-t2v-14b")
     with pytest.raises(ConfigError, match=r"predictor.preset: found 'wan2.2-ti2v-5b'"):

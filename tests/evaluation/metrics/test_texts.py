@@ -51,7 +51,7 @@ def test_the_edit_distance_is_its_recursive_definition(one, other):
     [
         ("coca cola", ("coca cola",), 1.0),
         ("cocacola", ("coca cola",), 1 - 1 / 9),  # one insertion into the longer one's nine characters
-        ("Coca  COLA ", ("coca cola",), 1.0),  # case and spare white space are no error
+        ("Coca  COLA ", ("coca cola",), 1.0),  # case and spare white space are not an error
         ("pepsi", ("coca cola",), 0.0),
         ("ab", ("ac",), 0.0),  # a distance of exactly one half is worth nothing: NL < tau
         ("abc", ("abd",), 1 - 1 / 3),

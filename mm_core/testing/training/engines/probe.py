@@ -82,7 +82,7 @@ def off(found: Tensor, wanted: Tensor) -> bool:
 
 
 def names(found: Collection[str]) -> str:
-    """Some names, for a sentence."""
+    """Some names, for a message."""
     chosen = sorted(found)
     return ", ".join(chosen[:4]) + (", ..." if len(chosen) > 4 else "")
 

@@ -108,7 +108,7 @@ def _outcomes(probe: EngineProbe) -> tuple[list[Any], list[Any]]:
 
     Raises:
         NotApplicable: the engine declares that it cannot run so.
-        ContractError: a rank failed, with its sentence.
+        ContractError: a rank failed, with its message.
     """
     probe.require_device(torch.device("cpu"))
     if probe.build().plan(task_on_meta(), RANKS, 2.0).data_parallel != RANKS:

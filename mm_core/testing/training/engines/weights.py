@@ -183,7 +183,7 @@ def _expect_state(probe: EngineProbe, trial: Trial, state: Mapping[str, Mapping[
     plain = [
         f"{part}.{n}" for part, held in state.items() for n, t in held.items() if not isinstance(t, Tensor)
     ]
-    probe.expect(not plain, f"state_dict has {names(plain)}, which is no tensor", accepted="tensors only")
+    probe.expect(not plain, f"state_dict has {names(plain)}, which is not a tensor", accepted="tensors only")
     unknown = {name.rpartition(".")[0] for name in state["optimizer"]} ^ trial.weights().keys()
     probe.expect(
         not unknown,

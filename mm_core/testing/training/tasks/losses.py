@@ -31,7 +31,7 @@ def modules(probe: TaskProbe) -> None:
             module = None
         probe.expect(
             isinstance(module, nn.Module),
-            f"`trainable` names {name!r}, which is no module of the task",
+            f"`trainable` names {name!r}, which is not a module of the task",
             accepted=", ".join(n for n, _ in task.named_children()) or "modules assigned to the task",
         )
         real = [key for key, tensor in module.state_dict().items() if not tensor.is_meta]
@@ -44,7 +44,7 @@ def modules(probe: TaskProbe) -> None:
     for name in task.frozen:
         probe.expect(
             isinstance(getattr(task, name, None), Frozen),
-            f"`frozen` names {name!r}, which is no frozen component of the task",
+            f"`frozen` names {name!r}, which is not a frozen component of the task",
             accepted="components with `missing_files`, and `load` or `build_empty`",
         )
 

@@ -133,7 +133,7 @@ class TaskProbe:
             return loss_of(task, inputs)
 
     def evaluation(self, batch: Batch, task: Any = None, stray: int = 0) -> Evaluation:
-        """The evaluation of a batch, as the validator asks for it; `stray` as in `loss`."""
+        """The evaluation of a batch, as the validator calls it; `stray` as in `loss`."""
         task = self.task if task is None else task
         with torch.no_grad(), seeded(Randomness(SEED).at("stray", stray)):
             found: Evaluation = task.evaluate(batch.to(torch.device("cpu")), Randomness(SEED), _QUANTILES)

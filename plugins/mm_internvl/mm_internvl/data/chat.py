@@ -153,7 +153,7 @@ class Chat:
     def _begun(self, turns: Sequence[RowTurn]) -> dict[str, RowTurn]:
         """The turns by their names in messages, with the system prompt of the row or the dataset."""
         begun = {}
-        if turns[0].apart:
+        if turns[0].from_field:
             begun["`system` of the row"], turns = turns[0], turns[1:]
         elif self.system is not None and turns[0].role != "system":
             begun["`system` of the dataset"] = RowTurn("system", self.system)
@@ -166,7 +166,7 @@ class Chat:
         messages = {name: message_of(turn, known) for name, turn in begun.items()}
         text = known.rendered([*messages.values()], prompt=True)
         self._check_pictures(known, text, kinds)
-        _check_said(messages, text)
+        _check_other_turns(messages, text)
         return text
 
     def _kept(self, length: int, blocks: Sequence[tuple[int, int]], shown: Sequence[Shown]) -> int:
@@ -192,7 +192,7 @@ class Chat:
         messages = {name: message_of(turn, known) for name, turn in begun.items()}
         spans, text = known.spans([*messages.values()])
         self._check_pictures(known, text, kinds)
-        _check_said(messages, text)
+        _check_other_turns(messages, text)
         return text, spans
 
     def _check_words(self, known: Vocabulary, turns: Mapping[str, RowTurn]) -> None:
@@ -218,7 +218,7 @@ class Chat:
             )
 
 
-def _check_said(messages: Mapping[str, Mapping[str, Any]], text: str) -> None:
+def _check_other_turns(messages: Mapping[str, Mapping[str, Any]], text: str) -> None:
     """Raises Fault if the template omits or rewrites a turn that is not the assistant's."""
     for name, message in messages.items():
         content = message["content"]

@@ -19,7 +19,7 @@ from mm_internvl.data.chat import Chat, Shown, Tokens
 from mm_internvl.data.config import ConversationsConfig, Source
 from mm_internvl.data.lengths import Lengths
 from mm_internvl.data.pictures import Pictures
-from mm_internvl.data.questions import Asking
+from mm_internvl.data.questions import QuestionInputs
 from mm_internvl.data.rows import ACCEPTED, Conversation, Medium, RawRow, conversation, read_rows
 from mm_internvl.data.tiling import read_object, read_tiling
 from mm_internvl.packing import Packs, check_support, positions
@@ -47,8 +47,8 @@ class Conversations:
         self, sources: Sequence[Source], processor: str, *, reader: VideoReader | None = None, **others: Any
     ) -> None:
         self.wanted = wanted = ConversationsConfig(tuple(sources), processor, **others)
-        asking = _asking(wanted, PyAVReader() if reader is None else reader)
-        self.chat, self.pictures, self.tiling = asking.chat, asking.pictures, asking.pictures.tiling
+        inputs = _question_inputs(wanted, PyAVReader() if reader is None else reader)
+        self.chat, self.pictures, self.tiling = inputs.chat, inputs.pictures, inputs.pictures.tiling
         self.rows, self.order = _read(wanted.sources)
         facts: list[object] = [processor, wanted.max_length, asdict(self.tiling), wanted.frames]
         facts += [wanted.system, wanted.max_pixels, wanted.share_tiles]
@@ -58,7 +58,7 @@ class Conversations:
         if wanted.packing:
             check_support()
             tokens, bad = self._tokens()
-            self.packs = Packs(tokens, wanted.max_length, apart=bad)
+            self.packs = Packs(tokens, wanted.max_length, separate=bad)
         self._check_reach(processor)
 
     def __len__(self) -> int:
@@ -135,10 +135,10 @@ class Conversations:
             )
 
     @classmethod
-    def conversing(cls, reader: VideoReader, **fields: Any) -> Asking:
+    def conversing(cls, reader: VideoReader, **fields: Any) -> QuestionInputs:
         """Turns questions of `mm sample` and `mm chat` into model inputs, with this dataset's options but
         without its rows."""
-        return _asking(ConversationsConfig(**fields), reader)
+        return _question_inputs(ConversationsConfig(**fields), reader)
 
     def _check_reach(self, folder: str) -> None:
         """Warns of conversations longer than the model's positions."""
@@ -192,18 +192,18 @@ class Conversations:
         """Tokens of a row, pixels of the images and videos among them, its name, and the reference answers
         to its last question. Without reference answers, evaluation uses the labels."""
         row = self.rows[number]
-        said, shown, tokens = self._measured(row)
-        pixels = self.pictures.pixels(self._files(row, said), shown, tokens.shown)
-        answered = tokens.whole and said.turns[-1].role == "assistant"
-        return tokens, pixels, self._name(row), said.answers if answered else ()
+        row_conversation, shown, tokens = self._measured(row)
+        pixels = self.pictures.pixels(self._files(row, row_conversation), shown, tokens.shown)
+        answered = tokens.whole and row_conversation.turns[-1].role == "assistant"
+        return tokens, pixels, self._name(row), row_conversation.answers if answered else ()
 
     def _measured(self, row: RawRow) -> tuple[Conversation, list[Shown], Tokens]:
         """A row's conversation, its images and videos, and its tokens. Reads only the headers of images and
         videos."""
         name = self._name(row)
-        said = conversation(row.value, name)
-        shown = self.pictures.shown(self._files(row, said))
-        return said, shown, self.chat.tokens(said, shown, name)
+        row_conversation = conversation(row.value, name)
+        shown = self.pictures.shown(self._files(row, row_conversation))
+        return row_conversation, shown, self.chat.tokens(row_conversation, shown, name)
 
     def _tokens(self) -> tuple[Tensor, Tensor]:
         """Token counts [N] of an epoch's conversations, and [N] whether each cannot be read.
@@ -219,10 +219,10 @@ class Conversations:
     def _length(self, row: RawRow) -> int:
         return len(self._measured(row)[2].ids)
 
-    def _files(self, row: RawRow, said: Conversation) -> list[tuple[Medium, Path]]:
+    def _files(self, row: RawRow, row_conversation: Conversation) -> list[tuple[Medium, Path]]:
         source = self.wanted.sources[row.source]
         folder = Path(source.annotations).parent if source.folder is None else Path(source.folder)
-        return [(kind, inside(folder, path)) for kind, path in said.media]
+        return [(kind, inside(folder, path)) for kind, path in row_conversation.media]
 
     def _name(self, row: RawRow) -> str:
         return f"{self.wanted.sources[row.source].annotations}, {row.place}"
@@ -232,13 +232,15 @@ _Read = tuple[Tokens, Tensor, str, tuple[str, ...]]
 """Result of `Conversations._conversation` for a row."""
 
 
-def _asking(wanted: ConversationsConfig, reader: VideoReader) -> Asking:
+def _question_inputs(wanted: ConversationsConfig, reader: VideoReader) -> QuestionInputs:
     """Builds chat template and tiling for conversations and questions. CheckpointError if the model's
     folder lacks their files."""
     chat = Chat(wanted.processor, wanted.max_length, wanted.system)
     chat.check()
     tiling = read_tiling(Path(wanted.processor), wanted.min_tiles, wanted.max_tiles)
-    return Asking(chat, Pictures(tiling, wanted.frames, wanted.max_pixels, reader, wanted.share_tiles))
+    return QuestionInputs(
+        chat, Pictures(tiling, wanted.frames, wanted.max_pixels, reader, wanted.share_tiles)
+    )
 
 
 def _positions_of(config: Mapping[str, object]) -> int | None:

@@ -19,7 +19,7 @@ from mm_internvl.data.rows import PLACEHOLDER, Medium, RawRow, RowTurn, conversa
 
 
 @dataclass(frozen=True)
-class Asking:
+class QuestionInputs:
     """Turns questions about images into InternVL's inputs, with its chat template and tiles. Satisfies
     `Conversing`.
 
@@ -50,16 +50,16 @@ class Asking:
 
     def _question(self, file: Path, row: RawRow) -> Question:
         name = f"{file.name}, {row.place}"
-        said = conversation(row.value, name, learnt=False).asked()
-        media = [(kind, inside(file.parent, path)) for kind, path in said.media]
-        asked = next("".join(turn.texts) for turn in reversed(said.turns) if turn.role == "user")
-        if not asked.strip() and not said.media:
+        asked = conversation(row.value, name, learnt=False).asked()
+        media = [(kind, inside(file.parent, path)) for kind, path in asked.media]
+        question = next("".join(turn.texts) for turn in reversed(asked.turns) if turn.role == "user")
+        if not question.strip() and not asked.media:
             raise DataError(
                 "the row has no question and no image",
                 where=name,
                 accepted="a text of the user, an image, or both",
             )
-        return Question(name, asked, self._inputs(said.turns, media, name), said.answers)
+        return Question(name, question, self._inputs(asked.turns, media, name), asked.answers)
 
     def _inputs(
         self, turns: Sequence[RowTurn], media: Iterable[tuple[Medium, Path]], where: str

@@ -63,12 +63,12 @@ class RowTurn:
     Attributes:
         role: system, user or assistant.
         content: a text with placeholders, or a list of parts in the format of chat templates.
-        apart: whether it comes from the row's field `system` instead of its list of turns.
+        from_field: whether it comes from the row's field `system` instead of its list of turns.
     """
 
     role: str
     content: str | tuple[Mapping[str, str], ...]
-    apart: bool = False
+    from_field: bool = False
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -123,7 +123,7 @@ def conversation(value: object, where: str, learnt: bool = True) -> Conversation
         learnt: whether the row must contain a turn of the assistant.
 
     Raises:
-        DataError: the row is no conversation, a role is unknown, or placeholders do not match the files.
+        DataError: the row is not a conversation, a role is unknown, or placeholders do not match the files.
     """
     if isinstance(value, DataError):
         raise value
@@ -153,12 +153,12 @@ def _conversation(value: object, learnt: bool) -> Conversation:
         raise _Fault(f"the row has {found}", ACCEPTED)
     if used := next((key for key in _OF_TOOLS_ROW if value.get(key) not in _NOTHING), None):
         raise _Fault(f"the row has `{used}`, which this dataset cannot pass to the model", _NO_TOOLS)
-    said = value[styles[0]]
-    if not isinstance(said, Sequence) or isinstance(said, str) or not said:
+    given = value[styles[0]]
+    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
         raise _Fault(f"`{styles[0]}` is not a list of turns, or is empty", ACCEPTED)
     own: list[tuple[Medium, str]] = []
     keys = ("from", "value") if styles[0] == "conversations" else ("role", "content")
-    turns = tuple(_turn(turn, number, keys, own) for number, turn in enumerate(said, 1))
+    turns = tuple(_turn(turn, number, keys, own) for number, turn in enumerate(given, 1))
     if any(turn.role == "system" for turn in turns[1:]):
         raise _Fault("a turn after the first has the role system", "a system prompt only as the first turn")
     turns = _with_system(value.get("system"), turns)
@@ -182,9 +182,11 @@ def _with_system(system: object, turns: tuple[RowTurn, ...]) -> tuple[RowTurn, .
     if system is None or not system.strip():
         return turns
     if not _is_unicode(system):
-        raise _Fault("`system` of the row contains half of a surrogate pair, which is no character", _VALID)
+        raise _Fault(
+            "`system` of the row contains half of a surrogate pair, which is not a character", _VALID
+        )
     if turns[0].role != "system":
-        return (RowTurn("system", system, apart=True), *turns)
+        return (RowTurn("system", system, from_field=True), *turns)
     if "".join(turns[0].texts).strip() != system.strip():
         raise _Fault("`system` of the row differs from its system turn", "one of them")
     return turns
@@ -196,7 +198,7 @@ def _answers(row: Mapping[str, object]) -> tuple[str, ...]:
     if not isinstance(found, list) or not all(isinstance(answer, str) for answer in found):
         raise _Fault("`answers` is not a list of texts", "a list of all right answers")
     if not all(map(_is_unicode, found)):
-        raise _Fault("`answers` contains half of a surrogate pair, which is no character", _VALID)
+        raise _Fault("`answers` contains half of a surrogate pair, which is not a character", _VALID)
     return tuple(found)
 
 
@@ -225,7 +227,7 @@ def _turn(turn: object, number: int, keys: tuple[str, str], own: list[tuple[Medi
             )
         made = RowTurn(made.role, thought + "".join(made.texts))
     if not all(map(_is_unicode, made.texts)):
-        raise _Fault(f"turn {number} contains half of a surrogate pair, which is no character", _VALID)
+        raise _Fault(f"turn {number} contains half of a surrogate pair, which is not a character", _VALID)
     return made
 
 
@@ -245,15 +247,15 @@ def _thinking(thought: object, number: int) -> str:
 
 
 def _part(part: object, number: int, own: list[tuple[Medium, str]]) -> Mapping[str, str]:
-    said = part if isinstance(part, Mapping) else {}
-    kind = said.get("type")
-    if kind == "text" and isinstance(said.get("text"), str):
-        return {"type": "text", "text": said["text"]}
+    given = part if isinstance(part, Mapping) else {}
+    kind = given.get("type")
+    if kind == "text" and isinstance(given.get("text"), str):
+        return {"type": "text", "text": given["text"]}
     if kind not in ("image", "video"):
         raise _Fault(
             f"turn {number} has a part of unknown type", 'parts {"type": "text" | "image" | "video", ..}'
         )
-    path = next((said[name] for name in _PATHS if name in said), None)
+    path = next((given[name] for name in _PATHS if name in given), None)
     if path is not None:
         own.append((kind, _path(path)))
     return {"type": kind, "named": "yes" if path is not None else ""}
@@ -301,7 +303,7 @@ def _path(path: object) -> str:
     if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
         raise _Fault(f"the path {path!r} leads outside the folder", "a relative path below the folder")
     if not _is_unicode(path):
-        raise _Fault(f"the path {path!r} contains half of a surrogate pair, which is no character", _VALID)
+        raise _Fault(f"the path {path!r} contains half of a surrogate pair, which is not a character", _VALID)
     return path
 
 

@@ -29,7 +29,7 @@ _CHANGES: tuple[Callable[[str], str], ...] = (
 
 
 @dataclass(frozen=True)
-class Said:
+class TurnContent:
     """The content of an assistant's turn, split into words and the text around them.
 
     The content is around[0] + words[0] + around[1] + words[1] + ... + around[-1].
@@ -43,9 +43,9 @@ class Said:
     words: tuple[str, ...]
 
     @classmethod
-    def of(cls, content: str) -> Said:
+    def of(cls, content: str) -> TurnContent:
         """Splits the content of an assistant's turn into thought and answer. A thought is the text before the
-        only `</think>`, with or without `<think>`; white space alone is no thought."""
+        only `</think>`, with or without `<think>`; white space alone is not a thought."""
         before, closed, answer = content.partition(_CLOSE)
         blank, opened, thought = before.rpartition(_OPEN)
         if not closed or blank.strip() or any(tag in blank + answer for tag in THOUGHT_TAGS):
@@ -86,15 +86,15 @@ class Marks:
         turns: contents of the assistant's turns.
     """
 
-    def __init__(self, text: str, turns: Sequence[Said]) -> None:
+    def __init__(self, text: str, turns: Sequence[TurnContent]) -> None:
         self._text, self._turns = text, turns
         self._edge = next(mark for mark in map(chr, range(0xE000, 0x110000)) if mark not in text)
         self._shape = re.compile(f"{self._edge}([0-9]+)[.]([0-9]+){self._edge}")
 
     def content(self, turn: int) -> str:
         """Content of one of the assistant's turns, with marks in place of its words."""
-        said = self._turns[turn]
-        return said.marked([f"{self._edge}{turn}.{n}{self._edge}" for n in range(len(said.words))])
+        content = self._turns[turn]
+        return content.marked([f"{self._edge}{turn}.{n}{self._edge}" for n in range(len(content.words))])
 
     def places(self, marked: str) -> list[Place | None] | None:
         """Positions of the assistant's turns in the template's text.
@@ -112,14 +112,14 @@ class Marks:
         if ends is None:
             return None
         places: list[Place | None] = []
-        for turn, said in enumerate(self._turns):
+        for turn, content in enumerate(self._turns):
             numbers = [place for place, (of, _) in enumerate(found) if of == turn]
             shown = [found[place][1] for place in numbers]
-            every = list(range(len(said.words)))
+            every = list(range(len(content.words)))
             if shown not in (every, every[-1:]):
                 return None
             first, last = numbers[0], numbers[-1]
-            whole = Place(ends[first][0], ends[last][1], said.around[0], around[first], around[last + 1])
+            whole = Place(ends[first][0], ends[last][1], content.around[0], around[first], around[last + 1])
             places.append(whole if shown == every else None)
         return places if found == sorted(found) else None
 

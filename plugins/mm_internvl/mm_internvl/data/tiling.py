@@ -223,7 +223,7 @@ def image_size(path: Path, max_pixels: int) -> tuple[int, int]:
         max_pixels: largest accepted number of pixels.
 
     Raises:
-        DataError: the file is no image, or has more than `max_pixels` pixels.
+        DataError: the file is not an image, or has more than `max_pixels` pixels.
     """
     try:
         with opened_image(path) as image:
@@ -270,8 +270,8 @@ def tokens_of_tile(folder: Path) -> int:
         CheckpointError: the folder's files do not contain it.
     """
     model = read_object(folder / "config.json")
-    for said in (read_object(folder / "processor_config.json"), model):
-        found = said.get("image_seq_length")
+    for config in (read_object(folder / "processor_config.json"), model):
+        found = config.get("image_seq_length")
         if isinstance(found, int) and found > 0:
             return found
     vision = model.get("vision_config", {})

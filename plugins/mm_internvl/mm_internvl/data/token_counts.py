@@ -68,7 +68,7 @@ def lengths_of(rows: Sequence[RawRow], measure: Callable[[RawRow], int]) -> Tens
     own = range(rank, len(rows), world)
     lengths, first, place = torch.zeros(len(own), dtype=torch.int64), None, 0
     with closing(measured(rows, measure, own)) as chunks:
-        parts = _told(chunks, len(own), rank, world)
+        parts = _with_progress(chunks, len(own), rank, world)
         for _ in range(math.ceil(len(rows) / (world * CHUNK))):  # the same number on every rank
             check_stop()
             for one in next(parts, []):
@@ -102,14 +102,16 @@ def gathered(item: T) -> list[T]:
     return items
 
 
-def _told(parts: Iterator[list[Measured]], count: int, rank: int, world: int) -> Iterator[list[Measured]]:
+def _with_progress(
+    parts: Iterator[list[Measured]], count: int, rank: int, world: int
+) -> Iterator[list[Measured]]:
     """Yields the parts unchanged; the first rank logs its progress from time to time."""
-    begun = said = time.monotonic()
+    begun = reported = time.monotonic()
     share, done = "" if world == 1 else f" (a share of 1/{world})", 0
     for part in parts:
         done, now = done + len(part), time.monotonic()
-        if rank == 0 and now - said >= SECONDS:
-            said = now
+        if rank == 0 and now - reported >= SECONDS:
+            reported = now
             # Without any setup of logging, Python shows no level below warning.
             _logger.warning(
                 "counting tokens of conversations: %d of %d%s in %.0f s", done, count, share, now - begun

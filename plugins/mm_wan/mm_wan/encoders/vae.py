@@ -142,7 +142,7 @@ class WanVAE(nn.Module):
         """Shape (C,T,H,W) of the latents for a clip of this size.
 
         Raises:
-            ContractError: num_frames is not 4k+1, or height or width is no multiple of the stride.
+            ContractError: num_frames is not 4k+1, or height or width is not a multiple of the stride.
         """
         t, y, x = self.stride
         faults = []
@@ -287,7 +287,7 @@ class WanVAE(nn.Module):
         channels, stride = layers_of(self._config, self.folder)
         if asked is not None and asked != channels:
             raise CheckpointError(
-                f"the autoencoder's latents have {channels} channels, but latent_channels asks for {asked}",
+                f"the autoencoder's latents have {channels} channels, but latent_channels is {asked}",
                 where=str(self.folder),
                 hint="Wan 2.1 and the 14B models of Wan 2.2 have 16 channels, Wan 2.2 TI2V-5B has 48",
             )

@@ -298,7 +298,7 @@ def stored_boundary(top: Path) -> float | None:
     """The boundary between Wan 2.2's two experts in a pipeline's index (`boundary_ratio`); None if not set.
 
     Raises:
-        CheckpointError: the value is no number between 0 and 1.
+        CheckpointError: the value is not a number between 0 and 1.
     """
     found = read_mapping(top / INDEX).get("boundary_ratio")
     if found is None or (type(found) is float and 0 < found < 1):

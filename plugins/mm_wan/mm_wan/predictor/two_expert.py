@@ -56,7 +56,7 @@ class TwoExpert(nn.Module):
         pairs = [name for name, known in PRESETS.items() if known.boundary is not None]
         if preset is not None and preset not in pairs:
             raise ConfigError(
-                f"preset {preset!r} is no model with two experts",
+                f"preset {preset!r} is not a model with two experts",
                 accepted=", ".join(pairs),
                 hint="to train it, set type: wan/transformer" if preset in PRESETS else None,
             )

@@ -1,6 +1,6 @@
 """Run by each rank: measures conversations with the others, and prints what it found as one line of JSON.
 
-usage: measuring_ranks.py MODEL ROWS LENGTHS BAD OTHER
+usage: token_count_ranks.py MODEL ROWS LENGTHS BAD OTHER
 ROWS: a file of conversations. LENGTHS: keeps their lengths. BAD: none of its rows can be read. OTHER: a
 folder with a file of other rows for each rank.
 """
