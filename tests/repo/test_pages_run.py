@@ -1,11 +1,11 @@
-"""The commands, programs and configs of the pages run, on tiny runs and checkpoints in the place of large ones.
+"""The commands, programs and configs of the pages run, on tiny runs in the place of large ones.
 
 What other tests run is listed in ELSEWHERE. A page with blocks that is in neither table fails."""
 
 from __future__ import annotations
 
-import json
 import re
+import shutil
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
@@ -67,10 +67,10 @@ PAGES: dict[str, Page] = {
         {
             "ckpt/my-model": "ckpt/wan_tiny_i2v",
             "--nproc 4": "--nproc 2",
-            "--from ckpt/wan_tiny_i2v --config x.yaml\n": "--from ckpt/wan_tiny_i2v --config clips.yaml run.name=begun\n",
+            "i2v --config x.yaml\n": "i2v --config clips.yaml run.name=begun\n",
             "--config x.yaml --format": "--config clips.yaml --format",
             "mm-train --config x.yaml": "mm-train --config clips.yaml run.name=begun",
-            "--config x.yaml\n": "--config clips.yaml\n",
+            "x.yaml\n": "clips.yaml\n",
             "runs/x --to transformers": "runs/charts --to transformers",
             "ckpt/base": "ckpt/wan_tiny_i2v",
             "runs/x@1000 runs/x@2000": "runs/clips@1 runs/clips@2 | tee differ; test ${PIPESTATUS[0]} = 1",
@@ -91,7 +91,7 @@ PAGES: dict[str, Page] = {
         },
         {"mm eval": "loss"},
         {
-            "mm eval --run runs/x --split test --metric": "tests/inference/test_evaluate_ranks.py runs it, on classes",
+            "mm eval --run runs/x --split test --metric": "test_evaluate_ranks.py does, on a run of classes",
         },
     ),
     "docs/plugins.md": Page(
@@ -110,7 +110,10 @@ PAGES: dict[str, Page] = {
             "mm-train": "and trains it",
         },
     ),
-    "docs/data.md": Page({"runs/x": "runs/clips"}, {"mm sample": "clip"}),
+    "docs/data.md": Page(
+        {'runs/x --prompt "a door': 'runs/ends --prompt "a door', "runs/x": "runs/clips"},
+        {"mm sample": "1 clip in"},
+    ),
     "docs/launching.md": Page(
         {
             "run.yaml": "x.yaml",
@@ -133,6 +136,7 @@ PAGES: dict[str, Page] = {
     "docs/internvl.md": Page(
         {
             "--nproc 4": "--nproc 2",
+            "rows.jsonl": "data/digits/conversations.jsonl",
             "mm sample": "mm sample --max-new-tokens 3",
             "mm chat": "printf 'what is it?\\n/quit\\n' | mm chat --max-new-tokens 3",
             "tiny.yaml\n": "tiny.yaml train.steps=2 run.name=page_tiny\n",
@@ -170,7 +174,7 @@ PAGES: dict[str, Page] = {
     "plugins/mm_wan/README.md": Page(
         {
             "pip install ": PIP,
-            "t2v_tiny.yaml\n": "t2v_tiny.yaml train.steps=2 checkpoint.every=2 validation=null\n",
+            "t2v_tiny.yaml\n": "t2v_tiny.yaml train.steps=2 checkpoint.every=2 validation.every=2\n",
         },
         {"mm plugins show": "preset"},
     ),
@@ -239,8 +243,8 @@ Shell = Callable[[str], str]
 
 @pytest.fixture(scope="module")
 def shell(run: Any, workspace: Path) -> Shell:
-    """Runs a shell line in the workspace and returns its output. What lines name is there: x.yaml, clips.yaml,
-    charts.yaml and their runs, tiny checkpoints, prompts and images."""
+    """Runs a shell line in the workspace and returns its output. What lines name is there: the configs of
+    TINY and their runs, tiny checkpoints, prompts and images."""
     from mm_internvl.testing import make_tiny_checkpoint, make_tiny_conversations
     from mm_wan.testing import make_tiny_checkpoint as make_tiny_wan
 
@@ -251,7 +255,9 @@ def shell(run: Any, workspace: Path) -> Shell:
 
     make_tiny_checkpoint(workspace / "ckpt/internvl_tiny")
     make_tiny_conversations(workspace / "data/digits")
-    make_tiny_wan(workspace / "ckpt/wan_tiny_i2v", "i2v")
+    pipeline = make_tiny_wan(workspace / "ckpt/wan_tiny_i2v", "i2v")
+    for part in ("text_encoder", "tokenizer"):
+        shutil.copytree(pipeline / part, workspace / "ckpt/umt5", dirs_exist_ok=True)
     for name in ("first", "last", "boats", "a", "b"):
         Image.new("RGB", (32, 32), "red").save(workspace / f"{name}.png")
     (workspace / "prompts.txt").write_text("a red circle\na cat\n")
@@ -259,6 +265,9 @@ def shell(run: Any, workspace: Path) -> Shell:
     for name, text in TINY.items():
         (workspace / f"{name}.yaml").write_text(text)
         call(f"mm-train --config {name}.yaml")
+    make_tiny_wan(workspace / "ckpt/wan_tiny_flf2v", "flf2v")
+    begin = "mm import --from ckpt/wan_tiny_flf2v --config configs/wan/flf2v_tiny.yaml"
+    call(f"{begin} run.name=ends task.sample.steps=2")
     return call
 
 
@@ -311,7 +320,7 @@ RUN = ("bash", "sh", "console", "python", "yaml", "toml")
 
 
 def test_every_page_with_blocks_is_run_by_a_test() -> None:
-    """The pages of kinds show the files that `mm plugins new` writes, which test_scaffold_installed.py runs."""
+    """The pages of kinds show what `mm plugins new` writes, which test_scaffold_installed.py runs."""
     pages = [*ROOT.glob("docs/*.md"), *ROOT.glob("*.md"), *ROOT.glob("plugins/*/*.md")]
     pages += ROOT.glob("examples/*/*.md")
     with_blocks = {
@@ -341,12 +350,13 @@ validation: {{every: 500}}
 """A config over which a fragment is laid that does not name a run."""
 
 BASES = {
-    "docs/internvl.md": f"include: {ROOT}/configs/internvl/tiny.yaml\ndata: {{train: {{packing: false}}}}\n"
+    "docs/internvl.md": f"include: {ROOT}/configs/internvl/tiny.yaml\n",
+    "docs/writing-a-dit.md": BASE + "task: {scheduler: null}\n",
 }
 
 
 def fragments() -> Iterator[Any]:
-    """The YAML blocks of all pages that no other test reads; a block of several versions of a key is several."""
+    """The YAML blocks of pages that no other test reads; a block of versions of one line is several."""
     for path in sorted(ROOT.glob("docs/*.md")):
         page = path.relative_to(ROOT).as_posix()
         if page in ELSEWHERE:
@@ -387,7 +397,7 @@ def program(page: str, word: str) -> Block:
 
 
 def one_file_plugin() -> str:
-    """The plugin in one file of docs/plugins.md, with the README's model, whose width the page's YAML sets."""
+    """The plugin in one file of docs/plugins.md, with the README's model; the page's YAML sets its width."""
     files = plugin_files(ROOT / "README.md")
     model = files["mm-small-dit/small_dit/model.py"].replace("SmallDiT", "MyDiT")
     sizes = {"in_channels": "12", "text_dim": "64", "depth": "1", "heads": "2", "patch_size": "(2, 2, 2)"}
@@ -419,8 +429,8 @@ class Program:
 
 
 PREDICTOR = """
-from mm_core.config.load import load_config
-predictor = mm_core.build("predictor", dict(yaml.safe_load(Path("runs/x/config.yaml").read_text())["task"]["predictor"]))
+config = yaml.safe_load(Path("runs/x/config.yaml").read_text())
+predictor = mm_core.build("predictor", config["task"]["predictor"])
 """
 
 PROGRAMS: dict[str, tuple[Program, ...]] = {
@@ -444,17 +454,17 @@ PROGRAMS: dict[str, tuple[Program, ...]] = {
     "docs/weights.md": (
         Program(
             "load_frozen",
-            {"ckpt/umt5": "ckpt/wan_tiny_i2v/text_encoder", '"cuda"': '"cpu"', ".cuda()": ".cpu()"},
+            {'"cuda"': '"cpu"', ".cuda()": ".cpu()"},
             after="print(tuple(hidden.shape), mask.any().item())",
             prints="True",
         ),
         Program(
             "import export",
             {"runs/x@2000": "runs/clips@2", '"my-model"': '"by-python"'},
-            after='from pathlib import Path\nprint([p.name for p in Path("by-python").rglob("*.safetensors")])',
+            after='from os import listdir\nprint(listdir("by-python/transformer"))',
             prints="diffusion_pytorch_model.safetensors",
         ),
-        Program("KeyMap, Rename", {"KeyMap, ": "KeyMap, "}, prints=""),
+        Program("KeyMap, Rename", after="print(len(keys.rules))", prints="7"),
         Program(
             "def layout",
             after="print([found.folder for found in layout(None, '', None)])",
@@ -472,7 +482,7 @@ PROGRAMS: dict[str, tuple[Program, ...]] = {
     "docs/plugins.md": (
         Program(
             "conformance_tests",
-            command=f"{sys.executable} -m pytest -q -p no:cacheprovider -k gradients {{}}",
+            command=f"{sys.executable} -m pytest -p no:cacheprovider -k gradients {{}}",
             prints="passed",
         ),
         Program("hookimpl", command="mm plugins check --import --path {}", prints="0 errors"),
@@ -480,8 +490,8 @@ PROGRAMS: dict[str, tuple[Program, ...]] = {
     "docs/data.md": (
         Program(
             "class Pairs",
-            before="from mm_core.errors import DataError\nbroken, path = True, 'a.mp4'\n",
-            after="try:\n    Pairs().sample_at(0, None)\nexcept DataError as error:\n    print(error.render())",
+            before='from mm_core.errors import DataError\nbroken, path = True, "a.mp4"\n',
+            after="try:\n    Pairs().sample_at(0, None)\nexcept DataError as error:\n    print(error)",
             prints="a.mp4: what is wrong with it",
         ),
     ),
@@ -492,7 +502,7 @@ PROGRAMS: dict[str, tuple[Program, ...]] = {
     "docs/launching.md": (
         Program(
             "StopFlag",
-            before='import mm_core\nconfig = mm_core.load_config("x.yaml", ["run.name=python", "train.steps=1"])\n',
+            before='import mm_core\nconfig = mm_core.load_config("x.yaml", ["run.name=python"])\n',
             after="print(result)",
         ),
     ),
