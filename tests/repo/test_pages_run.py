@@ -341,6 +341,12 @@ def test_every_page_with_blocks_is_run_by_a_test() -> None:
     assert {*PAGES, *PROGRAMS} <= {page for page, languages in with_blocks.items() if languages}
 
 
+def test_the_commands_of_the_classifier_s_page_are_those_of_its_readme() -> None:
+    (shown,) = (b for b in blocks(ROOT / "docs/transformers.md") if b.language == "sh")
+    readme = lines("examples/text_classification/README.md")
+    assert [re.sub(r"\s+#.*", "", line) for line in shown.text.splitlines()] == readme
+
+
 # -- YAML ------------------------------------------------------------------------------------------
 
 BASE = f"""
