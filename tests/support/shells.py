@@ -9,13 +9,13 @@ from pathlib import Path
 from support import warm
 
 _CLIENT = Path(__file__).with_name("warm_client.py")
-_HEAVY = "train|sample|eval|evaluate|import|export|weights"
+_HEAVY = "train*|sample*|chat*|eval*|import*|export*|weights*|'plugins test'*|'plugins check --import'*"
 """Commands of `mm` that import torch. The others are run as they are installed."""
 
 _WHEN = {
-    "mm": f'case "$1" in {_HEAVY}) warm=1;; esac',
+    "mm": f'case "$*" in {_HEAVY}) warm=1;; esac',
     "mm-train": "warm=1",
-    "python": 'case "$1" in *.py) warm=1;; esac',
+    "python": 'case "$1" in *.py | -c) warm=1;; esac',
 }
 
 

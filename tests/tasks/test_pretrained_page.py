@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -51,7 +52,7 @@ def test_the_collate_of_the_page_makes_a_batch():
 
 
 @pytest.mark.slow
-def test_the_config_of_the_page_trains_a_model(tmp_path, monkeypatch):
+def test_the_config_of_the_page_trains_a_model_and_its_commands_run(tmp_path, monkeypatch, mm):
     config = re.search(r"```yaml\n(run: .*?)```", PAGE, re.S)[1]
     monkeypatch.chdir(tmp_path)
     Path("answers.yaml").write_text(config, encoding="utf-8")
@@ -75,3 +76,16 @@ def test_the_config_of_the_page_trains_a_model(tmp_path, monkeypatch):
     mm_core.train(mm_core.load_config("answers.yaml", small))
     logged = log_of(Path("runs/answers"))
     assert logged[1]["loss"] < logged[0]["loss"]
+    # The run is there and done: the first command finds it so, on two ranks.
+    asked = [json.dumps({**row, "answer": ""}) + "\n" for row in rows]
+    Path("asked.jsonl").write_text("".join(asked), encoding="utf-8")
+    (commands,) = re.findall(r"```bash\n(.*?)```", PAGE, re.S)
+    lines = [shlex.split(line, comments=True) for line in commands.splitlines()]
+    assert [line[:2] for line in lines[1:]] == [["mm", "sample"], ["mm", "sample"], ["mm", "export"]]
+    done = mm("train", *lines[0][1:-1], 2, *small, cwd=tmp_path)
+    assert done.code == 0 and lines[0][:1] == ["mm-train"] and lines[0][-2] == "--nproc", done.err
+    for line in lines[1:]:
+        done = mm(*line[1:], cwd=tmp_path)
+        assert done.code == 0, f"{line}: {done.err}"
+    loaded = transformers.AutoModelForCausalLM.from_pretrained("answers")
+    assert type(loaded) is transformers.Qwen3ForCausalLM
