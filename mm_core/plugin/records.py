@@ -154,7 +154,8 @@ class Registered:
                 found: object = import_module(self.module_of(path))
                 for part in path.partition(":")[2].split("."):
                     if not hasattr(found, part):
-                        owner = getattr(found, "__name__", found)
+                        file = getattr(found, "__file__", None)
+                        owner = getattr(found, "__name__", found) if file is None else file
                         near = did_you_mean(part, [n for n in dir(found) if not n.startswith("_")])
                         raise self._fault(
                             f"the {role} {path!r} does not exist: {owner} has no {part!r}",

@@ -280,18 +280,25 @@ class Examination:
         except NotApplicable as reason:
             return "not applicable", str(reason)
         except MMError as error:
-            return "failed", one_line(error)
+            reason, line = one_line(error), self._own_line(error)
+            return "failed", reason if line is None or line.partition(",")[
+                0
+            ] in reason else f"{reason} ({line})"
         except Exception as error:
             return "failed", self._sentence(error)
         return "passed", ""
 
     def _sentence(self, error: Exception) -> str:
         """An exception of the component's own code: its message, and the author's line that raised it."""
+        return sentence_of(error, self._own_line(error) or self._probe.place)
+
+    def _own_line(self, error: Exception) -> str | None:
+        """The innermost line of the component's package that an exception passed; None if it passed none."""
         module = self.registered.module_of(self.registered.component.target)
         folder = str(Path(source_file(module.partition(".")[0]) or source_file(module) or "").parent)
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if folder != "." and frame.filename.startswith(folder)]
-        return sentence_of(error, f"{own[-1].filename}, line {own[-1].lineno}" if own else self._probe.place)
+        return f"{own[-1].filename}, line {own[-1].lineno}" if own else None
 
     def __iter__(self) -> Iterator[Outcome]:
         """Runs every check. Nothing more is run for a component that cannot be built."""

@@ -177,7 +177,7 @@ def test_a_bug_inside_a_component_stays_visible(parts: Registry) -> None:
             "no_module",
             "the target 'mm_parts.nowhere:Leaf' does not exist: there is no module 'mm_parts.nowhere'",
         ),
-        ("no_name", "the target 'mm_parts.plugin:Leaff' does not exist: mm_parts.plugin has no 'Leaff'"),
+        ("no_name", "/mm_parts/plugin.py has no 'Leaff'"),
         ("no_call", "the target 'mm_parts.plugin:__name__' is not callable: it is str"),
         ("no_config", "the config 'mm_parts.plugin:Leaf' is not a dataclass"),
         ("needs", "ModuleNotFoundError: No module named 'no_such_library'"),

@@ -50,7 +50,7 @@ def fault_of(module: str, attribute: str) -> str | None:
     if first in names or "*" in names or "__getattr__" in names:
         return None
     hint = did_you_mean(first, names)
-    return f"module {module!r} has no {first!r}" + (f": {hint}" if hint else "")
+    return f"{spec.origin} has no {first!r}" + (f": {hint}" if hint else "")
 
 
 def _top_level_names(tree: ast.Module) -> set[str]:
