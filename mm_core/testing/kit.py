@@ -280,10 +280,9 @@ class Examination:
         except NotApplicable as reason:
             return "not applicable", str(reason)
         except MMError as error:
-            reason, line = one_line(error), self._own_line(error)
-            return "failed", reason if line is None or line.partition(",")[
-                0
-            ] in reason else f"{reason} ({line})"
+            what, line = one_line(error), self._own_line(error)
+            named = line is None or line.partition(",")[0] in what
+            return "failed", what if named else f"{what} ({line})"
         except Exception as error:
             return "failed", self._sentence(error)
         return "passed", ""
