@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mm_core.errors import MMError
+from mm_core.lazy import lazy_names
 from mm_core.plugin.component import Component
 from mm_core.plugin.hookspecs import hookimpl
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mm_core.inference.answer import answer
     from mm_core.inference.evaluate import evaluate
     from mm_core.inference.sample import sample
+    from mm_core.interchange.export import export
     from mm_core.loading.frozen import load_frozen
     from mm_core.plugin.registry import build
     from mm_core.training.run import train
@@ -29,6 +30,7 @@ __all__ = [
     "answer",
     "build",
     "evaluate",
+    "export",
     "hookimpl",
     "load_config",
     "load_frozen",
@@ -36,18 +38,16 @@ __all__ = [
     "train",
 ]
 
-_LAZY = {
-    "answer": "mm_core.inference.answer",
-    "build": "mm_core.plugin.registry",
-    "evaluate": "mm_core.inference.evaluate",
-    "load_config": "mm_core.config.load",
-    "load_frozen": "mm_core.loading.frozen",
-    "sample": "mm_core.inference.sample",
-    "train": "mm_core.training.run",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'mm_core' has no attribute {name!r}")
-    return getattr(import_module(_LAZY[name]), name)
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "answer": "mm_core.inference.answer",
+        "build": "mm_core.plugin.registry",
+        "evaluate": "mm_core.inference.evaluate",
+        "export": "mm_core.interchange.export",
+        "load_config": "mm_core.config.load",
+        "load_frozen": "mm_core.loading.frozen",
+        "sample": "mm_core.inference.sample",
+        "train": "mm_core.training.run",
+    },
+)

@@ -5,12 +5,13 @@ The names below are for plugins; each name imports its module when it is first u
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from mm_core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from mm_core.data.datasets import shapes as moving_shapes
-    from mm_core.data.datasets.video_text import collate_clips
+    from mm_core.data.datasets.video_text import VideoTextDataset, collate_clips
     from mm_core.data.loading.stopping import check_stop
     from mm_core.data.loading.workers import (
         StartWorker,
@@ -33,6 +34,7 @@ __all__ = [
     "PyAVReader",
     "RowFile",
     "StartWorker",
+    "VideoTextDataset",
     "check_folder",
     "check_stop",
     "collate_clips",
@@ -49,29 +51,27 @@ __all__ = [
     "write_clips",
 ]
 
-_HOMES = {
-    "datasets.video_text": ("collate_clips",),
-    "loading.stopping": ("check_stop",),
-    "loading.workers": ("StartWorker", "deaths_explained", "start_server", "starting", "starts_explained"),
-    "media.images": ("opened_image", "read_image"),
-    "media.readers": ("PyAVReader",),
-    "media.video_files": ("write_clips",),
-    "rows.annotations": ("inside",),
-    "rows.json_rows": ("RowFile", "kind_of"),
-    "rows.packed_rows": ("PackedRows",),
-    "rows.paths": ("check_folder",),
-    "rows.prompts": ("read_prompts",),
-}
-
-
-_MODULES = {"moving_shapes": "datasets.shapes"}
-"""Names that are modules."""
-
-
-def __getattr__(name: str) -> object:
-    if name in _MODULES:
-        return import_module(f"mm_core.data.{_MODULES[name]}")
-    for home, names in _HOMES.items():
-        if name in names:
-            return getattr(import_module(f"mm_core.data.{home}"), name)
-    raise AttributeError(f"module 'mm_core.data' has no attribute {name!r}")
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "PackedRows": "mm_core.data.rows.packed_rows",
+        "PyAVReader": "mm_core.data.media.readers",
+        "RowFile": "mm_core.data.rows.json_rows",
+        "StartWorker": "mm_core.data.loading.workers",
+        "VideoTextDataset": "mm_core.data.datasets.video_text",
+        "check_folder": "mm_core.data.rows.paths",
+        "check_stop": "mm_core.data.loading.stopping",
+        "collate_clips": "mm_core.data.datasets.video_text",
+        "deaths_explained": "mm_core.data.loading.workers",
+        "inside": "mm_core.data.rows.annotations",
+        "kind_of": "mm_core.data.rows.json_rows",
+        "moving_shapes": "mm_core.data.datasets.shapes:",
+        "opened_image": "mm_core.data.media.images",
+        "read_image": "mm_core.data.media.images",
+        "read_prompts": "mm_core.data.rows.prompts",
+        "start_server": "mm_core.data.loading.workers",
+        "starting": "mm_core.data.loading.workers",
+        "starts_explained": "mm_core.data.loading.workers",
+        "write_clips": "mm_core.data.media.video_files",
+    },
+)

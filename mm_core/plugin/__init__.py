@@ -5,9 +5,9 @@ Importing this room starts no discovery: the names of `registry` are imported wh
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from mm_core.lazy import lazy_names
 from mm_core.plugin.component import Component
 from mm_core.plugin.hookspecs import KINDS, hookimpl
 from mm_core.schema.fields import ComponentConfig, DType, Kind, Range
@@ -30,8 +30,9 @@ __all__ = [
     "hookimpl",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'mm_core.plugin' has no attribute {name!r}")
-    return getattr(import_module("mm_core.plugin.registry"), name)
+__getattr__ = lazy_names(
+    __name__,
+    dict.fromkeys(
+        ("PluginRecord", "Registered", "Registry", "build", "get_registry"), "mm_core.plugin.registry"
+    ),
+)

@@ -7,9 +7,9 @@ from mm_core.testing import conformance_tests
 test_conformance = conformance_tests("my_plugin")
 """
 
-from importlib import import_module
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from mm_core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from mm_core.testing.predictors.checks import PREDICTOR_CHECKS, check_predictor
@@ -18,18 +18,12 @@ if TYPE_CHECKING:
 
 __all__ = ["PREDICTOR_CHECKS", "PredictorProbe", "check_predictor", "conformance_tests"]
 
-_HOMES = MappingProxyType(
+__getattr__ = lazy_names(
+    __name__,
     {
-        "PREDICTOR_CHECKS": "predictors.checks",
-        "PredictorProbe": "predictors.probe",
-        "check_predictor": "predictors.checks",
-        "conformance_tests": "suite",
-    }
+        "PREDICTOR_CHECKS": "mm_core.testing.predictors.checks",
+        "PredictorProbe": "mm_core.testing.predictors.probe",
+        "check_predictor": "mm_core.testing.predictors.checks",
+        "conformance_tests": "mm_core.testing.suite",
+    },
 )
-"""Name -> the file that defines it, imported when the name is used: the checks import torch."""
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -45,6 +45,7 @@ def test_help_imports_no_command_no_plugin_and_nothing_heavy(site: Any, argument
         "mm_core.cli",
         "mm_core.cli.main",
         "mm_core.errors",
+        "mm_core.lazy",
         "mm_core.plugin",
         "mm_core.plugin.component",
         "mm_core.plugin.hookspecs",

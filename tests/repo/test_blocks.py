@@ -63,6 +63,11 @@ def test_what_python_blocks_import_is_there(page: Path) -> None:
                 for alias in node.names:
                     there = hasattr(module, alias.name) or find_spec(f"{node.module}.{alias.name}")
                     assert there, f"{page.name}: {node.module} has no {alias.name}"
+                    public = getattr(module, "__all__", [alias.name])
+                    assert alias.name in public or page.name == "loop.md", f"{page.name}: {alias.name}"
+                    assert hasattr(module, "__all__") or not str(node.module).startswith("mm_core"), (
+                        f"{page.name}: {node.module} offers no public names"
+                    )
             elif isinstance(node, ast.Import):
                 for alias in node.names:
                     assert alias.name.partition(".")[0] not in OURS or find_spec(alias.name), alias.name
