@@ -466,7 +466,7 @@ PROGRAMS: dict[str, tuple[Program, ...]] = {
             prints="True",
         ),
         Program(
-            "import export",
+            "mm_core.export(",
             {"runs/x@2000": "runs/clips@2", '"my-model"': '"by-python"'},
             after='from os import listdir\nprint(listdir("by-python/transformer"))',
             prints="diffusion_pytorch_model.safetensors",
