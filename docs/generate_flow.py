@@ -20,6 +20,12 @@ WIDTH, LEFT, BOX, NOTE = 450, 14, 252, 284
 text at a size that can be read."""
 LINE, GAP, PAD = 18, 22, 9
 """Height of a line of text, between two boxes, and within a box above and below its text."""
+_STYLE = """
+  text { font: 14px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1c2733 }
+  .rooms { font: 12px ui-monospace, Menlo, Consolas, monospace; fill: #3949ab }
+  .note { font-size: 12px; fill: #55616d }
+  .loop { font-size: 12px; fill: #8a5a00 }
+"""
 
 
 @dataclass(frozen=True)
@@ -61,13 +67,6 @@ STAGES = (
     Stage("export, import, compare", ("interchange",), ("mm export, mm weights,", "mm import")),
 )
 """What the drawing shows, from top to bottom."""
-
-_STYLE = """
-  text { font: 14px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1c2733 }
-  .rooms { font: 12px ui-monospace, Menlo, Consolas, monospace; fill: #3949ab }
-  .note { font-size: 12px; fill: #55616d }
-  .loop { font-size: 12px; fill: #8a5a00 }
-"""
 
 
 def height_of(stage: Stage) -> int:

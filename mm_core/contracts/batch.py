@@ -10,16 +10,15 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+IGNORED_LABEL = -100
+"""The label of tokens that are not learnt, as in Transformers' losses."""
+
 
 class SampleKey(NamedTuple):
     """Epoch and index of a sample in a batch: the seed path of everything random about it."""
 
     epoch: int
     index: int  # type: ignore[assignment]  # hides tuple.index, which is never called on a key
-
-
-IGNORED_LABEL = -100
-"""The label of tokens that are not learnt, as in Transformers' losses."""
 
 
 @dataclass(frozen=True)

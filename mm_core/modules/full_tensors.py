@@ -21,6 +21,8 @@ from mm_core.modules.torch_calls import Args, Function, Kwargs
 
 _OWNER = "_mm_full_tensor"
 """Attribute of a view: the full tensor that it is a part of, which lives as long as one of its views."""
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_TO_NUMPY: tuple[Function, ...] = (Tensor.numpy, Tensor.__array__)
 
 
 def keep_local_part(target: Tensor, full: Tensor) -> None:
@@ -135,10 +137,6 @@ class FullTensors:
         """Whether one of the tensors is a view of a full tensor."""
         home = storage_of(opened.tensor)
         return any(isinstance(tensor, Tensor) and storage_of(tensor) == home for tensor in tensors)
-
-
-_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
-_TO_NUMPY: tuple[Function, ...] = (Tensor.numpy, Tensor.__array__)
 
 
 def storage_of(tensor: Tensor) -> int | None:

@@ -52,8 +52,9 @@ class BestEffort(io.TextIOBase):
     def lose(self) -> None:
         """Redirects the failed standard stream to /dev/null from here on."""
         with suppress(OSError, ValueError):
+            own = self.stream.fileno()  # fails for a closed stream
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.stream.fileno())
+            os.dup2(nowhere, own)
             os.close(nowhere)
             self.stream.flush()  # the buffered text
 

@@ -7,6 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+_DTYPES = {
+    "bf16": ("bf16", "bfloat16", "brain"),
+    "fp16": ("fp16", "float16", "half", "f16", "16"),
+    "fp32": ("fp32", "float32", "float", "single", "full", "f32", "32"),
+}
+"""Our name of a dtype -> its names elsewhere."""
+
 
 def yaml_key(name: str) -> str:
     """The YAML key of a typed field: the field `async_` has the key `async`, a reserved word in Python."""
@@ -15,13 +22,6 @@ def yaml_key(name: str) -> str:
 
 DType = Literal["fp32", "bf16", "fp16"]
 """Names of floating-point dtypes in a YAML."""
-
-_DTYPES = {
-    "bf16": ("bf16", "bfloat16", "brain"),
-    "fp16": ("fp16", "float16", "half", "f16", "16"),
-    "fp32": ("fp32", "float32", "float", "single", "full", "f32", "32"),
-}
-"""Our name of a dtype -> its names elsewhere."""
 
 
 def dtype_hint(word: str, choices: Sequence[str]) -> str | None:

@@ -12,6 +12,28 @@ from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
 from mm_core.schema.fields import ComponentConfig, Kind, Range, yaml_key
 
+SCALARS: Mapping[object, str] = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    Path: "a path",
+}
+"""What a scalar field accepts, in the words of error messages."""
+_QUOTED = 64  # most characters or items of a value that an error message quotes
+_FOUND: Mapping[type, str] = {
+    bool: "a boolean",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+    dict: "a mapping",
+}
+_BOOLEANS: Mapping[str, bool] = {
+    **dict.fromkeys(("true", "yes", "on", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "0"), False),
+}
+
 
 @dataclass(frozen=True)
 class Node:
@@ -90,30 +112,6 @@ class Failed:
 
 
 FAILED: Final = Failed()
-SCALARS: Mapping[object, str] = {
-    bool: "true or false",
-    int: "an integer",
-    float: "a number",
-    str: "a string",
-    Path: "a path",
-}
-"""What a scalar field accepts, in the words of error messages."""
-
-_QUOTED = 64  # most characters or items of a value that an error message quotes
-
-_FOUND: Mapping[type, str] = {
-    bool: "a boolean",
-    int: "an integer",
-    float: "a number",
-    str: "a string",
-    list: "a list",
-    dict: "a mapping",
-}
-
-_BOOLEANS: Mapping[str, bool] = {
-    **dict.fromkeys(("true", "yes", "on", "1"), True),
-    **dict.fromkeys(("false", "no", "off", "0"), False),
-}
 
 
 def inside(value: object) -> dict[str, object] | list[object] | None:

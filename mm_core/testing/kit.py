@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import tempfile
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -226,10 +228,11 @@ class Examination:
     registered: Registered
     registry: Registry
     ranks: bool = True
-    _folder: tempfile.TemporaryDirectory[str] = field(init=False, repr=False)
+    _folder: Path = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="mm-conformance-")
+        self._folder = Path(tempfile.mkdtemp(prefix="mm-conformance-"))
+        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         unknown = [name for name in self._expected if name not in self.checks]
         if unknown:
             raise PluginError(
@@ -255,7 +258,7 @@ class Examination:
 
     @cached_property
     def _probe(self) -> Probe:
-        return Probe(self.registered, self.registry, Path(self._folder.name))
+        return Probe(self.registered, self.registry, self._folder)
 
     @cached_property
     def _kind_probe(self) -> Any:

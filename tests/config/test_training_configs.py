@@ -65,8 +65,10 @@ def test_each_builds_by_its_name(tmp_path):
         assert isinstance(schedule, Schedule) and (schedule.factor(1), schedule.factor(2)) == (0.5, 1.0)
     ending = build("lr_schedule", {"type": "cosine", "min_lr": 1e-4}, 10, 1e-3).factor(10)
     assert ending == pytest.approx(0.1)
-    assert isinstance(build("tracker", {"type": "jsonl"}, tmp_path), JsonlTracker)
-    assert isinstance(build("tracker", {"type": "tensorboard"}, tmp_path), TensorBoardTracker)
+    for name, kind in (("jsonl", JsonlTracker), ("tensorboard", TensorBoardTracker)):
+        tracker = build("tracker", {"type": name}, tmp_path)
+        assert isinstance(tracker, kind)
+        tracker.close("done")
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,8 @@ def test_the_command_writes_mp4_prompts_and_a_sheet(run, tmp_path, capsys):
     rows = json.loads((out / "prompts.json").read_text())
     assert [row["cap"] for row in rows] == PROMPTS
     assert all(read_video(out / row["path"]).shape == (4, 8, 12, 3) for row in rows)
-    assert Image.open(out / "contact_sheet.png").width > 4 * 12
+    with Image.open(out / "contact_sheet.png") as sheet:
+        assert sheet.width > 4 * 12
 
 
 @pytest.mark.parametrize(("height", "width"), [(16, 16), (17, 15), (128, 130)])

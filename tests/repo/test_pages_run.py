@@ -375,7 +375,7 @@ def fragments() -> Iterator[Any]:
                 yield pytest.param(page, text, id=f"{path.stem}-{number}-{text.split(':')[0]}")
 
 
-@pytest.mark.parametrize(("page", "text"), fragments())
+@pytest.mark.parametrize(("page", "text"), list(fragments()))
 def test_a_config_of_a_page_is_accepted(
     page: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

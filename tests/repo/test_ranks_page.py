@@ -46,6 +46,7 @@ def hang(run_dir: Path, silent: bool) -> tuple[TrainingError, str]:
             beat.touch()
         time.sleep(0.02)
     dog.close()
+    log.close()
     return said[0], log.path.read_text()
 
 

@@ -45,6 +45,10 @@ class Watched:
         while not self.said and time.monotonic() < end:
             time.sleep(0.02)
 
+    def close(self) -> None:
+        self.dog.close()
+        self.log.close()
+
 
 def test_what_moves_slowly_is_left_alone(tmp_path):
     watched = Watched(tmp_path)
@@ -53,7 +57,7 @@ def test_what_moves_slowly_is_left_alone(tmp_path):
         watched.dog.step(step)
         watched.dog.enter("data")
         time.sleep(0.15)
-    watched.dog.close()
+    watched.close()
     assert not watched.said and "no progress" not in watched.log.path.read_text()
 
 
@@ -64,7 +68,7 @@ def test_what_stands_still_is_named_with_its_line_and_leaves_its_stacks(tmp_path
     watched.dog.enter("forward_backward")
     line = sys._getframe().f_lineno + 1
     watched.wait(20)
-    watched.dog.close()
+    watched.close()
     (said,) = watched.said
     assert said.where == "step 3, forward backward"
     assert "rank 0 is furthest behind, running forward and backward for step 3, at " in said.what
@@ -87,7 +91,7 @@ def test_a_clock_that_is_set_neither_ends_a_run_nor_hides_a_hang(tmp_path, monke
     watched.wait(1.1)  # by the clock, an hour has gone by, and two looks
     assert not watched.said
     watched.wait(20)
-    watched.dog.close()
+    watched.close()
     assert 2 <= int(watched.said[0].what.split()[3]) < 60, "seconds, and no hour"
 
 
@@ -101,7 +105,7 @@ def test_a_run_that_moves_on_after_its_stacks_were_left_goes_on(tmp_path):
     for _ in range(8):
         watched.dog.enter("data")
         time.sleep(0.1)
-    watched.dog.close()
+    watched.close()
     assert not watched.said
 
 
@@ -115,7 +119,7 @@ def test_the_others_heartbeats_decide_and_torn_ones_do_not(tmp_path):
     watched.dog.step(5)
     watched.dog.start()
     watched.wait(20)
-    watched.dog.close()
+    watched.close()
     expected = "rank 2 is furthest behind, running forward and backward for step 1, at data.py:5 in read"
     assert expected in watched.said[0].what
     assert "rank_2.log" in str(watched.said[0].hint)
@@ -127,7 +131,7 @@ def test_a_heartbeat_of_an_earlier_process_is_replaced_at_once(tmp_path):
     stale.write_text(json.dumps(asdict(replace(BEAT, step=900))))
     watched.dog.start()
     assert json.loads(stale.read_text())["step"] == 0
-    watched.dog.close()
+    watched.close()
 
 
 def test_none_watches_nothing(tmp_path):
@@ -135,7 +139,7 @@ def test_none_watches_nothing(tmp_path):
     watched = Watched(tmp_path, limit=None)
     watched.dog.start()
     assert threading.active_count() == before and not list(tmp_path.glob("logs/heartbeat*"))
-    watched.dog.close()
+    watched.close()
 
 
 def test_a_folder_that_cannot_be_written_does_not_blind_the_watch(tmp_path):
@@ -143,7 +147,7 @@ def test_a_folder_that_cannot_be_written_does_not_blind_the_watch(tmp_path):
     watched = Watched(tmp_path)
     watched.dog.start()
     watched.wait(20)
-    watched.dog.close()
+    watched.close()
     assert "rank 0 is furthest behind" in watched.said[0].what
 
 
@@ -160,7 +164,7 @@ def test_a_rank_that_is_stopped_is_named_and_nobody_is_sent_to_its_log(tmp_path)
     watched.dog.step(7)
     watched.dog.enter("forward_backward")
     watched.wait(20)
-    watched.dog.close()
+    watched.close()
     (said,) = watched.said
     assert "rank 1 (process 4711 on host7) has not responded for 3" in said.what
     assert said.what.endswith(" s; it was last running forward and backward for step 7")

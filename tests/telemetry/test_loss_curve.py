@@ -42,7 +42,8 @@ def test_a_falling_loss_falls_from_left_to_right(tmp_path):
 
 def test_losses_that_are_not_finite_leave_a_picture(tmp_path):
     path = draw(tmp_path / "run", [1.0, math.nan, 0.5, math.inf])
-    assert Image.open(path).size == (840, 480)
+    with Image.open(path) as picture:
+        assert picture.size == (840, 480)
 
 
 def test_a_run_that_logged_nothing_leaves_a_picture(tmp_path):

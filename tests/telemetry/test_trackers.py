@@ -192,6 +192,7 @@ def test_a_tracker_that_cannot_take_clips_is_switched_off_as_well(tmp_path, capl
 def test_a_tracker_that_cannot_close_does_not_end_the_run(tmp_path, caplog):
     class Stuck(JsonlTracker):
         def close(self, ending) -> None:
+            super().close(ending)
             raise OSError("disk full")
 
     with caplog.at_level(logging.WARNING):

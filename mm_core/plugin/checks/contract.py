@@ -13,6 +13,9 @@ from typing import Any, Literal, Protocol, Union, get_args, get_origin, get_type
 
 from mm_core.errors import ContractError, plural
 
+SPECIAL = {"__len__", "__getitem__", "__call__"}
+"""Special methods that a contract may ask for."""
+
 
 @dataclass(frozen=True)
 class Contract:
@@ -76,9 +79,6 @@ CONTRACTS: Mapping[str, Contract] = MappingProxyType(
     }
 )
 """Kind of component -> its contract."""
-
-SPECIAL = {"__len__", "__getitem__", "__call__"}
-"""Special methods that a contract may ask for."""
 
 
 @dataclass(frozen=True)

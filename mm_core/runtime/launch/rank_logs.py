@@ -76,8 +76,8 @@ class _Copied(BestEffort):
     """A stream that also writes its complete lines to the log, without colours. Of a line that is drawn
     repeatedly, such as a progress bar, only the last state is written."""
 
-    def __init__(self, stream: TextIO | None, log: RankLog) -> None:
-        super().__init__(open(os.devnull, "w") if stream is None else stream)  # noqa: SIM115, PTH123 - closed
+    def __init__(self, stream: TextIO, log: RankLog) -> None:
+        super().__init__(stream)
         self._log, self._rest = log, ""
 
     def write(self, text: str) -> int:
@@ -109,7 +109,8 @@ def rank_log(run_dir: Path, rank: int, world: int) -> Iterator[RankLog]:
         f"--- rank {rank} of {world}, pid {os.getpid()} on {socket.gethostname()}: {' '.join(sys.argv)}"
     )
     streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = _Copied(streams[0], log), _Copied(streams[1], log)
+    nowhere = Path(os.devnull).open("w")  # noqa: SIM115 - for streams that are closed; itself closed below
+    sys.stdout, sys.stderr = (_Copied(stream or nowhere, log) for stream in streams)
     handler = logging.StreamHandler(log)
     logger = logging.getLogger()
     if logger.handlers:  # else Python's last resort writes to the copied stream already
@@ -126,6 +127,7 @@ def rank_log(run_dir: Path, rank: int, world: int) -> Iterator[RankLog]:
         _current.remove(log)
         logger.removeHandler(handler)
         sys.stdout, sys.stderr = streams
+        nowhere.close()
         log.close()
 
 

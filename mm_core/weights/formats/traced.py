@@ -13,6 +13,8 @@ from typing import NoReturn
 
 from mm_core.weights.formats.key_map import Copy, Shape
 
+_METHODS = ("narrow", "split", "chunk", "unbind", "squeeze", "unsqueeze", "transpose", "permute")
+
 
 class Untraceable(AttributeError):
     """A weight conversion does more than slice, join and permute tensors. Its text is the call."""
@@ -202,7 +204,6 @@ def _stack(tensors: Sequence[Probe], dim: int = 0) -> Probe:
     return _cat([probe.unsqueeze(dim) for probe in tensors], dim % (tensors[0].ndim + 1))
 
 
-_METHODS = ("narrow", "split", "chunk", "unbind", "squeeze", "unsqueeze", "transpose", "permute")
 _FUNCTIONS: Mapping[str, Callable[..., object]] = {name: getattr(Probe, name) for name in _METHODS} | {
     "cat": _cat,
     "concat": _cat,

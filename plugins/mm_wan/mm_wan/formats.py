@@ -40,15 +40,6 @@ _LORA = {"high": "pytorch_lora_weights.safetensors", "low": "pytorch_lora_weight
 
 # The first image-to-video checkpoints hold a norm that nothing uses; Diffusers ignores it as well.
 DIFFUSERS_KEYS = KeyMap(ignored=("blocks.{i}.attn2.norm_added_q.weight",))
-
-
-def _attention(ours: str, theirs: str, layers: dict[str, str]) -> list[Rename]:
-    return [
-        Rename(f"blocks.{{i}}.{ours}.{one}.{{p}}", f"blocks.{{i}}.{theirs}.{other}.{{p}}")
-        for one, other in layers.items()
-    ]
-
-
 _LAYERS = {"to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "o", "norm_q": "norm_q", "norm_k": "norm_k"}
 _IMAGE = {"add_k_proj": "k_img", "add_v_proj": "v_img", "norm_added_k": "norm_k_img"}
 _EMBEDDER = {
@@ -62,6 +53,14 @@ _EMBEDDER = {
     "image_embedder.ff.net.2": "img_emb.proj.3",
     "image_embedder.norm2": "img_emb.proj.4",
 }
+
+
+def _attention(ours: str, theirs: str, layers: dict[str, str]) -> list[Rename]:
+    return [
+        Rename(f"blocks.{{i}}.{ours}.{one}.{{p}}", f"blocks.{{i}}.{theirs}.{other}.{{p}}")
+        for one, other in layers.items()
+    ]
+
 
 ORIGINAL_KEYS = KeyMap(
     (
