@@ -77,7 +77,7 @@ def test_the_config_of_the_page_trains_a_model_and_its_commands_run(tmp_path, mo
     logged = log_of(Path("runs/answers"))
     assert logged[1]["loss"] < logged[0]["loss"]
     # The run is there and done: the first command finds it so, on two ranks.
-    asked = [json.dumps({**row, "answer": ""}) + "\n" for row in rows]
+    asked = [json.dumps({"question": row["question"]}) + "\n" for row in rows]
     Path("asked.jsonl").write_text("".join(asked), encoding="utf-8")
     (commands,) = re.findall(r"```bash\n(.*?)```", PAGE, re.S)
     lines = [shlex.split(line, comments=True) for line in commands.splitlines()]

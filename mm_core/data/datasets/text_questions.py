@@ -64,9 +64,10 @@ class TextQuestions:
 
     def questions(self, file: Path) -> Sequence[Callable[[], Question]]:
         """The prompts in a file of text rows with the dataset's own columns; `text` after a prompt is its
-        reference answer."""
+        reference answer, and may be left out."""
         columns = [self.wanted.text, *([] if self.wanted.prompt is None else [self.wanted.prompt])]
-        rows = read_table(file, columns, self.wanted.quotes)
+        answers = None if self.wanted.prompt is None else self.wanted.text
+        rows = read_table(file, columns, self.wanted.quotes, optional=answers)
         return [partial(self._question, file, cells) for cells in rows]
 
     def _question(self, file: Path, cells: Cells) -> Question:

@@ -41,13 +41,16 @@ class Cells:
     fault: str | None = None
 
 
-def read_table(file: Path, columns: Sequence[Column], quotes: bool = True) -> Iterator[Cells]:
+def read_table(
+    file: Path, columns: Sequence[Column], quotes: bool = True, optional: Column | None = None
+) -> Iterator[Cells]:
     """Reads every row of a table as cells of the selected columns; broken rows are included.
 
     Args:
         file: of a kind in `SUFFIXES`.
         columns: names, or numbers from 0.
         quotes: whether fields in CSV and TSV may be in double quotes; False reads quotes as letters.
+        optional: one of `columns` that the table, or a row of JSON, may lack: its cell is then None.
 
     Raises:
         DataError: the file is missing, of another kind, lacks a column, or has no rows. In JSON each row has
@@ -64,11 +67,11 @@ def read_table(file: Path, columns: Sequence[Column], quotes: bool = True) -> It
     rows = RowFile(file, _ROLE, _ACCEPTED)
     rows.check_file()
     if suffix == ".parquet":
-        found = _parquet(rows, columns)
+        found = _parquet(rows, columns, optional)
     elif suffix in (".csv", ".tsv"):
-        found = _separated(rows, columns, "," if suffix == ".csv" else "\t", quotes)
+        found = _separated(rows, columns, optional, "," if suffix == ".csv" else "\t", quotes)
     else:
-        found = (_json_cells(place, value, columns) for place, value in rows.json_values())
+        found = (_json_cells(place, value, columns, optional) for place, value in rows.json_values())
     first = next(found, None)
     if first is None:
         raise DataError("the table has no rows", where=str(file), accepted=_ACCEPTED)
@@ -76,13 +79,16 @@ def read_table(file: Path, columns: Sequence[Column], quotes: bool = True) -> It
     yield from found
 
 
-def _json_cells(place: str, value: object, columns: Sequence[Column]) -> Cells:
+def _json_cells(place: str, value: object, columns: Sequence[Column], optional: Column | None) -> Cells:
     if isinstance(value, DataError):
         return Cells(place, fault=value.what)
     if not isinstance(value, (dict, list)):
         return Cells(place, fault=f"{kind_of(value)} instead of a row")
-    cells = []
+    cells: list[Any] = []
     for column in columns:
+        if column == optional and not _has(value, column):
+            cells.append(None)
+            continue
         if isinstance(column, int):
             if not isinstance(value, list):
                 return Cells(place, fault=f"column {column} is a number, but the row is an object with names")
@@ -101,6 +107,12 @@ def _json_cells(place: str, value: object, columns: Sequence[Column]) -> Cells:
     return Cells(place, tuple(cells))
 
 
+def _has(row: Mapping[str, object] | Sequence[object], column: Column) -> bool:
+    if isinstance(column, int):
+        return not isinstance(row, list) or column < len(row)
+    return column in row or isinstance(row, list)
+
+
 @contextmanager
 def _long_fields() -> Iterator[None]:
     """Raises the csv module's limit of 128 KB per field: texts are longer."""
@@ -111,18 +123,22 @@ def _long_fields() -> Iterator[None]:
         csv.field_size_limit(before)
 
 
-def _separated(rows: RowFile, columns: Sequence[Column], separator: str, quotes: bool) -> Iterator[Cells]:
+def _separated(
+    rows: RowFile, columns: Sequence[Column], optional: Column | None, separator: str, quotes: bool
+) -> Iterator[Cells]:
     """Rows of CSV and TSV. The first line contains names if a column is selected by name."""
     quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
     with rows.opened(newline="") as file, _long_fields():
         reader = csv.reader(file, delimiter=separator, quoting=quoting, strict=True)
-        yield from _lines(rows, reader, columns)
+        yield from _lines(rows, reader, columns, optional)
 
 
-def _lines(rows: RowFile, reader: Reader, columns: Sequence[Column]) -> Iterator[Cells]:
+def _lines(
+    rows: RowFile, reader: Reader, columns: Sequence[Column], optional: Column | None
+) -> Iterator[Cells]:
     head: list[str] | None = None
     named = any(isinstance(column, str) for column in columns)
-    places: list[int] = []
+    places: list[int | None] = []
     last = 0
     try:
         for line in reader:
@@ -131,14 +147,14 @@ def _lines(rows: RowFile, reader: Reader, columns: Sequence[Column]) -> Iterator
                 continue
             if head is None:
                 head = line if named else [str(number) for number in range(len(line))]
-                places = [_place(rows, column, head) for column in columns]
+                places = [_place(rows, column, head, optional) for column in columns]
                 if named:
                     continue
             if len(line) != len(head):
                 count = plural(len(line), "column")
                 yield Cells(f"line {start}", fault=f"{count}, but the first line has {len(head)}")
                 continue
-            yield Cells(f"line {start}", tuple(line[place] for place in places))
+            yield Cells(f"line {start}", tuple(None if place is None else line[place] for place in places))
     except csv.Error as error:
         raise DataError(
             f"the line cannot be split into columns: {error}",
@@ -150,8 +166,8 @@ def _lines(rows: RowFile, reader: Reader, columns: Sequence[Column]) -> Iterator
         raise rows.empty()
 
 
-def _place(rows: RowFile, column: Column, head: Sequence[str]) -> int:
-    """The number of a column. DataError if it does not exist."""
+def _place(rows: RowFile, column: Column, head: Sequence[str], optional: Column | None) -> int | None:
+    """The number of a column; None if the optional one does not exist. DataError if another does not."""
     if isinstance(column, int) and column < len(head):
         return column
     if (count := list(head).count(str(column))) == 1:
@@ -162,6 +178,8 @@ def _place(rows: RowFile, column: Column, head: Sequence[str]) -> int:
             where=str(rows.path),
             hint="rename all but one",
         )
+    if column == optional:
+        return None
     raise DataError(
         f"the table has no column {column!r}",
         where=str(rows.path),
@@ -170,7 +188,7 @@ def _place(rows: RowFile, column: Column, head: Sequence[str]) -> int:
     )
 
 
-def _parquet(rows: RowFile, columns: Sequence[Column]) -> Iterator[Cells]:
+def _parquet(rows: RowFile, columns: Sequence[Column], optional: Column | None) -> Iterator[Cells]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
@@ -182,11 +200,14 @@ def _parquet(rows: RowFile, columns: Sequence[Column]) -> Iterator[Cells]:
     try:
         with parquet.ParquetFile(rows.path) as file:
             head = list(file.schema_arrow.names)
-            names = [head[_place(rows, column, head)] for column in columns]
+            places = [_place(rows, column, head, optional) for column in columns]
+            names = [None if place is None else head[place] for place in places]
             number = 0
-            for batch in file.iter_batches(columns=sorted(set(names))):
+            for batch in file.iter_batches(columns=sorted({name for name in names if name is not None})):
                 table: Mapping[str, list[object]] = batch.to_pydict()
-                for values in zip(*(table[name] for name in names), strict=True):
+                absent = [None] * batch.num_rows
+                cells = (absent if name is None else table[name] for name in names)
+                for values in zip(*cells, strict=True):
                     number += 1
                     yield Cells(f"row {number}", values)
     except (ArrowException, OSError) as error:
