@@ -31,10 +31,10 @@ def test_a_best_effort_stream_loses_what_it_cannot_write_and_ends_in_order(make)
         assert output.write(text) == len(text)
         output.flush()
     stream.close()  # as the interpreter does at its end: nothing is left that fails
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors = len([*Path("/proc/self/fd").iterdir()])
     output.write("more")
     output.flush()
-    assert len(os.listdir("/proc/self/fd")) == descriptors, "none is opened for each lost line"
+    assert len([*Path("/proc/self/fd").iterdir()]) == descriptors, "none is opened for each lost line"
 
 
 def test_a_required_stream_is_a_sentence_for_a_full_disk_and_a_broken_pipe_for_a_reader_that_left():
