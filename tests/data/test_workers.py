@@ -235,6 +235,31 @@ def test_a_batch_that_the_pinning_thread_could_not_take() -> None:
         raise RuntimeError("of another kind")
 
 
+@pytest.mark.slow
+def test_workers_end_at_once_with_their_server(script: Script) -> None:
+    """A worker that outlives its server would be told to end by a loop of torch's that does not expect it."""
+    done = script.run(
+        *READING,
+        "from multiprocessing import forkserver",
+        "pids = [worker.pid for worker in t.multiprocessing.active_children()]",
+        "os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)",
+        "def alive(pid):",
+        "    stat = f'/proc/{pid}/stat'",
+        "    return os.path.exists(stat) and open(stat).read().rpartition(')')[2].split()[0] not in 'ZX'",
+        "ends = time.monotonic() + 3  # torch's workers look at their parent every 5 seconds",
+        "while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() < ends: time.sleep(0.01)",
+        "print(len(pids), left)",
+        "try:",
+        "    list(kept)",
+        "except t.DataError as error:",
+        "    print(error)",
+    )
+    counted, *reason = done.stdout.splitlines()
+    assert counted == "2 []"
+    assert reason[0].startswith("the process that starts the data workers was killed, and they ended")
+    assert "Traceback" not in done.stderr, done.stderr
+
+
 def test_a_server_that_does_not_end_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kill that the kernel does not act upon: the process is in a call of a device or of a disk."""
     from multiprocessing import forkserver

@@ -141,7 +141,7 @@ class StartWorker:
     """The first function of every data worker.
 
     The worker uses one thread, ignores signals to the process group (the run still reads data until it has
-    saved), and ends with the training process, however that ends.
+    saved), and ends with the training process and with the server, however these end.
     """
 
     def __init__(self) -> None:
@@ -155,14 +155,21 @@ class StartWorker:
         sys.excepthook = _report
         _let_server_end()
         aftermath.note_worker(self.folder)
-        threading.Thread(target=self._end_with_parent, name="mm_core parent watch", daemon=True).start()
+        threading.Thread(target=self._end_with_others, name="mm_core parent watch", daemon=True).start()
 
-    def _end_with_parent(self) -> None:
-        """Waits for the end of the training process: torch's workers watch only their parent, the server."""
+    def _end_with_others(self) -> None:
+        """Ends the worker once the training process or the server has ended.
+
+        torch's workers watch only their parent, the server, and every 5 seconds: until then the training
+        process, to which a worker without server has ended, makes torch's loop in it fail with a traceback.
+        """
         server, parent = os.getppid(), multiprocessing.parent_process()
         assert parent is not None
-        connection.wait([parent.sentinel])  # a pipe whose other end only the training process holds
-        if os.getppid() != server:  # else the server cleans up after its workers
+        watched = [parent.sentinel]  # a pipe whose other end only the training process holds
+        with suppress(AttributeError, OSError):  # where the system has no such descriptors
+            watched.append(os.pidfd_open(server))
+        ended = connection.wait(watched)
+        if parent.sentinel in ended and os.getppid() != server:  # else the server cleans up after its workers
             shutil.rmtree(self.folder, ignore_errors=True)
         os._exit(1)
 
