@@ -43,9 +43,9 @@ def _checked(origin: Path) -> list[Path]:
     """The files to copy."""
     if not origin.exists():
         raise CheckpointError(
-            "the export would copy this, but there is no such file or folder",
+            "the pipeline's folder lacks a file or folder that the export copies",
             where=str(origin),
-            hint="put it back, or choose a different pipeline with --pipeline",
+            hint="restore it, or name a complete pipeline with --pipeline",
         )
     home = _home((origin if origin.is_dir() else origin.parent).resolve())
     found = [origin] if origin.is_file() else sorted(origin.rglob("*"))
@@ -53,9 +53,10 @@ def _checked(origin: Path) -> list[Path]:
     for path in paths:
         if not path.is_file() or not path.resolve().is_relative_to(home):
             raise CheckpointError(
-                "the export copies only files inside their folder, but this leads out of it or nowhere",
+                "the export copies only files inside the pipeline's folder; this is no file, or a link"
+                " out of it",
                 where=str(path),
-                hint="replace the link with a copy of the file",
+                hint="put a copy of the file in its place",
             )
     return paths
 

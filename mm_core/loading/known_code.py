@@ -24,8 +24,8 @@ def check_commands(config: RunConfig) -> None:
     """
     if config.unknown_commands:
         raise TrustError(
-            "the stored run's callbacks would run programs as your user that you have not trained with: "
-            + ", ".join(config.unknown_commands),
+            "the stored run's callbacks would run these programs as your user, although no training of yours "
+            f"has used them: {', '.join(config.unknown_commands)}",
             where="callbacks",
             accepted="callbacks=[], which runs none of them",
             hint=ALLOW,

@@ -217,10 +217,11 @@ class WeightMatch:
         known = [name for name, form in self._formats.items() if form.recognises(path)] or ["none"]
         names = " or ".join(map(repr, self._parts))
         return CheckpointError(
-            f"nothing in this folder can be read into {names}: it contains a different model",
+            f"none of this folder's weights belong to {names}: it contains a different model",
             where=str(path),
             accepted="weights of the component that the config describes",
-            hint=f"list the tensors with `mm weights show`; formats of this folder: {', '.join(known)}",
+            hint=f"compare the names in `mm weights show {path}` with the config's model"
+            f" (formats that recognise the folder: {', '.join(known)})",
         )
 
     def _by_name_alone(self, path: Path) -> bool:

@@ -97,9 +97,9 @@ def _match_one(pattern: str, paths: list[str], key: str) -> set[str]:
         absent = [item for item in brace or () if not any(_admits([item], value) for value in values)]
         over = [item for item in brace or () if isinstance(item, tuple) and str(item[1]) not in values]
         if absent or over:
-            names = ", ".join(_show(item) for item in absent or over)
+            names = ", ".join(_missing(item, values) for item in absent or over)
             raise PlanError(
-                f"pattern {pattern!r}: {names} includes modules that do not exist",
+                f"pattern {pattern!r}: no module has {names} in this place",
                 where=key,
                 accepted=f"{', '.join(sorted(values, key=_natural))}",
                 hint="write {*} for all of them",
@@ -145,8 +145,12 @@ def _admits(items: list[Item] | None, value: str) -> bool:
     )
 
 
-def _show(item: Item) -> str:
-    return item if isinstance(item, str) else f"{item[0]}-{item[1]}"
+def _missing(item: Item, values: set[str]) -> str:
+    """The part of an item that no module has: 4-7 of 0-7, if there are four blocks."""
+    if isinstance(item, str):
+        return item
+    missing = [number for number in range(item[0], item[1] + 1) if str(number) not in values]
+    return f"{missing[0]}-{missing[-1]}" if len(missing) > 1 else f"{missing[0]}"
 
 
 def _natural(name: str) -> tuple[int, str]:

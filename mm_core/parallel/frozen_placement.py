@@ -70,8 +70,8 @@ def plan_frozen(
             raise PlanError(
                 f"the task has no frozen component {name!r}",
                 where="engine.frozen",
-                accepted=", ".join(names),
-                hint=did_you_mean(name, names),
+                accepted=", ".join(names) or "no name: this task has no frozen components",
+                hint=did_you_mean(name, names) or "remove this name",
             )
         if placement != "replicated" and not isinstance(getattr(task, name), Streamed):
             raise PlanError(

@@ -135,9 +135,13 @@ def command(folder: Path) -> Mapping[str, object]:
 
 
 def mlflow_store(folder: Path) -> Mapping[str, object]:
-    """An MLflow store of files; newer versions of MLflow ask for a variable."""
+    """An MLflow store of files; newer versions of MLflow ask for a variable.
+
+    "Default" exists in every store. MLflow would draw a new experiment's id from the generator of `random`
+    now and then, on the tracker's thread: a side effect that is not the tracker's.
+    """
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-    return {"tracking_uri": (folder / "mlruns").as_uri(), "finish_timeout": 60.0}
+    return {"tracking_uri": (folder / "mlruns").as_uri(), "experiment": "Default", "finish_timeout": 60.0}
 
 
 def write_clip(path: Path, frames: torch.Tensor, rate: int) -> Path:

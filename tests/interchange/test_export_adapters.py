@@ -110,8 +110,8 @@ def test_a_module_of_another_form_there_has_no_adapter_there(tmp_path):
     with pytest.raises(MMError) as caught:
         export(tmp_path / "runs/tuned", tmp_path / "out", "wan_transformer")
     assert str(caught.value) == (
-        "the adapter of patch_embedding cannot be written: this format stores its weight in a"
-        " different form\n"
+        "the adapter of patch_embedding cannot be written: the model's own library splits, reshapes or"
+        " joins its weight, and an adapter belongs to a whole one\n"
         "  hint: export merged weights (--merge-lora), or leave the module out of the adapter's targets"
     )
     assert not (tmp_path / "out").exists()

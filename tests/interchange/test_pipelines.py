@@ -227,7 +227,7 @@ def test_parts_that_cannot_be_taken_over_are_a_sentence(what, origin, tmp_path):
         said = f"vae/{FILE}: this is not a complete safetensors file: it is truncated"
     elif what == "gone":
         part.rename(tmp_path / "elsewhere")
-        said = "the export would copy this, but there is no such file or folder"
+        said = "the pipeline's folder lacks a file or folder that the export copies"
     else:
         (part / "config.json").unlink()
         if what == "link":
@@ -235,7 +235,7 @@ def test_parts_that_cannot_be_taken_over_are_a_sentence(what, origin, tmp_path):
             (part / "config.json").symlink_to(tmp_path / "secret")
         else:
             os.mkfifo(part / "config.json")
-        said = "but this leads out of it or nowhere"
+        said = "this is no file, or a link out of it"
     with pytest.raises(CheckpointError, match=said):
         export(tmp_path / "runs/tuned", tmp_path / "out", "diffusers")
     assert nothing_at(tmp_path / "out")

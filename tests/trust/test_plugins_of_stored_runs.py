@@ -383,7 +383,7 @@ def test_a_command_of_a_stored_config_is_not_run_by_training_with_it(stranger, t
     stranger.train(**config, task={**task, "predictor": predictor})
     stored = load_config(stranger.run / "config.yaml")  # nothing that a look at it could run
     with pytest.raises(
-        TrustError, match="the stored run's callbacks would run programs as your user"
+        TrustError, match="the stored run's callbacks would run these programs as your user"
     ) as caught:
         train(stored)
     assert f'the command ["touch", "{stranger.folder}/evil"]' in caught.value.what

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -148,9 +149,15 @@ def test_what_either_ignores_is_ignored():
     assert not any(both.ignores(name) for name in ("top.rope.cos", "v", "freqs"))
 
 
-def test_what_cannot_be_composed_is_said():
-    both = composed(KeyMap((Reshape("w", "w", (2, 3)),)), KeyMap((Transpose("w", "w", (1, 0, 2)),)))
-    with pytest.raises(
-        ContractError, match="two key maps cannot be composed: the first reshapes 'w', and the second per"
-    ):
+@pytest.mark.parametrize(
+    ("rule", "work"),
+    [
+        (Transpose("v", "v", (1, 0, 2)), "permutes the dimensions of"),
+        (Split("v", ("a", "b"), dim=1), "splits along a dimension other than its first"),
+    ],
+)
+def test_what_cannot_be_composed_is_said(rule, work):
+    both = composed(KeyMap((Reshape("w", "v", (2, 3)),)), KeyMap((rule,)))
+    what = f"two key maps cannot be composed: the first reshapes 'w' to 'v', which the second {work}"
+    with pytest.raises(ContractError, match=re.escape(what)):
         both.copies({"w": (4, 6)})

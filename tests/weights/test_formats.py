@@ -239,7 +239,7 @@ def test_a_pipeline_of_another_model_is_called_that(wan, tmp_path):
     with pytest.raises(CheckpointError) as caught:
         start(task, pipeline)
     assert str(caught.value).startswith(
-        f"{pipeline}: nothing in this folder can be read into 'predictor': it contains a different model"
+        f"{pipeline}: none of this folder's weights belong to 'predictor': it contains a different model"
     )
     assert "core/diffusers" in caught.value.hint
 

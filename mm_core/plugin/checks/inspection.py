@@ -96,7 +96,11 @@ def file_fault(registered: Registered) -> MMError | None:
     path = registered.component.target
     module, name = registered.module_of(path), path.partition(":")[2]
     if fault := fault_of(module, name):
-        return PluginError(f"the target {path!r} does not exist: {fault}", where=registered.place)
+        return PluginError(
+            f"the target {path!r} does not exist: {fault}",
+            where=registered.place,
+            hint="correct target= of the component",
+        )
     place, faults = source_faults(registered.kind, module, name)
     if not faults:
         return None

@@ -201,8 +201,9 @@ class Watchdog:
                     f"{what} ({behind.process}) has not responded for"
                     f" {round(self._silence(behind.rank))} s; it was last {doing}",
                     where=where,
-                    hint="the process is stopped (SIGSTOP: ps shows T, kill -CONT continues it), or in native"
-                    " code that holds Python's lock, or its host is down; so its log has no stacks",
+                    hint="look at it on its host: `ps -o stat= -p PID` shows T for a stopped process, which"
+                    " `kill -CONT PID` continues; `py-spy dump --native --pid PID` shows native code that"
+                    " holds Python's lock; if the host is down, start the run again without it",
                 )
             )
             return

@@ -83,7 +83,8 @@ def scheduler_faults(scheduler: NoiseScheduler, channels: int) -> Iterator[Contr
             yield fault if isinstance(fault, ContractError) else ContractError(str(fault))
         except RuntimeError as fault:  # torch raises it for shapes that do not broadcast
             yield ContractError(
-                f"{name} does not take timesteps [{rows}] with latents {[*shape]}: {first_line(fault)}",
+                f"{name} fails for timesteps of shape [{rows}] and latents of shape {[*shape]}:"
+                f" {first_line(fault)}",
                 where="task.scheduler",
                 hint="reshape factors that depend on the timestep (sigma, alpha) to [B, 1, 1, 1, 1]",
             )

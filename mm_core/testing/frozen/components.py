@@ -55,7 +55,8 @@ class FrozenProbe:
                 f"loading uses tensors that the constructor has made without values: {first_line(error)}",
                 where=self.probe.place,
                 accepted="tensors made in load or build_empty: the constructor runs on the meta device",
-                hint="make tables in load, or in build_empty within mm_core.contracts.empty_parameters()",
+                hint="make tensors with values (position tables, statistics) in load, or in build_empty"
+                " within mm_core.contracts.empty_parameters()",
             ) from error
 
     def moved(self, folder: Path | None) -> dict[str, object]:

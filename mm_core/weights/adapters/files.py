@@ -227,7 +227,8 @@ def stored_module(layout: AdapterLayout, module: str) -> str:
     stored = layout.keys.renamed(f"{module}.weight")
     if stored is None or not stored.endswith(".weight"):
         raise ContractError(
-            f"the adapter of {module} cannot be written: this format stores its weight in a different form",
+            f"the adapter of {module} cannot be written: the model's own library splits, reshapes or joins"
+            " its weight, and an adapter belongs to a whole one",
             hint="export merged weights (--merge-lora), or leave the module out of the adapter's targets",
         )
     return stored.removesuffix(".weight")

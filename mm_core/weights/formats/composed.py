@@ -100,9 +100,11 @@ def _seen(second: Copy, first: Copy) -> Copy:
         )
     rows = second.dims is None and second.size[1:] == seen[1:] == shape[1:]
     if not rows or (second.view is not None and second.view[0] != second.stored_shape[0]):
+        work = "splits" if second.dims is None else "permutes the dimensions of"
+        along = " along a dimension other than its first" if second.dims is None else ""
         raise ContractError(
-            f"two key maps cannot be composed: the first reshapes {first.component!r}, and the second"
-            f" permutes {first.stored!r}, or splits it along a dimension different from the first",
+            f"two key maps cannot be composed: the first reshapes {first.component!r} to {first.stored!r},"
+            f" which the second {work}{along}",
             where=WHERE,
             hint="remove the reshape from the first key map, or convert the weights with your own script",
         )

@@ -236,7 +236,7 @@ class KeyMap:
                 raise ContractError(
                     f"two tensors of the component would be stored as {copy.stored!r}",
                     where=WHERE,
-                    hint="correct the rules of the key map, so that each tensor gets its own stored name",
+                    hint="give each tensor its own stored name in the rules of the key map",
                 )
         return found
 

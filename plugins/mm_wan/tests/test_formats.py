@@ -373,7 +373,7 @@ def test_a_part_of_the_pipeline_that_is_gone_is_a_sentence(tmp_path):
     import_weights(runs.config_of(tmp_path, {"from_pretrained": str(origin)}), origin)
     (origin / "vae").rename(tmp_path / "elsewhere")
     with pytest.raises(
-        CheckpointError, match=r"wan/vae: the export would copy this, but there is no such file or folder"
+        CheckpointError, match=r"wan/vae: the pipeline's folder lacks a file or folder that the export copies"
     ):
         export(tmp_path / "runs/tuned", tmp_path / "out", "wan/diffusers")
     assert not (tmp_path / "out").exists()
