@@ -8,18 +8,18 @@ import os
 import socket
 from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
 
 from mm_core.errors import CheckpointError
 
-_held: list[TextIO] = []
+_held: list[int] = []
+"""Descriptors of the lock files that this process holds until it ends."""
 
 
 def _close_in_child() -> None:
     """In a forked child (a data worker): the open file would keep the folder locked after its parent ends."""
-    for file in _held:
+    for held in _held:
         with suppress(OSError):
-            os.close(file.fileno())
+            os.close(held)
     _held.clear()  # the number may soon be another file's, which a child of this one must not close
 
 
@@ -34,7 +34,7 @@ class RunLock:
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / ".lock"
-        self._file: TextIO | None = None
+        self._file: int | None = None
 
     def take(self) -> None:
         """Locks the run's folder; CheckpointError that names the holder if another process has the lock."""
@@ -43,7 +43,7 @@ class RunLock:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         try:
             # Never through a link: a stranger's run could point it at any file, which would be overwritten.
-            handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
         except OSError as fault:
             if fault.errno != errno.ELOOP:
                 raise
@@ -52,26 +52,22 @@ class RunLock:
                 where=str(self._path),
                 hint="remove the link, then start the run again",
             ) from None
-        file = os.fdopen(handle, "a+", encoding="utf-8", errors="replace")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            file.seek(0)
-            holder = file.readline(200).strip() or "another process"
-            file.close()
+            holder = os.read(file, 200).decode(errors="replace").partition("\n")[0].strip()
+            os.close(file)
             raise CheckpointError(
-                f"this run is being trained by {holder}",
+                f"this run is being trained by {holder or 'another process'}",
                 where=str(self._path.parent),
                 hint="wait for it or stop it, or choose another run.name",
             ) from None
         except OSError:
             pass
-        file.seek(0)
-        file.truncate()
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
         self._file = file
         _held.append(file)
+        os.ftruncate(file, 0)
+        os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
 
     def renew(self) -> CheckpointError | None:
         """Locks the run's folder again if it was removed during training; returns an error to report later.
@@ -86,7 +82,7 @@ class RunLock:
             return None
         begun = (folder / "config.yaml").exists()
         try:
-            if os.path.samestat(self._path.lstat(), os.fstat(before.fileno())):
+            if os.path.samestat(self._path.lstat(), os.fstat(before)):
                 return None
         except FileNotFoundError:
             if begun:  # the lock alone was removed
@@ -105,7 +101,7 @@ class RunLock:
             self._file = before  # the next save must find the same state
             raise
         _held.remove(before)
-        before.close()
+        os.close(before)
         return CheckpointError(
             "the run's folder was removed or renamed during training",
             where=str(folder),
@@ -119,5 +115,5 @@ class RunLock:
             with suppress(OSError):
                 fcntl.flock(self._file, fcntl.LOCK_UN)
             _held.remove(self._file)
-            self._file.close()
+            os.close(self._file)
             self._file = None

@@ -44,6 +44,8 @@ def empty_parameters() -> Iterator[None]:
             empty = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
             module._parameters[name] = empty
 
-    # Buffers are created on the CPU even if the caller builds on meta.
-    with torch.device("cpu"), _EmptyData(), patch.object(nn.Module, "register_parameter", register_empty):
+    # Buffers are created on the CPU even if the caller builds on meta. What constructors draw is discarded
+    # with the parameters' values, so the default generator keeps its state.
+    replaced = patch.object(nn.Module, "register_parameter", register_empty)
+    with torch.random.fork_rng(devices=()), torch.device("cpu"), _EmptyData(), replaced:
         yield

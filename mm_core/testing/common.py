@@ -10,7 +10,7 @@ import pickle
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -22,7 +22,7 @@ from mm_core.device import ACCELERATOR_NAMES
 from mm_core.plugin.checks.inspection import component_faults
 from mm_core.plugin.checks.locate import find_module, source_file
 from mm_core.schema.checking import check_component
-from mm_core.testing.kit import NotApplicable, Probe, by_name
+from mm_core.testing.kit import NotApplicable, Probe, by_name, kit_of
 
 _WATCHED = (torch, torch.nn, torch.nn.functional, torch.Tensor, torch.nn.Module, builtins, os, random, np)
 """Namespaces in which a component may replace nothing."""
@@ -68,7 +68,7 @@ def builds(probe: Probe) -> None:
     """The small instance is built, and keeps the contract of its kind."""
     _ = probe.config  # its files are made with memory
     with torch.device("meta" if probe.registered.kind in _ON_META else "cpu"):
-        probe.subject()
+        kit_of(probe.registered.kind).release(probe.subject())
 
 
 def config_round_trip(probe: Probe) -> None:
@@ -93,10 +93,7 @@ def picklable_config(probe: Probe) -> None:
 def no_side_effects(probe: Probe) -> None:
     """Importing and building leave random numbers, defaults, environment and libraries as they were."""
     _ = probe.config  # its files are written by the author's function for tests
-    before = dict(global_state())
-    builds(probe)
-    after = dict(global_state())
-    changed = [name for name in before if before[name] != after[name]]
+    changed = state_changes(lambda: builds(probe))
     probe.expect(
         not changed,
         f"building the component changes {', '.join(changed[:4])}",
@@ -122,7 +119,15 @@ CHECKS = by_name(
 """The conformance checks of every kind, by name."""
 
 
-def global_state() -> Iterator[tuple[str, object]]:
+def state_changes(call: Callable[[], object]) -> list[str]:
+    """What a call changes of the state that components must leave unchanged in a process."""
+    before = dict(_global_state())
+    call()
+    after = dict(_global_state())
+    return [name for name in before if before[name] != after[name]]
+
+
+def _global_state() -> Iterator[tuple[str, object]]:
     """What components must leave unchanged in a process, by a name that a message can show."""
     yield "torch's default generator", hashlib.sha256(torch.get_rng_state().numpy().tobytes()).digest()
     yield "the generator of `random`", random.getstate()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import shutil
@@ -167,6 +168,26 @@ class Probe:
                 hint="open files at first use, and leave them out in __getstate__",
             ) from error
 
+    def expect_no_weights(self, what: str, sent: Any, hint: str) -> None:
+        """Checks that an object that is sent to data workers refers to no modules or numbers of a model.
+
+        Args:
+            what: the object, for the ContractError.
+            sent: the object.
+            hint: for the ContractError.
+        """
+        from torch import Tensor, nn
+
+        found: list[str] = []
+
+        class Finder(pickle.Pickler):
+            def persistent_id(self, obj: object) -> None:
+                if isinstance(obj, nn.Module) or (isinstance(obj, Tensor) and obj.is_floating_point()):
+                    found.append(type(obj).__name__)
+
+        Finder(io.BytesIO()).dump(sent)
+        self.expect(not found, f"{what} carries weights to data workers: {', '.join(found[:3])}", hint=hint)
+
 
 Check = Callable[[Any], None]
 """A conformance check of a probe. It raises ContractError if it fails, or NotApplicable."""
@@ -185,12 +206,14 @@ class Kit:
         checks: the checks, by name.
         probe: makes what the checks are called with.
         arguments: what the core passes by position to targets of this kind.
+        release: closes what a new instance has opened.
         ranks: names of the checks that start several processes.
     """
 
     checks: Mapping[str, Check]
     probe: Callable[[Probe], Any] = lambda probe: probe
     arguments: Callable[[Probe], tuple[object, ...]] = lambda _: ()
+    release: Callable[[Any], object] = lambda _: None
     ranks: Sequence[str] = ()
 
 

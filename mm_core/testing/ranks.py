@@ -107,6 +107,7 @@ def _environment(rank: int, world: int) -> dict[str, str]:
     """This process's environment for a rank on the CPU, which imports from the same folders."""
     path = os.pathsep.join(folder for folder in sys.path if folder)
     own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "OMP_NUM_THREADS": 1}
+    own["PYTHONHASHSEED"] = rank + 1  # as in a run, a string has another hash in each process
     return {**os.environ, **{k: str(v) for k, v in own.items()}, "MM_DEVICE": "cpu", "PYTHONPATH": path}
 
 

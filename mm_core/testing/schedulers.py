@@ -159,6 +159,11 @@ def loss_weights(probe: Probe) -> None:
         f"loss_weight returned {weight}",
         accepted=f"{tuple(at.shape)} float32, finite and not negative",
     )
+    probe.expect(
+        torch.equal(scheduler.loss_weight(at[:1]), weight[:1]),
+        "loss_weight of a timestep alone is not that of the timestep in a batch",
+        accepted="a weight that depends on its own timestep: batches differ between numbers of ranks",
+    )
 
 
 def precise_timesteps(probe: Probe) -> None:

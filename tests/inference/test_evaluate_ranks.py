@@ -127,7 +127,8 @@ def test_ranks_that_answer_at_different_lengths_wait_for_each_other(tmp_path, mm
         else:
             done = mm("eval", "--run", run, "--nproc", ranks, *options, *files)
             assert done.code == 0, done.err
-        found.append((json.loads(out.read_text())["metrics"], list(map(json.loads, rows.open()))))
+        answers = [json.loads(line) for line in rows.read_text().splitlines()]
+        found.append((json.loads(out.read_text())["metrics"], answers))
     (one, lines), (two, others) = found
     assert two == pytest.approx(one, rel=1e-6) and set(one) == {"loss", "anls", "perplexity"}
     assert [(r["row"], r["text"], r["references"]) for r in others] == [

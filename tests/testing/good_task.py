@@ -52,7 +52,7 @@ class Net(nn.Module):
 
     def forward(self, pictures, length):
         hidden = self.first(torch.cat([pictures.flatten(1), length], 1)).relu()
-        return self.last(self.dropout(hidden) * self.scale).view_as(pictures)
+        return self.last(self.dropout(hidden) * self.scale).view_as(pictures).clone()
 
 
 def count_letters(batch):

@@ -11,13 +11,22 @@ import torch
 from torch import nn
 
 from mm_core.diffusion.encoders.text import ByteTextEncoder, ByteTokenizer, HFTextEncoder
+from mm_core.plugin.registry import get_registry
 from mm_core.testing.frozen.encoders import IMAGE, TEXT
+from mm_core.testing.kit import Examination, find_components
 from support.conformance import examined, refusal, shortcomings
 
 
 @pytest.mark.parametrize("name", ["core/bytes", "core/hf_text", "wan/umt5", "wan/clip_vision"])
 def test_shipped_encoders_keep_their_contract(name: str) -> None:
-    assert shortcomings(name) == []
+    assert shortcomings(name, ranks=False) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["core/bytes", "core/hf_text", "wan/umt5"])
+def test_shipped_text_encoders_give_the_same_tokens_in_each_process(name: str) -> None:
+    outcome = examined(name).run("same_tokens_in_each_process")
+    assert outcome.status == "passed", outcome.reason
 
 
 class Pooled(ByteTextEncoder):
@@ -257,9 +266,19 @@ def changed(change) -> type:
     return images_with(encode=lambda self, images: change(Images.encode(self, images), images))
 
 
+def windows(images):
+    """Means of windows of four rows: an image of three has none."""
+    return [image.float().unfold(1, 4, 4).mean((2, 3)) for image in images]
+
+
 IMAGE_FAULTS = [
-    ("features", images_with(tokens=3), "encode returned [3, 2, 3] of torch.float32 for 3 images"),
-    ("features", images_with(hidden_size=4), "encode returned [3, 2, 3] of torch.float32 for 3 images"),
+    (
+        "features",
+        images_with(encode=lambda self, images: windows(images)),
+        "an image [3, 3, 5] raises Runtime",
+    ),
+    ("features", images_with(tokens=3), "encode returned [4, 2, 3] of torch.float32 for 4 images"),
+    ("features", images_with(hidden_size=4), "encode returned [4, 2, 3] of torch.float32 for 4 images"),
     ("features", changed(lambda found, _: found / 0), "encode returned NaN or infinity"),
     ("each_image", changed(lambda found, _: found - found.mean(0)), "alone and in a batch differ by "),
     ("each_image", changed(lambda found, _: found * 0), "different images have the same hidden states"),
@@ -278,7 +297,38 @@ def test_an_image_encoder_without_weights_passes() -> None:
     assert [o.reason for o in found] == []
 
 
+SALTED = """
+import torch
+from mm_core import Component, hookimpl
+from mm_core.diffusion.encoders.text import ByteTextEncoder
+
+class Tokens:
+    def __call__(self, captions):
+        ids = torch.tensor([[hash(caption) % 256] for caption in captions])
+        return ids, torch.ones_like(ids, dtype=torch.bool)
+
+class Salted(ByteTextEncoder):
+    def tokenizer(self):
+        return Tokens()
+
+@hookimpl
+def mm_text_encoders():
+    return [Component("salted", "salted:Salted")]
+"""
+
+
+@pytest.mark.slow
+def test_tokens_that_differ_between_processes_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "salted.py"
+    file.write_text(SALTED)
+    registry = get_registry((str(file),))
+    (registered,) = find_components(registry, "local/salted", "text_encoder")
+    reason = Examination(registered, registry).run("same_tokens_in_each_process").reason
+    assert f"{file}, line 11: the tokenizer gives other tokens in another process; accepted: " in reason
+    assert "hint: Python's `hash` of a string is another in each process" in reason
+
+
 def test_each_check_has_a_fault() -> None:
     frozen = {check for check, *_ in STREAMED_FAULTS}
-    assert {check for check, *_ in TEXT_FAULTS} | frozen == set(TEXT.checks)
+    assert {check for check, *_ in TEXT_FAULTS} | frozen | {*TEXT.ranks} == set(TEXT.checks)
     assert {check for check, *_ in IMAGE_FAULTS} | frozen == set(IMAGE.checks)

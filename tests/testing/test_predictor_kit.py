@@ -68,7 +68,7 @@ FAULTS = {
     "independence": (
         "given = words.sum(1)",
         "given = latents.mean().to(dtype) + words.sum(1)",
-        "the outputs for a sample alone and in a batch differ by",
+        "the outputs for a sample alone and as row 0 of a batch differ by",
     ),
     "inputs_unchanged": (
         "b, c, t, h, w = latents.shape",
@@ -118,6 +118,7 @@ FAULTS = {
     ),
 }
 ALSO = {
+    "output": {"independence"},
     "attributes": {*ALONE},
     "initialisation": {*ALONE},
     "determinism": {"independence", "text_padding"},

@@ -63,6 +63,11 @@ FAULTS = {
         "        return self.last(self.dropout(hidden.detach())",
         "the loss does not depend on net.first.weight, net.first.bias; accepted: a gradient for each",
     ),
+    "sharded_modules": (
+        "(self.net(mixed, length) - pictures)",
+        "(self.net.forward(mixed, length) - pictures)",
+        "with its modules sharded, the loss fails: RuntimeError: aten.",
+    ),
     "bins": (
         "torch.stack([losses.detach(), batch.sample_weights])",
         "torch.stack([losses.detach() / len(batch), batch.sample_weights])",

@@ -82,7 +82,7 @@ TEMPLATES: Mapping[str, KindTemplate] = MappingProxyType(
         "predictor": KindTemplate(
             "DiT",
             "a diffusion transformer",
-            {"in_channels": 4, "text_dim": 8, "width": 24, "depth": 1, "heads": 2},
+            {"in_channels": 4, "text_dim": 8, "width": 24, "depth": 2, "heads": 2},
             run={"task.predictor": "{type: $type, in_channels: 12, text_dim: 64, patch_size: [8, 1, 1]}"},
             steps=1500,
         ),

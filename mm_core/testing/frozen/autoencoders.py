@@ -144,6 +144,12 @@ def refused_sizes(probe: AutoencoderProbe) -> None:
 def values(probe: AutoencoderProbe) -> None:
     """Latents and pixels are finite floating-point numbers, and decoded pixels are in [-1, 1]."""
     posterior = probe.encode(probe.clips(probe.sizes[-1]))
+    missing = [name for name in ("mode", "sample", "moments") if not hasattr(posterior, name)]
+    probe.expect(
+        not missing,
+        f"what encode returns, a {type(posterior).__name__}, has no {' and no '.join(missing)}",
+        accepted="an mm_core.contracts.Posterior: mode(), sample(generators) and moments",
+    )
     latents = posterior.mode()
     found = {
         "mode": latents,
@@ -162,7 +168,8 @@ def values(probe: AutoencoderProbe) -> None:
         f"sample has the dtype {found['sample'].dtype}, and mode {found['mode'].dtype}",
     )
     # Latents of a predictor in training lie outside those of clips.
-    for pixels in (found["decode"], probe.decode(latents * 3)):
+    decoded = (found["decode"], probe.decode(latents * 3))
+    for pixels in decoded:
         least, most = float(pixels.min()), float(pixels.max())
         probe.expect(
             least >= -1.001 and most <= 1.001,
@@ -170,6 +177,12 @@ def values(probe: AutoencoderProbe) -> None:
             accepted="-1 to 1",
             hint="clamp the decoder's output",
         )
+    probe.expect(
+        any(float(pixels.min()) < 0 for pixels in decoded),
+        "decode returned no pixel below 0",
+        accepted="-1 (black) to 1 (white)",
+        hint="return 2 * pixels - 1 if the decoder's own range is 0 to 1",
+    )
 
 
 def unit_scale(probe: AutoencoderProbe) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mm_core.contracts import Streamed, WeightsFrom
 from mm_core.errors import ContractError, MMError, first_line
 from mm_core.loading.frozen import load_frozen
+from mm_core.testing.common import state_changes
 from mm_core.testing.kit import NotApplicable, Probe
 
 
@@ -119,8 +120,16 @@ def tensors_in(value: object) -> list[Tensor]:
 
 
 def loads(probe: FrozenProbe) -> None:
-    """The weights are loaded once, are finite, and the modules stay in evaluation mode."""
-    component = probe.component
+    """Weights are loaded once, are finite and not drawn at random; modules are in evaluation mode."""
+    found: list[Any] = []
+    changed = state_changes(lambda: found.append(probe.loaded()))
+    probe.expect(
+        not changed,
+        f"loading the component changes {', '.join(changed[:4])}",
+        accepted="equal weights on every rank and in every run",
+        hint="read weights from files; draw tables from `mm_core.contracts.Randomness(seed)`",
+    )
+    component = found[0]
     tensors = _tensors(component)
     for name, tensor in tensors.items():
         probe.expect(
@@ -132,11 +141,11 @@ def loads(probe: FrozenProbe) -> None:
         finite = not tensor.is_floating_point() or bool(tensor.isfinite().all())
         probe.expect(finite, f"the tensor {name} contains NaN or infinity after loading")
     if isinstance(component, Streamed):
-        component.build_empty()
-        method = "build_empty"
+        method, second = "build_empty", component.build_empty
     else:
-        component.load(torch.device("cpu"))
-        method = "load"
+        method, second = "load", partial(component.load, torch.device("cpu"))
+    changed = state_changes(second)
+    probe.expect(not changed, f"a second {method} changes {', '.join(changed[:4])}")
     again = _tensors(component)
     probe.expect(
         again.keys() == tensors.keys() and all(again[name] is tensors[name] for name in tensors),

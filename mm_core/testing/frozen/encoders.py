@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import io
-import pickle
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mm_core.contracts import Randomness
 from mm_core.errors import first_line
 from mm_core.tasks.text_to_video.conditions import check_returned
 from mm_core.testing.frozen.components import FROZEN, FrozenProbe, check_pure, differ, tolerance
 from mm_core.testing.kit import Kit, NotApplicable, by_name
+from mm_core.testing.ranks import ComponentBuild, on_ranks
 
 _CAPTIONS = ("a red circle moves left", "", "a cat and a dog bake a cake together in a kitchen", "blue")
 _LANGUAGES = (
@@ -50,17 +49,7 @@ def tokens(probe: FrozenProbe) -> None:
     """The tokenizer returns ids and mask of the captions, at most max_length tokens, padded no further."""
     tokenizer, most = probe.build().tokenizer(), probe.component.max_length
     ids, mask = tokenizer([*_CAPTIONS, "word " * 2000])
-    rows = len(_CAPTIONS) + 1
-    probe.expect(
-        ids.dim() == 2 and len(ids) == rows and ids.dtype == torch.int64,
-        f"the tokenizer returned ids {list(ids.shape)} of {ids.dtype} for {rows} captions",
-        accepted="[B,L] int64",
-    )
-    probe.expect(
-        mask.shape == ids.shape and mask.dtype == torch.bool,
-        f"the tokenizer returned a mask {list(mask.shape)} of {mask.dtype}",
-        accepted=f"{list(ids.shape)} bool, false for padding",
-    )
+    _expect_tokens(probe, ids, mask, f"{len(_CAPTIONS) + 1} captions", len(_CAPTIONS) + 1)
     probe.expect(
         ids.shape[1] <= most,
         f"the tokenizer returned {ids.shape[1]} tokens for a long caption, and max_length is {most}",
@@ -83,34 +72,50 @@ def tokens(probe: FrozenProbe) -> None:
         )
 
 
+def _expect_tokens(probe: FrozenProbe, ids: Tensor, mask: Tensor, captions: str, rows: int) -> None:
+    probe.expect(
+        ids.dim() == 2 and len(ids) == rows and ids.dtype == torch.int64,
+        f"the tokenizer returned ids {list(ids.shape)} of {ids.dtype} for {captions}",
+        accepted=f"[{rows},L] torch.int64",
+    )
+    probe.expect(
+        mask.shape == ids.shape and mask.dtype == torch.bool,
+        f"the tokenizer returned a mask {list(mask.shape)} of {mask.dtype} for {captions}",
+        accepted=f"{list(ids.shape)} torch.bool, false for padding",
+    )
+
+
 def picklable_tokenizer(probe: FrozenProbe) -> None:
     """The tokenizer goes to data workers: it pickles, carries no weights, and gives equal tokens there."""
     for component in (probe.component, probe.build()):
         tokenizer = component.tokenizer()
         expected = tokenizer(_CAPTIONS)  # it may have opened its files by then
         again = probe.probe.in_worker("the tokenizer", tokenizer)
-        pickler = _FindWeights(io.BytesIO())
-        pickler.dump(tokenizer)
-        probe.expect(
-            not pickler.weights,
-            f"the tokenizer carries weights to data workers: {', '.join(pickler.weights[:3])}",
-            hint="give the tokenizer its own files and settings, not the encoder",
+        probe.probe.expect_no_weights(
+            "the tokenizer", tokenizer, "give the tokenizer its own files and settings, not the encoder"
         )
         same = all(map(torch.equal, expected, again(_CAPTIONS)))
         probe.expect(same, "the tokenizer gives other tokens after pickling")
 
 
-class _FindWeights(pickle.Pickler):
-    """A pickler that notes the modules and parameters among what it writes."""
+def same_tokens_in_each_process(probe: FrozenProbe) -> None:
+    """Another process gives the captions the same tokens: a data worker, a rank, a resumed run."""
+    expected = probe.build().tokenizer()(_CAPTIONS)
+    (found,) = on_ranks(1, _tokens_of, ComponentBuild(probe.probe))
+    probe.expect(
+        all(map(torch.equal, expected, found)),
+        "the tokenizer gives other tokens in another process",
+        accepted="tokens that depend on the caption alone",
+        hint="Python's `hash` of a string is another in each process: use zlib.crc32 or hashlib",
+    )
 
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self.weights: list[str] = []
 
-    def persistent_id(self, obj: object) -> None:
-        floats = isinstance(obj, Tensor) and obj.is_floating_point()
-        if floats or isinstance(obj, nn.Module):
-            self.weights.append(type(obj).__name__)
+def _tokens_of(build: ComponentBuild) -> tuple[Tensor, Tensor]:
+    """Run in a process of its own."""
+    with torch.device("meta"):
+        tokenizer = build().tokenizer()
+    found: tuple[Tensor, Tensor] = tokenizer(_CAPTIONS)
+    return found
 
 
 def hidden_states(probe: FrozenProbe) -> None:
@@ -196,9 +201,7 @@ def padding(probe: FrozenProbe) -> None:
 def empty_caption(probe: FrozenProbe) -> None:
     """A batch of empty captions is encoded without NaN: it is what dropped captions become."""
     ids, mask = probe.component.tokenizer()(["", ""])
-    probe.expect(
-        ids.dim() == 2 and len(ids) == 2, f"the tokenizer returned {list(ids.shape)} for two captions"
-    )
+    _expect_tokens(probe, ids, mask, "two empty captions", 2)
     hidden, _, _ = _states(probe, ids, mask)
     probe.expect(
         bool(hidden[mask].isfinite().all()), "the hidden states of an empty caption are NaN or infinite"
@@ -228,9 +231,10 @@ def pure(probe: FrozenProbe) -> None:
 TEXT = Kit(
     by_name(
         *(*FROZEN, tokens, picklable_tokenizer, hidden_states, captions_matter, independence),
-        *(padding, empty_caption, languages, pure),
+        *(padding, empty_caption, languages, pure, same_tokens_in_each_process),
     ),
     probe=FrozenProbe,
+    ranks=(same_tokens_in_each_process.__name__,),
 )
 """The conformance checks of text encoders."""
 
@@ -239,8 +243,8 @@ TEXT = Kit(
 
 
 def _images() -> list[Tensor]:
-    """Three images uint8 [3,Y,X] of different sizes."""
-    sizes = ((24, 40), (33, 17), (64, 64))
+    """Images uint8 [3,Y,X] of different sizes, one of them tiny."""
+    sizes = ((24, 40), (33, 17), (64, 64), (3, 5))
     drawn = (Randomness(0).normal((3, *size), number) for number, size in enumerate(sizes))
     return [(each * 60 + 128).clamp(0, 255).byte() for each in drawn]
 
@@ -254,6 +258,16 @@ def _features(probe: FrozenProbe, images: Sequence[Tensor]) -> Tensor:
 def features(probe: FrozenProbe) -> None:
     """Images of any size become finite hidden states of hidden_size, as many as `tokens` declares."""
     images = _images()
+    for image in images:
+        try:
+            _features(probe, [image])
+        except Exception as error:
+            probe.expect(
+                False,
+                f"an image {list(image.shape)} raises {type(error).__name__}: {first_line(error)}",
+                accepted="images of any size",
+                hint="resize images to what the model takes",
+            )
     found, width, count = _features(probe, images), probe.component.hidden_size, probe.component.tokens
     fits = found.dim() == 3 and found.shape[::2] == (len(images), width) and found.is_floating_point()
     probe.expect(

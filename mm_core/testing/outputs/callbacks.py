@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mm_core.data.media.video_files import write_clips
 from mm_core.errors import TrainingError
-from mm_core.testing.common import global_state
+from mm_core.testing.common import state_changes
 from mm_core.testing.kit import Kit, Probe, by_name
 from mm_core.testing.outputs.evaluations import sampled_clips
 
@@ -124,11 +125,9 @@ def observes(probe: CallbackProbe) -> None:
     folder = probe.folder("observed")
     callback, events = probe.build(), list(_events(folder))
     kept = {id(each): dict(each) for each in _metrics(events)}
-    before, files = dict(global_state()), _files(folder)
+    files = _files(folder)
     for name, given in events:
-        getattr(callback, name)(*given)
-        after = dict(global_state())
-        changed = [what for what in before if before[what] != after[what]]
+        changed = state_changes(partial(getattr(callback, name), *given))
         hint = "draw from generators of your own, and restore what you change"
         probe.expect(not changed, f"{name} changes {', '.join(changed[:4])}", hint=hint)
         same = all(kept[id(each)] == each for each in _metrics(events))

@@ -77,6 +77,14 @@ def initialisation(probe: PredictorProbe) -> None:
         "different seeds give the same weights",
         hint="init_weights must draw from torch's default generator",
     )
+    refilled = probe.initialised(again=True)
+    kept = [name for name, tensor in refilled.state_dict().items() if tensor.isnan().any()]
+    different = kept or _differing(first, refilled)
+    probe.expect(
+        not different,
+        f"a second init_weights does not fill {', '.join(different[:8])} as the first does",
+        hint="init_weights may run twice: it fills every parameter and buffer each time",
+    )
 
 
 def unknown_conditions(probe: PredictorProbe) -> None:

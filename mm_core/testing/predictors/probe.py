@@ -70,14 +70,20 @@ class PredictorProbe:
             )
         return module
 
-    def initialised(self, seed: int = 0) -> nn.Module:
+    def initialised(self, seed: int = 0, again: bool = False) -> nn.Module:
         """Builds the predictor of a conformance check on the CPU and initialises it as the engine does.
 
         Memory is filled with NaN first, so that values that are not initialised show.
+
+        Args:
+            seed: of the initial weights.
+            again: fill the memory with NaN once more, and initialise it a second time.
         """
         module = self.on_meta().to_empty(device="cpu")
         try:
             initialise(module, "predictor", Randomness(seed))
+            if again:
+                initialise(module, "predictor", Randomness(seed))
         except MMError as fault:  # without the place of the class
             where = self.place if fault.where == "predictor" else fault.where
             raise ContractError(fault.what, where=where, accepted=fault.accepted, hint=fault.hint) from fault

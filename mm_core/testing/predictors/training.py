@@ -106,7 +106,7 @@ def recomputation(probe: PredictorProbe) -> None:
         layout = decide_layout(again, again.trainable, wrap="auto", recompute="auto", ignore=())
     except PlanError:  # the check sharding_plan reports a wrong plan
         raise NotApplicable(
-            "the predictor has no list of equal blocks, and no plan that names some"
+            "the small predictor has no list of two or more equal blocks, and no plan that names some"
         ) from None
     for path in layout.recomputed:
         recompute(again.get_submodule(path), use_reentrant=False)

@@ -13,6 +13,7 @@ from mm_core.testing.training.tasks.losses import (
     inputs_unchanged,
     loss,
     modules,
+    sharded_modules,
     sums,
     transforms,
     weights,
@@ -22,7 +23,7 @@ from mm_core.testing.training.tasks.probe import TaskProbe
 KIT = Kit(
     by_name(
         *(modules, initialisation, accepts_its_data, transforms, loss, weights, sums, determinism),
-        *(inputs_unchanged, gradients, bins, evaluation, clips),
+        *(inputs_unchanged, gradients, sharded_modules, bins, evaluation, clips),
     ),
     probe=TaskProbe,
 )

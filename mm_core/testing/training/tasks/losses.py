@@ -7,13 +7,14 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from mm_core.contracts import (
-    Batch,
-    Frozen,
-)
-from mm_core.errors import MMError, first_line
+from mm_core.contracts import Batch, Frozen, Randomness
+from mm_core.engines.fsdp2 import FSDP2Engine
+from mm_core.errors import MMError, PlanError, first_line
+from mm_core.loading.frozen import load_frozen
+from mm_core.runtime.process_group import process_group
+from mm_core.runtime.ranks import Ranks
 from mm_core.testing.data.reading import equal
-from mm_core.testing.kit import NotApplicable
+from mm_core.testing.kit import NotApplicable, sentence_of
 from mm_core.testing.training.tasks.probe import TaskProbe, near, state_of, total_of
 
 _STEPS = 8
@@ -73,6 +74,11 @@ def transforms(probe: TaskProbe) -> None:
     rows = range(probe.data.rows)
     here = transform(probe.data.batch((), rows)[0])
     there = probe.probe.in_worker("what batch_transform returns", transform)(probe.data.batch((), rows)[0])
+    probe.probe.expect_no_weights(
+        "what batch_transform returns",
+        transform,
+        "return a function of the settings, no method of the task",
+    )
     probe.expect(isinstance(here, Batch), f"the batch transform returned a {type(here).__name__}", "a Batch")
     probe.expect(
         equal(here, there), "the batch transform makes another batch in a data worker", hint="keep no state"
@@ -213,6 +219,36 @@ def gradients(probe: TaskProbe) -> None:
         f"{', '.join(strays[:8])} gets a gradient, and is not trained",
         hint="call frozen components in `prepare`, or under torch.no_grad()",
     )
+
+
+def sharded_modules(probe: TaskProbe) -> None:
+    """The loss is computed in an engine that shards the trained modules: they are called as modules."""
+    task, engine = probe.on_meta(), FSDP2Engine()
+    expected = total_of(probe.loss(probe.batch(range(probe.data.rows)), probe.ready()))
+    with process_group():
+        try:
+            plan = engine.plan(task, Ranks.current().count, 1.0)
+        except PlanError as fault:
+            raise NotApplicable(f"the engine cannot plan it: {fault.what}") from fault
+        for name in task.frozen:
+            load_frozen(getattr(task, name), "cpu", probe.probe.registry)
+        engine.prepare(task, plan, lambda named: torch.optim.SGD(named.values()), Randomness(0), None)
+        task.eval()
+        batch = probe.batch(range(probe.data.rows), task=task)
+        try:
+            found = total_of(probe.loss(batch, task))
+        except Exception as fault:
+            probe.expect(
+                False,
+                f"with its modules sharded, the loss fails: {sentence_of(fault)}",
+                accepted="calls of the trained modules themselves",
+                hint="only a module's own forward sees complete weights: call the module, not its layers,"
+                " and compute with its parameters in its forward alone",
+            )
+        probe.expect(
+            near(found, expected),
+            f"with its modules sharded, the loss is {found:.7g} instead of {expected:.7g}",
+        )
 
 
 def bins(probe: TaskProbe) -> None:
