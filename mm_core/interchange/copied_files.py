@@ -53,8 +53,8 @@ def _checked(origin: Path) -> list[Path]:
     for path in paths:
         if not path.is_file() or not path.resolve().is_relative_to(home):
             raise CheckpointError(
-                "the export copies only files inside the pipeline's folder; this is no file, or a link"
-                " out of it",
+                "the export copies only files inside the pipeline's folder; this is a link out of it, or"
+                " not a file",
                 where=str(path),
                 hint="put a copy of the file in its place",
             )

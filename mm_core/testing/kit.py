@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 import shutil
@@ -167,26 +166,6 @@ class Probe:
                 accepted="objects that pickle: of classes and functions of modules, without open files",
                 hint="open files at first use, and leave them out in __getstate__",
             ) from error
-
-    def expect_no_weights(self, what: str, sent: Any, hint: str) -> None:
-        """Checks that an object that is sent to data workers refers to no modules or numbers of a model.
-
-        Args:
-            what: the object, for the ContractError.
-            sent: the object.
-            hint: for the ContractError.
-        """
-        from torch import Tensor, nn
-
-        found: list[str] = []
-
-        class Finder(pickle.Pickler):
-            def persistent_id(self, obj: object) -> None:
-                if isinstance(obj, nn.Module) or (isinstance(obj, Tensor) and obj.is_floating_point()):
-                    found.append(type(obj).__name__)
-
-        Finder(io.BytesIO()).dump(sent)
-        self.expect(not found, f"{what} carries weights to data workers: {', '.join(found[:3])}", hint=hint)
 
 
 Check = Callable[[Any], None]

@@ -235,7 +235,7 @@ def test_parts_that_cannot_be_taken_over_are_a_sentence(what, origin, tmp_path):
             (part / "config.json").symlink_to(tmp_path / "secret")
         else:
             os.mkfifo(part / "config.json")
-        said = "this is no file, or a link out of it"
+        said = "this is a link out of it, or not a file"
     with pytest.raises(CheckpointError, match=said):
         export(tmp_path / "runs/tuned", tmp_path / "out", "diffusers")
     assert nothing_at(tmp_path / "out")

@@ -41,7 +41,8 @@ def test_a_scheduler_that_does_not_broadcast_is_named_before_anything_is_allocat
     with pytest.raises(ContractError) as fault:
         task.check(SPEC)
     assert str(fault.value).startswith(
-        "task.scheduler: add_noise does not take timesteps [3] with latents [3, 12, 2, 5, 7]: The size of"
+        "task.scheduler: add_noise fails for timesteps of shape [3] and latents of shape [3, 12, 2, 5, 7]: "
+        "The size of"
     )
     assert str(fault.value).endswith(HINT)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -11,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mm_core.contracts import (
     Dataset,
@@ -29,6 +31,33 @@ from mm_core.testing.kit import Probe
 SEED = 7
 """The run's seed in all checks."""
 _STEPS = 4
+
+
+def expect_no_weights(probe: Probe, what: str, sent: object, hint: str) -> None:
+    """Checks that an object that is sent to data workers refers to no modules or numbers of a model.
+
+    Args:
+        probe: the component.
+        what: the object, for the ContractError.
+        sent: the object.
+        hint: for the ContractError.
+    """
+    finder = _FindWeights(io.BytesIO())
+    finder.dump(sent)
+    found = ", ".join(finder.found[:3])
+    probe.expect(not found, f"{what} carries weights to data workers: {found}", hint=hint)
+
+
+class _FindWeights(pickle.Pickler):
+    """A pickler that notes the modules and floating-point tensors among what it writes."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.found: list[str] = []
+
+    def persistent_id(self, obj: object) -> None:
+        if isinstance(obj, nn.Module) or (isinstance(obj, Tensor) and obj.is_floating_point()):
+            self.found.append(type(obj).__name__)
 
 
 class DatasetProbe:

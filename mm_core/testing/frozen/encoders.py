@@ -10,6 +10,7 @@ from torch import Tensor
 from mm_core.contracts import Randomness
 from mm_core.errors import first_line
 from mm_core.tasks.text_to_video.conditions import check_returned
+from mm_core.testing.data.reading import expect_no_weights
 from mm_core.testing.frozen.components import FROZEN, FrozenProbe, check_pure, differ, tolerance
 from mm_core.testing.kit import Kit, NotApplicable, by_name
 from mm_core.testing.ranks import ComponentBuild, on_ranks
@@ -91,8 +92,11 @@ def picklable_tokenizer(probe: FrozenProbe) -> None:
         tokenizer = component.tokenizer()
         expected = tokenizer(_CAPTIONS)  # it may have opened its files by then
         again = probe.probe.in_worker("the tokenizer", tokenizer)
-        probe.probe.expect_no_weights(
-            "the tokenizer", tokenizer, "give the tokenizer its own files and settings, not the encoder"
+        expect_no_weights(
+            probe.probe,
+            "the tokenizer",
+            tokenizer,
+            "give the tokenizer its own files and settings, not the encoder",
         )
         same = all(map(torch.equal, expected, again(_CAPTIONS)))
         probe.expect(same, "the tokenizer gives other tokens after pickling")

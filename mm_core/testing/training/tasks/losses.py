@@ -13,7 +13,7 @@ from mm_core.errors import MMError, PlanError, first_line
 from mm_core.loading.frozen import load_frozen
 from mm_core.runtime.process_group import process_group
 from mm_core.runtime.ranks import Ranks
-from mm_core.testing.data.reading import equal
+from mm_core.testing.data.reading import equal, expect_no_weights
 from mm_core.testing.kit import NotApplicable, sentence_of
 from mm_core.testing.training.tasks.probe import TaskProbe, near, state_of, total_of
 
@@ -74,7 +74,8 @@ def transforms(probe: TaskProbe) -> None:
     rows = range(probe.data.rows)
     here = transform(probe.data.batch((), rows)[0])
     there = probe.probe.in_worker("what batch_transform returns", transform)(probe.data.batch((), rows)[0])
-    probe.probe.expect_no_weights(
+    expect_no_weights(
+        probe.probe,
         "what batch_transform returns",
         transform,
         "return a function of the settings, no method of the task",
