@@ -6,7 +6,7 @@ python tests/mutants/table.py    writes README.md
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -16,10 +16,14 @@ from mm_core.plugin.hookspecs import KINDS  # noqa: E402
 from support.mutants import Mutant, read_mutants  # noqa: E402
 
 _ABOUT = """\
-Made by table.py from sighted.toml: do not edit. `check` is `mm plugins check` and `mm validate`, which import
-nothing; `import` is `mm plugins check --import`, a dry run and the start of a run; other words are the checks
-of `mm plugins test`. Each cell is a mutant that a nightly test runs. Faults of one kind alone are in
+Made by table.py from sighted.toml and blind.toml: do not edit. `check` is `mm plugins check` and `mm validate`,
+which import nothing; `import` is `mm plugins check --import`, a dry run and the start of a run; other words are
+the checks of `mm plugins test`. Each cell is a mutant that a nightly test runs. Faults of one kind alone are in
 sighted.toml."""
+_BLIND = """\
+Written by somebody who had the contracts, the pages and the templates, but neither the checks nor their list.
+The kit of that day found {first} of {all}; checks were added for those that it missed."""
+_FIRST = 61
 _NOTHING = "returns nothing"
 _NUMBER = "takes and returns numbers"
 _NO_TENSORS = "has no tensors"
@@ -104,8 +108,13 @@ FAULTS: Mapping[str, Mapping[str, str]] = {
 """Fault -> kind -> why it does not apply; `*`: all other kinds."""
 
 
-def render(mutants: tuple[Mutant, ...]) -> str:
-    """The table as Markdown."""
+def render(mutants: tuple[Mutant, ...], blind: tuple[Mutant, ...]) -> str:
+    """The tables as Markdown.
+
+    Args:
+        mutants: of the table of kinds and faults.
+        blind: those that were written without knowing the checks.
+    """
     found = {(mutant.kind, mutant.name): mutant for mutant in mutants}
     lines = [
         "# Faults of plugin authors, and what finds them",
@@ -129,8 +138,25 @@ def render(mutants: tuple[Mutant, ...]) -> str:
                 )
         rows.append(f"| {kind} | {' | '.join(cells)} |")
     notes = "\n".join(f"{number}. {reason}" for number, reason in enumerate(reasons, start=1))
-    return "\n\n".join([*lines, "\n".join(rows), "Why a fault does not apply:", notes]) + "\n"
+    parts = [*lines, "\n".join(rows), "Why a fault does not apply:", notes, *_blind(blind)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _blind(mutants: tuple[Mutant, ...]) -> Iterator[str]:
+    """The section of the mutants that were written without knowing the checks."""
+    yield "## Written without knowing the checks"
+    yield _BLIND.format(first=_FIRST, all=len(mutants))
+    rows = ["| kind | faults | found by |", "|---|---|---|"]
+    for kind in KINDS:
+        own = [mutant for mutant in mutants if mutant.kind == kind]
+        checks = dict.fromkeys(f"`{mutant.check}`" for mutant in own if mutant.check)
+        rows.append(f"| {kind} | {len(own)} | {', '.join(checks)} |")
+    yield "\n".join(rows)
+    yield "Those that no check finds:"
+    yield "\n".join(f"- {m.kind}, {m.name}: {m.escapes}" for m in mutants if m.escapes)
 
 
 if __name__ == "__main__":
-    (HERE / "README.md").write_text(render(read_mutants(HERE / "sighted.toml")), encoding="utf-8")
+    (HERE / "README.md").write_text(
+        render(*(read_mutants(HERE / f"{name}.toml") for name in ("sighted", "blind"))), encoding="utf-8"
+    )

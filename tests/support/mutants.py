@@ -32,6 +32,7 @@ class Mutant:
         fault: what is wrong.
         check: the check of the kit that is for it; "" if none finds it.
         seen: where it shows first: `check`, `check --import` or `test` of `mm plugins`.
+        escapes: why no check finds it.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Mutant:
     fault: str
     check: str = ""
     seen: str = "test"
+    escapes: str = ""
 
     @property
     def text(self) -> str:

@@ -162,6 +162,11 @@ VIDEO_FAULTS = [
     ("batches", collated(lambda batch: replace(batch, captions="ab")), "captions are 'ab'"),
     ("determinism", Remembering, "sample [0] of epoch 0 is a different one when it is read again"),
     ("given_randomness", Global, "draws from the process's own generators"),
+    (
+        "new_samples_each_epoch",
+        clips(sample_at=lambda self, index, rng: self[index]),
+        "sample_at returns the same samples in each epoch: it uses nothing of `rng`",
+    ),
     ("resume", Growing, "the batches from step 1 on are different after a resume"),
     ("picklable", Locked, "the dataset cannot be sent to data workers: cannot pickle '_thread.lock' object"),
     ("bad_samples", Blank, "with 0.mp4 damaged, sample 0 is a different one, without an error"),

@@ -162,6 +162,19 @@ def given_randomness(probe: DatasetProbe) -> None:
         )
 
 
+def new_samples_each_epoch(probe: DatasetProbe) -> None:
+    """sample_at returns other random choices in another epoch."""
+    if not isinstance(probe.dataset, SupportsSampleAt):
+        raise NotApplicable("the dataset has no sample_at: its samples are not random")
+    indices = range(min(len(probe.dataset), 8))
+    probe.expect(
+        not all(equal(probe.sample(index, epoch=0), probe.sample(index, epoch=1)) for index in indices),
+        "sample_at returns the same samples in each epoch: it uses nothing of `rng`",
+        hint="draw from `rng`; leave sample_at out if samples are not random, or switch on what is random in"
+        " the small instance (`tiny`)",
+    )
+
+
 def resume(probe: DatasetProbe) -> None:
     """The batches of a run that is resumed are those that it would have read: no state is needed."""
     whole = list(probe.loader())
@@ -329,7 +342,8 @@ def _shown(value: object) -> str:
 
 KIT = Kit(
     by_name(
-        *(schema, batches, determinism, given_randomness, resume, picklable, bad_samples, lengths),
+        *(schema, batches, determinism, given_randomness, new_samples_each_epoch, resume, picklable),
+        *(bad_samples, lengths),
         *(micro_batches, evaluation, class_names, workers),
     ),
     probe=DatasetProbe,
