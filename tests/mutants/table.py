@@ -16,10 +16,10 @@ from mm_core.plugin.hookspecs import KINDS  # noqa: E402
 from support.mutants import Mutant, read_mutants  # noqa: E402
 
 _ABOUT = """\
-Made by table.py from sighted.toml and blind.toml: do not edit. `check` is `mm plugins check` and `mm validate`,
-which import nothing; `import` is `mm plugins check --import`, a dry run and the start of a run; other words are
-the checks of `mm plugins test`. Each cell is a mutant that a nightly test runs. Faults of one kind alone are in
-sighted.toml."""
+Made by table.py from sighted.toml and blind.toml: do not edit. `check` is `mm plugins check` and `mm
+validate`, which import nothing; `import` is `mm plugins check --import`, a dry run and the start of a run;
+other words are the checks of `mm plugins test`. Each cell is a mutant that a nightly test runs. Faults of one
+kind alone are in sighted.toml."""
 _BLIND = """\
 Written by somebody who had the contracts, the pages and the templates, but neither the checks nor their list.
 The kit of that day found {first} of {all}; checks were added for those that it missed."""
