@@ -5,6 +5,7 @@ tests/README.md. Slow machines draw examples slowly, and in CI every run draws t
 import gc
 import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,8 @@ def pytest_configure(config):
     """The processes of `pytest -n` share a server of warm processes, which starts while they collect."""
     from support import warm
 
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell starts with `&`
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     several = getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput")
     if several and not config.option.collectonly and warm.ADDRESS not in os.environ:
         os.environ[warm.ADDRESS] = warm.start()
@@ -45,7 +48,7 @@ def state_home(tmp_path_factory):
 def pytest_collection_modifyitems(config, items):
     """Marks the cases in the tables of tests/README.md `nightly`, and `slow`."""
     _, nights, slow = re.split(
-        r"^## .*(?:night|are slow)$", TABLES.read_text(encoding="utf-8"), flags=re.MULTILINE
+        r"^## .*(?:night|slow tier)$", TABLES.read_text(encoding="utf-8"), flags=re.MULTILINE
     )
     rows = [re.findall(r"`([^`]+)`", line) for line in slow.splitlines() if line.startswith("| `")]
     kept = {function: {function + case for case in cases if case[0] == "["} for function, *cases in rows}
@@ -54,7 +57,7 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         function = item.nodeid.partition("[")[0]
         seen |= {item.nodeid, function}
-        if item.nodeid in at_night:
+        if not at_night.isdisjoint((item.nodeid, function)):
             item.add_marker(pytest.mark.nightly)
         if function in kept and item.nodeid not in kept[function]:
             item.add_marker(pytest.mark.slow)
@@ -63,6 +66,10 @@ def pytest_collection_modifyitems(config, items):
     gone = sorted(case for case in listed - seen if case.partition("::")[0] in files)
     if gone and not any("::" in argument for argument in config.args):  # else files are not collected whole
         raise pytest.UsageError(f"tests/README.md lists cases that are not there: {', '.join(gone)}")
+    keepers = re.findall(r"^\| `([^`]+?)(?:\[[^`]*)?` .* \| ([^|]*) \|$", nights, re.MULTILINE)
+    named = {function + case for function, text in keepers for case in re.findall(r"`(\[[^`]+\])`", text)}
+    if lost := sorted(named & at_night):
+        raise pytest.UsageError(f"tests/README.md keeps cases by others that run at night: {', '.join(lost)}")
 
 
 def pytest_collection_finish(session):

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = Path(__file__).with_name("kill_matrix_parts.py")
+PARTS = Path(__file__).parent / "plugins/kill_matrix_parts.py"
 VICTIMS = ("rank 0", "rank 1", "launcher", "launcher and ranks", "data worker", "worker server")
 MOMENTS = ("before the first save", "in a step", "in a save", "in validation")
 NEWEST = {"before the first save": 0, "in a step": 4, "in a save": 4, "in validation": 4}

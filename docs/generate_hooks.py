@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from pathlib import Path
+from textwrap import fill
 
 from generated_page import main
 
@@ -54,7 +55,9 @@ def render() -> str:
     parts = [_HEAD]
     for kind, hook in KINDS.items():
         doc = inspect.cleandoc(getattr(hookspecs, hook).__doc__)
-        parts.append(f"\n## `{hook}`\n\nKind [`{kind}`](kinds/{kind}.md). {doc}\n")
+        paragraphs = f"Kind [`{kind}`](kinds/{kind}.md). {doc}".split("\n\n")
+        text = "\n\n".join(fill(each, 120, break_on_hyphens=False) for each in paragraphs)
+        parts.append(f"\n## `{hook}`\n\n{text}\n")
         if hook in vars(builtin):
             parts.append("\n| the core ships | |\n|---|---|\n")
             for component in getattr(builtin, hook)():

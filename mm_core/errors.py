@@ -175,11 +175,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str | None:
 
 
 def plural(count: int, noun: str) -> str:
-    """A count with its noun for a message: `1 rank`, `2 ranks`, `0 entries`."""
+    """A count with its noun for a message: `1 rank`, `2,000 ranks`, `0 entries`."""
     if count == 1:
         return f"1 {noun}"
-    ending = "ies" if noun.endswith("y") and noun[-2:-1] not in tuple("aeiou") else "s"
-    return f"{count} {noun.removesuffix('y') if ending == 'ies' else noun}{ending}"
+    if noun.endswith("y") and noun[-2:-1] not in tuple("aeiou"):
+        return f"{count:,} {noun[:-1]}ies"
+    return f"{count:,} {noun}{'es' if noun.endswith(('s', 'x', 'ch', 'sh')) else 's'}"
 
 
 def plain_reason(error: Exception) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mm_core.checkpoint.files.layout import Document
-from mm_core.errors import CheckpointError
+from mm_core.errors import CheckpointError, plural
 
 Verdict = Literal["safe", "allow", "refused"]
 
@@ -123,7 +123,7 @@ def _unknown_data(before: Document, after: Document) -> list[ResumeDifference]:
     if known is None or "train" in known or now is None:
         return []
     why = "the checkpoint was made without data"
-    return [ResumeDifference("data.train", "not known", f"{now.get('rows')} rows", "safe", why)]
+    return [ResumeDifference("data.train", "not known", plural(now.get("rows", 0), "row"), "safe", why)]
 
 
 def _environment(before: Document, after: Document) -> list[ResumeDifference]:

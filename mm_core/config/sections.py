@@ -59,9 +59,9 @@ class InitFromSection:
 
     path: str  # a run, a checkpoint, a safetensors file or a folder of them, or a .pt file of tensors
     weights: Literal["model", "ema"] = "model"  # which weights of a checkpoint to use
-    format: str | None = None  # weight format of the files (diffusers, ...); none: the one that matches best
+    format: str | None = None  # weight format of the files (diffusers, ...); null: the one that matches best
     strict: bool = True  # false: missing weights keep their initialisation, unused ones are listed
-    include: tuple[str, ...] = ()  # patterns of parameters to load, by their path in the task; none: all
+    include: tuple[str, ...] = ()  # patterns of parameters to load, by their path in the task; empty: all
     exclude: tuple[str, ...] = ()  # patterns of parameters that keep their initialisation
     prefixes: Mapping[str, str] = field(default_factory=dict)  # prefix of stored names -> path in the task
 
@@ -134,7 +134,7 @@ class ParameterGroup:
 
     match: tuple[str, ...]  # patterns of modules or parameters, by their path in the task
     lr_scale: Annotated[float, Range(ge=0)] = 1.0  # factor of the optimizer's learning rate
-    weight_decay: Annotated[float, Range(ge=0)] | None = None  # none: as the optimizer sets it
+    weight_decay: Annotated[float, Range(ge=0)] | None = None  # null: as the optimizer sets it
 
 
 @dataclass(frozen=True)
@@ -145,17 +145,17 @@ class TrainSection:
     epochs: Annotated[float, Range(gt=0)] | None = None  # passes over data.train in total; or set steps
     micro_batch_size: Annotated[int, Range(ge=1)] = 1  # samples per forward on one rank
     global_batch_size: Annotated[int, Range(ge=1)] | None = (
-        None  # samples per step over all ranks; none: no accumulation
+        None  # samples per step over all ranks; null: no accumulation
     )
-    clip_grad_norm: Annotated[float, Range(gt=0)] | None = 1.0  # largest global L2 norm; none: only measured
+    clip_grad_norm: Annotated[float, Range(gt=0)] | None = 1.0  # largest global L2 norm; null: only measured
     adapters: tuple[AdapterConfig, ...] = ()  # low-rank adapters, trained instead of all other weights
     also_train: tuple[str, ...] = ()  # patterns of modules or parameters trained in full beside adapters
-    base_dtype: Literal["bf16"] | None = None  # dtype of the weights under adapters; none: as built
+    base_dtype: Literal["bf16"] | None = None  # dtype of the weights under adapters; null: as built
     freeze: tuple[str, ...] = ()  # patterns of modules or parameters that are not trained
     parameter_groups: tuple[ParameterGroup, ...] = ()  # the first group that matches a parameter applies
     decay_norms_and_biases: bool = True  # false: no weight decay on parameters of one dimension
     non_finite: NonFiniteSection = field(default_factory=NonFiniteSection)
-    spike: SpikeSection | None = None  # none: any gradient norm is accepted
+    spike: SpikeSection | None = None  # null: any gradient norm is accepted
     overfit_one_batch: bool = False  # train every step on the first global batch, with the same noise
 
     def __post_init__(self) -> None:
@@ -200,10 +200,10 @@ class SamplesSection:
         str, ...
     ] = ()  # first frames for image-to-video: one file for all prompts, or one per prompt
     last_images: tuple[str, ...] = ()  # files of last frames, for predictors that accept them
-    every: Annotated[int, Range(ge=1)] | None = None  # steps between samples; none: with each validation
+    every: Annotated[int, Range(ge=1)] | None = None  # steps between samples; null: with each validation
     negative_prompt: str = ""  # text that guidance steers away from
-    steps: Annotated[int, Range(ge=1)] | None = None  # solver steps; none: as in task.sample
-    guidance: Guidance | None = None  # classifier-free guidance scale; none: as in task.sample
+    steps: Annotated[int, Range(ge=1)] | None = None  # solver steps; null: as in task.sample
+    guidance: Guidance | None = None  # classifier-free guidance scale; null: as in task.sample
     seed: int = 0  # the noise of clip i is drawn from (seed, i)
 
     def __post_init__(self) -> None:
@@ -217,11 +217,11 @@ class ValidationSection:
 
     every: Annotated[int, Range(ge=1)] = 500  # steps between validations
     rows: Annotated[int, Range(ge=1)] | None = field(default=None, metadata={"aliases": ("clips",)})
-    """number of rows of data.validation, evenly spaced; none: all"""
+    """number of rows of data.validation, evenly spaced; null: all"""
     timesteps: Literal["quantiles"] | tuple[Annotated[float, Range(gt=0, lt=1)], ...] = (
         "quantiles"  # quantiles of the training density, for every sample: 0.1, 0.3, 0.5, 0.7, 0.9
     )
-    samples: SamplesSection | None = None  # clips to generate; none: no clips
+    samples: SamplesSection | None = None  # clips to generate; null: no clips
     metrics: tuple[Annotated[ComponentConfig, Kind("metric")], ...] = ()  # metrics beside the loss
     at_start: bool = False  # also validate before the first step
 
@@ -246,7 +246,7 @@ class CheckpointSection:
     best: str | None = None  # validation metric (`loss`, ...); also keep the checkpoint with its best value
     mode: Literal["min", "max"] = "min"  # whether the smallest or the largest value of `best` is best
     async_: bool = True  # a thread writes while training continues; false: training waits for the disk
-    frozen: bool | None = None  # store frozen weights loaded from files; none: only in runs without adapters
+    frozen: bool | None = None  # store frozen weights loaded from files; null: only in runs without adapters
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ class _SeededInit(TorchFunctionMode):
         return self.draw(func, target, args[1:], rest)
 
     def call(self, func: Function, name: str | None, args: Args, kwargs: Kwargs) -> object:
-        """Calls a function that draws nothing, with full tensors in place of sharded parameters.
+        """Calls a function that uses no random numbers, with full tensors in place of sharded parameters.
 
         Calls that a shard can answer alone gather nothing.
         """

@@ -109,8 +109,8 @@ class RunPlan:
         lines += ["", "modules"]
         for module in self.modules:
             state = "trained" if module.trainable else "frozen"
-            lines.append(f"  {module.name:<{width}}  {state:<8} {_count(module)}")
-            lines += self._missing_of(module.name)
+            missing = self._missing_of(module.name)
+            lines += [f"  {module.name:<{width}}  {state:<8} {_count(module, bool(missing))}", *missing]
         named = {module.name for module in self.modules}
         for component in dict.fromkeys(f.component for f in self.missing if f.component not in named):
             lines += [f"  {component}", *self._missing_of(component)]
@@ -120,16 +120,16 @@ class RunPlan:
             sharding["prefetched"] = tuple(path for path in engine.wrapped if path in ahead)
         for label, paths in sharding.items():
             origin = f"  (by {engine.decided_by[label]})" if paths and engine.decided_by.get(label) else ""
-            lines.append(f"  {label:<11} {len(paths):>4}  {_abridged(paths)}{origin}")
+            lines.append(f"  {label:<11} {len(paths):>4}  {_abridged(paths)}{origin}".rstrip())
         for frozen in engine.frozen:
             by = f", {plural(len(frozen.blocks), 'block')} one at a time" if frozen.blocks else ""
             lines.append(f"  {'frozen':<11}       {frozen.name} {frozen.placement}{by}")
         lines += [
             "",
             "batches",
-            f"  {self.global_batch_size} samples per step = {self.micro_batch_size} per micro-batch"
+            f"  {plural(self.global_batch_size, 'sample')} per step = {self.micro_batch_size} per micro-batch"
             f" x {self.accumulation} accumulated x {plural(engine.data_parallel, 'data-parallel rank')}",
-            f"  {self.steps:,} steps = {self.steps * self.global_batch_size:,} samples",
+            f"  {plural(self.steps, 'step')} = {plural(self.steps * self.global_batch_size, 'sample')}",
             "",
             *self._memory(),
         ]
@@ -171,11 +171,15 @@ def _table(sizes: Mapping[str, int]) -> list[str]:
     return [f"  {label:<{width}} {size:>18,} bytes  {_gib(size)}" for label, size in sizes.items()]
 
 
-def _count(module: ModuleFact) -> str:
+def _count(module: ModuleFact, missing: bool) -> str:
     size = f"{module.parameters:,} parameters"
     if module.trainable and module.trained < module.parameters:
         return f"{module.trained:>15,} of {size}"
-    return f"{size:>26}" if module.parameters else "       (size known once files are present)"
+    if module.parameters:
+        return f"{size:>26}"
+    return (
+        "       (size known once files are present)" if missing else "       (size known once it is loaded)"
+    )
 
 
 def _flop(count: float) -> str:

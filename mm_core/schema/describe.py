@@ -124,7 +124,7 @@ def summary_of(cls: type[DataclassInstance]) -> str:
 
 
 def type_text(hint: object) -> str:
-    """A type annotation in words: `int >= 1`, `'a' or 'b'`, `predictor`, `list of str`, `none`."""
+    """A type annotation in words: `int >= 1`, `'a' or 'b'`, `predictor`, `list of str`, `null`."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         kinds = [extra.name for extra in arguments[1:] if isinstance(extra, Kind)]
@@ -139,7 +139,7 @@ def type_text(hint: object) -> str:
     if origin in (tuple, list):
         return f"list of {type_text(arguments[0])}"
     if hint is NoneType:
-        return "none"
+        return "null"
     if hint is Any:
         return "any"
     if isinstance(hint, type) and origin is None:
@@ -158,7 +158,9 @@ def value_text(value: object) -> str:
         return f"{{{', '.join(f'{name}: {value_text(item)}' for name, item in value.items())}}}"
     if isinstance(value, (tuple, list)):
         return f"[{', '.join(map(value_text, value))}]"
-    if value is None or isinstance(value, bool):
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
         return repr(value).lower()
     return value if isinstance(value, str) and value else repr(value)
 

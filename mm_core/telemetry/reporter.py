@@ -12,7 +12,7 @@ from pathlib import Path
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import Bins, Clip, Ending, Loss
 from mm_core.device import peak_flops, peak_memory_bytes
-from mm_core.errors import ConfigError
+from mm_core.errors import ConfigError, plural
 from mm_core.plan import RunPlan
 from mm_core.runtime.ranks import Ranks
 from mm_core.telemetry.flop_counter import ForwardFlops
@@ -134,7 +134,7 @@ class RunReporter:
         """Sends sampled clips to the trackers and notes their folder in the progress display, on rank 0."""
         if self.leads:
             self.trackers.clips(step, clips, folder)
-            self.note(f"step {step}: {len(clips)} clips in {folder}")
+            self.note(f"step {step}: {plural(len(clips), 'clip')} in {folder}")
 
     def pause(self) -> None:
         """Restarts the clock of step times, after work outside of steps such as saving a checkpoint."""

@@ -108,7 +108,7 @@ class UpdateGuard:
         ]
         where = f"step {step + 1}"
         if culprits:
-            where += f", rank {Ranks.current().rank}, samples {named[:8]}"
+            where += f", samples {named[:8]}"
         if place is not None:
             what += f"; {place}"
         raise TrainingError(

@@ -47,8 +47,8 @@ def check_archive(file: IO[bytes], start: int, size: int) -> None:
     if not ends:
         # zipfile takes the bytes before for prepended data, and reads a different directory from torch.
         raise CheckpointError(
-            "its zip directory is not right before its end, where torch.save writes it: it is damaged, or was"
-            " written by another program"
+            "its zip directory is not at its end, where torch.save writes it: it is damaged, or was written"
+            " by another program"
         )
     if any(member.filename.endswith("constants.pkl") for member in members):  # as torch recognises them
         raise CheckpointError("it is a TorchScript archive, which is a program")

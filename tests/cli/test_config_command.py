@@ -94,9 +94,9 @@ def test_explain_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert found == {
         "key": "train.steps",
         "owner": "",
-        "type": "int >= 0 or none",
+        "type": "int >= 0 or null",
         "accepted": "an integer >= 0 or null",
-        "default": "none",
+        "default": "null",
         "doc": "optimizer steps in total; or set epochs",
         "value": 1500,
         "origin": f"{QUICKSTART}:38",

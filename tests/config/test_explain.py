@@ -39,8 +39,8 @@ def test_a_key_of_a_component_has_type_default_value_and_place(told, place):
 
 def test_a_section_lists_its_keys_with_their_values(told, place):
     keys = {each.key: brief(each, place) for each in told("train").keys}
-    assert keys["train.steps"] == ("int >= 0 or none", "none", 10, "run.yaml:14")
-    assert keys["train.clip_grad_norm"] == ("float > 0 or none", "1.0", 1.0, "default")
+    assert keys["train.steps"] == ("int >= 0 or null", "null", 10, "run.yaml:14")
+    assert keys["train.clip_grad_norm"] == ("float > 0 or null", "1.0", 1.0, "default")
     assert told("train").doc.startswith("Config section `train`: training length")
     assert told("train").origin.endswith("run.yaml:13")
 

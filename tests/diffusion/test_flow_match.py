@@ -230,7 +230,7 @@ def test_a_dynamic_shift_that_cannot_be_is_refused():
     with pytest.raises(ContractError) as fault:
         falls.for_tokens(9000)
     assert str(fault.value) == (
-        "task.scheduler.dynamic_shift: dynamic_shift gives samples of 9000 tokens the shift -0.777083\n"
+        "task.scheduler.dynamic_shift: dynamic_shift gives samples of 9,000 tokens the shift -0.777083\n"
         "  accepted: a shift above 0\n"
         "  hint: set form: exponential, or raise the shift of the nearer end"
     )

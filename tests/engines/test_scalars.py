@@ -111,7 +111,6 @@ def test_with_muon_two_ranks_are_one(one, tmp_path):
         equal(alone, outcome(tmp_path, 2, optimizer="muon", **fields))
 
 
-@pytest.mark.nightly  # each process compiles the update
 def test_with_moments_of_8_bits_two_ranks_are_one(one, tmp_path):
     pytest.importorskip("torchao.optim")
     alone = outcome(tmp_path, 1, optimizer="adamw_8bit")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from textwrap import fill
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
@@ -153,7 +154,8 @@ def _blind(mutants: tuple[Mutant, ...]) -> Iterator[str]:
         rows.append(f"| {kind} | {len(own)} | {', '.join(checks)} |")
     yield "\n".join(rows)
     yield "Those that no check finds:"
-    yield "\n".join(f"- {m.kind}, {m.name}: {m.escapes}" for m in mutants if m.escapes)
+    escaped = (f"- {m.kind}, {m.name}: {m.escapes}" for m in mutants if m.escapes)
+    yield "\n".join(fill(each, 110, subsequent_indent="  ", break_on_hyphens=False) for each in escaped)
 
 
 if __name__ == "__main__":

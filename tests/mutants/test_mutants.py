@@ -59,7 +59,6 @@ def test_one_mutant_of_a_kind_is_found(kind: str, tmp_path: Path) -> None:
     found(FEW[kind], tmp_path)
 
 
-@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", ALL, ids=[f"{m.kind}: {m.name}" for m in ALL])
 def test_every_mutant_is_found(mutant: Mutant, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "benchmarks/dit_step.py"
 
 
-@pytest.mark.nightly
 @pytest.mark.slow
 def test_it_prints_its_figures_and_appends_rows(tmp_path):
     out = tmp_path / "rows.md"

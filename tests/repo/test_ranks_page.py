@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import time
@@ -19,7 +20,8 @@ from mm_core.runtime.launch.signals import STOPPED
 from mm_core.runtime.launch.watchdog import Heartbeat, Watchdog
 from support import pages
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/ranks.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs/ranks.md"
 BLOCKS = {block.marker: block.text for block in pages.blocks(PAGE) if block.marker}
 OTHER = Heartbeat(1, 7, "data", 3, 0.0, "my_clips.py:12 in sample_at", False, "process 4711 on host7")
 
@@ -61,6 +63,15 @@ def test_the_sentences_on_a_hang_are_the_watchdog_s(
     assert plain(BLOCKS[f"the watchdog prints: {name}"]) == plain(printed)
     first = BLOCKS["the watchdog logs: stacks"].splitlines()[0]
     assert plain(first.replace("data", "wait")) in plain(log)
+
+
+def test_the_lines_of_the_stacks_are_in_their_functions() -> None:
+    frames = re.findall(r'File "(mm_core/[^"]+)", line (\d+) in (\w+)', BLOCKS["the watchdog logs: stacks"])
+    assert len(frames) == 3
+    for file, line, function in frames:
+        nodes = ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8")))
+        own = [n for n in nodes if isinstance(n, ast.FunctionDef) and n.name == function]
+        assert any(n.lineno < int(line) <= n.end_lineno for n in own), f"{file}: {function} moved"
 
 
 def test_the_table_of_exit_codes_has_those_of_the_source() -> None:

@@ -74,7 +74,6 @@ def steps_of(run: Path) -> int:
     return sum("loss" in json.loads(line) for line in lines)
 
 
-@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_new_predictor_is_green_trains_and_samples_at_once(environment: Environment) -> None:
     here = environment.folder / "author"
@@ -132,7 +131,6 @@ def test_the_tutorial_does_what_it_shows(environment: Environment) -> None:
     assert steps_of(here / "runs/my_dit_predictor") == 100 and steps_of(here / "runs/silu") == 20
 
 
-@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_plugin_of_each_kind_is_green_and_runs(kind: str, environment: Environment, shapes: Path) -> None:

@@ -11,7 +11,6 @@ import pytest
 from support.texts import ROOT, texts
 
 COLUMNS = 120
-GENERATED = re.compile(r"<!-- Made by docs/\w+\.py .*: do not edit\. -->")
 LINK = re.compile(r"[-*\s]*!?\[[^]]*\]\([^)]*\)[,.;:]?")
 
 
@@ -54,6 +53,6 @@ def test_no_line_of_prose_is_too_wide() -> None:
     wrong = []
     for path in pages:
         text = (ROOT / path).read_text(encoding="utf-8")
-        if not GENERATED.search(text):
+        if "\n::: " not in text:  # the options of an API page, which its script writes in a line
             wrong += [f"{path}:{number}" for number in too_wide(text)]
     assert not wrong, "\n".join(wrong)

@@ -11,7 +11,6 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kill_while_saving.py"
 
 
-@pytest.mark.nightly
 @pytest.mark.slow
 def test_four_kills_while_saving():
     """Two of one rank and two of two; the benchmark makes it fifty."""

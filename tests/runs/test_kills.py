@@ -17,7 +17,6 @@ CASES = (
 )
 
 
-@pytest.mark.nightly
 @pytest.mark.slow
 def test_nothing_is_left_of_a_run_that_is_killed_and_it_goes_on():
     command = [sys.executable, SCRIPT, "--only", *CASES]

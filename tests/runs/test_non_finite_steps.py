@@ -45,7 +45,7 @@ def test_the_run_ends_before_the_update_and_names_rank_samples_and_module(
     done = mm("train", "--config", tiny, "--nproc", 2, *overrides(tmp_path, fault))
     assert done.code == 1 and "Traceback" not in done.err, done.err
     (line,) = [line for line in done.err.splitlines() if line.startswith("mm: error:")]
-    assert line.startswith("mm: error: rank 1: step 3, rank 1, samples ['"), line
+    assert line.startswith("mm: error: rank 1: step 3, samples ['"), line
     assert what in line and module in line and "no parameter was changed" in line
     assert "train.non_finite.policy=skip" in done.err
     checkpoints = tmp_path / "tiny/checkpoints"

@@ -79,7 +79,7 @@ def test_a_loss_that_is_no_number_changes_nothing(faulty, mm, tmp_path):
     done = mm(*faulty, "--nproc", 2, FAULT="nan")
     assert done.code == 1 and "Traceback" not in done.err
     assert done.err.count("mm: error:") == 1
-    assert "rank 1: step 1, rank 1, samples ['" in done.err
+    assert "rank 1: step 1, samples ['" in done.err
     assert "the loss is not finite; " in done.err and "; no parameter was changed" in done.err
     assert not list((tmp_path / "tiny/checkpoints").glob("step_*"))
 

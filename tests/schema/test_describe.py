@@ -43,7 +43,7 @@ def test_fields_carry_type_default_and_comment() -> None:
         FieldInfo("path", "str", "''", "Where it lies, as a folder."),
         FieldInfo("part", "predictor", "{type: a/b}", "the network"),
         FieldInfo("flag", "bool", "true", '"quoted # text"'),
-        FieldInfo("word", "str or none", "none", ""),
+        FieldInfo("word", "str or null", "null", ""),
         FieldInfo("names", "list of str", "[x]", ""),
         FieldInfo("base", "Base", "{width: 3}", ""),
     )
@@ -53,7 +53,7 @@ def test_fields_carry_type_default_and_comment() -> None:
     ("hint", "text"),
     [
         (Annotated[float, Range(ge=0, lt=1)], "float >= 0 and < 1"),
-        (Annotated[int, Range(ge=1)] | None, "int >= 1 or none"),
+        (Annotated[int, Range(ge=1)] | None, "int >= 1 or null"),
         (Literal["a", 1], "'a' or 1"),
         (DType, "'fp32' or 'bf16' or 'fp16'"),
         (tuple[int, float], "[int, float]"),

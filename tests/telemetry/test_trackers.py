@@ -84,7 +84,7 @@ def test_metrics_go_on_when_a_full_disk_has_room_again(tmp_path, caplog, room):
             for step in (2, 3, 4):
                 trackers.log(step, {"loss": 0.5})
         assert [r.getMessage().partition(": ")[0] for r in caplog.records] == [
-            "metrics.jsonl could not be written at step 2; this line is lost, later lines are tried again"
+            "metrics.jsonl could not be written at step 2; this line is lost, later ones will be tried"
         ]
         trackers.log(5, {"loss": 0.5})
         trackers.log(6, {"loss": 0.5})

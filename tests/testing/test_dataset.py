@@ -160,7 +160,7 @@ VIDEO_FAULTS = [
     ),
     ("batches", collated(lambda batch: replace(batch, pixels=batch.pixels / 2 + 0.5)), "pixels are from 0.1"),
     ("batches", collated(lambda batch: replace(batch, captions="ab")), "captions are 'ab'"),
-    ("determinism", Remembering, "sample [0] of epoch 0 is a different one when it is read again"),
+    ("determinism", Remembering, "sample [0] of epoch 0 changes when it is read again"),
     ("given_randomness", Global, "draws from the process's own generators"),
     (
         "new_samples_each_epoch",

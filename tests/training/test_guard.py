@@ -40,7 +40,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_step_rank_samples_and_modul
     with pytest.raises(TrainingError) as caught:
         judge(guard, 6, NAN, NAN)
     assert str(caught.value) == (
-        "step 7, rank 0, samples ['clip_3.mp4']: the loss is not finite; it began in a.b; "
+        "step 7, samples ['clip_3.mp4']: the loss is not finite; it began in a.b; "
         "no parameter was changed\n"
         "  hint: lower the learning rate, check the samples of this step, or train in fp32, "
         "or skip such steps: train.non_finite.policy=skip"

@@ -17,7 +17,7 @@ class AdapterConfig:
 
     targets: tuple[str, ...] = ()  # module patterns, or ends of paths (`to_q`); a parent module: all in it
     rank: Annotated[int, Range(ge=1)] = 16  # rank of the change
-    alpha: Annotated[float, Range(gt=0)] | None = None  # the change is scaled by alpha / rank; none: by 1
+    alpha: Annotated[float, Range(gt=0)] | None = None  # the change is scaled by alpha / rank; null: by 1
     dropout: Annotated[float, Range(ge=0, lt=1)] = 0.0  # dropout of the adapter's inputs
     init: Literal["kaiming", "gaussian"] = "kaiming"  # initialisation of the first factor; the second is zero
     dora: bool = False  # also train a length per row (DoRA, https://arxiv.org/abs/2402.09353)

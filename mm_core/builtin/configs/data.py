@@ -20,8 +20,8 @@ class VideoTextConfig:
     num_frames: Annotated[int, Range(ge=1)]  # frames per training clip
     height: Annotated[int, Range(ge=1)]  # pixels, after resizing and cropping
     width: Annotated[int, Range(ge=1)]  # pixels, after resizing and cropping
-    folder: str | None = None  # base folder of the rows' paths; none: the folder of the annotation file
-    fps: Annotated[float, Range(gt=0)] | None = None  # frames sampled per second; none: each clip's own rate
+    folder: str | None = None  # base folder of the rows' paths; null: the folder of the annotation file
+    fps: Annotated[float, Range(gt=0)] | None = None  # frames sampled per second; null: each clip's own rate
     random_start: bool = False  # start clips at a random frame of a longer video; false: at its beginning
     interpolation: Literal["bicubic", "bilinear"] = "bicubic"  # interpolation of the resize (antialiased)
     reader: Annotated[ComponentConfig, Kind("video_reader")] = _PYAV  # decoder of the videos
@@ -51,8 +51,8 @@ class TextRowsConfig:
     text: _Column = "text"  # column of the text: a name, or a number from 0 for rows that are lists
     prompt: _Column | None = None  # column of a text that precedes the text and is not learnt
     pair: _Column | None = None  # column of a second text, to classify both together
-    label: _Column | None = None  # column of the class or number; none: the text is learnt, token by token
-    labels: tuple[str, ...] = ()  # names of the classes, in the order of their numbers; none: numbers from 0
+    label: _Column | None = None  # column of the class or number; null: the text is learnt, token by token
+    labels: tuple[str, ...] = ()  # names of the classes, in the order of their numbers; empty: numbers from 0
     label_type: Literal["class", "number"] = "class"  # number: a regression
     separator: str = ""  # text between prompt and text; not learnt
     max_length: Annotated[int, Range(ge=2)] = 512  # tokens per row; longer rows are truncated at the end

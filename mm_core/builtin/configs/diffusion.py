@@ -40,7 +40,7 @@ class FlowMatchConfig:
     )
     logit_mean: float = 0.0  # mean of the logit-normal density
     logit_std: Annotated[float, Range(gt=0)] = 1.0  # standard deviation of the logit-normal density
-    dynamic_shift: DynamicShift | None = None  # shift by the number of tokens; none: shift is used
+    dynamic_shift: DynamicShift | None = None  # shift by the number of tokens; null: shift is used
 
     def __post_init__(self) -> None:
         if self.dynamic_shift is not None and self.shift != 1.0:
@@ -68,6 +68,6 @@ class HFTextConfig:
     """Config of the text encoder `hf_text`: a Transformers model."""
 
     from_pretrained: str  # folder with config.json and safetensors weights
-    tokenizer: str | None = None  # folder of the tokenizer; none: the same folder
+    tokenizer: str | None = None  # folder of the tokenizer; null: the same folder
     max_length: Annotated[int, Range(ge=1)] = 512  # tokens; longer captions are truncated
     dtype: DType = "bf16"  # dtype of the weights and the hidden states

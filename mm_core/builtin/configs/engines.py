@@ -28,19 +28,19 @@ class FSDP2Config:
     ignored_modules: tuple[str, ...] = ()  # frozen modules, or modules without parameters, not sharded
     frozen: Mapping[str, Placement] = field(default_factory=dict)  # frozen component -> where its weights are
     recompute_modules: Literal["auto"] | tuple[str, ...] | None = (
-        None  # modules with activations recomputed in backward; none: those of the model's plan
+        None  # modules with activations recomputed in backward; null: those of the model's plan
     )
     use_reentrant: bool = False  # use the older autograd path for recomputation
     reshard_after_forward: bool = True  # false: keep gathered parameters until backward (ZeRO-2)
-    param_dtype: ComputeDType | None = None  # dtype in forward and backward; none: as stored (fp32)
-    reduce_dtype: ComputeDType | None = "fp32"  # dtype of gradients during reduction; none: param_dtype
-    output_dtype: ComputeDType | None = None  # dtype of the trained modules' outputs; none: as computed
+    param_dtype: ComputeDType | None = None  # dtype in forward and backward; null: as stored (fp32)
+    reduce_dtype: ComputeDType | None = "fp32"  # dtype of gradients during reduction; null: param_dtype
+    output_dtype: ComputeDType | None = None  # dtype of the trained modules' outputs; null: as computed
     cast_forward_inputs: bool = True  # to param_dtype, except timesteps; false: the model casts its inputs
     num_to_forward_prefetch: Annotated[int, Range(ge=0)] | None = (
-        None  # wrapped modules gathered ahead in forward; none: those of the model's plan
+        None  # wrapped modules gathered ahead in forward; null: those of the model's plan
     )
     num_to_backward_prefetch: Annotated[int, Range(ge=0)] | None = (
-        None  # wrapped modules gathered ahead in backward; none: those of the model's plan
+        None  # wrapped modules gathered ahead in backward; null: those of the model's plan
     )
     offload_to_cpu: bool = False  # keep shards, gradients and optimizer state in host memory
     pin_memory: bool = True  # page-locked host memory for offloaded shards

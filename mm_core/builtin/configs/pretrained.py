@@ -17,9 +17,9 @@ class PretrainedConfig:
     auto_class: str  # AutoModelForCausalLM or another class of Transformers; or module:Class
     weights: Literal["files", "random"] = "files"  # random: only config.json of the folder is read
     new_modules: tuple[str, ...] = ()  # patterns of modules missing in the files: they start at random
-    labels: tuple[str, ...] = ()  # names of a classifier's classes, from 0; none: as in config.json
+    labels: tuple[str, ...] = ()  # names of a classifier's classes, from 0; empty: as in config.json
     overrides: Mapping[str, Any] = field(default_factory=dict)  # keys of config.json to change
-    attn_implementation: str | None = None  # sdpa, packed_sdpa, flash_attention_2, ..; none: the library's
+    attn_implementation: str | None = None  # sdpa, packed_sdpa, flash_attention_2, ..; null: the library's
     loss: Literal["auto", "chunked", "plain"] = "auto"  # chunked: never stores the logits of all tokens
     chunk_tokens: Annotated[int, Range(ge=1)] = 512  # tokens per chunk of a chunked loss
     max_new_tokens: Annotated[int, Range(ge=1)] | None = None  # tokens that evaluations generate per answer

@@ -18,12 +18,12 @@ class SampleConfig:
     steps: _Size = 50  # solver steps
     guidance: Guidance = 5.0  # guidance scale (classifier-free: off up to 1); a list: one value per expert
     true_guidance: Annotated[float, Range(ge=0)] | None = (
-        None  # predictors with embedded guidance: scale of a second, unconditional pass; none: no such pass
+        None  # predictors with embedded guidance: scale of a second, unconditional pass; null: no such pass
     )
-    num_frames: _Size | None = None  # frames; none: as in data.train
-    height: _Size | None = None  # pixels; none: as in data.train
-    width: _Size | None = None  # pixels; none: as in data.train
-    fps: Annotated[float, Range(gt=0)] | None = None  # frames per second; none: as in data.train
+    num_frames: _Size | None = None  # frames; null: as in data.train
+    height: _Size | None = None  # pixels; null: as in data.train
+    width: _Size | None = None  # pixels; null: as in data.train
+    fps: Annotated[float, Range(gt=0)] | None = None  # frames per second; null: as in data.train
     batch_size: _Size = 4  # clips generated together
 
 
@@ -37,15 +37,15 @@ class TextToVideoConfig:
     scheduler: Annotated[ComponentConfig, Kind("scheduler")]  # noise, targets, sampling
     caption_dropout: _Share = 0.0  # share of captions replaced by ""; needed for guidance
     latents: Literal["mode", "sample"] | None = (
-        None  # mode or sample of the autoencoder's posterior; none: as the autoencoder sets it, else mode
+        None  # mode or sample of the autoencoder's posterior; null: as the autoencoder sets it, else mode
     )
     image_encoder: Annotated[ComponentConfig, Kind("image_encoder")] | None = (
         None  # conditioning frames -> features, frozen; for predictors that accept them
     )
     frames: tuple[Literal["first", "last"], ...] | None = (
-        None  # conditioning frames taken from each training clip; none: as the predictor expects
+        None  # conditioning frames taken from each training clip; null: as the predictor expects
     )
     train_guidance: Annotated[float, Range(ge=0)] | None = (
-        None  # predictors with embedded guidance: the scale that they get in training and evaluation; none: 1
+        None  # predictors with embedded guidance: the scale that they get in training and evaluation; null: 1
     )
     sample: SampleConfig = field(default_factory=SampleConfig)

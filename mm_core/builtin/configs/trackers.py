@@ -13,7 +13,7 @@ class WandbConfig:
     """Config of the tracker `wandb` (Weights & Biases)."""
 
     project: str = "mm_core"  # W&B project name
-    entity: str | None = None  # W&B user or team; none: the logged-in user
+    entity: str | None = None  # W&B user or team; null: the logged-in user
     mode: Literal["online", "offline", "disabled"] = "online"  # offline: `wandb sync` uploads the run later
     tags: tuple[str, ...] = ()  # tags of the run
     finish_timeout: Annotated[float, Range(gt=0)] = 600.0  # seconds that the end of a run waits for uploads
@@ -23,6 +23,6 @@ class WandbConfig:
 class MlflowConfig:
     """Config of the tracker `mlflow`."""
 
-    tracking_uri: str | None = None  # server or store; none: MLFLOW_TRACKING_URI, else MLflow's default
+    tracking_uri: str | None = None  # server or store; null: MLFLOW_TRACKING_URI, else MLflow's default
     experiment: str = "mm_core"  # MLflow experiment name
     finish_timeout: Annotated[float, Range(gt=0)] = 600.0  # seconds that the end of a run waits for uploads

@@ -38,7 +38,7 @@ class MuonConfig:
     )
     weight_decay: Annotated[float, Range(ge=0)] = 0.1  # a step removes lr times this share of each parameter
     adamw_for: tuple[str, ...] = ()  # patterns of modules with matrices trained by AdamW: embeddings, heads
-    adamw_lr: Annotated[float, Range(ge=0)] | None = None  # peak learning rate of AdamW's part; none: lr
+    adamw_lr: Annotated[float, Range(ge=0)] | None = None  # peak learning rate of AdamW's part; null: lr
     betas: tuple[_Beta, _Beta] = (0.9, 0.95)  # decay of AdamW's two moments
     eps: Annotated[float, Range(ge=0)] = 1.0e-8  # added to AdamW's denominator
 

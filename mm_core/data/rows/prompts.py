@@ -89,7 +89,12 @@ def _file(row: Mapping[str, object], key: str, path: Path) -> Path | None:
     if name is None:
         return None
     if not isinstance(name, str) or not name:
-        raise DataError(f"{key} is {name!r}", where=str(path), accepted="the path of an image")
+        raise DataError(
+            f"{key} is {name!r}",
+            where=str(path),
+            accepted="the path of an image, relative to this file",
+            hint=f"correct the row, or leave {key} out of it",
+        )
     return path.parent / name
 
 

@@ -187,7 +187,7 @@ def _viewed(cls: _Class, own: str, skipped: str | tuple[str, str] | None) -> _Vi
 
 
 def _ancestors(cls: _Class, own: str) -> list[_Class | str]:
-    """The bases of a class and theirs; dotted names for those out of view."""
+    """All bases of a class, direct and inherited; dotted names of those whose source is not available."""
     found: list[_Class | str] = []
     for base in cls.node.bases:
         inner = base.value if isinstance(base, ast.Subscript) else base

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from mm_core.contracts import IGNORED_LABEL, Batch, TextBatch
-from mm_core.errors import ContractError
+from mm_core.errors import ContractError, plural
 from mm_core.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -85,14 +85,14 @@ class Limits:
             return
         if labels.is_floating_point():
             raise _mismatch_error(
-                f"the labels are numbers, but the model has {classes} classes",
+                f"the labels are numbers, but the model has {plural(classes, 'class')}",
                 accepted="a class for each row, from 0 (text_rows: label_type: class)",
                 hint="set task.overrides: {num_labels: 1} for a model that predicts a number",
             )
         strange = [label for label in labels.tolist() if label != IGNORED_LABEL and not 0 <= label < classes]
         if strange:
             raise _mismatch_error(
-                f"a row's class is {strange[0]}, but the model has {classes} classes",
+                f"a row's class is {strange[0]}, but the model has {plural(classes, 'class')}",
                 accepted=f"classes from 0 to {classes - 1}",
                 hint="list all classes in task.labels, or fix the row",
             )

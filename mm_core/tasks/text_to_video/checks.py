@@ -64,7 +64,7 @@ def _channel_faults(task: TextToVideo) -> Iterator[ContractError]:
     for name, value in (("in_channels", predictor.in_channels), ("out_channels", predictor.out_channels)):
         if value != channels:
             yield ContractError(
-                f"{name} is {value}, but the autoencoder's latents have {channels} channels",
+                f"{name} is {value}, but the autoencoder's latents have {plural(channels, 'channel')}",
                 where=f"task.predictor.{name}",
                 accepted=str(channels),
             )
@@ -83,7 +83,7 @@ def _text_faults(task: TextToVideo) -> Iterator[ContractError]:
     padding = predictor.text_padding
     if isinstance(padding, tuple) and encoder.max_length > padding[1]:
         yield ContractError(
-            f"max_length is {encoder.max_length}, but the predictor takes {padding[1]} tokens",
+            f"max_length is {encoder.max_length}, but the predictor takes {plural(padding[1], 'token')}",
             where="task.text_encoder.max_length",
             accepted=f"at most {padding[1]}",
         )

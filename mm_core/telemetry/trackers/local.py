@@ -48,7 +48,7 @@ class JsonlTracker:
         except OSError as fault:
             if not self._lost:
                 _logger.warning(
-                    "%s could not be written at step %d; this line is lost, later lines are tried again: %s",
+                    "%s could not be written at step %d; this line is lost, later ones will be tried: %s",
                     METRICS_FILE,
                     step,
                     fault,

@@ -134,7 +134,7 @@ def determinism(probe: DatasetProbe) -> None:
         different = [index for index in order if not equal(first[index], second[index])]
         probe.expect(
             not different,
-            f"sample {different[:1]} of epoch {epoch} is a different one when it is read again",
+            f"sample {different[:1]} of epoch {epoch} changes when it is read again",
             hint="draw from the `rng` that sample_at is given, and keep no state from sample to sample",
         )
     batch, samples = probe.batch()
@@ -164,11 +164,11 @@ def given_randomness(probe: DatasetProbe) -> None:
 
 def new_samples_each_epoch(probe: DatasetProbe) -> None:
     """sample_at returns other random choices in another epoch."""
+    size = len(probe.dataset)
     if not isinstance(probe.dataset, SupportsSampleAt):
         raise NotApplicable("the dataset has no sample_at: its samples are not random")
-    indices = range(min(len(probe.dataset), 8))
     probe.expect(
-        not all(equal(probe.sample(index, epoch=0), probe.sample(index, epoch=1)) for index in indices),
+        not all(equal(probe.sample(i, epoch=0), probe.sample(i, epoch=1)) for i in range(min(size, 8))),
         "sample_at returns the same samples in each epoch: it uses nothing of `rng`",
         hint="draw from `rng`; leave sample_at out if samples are not random, or switch on what is random in"
         " the small instance (`tiny`)",
@@ -176,7 +176,7 @@ def new_samples_each_epoch(probe: DatasetProbe) -> None:
 
 
 def resume(probe: DatasetProbe) -> None:
-    """The batches of a run that is resumed are those that it would have read: no state is needed."""
+    """A resumed run reads the batches of an uninterrupted one; no state is needed."""
     whole = list(probe.loader())
     for start in (1, len(whole) - 1):
         rest = list(probe.loader(probe.build(), start))
@@ -208,7 +208,7 @@ def picklable(probe: DatasetProbe) -> None:
 
 
 def bad_samples(probe: DatasetProbe) -> None:
-    """What cannot be read is an error of the constructor, or a DataError of its samples, which are listed."""
+    """Unreadable data raises an error in the constructor, or a DataError for each sample, which is listed."""
     if not probe.files:
         raise NotApplicable("the small instance has no files that could be damaged")
     wanted = [probe.sample(index) for index in range(len(probe.dataset))]

@@ -317,7 +317,7 @@ def tiles(probe: AutoencoderProbe) -> None:
             same_scale = 0.7 < float(parts.double().std() / whole.double().std()) < 1.4
             probe.expect(
                 error <= most and same_scale,
-                f"with {name}={value}, the {what} of a clip differ by {error:.2f} of their deviation",
+                f"with {name}={value}, the {what} of a clip differ by {error:.2f} standard deviations",
                 accepted=f"at most {most:.3g}",
                 hint="check where each tile is placed and how it is scaled, and that overlaps are blended",
             )

@@ -81,7 +81,7 @@ def whole_run(probe: CallbackProbe) -> None:
 
 
 def resumes(probe: CallbackProbe) -> None:
-    """A callback of a resumed run takes its events, in the folder that an earlier process has left."""
+    """A callback works in a resumed run, in a folder with the files of an earlier process."""
     folder = probe.folder("resumed")
     first = [each for each in _events(folder) if each[0] != "run_ended"]  # killed before its end
     probe.call(probe.build(), *first[: len(first) // 2])

@@ -12,7 +12,7 @@ def mm_datasets() -> list[Component]:
             config="mm_internvl.data.config:ConversationsConfig",
             tiny="mm_internvl.testing:tiny_rows",
             expected_failures={
-                "new_samples_each_epoch": "only with packing the epoch decides which conversations share a row"
+                "new_samples_each_epoch": "only with packing the epoch decides which rows share a sample"
             },
             summary="conversations about images and videos, tiled and packed as InternVL takes them",
             licence="Apache-2.0",

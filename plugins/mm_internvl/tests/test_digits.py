@@ -7,7 +7,6 @@ import pytest
 from support.scripts import script
 
 
-@pytest.mark.nightly
 @pytest.mark.slow
 def test_two_ranks_begin_to_read_digits(tmp_path):
     """Exact answers to pictures that were not trained on; guessing would be right in 10 % of them."""

@@ -7,7 +7,6 @@ import pytest
 from support.scripts import script
 
 
-@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_held_out_loss_falls_and_a_resumed_run_has_the_same_bits(tmp_path):
     """Below 0.8 of the lower of its start and of what a model that predicts nothing gets."""

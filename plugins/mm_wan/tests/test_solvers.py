@@ -151,7 +151,7 @@ REFUSED = [
     (
         UniPCMultistepScheduler(),
         {},
-        "prediction_type is 'epsilon', with which the scheduler cannot sample Wan",
+        "prediction_type is 'epsilon', which does not work for Wan",
     ),
     (
         of_diffusers("dpm++", algorithm_type="sde-dpmsolver++"),
@@ -161,12 +161,12 @@ REFUSED = [
     (
         of_diffusers("euler", stochastic_sampling=True),
         {},
-        "stochastic_sampling is True, with which the scheduler",
+        "stochastic_sampling is True, which does not work for Wan",
     ),
     (
         of_diffusers("unipc", use_dynamic_shifting=True),
         {},
-        "use_dynamic_shifting is True, with which the scheduler",
+        "use_dynamic_shifting is True, which does not work for Wan",
     ),
     (
         of_diffusers("unipc"),

@@ -40,7 +40,7 @@ def modules(probe: TaskProbe) -> None:
             not real,
             f"{name}.{real[:1] and real[0]} has memory, though the task was built on the meta device",
             accepted="tensors on the default device: each rank gets only its shards",
-            hint="name no device in constructors, and fill tensors in init_weights",
+            hint="do not set a device in constructors, and fill tensors in init_weights",
         )
     for name in task.frozen:
         probe.expect(

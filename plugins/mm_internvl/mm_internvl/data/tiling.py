@@ -235,7 +235,7 @@ def image_size(path: Path, max_pixels: int) -> tuple[int, int]:
                     accepted=f"up to {max_pixels} pixels",
                     hint="raise max_pixels of the dataset if memory is sufficient to decode the image",
                 )
-            # For a PNG without EXIF in its header, Pillow would decode the complete image to search its end.
+            # For a PNG without EXIF in its header, Pillow would decode the complete image to find its end.
             if (image.format != "PNG" or "exif" in image.info) and _turned(image):
                 width, height = height, width
             return height, width

@@ -163,7 +163,7 @@ def _check(folder: Path, name: SolverName, settings: Mapping[str, object], num_t
     for key, value in needed.items():
         if (found := settings.get(key, defaults.get(key, value))) != value:
             raise CheckpointError(
-                f"{key} is {found!r}, with which the scheduler cannot sample Wan",
+                f"{key} is {found!r}, which does not work for Wan",
                 where=where,
                 accepted=repr(value),
             )
