@@ -66,6 +66,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m pytest tests/repo/test_words.py
 
 ## format: fix what ruff can fix, then format
 format: $(STAMP)

@@ -141,7 +141,6 @@ def test_prompts_are_read_by_their_words(shapes) -> None:
 
 
 def test_both_scripts_run_from_the_command_line(tmp_path: Path) -> None:
-    began = time.perf_counter()
     out = tmp_path / "made"
     command = [sys.executable, str(SHAPES / "render.py"), "--out", str(out), "--clips", "26"]
     assert "rendered 26 clips" in subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -153,7 +152,6 @@ def test_both_scripts_run_from_the_command_line(tmp_path: Path) -> None:
     for source in (str(tmp_path / "clips.npz"), str(tmp_path)):
         wrong = subprocess.run([*judging[:2], source, "--require", "0.95"], capture_output=True, text=True)
         assert wrong.returncode != 0 and "Traceback" not in wrong.stderr
-    assert time.perf_counter() - began < 20
 
 
 def test_the_dataset_draws_the_quickstart_s_clips_without_files(shapes_data: Path) -> None:
