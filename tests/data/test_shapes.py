@@ -7,7 +7,6 @@ import json
 import random
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 

@@ -97,6 +97,7 @@ def test_a_commit_is_checked_by_the_tools_of_make_venv() -> None:
             (".venv/bin/ruff", "check"),
             (".venv/bin/ruff", "format"),
             ("make", "check-pages"),
+            (".venv/bin/python", "-m"),
         }
 
 

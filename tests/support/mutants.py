@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import tomllib
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -122,7 +124,9 @@ def findings(folder: Path, mutant: Mutant | None, kind: str, ranks: bool = False
             imported = tuple(component_faults(registered, import_targets=True))
         except MMError as error:
             imported = (str(error),)
-        outcomes = list(Examination(registered, registry, ranks))
+        with warnings.catch_warnings(action="ignore", category=ResourceWarning):
+            outcomes = list(Examination(registered, registry, ranks))
+            gc.collect()  # a tracker that does not close its file
         return Findings(
             static, imported, {o.check: o.reason for o in outcomes if o.status == "failed"}, folder
         )
