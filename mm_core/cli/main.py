@@ -143,16 +143,21 @@ def _reported(arguments: list[str], program: str) -> int:
         raise
     except PeerError:
         return 1  # the rank that failed prints the error
-    except MMError as error:
+    except KeyboardInterrupt:
+        print("mm: interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        from mm_core.plugin.authors import author_error
+
+        shown = error if isinstance(error, MMError) else author_error(error)
+        if shown is None:
+            raise
         if os.environ.get("MM_DEBUG", "0") not in ("", "0"):
             import traceback
 
             traceback.print_exc()
-        print(f"mm: error: {error.render()}", file=sys.stderr)
+        print(f"mm: error: {shown.render()}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("mm: interrupted", file=sys.stderr)
-        return 130
 
 
 @contextmanager

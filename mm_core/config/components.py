@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from mm_core.errors import ContractError, MMError
+from mm_core.plugin.checks.inspection import component_faults, file_fault
 from mm_core.schema.fields import ComponentConfig
 from mm_core.schema.nodes import inside
+
+if TYPE_CHECKING:
+    from mm_core.config.sections import RunConfig
 
 
 def walk_components(value: object, key: str = "") -> list[tuple[str, ComponentConfig]]:
@@ -14,3 +21,20 @@ def walk_components(value: object, key: str = "") -> list[tuple[str, ComponentCo
     for name, item in items:
         found += walk_components(item, f"{key}.{name}" if key else str(name))
     return found
+
+
+def target_faults(config: RunConfig, *, import_targets: bool = False) -> list[MMError]:
+    """Errors of the targets of a config's components: missing ones, members, arguments.
+
+    The core's own components are left out: its tests check them.
+
+    Args:
+        config: the run's config.
+        import_targets: import the targets, which finds more than their files show.
+    """
+    named = dict.fromkeys((each.kind, each.type) for _, each in walk_components(config))
+    chosen = [each for each in (config.registry.resolve(*one) for one in named) if each.namespace != "core"]
+    found = [fault for each in chosen if (fault := file_fault(each)) is not None]
+    if found or not import_targets:
+        return found
+    return [ContractError(text) for each in chosen for text in component_faults(each, import_targets=True)]

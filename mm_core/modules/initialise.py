@@ -33,6 +33,7 @@ from mm_core.modules.adapter_layers import base_name, init_adapters, without_ada
 from mm_core.modules.full_tensors import FullTensors, keep_local_part, storage_of
 from mm_core.modules.shards import local
 from mm_core.modules.torch_calls import Args, Function, Kwargs
+from mm_core.plugin.checks.contract import place_of_object
 from mm_core.runtime.launch.rank_process import out_of_memory
 from mm_core.runtime.ranks import on_any_rank
 
@@ -344,10 +345,11 @@ def _unset(module: nn.Module, prefix: str, names: Sequence[str]) -> ContractErro
     by_layers = default and "init_weights" not in vars(module)
     method = "reset_parameters of the layers" if by_layers else "init_weights"
     place = f"an init_weights of {_kind(module)}" if by_layers else "init_weights"
+    first = names[0].removeprefix(f"{prefix}.")
     return ContractError(
         f"{method} of {_kind(module)} left {plural(len(names), 'tensor')} unset: {_listed(names)}",
-        where=prefix,
+        where=f"{prefix}, {place_of_object(module)}",
         accepted="every parameter and buffer filled in place, non-persistent tables included",
-        hint=f"fill them completely in {place}: self.position_ids.copy_(torch.arange(n)); values computed"
-        " in a constructor are lost on the meta device",
+        hint=f"fill them completely in {place}: self.{first}.copy_(values); values computed in a constructor"
+        " are lost on the meta device",
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from mm_core.config.components import walk_components
+from mm_core.config.components import target_faults, walk_components
 from mm_core.config.sections import RunConfig
 from mm_core.contracts import (
     Engine,
@@ -26,7 +26,7 @@ from mm_core.contracts import (
 )
 from mm_core.data.loading.sampler import BatchPlan
 from mm_core.data.loading.seeding import build_dataset
-from mm_core.errors import PlanError
+from mm_core.errors import ConfigError, PlanError
 from mm_core.modules.casting import cast_frozen
 from mm_core.modules.patterns import freeze
 from mm_core.plan.run_plan import ComponentFact, MissingFile, ModuleFact, RunPlan
@@ -102,10 +102,13 @@ def make_plan(
         num_samples: number of samples in data.train; None: counted if `train.epochs` is set.
 
     Raises:
+        ConfigError: a target does not keep the contract of its kind.
         ContractError: the components do not match each other.
         PlanError: the run does not fit the number of ranks.
     """
     registry = config.registry
+    if faults := target_faults(config, import_targets=True):
+        raise faults[0] if len(faults) == 1 else ConfigError(faults)
     task = build_task(config) if task is None else task
     engine = registry.build("engine", config.engine) if engine is None else engine
     assert engine is not None

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mm_core.contracts import Randomness
-from mm_core.testing.kit import Kit, Probe, by_name
+from mm_core.contracts import NoiseScheduler, Randomness, SupportsForTokens, SupportsTruncated
+from mm_core.testing.kit import Kit, NotApplicable, Probe, by_name
 
 _DRAWS = 20_000
 _SHAPE = (3, 2, 2, 4, 4)
@@ -234,10 +234,55 @@ def pure(probe: Probe) -> None:
     probe.expect(same, "the scheduler changes tensors that it is given")
 
 
+def by_tokens(probe: Probe) -> None:
+    """for_tokens returns a noise scheduler, the same for equal numbers of tokens."""
+    scheduler = probe.build()
+    if not isinstance(scheduler, SupportsForTokens):
+        raise NotApplicable("the scheduler has no for_tokens: its noise levels do not depend on the size")
+    for tokens in (256, 4096):
+        found, again = scheduler.for_tokens(tokens), scheduler.for_tokens(tokens)
+        probe.expect(
+            isinstance(found, NoiseScheduler),
+            f"for_tokens({tokens}) returned a {type(found).__name__}",
+            accepted="a noise scheduler: this one, or another for samples of that size",
+        )
+        sigmas = found.sigmas(8)
+        probe.expect(
+            torch.equal(sigmas, again.sigmas(8))
+            and bool((sigmas.diff() < 0).all())
+            and float(sigmas[-1]) == 0,
+            f"for_tokens({tokens}) has the noise levels {[round(each, 4) for each in sigmas.tolist()]}",
+            accepted="falling ones down to 0, the same for each call with that number",
+        )
+
+
+def intervals(probe: Probe) -> None:
+    """mass is the share of training timesteps in an interval, and truncated draws from it alone."""
+    scheduler = probe.build()
+    if not isinstance(scheduler, SupportsTruncated):
+        raise NotApplicable("the scheduler has no truncated and mass: it cannot train experts")
+    drawn = scheduler.sample_timesteps([_generators(1)[0]] * _DRAWS)
+    middle = float(scheduler.timestep_quantile(torch.tensor([0.5])))
+    for low, high in ((0.0, middle), (middle, None), (0.0, None)):
+        share = float(((drawn >= low) & (drawn < (float("inf") if high is None else high))).double().mean())
+        found = scheduler.mass(low, high)
+        probe.expect(
+            abs(found - share) < 0.02,  # 5 standard deviations of a share of 20,000 draws
+            f"mass({low:g}, {high if high is None else f'{high:g}'}) is {found:.3g}",
+            accepted=f"{share:.3g}, the share of {_DRAWS:,} timesteps that were drawn",
+        )
+        inside = scheduler.truncated(low, high).sample_timesteps(_generators(64))
+        probe.expect(
+            bool((inside >= low).all()) and (high is None or bool((inside < high).all())),
+            f"truncated({low:g}, {high}) draws from {float(inside.min()):g} to {float(inside.max()):g}",
+            accepted="timesteps of the interval",
+        )
+
+
 KIT = Kit(
     by_name(
         *(timesteps, density, linear, clean_latents, noise_levels, loss_weights, precise_timesteps),
-        *(samples, pure),
+        *(samples, pure, by_tokens, intervals),
     )
 )
 """The conformance checks of noise schedulers."""

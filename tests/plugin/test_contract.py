@@ -12,6 +12,7 @@ import torch
 import yaml
 from torch import nn
 
+from mm_core import contracts
 from mm_core.contracts import Callback, DatasetBase, PredictorModule, Task, TaskModule, Tracker
 from mm_core.diffusion.flow_match import FlowMatch
 from mm_core.errors import ContractError
@@ -303,7 +304,7 @@ def test_a_dry_run_names_all_that_is_missing_at_once(conv: Path, tmp_path: Path,
         "it lacks 3 attributes: text_padding (str | tuple[str, int]), out_channels (int), text_dim (int); "
         "its patch_size is [1, 2, 2], not tuple[int, int, int]",
         "accepted: mm_core.contracts.Predictor",
-        "hint: docs/kinds/predictor.md explains each member, `mm plugins check --import` checks them",
+        "hint: `python -m pydoc mm_core.contracts.Predictor` or docs/kinds/predictor.md explains each member",
     ]
 
 
@@ -312,7 +313,54 @@ def test_check_holds_classes_against_their_contract(conv: Path, tmp_path: Path, 
     assert done.code == 1
     (line,) = [line for line in done.out.splitlines() if line.startswith("error")]
     assert "ConvPredictor does not keep its contract: it lacks 1 method: init_weights(); " in line
-    assert f"({tmp_path}/conv.py, line 7; docs/kinds/predictor.md explains each member" in line
+    assert f"{tmp_path}/conv.py, line 7: " in line and "docs/kinds/predictor.md explains each" in line
+
+
+def test_every_capability_belongs_to_a_kind() -> None:
+    """A component is checked against those that it has, and the page of its kind lists them."""
+    known = {path for contract in CONTRACTS.values() for path in contract.optional}
+    public = {f"mm_core.contracts:{name}" for name in contracts.__all__ if name.startswith("Supports")}
+    assert len(public) > 15 and public <= known
+
+
+def test_import_finds_all_that_the_files_show(conv: Path, tmp_path: Path, mm: Any) -> None:
+    done = mm("plugins", "check", "--path", tmp_path / "conv.py")
+    imported = mm("plugins", "check", "--import", "--path", tmp_path / "conv.py")
+    (line,) = [line for line in done.out.splitlines() if line.startswith("error")]
+    assert line in imported.out.splitlines() and "attributes" in line
+
+
+CALLBACKS = """
+from mm_core import Component, hookimpl
+from mm_core.contracts import Callback
+
+
+class Misspelt(Callback):
+    def validate(self, step, metrics):
+        raise AssertionError
+
+
+class Short(Callback):
+    def validated(self, metrics):
+        raise AssertionError
+
+
+@hookimpl
+def mm_callbacks():
+    return [Component("misspelt", "watching:Misspelt"), Component("short", "watching:Short")]
+"""
+
+
+def test_a_dry_run_checks_components_that_a_plan_does_not_build(tiny: Path, tmp_path: Path, mm: Any) -> None:
+    (tmp_path / "watching.py").write_text(CALLBACKS)
+    config: dict[str, Any] = yaml.safe_load(tiny.read_text())
+    config["plugins"] = {"path": ["watching.py"]}
+    config["callbacks"] = [{"type": "local/misspelt"}, {"type": "local/short"}]
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(config))
+    done = mm("train", "--config", tmp_path / "x.yaml", "--dry-run")
+    assert done.code == 1 and "Traceback" not in done.err
+    for number, words in ((6, "its method validate is not an event"), (11, "its method validated cannot be")):
+        assert f"{tmp_path}/watching.py, line {number}: " in done.err and words in done.err
 
 
 def test_a_class_of_a_library_is_placed_where_it_was_made() -> None:

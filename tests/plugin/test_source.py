@@ -57,6 +57,47 @@ def faults(site: Any) -> Any:
     return found
 
 
+BASED = """
+from mm_core.contracts import PredictorModule
+
+
+class DiT(PredictorModule):
+    patch_size = (1, 2, 2)
+    text_dim: int
+
+    def __init__(self, channels):
+        super().__init__()
+        self.in_channels = channels
+
+    def init_weight(self):
+        pass
+
+    def helper(self):
+        pass
+
+    def forward(self, latents, timestep, text, text_mask):
+        return latents
+"""
+
+
+def test_a_type_alone_sets_no_attribute(faults: Any) -> None:
+    """Also in the base class, which declares what its authors set."""
+    found = faults(BASED)
+    assert found[0] == "it lacks 1 attribute: text_dim (int)"
+    assert faults(BASED.replace("text_dim: int", "text_dim: int = 8"))[:1] == found[1:]
+    assert not any("attribute" in each for each in faults(BASED.replace("text_dim: int", "text_dim = 8")))
+
+
+def test_a_method_that_resembles_one_of_the_base_class_is_never_called(faults: Any) -> None:
+    assert faults(BASED)[1:] == ["its method init_weight is never called: did you mean init_weights?"]
+    calls = BASED.replace(
+        "        super().__init__()", "        super().__init__()\n        self.init_weight()"
+    )
+    assert len(faults(calls)) == 1, "the author calls it"
+    both = BASED + "\n    def init_weights(self):\n        pass\n"
+    assert len(faults(both)) == 1, "the author has both"
+
+
 def test_the_members_in_the_source_are_those_of_the_contract() -> None:
     for kind, contract in CONTRACTS.items():
         for each in (contract, *(type(contract)(path) for path in contract.optional)):
@@ -180,7 +221,7 @@ def test_validate_reports_what_the_files_tell_without_torch(
     assert fault["where"] == (
         f"plugin 'alpha', predictor 'alpha/dit', {site.folder / 'mm_alpha/model.py'}, line 11"
     )
-    assert fault["hint"].startswith("docs/kinds/predictor.md explains each member")
+    assert fault["hint"].endswith("docs/kinds/predictor.md explains each member")
     site.module("mm_alpha.model", LACKS.replace("class DiT", "class Dit"))
     assert main(["validate", str(config)]) == 1
     assert "the target 'mm_alpha.model:DiT' does not exist" in capsys.readouterr().err

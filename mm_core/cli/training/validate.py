@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING
 
 from mm_core.cli.options import add_allow_code
 from mm_core.errors import ConfigError, MMError
-
-if TYPE_CHECKING:
-    from mm_core.config.sections import RunConfig
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -27,11 +23,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Runs `mm validate`: exit code 0 when the config is valid, 1 after printing every error in it."""
+    from mm_core.config.components import target_faults
     from mm_core.config.load import load_config
 
     try:
         config = load_config(args.config, args.overrides, allow_code=args.allow_code)
-        if faults := _target_faults(config):
+        if faults := target_faults(config):
             raise ConfigError(faults, where=args.config)
     except MMError as error:
         if not args.json:
@@ -53,19 +50,6 @@ def execute(args: argparse.Namespace) -> int:
         data = config.data.train.type
         print(f"{args.config}: ok (task {config.task.type}, data {data}, engine {config.engine.type})")
     return 0
-
-
-def _target_faults(config: RunConfig) -> list[MMError]:
-    """Errors of the config's components found in the plugins' files: missing targets, members, arguments."""
-    from mm_core.config.components import walk_components
-    from mm_core.plugin.checks.inspection import file_fault
-
-    named = dict.fromkeys((each.kind, each.type) for _, each in walk_components(config))
-    chosen = [config.registry.resolve(*each) for each in named]
-    found = [
-        file_fault(each) for each in chosen if each.namespace != "core"
-    ]  # the core's tests check its own
-    return [fault for fault in found if fault is not None]
 
 
 def _rows(error: MMError) -> list[dict[str, str | None]]:

@@ -54,7 +54,9 @@ CONTRACTS: Mapping[str, Contract] = MappingProxyType(
                 *("SupportsModuleFlops", "SupportsShardPlan", "SupportsWeightsFrom"),
             ),
         ),
-        "autoencoder": Contract("mm_core.contracts:Autoencoder", optional=_LOADING),
+        "autoencoder": Contract(
+            "mm_core.contracts:Autoencoder", optional=(*_LOADING, *_capabilities("SupportsDoSample"))
+        ),
         "text_encoder": Contract(
             "mm_core.contracts:TextEncoder", optional=(*_LOADING, *_capabilities("SupportsConditionShapes"))
         ),
@@ -65,9 +67,19 @@ CONTRACTS: Mapping[str, Contract] = MappingProxyType(
         ),
         "dataset": Contract(
             "mm_core.contracts:Dataset",
-            optional=_capabilities("SupportsSampleAt", "SupportsLengths", "SupportsClassNames"),
+            optional=_capabilities(
+                *("SupportsSampleAt", "SupportsLengths", "SupportsClassNames", "SupportsCheckMicroBatch"),
+                *("SupportsEvaluated", "SupportsConversing"),
+            ),
         ),
-        "task": Contract("mm_core.contracts:Task", base="torch.nn:Module"),
+        "task": Contract(
+            "mm_core.contracts:Task",
+            base="torch.nn:Module",
+            optional=_capabilities(
+                *("SupportsBeginStep", "SupportsNotes", "SupportsCheckRequest", "SupportsClips"),
+                *("SupportsSampleFlops", "SupportsAnswer"),
+            ),
+        ),
         "engine": Contract("mm_core.contracts:Engine"),
         "optimizer": Contract("torch.optim:Optimizer", base="torch.optim:Optimizer"),
         "lr_schedule": Contract("mm_core.contracts:LRSchedule"),
@@ -242,7 +254,8 @@ def sentence(name: str, faults: Sequence[str]) -> str:
 
 def hint_of(kind: str) -> str:
     """Where an author reads what a component of a kind must have."""
-    return f"docs/kinds/{kind}.md explains each member, `mm plugins check --import` checks them"
+    protocol = CONTRACTS[kind].protocol.replace(":", ".")
+    return f"`python -m pydoc {protocol}` or docs/kinds/{kind}.md explains each member"
 
 
 def place_of(cls: Callable[..., object], target: Callable[..., object]) -> str:
@@ -253,6 +266,13 @@ def place_of(cls: Callable[..., object], target: Callable[..., object]) -> str:
         return f"{inspect.getsourcefile(found)}, line {inspect.getsourcelines(found)[1]}"
     except (OSError, TypeError):  # made by a program, or written in C
         return f"{found.__module__}.{getattr(found, '__qualname__', found)}"
+
+
+def place_of_object(found: object) -> str:
+    """File and line of a component's class, also of a module that an engine has sharded."""
+    classes = [cls for cls in type(found).__mro__ if not cls.__module__.startswith("torch.")]
+    own = classes[0] if classes[0] is not object else type(found)
+    return place_of(own, own)
 
 
 def call_fault(

@@ -64,10 +64,10 @@ def component_faults(registered: Registered, import_targets: bool = False) -> li
     """The errors of one component, one text each (see `inspect_plugins`)."""
     faults = [*_config_faults(registered)]
     try:
+        fault = file_fault(registered)
+        faults += [one_line(fault)] if fault else []
         if import_targets:
-            faults += _import_faults(registered)
-        elif fault := file_fault(registered):
-            faults.append(one_line(fault))
+            faults += _import_faults(registered, judged=fault is not None)
     except MMError as error:
         faults.append(one_line(error))
     return faults
@@ -109,9 +109,10 @@ def file_fault(registered: Registered) -> MMError | None:
     )
 
 
-def _import_faults(registered: Registered) -> Iterator[str]:
+def _import_faults(registered: Registered, judged: bool) -> Iterator[str]:
+    """What importing the target shows; what its class lacks only if the files have not shown it already."""
     target = registered.load_target()
-    if isinstance(target, type) and (faults := class_faults(registered.kind, target)):
+    if not judged and isinstance(target, type) and (faults := class_faults(registered.kind, target)):
         place = place_of(target, target)
         yield f"{registered.place}: {sentence(target.__name__, faults)} ({place}; {hint_of(registered.kind)})"
     if registered.component.config is None:

@@ -11,6 +11,7 @@ import ast
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -155,8 +156,25 @@ def _faults(kind: str, cls: _Class, own: str) -> Iterator[str]:
         yield from lacking("method", methods)
         yield from lacking("attribute", attributes)
     yield from wrong
-    if contract.events:
-        yield from misspelt(view.methods, members)
+    yield from misspelt(view.methods, members) if contract.events else _unused(cls, own, members, view)
+
+
+def _unused(cls: _Class, own: str, members: Mapping[str, Member], view: _View) -> Iterator[str]:
+    """Methods that nothing in the module uses and that resemble one which the class only inherits."""
+    inherited = {
+        node.name
+        for each in _ancestors(cls, own)
+        if isinstance(each, _Class) and each.module.name.partition(".")[0] == "mm_core"
+        for node in each.node.body
+        if isinstance(node, Function) and not node.name.startswith("_")
+    }
+    known = inherited | members.keys()
+    used = {node.attr for node in ast.walk(cls.module.tree) if isinstance(node, ast.Attribute)}
+    for name in view.methods:
+        if name.startswith("_") or name in known | used:
+            continue
+        if near := get_close_matches(name, known - view.methods.keys(), 1, 0.8):
+            yield f"its method {name} is never called: did you mean {near[0]}?"
 
 
 def _viewed(cls: _Class, own: str, skipped: str | tuple[str, str] | None) -> _View:
@@ -208,9 +226,14 @@ def _identity(cls: _Class) -> tuple[str, str]:
 def _names(cls: ast.ClassDef) -> Iterator[str]:
     """All names that a class may give itself or its objects, rather too many than too few."""
     is_data = any(name in _DATACLASS for name in _decorators(cls))
-    for node in ast.walk(cls):
+    nodes = [*ast.walk(cls)]
+    # `width: int` alone declares a type and sets nothing.
+    bare = {node.target for node in nodes if isinstance(node, ast.AnnAssign) and node.value is None}
+    for node in nodes:
         if isinstance(node, ast.ClassDef | Function) and node is not cls:
             yield node.name
+        elif node in bare:
+            continue
         elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.attr if isinstance(node, ast.Attribute) else node.id
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # setattr, register_buffer

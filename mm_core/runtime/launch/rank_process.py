@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from mm_core.errors import MMError, PeerError
+from mm_core.plugin.authors import author_error
 from mm_core.runtime.launch.launch_folder import ENDED, FAILED, LOST, STOPPED_EARLY, LaunchFolder
 from mm_core.runtime.launch.rank_logs import latest_log
 from mm_core.runtime.launch.signals import STOPPED, show_cursor
@@ -40,10 +41,10 @@ _UNITS = "bKMGT"
 def run_as_rank(work: Callable[[], int]) -> int:
     """Runs `work` as the rank given by the environment (RANK, LOCAL_RANK), and returns the exit code.
 
-    The first rank of the host that fails prints its error: an MMError as its message, any other exception as
-    a traceback and a message. A rank that fails only because another one failed prints nothing. Once a rank
-    of the host has failed or vanished, the others end within `GRACE` seconds, even if they wait in a
-    collective. MM_DEBUG=1 prints every traceback.
+    The first rank of the host that fails prints its error: an MMError as its message, an exception from a
+    plugin's code as its message and line, any other exception as a traceback and a message. A rank that fails
+    only because another one failed prints nothing. Once a rank of the host has failed or vanished, the others
+    end within `GRACE` seconds, even if they wait in a collective. MM_DEBUG=1 prints every traceback.
     """
     folder = LaunchFolder.current()
     local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
@@ -96,6 +97,7 @@ def _report(error: BaseException, folder: LaunchFolder) -> None:
     if not folder.mark(FAILED):
         return
     shown = lost or (error if isinstance(error, MMError) else out_of_memory(error))
+    shown = shown or author_error(error, latest_log())
     if shown is None:
         if not debug:
             traceback.print_exception(error)

@@ -77,8 +77,9 @@ class Captions:
     def _encode(self, ids: Tensor, mask: Tensor) -> Encoded:
         """Hidden states in float32 (the engine casts them), padded as the predictor expects."""
         rows = len(ids)
-        text, mask, *others = self.encoder.encode(ids, mask)
-        check_text(text, mask, rows)
+        found = self.encoder.encode(ids, mask)
+        check_text(found, rows, self.encoder)
+        text, mask, *others = found
         given: Mapping[str, Tensor] = others[0] if others else {}
         check_returned(given, self.encoder, rows)
         text = text.float().masked_fill(~mask[..., None], 0)

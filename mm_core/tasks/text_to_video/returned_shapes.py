@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from mm_core.contracts import Autoencoder, NoiseScheduler
+from mm_core.contracts import Autoencoder, NoiseScheduler, TextEncoder
 from mm_core.errors import ContractError, MMError, first_line
+from mm_core.plugin.checks.contract import place_of_object
 
 
-def expect(found: Tensor, shape: Sequence[int], component: str, what: str) -> Tensor:
+def expect(found: Tensor, shape: Sequence[int], component: str, what: str, owner: object) -> Tensor:
     """Returns a component's tensor unchanged if it has the expected shape.
 
     Args:
@@ -19,12 +20,13 @@ def expect(found: Tensor, shape: Sequence[int], component: str, what: str) -> Te
         shape: the shape it must have.
         component: the component's key under `task`.
         what: the method that returned it.
+        owner: the component.
 
     Raises:
-        ContractError: the shape is different.
+        ContractError: the shape is different, or it is not a tensor.
     """
-    if tuple(found.shape) != tuple(shape):
-        raise _wrong_shape(component, what, found, shape)
+    if not isinstance(found, Tensor) or tuple(found.shape) != tuple(shape):
+        raise _wrong_shape(component, what, found, shape, owner)
     return found
 
 
@@ -39,21 +41,34 @@ def encoded(
         generators: one for each clip, to draw a sample of the posterior; None takes its mode.
     """
     posterior = autoencoder.encode(pixels)
+    if not (hasattr(posterior, "mode") and hasattr(posterior, "sample")):
+        raise ContractError(
+            f"encode returned a {type(posterior).__name__}",
+            where=f"task.autoencoder, {place_of_object(autoencoder)}",
+            accepted="an mm_core.contracts.Posterior: mode(), sample(generators) and moments",
+        )
     latents = posterior.mode() if generators is None else posterior.sample(generators)
     frames, height, width = pixels.shape[2:]
     shape = (len(pixels), *autoencoder.latent_shape(frames, height, width))
-    return expect(latents, shape, "autoencoder", "encode").float()
+    return expect(latents, shape, "autoencoder", "encode", autoencoder).float()
 
 
-def check_text(text: Tensor, mask: Tensor, rows: int) -> None:
-    """Checks the shapes that a text encoder returned: text [rows,L,D] and mask [rows,L].
+def check_text(found: Sequence[object], rows: int, encoder: TextEncoder) -> None:
+    """Checks what a text encoder returned: text [rows,L,D] and mask [rows,L], and perhaps further tensors.
 
     Raises:
         ContractError: a shape is different.
     """
+    if not isinstance(found, tuple) or len(found) not in (2, 3) or not isinstance(found[0], Tensor):
+        raise ContractError(
+            f"encode returned a {type(found).__name__}",
+            where=f"task.text_encoder, {place_of_object(encoder)}",
+            accepted="(hidden[B,L,D], mask[B,L]), and perhaps a mapping of further tensors [B,...]",
+        )
+    text, mask = found[:2]
     if text.dim() != 3 or len(text) != rows:
-        raise _wrong_shape("text_encoder", "encode", text, f"hidden states [{rows}, L, D]")
-    expect(mask, text.shape[:2], "text_encoder", "the mask of encode")
+        raise _wrong_shape("text_encoder", "encode", text, f"hidden states [{rows}, L, D]", encoder)
+    expect(mask, text.shape[:2], "text_encoder", "the mask of encode", encoder)
 
 
 def scheduler_faults(scheduler: NoiseScheduler, channels: int) -> Iterator[ContractError]:
@@ -75,7 +90,7 @@ def scheduler_faults(scheduler: NoiseScheduler, channels: int) -> Iterator[Contr
     }
     for name, (call, wanted) in calls.items():
         try:
-            found = expect(call(), wanted, "scheduler", name)
+            found = expect(call(), wanted, "scheduler", name, scheduler)
             if name == "sample_timesteps":
                 timestep = found
             continue
@@ -85,19 +100,22 @@ def scheduler_faults(scheduler: NoiseScheduler, channels: int) -> Iterator[Contr
             yield ContractError(
                 f"{name} fails for timesteps of shape [{rows}] and latents of shape {[*shape]}:"
                 f" {first_line(fault)}",
-                where="task.scheduler",
+                where=f"task.scheduler, {place_of_object(scheduler)}",
                 hint="reshape factors that depend on the timestep (sigma, alpha) to [B, 1, 1, 1, 1]",
             )
         if name == "sample_timesteps":
             return  # the other methods need valid timesteps
 
 
-def _wrong_shape(component: str, what: str, found: Tensor, wanted: Sequence[int] | str) -> ContractError:
+def _wrong_shape(
+    component: str, what: str, found: object, wanted: Sequence[int] | str, owner: object
+) -> ContractError:
     needed = wanted if isinstance(wanted, str) else [*wanted]
+    returned = list(found.shape) if isinstance(found, Tensor) else f"a {type(found).__name__}"
     broadcast = component == "scheduler" and isinstance(wanted, Sequence) and len(wanted) == 5
     return ContractError(
-        f"{what} returned {list(found.shape)} where {needed} is needed",
-        where=f"task.{component}",
+        f"{what} returned {returned} where {needed} is needed",
+        where=f"task.{component}, {place_of_object(owner)}",
         hint="reshape factors that depend on the timestep (sigma, alpha) to [B, 1, 1, 1, 1]"
         if broadcast
         else None,

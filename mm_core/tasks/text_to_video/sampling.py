@@ -119,17 +119,18 @@ def generate(
         if scale <= 1:
             prompted = {name: tensor[:rows] for name, tensor in text_conditions.items()}
             found = task.predict(_with(given, prompted), text[:rows], mask[:rows], expert)
-            return expect(found, latents.shape, "predictor", "forward").float()
+            return expect(found, latents.shape, "predictor", "forward", task.predictor).float()
         both = task.predict(_with(given.repeat(2), text_conditions), text, mask, expert)
-        expect(both, (2 * rows, *latents.shape[1:]), "predictor", "forward")
+        expect(both, (2 * rows, *latents.shape[1:]), "predictor", "forward", task.predictor)
         conditional, unconditional = both.float().chunk(2)
         return unconditional + scale * (conditional - unconditional)
 
     clean = scheduler.integrate(velocity, noise.to(device), request.steps)
-    expect(clean, noise.shape, "scheduler", "integrate")
+    expect(clean, noise.shape, "scheduler", "integrate", scheduler)
     # Latents of given frames go into the clip unchanged.
     clean = inputs_of(task.predictor, clean, clean.new_zeros(len(clean)), frames).latents
-    return expect(task.autoencoder.decode(clean), (len(clean), 3, *size), "autoencoder", "decode")
+    decoded = task.autoencoder.decode(clean)
+    return expect(decoded, (len(clean), 3, *size), "autoencoder", "decode", task.autoencoder)
 
 
 def _with(given: PredictorInputs, conditions: Mapping[str, Tensor]) -> PredictorInputs:

@@ -1,0 +1,44 @@
+"""Exceptions from the code of a plugin's author, as errors that name the author's own line."""
+
+from __future__ import annotations
+
+import linecache
+from importlib.metadata import entry_points
+from traceback import walk_tb
+from types import FrameType
+
+from mm_core.errors import MMError
+from mm_core.plugin.manager import GROUP
+from mm_core.plugin.trust.beside import LOCAL_PREFIX
+
+
+def author_error(error: BaseException, log: object = None) -> MMError | None:
+    """The error that the author of a plugin reads for an exception; None if it passed no plugin's code.
+
+    Args:
+        error: any exception but an MMError.
+        log: the file that contains its traceback, if there is one.
+    """
+    packages = {point.value.partition(":")[0].partition(".")[0] for point in entry_points(group=GROUP)}
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        frames = [(frame, line) for frame, line in walk_tb(cause.__traceback__) if _is_of(frame, packages)]
+        if frames:
+            frame, line = frames[-1]
+            file = frame.f_code.co_filename
+            text = " ".join(str(cause).split()) or linecache.getline(file, line).strip()
+            return MMError(
+                f"{type(cause).__name__}{f': {text}' if text else ''}",
+                where=f"{file}, line {line}, in {frame.f_code.co_name}",
+                hint=f"correct this line; {log or 'MM_DEBUG=1'} shows the whole traceback",
+            )
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def _is_of(frame: FrameType, packages: set[str]) -> bool:
+    """Whether a frame runs code of a plugin: of an installed package, or of a one-file plugin."""
+    module = str(frame.f_globals.get("__name__", ""))
+    return module.startswith(LOCAL_PREFIX) or module.partition(".")[0] in packages - {"mm_core"}
