@@ -92,7 +92,9 @@ def _reference(contract: Contract) -> str:
 
 
 def _prose(found: Any) -> str:
-    """The docstring before its sections."""
+    """The docstring before its sections; "" for a class of another library."""
+    if not found.__module__.startswith("mm_core"):
+        return ""
     return re.split(r"\n(?:Attributes|Args|Returns|Raises):\n", _doc(found))[0].strip()
 
 

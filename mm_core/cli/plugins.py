@@ -238,5 +238,7 @@ def _new(name: str, kinds: Sequence[str] | None, library_class: str | None) -> i
     print(f"{name}: {plural(len(made), 'file')}")
     for path in made:
         print(f"  {path}")
-    print(f"next:\n  cd {name} && pip install -e '.[dev]'\n  pytest\n  mm-train --config {config}")
+    # A class of Diffusers has its published size, which no CPU trains.
+    third = f"mm-train --config {config}" if library_class is None else f"mm plugins test {name}"
+    print(f"next:\n  cd {name} && pip install -e '.[dev]'\n  pytest\n  {third}")
     return 0

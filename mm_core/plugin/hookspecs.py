@@ -74,6 +74,8 @@ def mm_optimizers() -> Iterable[Component]:
 
     `groups` is a list of torch parameter groups: `{"params": [...], "names": [...]}` and, if the config sets
     them, `weight_decay` and `lr_scale` (which the engine applies). `names` are the paths in the task.
+    `step(closure=None)` updates them in place, with the `lr` that each group has at that step. All state is
+    tensors in `self.state[parameter]`: a checkpoint holds nothing else.
     On several ranks parameters may be DTensors; their state is then sharded as they are (`zeros_like`).
     The capability `state_tensors` is the number of tensors of a parameter's size that the optimizer keeps
     (2 for AdamW); the plan's memory estimate uses it.

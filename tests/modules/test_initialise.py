@@ -68,7 +68,7 @@ def test_a_table_that_is_not_set_is_named_with_what_to_do(kind, fill):
         ContractError, match=r"Positions left 1 tensor unset: predictor\.position_ids"
     ) as fault:
         begun(kind, fill)
-    assert "self.position_ids.copy_(torch.arange(n))" in fault.value.hint
+    assert "self.position_ids.copy_(values)" in fault.value.hint
 
 
 def test_integer_weights_that_are_not_set_are_named():

@@ -39,7 +39,7 @@ FAULTS: Mapping[str, Mapping[str, str]] = {
         "callback": "each method may be absent",
     },
     "wrong signature": {"optimizer": "`step(closure=None)` is torch's own"},
-    "misspelt method": {"*": "a missing member: only a callback's methods may be absent"},
+    "misspelt method": {"*": "found as a missing member: no base class has a method in its place"},
     "wrong shape": {
         **dict.fromkeys(("tracker", "callback"), _NOTHING),
         "lr_schedule": _NUMBER,

@@ -103,7 +103,7 @@ COMMANDS: dict[str, tuple[str, int, str]] = {
     "mm config schema --out FILE": ("mm config schema --out schema.json", 0, "schema.json"),
     "mm plugins show NAME": ("mm plugins show custom_dit", 0, "num_layers"),
     "mm plugins check": ("mm plugins check", 0, "0 errors"),
-    "mm plugins test NAME": ("mm plugins test core/flow_match", 0, "16 checks, 0 failures"),
+    "mm plugins test NAME": ("mm plugins test core/flow_match", 0, "18 checks, 0 failures"),
     "mm plugins new my-dit": ("mm plugins new my-dit", 0, "my-dit: 8 files"),
     "make venv": (f"{MAKE} --dry-run venv", 0, "Nothing to be done"),
     "make lint": (f"{MAKE} --dry-run lint", 0, "ruff check"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -32,6 +33,13 @@ class Wrong(FlowMatch):
         setattr(self, name, lambda *given: change(found(*given)))
 
 
+def text_of(fault):
+    """The error message without the place of the component, which is this file."""
+    text, places = re.subn(rf", {re.escape(__file__)}, line \d+: ", ": ", str(fault.value))
+    assert places == 1
+    return text
+
+
 HINT = "\n  hint: reshape factors that depend on the timestep (sigma, alpha) to [B, 1, 1, 1, 1]"
 FULL = f"[3, 12, 2, 5, 7] is needed{HINT}"
 
@@ -40,7 +48,7 @@ def test_a_scheduler_that_does_not_broadcast_is_named_before_anything_is_allocat
     task = make_task(scheduler=NoBroadcast())
     with pytest.raises(ContractError) as fault:
         task.check(SPEC)
-    assert str(fault.value).startswith(
+    assert text_of(fault).startswith(
         "task.scheduler: add_noise fails for timesteps of shape [3] and latents of shape [3, 12, 2, 5, 7]: "
         "The size of"
     )
@@ -61,7 +69,7 @@ def test_a_scheduler_that_does_not_broadcast_is_named_before_anything_is_allocat
 def test_each_answer_of_a_scheduler_is_checked_in_the_plan(name, change, text):
     with pytest.raises(ContractError) as fault:
         make_task(scheduler=Wrong(name, change)).check(SPEC)
-    assert str(fault.value) == f"task.scheduler: {text}"
+    assert text_of(fault) == f"task.scheduler: {text}"
 
 
 def test_a_scheduler_that_fits_passes():
@@ -78,7 +86,7 @@ def test_an_autoencoder_is_checked_where_it_encodes_and_where_it_decodes():
 
     task = make_task()
     task.autoencoder = Flat(2)
-    where = r"^task\.autoencoder: encode returned \[3, 12, 4, 4\] where \[3, 12, 2, 4, 4\] is needed$"
+    where = r"^task\.autoencoder, .*: encode returned \[3, 12, 4, 4\] where \[3, 12, 2, 4, 4\] is needed$"
     batch = make_batch(task)
     with pytest.raises(ContractError, match=where):
         task.prepare(batch, RNG)
@@ -109,7 +117,7 @@ def test_a_text_encoder_is_checked_where_it_encodes(change, text):
     length = batch.text_ids.shape[1]
     with pytest.raises(ContractError) as fault:
         task.prepare(batch, RNG)
-    assert str(fault.value) == "task.text_encoder: " + text.format(L=length, S=length - 1)
+    assert text_of(fault) == "task.text_encoder: " + text.format(L=length, S=length - 1)
 
 
 @pytest.mark.parametrize("guidance", [1.0, 2.0])
@@ -122,10 +130,12 @@ def test_a_predictor_and_a_solver_are_checked_where_they_sample(guidance):
     request = SampleRequest(prompts=("a",), guidance=guidance)
     with pytest.raises(ContractError) as fault:
         make_task(predictor=Short()).sample(request)
-    assert str(fault.value) == (
+    assert text_of(fault) == (
         f"task.predictor: forward returned [{rows}, 12, 1, 4, 4] where [{rows}, 12, 2, 4, 4] is needed"
     )
-    with pytest.raises(ContractError, match=r"^task\.scheduler: integrate returned \[1, 12, 4, 4\] where"):
+    with pytest.raises(
+        ContractError, match=r"^task\.scheduler, .*: integrate returned \[1, 12, 4, 4\]"
+    ):
         make_task(scheduler=Wrong("integrate", lambda t: t[:, :, 0])).sample(request)
 
 
@@ -141,3 +151,26 @@ def test_a_clip_size_without_a_fitting_one_beside_it_has_no_empty_hint():
     with pytest.raises(ContractError) as fault:
         task.check(SPEC)
     assert str(fault.value) == "data.train: 2 frames of 8 x 8 are too many at once\n  accepted: smaller clips"
+
+
+def test_what_is_no_tensor_at_all_is_named():
+    class Silent(PixelAutoencoder):
+        def encode(self, pixels):
+            """It forgets to return."""
+
+    class Mute(ByteTextEncoder):
+        def encode(self, ids, mask):
+            """It forgets to return."""
+
+    task = make_task()
+    batch = make_batch(task)
+    task.autoencoder, kept = Silent(2), task.autoencoder
+    with pytest.raises(ContractError) as fault:
+        task.prepare(batch, RNG)
+    assert text_of(fault).startswith("task.autoencoder: encode returned a NoneType\n  accepted: an mm_core.")
+    task.autoencoder, task.captions.encoder = kept, Mute(8, 32)
+    with pytest.raises(ContractError) as fault:
+        task.prepare(batch, RNG)
+    assert text_of(fault).startswith(
+        "task.text_encoder: encode returned a NoneType\n  accepted: (hidden[B,L,D]"
+    )

@@ -65,6 +65,8 @@ def component_faults(registered: Registered, import_targets: bool = False) -> li
     faults = [*_config_faults(registered)]
     try:
         fault = file_fault(registered)
+        if import_targets and isinstance(fault, PluginError):
+            fault = None  # the import decides whether the target exists
         faults += [one_line(fault)] if fault else []
         if import_targets:
             faults += _import_faults(registered, judged=fault is not None)

@@ -73,6 +73,7 @@ def frame(name: str, package: str) -> tuple[dict[str, str], dict[str, KindTempla
         run={"task.predictor": f"\ntype: $type\n{_yaml(fields)}"},
         steps=1500,
         about="of the library's size: give it the autoencoder, text encoder and data that it is for",
+        requires=(f"diffusers>={'.'.join(version('diffusers').split('.')[:2])}",),
     )
     return {"predictor": _module(name, own, cls, fields, text)}, {**TEMPLATES, "predictor": template}
 

@@ -66,6 +66,7 @@ class KindTemplate:
         run: keys of the config, with dots, and their values as YAML; $type is the component's name.
         steps: length of the run of its config.
         about: description of the run in its config.
+        requires: packages that the module imports besides mm_core's own.
     """
 
     target: str
@@ -75,6 +76,7 @@ class KindTemplate:
     run: Mapping[str, str] = field(default_factory=dict)
     steps: int = 300
     about: str = "on clips of moving shapes that need no download"
+    requires: tuple[str, ...] = ()
 
 
 TEMPLATES: Mapping[str, KindTemplate] = MappingProxyType(

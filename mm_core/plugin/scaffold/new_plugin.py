@@ -124,6 +124,7 @@ def _words(kinds: Sequence[str], package: str, templates: Mapping[str, KindTempl
         ("tests/test_conformance.py", "the tests"),
     ]
     versions = f">={major}.{minor},<{major}.{int(minor) + 1}"
+    needed = dict.fromkeys(each for kind in kinds for each in templates[kind].requires)
     runs = "".join(config_of(kind, package, kinds, templates) for kind in kinds)
     shipped = [d for d, used in (("mm-custom-dit", "custom_dit  #"), ("mm-wan", "wan/")) if used in runs]
     return {
@@ -131,7 +132,7 @@ def _words(kinds: Sequence[str], package: str, templates: Mapping[str, KindTempl
         "listed": listed,
         "first": kinds[0],
         "files": "\n".join(f"| `{file}` | {what} |" for file, what in rows),
-        "range": versions,
+        "requires": ", ".join(f'"{each}"' for each in (f"mm-core{versions}", *needed)),
         "dev": ", ".join(['"pytest>=8"', *(f'"{name}{versions}"' for name in shipped)]),
     }
 

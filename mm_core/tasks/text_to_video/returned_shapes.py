@@ -41,7 +41,7 @@ def encoded(
         generators: one for each clip, to draw a sample of the posterior; None takes its mode.
     """
     posterior = autoencoder.encode(pixels)
-    if not (hasattr(posterior, "mode") and hasattr(posterior, "sample")):
+    if not hasattr(posterior, "mode" if generators is None else "sample"):
         raise ContractError(
             f"encode returned a {type(posterior).__name__}",
             where=f"task.autoencoder, {place_of_object(autoencoder)}",
