@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
+from zlib import crc32
 
 import pytest
 
 from mm_core.plugin.hookspecs import KINDS
 from mm_core.testing.kit import kit_of
-from support.mutants import Mutant, findings, read_mutants
+from support.mutants import Mutant, findings, installed, read_mutants
 from support.scripts import script
 
 SIGHTED, BLIND = (read_mutants(Path(__file__).with_name(f"{name}.toml")) for name in ("sighted", "blind"))
@@ -51,6 +53,20 @@ def test_the_table_of_kinds_and_faults_is_that_of_the_mutants() -> None:
     table = script("tests/mutants/table.py")
     written = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
     assert written == table.render(SIGHTED, BLIND), "run python tests/mutants/table.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", ALL, ids=[f"{m.kind}: {m.name}" for m in ALL])
+def test_no_mutant_shows_a_traceback_in_a_run(mutant: Mutant, tmp_path: Path, mm: Any) -> None:
+    """A run of two steps may succeed; an error message names the author's file."""
+    name = f"mutant-{crc32(f'{mutant.kind}/{mutant.name}'.encode())}"
+    with installed(tmp_path, name, mutant.kind, mutant.text) as (_, package):
+        config = tmp_path / name / package / "configs" / f"{mutant.kind}.yaml"
+        settings = ["train.steps=2", "data.loader.workers=0"]
+        settings += ["validation.every=1"] * ("\nvalidation:" in config.read_text(encoding="utf-8"))
+        done = mm("train", "--config", config, *settings, cwd=tmp_path, PYTHONPATH=str(tmp_path / name))
+    assert "Traceback" not in done.err, done.err
+    assert done.code == 0 or (done.code == 1 and str(tmp_path / name) in done.err), done.err
 
 
 @pytest.mark.slow

@@ -133,9 +133,7 @@ def test_a_predictor_and_a_solver_are_checked_where_they_sample(guidance):
     assert text_of(fault) == (
         f"task.predictor: forward returned [{rows}, 12, 1, 4, 4] where [{rows}, 12, 2, 4, 4] is needed"
     )
-    with pytest.raises(
-        ContractError, match=r"^task\.scheduler, .*: integrate returned \[1, 12, 4, 4\]"
-    ):
+    with pytest.raises(ContractError, match=r"^task\.scheduler, .*: integrate returned \[1, 12, 4, 4\]"):
         make_task(scheduler=Wrong("integrate", lambda t: t[:, :, 0])).sample(request)
 
 
