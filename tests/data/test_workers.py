@@ -240,6 +240,7 @@ def test_workers_end_at_once_with_their_server(script: Script) -> None:
     """A worker that outlives its server would be told to end by a loop of torch's that does not expect it."""
     done = script.run(
         *READING,
+        "next(kept)",  # so that the second worker has started too
         "from multiprocessing import forkserver",
         "pids = [worker.pid for worker in t.multiprocessing.active_children()]",
         "os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)",

@@ -97,7 +97,8 @@ def test_saves_between_validations_are_never_the_best(tiny, tmp_path):
 def test_a_fault_of_one_rank_alone_costs_no_step_either(tiny, tmp_path, mm):
     config = config_of(tiny, tmp_path, {"rows": 4, "metrics": [faulty(rank=1)]}, best="loss")
     done = mm("train", "--config", config, "--nproc", 2)
-    assert done.code == 1 and "rank 1: RuntimeError: this metric is broken" in done.err
+    assert done.code == 1 and "mm: error: rank 1: " in done.err
+    assert "faulty_metric.py, line 40, in fail: RuntimeError: this metric is broken" in done.err
     assert checkpoints(tmp_path / "run") == ["step_00000002"]
     assert (tmp_path / "run/checkpoints/LATEST").read_text() == "step_00000002\n"
     files = json.loads((tmp_path / "run/checkpoints/step_00000002/checksums.json").read_text())["files"]

@@ -172,3 +172,11 @@ def test_what_is_no_tensor_at_all_is_named():
     assert text_of(fault).startswith(
         "task.text_encoder: encode returned a NoneType\n  accepted: (hidden[B,L,D]"
     )
+
+
+def test_a_shift_by_tokens_is_checked_in_the_plan():
+    with pytest.raises(ContractError) as fault:
+        make_task(scheduler=Wrong("for_tokens", lambda found: None)).check(SPEC)
+    assert text_of(fault).startswith(
+        "task.scheduler: for_tokens(70) returned a NoneType\n  accepted: a noise"
+    )

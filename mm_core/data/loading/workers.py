@@ -146,8 +146,16 @@ class StartWorker:
 
     def __init__(self) -> None:
         self.folder = Path(aftermath.folders()[0])
+        self.server: int | None = None
+
+    def __getstate__(self) -> dict[str, object]:
+        """State for a worker: with the process id of the server that forks it."""
+        server: Any = forkserver._forkserver
+        return {**self.__dict__, "server": server._forkserver_pid}
 
     def __call__(self, worker: int) -> None:
+        if os.getppid() != self.server:
+            os._exit(1)  # the server was killed while this worker started
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
@@ -163,8 +171,8 @@ class StartWorker:
         torch's workers watch only their parent, the server, and every 5 seconds: until then the training
         process, to which a worker without server has ended, makes torch's loop in it fail with a traceback.
         """
-        server, parent = os.getppid(), multiprocessing.parent_process()
-        assert parent is not None
+        server, parent = self.server, multiprocessing.parent_process()
+        assert parent is not None and server is not None
         watched = [parent.sentinel]  # a pipe whose other end only the training process holds
         with suppress(AttributeError, OSError):  # where the system has no such descriptors
             watched.append(os.pidfd_open(server))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mm_core.contracts import Batch, TextEncoder, Tokenizer, VideoTextBatch
 from mm_core.tasks.text_to_video.conditions import check_returned
-from mm_core.tasks.text_to_video.returned_shapes import check_text
+from mm_core.tasks.text_to_video.returned_shapes import expect_text
 
 Encoded = tuple[Tensor, Tensor, Mapping[str, Tensor]]
 """Text states [B,L,D], mask [B,L], and the text encoder's conditions [B,...] by name."""
@@ -77,9 +77,7 @@ class Captions:
     def _encode(self, ids: Tensor, mask: Tensor) -> Encoded:
         """Hidden states in float32 (the engine casts them), padded as the predictor expects."""
         rows = len(ids)
-        found = self.encoder.encode(ids, mask)
-        check_text(found, rows, self.encoder)
-        text, mask, *others = found
+        text, mask, *others = expect_text(self.encoder.encode(ids, mask), rows, self.encoder)
         given: Mapping[str, Tensor] = others[0] if others else {}
         check_returned(given, self.encoder, rows)
         text = text.float().masked_fill(~mask[..., None], 0)

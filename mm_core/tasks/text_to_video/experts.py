@@ -23,7 +23,6 @@ from mm_core.contracts import (
     SupportsTruncated,
 )
 from mm_core.errors import ContractError, plural
-from mm_core.plugin.checks.contract import place_of_object
 from mm_core.schema.fields import Guidance
 
 
@@ -70,12 +69,6 @@ class Experts:
             return self
         if tokens not in self._by_tokens:
             scheduler = self._whole.for_tokens(tokens)
-            if not isinstance(scheduler, NoiseScheduler):
-                raise ContractError(
-                    f"for_tokens({tokens}) returned a {type(scheduler).__name__}",
-                    where=f"task.scheduler, {place_of_object(self._whole)}",
-                    accepted="a noise scheduler: this one, or another for samples of that size",
-                )
             self._by_tokens[tokens] = (
                 self if scheduler is self._whole else Experts(self._predictor, scheduler)
             )

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mm_core.contracts import Autoencoder, NoiseScheduler, TextEncoder
+from mm_core.contracts import Autoencoder, NoiseScheduler, SupportsForTokens, TextEncoder
 from mm_core.errors import ContractError, MMError, first_line
 from mm_core.plugin.checks.contract import place_of_object
+
+_POSTERIOR = "an mm_core.contracts.Posterior: mode(), sample(generators) and moments"
+_STATES = "(hidden[B,L,D], mask[B,L]), and perhaps a mapping of further tensors [B,...]"
+_SCHEDULER = "a noise scheduler: this one, or another for samples of that size"
 
 
 def expect(found: Tensor, shape: Sequence[int], component: str, what: str, owner: object) -> Tensor:
@@ -42,33 +47,24 @@ def encoded(
     """
     posterior = autoencoder.encode(pixels)
     if not hasattr(posterior, "mode" if generators is None else "sample"):
-        raise ContractError(
-            f"encode returned a {type(posterior).__name__}",
-            where=f"task.autoencoder, {place_of_object(autoencoder)}",
-            accepted="an mm_core.contracts.Posterior: mode(), sample(generators) and moments",
-        )
+        raise wrong_type("autoencoder", "encode", posterior, _POSTERIOR, autoencoder)
     latents = posterior.mode() if generators is None else posterior.sample(generators)
-    frames, height, width = pixels.shape[2:]
-    shape = (len(pixels), *autoencoder.latent_shape(frames, height, width))
+    shape = (len(pixels), *autoencoder.latent_shape(*pixels.shape[2:]))
     return expect(latents, shape, "autoencoder", "encode", autoencoder).float()
 
 
-def check_text(found: Sequence[object], rows: int, encoder: TextEncoder) -> None:
-    """Checks what a text encoder returned: text [rows,L,D] and mask [rows,L], and perhaps further tensors.
+def expect_text(found: Any, rows: int, encoder: TextEncoder) -> tuple[Any, ...]:
+    """Returns a text encoder's result unchanged if its text [rows,L,D] and mask [rows,L] have these shapes.
 
     Raises:
-        ContractError: a shape is different.
+        ContractError: a shape is different, or it is something else.
     """
     if not isinstance(found, tuple) or len(found) not in (2, 3) or not isinstance(found[0], Tensor):
-        raise ContractError(
-            f"encode returned a {type(found).__name__}",
-            where=f"task.text_encoder, {place_of_object(encoder)}",
-            accepted="(hidden[B,L,D], mask[B,L]), and perhaps a mapping of further tensors [B,...]",
-        )
-    text, mask = found[:2]
-    if text.dim() != 3 or len(text) != rows:
-        raise _wrong_shape("text_encoder", "encode", text, f"hidden states [{rows}, L, D]", encoder)
-    expect(mask, text.shape[:2], "text_encoder", "the mask of encode", encoder)
+        raise wrong_type("text_encoder", "encode", found, _STATES, encoder)
+    if found[0].dim() != 3 or len(found[0]) != rows:
+        raise _wrong_shape("text_encoder", "encode", found[0], f"hidden states [{rows}, L, D]", encoder)
+    expect(found[1], found[0].shape[:2], "text_encoder", "the mask of encode", encoder)
+    return found
 
 
 def scheduler_faults(scheduler: NoiseScheduler, channels: int) -> Iterator[ContractError]:
@@ -76,6 +72,10 @@ def scheduler_faults(scheduler: NoiseScheduler, channels: int) -> Iterator[Contr
 
     All sizes are different, so that no wrong shape passes by chance. Each method is called once.
     """
+    if isinstance(scheduler, SupportsForTokens):
+        found: object = scheduler.for_tokens(70)
+        if not isinstance(found, NoiseScheduler):
+            yield wrong_type("scheduler", "for_tokens(70)", found, _SCHEDULER, scheduler)
     rows, shape = 3, (3, channels, 2, 5, 7)
     latents = torch.zeros(shape, device="cpu")
     timestep, half = torch.zeros(rows, device="cpu"), torch.full((rows,), 0.5, device="cpu")
@@ -105,6 +105,15 @@ def scheduler_faults(scheduler: NoiseScheduler, channels: int) -> Iterator[Contr
             )
         if name == "sample_timesteps":
             return  # the other methods need valid timesteps
+
+
+def wrong_type(component: str, what: str, found: object, accepted: str, owner: object) -> ContractError:
+    """The error for what a component returned in place of something else; see `expect`."""
+    return ContractError(
+        f"{what} returned a {type(found).__name__}",
+        where=f"task.{component}, {place_of_object(owner)}",
+        accepted=accepted,
+    )
 
 
 def _wrong_shape(
